@@ -100,7 +100,7 @@ def with_fields(**fields: object) -> Callable[[bytes], bytes]:
         lambda data: b"",
         lambda data: data[:-20],
         lambda data: packed(b"[" * 100_000),
-        with_fields(format=2),
+        with_fields(format=99),
         with_fields(made_by=["stepscope 0"]),
         with_fields(content={"events": "many"}),
     ],

@@ -22,7 +22,7 @@ from packages.core.tests.test_merge_rows import step
 from packages.core.tests.traces import op, write_trace
 from stepscope.cli.app import app
 from stepscope.timeline import Merged, load_step, load_traces, merge_bytes, merge_step
-from stepscope.timeline.activity.reading import read_part
+from stepscope.timeline.activity.reading import TracePart, read_part
 from stepscope.timeline.children import command_of
 from stepscope.timeline.execution import workers
 from stepscope.timeline.execution.calls import WorkerDiedError, WorkerFailedError
@@ -44,6 +44,10 @@ DEADLY_ONCE = """if 'trace_pid1001' in repr(part) and not os.path.exists({flag!r
         os.kill(os.getpid(), 9)"""
 WRITE = ("merge.row_parts", "write_part")
 READ = ("activity.reading", "read_part")
+
+
+def part_of(path: Path) -> TracePart:
+    return TracePart(path=os.fsencode(path), name=path.name, sidecar=None, torch=True)
 
 
 def patched(of: tuple[str, str], body: str) -> list[str]:
@@ -134,7 +138,7 @@ def test_a_trace_whose_readers_die_twice_is_named_and_the_others_are_read(tmp_pa
 def test_a_worker_without_memory_counts_as_dead(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "a.json", [op("aten::mm", 0, 5)])
     with ChildProcesses(1, patched(READ, "raise MemoryError")) as executor:
-        error = executor.submit(read_part, os.fsencode(path)).exception()
+        error = executor.submit(read_part, part_of(path)).exception()
     assert isinstance(error, WorkerDiedError)
 
 
@@ -158,7 +162,7 @@ def test_an_error_in_a_worker_is_the_callers(tmp_path: Path) -> None:
 def test_where_no_process_can_be_started_the_work_is_done_here(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "a.json", [op("aten::mm", 0, 5)])
     with ChildProcesses(2, [str(tmp_path / "nothing")]) as executor:
-        assert executor.submit(read_part, os.fsencode(path)).result().events == 1
+        assert executor.submit(read_part, part_of(path)).result()[0].content.events == 1
 
 
 @pytest.mark.parametrize(
@@ -171,7 +175,7 @@ def test_an_odd_interpreter_costs_no_trace(
     path = write_trace(tmp_path / "a.json", [op("aten::mm", 0, 5)])
     monkeypatch.setattr(sys, name, value, raising=False)
     with ChildProcesses(1) as executor:
-        assert executor.submit(read_part, os.fsencode(path)).result().events == 1
+        assert executor.submit(read_part, part_of(path)).result()[0].content.events == 1
 
 
 INTERRUPTED = """

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from packages.core.tests.traces import add_trace, event, kernel, memory, op, trace_text, write_trace
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import Requests, load_step, load_traces
-from stepscope.timeline.activity import content_reader, event_names
+from stepscope.timeline.activity import event_names, nesting
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.content_reader import read_trace
 from stepscope.timeline.activity.event_names import iteration_of, work_of
@@ -87,9 +87,7 @@ def test_waiting_for_a_collective_is_its_time_without_operators(tmp_path: Path) 
         event("gloo:send", "user_annotation", 300, 100, tid=2),
     ])  # fmt: skip
     assert content.waiting_us == 50
-    assert [(c.name, c.starts_us, c.ends_us) for c in content.collectives] == [
-        ("gloo:all_reduce", [80], [180])
-    ]
+    assert [(c.name, list(c.calls())) for c in content.collectives] == [("gloo:all_reduce", [(80, 180)])]
 
 
 @pytest.mark.parametrize(
@@ -237,15 +235,24 @@ def test_a_clock_that_is_ahead_is_moved(tmp_path: Path) -> None:
     assert activity.unix_ns(activity.content.first_us or 0) - OPENED_NS == 1_000_000
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=40), st.integers(1, 5))
-def test_a_cover_is_as_long_as_the_instants_that_are_covered(
-    pairs: list[tuple[int, int]], chunk: int
+PAIRS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=40)
+
+
+@given(PAIRS, PAIRS, st.integers(1, 5))
+def test_covers_are_as_long_as_the_instants_that_are_covered(
+    pairs: list[tuple[int, int]], others: list[tuple[int, int]], chunk: int
 ) -> None:
-    cover = Cover(chunk=chunk)
+    cover, other = Cover(chunk=chunk), Cover(chunk=chunk)
     for start, dur in pairs:
         cover.add(start, start + dur)
-    covered = {at for start, dur in pairs for at in range(start, start + dur)}
-    assert length(cover.stretches()) == len(covered)
+    for start, dur in others:
+        other.add(start, start + dur)
+    covered, left = (
+        {at for start, dur in some for at in range(start, start + dur)} for some in (pairs, others)
+    )
+    stretches = cover.stretches()
+    assert stretches.length == length(stretches) == len(covered)
+    assert length(stretches.leave(other.stretches())) == len(left - covered)
 
 
 def test_the_work_of_a_kernel_is_known_by_its_name() -> None:
@@ -264,7 +271,7 @@ def test_operators_in_any_order_take_few_bytes_each_until_they_are_sorted() -> N
     count = 4 * CHUNK
     tracemalloc.start()
     try:
-        unordered = content_reader._Unordered()
+        unordered = nesting.Unordered()
         for at in range(count):
             unordered.add(float(count - at), 0.5, f"op {at % 7}")
         held, _ = tracemalloc.get_traced_memory()

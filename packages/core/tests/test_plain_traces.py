@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,53 @@ def test_a_trace_is_known_behind_long_metadata(tmp_path: Path) -> None:
     text = path.read_text().replace('{"schemaVersion": 1', '{"metadata": "' + "x" * 100_000 + '"', 1)
     path.write_text(text)
     assert ranks_of(tmp_path) == [0]
+
+
+def nccl(group: str, number: int, start_us: float, end_us: float) -> dict[str, object]:
+    made = kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", start_us, end_us - start_us, 20)
+    about = {"Collective name": "allreduce", "Process Group Name": group, "Process Group Ranks": "[0, 1]"}
+    return made | {"args": {**about, "Seq": number, "In msg nelems": 8}}
+
+
+def test_the_rank_that_enters_a_collective_last_is_the_one_that_others_wait_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks 0 and 1 are group a, 2 and 3 group b; rank 0 did not record the first call of its group."""
+    chance = random.Random(3)
+    late = {rank: [chance.randrange(50) for _ in range(40)] for rank in range(4)}
+    calls: dict[int, dict[int, tuple[int, int]]] = {rank: {} for rank in late}
+    for number in range(40):
+        for members in ((0, 1), (2, 3)):
+            entered = {rank: 1000 * number + late[rank][number] for rank in members}
+            ended = max(entered.values()) + 10
+            for rank, start in entered.items():
+                if (rank, number) != (0, 0):
+                    calls[rank][number] = (start, ended)
+    for rank, made in calls.items():
+        events = [nccl("ab"[rank // 2], number, *times) for number, times in made.items()]
+        trace(tmp_path / f"rank{rank}.json", events, rank=rank, pid=100 + rank)
+    assert run(["report", str(tmp_path), "--json"]) == 0
+    rows = {row["rank"]: row for row in printed(capsys)["traces"]["stragglers"]}
+    for rank, row in rows.items():
+        other = rank ^ 1
+        common = calls[rank].keys() & calls[other].keys()
+        both = [(calls[rank][number][0], calls[other][number][0]) for number in common]
+        assert row["collective"] == f"allreduce, group {'ab'[rank // 2]}"
+        assert row["calls"] == len(both) == (39 if rank < 2 else 40)
+        assert row["last"] == sum(own > theirs for own, theirs in both)
+        assert row["others_waited_ns"] == 1000 * sum(max(0, own - theirs) for own, theirs in both)
+        assert row["waited_ns"] == 1000 * sum(max(0, theirs - own) for own, theirs in both)
+    assert run(["report", str(tmp_path)]) == 0
+    assert "Stragglers in collectives" in capsys.readouterr().out
+
+
+def test_memory_of_a_trace_is_its_highest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [
+        {"ph": "i", "name": "[memory]", "pid": 0, "tid": 0, "ts": at, "s": "t",
+         "args": {"Total Allocated": held, "Total Reserved": 4096, "Device Type": 1, "Device Id": 0}}
+        for at, held in enumerate((100, 300, 200))
+    ]  # fmt: skip
+    trace(tmp_path / "rank0.json", events, rank=0)
+    assert run(["report", str(tmp_path), "--json"]) == 0
+    (row,) = printed(capsys)["traces"]["memory"]
+    assert (row["device"], row["allocated_bytes"], row["reserved_bytes"]) == ("cuda:0", 300, 4096)

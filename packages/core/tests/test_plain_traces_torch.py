@@ -84,7 +84,7 @@ def test_busy_and_exposed_time_are_those_counted_by_the_microsecond(seed: int, t
         for _ in range(200)
     )
     trace(tmp_path / "rank0.json", [kernel(name, start, dur, stream) for start, dur, name, stream in kernels])
-    ((device,),) = (content.devices for content in read_plain([tmp_path]).contents)
+    ((device,),) = (one.content.devices for (one,) in read_plain([tmp_path]).contents)
     compute, communication = (
         [(start, start + dur) for start, dur, name, _ in kernels if name == wanted] for wanted in names
     )

@@ -86,7 +86,7 @@ def test_times_bound_what_counts_and_odd_shapes_count_nothing(tmp_path: Path) ->
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
     content = read_trace(path)
-    assert content.flops.counts == [2 * 4 * 8 * 2, 2 * 4 * 8 * 16]
+    assert list(content.flops.counts) == [2 * 4 * 8 * 2, 2 * 4 * 8 * 16]
     assert content.flops.between(0, 10) == 128
     assert content.flops.between(0, 10.001) == 1152
     assert content.problems == {}

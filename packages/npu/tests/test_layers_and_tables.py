@@ -13,7 +13,7 @@ import pytest
 
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope.timeline.readers import Event, Flow, FoundFile, Instant, Notes, Reader, Slice, Track
+from stepscope.timeline.readers import Event, Flow, FoundFile, Instant, Notes, Origin, Reader, Slice, Track
 from stepscope_npu import _database
 from stepscope_npu._reader import DatabaseReader, TraceViewReader
 
@@ -186,7 +186,7 @@ def test_names_that_are_no_text_cost_their_letters_alone_and_few_are_kept_in_mem
     path = database(output, PYTORCH_API=("startNs, endNs, name", rows))
     with closing(sqlite3.connect(path)) as made, made:
         made.execute("UPDATE STRING_IDS SET value = CAST(x'ff61' AS TEXT) WHERE id = 2")
-    recording = _database.Database(path, Notes(), 0)
+    recording = _database.Database(path, Notes(), 0, Origin(clock="realtime"))
     with closing(recording):
         assert [name for name, _, _ in slices(list(recording.events()))] == ["outer", "\ufffda"] * 2
         assert len(recording._names) == 1

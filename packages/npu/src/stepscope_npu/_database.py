@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,10 +30,12 @@ _Key: TypeAlias = tuple[str, object, object]
 class Database:
     """One open file. `correction_ns` is added to its times, unless CANN has recorded any of them."""
 
-    def __init__(self, path: Path, notes: Notes, correction_ns: int) -> None:
+    def __init__(self, path: Path, notes: Notes, correction_ns: int, origin: Origin) -> None:
         self._notes = notes
         self._tracks: dict[_Key, int] = {}
         self._names: dict[int, str] = {}
+        self._device = 0
+        """Device of communication, where the file has no column for it."""
         with ExitStack() as failing:
             try:
                 self._database = failing.enter_context(closing(_connect(path)))
@@ -42,10 +44,12 @@ class Database:
                 raise RecordError(f"damaged: {error}") from error
             if "STRING_IDS" not in self._columns:
                 raise RecordError("it holds nothing of the Ascend profiler (no STRING_IDS)")
+            with suppress(sqlite3.Error):  # the tables are damaged: their events will not come either
+                origin = self._completed(origin)
             failing.pop_all()
         by_cann = {"TASK", "CANN_API", "MSTX_EVENTS"} & set(self._columns)
         self._shift_ns = 0 if by_cann else correction_ns
-        self.origin = Origin(clock="realtime")
+        self.origin = origin
 
     def close(self) -> None:
         self._database.close()
@@ -107,7 +111,8 @@ class Database:
         wanted = ("deviceId", "streamId", "taskType", "globalTaskId", "connectionId")
         for start, dur, device, stream, kind, task, connection in self._rows("TASK", *wanted):
             key = ("device", device, stream)
-            yield from self._declare(key, f"NPU {device} stream {stream}", 300, overlapping=True)
+            npu = f"NPU {device}"
+            yield from self._declare(key, f"{npu} stream {stream}", 300, overlapping=True, device=npu)
             task_type = self._name(kind)
             name, category = compute(task), layer_category(task_type)
             if name is not None:
@@ -120,10 +125,31 @@ class Database:
                 yield self._flow(key, start, connection, "end")
 
     def _communication(self) -> Iterator[Event]:
-        for start, dur, name, group in self._rows("COMMUNICATION_OP", "opName", "groupName"):
-            key = ("communication", group, 0)
-            yield from self._declare(key, f"Communication {self._name(group)}", 400, overlapping=True)
+        wanted = ("opName", "groupName", "deviceId")
+        for start, dur, name, group, device in self._rows("COMMUNICATION_OP", *wanted):
+            key = ("communication", group, device)
+            npu = f"NPU {self._device if device is None else device}"
+            label = f"Communication {self._name(group)}"
+            yield from self._declare(key, label, 400, overlapping=True, device=npu)
             yield self._slice(key, self._name(name), start, dur, "communication")
+
+    def _completed(self, origin: Origin) -> Origin:
+        """Return the origin with the host and the rank that the file names, and take over the only device."""
+        host = self._first("HOST_INFO", "hostName")
+        rank, device = self._first("RANK_DEVICE_MAP", "rankId"), self._first("RANK_DEVICE_MAP", "deviceId")
+        self._device = device if isinstance(device, int) and device >= 0 else 0
+        return Origin(
+            clock=origin.clock,
+            host=str(host) if host else origin.host,
+            pid=origin.pid,
+            rank=rank if isinstance(rank, int) and rank >= 0 else origin.rank,
+        )
+
+    def _first(self, table: str, column: str) -> object:
+        if column not in self._columns.get(table, frozenset()):
+            return None
+        row = self._database.execute(f"SELECT {column} FROM {table} LIMIT 1").fetchone()
+        return None if row is None else row[0]
 
     def _collections(self) -> Iterator[Event]:
         for start, dur, thread in self._rows("GC_RECORD", "globalTid"):
@@ -184,10 +210,12 @@ class Database:
             self._names[number] = f"(name {number})" if row is None else str(row[0])
         return self._names[number]
 
-    def _declare(self, key: _Key, name: str, sort: int, *, overlapping: bool = False) -> Iterator[Track]:
+    def _declare(
+        self, key: _Key, name: str, sort: int, *, overlapping: bool = False, device: str | None = None
+    ) -> Iterator[Track]:
         if key not in self._tracks:
-            self._tracks[key] = len(self._tracks)
-            yield Track(track=self._tracks[key], name=name, sort=sort, overlapping=overlapping)
+            track = self._tracks[key] = len(self._tracks)
+            yield Track(track=track, name=name, device=device, sort=sort, overlapping=overlapping)
 
     def _slice(
         self,

@@ -7,14 +7,18 @@ with `trace_view.json`, or `ascend_pytorch_profiler[_RANK].db`, or both, which h
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from stepscope.files.storage.reading import read_file
-from stepscope.timeline.readers import Claim, FoundFile, Notes, Recording
+from stepscope.timeline.readers import Claim, FoundFile, Notes, Origin, Recording
 from stepscope_npu._analysis import analysed
 from stepscope_npu._disk import SUFFIX
 
 _INFO = "profiler_info"
+_RANK = re.compile(rf"{_INFO}_(\d+)\.json")
+_PID = re.compile(rf"_(\d+)_\d{{17}}{SUFFIX}$")
+"""`host_PID_20250101120000123_ascend_pt`."""
 
 
 class TraceViewReader:
@@ -30,14 +34,17 @@ class TraceViewReader:
         if folder is None or _is_database(file.path):
             return None
         if file.path.parent == folder and file.path.name.startswith(_INFO) and not analysed(folder):
-            fix = "run `stepscope analyse` on the step's folder, where torch_npu and CANN are installed"
+            fix = (
+                "run `stepscope analyse` on a step of stepscope, or torch_npu.profiler.profiler.analyse on "
+                "the folder, where torch_npu and CANN are installed"
+            )
             return Claim(read=False, why=f"a recording of an NPU that is not analysed: {fix}")
         return Claim(read=False)
 
     def open(self, file: FoundFile, notes: Notes) -> Recording:
         from stepscope_npu._trace_view import TraceView
 
-        return TraceView(file.path, notes, correction_ns(file))
+        return TraceView(file.path, notes, correction_ns(file), origin_of(file.path))
 
 
 class DatabaseReader:
@@ -54,12 +61,25 @@ class DatabaseReader:
     def open(self, file: FoundFile, notes: Notes) -> Recording:
         from stepscope_npu._database import Database
 
-        return Database(file.path, notes, correction_ns(file))
+        return Database(file.path, notes, correction_ns(file), origin_of(file.path))
 
 
 def recording_of(path: Path) -> Path | None:
     """Return the recording that a file lies in."""
     return next((folder for folder in path.parents if folder.name.endswith(SUFFIX)), None)
+
+
+def origin_of(path: Path) -> Origin:
+    """Return what the names in a recording say of its process: `profiler_info_RANK.json`, and the pid in the
+    folder's name.
+    """
+    folder = recording_of(path)
+    if folder is None:
+        return Origin(clock="realtime")
+    ranks = (_RANK.fullmatch(file.name) for file in sorted(folder.glob(f"{_INFO}_*.json")))
+    rank = next((int(match[1]) for match in ranks if match is not None), None)
+    pid = _PID.search(folder.name)
+    return Origin(clock="realtime", pid=None if pid is None else int(pid[1]), rank=rank)
 
 
 def _is_database(path: Path) -> bool:

@@ -61,7 +61,7 @@ _entry = msgspec.json.Decoder(Entry).decode
 class TraceView:
     """One open file. `correction_ns` is added to its times, unless it holds data of CANN."""
 
-    def __init__(self, path: Path, notes: Notes, correction_ns: int) -> None:
+    def __init__(self, path: Path, notes: Notes, correction_ns: int, origin: Origin) -> None:
         self._path = path
         self._notes = notes
         self._correction_ns = correction_ns
@@ -70,7 +70,7 @@ class TraceView:
         self._threads: dict[_Key, str] = {}
         self._tracks: dict[_Key, int] = {}
         self._shift_ns = 0
-        self.origin = Origin(clock="realtime")
+        self.origin = origin
 
     def close(self) -> None:
         pass
@@ -138,8 +138,8 @@ class TraceView:
         else:
             name = " ".join(filter(None, (label if label.startswith("NPU") else "", layer, thread)))
         yield Track(
-            track=self._tracks[key], name=name, sort=_SORT.get(layer, 50 if is_range else 600),
-            overlapping=is_range,
+            track=self._tracks[key], name=name, device=(label or "NPU") if _runs(layer, thread) else None,
+            sort=_SORT.get(layer, 50 if is_range else 600), overlapping=is_range,
         )  # fmt: skip
 
     def _is_range(self, entry: Entry) -> bool:
@@ -184,6 +184,13 @@ class TraceView:
         if self._is_range(entry):
             return "user_annotation"
         return _CATEGORIES.get(layer or "")
+
+
+def _runs(layer: str, thread: str) -> bool:
+    """Return whether a track has the work of a device. `Plane N` has the parts of what its group has."""
+    return layer == "Ascend Hardware" or (
+        layer in ("Communication", "HCCL") and not thread.lower().startswith("plane")
+    )
 
 
 def nanoseconds(text: bytes) -> int | None:

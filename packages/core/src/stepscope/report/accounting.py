@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -199,7 +199,7 @@ class _Leaves:
             self.mask ^= 1 << bit
 
 
-def union_ns(intervals: Sequence[tuple[int, int]]) -> int:
+def union_ns(intervals: Iterable[tuple[int, int]]) -> int:
     """Return the time covered by at least one of the (start, end) pairs."""
     covered, until_ns = 0, None
     for start_ns, end_ns in sorted(intervals):

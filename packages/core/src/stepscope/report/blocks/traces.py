@@ -9,6 +9,7 @@ from stepscope.report.accounting import rank_of
 from stepscope.report.blocks.block import Block, Listing, TextTable
 from stepscope.report.formatting import LISTED, duration, percents, size
 from stepscope.report.model import StepReport
+from stepscope.report.tables.stragglers import StragglerRow
 from stepscope.report.tables.traces import DeviceRow, MemoryRow, NoDevice, OperatorRow, TraceTables
 
 SHOWN = 10
@@ -27,6 +28,8 @@ def trace_blocks(traces: TraceTables | None, report: StepReport) -> Iterator[Blo
         yield _operators(role, rows)
     if traces.devices:
         yield _devices(traces.devices)
+    if traces.stragglers:
+        yield straggler_table(traces.stragglers)
     if traces.without_device:
         yield no_device_list(traces.without_device)
     if traces.memory:
@@ -109,6 +112,24 @@ def _device(row: DeviceRow) -> tuple[str, ...]:
         for ns in (row.busy_ns, row.compute_ns, row.exposed_ns, row.memory_ns)
     )
     return row.process, row.device, duration(row.recorded_ns), *parts
+
+
+def straggler_table(rows: Sequence[StragglerRow]) -> TextTable:
+    """Return who entered collectives last, the one that cost the others most first."""
+    columns = ("collective", "process", ">calls", ">last", ">others waited", ">waited")
+    note = "last: calls that it entered after all others. others waited: for it, in sum."
+    return TextTable("Stragglers in collectives", columns, tuple(map(_straggler, rows)), note, noun="row")
+
+
+def _straggler(row: StragglerRow) -> tuple[str, ...]:
+    counts = f"{row.calls:,}", f"{row.last:,}"
+    return (
+        short(row.collective),
+        row.process,
+        *counts,
+        duration(row.others_waited_ns),
+        duration(row.waited_ns),
+    )
 
 
 def no_device_list(rows: Sequence[NoDevice]) -> Listing:

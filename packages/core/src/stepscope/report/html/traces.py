@@ -11,6 +11,7 @@ from stepscope.report.blocks.traces import (
     no_device_list,
     operators_by_role,
     short,
+    straggler_table,
     trouble_lists,
 )
 from stepscope.report.charts.marks import pick
@@ -75,6 +76,13 @@ def _devices_and_memory(traces: TraceTables) -> Iterator[Html]:
         notes = [order, DEVICE_NOTE]
         if len(shown) < len(ordered):
             notes.append(f"{len(shown):,} are shown: the least busy ones, and others evenly chosen.")
+    if traces.stragglers:
+        late = straggler_table(traces.stragglers)
+        parts += [
+            tag("h3", late.title),
+            table(late.columns, late.rows[:DRAWN]),
+            tag("p", late.note, class_="note"),
+        ]
     if traces.without_device:
         parts.append(draw(no_device_list(traces.without_device)))
     if traces.memory:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import merge
+from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -329,43 +332,49 @@ class _Skew(NamedTuple):
 
 def _skews(activities: Iterable[TraceActivity]) -> dict[int, _Skew]:
     """Return the skew of each process that is in collectives with others."""
-    waits: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-    """By process, and by the one that was last: (from, until)."""
+    waits: dict[int, dict[int, array[int]]] = defaultdict(lambda: defaultdict(_times))
+    """By process, and by the one that was last: from, until, and so on."""
     for members in _matched(activities):
         for calls in zip(*members.values(), strict=True):
             last_ns, awaited = max(zip((start_ns for start_ns, _ in calls), members, strict=True))
             for process, (start_ns, end_ns) in zip(members, calls, strict=True):
-                pairs = waits[process]  # also of one that waits for nobody
+                of = waits[process]  # also of one that waits for nobody
                 if start_ns < min(last_ns, end_ns):
-                    pairs[awaited].append((start_ns, min(last_ns, end_ns)))
+                    of[awaited].extend((start_ns, min(last_ns, end_ns)))
     return {process: _skew(process, of) for process, of in waits.items()}
 
 
-def _matched(activities: Iterable[TraceActivity]) -> Iterator[dict[int, list[tuple[int, int]]]]:
+def _matched(activities: Iterable[TraceActivity]) -> Iterator[dict[int, Iterator[tuple[int, int]]]]:
     """Ranks' calls of one collective, in order: (start, end) by process. With `mode: discrete` a process may
     have several traces of a stage.
     """
-    calls_of: dict[tuple[str, str | None, str], dict[int, list[tuple[int, int]]]] = {}
+    calls_of: dict[tuple[str, str | None, str], dict[int, list[array[int]]]] = {}
     for activity in activities:
         if activity.unaligned is not None or activity.process is None:
             continue
         for collective in activity.content.collectives:
             of = calls_of.setdefault((activity.info.role, activity.stage, collective.name), defaultdict(list))
-            times = zip(
-                map(activity.unix_ns, collective.starts_us),
-                map(activity.unix_ns, collective.ends_us),
-                strict=True,
-            )
-            of[activity.process] += times
+            us = chain.from_iterable(collective.calls())
+            of[activity.process].append(array("q", map(activity.unix_ns, us)))
     for of in calls_of.values():
-        for number in {len(calls) for calls in of.values()}:
-            members = {process: sorted(calls) for process, calls in of.items() if len(calls) == number}
+        lengths = {process: sum(map(len, traces)) for process, traces in of.items()}
+        for number in set(lengths.values()):
+            members = [process for process, length in lengths.items() if length == number]
             if len(members) > 1:
-                yield members
+                yield {process: merge(*map(_pairs, of[process])) for process in members}
 
 
-def _skew(process: int, waits: Mapping[int, Sequence[tuple[int, int]]]) -> _Skew:
-    total_ns = union_ns([pair for pairs in waits.values() for pair in pairs])
-    longest = ((union_ns(pairs), -awaited) for awaited, pairs in waits.items())
+def _times() -> array[int]:
+    return array("q")
+
+
+def _pairs(flat: array[int]) -> Iterator[tuple[int, int]]:
+    values = iter(flat)
+    return zip(values, values, strict=True)
+
+
+def _skew(process: int, waits: Mapping[int, array[int]]) -> _Skew:
+    total_ns = union_ns(chain.from_iterable(map(_pairs, waits.values())))
+    longest = ((union_ns(_pairs(flat)), -awaited) for awaited, flat in waits.items())
     awaited_ns, awaited = max(longest, default=(0, -process))
     return _Skew(total_ns, -awaited, awaited_ns)

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from stepscope.report.table import Table
+from stepscope.report.tables.stragglers import StragglerRow, stragglers
 from stepscope.timeline import FileProblem, TraceActivity, Traces
 
 TOP = 20
@@ -92,10 +93,11 @@ class TraceTables(msgspec.Struct, frozen=True, kw_only=True):
     operators: Table[OperatorRow]
     """By role; in a role the longest own time first, at most `TOP` of the CPU and `TOP` of devices."""
     devices: Table[DeviceRow]
+    stragglers: Table[StragglerRow]
     without_device: Table[NoDevice]
     memory: Table[MemoryRow]
     unread: tuple[str, ...]
-    """Files that are no torch traces."""
+    """Files that no reader reads."""
     problems: tuple[FileProblem, ...]
 
 
@@ -106,6 +108,7 @@ def trace_tables(traces: Traces, opened_ns: int) -> TraceTables:
         traces=Table(map(_trace, activities)),
         operators=operator_times(activities),
         devices=device_usage(activities),
+        stragglers=stragglers(activities),
         without_device=missing_devices(activities),
         memory=memory_peaks(activities, opened_ns),
         unread=traces.unread,

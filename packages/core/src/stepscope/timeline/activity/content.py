@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from stepscope.timeline.activity.flops import Flops
+from stepscope.timeline.activity.intervals import Pair, unpacked
 from stepscope.timeline.readers.chrome import Distributed
 
 Work: TypeAlias = Literal["compute", "communication", "memory"]
@@ -92,8 +95,36 @@ class Collective(msgspec.Struct):
     """All calls of one collective on this rank, in order."""
 
     name: str
-    starts_us: list[float]
-    ends_us: list[float]
+    times: bytes
+    """Start and end of each call in us, as doubles: 16 bytes for each, of the many ranks in a report."""
+
+    def calls(self) -> Iterator[Pair]:
+        """Yield the start and the end of each call."""
+        return unpacked(memoryview(self.times).cast("d"))
+
+
+class GroupCalls(msgspec.Struct):
+    """All calls of one collective in one process group by this rank, where the trace names groups."""
+
+    op: str
+    group: str
+    """Name and ranks of the group."""
+    times: bytes
+    """As in `Collective`, in the order of the file."""
+    numbers: bytes
+    """Numbers that torch gave the calls, the same on all ranks, as 64-bit integers. -1: it gave none."""
+
+    def calls(self) -> Iterator[tuple[int, Pair]]:
+        """Yield the number of each call with its start and end, ascending. It is the place in their order if
+        torch gave none.
+        """
+        times = unpacked(memoryview(self.times).cast("d"))
+        numbers = memoryview(self.numbers).cast("q")
+        if -1 in numbers:
+            return enumerate(sorted(times))
+        calls = zip(numbers, times, strict=True)
+        ascending = all(before < after for before, after in pairwise(numbers))
+        return calls if ascending else iter(sorted(dict(calls).items()))
 
 
 class TraceContent(msgspec.Struct, kw_only=True):
@@ -114,6 +145,8 @@ class TraceContent(msgspec.Struct, kw_only=True):
     kernels: list[Kernel]
     devices: list[Device]
     collectives: list[Collective]
+    grouped: list[GroupCalls] = []
+    """The same calls by process group. Only those that no rank leaves before all have entered."""
     iterations: list[Iteration]
     memory: list[Peak]
     runtime: bool

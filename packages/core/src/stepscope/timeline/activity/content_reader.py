@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import reduce
-from heapq import merge
+from itertools import chain
 from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -21,6 +21,7 @@ import msgspec
 from stepscope.timeline.activity.content import (
     Collective,
     Device,
+    GroupCalls,
     Iteration,
     Kernel,
     Operator,
@@ -29,14 +30,21 @@ from stepscope.timeline.activity.content import (
     Work,
 )
 from stepscope.timeline.activity.event_names import is_collective, iteration_of, work_of
-from stepscope.timeline.activity.flops import SHAPES, Flops
-from stepscope.timeline.activity.intervals import CHUNK, Cover, Pair, Stretches, length
+from stepscope.timeline.activity.flops import SHAPES, FlopCounter
+from stepscope.timeline.activity.intervals import Cover, Stretches, length, unpacked
+from stepscope.timeline.activity.nesting import Nesting, Unordered
+from stepscope.timeline.clocks.collectives import calls_in
+from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
 
 _OPERATORS = frozenset({"cpu_op", "Operator", "operator"})
-_DEVICE = frozenset(
-    {"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset", "mtia_ccp_events", "gpu_kernel"}
-)
+DEVICE = frozenset(
+    (
+        "kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset", "mtia_ccp_events", "gpu_kernel",
+        "communication",
+    )
+)  # fmt: skip
+"""Categories of what a device did. The last one is of other formats."""
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"})
 _ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "python_user_annotation"})
 
@@ -55,9 +63,9 @@ def read_trace(path: Path, on_read: Callable[[int], None] | None = None) -> Trac
 
 def nothing_read(why: str) -> TraceContent:
     """Return the content of a file that could not be read."""
-    trace = ChromeTrace(Path())
-    trace.notes.file(why)
-    return _Reading(trace, frozenset()).finish(TraceFields(base_ns=None, distributed=None, host=None))
+    notes = Notes()
+    notes.file(why)
+    return Reading(notes, frozenset()).finish(TraceFields(base_ns=None, distributed=None, host=None))
 
 
 _FARTHEST_US = 4e15
@@ -65,7 +73,7 @@ _FARTHEST_US = 4e15
 _Us: TypeAlias = Annotated[float, msgspec.Meta(ge=-_FARTHEST_US, le=_FARTHEST_US)]
 
 
-class _Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
+class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
     name: str = ""
     cat: str = ""
     pid: int | str = 0
@@ -78,7 +86,7 @@ class _Args(msgspec.Struct, gc=False):
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"[]"), name="Input Dims")
 
 
-class _Shaped(_Complete, tag_field="ph", tag="X", gc=False):
+class _Shaped(Complete, tag_field="ph", tag="X", gc=False):
     args: _Args | None = None
 
 
@@ -99,9 +107,9 @@ def _nothing(phase: str) -> type[msgspec.Struct]:
     return msgspec.defstruct(f"_Skipped_{phase}", [], tag_field="ph", tag=phase, gc=False)
 
 
-_Event: TypeAlias = _Complete | _Shaped | _Instant
+_Event: TypeAlias = Complete | _Shaped | _Instant
 _skipped = [_nothing(phase) for phase in "stfMCBEbneNODSTpFPIRcvVa(),"]
-_union: Any = reduce(or_, _skipped, _Complete | _Instant)
+_union: Any = reduce(or_, _skipped, Complete | _Instant)
 """Type of an event, made at run time: events of other phases become structs without a field."""
 _union_with_shapes: Any = reduce(or_, _skipped, _Shaped | _Instant)
 _decode = msgspec.json.Decoder(list[_union], strict=False).decode
@@ -109,88 +117,46 @@ _decode_with_shapes = msgspec.json.Decoder(list[_union_with_shapes], strict=Fals
 _decode_one = msgspec.json.Decoder(_union, strict=False).decode
 _raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
-_Thread: TypeAlias = tuple[int | str, int | str]
+Thread: TypeAlias = tuple[int | str, int | str]
 
 
-class _Unordered:
-    """Operators that are added in any order and returned by their starts, in 20 bytes each."""
-
-    def __init__(self) -> None:
-        self._latest: list[tuple[float, float, str]] = []
-        self._chunks: list[tuple[array[float], array[float], array[int]]] = []
-        self._numbers: dict[str, int] = {}
-
-    def add(self, start: float, dur: float, name: str) -> None:
-        self._latest.append((start, -dur, name))
-        if len(self._latest) >= CHUNK:
-            self._pack()
-
-    def __iter__(self) -> Iterator[tuple[float, float, str]]:
-        """Yield (start, -duration, name). Of two with the same start, the longer one comes first."""
-        self._pack()
-        names = list(self._numbers)
-        return merge(
-            *(
-                zip(starts, durs, map(names.__getitem__, numbers), strict=True)
-                for starts, durs, numbers in self._chunks
-            )
-        )
-
-    def _pack(self) -> None:
-        starts, durs, numbers = array("d"), array("d"), array("I")
-        for start, minus_dur, name in sorted(self._latest):
-            starts.append(start)
-            durs.append(minus_dur)
-            numbers.append(self._numbers.setdefault(name, len(self._numbers)))
-        self._chunks.append((starts, durs, numbers))
-        self._latest.clear()
+def _doubles() -> array[float]:
+    return array("d")
 
 
-class _Nesting:
-    """Operators of one thread that have begun and are not known to have ended."""
-
-    __slots__ = ("last", "later", "open")
-
-    def __init__(self) -> None:
-        self.last = float("-inf")
-        self.open: list[tuple[float, Operator]] = []
-        self.later: _Unordered | None = None
-        """All operators of the thread, if they must be sorted first."""
+def _calls() -> tuple[array[float], array[int]]:
+    return array("d"), array("q")
 
 
 def _covers() -> dict[Work, Cover]:
     return defaultdict(Cover)
 
 
-class _Reading:
+class Reading:
     """State of one pass over one file."""
 
-    def __init__(self, trace: ChromeTrace, sort: frozenset[_Thread]) -> None:
-        self.notes = trace.notes
-        self.unordered: set[_Thread] = set()
+    def __init__(self, notes: Notes, sort: frozenset[Thread]) -> None:
+        self.notes = notes
+        self.unordered: set[Thread] = set()
         self.events = 0
         self.operators: dict[str, Operator] = {}
         self.kernels: dict[str, Kernel] = {}
         self.ran = Cover()
         self.devices: dict[int | str, dict[Work, Cover]] = defaultdict(_covers)
-        self.collectives: dict[str, list[Pair]] = defaultdict(list)
+        self.collectives: dict[str, array[float]] = defaultdict(_doubles)
+        """Start and end of each call in turn. Lists would scatter the memory with floats that stay."""
+        self.grouped: dict[tuple[str, str], tuple[array[float], array[int]]] = defaultdict(_calls)
         self.iterations: dict[tuple[str, int | str, int | str], list[Iteration]] = defaultdict(list)
         self.peaks: dict[tuple[int, int], Peak] = {}
-        self.flops = Flops()
+        self.flops = FlopCounter()
         self.first, self.last = float("inf"), float("-inf")
         self.others: set[str] = set()
         """Categories of events that were not used."""
-        self._threads: dict[_Thread, _Nesting] = defaultdict(_Nesting)
+        self._threads: dict[Thread, Nesting] = defaultdict(Nesting)
         for thread in sort:
-            self._threads[thread].later = _Unordered()
-        self._thread: _Thread | None = None
-        self._nesting = _Nesting()
-        self._handlers: dict[str, Callable[[_Complete], None]] = {
-            **dict.fromkeys(_OPERATORS, self._operator),
-            **dict.fromkeys(_DEVICE, self._kernel),
-            **dict.fromkeys(_ANNOTATIONS, self._annotation),
-            "Trace": self._window,
-        }
+            self._threads[thread].later = Unordered()
+        self._thread: Thread | None = None
+        self._nesting = Nesting()
 
     def parse(self, text: bytes) -> list[_Event]:
         """Return the events of an array. Events of another shape are counted and left out.
@@ -207,16 +173,26 @@ class _Reading:
                     events.append(_decode_one(element))
                 except msgspec.ValidationError:
                     self.notes.events(ANOTHER_SHAPE)
+        for op, group, start, dur, number in calls_in(text):
+            times, numbers = self.grouped[op, group]
+            times.extend((start, start + dur))
+            numbers.append(number)
         return events
 
-    def take(self, events: list[_Event]) -> None:
+    def take(self, events: Sequence[_Event]) -> None:
         self.events += len(events)
-        handlers, others = self._handlers, self.others
+        # In an attribute, they would let this object live until the next garbage collection.
+        handler_of: Callable[[str], Callable[[Complete], None] | None] = {
+            **dict.fromkeys(_OPERATORS, self._operator),
+            **dict.fromkeys(DEVICE, self._kernel),
+            **dict.fromkeys(_ANNOTATIONS, self._annotation),
+            "Trace": self._window,
+        }.get
         for event in events:
-            if isinstance(event, _Complete):
-                handler = handlers.get(event.cat)
+            if isinstance(event, Complete):
+                handler = handler_of(event.cat)
                 if handler is None:
-                    others.add(event.cat)
+                    self.others.add(event.cat)
                 elif event.dur >= 0:
                     handler(event)
                 else:
@@ -224,7 +200,7 @@ class _Reading:
             elif type(event) is _Instant and event.name == "[memory]" and event.args is not None:
                 self._memory(event.ts, event.args)
 
-    def _operator(self, event: _Complete) -> None:
+    def _operator(self, event: Complete) -> None:
         start, thread = event.ts, (event.pid, event.tid)
         if type(event) is _Shaped and event.args is not None:
             self.flops.add(event.name, start, event.args.dims)
@@ -260,7 +236,7 @@ class _Reading:
             self.ran.add(start, end)
         still.append((end, operator))
 
-    def _kernel(self, event: _Complete) -> None:
+    def _kernel(self, event: Complete) -> None:
         name, start, dur = event.name, event.ts, event.dur
         kernel = self.kernels.get(name)
         if kernel is None:
@@ -271,11 +247,11 @@ class _Reading:
             kernel.max_us = dur
         self.devices[event.pid][kernel.work].add(start, start + dur)
         if kernel.work == "communication":
-            self.collectives[name].append((start, start + dur))
+            self.collectives[name].extend((start, start + dur))
 
-    def _annotation(self, event: _Complete) -> None:
+    def _annotation(self, event: Complete) -> None:
         if is_collective(event.name):
-            self.collectives[event.name].append((event.ts, event.ts + event.dur))
+            self.collectives[event.name].extend((event.ts, event.ts + event.dur))
             return
         iteration = iteration_of(event.name, event.ts, event.dur)
         if iteration is not None:
@@ -292,10 +268,11 @@ class _Reading:
             peak.allocated_bytes, peak.allocated_at_us = args.allocated, ts
         peak.reserved_bytes = max(peak.reserved_bytes, args.reserved or 0)
 
-    def _window(self, event: _Complete) -> None:
-        self._seen(event.ts, event.ts + event.dur)
+    def _window(self, event: Complete) -> None:
+        self.seen(event.ts, event.ts + event.dur)
 
-    def _seen(self, start: float, end: float) -> None:
+    def seen(self, start: float, end: float) -> None:
+        """Take in that something was recorded from `start` to `end`."""
         self.first, self.last = min(self.first, start), max(self.last, end)
 
     def finish(self, fields: TraceFields) -> TraceContent:
@@ -304,11 +281,17 @@ class _Reading:
                 self._nest(nesting.open, name, start, -minus_dur)
         ran = self.ran.stretches()
         if ran:
-            self._seen(ran.first, ran.last)
+            self.seen(ran.first, ran.last)
         devices = [_device(key, covers) for key, covers in sorted(self.devices.items(), key=_by_name)]
         for device in devices:
-            self._seen(device.first_us, device.last_us)
-        on_cpu = sorted(pair for name, pairs in self.collectives.items() if ":" in name for pair in pairs)
+            self.seen(device.first_us, device.last_us)
+        on_cpu = Stretches(
+            sorted(
+                chain.from_iterable(
+                    unpacked(times) for name, times in self.collectives.items() if ":" in name
+                )
+            )
+        )
         for (kind, number), peak in self.peaks.items():
             total = [
                 properties.total_bytes for properties in fields.devices if properties.id == number and kind
@@ -324,12 +307,14 @@ class _Reading:
             operators=sorted(
                 self.operators.values(), key=lambda operator: (-operator.self_us, operator.name)
             ),
-            operators_us=length(ran),
-            waiting_us=length(on_cpu, ran) - length(ran) if on_cpu else 0.0,
+            operators_us=ran.length,
+            waiting_us=length(ran.leave(on_cpu)),
             kernels=sorted(self.kernels.values(), key=lambda kernel: (-kernel.total_us, kernel.name)),
             devices=devices,
-            collectives=[
-                _collective(name, sorted(pairs)) for name, pairs in sorted(self.collectives.items())
+            collectives=[_collective(name, times) for name, times in sorted(self.collectives.items())],
+            grouped=[
+                GroupCalls(op, group, times.tobytes(), numbers.tobytes())
+                for (op, group), (times, numbers) in sorted(self.grouped.items())
             ],
             iterations=self._iterations(),
             memory=list(self.peaks.values()),
@@ -351,10 +336,10 @@ class _Reading:
 
 
 def _read(
-    path: Path, sort: frozenset[_Thread], on_read: Callable[[int], None] | None
-) -> tuple[TraceContent, frozenset[_Thread]]:
+    path: Path, sort: frozenset[Thread], on_read: Callable[[int], None] | None
+) -> tuple[TraceContent, frozenset[Thread]]:
     trace = ChromeTrace(path)
-    reading = _Reading(trace, sort)
+    reading = Reading(trace.notes, sort)
     fields = trace.read(reading.parse, reading.take, on_read)
     return reading.finish(fields), frozenset(reading.unordered)
 
@@ -363,16 +348,17 @@ def _device(key: int | str, covers: dict[Work, Cover]) -> Device:
     stretches = {work: cover.stretches() for work, cover in covers.items()}
     nothing = Stretches()
     compute, communication = stretches.get("compute", nothing), stretches.get("communication", nothing)
-    compute_us = length(compute)
+    memory = stretches.get("memory", nothing)
+    exposed_us = length(compute.leave(communication))
     return Device(
         name=str(key),
         first_us=min(some.first for some in stretches.values()),
         last_us=max(some.last for some in stretches.values()),
-        busy_us=length(*stretches.values()),
-        compute_us=compute_us,
-        communication_us=length(communication),
-        exposed_us=length(compute, communication) - compute_us,
-        memory_us=length(stretches.get("memory", nothing)),
+        busy_us=compute.length + exposed_us + length(communication.leave(compute.leave(memory))),
+        compute_us=compute.length,
+        communication_us=communication.length,
+        exposed_us=exposed_us,
+        memory_us=memory.length,
     )
 
 
@@ -381,9 +367,9 @@ def _by_name(item: tuple[int | str, object]) -> tuple[bool, int, str]:
     return isinstance(key, str), key if isinstance(key, int) else 0, str(key)
 
 
-def _collective(name: str, pairs: list[Pair]) -> Collective:
-    ascending = sorted(pairs)
-    return Collective(name, [start for start, _ in ascending], [end for _, end in ascending])
+def _collective(name: str, times: array[float]) -> Collective:
+    ascending = array("d", chain.from_iterable(sorted(unpacked(times))))
+    return Collective(name, ascending.tobytes())
 
 
 def _device_name(kind: int, number: int) -> str:

@@ -20,7 +20,7 @@ IterationName: TypeAlias = Callable[[str], Requests | None]
 """Reads an annotation's name: the requests of an engine iteration, or None for any other event."""
 GROUP = "stepscope.iterations"
 
-_COMMUNICATION = re.compile(r"nccl|.*ncclKernel|rccl|hccl|.*cross_device_reduce|.*multimem_all_?reduce")
+_COMMUNICATION = re.compile(r"nccl|.*ncclKernel|rccl|hccl|hcom_|.*cross_device_reduce|.*multimem_all_?reduce")
 _MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
 _COLLECTIVE = re.compile(r"(gloo|mpi|ucc):(?!send|recv)\w+")
 _VLLM = re.compile(r"execute_(?:\d+_)?context_(\d+)\((?:sq)?(\d+)\w*\)_generation_(\d+)\((?:sq)?\d+")
@@ -37,7 +37,7 @@ def work_of(cat: str, name: str) -> Work:
     Source of the names: NCCL, RCCL, HCCL, the all-reduce kernels of vLLM and SGLang, and the kernel types of
     HolisticTraceAnalysis.
     """
-    if _COMMUNICATION.match(name):
+    if cat == "communication" or _COMMUNICATION.match(name):
         return "communication"
     if cat.lower() in ("gpu_memcpy", "gpu_memset", "memcpy", "memset") or _MEMORY.match(name):
         return "memory"

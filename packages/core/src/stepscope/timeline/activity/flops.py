@@ -6,8 +6,10 @@ Formulas: those of `torch.utils.flop_counter`. A multiplication and an addition 
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import TypeAlias
 
@@ -51,11 +53,29 @@ _FORMULAS: Mapping[str, tuple[slice, Callable[[_Shapes], int]]] = {
 """{operator: (its inputs that count, formula)}. None of them runs below another one."""
 
 
-class Flops(msgspec.Struct):
+class Flops(msgspec.Struct, frozen=True):
     """FLOPs of the operators in a trace, by their starts."""
 
-    starts_us: list[float] = []
-    counts: list[float] = []
+    pairs: bytes = b""
+    """Start in us and FLOPs of each, as doubles, in order."""
+
+    @property
+    def counts(self) -> Sequence[float]:
+        """Return the FLOPs of each operator."""
+        return memoryview(self.pairs).cast("d")[1::2]
+
+    def between(self, first_us: float, last_us: float) -> float:
+        """Return the FLOPs of the operators that began from `first_us` until before `last_us`."""
+        starts_us = memoryview(self.pairs).cast("d")[::2]
+        first, last = bisect_left(starts_us, first_us), bisect_left(starts_us, last_us)
+        return sum(self.counts[first:last])
+
+
+class FlopCounter:
+    """Collector of the FLOPs of operators in any order."""
+
+    def __init__(self) -> None:
+        self._starts_us, self._counts = array("d"), array("d")
 
     def add(self, name: str, start_us: float, dims: bytes) -> None:
         """Count an operator if there is a formula for it, and its shapes are of the kind that it takes."""
@@ -67,15 +87,10 @@ class Flops(msgspec.Struct):
             count = formula(shapes)
         except (msgspec.MsgspecError, ValueError, IndexError):  # an operator of that name with other inputs
             return
-        self.starts_us.append(start_us)
-        self.counts.append(float(count))
+        self._starts_us.append(start_us)
+        self._counts.append(float(count))
 
     def in_order(self) -> Flops:
         """Return them in the order of their starts: threads mix in a file."""
-        pairs = sorted(zip(self.starts_us, self.counts, strict=True))
-        return Flops([start for start, _ in pairs], [count for _, count in pairs])
-
-    def between(self, first_us: float, last_us: float) -> float:
-        """Return the FLOPs of the operators that began from `first_us` until before `last_us`. In order."""
-        first, last = bisect_left(self.starts_us, first_us), bisect_left(self.starts_us, last_us)
-        return sum(self.counts[first:last])
+        pairs = sorted(zip(self._starts_us, self._counts, strict=True))
+        return Flops(array("d", chain.from_iterable(pairs)).tobytes())

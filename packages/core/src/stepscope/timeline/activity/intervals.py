@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from heapq import merge
+from itertools import chain
+from operator import sub
 from typing import TypeAlias
 
 Pair: TypeAlias = tuple[float, float]
 """(start, end)."""
-CHUNK = 1 << 15
+CHUNK = 1 << 13
 
 
 class Stretches:
@@ -19,15 +22,21 @@ class Stretches:
 
     def __init__(self, ascending: Iterable[Pair] = ()) -> None:
         """Args: ascending: Intervals in the order of their starts. Those that touch become one."""
-        self._flat = array("d")
-        for pair in united(ascending):
-            self._flat.extend(pair)
+        self._flat = array("d", chain.from_iterable(united(ascending)))
+
+    @classmethod
+    def of(cls, chunks: Iterable[array[float]]) -> Stretches:
+        """Return the union of chunks: each has starts and ends in turn, of ascending intervals."""
+        made = cls()
+        for chunk in sorted(filter(None, chunks), key=lambda chunk: chunk[0]):
+            made._take(chunk)
+        return made
 
     def __bool__(self) -> bool:
         return bool(self._flat)
 
     def __iter__(self) -> Iterator[Pair]:
-        return _unpacked(self._flat)
+        return unpacked(self._flat)
 
     @property
     def first(self) -> float:
@@ -38,6 +47,34 @@ class Stretches:
     def last(self) -> float:
         """Return the latest end. There must be an interval."""
         return self._flat[-1]
+
+    @property
+    def length(self) -> float:
+        """Return the time that they cover."""
+        return sum(map(sub, self._flat[1::2], self._flat[::2]), 0.0)
+
+    def leave(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
+        """Yield what is left of other intervals outside of these."""
+        starts, ends = self._flat[::2], self._flat[1::2]
+        for start, end in pairs:
+            at = bisect_right(ends, start)
+            while at < len(starts) and starts[at] < end:
+                if start < starts[at]:
+                    yield start, starts[at]
+                start = ends[at]
+                at += 1
+            if start < end:
+                yield start, end
+
+    def _take(self, chunk: array[float]) -> None:
+        """Add intervals of which none starts before the first of these."""
+        flat = self._flat
+        if flat and chunk[0] <= flat[-1]:
+            touched = 2 * bisect_left(flat[1::2], chunk[0])
+            both = merge(unpacked(flat[touched:]), unpacked(chunk))
+            chunk = array("d", chain.from_iterable(united(both)))
+            del flat[touched:]
+        flat.extend(chunk)
 
 
 class Cover:
@@ -63,13 +100,11 @@ class Cover:
     def stretches(self) -> Stretches:
         """Return the time that is covered."""
         self._pack()
-        return Stretches(merge(*map(_unpacked, self._chunks)))
+        return Stretches.of(self._chunks)
 
     def _pack(self) -> None:
-        flat = array("d")
-        for pair in united(sorted(self._latest)):
-            flat.extend(pair)
-        self._chunks.append(flat)
+        self._latest.sort()
+        self._chunks.append(array("d", chain.from_iterable(united(self._latest))))
         self._latest.clear()
         self._start, self._end = 0.0, -1.0
 
@@ -91,11 +126,12 @@ def united(ascending: Iterable[Pair]) -> Iterator[Pair]:
     yield start, end
 
 
-def length(*covers: Iterable[Pair]) -> float:
-    """Return the length of the union of several covers, each in the order of its starts."""
-    return sum((end - start for start, end in united(merge(*covers))), 0.0)
+def length(pairs: Iterable[Pair]) -> float:
+    """Return the sum of the lengths of intervals."""
+    return sum((end - start for start, end in pairs), 0.0)
 
 
-def _unpacked(flat: array[float]) -> Iterator[Pair]:
+def unpacked(flat: Iterable[float]) -> Iterator[Pair]:
+    """Yield the intervals of starts and ends in turn."""
     values = iter(flat)
     return zip(values, values, strict=True)

@@ -1,4 +1,4 @@
-"""Reading of several traces, in this process or in others."""
+"""Reading of several traces and recordings, in this process or in others."""
 
 from __future__ import annotations
 
@@ -8,66 +8,103 @@ from concurrent.futures import Executor
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
+
+from stepscope.files.sidecar import Sidecar
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.content_reader import nothing_read, read_trace
+from stepscope.timeline.activity.recordings import ProcessContent, read_recording
 from stepscope.timeline.digests import Digests
 from stepscope.timeline.execution.near import size_of
 from stepscope.timeline.execution.parts import Lost, results
+from stepscope.timeline.readers.contract import FoundFile
+from stepscope.timeline.readers.installed import Readers
+from stepscope.timeline.step.traces import TraceFile
 
 
-def read_part(path: bytes) -> TraceContent:
-    """Read the trace in `path`, which are the system's bytes."""
-    return read_trace(Path(os.fsdecode(path)))
+class TracePart(msgspec.Struct, frozen=True, kw_only=True):
+    """A file, for another process."""
+
+    path: bytes
+    """The system's bytes."""
+    name: str
+    sidecar: Sidecar | None
+    torch: bool
+    """False: an installed reader reads it."""
+
+
+def read_part(part: TracePart) -> list[ProcessContent]:
+    """Read one file."""
+    path = Path(os.fsdecode(part.path))
+    file = FoundFile(path=path, name=part.name, sidecar=part.sidecar)
+    reader = None if part.torch else Readers.installed().claim(file)[0]
+    return _read_here(TraceFile(path, part.name, part.sidecar, reader), None)
 
 
 def read_all(
-    paths: Sequence[Path],
+    traces: Sequence[TraceFile],
     on_read: Callable[[int], None] | None = None,
     executor: Executor | None = None,
     digests: Digests | None = None,
-) -> list[TraceContent]:
-    """Return the content of each trace, in the order of `paths`.
+) -> list[list[ProcessContent]]:
+    """Return what each file holds of each of its processes, in the order of `traces`.
 
     Args:
         digests: Has the content of traces that were read before, and takes that of the others.
     """
-    contents = {} if digests is None else _kept(paths, digests, on_read)
-    missing = [path for path in paths if path not in contents]
-    stamps = {} if digests is None else {path: digests.stamps([path]) for path in missing}
+    contents = {} if digests is None else _kept(traces, digests, on_read)
+    missing = [trace for trace in traces if trace.path not in contents]
+    stamps = {} if digests is None else {trace.path: digests.stamps([trace.path]) for trace in missing}
     with closing(_read(missing, on_read, executor)) as parts:
-        for path, content in zip(missing, parts, strict=True):
+        for trace, content in zip(missing, parts, strict=True):
             if isinstance(content, Lost):
-                contents[path] = nothing_read(f"not read: twice, {content.why}")
+                contents[trace.path] = _alone(nothing_read(f"not read: twice, {content.why}"))
                 continue
-            contents[path] = content
+            contents[trace.path] = content
             if digests is not None:
-                digests.keep([path], content, stamps[path])
-    return [contents[path] for path in paths]
+                digests.keep([trace.path], content, stamps[trace.path])
+    return [contents[trace.path] for trace in traces]
 
 
 def _kept(
-    paths: Sequence[Path], digests: Digests, on_read: Callable[[int], None] | None
-) -> dict[Path, TraceContent]:
+    traces: Sequence[TraceFile], digests: Digests, on_read: Callable[[int], None] | None
+) -> dict[Path, list[ProcessContent]]:
     contents = {}
-    for path in paths:
-        content = digests.kept([path], TraceContent)
+    for trace in traces:
+        content = digests.kept([trace.path], list[ProcessContent])
         if content is not None:
-            contents[path] = content
+            contents[trace.path] = content
             if on_read is not None:
-                on_read(size_of(path))
+                on_read(size_of(trace.path))
     return contents
 
 
 def _read(
-    paths: Sequence[Path], on_read: Callable[[int], None] | None, executor: Executor | None
-) -> Generator[TraceContent | Lost, None, None]:
+    traces: Sequence[TraceFile], on_read: Callable[[int], None] | None, executor: Executor | None
+) -> Generator[list[ProcessContent] | Lost, None, None]:
     if executor is None:
-        for path in paths:
-            yield read_trace(path, on_read)
+        for trace in traces:
+            yield _read_here(trace, on_read)
         return
-    encoded = [os.fsencode(path) for path in paths]
-    with closing(results(executor, read_part, encoded, [[path] for path in paths])) as parts:
-        for content, path in zip(parts, paths, strict=True):
+    parts = [
+        TracePart(path=os.fsencode(path), name=name, sidecar=sidecar, torch=reader is None)
+        for path, name, sidecar, reader in traces
+    ]
+    with closing(results(executor, read_part, parts, [[trace.path] for trace in traces])) as contents:
+        for content, trace in zip(contents, traces, strict=True):
             yield content
             if on_read is not None:
-                on_read(size_of(path, executor))
+                on_read(size_of(trace.path, executor))
+
+
+def _read_here(trace: TraceFile, on_read: Callable[[int], None] | None) -> list[ProcessContent]:
+    if trace.reader is None:
+        return _alone(read_trace(trace.path, on_read))
+    contents = read_recording(trace.reader, trace.found_file)
+    if on_read is not None:
+        on_read(size_of(trace.path))
+    return contents
+
+
+def _alone(content: TraceContent) -> list[ProcessContent]:
+    return [ProcessContent(pid=None, content=content)]

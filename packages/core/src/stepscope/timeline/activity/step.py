@@ -1,10 +1,11 @@
-"""Contents of a step's torch traces, each placed on the clock of the capture's owner."""
+"""Contents of a step's traces, each placed on the clock of the capture's owner."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,11 +14,13 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.memory import MemoryRecord, read_memory
 from stepscope.timeline.activity.reading import read_all
+from stepscope.timeline.activity.recordings import ProcessContent
 from stepscope.timeline.digests import Digests
 from stepscope.timeline.execution.near import files_elsewhere
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.chrome import TraceFields
 from stepscope.timeline.readers.installed import Readers
+from stepscope.timeline.step.recorded import Recorded
 from stepscope.timeline.step.rows import Row, Rows, axis_of, offset_at
 from stepscope.timeline.step.traces import StepFiles, TraceFile, find_traces
 
@@ -60,7 +63,7 @@ class Traces(msgspec.Struct, frozen=True, kw_only=True):
     activities: tuple[TraceActivity, ...]
     """By process, in the timeline's order of rows."""
     unread: tuple[str, ...]
-    """Files that are no torch traces, each with the reason why it is not read."""
+    """Files that no reader reads, each with the reason."""
     problems: tuple[FileProblem, ...]
     memory: tuple[MemoryRecord, ...] = ()
     """Summaries of snapshots of CUDA's allocator."""
@@ -74,7 +77,7 @@ def load_traces(
     executor: Executor | None = None,
     digests: bool = True,
 ) -> Traces:
-    """Read the torch traces of a step. Memory does not grow with their size.
+    """Read the traces of a step. Memory does not grow with their size.
 
     Args:
         path: The step's folder.
@@ -86,24 +89,31 @@ def load_traces(
     layout = StepLayout(path)
     without, elsewhere = timeline.earlier_files, files_elsewhere(executor)
     files = find_traces(layout, timeline.run_id, Readers.installed(), without, elsewhere)
-    torch = [trace.path for trace in files.traces if trace.reader is None]
-    contents = read_all(torch, on_read, executor, Digests(layout) if digests else None)
+    contents = read_all(files.traces, on_read, executor, Digests(layout) if digests else None)
     return place_traces(files, contents, timeline)
 
 
-def place_traces(files: StepFiles, contents: Sequence[TraceContent], timeline: Timeline) -> Traces:
-    """Place the contents of torch traces, in the order of `files.traces`, on the timeline's clock."""
-    torch = [trace for trace in files.traces if trace.reader is None]
-    others = [trace.name for trace in files.traces if trace.reader is not None]
+class _Placed(NamedTuple):
+    """Activity of a process in a trace, with its row."""
+
+    trace: TraceFile
+    content: TraceContent
+    row: Row
+    base_ns: int
+    """Unix ns of its host at which the times of the content begin."""
+
+
+def place_traces(
+    files: StepFiles, contents: Sequence[Sequence[ProcessContent]], timeline: Timeline
+) -> Traces:
+    """Place what each of `files.traces` holds on the timeline's clock."""
     rows = Rows(timeline, axis_of(timeline))
-    placed = [_row(rows, trace, content) for trace, content in zip(torch, contents, strict=True)]
-    rows.number()
-    activities = [
-        _activity(timeline, trace, content, row)
-        for trace, content, row in zip(torch, contents, placed, strict=True)
+    placed = [
+        one for trace, held in zip(files.traces, contents, strict=True) for one in _placed(rows, trace, held)
     ]
-    order = sorted(range(len(activities)), key=lambda at: (placed[at].pid, activities[at].file))
-    problems = [*files.problems, *_problems(torch, contents)]
+    rows.number()
+    activities = [(one.row.pid, _activity(timeline, one)) for one in placed]
+    problems = [*files.problems, *_problems(files.traces, contents)]
     memory = []
     for file in files.summaries:
         record = read_memory(file, timeline)
@@ -112,11 +122,26 @@ def place_traces(files: StepFiles, contents: Sequence[TraceContent], timeline: T
         else:
             memory.append(record)
     return Traces(
-        activities=tuple(activities[at] for at in order),
-        unread=(*files.unread, *(f"{name}: no torch trace; stepscope merge shows it" for name in others)),
+        activities=tuple(one for _, one in sorted(activities, key=lambda item: (item[0], item[1].file))),
+        unread=tuple(files.unread),
         problems=tuple(problems),
         memory=tuple(memory),
     )
+
+
+def _placed(rows: Rows, trace: TraceFile, held: Sequence[ProcessContent]) -> Iterator[_Placed]:
+    if trace.reader is None:
+        for one in held:
+            row = _row(rows, trace, one.content)
+            yield _Placed(trace, one.content, row, one.content.base_ns or 0)
+        return
+    recorded = Recorded(trace.reader, trace.found_file, trace.role)
+    recorded.place(rows)
+    for one in held:
+        known, base_ns = recorded.rows.get(one.pid), one.content.base_ns or 0
+        if known is not None and one.content.events:  # else its reader failed, which is among the problems
+            wall_ns = base_ns if recorded.wall is None else recorded.wall(base_ns)
+            yield _Placed(trace, one.content, known, wall_ns)
 
 
 def _row(rows: Rows, trace: TraceFile, content: TraceContent) -> Row:
@@ -126,8 +151,9 @@ def _row(rows: Rows, trace: TraceFile, content: TraceContent) -> Row:
     return rows.of_trace(trace.whose(fields), key, unaligned=reason)
 
 
-def _activity(timeline: Timeline, trace: TraceFile, content: TraceContent, row: Row) -> TraceActivity:
-    sidecar, base_ns = trace.sidecar, content.base_ns or 0
+def _activity(timeline: Timeline, placed: _Placed) -> TraceActivity:
+    trace, content, row, base_ns = placed
+    sidecar = trace.sidecar
     offset_ns = 0
     if row.clock is not None:
         middle_us = ((content.first_us or 0.0) + (content.last_us or 0.0)) / 2
@@ -150,9 +176,10 @@ def _activity(timeline: Timeline, trace: TraceFile, content: TraceContent, row: 
     )
 
 
-def _problems(traces: Sequence[TraceFile], contents: Sequence[TraceContent]) -> list[FileProblem]:
+def _problems(traces: Sequence[TraceFile], contents: Sequence[Sequence[ProcessContent]]) -> list[FileProblem]:
     return [
         FileProblem(file=trace.name, what=what, events=events)
-        for trace, content in zip(traces, contents, strict=True)
-        for what, events in content.problems.items()
+        for trace, held in zip(traces, contents, strict=True)
+        for one in held
+        for what, events in one.content.problems.items()
     ]

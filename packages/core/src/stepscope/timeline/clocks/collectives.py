@@ -132,6 +132,28 @@ def read_collectives(world: str, traces: Sequence[Path]) -> dict[Kind, Series | 
     return {kind: recorded.series() if kind.group else _UNNAMED for kind, recorded in kinds.items()}
 
 
+class Call(NamedTuple):
+    """One collective on a device, in the times of its trace."""
+
+    op: str
+    group: str
+    start_us: float
+    dur_us: float
+    number: int
+    """-1: torch did not number it."""
+
+
+def calls_in(events: bytes) -> Iterator[Call]:
+    """Yield the collectives with a named process group in a text of whole events."""
+    for at, needle in _hits(events, (_NCCL,)):
+        start = _start(events, at, needle)
+        end = None if start < 0 else _end(events, start)
+        event = None if end is None else _decoded(events[start:end])
+        kind = None if event is None else _kind(event, "", "")
+        if event is not None and kind is not None:
+            yield Call(kind.op, kind.group, event.ts, event.dur, _number(event))
+
+
 def join(kind: Kind, ranks: Iterable[Mapping[Kind, Series | Refused]]) -> Series | Refused:
     """Join the collectives of several processes of one host."""
     joined: Series | Refused | None = None
@@ -180,8 +202,7 @@ class _Recorded:
         self._left.append(entered_ns + round(event.dur * 1000))
         size = bytes(event.args.elements or event.args.shape) if sized else b""
         self._sizes.append(crc32(size) + 1 if size else 0)
-        number = bytes(event.args.number)
-        self._numbers.append(int(number) if number.isdigit() and len(number) < 19 else -1)
+        self._numbers.append(_number(event))
 
     def series(self) -> Series:
         order = sorted(range(len(self._entered)), key=self._entered.__getitem__)
@@ -247,6 +268,11 @@ def _kind(event: _Event, world: str, alone: str) -> Kind | None:
     op = _text(event.args.op)
     group = f"{_text(event.args.group)} {_text(event.args.ranks)}"
     return Kind(world, group, op) if op in _ALL_WAIT else None
+
+
+def _number(event: _Event) -> int:
+    number = bytes(event.args.number)
+    return int(number) if number.isdigit() and len(number) < 19 else -1
 
 
 def _text(raw: msgspec.Raw) -> str:

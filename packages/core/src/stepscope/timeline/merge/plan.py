@@ -15,7 +15,6 @@ from stepscope.files.layout import StepLayout
 from stepscope.timeline.execution.near import NearFiles, files_elsewhere
 from stepscope.timeline.execution.parts import Lost, results
 from stepscope.timeline.merge.counter_events import CounterTracks
-from stepscope.timeline.merge.reader_events import Recorded
 from stepscope.timeline.merge.row_writer import Common, RowTrace, RowTraces
 from stepscope.timeline.merge.span_events import Drawn
 from stepscope.timeline.merge.time_mapping import Cut
@@ -24,6 +23,7 @@ from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
 from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.selection import Selection
+from stepscope.timeline.step.recorded import Recorded
 from stepscope.timeline.step.rows import Row, Rows, axis_of
 from stepscope.timeline.step.traces import StepFiles, TraceFile, find_traces
 

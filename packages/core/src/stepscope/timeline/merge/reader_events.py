@@ -2,120 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
 from stepscope.errors import RecordError
-from stepscope.files.clock import ClockAnchor
-from stepscope.files.sidecar import ProcessInfo, Sidecar
-from stepscope.timeline.clocks.align import align_owner
 from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.rewrite import NOT_THEN
 from stepscope.timeline.merge.time_mapping import Cut, Place
 from stepscope.timeline.merge.tracks import Event as Json
 from stepscope.timeline.merge.tracks import Tracks, microseconds
-from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.contract import (
     Counter,
     Flow,
-    FoundFile,
     Instant,
-    Origin,
-    Reader,
     Slice,
     Track,
 )
 from stepscope.timeline.readers.installed import reason
-from stepscope.timeline.step.rows import Axis, Row, Rows
+from stepscope.timeline.step.recorded import Recorded
+from stepscope.timeline.step.rows import Axis, Row
 
 NOT_WRITTEN = "events that JSON cannot hold"
 _BATCH = 2000
 """Number of events that are passed on together."""
 _PHASES: Mapping[Literal["start", "step", "end"], str] = {"start": "s", "step": "t", "end": "f"}
 _encode = msgspec.json.Encoder().encode
-_T = TypeVar("_T")
-
-
-class Recorded:
-    """A file, its reader, and the rows of its tracks. A reader that raises leaves no rows and a note."""
-
-    def __init__(self, reader: Reader, file: FoundFile, role: str) -> None:
-        """Args: role: Role of the processes that recorded the file."""
-        self.reader = reader
-        self.file = file
-        self.notes = Notes()
-        self._role = role
-        self.rows: dict[int | None, Row] = {}
-        """By `Track.pid`."""
-        self.wall: Callable[[int], int] | None = None
-        """Function from the file's times to unix ns of its host. None: not needed, or not possible."""
-        self._origin = self._tried(self._read_origin)
-
-    def place(self, rows: Rows) -> None:
-        """Ask for the rows of the file's processes."""
-        self._tried(lambda: self._place(rows))
-
-    def _tried(self, read: Callable[[], _T]) -> _T | None:
-        try:
-            return read()
-        except RecordError as error:
-            self.notes.file(f"left out: {error}")
-        except Exception as error:
-            self.notes.file(f"left out: reader {self.reader.name!r} failed: {reason(error)}")
-        return None
-
-    def _read_origin(self) -> Origin:
-        with closing(self.reader.open(self.file, Notes())) as recording:
-            return recording.origin
-
-    def _place(self, rows: Rows) -> None:
-        origin, sidecar = self._origin, self.file.sidecar
-        if origin is None:
-            return
-        self.wall, unaligned = _to_wall(origin, sidecar)
-        process = _process_of(origin, sidecar, self._role)
-        key = None if sidecar is None else sidecar.process
-        main = rows.of_trace(process, key, unaligned=unaligned)
-        for pid in origin.processes:
-            other = ProcessInfo(role=self._role, rank=None, world_size=None, host=process.host, pid=pid)
-            is_main = pid in (process.pid, main.info.pid)
-            self.rows[pid] = main if is_main else rows.of_trace(other, None, unaligned=unaligned)
-        self.rows[None] = main
-
-
-def _process_of(origin: Origin, sidecar: Sidecar | None, role: str) -> ProcessInfo:
-    """Return the recorded process: as the sidecar says, or else as the file does."""
-    artifact = None if sidecar is None else sidecar.artifact
-    return ProcessInfo(
-        role=role,
-        rank=origin.rank if artifact is None or artifact.rank is None else artifact.rank,
-        world_size=(None if artifact is None else artifact.world_size) or origin.world_size,
-        host=artifact.host if artifact is not None else origin.host or "host unknown",
-        pid=(None if artifact is None else artifact.pid) or origin.pid or 0,
-        replica=None if artifact is None else artifact.replica,
-    )
-
-
-def _to_wall(origin: Origin, sidecar: Sidecar | None) -> tuple[Callable[[int], int] | None, str | None]:
-    """Return (function from the file's times to unix ns of its host, reason why there is none)."""
-    if origin.clock == "realtime":
-        return None, None
-    if origin.clock == "unknown":
-        return None, origin.why or "the file does not say what its times count from"
-    opened = None if sidecar is None else _anchor(sidecar.opened, origin.clock)
-    if sidecar is None or opened is None:
-        clock = f"CLOCK_{origin.clock.upper()}"
-        return None, f"its times are {clock}, and no sidecar says what time it was then"
-    return align_owner(opened, _anchor(sidecar.closed, origin.clock)).place, None
-
-
-def _anchor(anchor: ClockAnchor | None, clock: str) -> ClockAnchor | None:
-    if anchor is None or clock == "monotonic":
-        return anchor
-    return None if anchor.raw_ns is None else msgspec.structs.replace(anchor, mono_ns=anchor.raw_ns)
 
 
 class Drawing:

@@ -91,6 +91,8 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
     """`Stream 7`, `CANN thread 81`, `NVTX`."""
     pid: int | None = None
     """Pid of its process, one of `Origin.processes`. None: the recorded process."""
+    device: str | None = None
+    """`GPU 0`, `NPU 3`: the device whose work its slices are, by their categories. None: of no device."""
     sort: int = 0
     """Its place among the recording's tracks."""
     overlapping: bool = False

@@ -242,7 +242,8 @@ class _Export:
             }
             where = tuple(args.get(word, "unknown") for word in ("device", "stream"))
             key = ("device", process, *where)
-            yield from self._declare(key, "GPU {} stream {}".format(*where), process, _place(*where))
+            gpu, name = f"GPU {where[0]}", "GPU {} stream {}".format(*where)
+            yield from self._declare(key, name, process, _place(*where), gpu)
             if "kind" in args:
                 args["kind"] = kinds.get(args["kind"], args["kind"])
             names = (self._string(number) for number in values[:named])
@@ -297,12 +298,14 @@ class _Export:
             name="launch", category="ac2g",
         )  # fmt: skip
 
-    def _declare(self, key: _Key, name: str, process: int | None, sort: int) -> Iterator[Track]:
+    def _declare(
+        self, key: _Key, name: str, process: int | None, sort: int, device: str | None = None
+    ) -> Iterator[Track]:
         if key not in self._tracks:
-            self._tracks[key] = len(self._tracks)
+            track = self._tracks[key] = len(self._tracks)
             pid = None if process is None else pid_of(process)
             # What overlaps: kernels of one stream (launched early, or in graphs), domains of one thread.
-            yield Track(track=self._tracks[key], name=name, pid=pid, sort=sort, overlapping=True)
+            yield Track(track=track, name=name, pid=pid, device=device, sort=sort, overlapping=True)
 
     def _thread(self, thread: int | None) -> str:
         if thread is None:

@@ -1,7 +1,8 @@
-"""Timeline of traces that stepscope did not write: files and folders of torch.profiler and of engines.
+"""Timeline of traces that stepscope did not write: of torch.profiler, of engines, and of installed readers.
 
-Each process is known by its traces alone. Its rank is that of `distributedInfo`; else that in the file's
-name (`rank0`, `rank_0`, `rank-0`, or SGLang's `TP-0` without other dimensions); else unknown.
+Each process is known by its traces alone. Its rank is that of `distributedInfo`, or that a recording states;
+else that in the name of its file, or of a folder around it (`rank0`, `rank_0`, `rank-0`, or SGLang's `TP-0`
+without other dimensions); else unknown.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,17 +24,22 @@ from stepscope.files.layout import SIDECAR_SUFFIX
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.reading import read_all
+from stepscope.timeline.activity.recordings import ProcessContent
 from stepscope.timeline.clocks.align import Aligned, Reference, align
 from stepscope.timeline.clocks.refine import refine_by
 from stepscope.timeline.model import FileProblem, Process, Timeline, Window
 from stepscope.timeline.names import names_of
+from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace
-from stepscope.timeline.readers.contract import FoundFile
+from stepscope.timeline.readers.contract import FoundFile, Origin
+from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.sources import Source
 from stepscope.timeline.step.traces import StepFiles, TraceFile
 
 _SUFFIXES = (".json", ".json.gz")
-_FOREIGN = (".nsys-rep", ".sqlite", ".ncu-rep", ".pickle")
+_OTHERS = (".sqlite", ".ncu-rep", ".pickle")
+"""Files of profilers that no reader reads unless it claims them."""
+_ASCEND = "_ascend_pt"
 _RANK = re.compile(r"(?:^|[^a-z])rank[-_]?(\d+)", re.IGNORECASE)
 _DIMENSION = re.compile(r"(?:^|[^A-Za-z])(tp|pp|dp|ep)[-_]?(\d+)(?=[^0-9]|$)", re.IGNORECASE)
 _REPLICA = re.compile(r"replica[-_]?(\d+)", re.IGNORECASE)
@@ -51,26 +58,28 @@ class PlainStep(NamedTuple):
 
     timeline: Timeline
     files: StepFiles
-    contents: list[TraceContent]
-    """By trace, as in `files`."""
+    contents: list[list[ProcessContent]]
+    """Of each trace in `files`."""
 
 
 class _Trace(NamedTuple):
-    path: Path
-    name: str
+    """One process in a file."""
+
+    file: TraceFile
     info: ProcessInfo
-    topology: dict[str, int] | None
     content: TraceContent
 
 
 def has_traces(path: Path) -> bool:
-    """Return whether a path is, or has below it, a trace."""
-    return any(map(_is_trace, _below(path)))
+    """Return whether a path is, or has below it, a trace, or a recording that could be read."""
+    readers = Readers.installed()
+    files = (FoundFile(path=file, name=file.name) for file in _below(path))
+    return any(_is_trace(file) or _is_claimed(file, readers) for file in files)
 
 
 def plain_bytes(paths: Sequence[Path]) -> int:
     """Return the number of bytes that `read_plain` will read."""
-    return sum(path.stat().st_size for path in _files(paths))
+    return sum(file.path.stat().st_size for file in _found(paths, _root(paths)).traces)
 
 
 def read_plain(
@@ -81,55 +90,73 @@ def read_plain(
     Raises:
         RecordError: none of them holds an event of a trace.
     """
-    files = list(_files(paths))
     root = _root(paths)
-    unread = [f"{path.relative_to(root)}: SGLang merged it" for path in files if _is_merged(path)]
-    unread += [
-        f"{file.relative_to(root)}: only read in the folder of a step"
-        for path in paths
-        for file in path.absolute().rglob("*")
-        if file.suffix in _FOREIGN
-    ]
-    unread += [f"{path.relative_to(root)}: no trace" for path in files if not _is_trace(path)]
-    files = [path for path in files if _is_trace(path) and not _is_merged(path)]
-    problems: list[FileProblem] = []
-    traces: list[_Trace] = []
-    for path, content in zip(files, read_all(files, on_read, executor), strict=True):
-        name = path.relative_to(root).as_posix()
-        if content.events:
-            traces.append(_trace(path, name, content))
-        elif not content.problems:
-            unread.append(f"{name}: it holds no event")
+    below = _found(paths, root)
+    files, traces, contents = StepFiles([], below.unread, below.problems, []), list[_Trace](), []
+    for trace, held in zip(below.traces, read_all(below.traces, on_read, executor), strict=True):
+        problems = [(what, events) for one in held for what, events in one.content.problems.items()]
+        if any(one.content.events for one in held):
+            described, processes = _processes(trace, held)
+            files.traces.append(described)
+            traces += processes
+            contents.append(held)
+        elif problems:
+            files.problems.extend(FileProblem(file=trace.name, what=what, events=n) for what, n in problems)
         else:
-            problems += [FileProblem(file=name, what=what, events=n) for what, n in content.problems.items()]
+            files.unread.append(f"{trace.name}: it holds no event")
     if not traces:
-        reasons = "; ".join([*unread, *(f"{problem.file}: {problem.what}" for problem in problems)][:3])
+        reasons = "; ".join([*files.unread, *(f"{one.file}: {one.what}" for one in files.problems)][:3])
         raise RecordError(f"no trace in {', '.join(map(str, paths))} ({reasons or 'no such files'})")
-    step_files = StepFiles([_file(trace) for trace in traces], unread, problems, [])
-    return PlainStep(_timeline(root, traces), step_files, [trace.content for trace in traces])
+    return PlainStep(_timeline(root, traces), files, contents)
 
 
-def _is_trace(path: Path) -> bool:
+def _found(paths: Sequence[Path], root: Path) -> StepFiles:
+    """Return the traces below the paths, each with its reader, and the files that are not read."""
+    files = StepFiles([], [], [], [])
+    readers = Readers.installed()
+    for path in sorted({file.absolute() for given in paths for file in _below(given)}):
+        file = FoundFile(path=path, name=path.relative_to(root).as_posix())
+        reader, claim = readers.claim(file)
+        if claim is not None and not claim.read:
+            why = claim.why
+        elif reader is not None:
+            files.traces.append(TraceFile(path, file.name, None, reader))
+            continue
+        elif path.name.startswith(_MERGED):
+            why = "SGLang merged it"
+        elif any(folder.name.endswith(_ASCEND) for folder in path.parents):
+            why = "of an NPU: pip install 'stepscope[npu]'" if path.name == "trace_view.json" else None
+        elif _is_trace(file):
+            files.traces.append(TraceFile(path, file.name, None))
+            continue
+        elif path.name.endswith(_SUFFIXES):
+            why = "no trace"
+        else:
+            why = f"nothing here reads {path.suffix}" if path.suffix in _OTHERS else None
+        if why is not None:
+            files.unread.append(f"{file.name}: {why}")
+    files.problems.extend(readers.problems)
+    return files
+
+
+def _is_trace(file: FoundFile) -> bool:
     """Return whether a file is a trace, damaged or not, rather than other JSON. Reads its beginning alone."""
-    head = FoundFile(path=path, name=path.name).head(_HEAD)
-    return ".trace.json" in path.name or _FIELD.search(head) is not None
+    if not file.path.name.endswith(_SUFFIXES):
+        return False
+    return ".trace.json" in file.path.name or _FIELD.search(file.head(_HEAD)) is not None
 
 
-def _files(paths: Sequence[Path]) -> Iterator[Path]:
-    return iter(sorted({file.absolute() for path in paths for file in _below(path)}))
+def _is_claimed(file: FoundFile, readers: Readers) -> bool:
+    _, claim = readers.claim(file)
+    return claim is not None and (claim.read or claim.why is not None)
 
 
 def _below(path: Path) -> Iterator[Path]:
     candidates = [path] if path.is_file() else path.rglob("*")
     for file in candidates:
         hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-        named = file.name.endswith(_SUFFIXES) and not file.name.endswith(SIDECAR_SUFFIX)
-        if named and not hidden and file.is_file():
+        if not hidden and not file.name.endswith(SIDECAR_SUFFIX) and file.is_file():
             yield file
-
-
-def _is_merged(path: Path) -> bool:
-    return path.name.startswith(_MERGED)
 
 
 def _root(paths: Sequence[Path]) -> Path:
@@ -137,51 +164,91 @@ def _root(paths: Sequence[Path]) -> Path:
     return Path(os.path.commonpath(folders))
 
 
-def _trace(path: Path, name: str, content: TraceContent) -> _Trace:
-    fields = ChromeTrace(path).fields()
+def _processes(trace: TraceFile, held: Sequence[ProcessContent]) -> tuple[TraceFile, list[_Trace]]:
+    """Return a trace with a sidecar that says whose it is, and its processes."""
+    if trace.reader is None:
+        content = held[0].content
+        info, topology = _info(trace, content)
+        described = _described(trace, info, "torch", topology or None)
+        return described, [_Trace(described, info, content)]
+    with closing(trace.reader.open(trace.found_file, Notes())) as recording:
+        origin = recording.origin
+    main = _info_of(trace, origin)
+    described = _described(trace, main, trace.reader.name, None)
+    processes = []
+    for one in held:
+        if one.pid not in (None, main.pid):
+            info = ProcessInfo(role="trace", rank=None, world_size=None, host=main.host, pid=one.pid or 0)
+        else:
+            info = main
+        # Other clocks mean something to the process that read them as well, which left no such note.
+        base_ns = one.content.base_ns if origin.clock == "realtime" else None
+        processes.append(_Trace(described, info, msgspec.structs.replace(one.content, base_ns=base_ns)))
+    return described, processes
+
+
+def _info(trace: TraceFile, content: TraceContent) -> tuple[ProcessInfo, dict[str, int]]:
+    """Return what a torch trace and its name say of its process, and its place in the parallel layout."""
+    fields, name = ChromeTrace(trace.path).fields(), trace.path.name
     distributed, pid = content.distributed, fields.pid or 0
-    topology = {key.lower(): int(number) for key, number in _DIMENSION.findall(path.name)}
-    named = _HANDLER.match(path.name)
+    topology = {key.lower(): int(number) for key, number in _DIMENSION.findall(name)}
+    named = _HANDLER.match(name)
     host = content.host or (named[1] if named is not None and int(named[2]) == pid else _NO_HOST)
     rank = None if distributed is None else distributed.rank
-    rank = _named_rank(path.name, topology) if rank is None else rank
-    replica = _REPLICA.search(name)
-    role = "rollout" if content.iterations else "trace" if rank is None else "rank"
+    if rank is None:
+        rank = _named_rank(trace.name)
+    if rank is None and set(topology) == {"tp"}:
+        rank = topology["tp"]
+    replica = _REPLICA.search(trace.name)
     info = ProcessInfo(
-        role=role,
+        role="rollout" if content.iterations else _role(rank),
         rank=rank,
         world_size=None if distributed is None else distributed.world_size,
         host=host,
         pid=pid,
         replica=None if replica is None else int(replica[1]),
     )
-    return _Trace(path, name, info, topology or None, content)
+    return info, topology
 
 
-def _named_rank(name: str, topology: dict[str, int]) -> int | None:
-    match = _RANK.search(name)
-    if match is not None:
-        return int(match[1])
-    return topology["tp"] if set(topology) == {"tp"} else None
+def _info_of(trace: TraceFile, origin: Origin) -> ProcessInfo:
+    """Return what a recording and its name say of its process."""
+    rank = _named_rank(trace.name) if origin.rank is None else origin.rank
+    return ProcessInfo(
+        role=_role(rank),
+        rank=rank,
+        world_size=origin.world_size,
+        host=origin.host or _NO_HOST,
+        pid=origin.pid or 0,
+    )
 
 
-def _file(trace: _Trace) -> TraceFile:
-    info = trace.info
+def _role(rank: int | None) -> str:
+    return "trace" if rank is None else "rank"
+
+
+def _named_rank(name: str) -> int | None:
+    """Return the rank in the name of a file, or else of the nearest folder around it that has one."""
+    matches = map(_RANK.search, reversed(name.split("/")))
+    return next((int(match[1]) for match in matches if match is not None), None)
+
+
+def _described(trace: TraceFile, info: ProcessInfo, tool: str, topology: dict[str, int] | None) -> TraceFile:
     artifact = Artifact(
         path=trace.name,
-        kind="torch_trace",
-        tool="torch",
+        kind=f"{tool}_trace",
+        tool=tool,
         role=info.role,
         rank=info.rank,
         world_size=info.world_size,
         replica=info.replica,
-        topology=trace.topology,
+        topology=topology,
         host=info.host,
         pid=info.pid,
         size_bytes=trace.path.stat().st_size,
     )
     sidecar = Sidecar(step=0, run_id="", artifact=artifact, process=info.key, opened=None, closed=None)
-    return TraceFile(trace.path, trace.name, sidecar)
+    return trace._replace(sidecar=sidecar)
 
 
 def _timeline(root: Path, traces: Sequence[_Trace]) -> Timeline:
@@ -190,7 +257,9 @@ def _timeline(root: Path, traces: Sequence[_Trace]) -> Timeline:
     for trace in traces:
         if trace.content.base_ns is not None:
             by_key.setdefault(trace.info.key, []).append(trace)
-    groups = sorted(by_key.values(), key=lambda group: (group[0].info.role, _rank(group[0]), group[0].name))
+    groups = sorted(
+        by_key.values(), key=lambda group: (group[0].info.role, _rank(group[0]), group[0].file.name)
+    )
     sources = [_source(group) for group in groups]
     aligned = _align(sources, groups)
     names = names_of([source.info for source in sources])
@@ -237,7 +306,10 @@ def _align(sources: Sequence[Source], groups: Sequence[Sequence[_Trace]]) -> lis
     ((host, _),) = Counter(source.info.host for source in sources).most_common(1)
     reference = Reference(host, place=None, uncertainty_ns=0, offsets=())
     aligned = [align(s.info.key, s.info.host, s.opened, s.closed, reference) for s in sources]
-    paths = {index: [trace.path for trace in group] for index, group in enumerate(groups)}
+    paths = {
+        index: [trace.file.path for trace in group if trace.file.reader is None]
+        for index, group in enumerate(groups)
+    }
     return refine_by(sources, aligned, reference, lambda: paths)
 
 

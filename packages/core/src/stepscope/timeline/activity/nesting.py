@@ -1,0 +1,56 @@
+"""Operators of a thread while its trace is read."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from heapq import merge
+
+from stepscope.timeline.activity.content import Operator
+from stepscope.timeline.activity.intervals import CHUNK
+
+
+class Unordered:
+    """Operators that are added in any order and returned by their starts, in 20 bytes each."""
+
+    def __init__(self) -> None:
+        self._latest: list[tuple[float, float, str]] = []
+        self._chunks: list[tuple[array[float], array[float], array[int]]] = []
+        self._numbers: dict[str, int] = {}
+
+    def add(self, start: float, dur: float, name: str) -> None:
+        self._latest.append((start, -dur, name))
+        if len(self._latest) >= CHUNK:
+            self._pack()
+
+    def __iter__(self) -> Iterator[tuple[float, float, str]]:
+        """Yield (start, -duration, name). Of two with the same start, the longer one comes first."""
+        self._pack()
+        names = list(self._numbers)
+        return merge(
+            *(
+                zip(starts, durs, map(names.__getitem__, numbers), strict=True)
+                for starts, durs, numbers in self._chunks
+            )
+        )
+
+    def _pack(self) -> None:
+        starts, durs, numbers = array("d"), array("d"), array("I")
+        for start, minus_dur, name in sorted(self._latest):
+            starts.append(start)
+            durs.append(minus_dur)
+            numbers.append(self._numbers.setdefault(name, len(self._numbers)))
+        self._chunks.append((starts, durs, numbers))
+        self._latest.clear()
+
+
+class Nesting:
+    """Operators of one thread that have begun and are not known to have ended."""
+
+    __slots__ = ("last", "later", "open")
+
+    def __init__(self) -> None:
+        self.last = float("-inf")
+        self.open: list[tuple[float, Operator]] = []
+        self.later: Unordered | None = None
+        """All operators of the thread, if they must be sorted first."""
