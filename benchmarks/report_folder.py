@@ -1,0 +1,112 @@
+"""Cost of a report on a folder of traces that others wrote: the command against HolisticTraceAnalysis.
+
+Input: so many ranks, each with a gzip trace of 100 MB of JSON, as a GPU makes them (`report_traces`). The
+command reads all of them. HolisticTraceAnalysis reads a few, some before the command and some after it. Its
+CPU time for the folder is computed from these.
+
+CPU time of a process and its children. The command's includes its start; that of HolisticTraceAnalysis does
+not. Memory: the peak of the process, less that of a Python that imports nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from _measure import header, parser, table, verdict
+from isal import igzip
+from report_traces import RANKS, make_trace
+
+LAYERS_OF_100_MB = 35_500
+PEER = "HolisticTraceAnalysis"
+REPORT = "import sys; from stepscope.cli import run; run(['report', *sys.argv[1:], '--json'])"
+HTA_STARTS = "import sys, pathlib, report_traces as r, hta.trace_analysis; r.quiet()"
+HTA = f"{HTA_STARTS}; [r.holistic(pathlib.Path(path)) for path in sys.argv[1:]]"
+PRINT_PEAK = (
+    "\nprint(); print(next(line.split()[1] for line in open('/proc/self/status') if 'VmHWM' in line))"
+)
+
+
+class Measured(NamedTuple):
+    cpu_s: float
+    """Of the process and its children."""
+    took_s: float
+    peak_mb: float
+
+
+def write_traces(folder: Path, ranks: int, megabytes: int) -> float:
+    """Write a trace for each rank, which differ by their ranks alone. Return the MB of one trace's JSON."""
+    text = make_trace(0, LAYERS_OF_100_MB * megabytes // 100)
+    for rank in range(ranks):
+        own = text.replace(
+            b'"rank": 0, "world_size": %d' % RANKS, b'"rank": %d, "world_size": %d' % (rank, ranks), 1
+        )
+        (folder / f"rank{rank}.pt.trace.json.gz").write_bytes(igzip.compress(own, 1))
+    return len(text) / 1e6
+
+
+def measured(code: str, *arguments: str) -> Measured:
+    """Run code in a Python of its own, which prints its memory at last."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    command = [sys.executable, "-c", code + PRINT_PEAK, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    took, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Measured(cpu, took, int(done.stdout.split()[-1]) / 1000)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--ranks", type=int, default=64)
+    options.add_argument("--hta", type=int, default=2, metavar="N", help="traces that HTA reads")
+    options.add_argument("--jobs", default="1", help="processes of the command")
+    given = options.parse_args()
+    header("a report on a folder of traces", "stepscope", PEER, "msgspec", "isal")
+    ranks, size = (4, 10) if given.quick else (given.ranks, 100)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        size_mb = write_traces(folder, ranks, size)
+        bare = measured("")
+        before = _peer([f"rank{rank}" for rank in range(given.hta)], folder)
+        ours = measured(REPORT, str(folder), "--jobs", given.jobs)
+        after = _peer([f"rank{ranks - 1 - rank}" for rank in range(given.hta)], folder)
+        rows = [_row("stepscope", ranks, ranks * size_mb, ours, bare)]
+        theirs = [_row(PEER, given.hta, given.hta * size_mb, taken, bare) for taken in (*before, *after)]
+    table(
+        ["of gzip traces", "MB of JSON", "CPU, s", "of a trace, s", "on the clock, s", "peak MB"],
+        [*rows, *theirs],
+    )
+    verdict("peak memory above the interpreter", ours.peak_mb - bare.peak_mb, 64, " MB")
+    if theirs:
+        whole_s = sum(taken.cpu_s for taken in (*before, *after)) / (2 * given.hta) * ranks
+        print(f"computed  {PEER} on all {ranks} traces: {whole_s:.0f} s of CPU")
+        verdict(f"less CPU than {PEER}", whole_s / ours.cpu_s, 15, "x", at_least=True)
+
+
+def _peer(names: list[str], folder: Path) -> list[Measured]:
+    """Measure HTA on these traces, without its imports. Empty: it is not installed."""
+    try:
+        importlib.import_module("hta.trace_analysis")
+    except ImportError as error:
+        print(f"not installed: {PEER} ({error})\n")
+        return []
+    starts = measured(HTA_STARTS)
+    taken = measured(HTA, *(str(folder / f"{name}.pt.trace.json.gz") for name in names))
+    return [taken._replace(cpu_s=taken.cpu_s - starts.cpu_s)]
+
+
+def _row(name: str, traces: int, size_mb: float, taken: Measured, bare: Measured) -> list[str]:
+    return [
+        f"{name}, {traces} traces", f"{size_mb:.0f}", f"{taken.cpu_s:.1f}", f"{taken.cpu_s / traces:.2f}",
+        f"{taken.took_s:.1f}", f"{taken.peak_mb - bare.peak_mb:.0f}",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
