@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +15,11 @@ from typer.testing import CliRunner
 
 from packages.core.tests import golden
 from packages.core.tests.test_jobs import merged
+from packages.core.tests.test_merge_per_node import events_of
 from packages.core.tests.test_merge_rows import step
 from stepscope.cli.app import app
 from stepscope.files.layout import StepLayout
-from stepscope.timeline import load_step, load_traces
+from stepscope.timeline import Selection, load_step, load_traces, merge_step
 from stepscope.timeline.execution.calls import WorkerDiedError, WorkerFailedError
 from stepscope.timeline.execution.parts import Lost, results
 
@@ -101,3 +104,14 @@ def test_the_command_line_says_the_same_with_ray(tmp_path: Path) -> None:
         app, ["merge", str(path), "--ray", "auto", "-o", str(tmp_path / "r.json.gz")]
     )
     assert (tmp_path / "r.json.gz").is_file(), written.output
+
+
+def test_a_node_writes_the_timeline_of_its_traces_into_the_steps_folder(tmp_path: Path) -> None:
+    path = step(tmp_path)
+    command = ["merge", str(path), "--ray", "auto", "--per-node", "--ranks", "0,3", "--json"]
+    made = CliRunner().invoke(app, command)
+    (part,) = json.loads(made.stdout)["parts"]
+    assert (part["node"], part["ranks"]) == (socket.gethostname(), [0, 3])
+    merge_step(path, selection=Selection(ranks=(0, 3)), to=tmp_path / "whole.json.gz")
+    assert Path(part["path"]).parent == path
+    assert events_of(Path(part["path"])) == events_of(tmp_path / "whole.json.gz")

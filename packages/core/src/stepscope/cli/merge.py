@@ -14,13 +14,15 @@ from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run, find_steps, is_step
 from stepscope.cli.plain import is_plain, target_of
 from stepscope.cli.reading.proposal import EVENTS, proposal
-from stepscope.cli.reading.readers import RayAddress, absolute, readers
+from stepscope.cli.reading.readers import RayAddress, absolute, cluster, readers
 from stepscope.config._ranges import parse_ranges
 from stepscope.files.layout import StepLayout
 from stepscope.report.formatting import size
 from stepscope.report.terminal.layout import listing
 from stepscope.timeline import Merged, Selection, merge_bytes, merge_step
 from stepscope.timeline.merge.merge import merge_plain
+from stepscope.timeline.merge.per_node import merge_per_node
+from stepscope.timeline.model import FileProblem
 from stepscope.timeline.step.plain import plain_bytes
 
 _SHOWN = 20
@@ -67,6 +69,14 @@ def merge(
         ),
     ] = None,
     ray: RayAddress = None,
+    per_node: Annotated[
+        bool,
+        typer.Option(
+            "--per-node",
+            help="With --ray: each node writes the timeline of its traces into the step's folder there. "
+            "Here comes an index of them, by default the step's timeline-nodes.json.",
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,
 ) -> None:
     """One timeline of a step, spans and traces of all processes on one clock, for ui.perfetto.dev."""
@@ -80,6 +90,12 @@ def merge(
     _check_limits(selection)
     if ray is not None and (max_mb is not None or is_plain(paths)):
         raise CommandError("--ray is for whole steps of stepscope: leave out --max-mb, and name a step")
+    if per_node:
+        if ray is None:
+            raise CommandError("--per-node needs --ray: the nodes are those of a Ray cluster")
+        _merge_nodes(
+            StepLayout(absolute(_step_of(paths[0], step), ray)), ray, run, selection, output, jobs, json
+        )
     if is_plain(paths):
         if step is not None or run is not None:
             raise CommandError(f"--step and --run are for runs of stepscope, and {paths[0]} is none")
@@ -98,6 +114,31 @@ def merge(
         if steps and merged.events > EVENTS:
             screen.say(proposal(steps[0].root, merged.run_id))
     raise typer.Exit(Exit.INCOMPLETE if merged.problems else Exit.OK)
+
+
+def _merge_nodes(
+    layout: StepLayout,
+    ray: str,
+    run: str | None,
+    selection: Selection,
+    output: Path | None,
+    jobs: int | None,
+    json: bool,
+) -> None:
+    """Have the nodes write their parts, print where they are, and exit."""
+    with cluster(ray, jobs, [layout]) as nodes, screen.waiting("merging on the nodes"):
+        index = merge_per_node(layout.root, nodes, run_id=run, selection=selection, to=output, jobs=jobs)
+    if json:
+        screen.show_json(index)
+    else:
+        lines = [
+            f"{part.node}: {part.path}, {part.events:,} events of {', '.join(part.roles)}, "
+            f"{size(part.size_bytes)}"
+            for part in index.parts
+        ]
+        screen.show(listing(f"Timelines of {len(lines)} nodes; index: {output or layout.node_index}", lines))
+        _show_rest(index.left_out, index.problems)
+    raise typer.Exit(Exit.INCOMPLETE if index.problems else Exit.OK)
 
 
 def _step_of(path: Path, step: str | None) -> Path:
@@ -129,12 +170,15 @@ def _show(merged: Merged, target: Path) -> None:
         screen.say("The timeline is empty: no event has these roles, ranks and times.")
     count = f"{merged.events:,} events of {len(merged.rows)} processes"
     screen.say(f"{target}: {count}, {size(target.stat().st_size)}. Open it in https://ui.perfetto.dev")
-    if merged.left_out:
-        screen.show(listing("Left out", _some(merged.left_out)))
-    if merged.problems:
+    _show_rest(merged.left_out, merged.problems)
+
+
+def _show_rest(left_out: tuple[str, ...], problems: tuple[FileProblem, ...]) -> None:
+    if left_out:
+        screen.show(listing("Left out", _some(left_out)))
+    if problems:
         lines = [
-            f"{p.file}: {p.what}" + _count(p.events, "events") + _count(p.lines, "lines")
-            for p in merged.problems
+            f"{p.file}: {p.what}" + _count(p.events, "events") + _count(p.lines, "lines") for p in problems
         ]
         screen.show(listing("Broken or missing; what could be read was used", _some(lines)))
 

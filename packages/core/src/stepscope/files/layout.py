@@ -170,6 +170,15 @@ class StepLayout:
         return self.root / "timeline.json.gz"
 
     @property
+    def node_index(self) -> Path:
+        """Index of the timelines that nodes wrote (`timeline_of`)."""
+        return self.root / "timeline-nodes.json"
+
+    def timeline_of(self, node: str) -> Path:
+        """Return the timeline that a node writes of its own traces, in the step's folder there."""
+        return self.root / f"timeline-{re.sub(r'[^A-Za-z0-9._-]', '_', node)}.json.gz"
+
+    @property
     def report(self) -> Path:
         return self.root / "report.html"
 

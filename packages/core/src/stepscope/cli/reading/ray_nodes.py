@@ -106,6 +106,14 @@ class RayNodes(NearFiles):
     ) -> Future[_T]:
         return self._submit(files, fn, (part,), then)
 
+    def node_with(self, files: Sequence[Path], host: str) -> str | None:
+        paths = [Path(os.path.abspath(path)) for path in files]
+        able = [node.name for node in self._nodes if not node.gone and all(map(node.has, paths))]
+        return host if host in able else next(iter(able), None)
+
+    def submit_at(self, node: str, fn: Callable[[_Part], _T], part: _Part) -> Future[_T]:
+        return next(known for known in self._nodes if known.name == node).call(fn, part)
+
     def _submit(
         self,
         files: Sequence[Path],

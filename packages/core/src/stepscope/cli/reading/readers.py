@@ -14,7 +14,7 @@ import typer
 
 from stepscope.cli.exits import CommandError
 from stepscope.files.layout import StepLayout
-from stepscope.timeline.execution.near import files_elsewhere
+from stepscope.timeline.execution.near import NearFiles, files_elsewhere
 from stepscope.timeline.execution.workers import workers
 
 RayAddress: TypeAlias = Annotated[
@@ -44,7 +44,7 @@ def readers(
         with workers(jobs, total) as executor:
             yield executor, total
         return
-    with _cluster(ray, jobs, steps) as executor:
+    with cluster(ray, jobs, steps) as executor:
         yield executor, size() + sum(files_elsewhere(executor).values())
 
 
@@ -54,7 +54,8 @@ def absolute(path: Path, ray: str | None) -> Path:
 
 
 @contextmanager
-def _cluster(address: str, jobs: int | None, steps: list[StepLayout]) -> Iterator[Executor]:
+def cluster(address: str, jobs: int | None, steps: list[StepLayout]) -> Iterator[NearFiles]:
+    """Yield the nodes of a Ray cluster, which know where the files of these steps are."""
     if find_spec("ray") is None:
         raise CommandError("--ray needs Ray: pip install ray, of the version of the cluster")
     from stepscope.cli.reading.ray_nodes import connected  # Ray takes a second to import

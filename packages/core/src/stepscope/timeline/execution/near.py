@@ -32,6 +32,14 @@ class NearFiles(Executor):
         """
 
     @abstractmethod
+    def node_with(self, files: Sequence[Path], host: str) -> str | None:
+        """Return the name of a machine that has all these files: of this host, if that has them."""
+
+    @abstractmethod
+    def submit_at(self, node: str, fn: Callable[[_P], _T], part: _P) -> Future[_T]:
+        """Call a function on the machine of this name."""
+
+    @abstractmethod
     def kill(self) -> None:
         """End all calls, and let no further one begin."""
 

@@ -26,7 +26,7 @@ from stepscope.timeline.step.load import load_step, span_bytes
 from stepscope.timeline.step.plain import read_plain
 from stepscope.timeline.step.traces import trace_bytes
 
-_EVERYTHING = Selection()
+EVERYTHING = Selection()
 _BATCH = 1000
 """Spans that are held as events at once."""
 _RESERVE = 1 << 16
@@ -42,7 +42,7 @@ def merge_step(
     path: str | os.PathLike[str],
     *,
     run_id: str | None = None,
-    selection: Selection = _EVERYTHING,
+    selection: Selection = EVERYTHING,
     to: str | os.PathLike[str] | None = None,
     on_read: Callable[[int], None] | None = None,
     executor: Executor | None = None,
@@ -79,7 +79,7 @@ def merge_plain(
     paths: Sequence[Path],
     to: Path,
     *,
-    selection: Selection = _EVERYTHING,
+    selection: Selection = EVERYTHING,
     on_read: Callable[[int], None] | None = None,
     executor: Executor | None = None,
 ) -> Merged:
@@ -126,8 +126,8 @@ def write_timeline(
         rows: Writes the traces of the rows when it is read. None: they are written here.
     """
     outcome = RowOutcome()
-    spans = _write_spans(plan, out, outcome)
-    counters = _write_counters(plan, out)
+    spans = write_spans(plan, out, outcome)
+    counters = write_counters(plan, out)
     shares = iter(range(sum(len(row.traces) for row in plan.traces) + len(plan.recordings), 0, -1))
     limit_of = partial(_limit, plan.selection.max_mb, shares)
     for part in _write_rows(plan, out, limit_of, on_read) if rows is None else rows:
@@ -150,7 +150,8 @@ def _write_rows(
             yield write_row(traces, plan.common, piece, limit_of=limit_of, on_read=on_read)
 
 
-def _write_spans(plan: Plan, out: TimelineFile, outcome: RowOutcome) -> int:
+def write_spans(plan: Plan, out: Output, outcome: RowOutcome) -> int:
+    """Write the spans of a plan's rows, and the arrows between them. Return their number."""
     tracks, written = plan.common.tracks, 0
     for row in plan.rows:
         drawn = chain(
@@ -167,7 +168,8 @@ def _write_spans(plan: Plan, out: TimelineFile, outcome: RowOutcome) -> int:
     return written
 
 
-def _write_counters(plan: Plan, out: TimelineFile) -> int:
+def write_counters(plan: Plan, out: Output) -> int:
+    """Write the counters of a plan's rows, and return the number of values."""
     written = 0
     for row in plan.rows:
         for batch in _batches(plan.counters.of(row)):
