@@ -207,6 +207,7 @@ def test_what_another_run_left_in_the_folder_is_not_removed(tmp_path: Path) -> N
     foreign.mkdir(parents=True)
     (foreign / "notes.txt").write_text("mine")
     for step in (3, 4):
-        with capture(step, config=config):
+        with capture(step, config=config) as block:
             pass
+        assert block.result.wait(10)
     assert list(RunLayout(config.save_path).steps()) == [1, 4]

@@ -82,6 +82,7 @@ def log_of(result: CaptureResult) -> str:
 def test_each_artifact_is_told_with_its_sidecar_and_the_capture_once_after_them(tmp_path: Path) -> None:
     import torch  # noqa: F401  # loaded, so that there is something to record
 
+    drain()  # traces of other tests
     told: list[object] = []
     threads: set[str] = set()
 

@@ -106,14 +106,14 @@ def test_v7_a_backend_that_lacks_a_method_is_refused_by_name(monkeypatch: pytest
         def start(self, window: object) -> None: ...
 
     class Point:
-        name = "torch"
+        name = "halfway"
 
         def load(self) -> Callable[[ProfileConfig], object]:
             return lambda config: Halfway()
 
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Point()])
     with pytest.raises(BackendError, match="lacks advance, check, prepare, range, stop"):
-        load_backend("torch", ProfileConfig())
+        load_backend("halfway", ProfileConfig())
 
 
 def test_v12_a_capture_leaves_the_environment_as_it_was(tmp_path: Path, backend: FakeBackend) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -124,6 +125,18 @@ def load_backend(name: str, config: ProfileConfig) -> Backend:
         BackendError: none is registered (the message names those that are, and what to install), or it lacks
             methods of `Backend`.
     """
+    backend = _factory(name)(config)
+    lacking = [method for method in _METHODS if not callable(getattr(backend, method, None))]
+    if lacking:
+        raise BackendError(
+            f"backend {name!r} ({type(backend).__qualname__}) lacks {', '.join(lacking)}. "
+            "Fix: install a version of it that fits this stepscope"
+        )
+    return backend
+
+
+@cache  # reading the entry points takes 10 ms, which each capture would pay
+def _factory(name: str) -> Callable[[ProfileConfig], Backend]:
     from importlib.metadata import entry_points  # 20 ms, paid when a profiler is wanted
 
     registered = {point.name: point for point in entry_points(group="stepscope.backends")}
@@ -132,11 +145,5 @@ def load_backend(name: str, config: ProfileConfig) -> Backend:
             f"no backend {name!r} is installed; installed: {', '.join(sorted(registered)) or 'none'}. "
             "Fix: install the package that registers it under `stepscope.backends`, on this host too"
         )
-    backend = cast(Callable[[ProfileConfig], Backend], registered[name].load())(config)
-    lacking = [method for method in _METHODS if not callable(getattr(backend, method, None))]
-    if lacking:
-        raise BackendError(
-            f"backend {name!r} ({type(backend).__qualname__}) lacks {', '.join(lacking)}. "
-            "Fix: install a version of it that fits this stepscope"
-        )
-    return backend
+    factory: Callable[[ProfileConfig], Backend] = registered[name].load()
+    return factory

@@ -138,6 +138,7 @@ def stop_worker(request: StopRequest) -> StopAnswer:
     if not isinstance(session, Session) or session.capture_id != request.capture_id:
         return StopAnswer(process=None)
     _stopped.discard(request.capture_id)
+    session.leave()
     session.close(ending=request.ending, discard=request.discard)
     session.manifest_part.told = True  # in the answer
     session.write_cost()

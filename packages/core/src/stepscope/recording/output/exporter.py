@@ -52,7 +52,7 @@ class _Job(msgspec.Struct, kw_only=True, eq=False):
 class _Then(msgspec.Struct, eq=False):
     """Work that follows all that was submitted before it."""
 
-    work: Callable[[], None]
+    work: Callable[[], object]
 
 
 class Exporter:
@@ -82,7 +82,7 @@ class Exporter:
         job = _Job(pending=pending, target=target, describe=describe, on_done=on_done)
         self._queue.put(job, deferred=deferred)
 
-    def then(self, work: Callable[[], None], *, deferred: bool) -> None:
+    def then(self, work: Callable[[], object], *, deferred: bool) -> None:
         """Call `work` on the exporter's thread after all that was submitted before, deferred as given."""
         self._queue.put(_Then(work), deferred=deferred)
 

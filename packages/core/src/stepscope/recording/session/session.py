@@ -1,9 +1,8 @@
 """One captured step in one process: its spans, its profiler windows, its part of the manifest.
 
-States: new -> open -> (truncated ->) closed. Opening makes the folders, starts the profiler (in continuous
-mode), then the span file and the watchdog. Closing, which is one stage of closing a capture
-(`capture/lifecycle.py`), ends recording, the profiler, the span file, the part. Nothing here raises for a
-profiler's or a disk's trouble: that becomes an expectation in the manifest, with its reason.
+States: new -> open -> (truncated ->) closed. Opening makes the folders, starts the profiler (if continuous),
+then the span file and the watchdog. Closing is one stage of `capture/lifecycle.py`, and ends them.
+Nothing here raises for a profiler's or a disk's trouble: the manifest has it, with its reason.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from stepscope.recording.spans.scopes import Placing
 from stepscope.recording.spans.span import PlacedSpan, Span
 
 CLOSED_WHILE_OPENING = "the capture was closed while it opened"
-_HAND_BACK_S = 1.0  # so long the record of what closing took waits for its end
+_HAND_BACK_S = 1.0  # so long exports, and the record of what closing took, wait for its end
 
 
 class Session:
@@ -276,12 +275,15 @@ class Session:
             ending: Why the capture ended early; None if it did not.
             discard: Why the recordings are unwanted; None to keep them.
         """
+        is_awaited = self._closing is not None
         self.leave()
         with self._lock:
             if self._closed:
                 return
             self._closed, self._discard = True, discard
             try:
+                if is_awaited:  # an export would take the GIL, and who waits would wait longer
+                    exporter.exporter().then(partial(self._handed_back.wait, _HAND_BACK_S), deferred=False)
                 self._stop_and_write(ending, discard)
             except BaseException:
                 self._closed = False
