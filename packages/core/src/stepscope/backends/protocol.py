@@ -135,9 +135,9 @@ def load_backend(name: str, config: ProfileConfig) -> Backend:
     return backend
 
 
-@cache  # reading the entry points takes 10 ms, which each capture would pay
+@cache  # reading the entry points takes 10 ms
 def _factory(name: str) -> Callable[[ProfileConfig], Backend]:
-    from importlib.metadata import entry_points  # 20 ms, paid when a profiler is wanted
+    from importlib.metadata import entry_points  # its import takes 20 ms, paid when a profiler is wanted
 
     registered = {point.name: point for point in entry_points(group="stepscope.backends")}
     if name not in registered:

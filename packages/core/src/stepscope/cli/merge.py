@@ -93,9 +93,8 @@ def merge(
     if per_node:
         if ray is None:
             raise CommandError("--per-node needs --ray: the nodes are those of a Ray cluster")
-        _merge_nodes(
-            StepLayout(absolute(_step_of(paths[0], step), ray)), ray, run, selection, output, jobs, json
-        )
+        layout = StepLayout(absolute(_step_of(paths[0], step), ray))
+        raise typer.Exit(_merge_nodes(layout, ray, run, selection, output, jobs, json))
     if is_plain(paths):
         if step is not None or run is not None:
             raise CommandError(f"--step and --run are for runs of stepscope, and {paths[0]} is none")
@@ -124,8 +123,8 @@ def _merge_nodes(
     output: Path | None,
     jobs: int | None,
     json: bool,
-) -> None:
-    """Have the nodes write their parts, print where they are, and exit."""
+) -> Exit:
+    """Have the nodes write their parts, and print where they are."""
     with cluster(ray, jobs, [layout]) as nodes, screen.waiting("merging on the nodes"):
         index = merge_per_node(layout.root, nodes, run_id=run, selection=selection, to=output, jobs=jobs)
     if json:
@@ -138,7 +137,7 @@ def _merge_nodes(
         ]
         screen.show(listing(f"Timelines of {len(lines)} nodes; index: {output or layout.node_index}", lines))
         _show_rest(index.left_out, index.problems)
-    raise typer.Exit(Exit.INCOMPLETE if index.problems else Exit.OK)
+    return Exit.INCOMPLETE if index.problems else Exit.OK
 
 
 def _step_of(path: Path, step: str | None) -> Path:

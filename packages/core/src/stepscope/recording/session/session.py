@@ -282,7 +282,7 @@ class Session:
                 return
             self._closed, self._discard = True, discard
             try:
-                if is_awaited:  # an export would take the GIL, and who waits would wait longer
+                if is_awaited:  # an export takes the GIL, and the caller would wait longer
                     exporter.exporter().then(partial(self._handed_back.wait, _HAND_BACK_S), deferred=False)
                 self._stop_and_write(ending, discard)
             except BaseException:

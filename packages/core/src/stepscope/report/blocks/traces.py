@@ -117,7 +117,7 @@ def _device(row: DeviceRow) -> tuple[str, ...]:
 def straggler_table(rows: Sequence[StragglerRow]) -> TextTable:
     """Return who entered collectives last, the one that cost the others most first."""
     columns = ("collective", "process", ">calls", ">last", ">others waited", ">waited")
-    note = "last: calls that it entered after all others. others waited: for it, in sum."
+    note = "last: calls that it entered after all others. others waited: for it, all together."
     return TextTable("Stragglers in collectives", columns, tuple(map(_straggler, rows)), note, noun="row")
 
 

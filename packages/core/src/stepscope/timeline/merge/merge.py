@@ -16,7 +16,15 @@ from stepscope.timeline.merge.merged import Merged, MergedFile, duplicate_ranks,
 from stepscope.timeline.merge.plan import Plan, Recording, Sources, plan_merge, read_sources, sources_of
 from stepscope.timeline.merge.reader_events import Drawing
 from stepscope.timeline.merge.row_parts import write_rows
-from stepscope.timeline.merge.row_writer import Output, RowOutcome, TraceTexts, noted, show, write_row
+from stepscope.timeline.merge.row_writer import (
+    Objects,
+    Output,
+    RowOutcome,
+    TraceTexts,
+    noted,
+    show,
+    write_row,
+)
 from stepscope.timeline.merge.tracks import Event
 from stepscope.timeline.merge.write import TimelineFile, timeline_file
 from stepscope.timeline.model import FileProblem, Timeline
@@ -150,7 +158,7 @@ def _write_rows(
             yield write_row(traces, plan.common, piece, limit_of=limit_of, on_read=on_read)
 
 
-def write_spans(plan: Plan, out: Output, outcome: RowOutcome) -> int:
+def write_spans(plan: Plan, out: Objects, outcome: RowOutcome) -> int:
     """Write the spans of a plan's rows, and the arrows between them. Return their number."""
     tracks, written = plan.common.tracks, 0
     for row in plan.rows:
@@ -168,7 +176,7 @@ def write_spans(plan: Plan, out: Output, outcome: RowOutcome) -> int:
     return written
 
 
-def write_counters(plan: Plan, out: Output) -> int:
+def write_counters(plan: Plan, out: Objects) -> int:
     """Write the counters of a plan's rows, and return the number of values."""
     written = 0
     for row in plan.rows:

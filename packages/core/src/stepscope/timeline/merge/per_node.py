@@ -7,7 +7,7 @@ they have in the timeline of `merge_step`. Arrows between processes of two parts
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
@@ -46,6 +46,7 @@ class NodePart(msgspec.Struct, frozen=True, kw_only=True):
     tracks: list[RowTracks]
     """Of the row of each of `traces`."""
     pids: list[int]
+    """Numbers of the timeline's rows."""
     axis: Axis
     cut: Cut
     files: int
@@ -54,6 +55,8 @@ class NodePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WrittenNode(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine wrote."""
+
     merged: Merged
     size_bytes: int
 
@@ -96,7 +99,6 @@ def merge_per_node(
     selection: Selection = EVERYTHING,
     to: Path | None = None,
     jobs: int | None = None,
-    on_read: Callable[[int], None] | None = None,
 ) -> NodeIndex:
     """Have each machine write the timeline of its traces into the step's folder there, and write an index.
 
@@ -111,7 +113,7 @@ def merge_per_node(
         OSError: the index cannot be written.
     """
     layout = StepLayout(path)
-    timeline = load_step(path, run_id=run_id, on_read=on_read)
+    timeline = load_step(path, run_id=run_id)
     sources = read_sources(layout, timeline, executor)
     recordings = [
         f"{trace.name}: in no node's part; merge without --per-node" for trace, _ in sources.recordings
@@ -143,9 +145,6 @@ def merge_per_node(
         )
         left_out += merged.left_out
         problems += merged.problems
-        if on_read is not None:
-            names = {file.file for file in merged.files}
-            on_read(sum(size_of(trace.path, executor) for trace, _ in sources.chrome if trace.name in names))
     index = NodeIndex(
         step=timeline.step,
         run_id=timeline.run_id,
@@ -184,19 +183,8 @@ class _Texts:
     def __init__(self) -> None:
         self.texts: list[bytes] = []
 
-    @property
-    def written(self) -> int:
-        return sum(map(len, self.texts))
-
-    def events(self, text: bytes | memoryview) -> None:
-        if text:
-            self.texts.append(bytes(text))
-
     def objects(self, events: list[dict[str, object]]) -> None:
-        self.events(b",\n".join(map(msgspec.json.encode, events)))
-
-    def flush(self) -> int:
-        return self.written
+        self.texts.extend(map(msgspec.json.encode, events))
 
 
 def _part(

@@ -18,13 +18,18 @@ from stepscope.timeline.readers.chrome import ChromeTrace
 from stepscope.timeline.step.rows import Axis, Row
 
 
-class Output(Protocol):
+class Objects(Protocol):
+    """Destination of events that are not JSON yet."""
+
+    def objects(self, events: list[dict[str, object]]) -> None: ...
+
+
+class Output(Objects, Protocol):
     """Destination of events."""
 
     @property
     def written(self) -> int: ...
     def events(self, text: bytes | memoryview) -> None: ...
-    def objects(self, events: list[dict[str, object]]) -> None: ...
     def flush(self) -> int: ...
 
 
@@ -138,7 +143,7 @@ class TraceTexts(NamedTuple):
         return left_out
 
 
-def show(row: Row, tracks: Tracks, out: Output) -> None:
+def show(row: Row, tracks: Tracks, out: Objects) -> None:
     """Write the metadata of the row before its first event."""
     if not row.shown:
         row.shown = True
