@@ -25,7 +25,9 @@ from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.reader_conformance import ReaderConformance
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
-from stepscope.timeline import Merged, Selection, merge_step
+from stepscope.timeline import Merged, Selection, load_step, load_traces, merge_step
+from stepscope.timeline.activity.reading import read_all
+from stepscope.timeline.activity.step import place_traces
 from stepscope.timeline.merge.rewrite import NOT_THEN
 from stepscope.timeline.readers import (
     Claim,
@@ -41,6 +43,7 @@ from stepscope.timeline.readers import (
     Track,
 )
 from stepscope.timeline.readers.installed import GROUP, Readers
+from stepscope.timeline.step.traces import find_traces
 
 MS = 1_000_000
 Json = dict[str, Any]
@@ -359,6 +362,24 @@ def test_a_reader_that_fails_costs_its_file_and_is_named(
     assert problem.file == "traces/actor/t.lines"
     assert problem.what.startswith(message)
     assert [event["name"] for event in of(events, "X")] == ["update", *shown]
+    if when not in ("open", "float", "type"):  # a report says it otherwise, or can use these
+        (problem,) = load_traces(folder.layout.root, load_step(folder.layout.root)).problems
+        assert problem.what.startswith(message)
+
+
+def test_a_recording_that_was_read_and_cannot_be_placed_is_named(
+    folder: StepFolder, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(lines=LinesReader())
+    actor(folder).span("update", 0, 9 * MS)
+    recorded(folder, [STREAM, *slices(("gemm", MS))])
+    path = folder.write()
+    timeline = load_step(path)
+    files = find_traces(folder.layout, timeline.run_id, Readers.installed())
+    contents = read_all(files.traces)
+    (folder.layout.traces / "actor" / "t.lines").unlink()
+    (problem,) = place_traces(files, contents, timeline).problems
+    assert (problem.file, problem.what[:9]) == ("traces/actor/t.lines", "left out:")
 
 
 @pytest.mark.parametrize(

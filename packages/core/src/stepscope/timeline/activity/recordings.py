@@ -13,7 +13,7 @@ from stepscope.timeline.activity.content_reader import DEVICE, Complete, Reading
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import Distributed, TraceFields
 from stepscope.timeline.readers.contract import FoundFile, Origin, Reader, Slice, Track
-from stepscope.timeline.readers.installed import reason
+from stepscope.timeline.readers.installed import reason, undeclared
 
 _BATCH = 2000
 
@@ -60,6 +60,8 @@ class _Contents:
             self._origin = recording.origin
             for event in recording.events():
                 if isinstance(event, Track):
+                    if event.pid not in (None, *self._origin.processes):
+                        raise undeclared(event)
                     self._tracks[event.track] = event
                 elif isinstance(event, Slice):
                     self._take(event, self._tracks[event.track])

@@ -107,13 +107,12 @@ def place_traces(
     files: StepFiles, contents: Sequence[Sequence[ProcessContent]], timeline: Timeline
 ) -> Traces:
     """Place what each of `files.traces` holds on the timeline's clock."""
-    rows = Rows(timeline, axis_of(timeline))
-    placed = [
-        one for trace, held in zip(files.traces, contents, strict=True) for one in _placed(rows, trace, held)
-    ]
+    rows, problems = Rows(timeline, axis_of(timeline)), [*files.problems, *_problems(files.traces, contents)]
+    placed = list[_Placed]()
+    for trace, held in zip(files.traces, contents, strict=True):
+        placed += _placed(rows, trace, held, problems)
     rows.number()
     activities = [(one.row.pid, _activity(timeline, one)) for one in placed]
-    problems = [*files.problems, *_problems(files.traces, contents)]
     memory = []
     for file in files.summaries:
         record = read_memory(file, timeline)
@@ -129,7 +128,9 @@ def place_traces(
     )
 
 
-def _placed(rows: Rows, trace: TraceFile, held: Sequence[ProcessContent]) -> Iterator[_Placed]:
+def _placed(
+    rows: Rows, trace: TraceFile, held: Sequence[ProcessContent], problems: list[FileProblem]
+) -> Iterator[_Placed]:
     if trace.reader is None:
         for one in held:
             row = _row(rows, trace, one.content)
@@ -137,9 +138,12 @@ def _placed(rows: Rows, trace: TraceFile, held: Sequence[ProcessContent]) -> Ite
         return
     recorded = Recorded(trace.reader, trace.found_file, trace.role)
     recorded.place(rows)
+    events = any(one.content.events for one in held)
+    if events and not recorded.rows:  # it was read, and cannot be read again
+        problems += [FileProblem(file=trace.name, what=what) for what in recorded.notes.counts]
     for one in held:
         known, base_ns = recorded.rows.get(one.pid), one.content.base_ns or 0
-        if known is not None and one.content.events:  # else its reader failed, which is among the problems
+        if known is not None and one.content.events:
             wall_ns = base_ns if recorded.wall is None else recorded.wall(base_ns)
             yield _Placed(trace, one.content, known, wall_ns)
 

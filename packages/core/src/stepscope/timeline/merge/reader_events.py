@@ -21,7 +21,7 @@ from stepscope.timeline.readers.contract import (
     Slice,
     Track,
 )
-from stepscope.timeline.readers.installed import reason
+from stepscope.timeline.readers.installed import reason, undeclared
 from stepscope.timeline.step.recorded import Recorded
 from stepscope.timeline.step.rows import Axis, Row
 
@@ -111,9 +111,7 @@ class Drawing:
         if known is not None:
             known.rename(track.name)
         elif track.pid not in self._recorded.rows:
-            raise ValueError(
-                f"track {track.name!r} is of process {track.pid}, which is not in Origin.processes"
-            )
+            raise undeclared(track)
         elif track.pid not in self._rows:
             self._lines[track.track] = None  # its role or rank is not selected
         else:

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import cast
 
 from stepscope.timeline.model import FileProblem
-from stepscope.timeline.readers.contract import Claim, FoundFile, Reader
+from stepscope.timeline.readers.contract import Claim, FoundFile, Reader, Track
 
 GROUP = "stepscope.readers"
 _METHODS = ("claims", "open")
@@ -53,6 +53,11 @@ class Readers:
             if claim is not None:
                 return reader, claim
         return None, None
+
+
+def undeclared(track: Track) -> ValueError:
+    """Return the error of a track whose process the recording does not name."""
+    return ValueError(f"track {track.name!r} is of process {track.pid}, which is not in Origin.processes")
 
 
 def reason(error: Exception) -> str:
