@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -68,9 +69,9 @@ class RayNodes(NearFiles):
         jobs: Tasks of each node at a time. None: one for each of its idle cores.
         """
         self.elsewhere: dict[Path, int] = {}
-        self._nodes = [
-            _Node(node["NodeID"], node["NodeManagerHostname"], jobs) for node in _nodes() if node["Alive"]
-        ]
+        alive = [node for node in _nodes() if node["Alive"]]
+        hosts = Counter(node["NodeManagerHostname"] for node in alive)
+        self._nodes = [_Node(node["NodeID"], _name(node, hosts), jobs) for node in alive]
 
     def add_step(self, layout: StepLayout) -> None:
         """Find the files of a step on all nodes, and fetch what is small and missing here.
@@ -235,6 +236,12 @@ class _Node:
             yield task
         finally:
             self._running.discard(task)
+
+
+def _name(node: dict[str, Any], hosts: Mapping[str, int]) -> str:
+    """Return the host's name, with the id of the node if several have that name, as containers may."""
+    host: str = node["NodeManagerHostname"]
+    return host if hosts[host] == 1 else f"{host}-{node['NodeID'][:8]}"
 
 
 def _threads(count: int) -> ThreadPoolExecutor:

@@ -55,7 +55,7 @@ class NodePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WrittenNode(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine wrote."""
+    """Outcome of a part."""
 
     merged: Merged
     size_bytes: int
