@@ -196,7 +196,7 @@ def nccl(group: str, number: int, start_us: float, end_us: float) -> dict[str, o
 
 
 def test_the_rank_that_enters_a_collective_last_is_the_one_that_others_wait_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks 0 and 1 are group a, 2 and 3 group b; rank 0 did not record the first call of its group."""
     chance = random.Random(3)
@@ -223,8 +223,10 @@ def test_the_rank_that_enters_a_collective_last_is_the_one_that_others_wait_for(
         assert row["last"] == sum(own > theirs for own, theirs in both)
         assert row["others_waited_ns"] == 1000 * sum(max(0, own - theirs) for own, theirs in both)
         assert row["waited_ns"] == 1000 * sum(max(0, theirs - own) for own, theirs in both)
-    assert run(["report", str(tmp_path)]) == 0
+    monkeypatch.setattr("stepscope.report.html.traces.DRAWN", 3)
+    assert run(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
     assert "Stragglers in collectives" in capsys.readouterr().out
+    assert "The first 3 of 4 rows are shown" in (tmp_path / "page.html").read_text()
 
 
 def test_memory_of_a_trace_is_its_highest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

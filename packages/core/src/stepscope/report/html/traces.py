@@ -78,10 +78,13 @@ def _devices_and_memory(traces: TraceTables) -> Iterator[Html]:
             notes.append(f"{len(shown):,} are shown: the least busy ones, and others evenly chosen.")
     if traces.stragglers:
         late = straggler_table(traces.stragglers)
+        note = late.note
+        if len(late.rows) > DRAWN:
+            note += f" The first {DRAWN} of {len(late.rows):,} rows are shown; --json has all."
         parts += [
             tag("h3", late.title),
             table(late.columns, late.rows[:DRAWN]),
-            tag("p", late.note, class_="note"),
+            tag("p", note, class_="note"),
         ]
     if traces.without_device:
         parts.append(draw(no_device_list(traces.without_device)))
