@@ -115,8 +115,8 @@ class GroupCalls(msgspec.Struct):
     """Numbers that torch gave the calls, the same on all ranks, as 64-bit integers. -1: it gave none."""
 
     def calls(self) -> Iterator[tuple[int, Pair]]:
-        """Yield the number of each call with its start and end, ascending. It is the place in their order if
-        torch gave none.
+        """Yield (number, (start, end)) of each call, by the numbers. Calls that torch did not number are counted
+        from 0, by their starts.
         """
         times = unpacked(memoryview(self.times).cast("d"))
         numbers = memoryview(self.numbers).cast("q")

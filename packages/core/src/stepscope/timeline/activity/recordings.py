@@ -69,7 +69,7 @@ class _Contents:
     def _take(self, event: Slice, track: Track) -> None:
         category = event.category or ""
         if category in DEVICE and track.device is None:
-            return  # a view of what ran on a device, beside that of the device
+            return  # the host's view of work that a device's own track has too
         if self._base_ns is None:
             self._base_ns = event.start_ns  # floats of us since 1970 would lose their ns
         pending = self._pending[track.pid]

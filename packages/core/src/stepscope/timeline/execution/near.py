@@ -33,7 +33,7 @@ class NearFiles(Executor):
 
     @abstractmethod
     def node_with(self, files: Sequence[Path], host: str) -> str | None:
-        """Return the name of a machine that has all these files: of this host, if that has them."""
+        """Return the name of a machine that has all these files, `host` itself if it does. None: none has."""
 
     @abstractmethod
     def submit_at(self, node: str, fn: Callable[[_P], _T], part: _P) -> Future[_T]:
