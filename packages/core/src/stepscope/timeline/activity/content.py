@@ -115,7 +115,7 @@ class GroupCalls(msgspec.Struct):
     """Numbers that torch gave the calls, the same on all ranks, as 64-bit integers. -1: it gave none."""
 
     def calls(self) -> Iterator[tuple[int, Pair]]:
-        """Yield (number, (start, end)) of each call, by the numbers. Calls that torch did not number are counted
+        """Yield (number, (start, end)) of each call, by the numbers. Calls without one by torch are counted
         from 0, by their starts.
         """
         times = unpacked(memoryview(self.times).cast("d"))
