@@ -74,7 +74,12 @@ def test_a_recorded_step_gives_the_same_bytes_in_two_processes(
     name: str, two: ChildProcesses, tmp_path: Path
 ) -> None:
     path = golden.steps()[name]
-    assert merged(path, tmp_path / "2.json.gz", two) == merged(path, tmp_path / "1.json.gz")
+    (outcome, together_bytes), (expected, alone_bytes) = (
+        merged(path, tmp_path / "timeline.json.gz", executor) for executor in (two, None)
+    )
+    assert outcome == expected
+    assert gzip.decompress(together_bytes).splitlines() == gzip.decompress(alone_bytes).splitlines()
+    assert together_bytes == alone_bytes
     timeline = load_step(path)
     alone, together = (
         msgspec.json.encode(load_traces(path, timeline, executor=executor)) for executor in (None, two)
