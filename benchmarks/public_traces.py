@@ -1,0 +1,201 @@
+"""Device times of `stepscope report` on traces of real GPUs, against an independent computation.
+
+Arguments: folders of Kineto traces, for instance `tests/traces` of a clone of TraceLens and `tests/data` of
+one of HolisticTraceAnalysis; no package has them. The computation reads the JSON with exact decimals and
+unites intervals of integers. Where HolisticTraceAnalysis reads a file, the share of communication that
+computation hides must be the same too, in whole us as it rounds. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import importlib
+import json
+import math
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import report_traces
+from _measure import table, verdict
+
+Pair = tuple[int, int]
+WORKS = ("busy", "compute", "communication", "exposed")
+COMMUNICATION = ("nccl", "rccl", "all_reduce", "allreduce")
+"""Parts of the names of kernels that communicate, in lower case."""
+
+
+class Numbers(NamedTuple):
+    devices: dict[str, dict[str, int]]
+    """Nanoseconds of each of `WORKS`, by the number of the device."""
+    kernels: dict[str, tuple[int, int]]
+    """Calls and summed nanoseconds by name."""
+    rounding_ns: int = 0
+    """Error that the trace itself allows: times in us since 1970 are doubles with steps of 250 ns."""
+    hidden: float | None = None
+    """Percentage of communication that computation hides, of times in whole us as HTA rounds them."""
+
+
+def communicates(kernel: str) -> bool:
+    return any(part in kernel.lower() for part in COMMUNICATION)
+
+
+def united(pairs: list[Pair]) -> list[Pair]:
+    union: list[Pair] = []
+    for start, end in sorted(pairs):
+        if union and start <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], end)
+        else:
+            union.append((start, end))
+    return union
+
+
+def length(pairs: list[Pair]) -> int:
+    return sum(end - start for start, end in united(pairs))
+
+
+def independent(path: Path) -> Numbers | None:
+    """Compute the numbers of a trace. None: it is no trace, or has no event of a device."""
+    text = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read().decode("utf-8", "replace")
+    trace = json.loads(text, parse_float=Decimal, parse_int=Decimal, strict=False)
+    if not isinstance(trace, dict) or "traceEvents" not in trace:
+        return None
+    times: dict[str, dict[str, list[Pair]]] = defaultdict(lambda: defaultdict(list))
+    kernels: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    step_us, rounded = 0.0, dict[str, list[Pair]](communication=[], compute=[], copies=[])
+    for event in trace["traceEvents"]:
+        category = str(event.get("cat", "")).lower()
+        if event.get("ph") != "X" or category not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        step_us = max(step_us, math.ulp(float(event["ts"])))
+        name, pair = event["name"], (_ns(event["ts"]), _ns(Decimal(event["ts"]) + Decimal(event["dur"])))
+        work = "copies"
+        if category == "kernel":
+            work = "communication" if communicates(name) else "compute"
+            calls, total = kernels[name]
+            kernels[name] = calls + 1, total + _ns(event["dur"])
+        times[str(event["pid"])][work].append(pair)
+        rounded[work].append((-(-pair[0] // 1000), pair[1] // 1000))
+    devices = {
+        device: {
+            "busy": length([pair for pairs in works.values() for pair in pairs]),
+            "compute": length(works["compute"]),
+            "communication": length(works["communication"]),
+            "exposed": length(works["communication"] + works["compute"]) - length(works["compute"]),
+        }
+        for device, works in times.items()
+    }
+    calls_of_all = sum(calls for calls, _ in kernels.values())
+    rounding_ns = round(step_us * 1000) * calls_of_all if step_us > 0.1 else 0
+    return Numbers(devices, dict(kernels), rounding_ns, _hidden(rounded)) if devices else None
+
+
+def _hidden(works: dict[str, list[Pair]]) -> float | None:
+    communication, compute = works["communication"], works["compute"]
+    if not communication:
+        return None
+    exposed = length(communication + compute) - length(compute)
+    return 100 - 100 * exposed / length(communication)
+
+
+def _ns(us: Any) -> int:
+    return int((Decimal(us) * 1000).to_integral_value())
+
+
+def reported(path: Path) -> Numbers:
+    """Return what the command says of the same file."""
+    command = [sys.executable, "-m", "stepscope", "report", str(path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if not done.stdout.strip():
+        raise OSError(done.stderr.strip())
+    traces = json.loads(done.stdout)["traces"]
+    devices = {
+        row["device"].removeprefix("GPU "): {work: row[f"{work}_ns"] for work in WORKS}
+        for row in traces["devices"]
+    }
+    kernels = {
+        row["name"]: (row["count"], row["total_ns"])
+        for row in traces["operators"]
+        if row["kind"] in ("compute", "communication")
+    }
+    return Numbers(devices, kernels)
+
+
+def differences(path: Path, expected: Numbers, ours: Numbers) -> Iterator[str]:
+    if set(expected.devices) != set(ours.devices):
+        yield f"{path.name}: devices {sorted(ours.devices)}, expected {sorted(expected.devices)}"
+        return
+    for device, works in expected.devices.items():
+        for work, ns in works.items():
+            if abs(ns - ours.devices[device][work]) >= max(1000, expected.rounding_ns):
+                yield f"{path.name}: device {device}: {work}: {ours.devices[device][work]} ns, expected {ns}"
+    for name, (calls, total) in ours.kernels.items():
+        if name not in expected.kernels:
+            yield f"{path.name}: {name[:60]} is no kernel"
+        elif expected.kernels[name][0] != calls or abs(expected.kernels[name][1] - total) >= 1000:
+            yield f"{path.name}: {name[:60]}: {calls} calls, {total} ns, expected {expected.kernels[name]}"
+
+
+def hidden_share(path: Path) -> float | None:
+    """Return HTA's percentage of communication that computation hides. None: it cannot read the file."""
+    try:
+        analysis = importlib.import_module("hta.trace_analysis").TraceAnalysis(
+            trace_files={0: str(path)}, trace_dir="", include_last_profiler_step=True
+        )
+        return float(analysis.get_comm_comp_overlap(visualize=False)["comp_comm_overlap_pctg"].iloc[0])
+    except Exception as error:
+        print(f"HTA does not read {path.name}: {type(error).__name__}")
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="without HolisticTraceAnalysis")
+    parser.add_argument("folders", nargs="*", type=Path, help="folders of Kineto traces of GPUs")
+    options = parser.parse_args()
+    if not options.folders:
+        print("no folder of traces is given: nothing is compared")
+        return
+    report_traces.quiet()
+    try:
+        trace = importlib.import_module("hta.common.trace").Trace
+        # It leaves out what was launched outside of a ProfilerStep. Not for this comparison.
+        trace._filter_irrelevant_gpu_kernels = lambda self, include_last_profiler_step=False: None
+        with_hta = not options.quick
+    except ImportError:
+        with_hta = False
+        print("not installed: HolisticTraceAnalysis")
+    rows, different, times, kernels = list[list[str]](), list[str](), 0, 0
+    shares = 0
+    for path in sorted(path for folder in options.folders for path in folder.rglob("*.json*")):
+        expected = independent(path)
+        if expected is None:
+            continue
+        ours = reported(path)
+        different += differences(path, expected, ours)
+        times += sum(len(works) for works in expected.devices.values())
+        kernels += len(ours.kernels)
+        theirs = None
+        if with_hta and expected.hidden is not None and len(expected.devices) == 1:
+            theirs = hidden_share(path)
+        if theirs is not None and expected.hidden is not None:
+            shares += 1
+            if abs(theirs - expected.hidden) > 0.01:
+                different.append(f"{path.name}: {expected.hidden:.2f} % is hidden, and {theirs:.2f} % by HTA")
+        for works in expected.devices.values():
+            hidden = "-" if theirs is None else f"{theirs:.2f}"
+            rows.append([path.name[:40], *(f"{works[work] / 1e6:.3f}" for work in WORKS), hidden])
+    table(["ms on the device", *WORKS, "hidden % (HTA)"], rows)
+    print(*(f"DIFFERENT  {line}" for line in different), sep="\n", end="\n" * bool(different))
+    print(f"compared: {times} times of {len(rows)} devices, {kernels} kernels")
+    print(f"and the hidden communication of {shares} traces that HTA reads")
+    verdict("numbers that differ", len(different), 0, "")
+
+
+if __name__ == "__main__":
+    main()
