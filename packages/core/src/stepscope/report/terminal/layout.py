@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +15,7 @@ from rich.text import Text
 from stepscope.report.blocks.block import Block, Listing, Paragraph, Remarks, TextTable
 from stepscope.report.formatting import LISTED, count, plain
 
+_SHARE = re.compile(r" (\S+ %)$")
 ROWS = 2 * LISTED
 """Rows that are printed of a table that may be cut."""
 
@@ -51,15 +54,65 @@ def _remarks(block: Remarks) -> RenderableType:
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = ""
 ) -> RenderableType:
-    """Return a titled table. A column whose name starts with `>` is of numbers: right-aligned, unbroken."""
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    for name in columns:
-        number = name.startswith(">")
-        heading = Text(plain(name.lstrip(">")))
-        grid.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    for row in rows:
-        grid.add_row(*(Text(plain(cell)) for cell in row))
-    return _titled(title, grid, note)
+    """Return a titled table. A column whose name starts with `>` is of numbers: right-aligned.
+
+    No number is cut. In a narrow terminal headings and texts take more lines. If that is not enough, gaps are
+    narrower and shares stand below their times. In the end numbers take more lines too.
+    """
+    return _titled(title, _Grid(columns, [[plain(cell) for cell in row] for row in rows]), note)
+
+
+class _Grid:
+    def __init__(self, columns: Sequence[str], rows: list[list[str]]) -> None:
+        self.headings = [plain(name.lstrip(">")) for name in columns]
+        self.numbers = [name.startswith(">") for name in columns]
+        self.rows = rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        gaps = len(self.headings) - 1
+        rows, gap, least = self.rows, 3, self._least(self.rows)
+        if sum(least) + gap * gaps > options.max_width:
+            rows = [[_SHARE.sub(r"\n\1", cell) for cell in row] for row in rows]
+            gap, least = 1, self._least(rows)
+        if sum(least) + gap * gaps > options.max_width:
+            least = [1] * len(least)
+        yield self._drawn(rows, gap, self._widths(rows, least, options.max_width - gap * gaps))
+
+    def _least(self, rows: list[list[str]]) -> list[int]:
+        """Return how narrow the columns may be: the words of headings and the lines of numbers are whole."""
+        words = [heading.split() for heading in self.headings]
+        for row in rows:
+            for at, cell in enumerate(row):
+                if self.numbers[at]:
+                    words[at] += cell.split("\n")
+        return [max(map(cell_len, parts), default=0) for parts in words]
+
+    def _widths(self, rows: list[list[str]], least: list[int], room: int) -> list[int]:
+        """Return the widths that the columns want; if there is no room, the widest columns give way."""
+        columns = zip(self.headings, *rows, strict=True)
+        widths = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in columns]
+        while sum(widths) > room:
+            spare = [at for at, width in enumerate(widths) if width > least[at]]
+            if not spare:
+                break
+            widths[max(spare, key=widths.__getitem__)] -= 1
+        return widths
+
+    def _drawn(self, rows: list[list[str]], gap: int, widths: list[int]) -> Table:
+        grid = Table(
+            box=box.SIMPLE_HEAD,
+            padding=(0, gap // 2),
+            pad_edge=False,
+            show_edge=False,
+            header_style="bold",
+        )
+        for heading, number, width in zip(self.headings, self.numbers, widths, strict=True):
+            grid.add_column(
+                Text(heading), justify="right" if number else "left", overflow="fold", width=width
+            )
+        for row in rows:
+            grid.add_row(*map(Text, row))
+        return grid
 
 
 def listing(title: str, lines: Sequence[str]) -> RenderableType:
