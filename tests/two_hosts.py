@@ -389,6 +389,19 @@ def test_traces_that_stay_on_their_hosts_are_read_there(
     assert left <= set(files)
     assert all(files.values()), merged.stdout
 
+    in_parts = one.say("merge", path, "--per-node", "--ray", nodes, "--json")
+    assert in_parts.returncode == 0, in_parts.stderr
+    index = json.loads(in_parts.stdout)
+    assert {part["node"] for part in index["parts"]} == {"host-a", "host-b"}
+    for part in index["parts"]:
+        host = one if part["node"] == "host-a" else other
+        timeline = json.loads(gzip.decompress(host.view(Path(part["path"])).read_bytes()))
+        assert len(timeline["traceEvents"]) >= part["events"] > 0
+    of_other = json.loads(gzip.decompress(far.timeline_of("host-b").read_bytes()))
+    names = {event["name"] for event in of_other["traceEvents"]}
+    assert "aten::add" in names
+    assert not here.timeline_of("host-b").exists()
+
     with_blanks(trace, 4000)  # long to read: the node is killed meanwhile
     reading = subprocess.Popen(
         one.words(sys.executable, "-m", "stepscope", "report", path, "--json", "--ray", nodes),
