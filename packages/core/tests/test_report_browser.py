@@ -28,9 +28,14 @@ addEventListener("load", () => {
     new MouseEvent(kind, { bubbles: true, clientX: box.left + at * box.width, clientY: box.top + 5 }));
   send("mousemove", gantt.querySelector(".m"), 0.1);
   document.body.dataset.tip = document.getElementById("tip").textContent;
+  const bar = gantt.querySelector("i.m"), command = () => gantt.previousElementSibling.lastChild.textContent;
+  send("mousedown", bar, 0.1);
+  send("mouseup", bar, 0.1);
+  document.body.dataset.clicked = command();
   send("mousedown", gantt, 0.25);
   send("mousemove", gantt, 0.5);
   send("mouseup", gantt, 0.75);
+  document.body.dataset.dragged = command();
   document.body.dataset.zoom = document.documentElement.style.getPropertyValue("--w");
   const select = document.querySelector("#groups select"), tables = [...document.querySelectorAll(".choice")];
   const shown = () => tables.filter((table) => table.offsetHeight).map((table) => table.dataset.choice);
@@ -82,6 +87,12 @@ def test_a_steps_page_is_drawn_without_a_word_on_the_console(tmp_path: Path, ran
     zoom = re.search(r'data-zoom="([\d.]+)%"', seen)
     assert zoom
     assert 195 < float(zoom[1]) < 205
+    merge = f" As a timeline: stepscope merge '{page.parent}' --from 0 --to"
+    assert f'data-clicked="{merge} 600 --output part.json.gz"' in seen
+    dragged = re.search(r'data-dragged=".* --from (\S+) --to (\S+) --output part.json.gz"', seen)
+    assert dragged
+    assert 249 < float(dragged[1]) < 251
+    assert 749 < float(dragged[2]) < 751
     assert 'data-first="tier"' in seen
     assert 'data-chosen="role"' in seen
     assert 'data-ticks="300 ms,' in seen

@@ -1,5 +1,6 @@
 "use strict";
-// Says what is under the pointer, folds sections, and zooms the charts over time. The page is whole without it.
+// Says what is under the pointer, folds sections, zooms the charts over time, and names the command that draws a
+// part of them as a timeline. The page is whole without it.
 (() => {
   const root = document.documentElement, tip = document.getElementById("tip");
   document.addEventListener("mousemove", (event) => {
@@ -51,13 +52,28 @@
     root.style.setProperty("--w", 100 / (b - a) + "%");
     root.style.setProperty("--l", (-100 * a) / (b - a) + "%");
     charts.forEach(axis);
+    say(a, b);
   };
+
+  // Above each chart, the command that draws the chosen part of the window as a timeline.
+  const folder = decodeURIComponent(location.pathname).replace(/\/[^/]*$/, "");
+  const step = location.protocol === "file:" ? "'" + folder.replaceAll("'", "'\\''") + "'" : "RUN --step N";
+  const commands = charts.map(() => document.createElement("code"));
+  const say = (a, b) => commands.forEach((command, index) => {
+    const ms = (part) => Number(((part * charts[index].dataset.ns) / 1e6).toFixed(3));
+    command.parentElement.hidden = a <= 0 && b >= 1;
+    command.textContent = `stepscope merge ${step} --from ${ms(a)} --to ${ms(b)} --output part.json.gz`;
+  });
 
   let drag = null;
   for (const chart of charts) {
     const hint = document.createElement("p");
     hint.className = "note drag";
-    hint.textContent = "Drag to zoom, double-click to see all.";
+    hint.textContent = "Drag to zoom, double-click to see all. Click a bar for a timeline of its time.";
+    const line = document.createElement("span");
+    line.hidden = true;
+    line.append(" As a timeline: ", commands[charts.indexOf(chart)]);
+    hint.append(line);
     chart.before(hint);
     const at = (event) => {
       const box = chart.querySelector(".track").getBoundingClientRect();
@@ -86,6 +102,10 @@
     drag = null;
     const wide = until - from;
     if ((b - a) * wide > 1e-6 && b - a > 0.005) show(from + a * wide, from + b * wide);
+    else if (event.target.matches("i.m")) {
+      const start = parseFloat(event.target.style.left) / 100;
+      say(start, start + parseFloat(event.target.style.width) / 100);
+    }
   });
 
   // Of the tables of a choice, one is shown.
