@@ -15,12 +15,18 @@ import pytest
 
 from stepscope import ProfileConfig, attach, capture, carrier, profile_step, span
 from stepscope.cli.running.why import ask, standstills
+from stepscope.counters import CounterSource
+from stepscope.engines.metrics import RUNNING, EngineMetrics
+from stepscope.engines.ray import RayRollout
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.states import EngineState
 from stepscope.fleet.ray_worker import Worker
 from stepscope.recording.recorder import standing
+from stepscope.recording.recorder.engine_queues import engine_states
 from stepscope.report import step_report
 from stepscope.report.why import why
+from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope.timeline import load_step
 
 ray = pytest.importorskip("ray")
@@ -293,3 +299,44 @@ def test_an_actor_that_is_captured_keeps_its_recorder(tmp_path: Path, actors: li
     for number in range(3):
         step_of(config, number, actors, (0.01, 0.01))
     assert min(ray.get([actor.recorded.remote() for actor in actors])) > 0
+
+
+class SampledProfiler(FakeEngineProfiler):
+    """One request runs."""
+
+    def counters(self) -> list[CounterSource]:
+        return list(EngineMetrics(lambda: {RUNNING: 1.0}, f"replica {self.replica}", blocks=False).sources())
+
+
+class Replica:
+    """An actor with an engine, whose class knows nothing of stepscope."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine(workers=1)
+
+    def states(self) -> list[EngineState]:
+        recorder = standing.standing()
+        return [] if recorder is None else list(engine_states(recorder.sampler, time.monotonic_ns()))
+
+
+def sampled_profiler(engine: object, replica: int) -> SampledProfiler:
+    assert isinstance(engine, FakeEngine)
+    return SampledProfiler(engine, replica)
+
+
+def test_the_recorder_of_a_replicas_actor_samples_its_engine(tmp_path: Path, ray_cluster: None) -> None:
+    replicas = [ray.remote(Replica).remote() for _ in range(2)]
+    engines = [RayRollout(replica, sampled_profiler, attribute="engine") for replica in replicas]
+    states: list[list[EngineState]] = [[]]
+    config, until = config_in(tmp_path), time.monotonic() + 60
+    step = 0
+    while not all(states) and time.monotonic() < until:
+        with capture(step, config=config, engines=engines):
+            time.sleep(0.2)
+        step += 1
+        states = ray.get([replica.states.remote() for replica in replicas])
+    assert [[(state.name, state.running) for state in of_replica] for of_replica in states] == [
+        [("replica 0", 1.0)], [("replica 1", 1.0)],
+    ]  # fmt: skip
+    for replica in replicas:
+        ray.kill(replica)

@@ -12,6 +12,8 @@ _driven: dict[int, EngineProfiler] = {}
 """{id: profiler} of those that are recorded now. Writers: `begin`, `end`."""
 _join: Join | None = None
 """Called with the profiler of each engine whose recording begins. One writer: `tell`."""
+seated: dict[int, EngineProfiler] = {}
+"""{id: profiler} of those that the other process knows, recorded or not. One writer: `RayRollout`."""
 
 
 def begin(profiler: EngineProfiler) -> None:

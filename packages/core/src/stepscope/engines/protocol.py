@@ -155,6 +155,9 @@ class EngineProfilerBase(EngineProfiler):
     def counters(self) -> Sequence[CounterSource]:
         return ()
 
+    def sample_apart(self) -> None:
+        """Have the engine's own process sample its counters between captures, if that is another one."""
+
     @property
     def ignored(self) -> Mapping[str, str]:
         return self._ignored

@@ -120,6 +120,9 @@ class RayRollout(EngineProfilerBase):
                 f"the actor did not answer within {_CHECK_S:g} s. Fix: check before it is given long work"
             ) from None
 
+    def sample_apart(self) -> None:
+        self._line.tell(seat, self._at(self.replica or 0))
+
     async def start(self, capture: EngineCapture) -> None:
         if self._token is not None:
             raise EngineError("a capture is running on this replica. Fix: stop() it first")
@@ -213,8 +216,13 @@ def is_elsewhere(engine: object) -> bool:
 
 
 async def check(instance: object, place: Place) -> None:
-    seat = await _seat(instance, place)
-    await own_thread(seat.profiler.check)
+    taken = await _seat(instance, place)
+    await own_thread(taken.profiler.check)
+
+
+async def seat(instance: object, place: Place) -> None:
+    """Make the profiler of an engine, whose counters the flight recorder of this process samples then."""
+    await _seat(instance, place)
 
 
 async def start(
@@ -269,7 +277,10 @@ async def _seat(instance: object, place: Place) -> Seat:
     engine = _engine_at(instance, place, factory)
     seat = _seats.get(_key(place))
     if seat is None or (seat.engine is not engine and seat.token is None):
+        if seat is not None:
+            driven_engines.seated.pop(id(seat.profiler), None)
         seat = _seats[_key(place)] = Seat(engine, factory(engine, place.replica))
+        driven_engines.seated[id(seat.profiler)] = seat.profiler
     return seat
 
 

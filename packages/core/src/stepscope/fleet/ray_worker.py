@@ -61,10 +61,14 @@ class Worker:
         self._line = ActorLine(actor)
 
     async def prepare(self, request: PrepareRequest, deadline_s: float) -> WorkerOutcome:
-        if self.spans_only is not None:  # its engine's own check does it
+        if self.spans_only is not None and not request.record_only:  # its engine's own check does it
             return dataclasses.replace(self._outcome("ok"), roles=(self._role or "rollout",))
         request = msgspec.structs.replace(
-            request, role=self._role or request.role, position=self._position, world_size=self._world_size
+            request,
+            role=self._role or request.role,
+            position=self._position,
+            world_size=self._world_size,
+            replica=self.replica,
         )
         outcome = await self._within(deadline_s, "prepare", self._prepare(request))
         if not request.record_only or outcome.process is None:

@@ -17,14 +17,13 @@ from stepscope.files.manifest.records import Ending
 from stepscope.files.requests import Request, change_requests
 from stepscope.recording.capture import omissions
 from stepscope.recording.capture.readiness import STARTING_S
-from stepscope.recording.fanout.fleet import WorkerOutcome, load_fleet
-from stepscope.recording.fanout.given_engines import profilers_of
+from stepscope.recording.fanout.fleet import WorkerOutcome
 from stepscope.recording.fanout.messages import PrepareRequest
+from stepscope.recording.fanout.participants import Participants
 from stepscope.recording.process import failures, private_loop, run, versions
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify, is_alone
 from stepscope.recording.recorder import standing
-from stepscope.recording.recorder.engine_queues import EngineQueues
 from stepscope.recording.recorder.recorder import Recorder
 from stepscope.recording.recorder.steps import RecordedStep
 
@@ -75,35 +74,30 @@ def _start(config: ProfileConfig, role: str, rank: int | None, workers: object, 
     recorder = standing.start(config, identify(role, rank=rank), run.run_id(), owner=True)
     recorder.config = config
     recorder.later(partial(run.record, config, versions.versions))
-    if recorder is not before and workers is not None and not omissions.none_meant(workers):
-        _in_background(partial(_tell, recorder, workers))
-    if recorder is not before and recorder.engines is not None and engines is not None:
-        _in_background(partial(_sample, recorder.engines, engines))
+    if recorder is not before:
+        meant = None if workers is None or omissions.none_meant(workers) else workers
+        if meant is not None or engines is not None:
+            _in_background(partial(_tell, recorder, meant, engines))
     return recorder
 
 
-def _sample(queues: EngineQueues, engines: object) -> None:
-    """Sample the engines that a step was given."""
-    try:
-        for profiler in profilers_of(engines):
-            queues.add(profiler)
-    except StepscopeError as error:
-        failures.warn("stepscope: the flight recorder samples no engines: %s", error)
-    except Exception as error:
-        failures.note("sampling engines for the flight recorder", error)
-
-
-def _tell(recorder: Recorder, workers: object) -> None:
-    """Start a recorder in each worker, and note which of them record."""
+def _tell(recorder: Recorder, workers: object, engines: object) -> None:
+    """Start a recorder in each worker, note which of them record, and sample the engines."""
     request = PrepareRequest(config=recorder.config, run_id=recorder.run_id, record_only=True)
     try:
-        fleet = load_fleet(workers)
+        others = Participants(workers, engines)
+        if recorder.engines is not None:
+            for profiler in others.profilers:
+                recorder.engines.add(profiler)
+        fleet = others.fleet
+        if fleet is None:
+            return
         outcomes = private_loop.run(fleet.prepare(request, STARTING_S))
     except StepscopeError as error:
-        failures.warn("stepscope: the flight recorder records no workers: %s", error)
+        failures.warn("stepscope: the flight recorder records no workers and engines: %s", error)
         return
     except Exception as error:
-        failures.note("starting the flight recorder of the workers", error)
+        failures.note("starting the flight recorder of workers and engines", error)
         return
     for outcome in outcomes:
         if outcome.state != "ok":

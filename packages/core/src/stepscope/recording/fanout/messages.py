@@ -73,6 +73,7 @@ class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
     role: str | None = None
     position: int | None = None
     world_size: int | None = None
+    replica: int | None = None
     record_only: bool = False
     """Start the flight recorder alone: no profiler is tried."""
 

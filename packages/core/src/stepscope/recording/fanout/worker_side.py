@@ -153,7 +153,7 @@ def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareA
         return PrepareAnswer(roles=_who(instance, request.role, request.position, request.world_size)[1])
     instrument_worker(config, instance)
     sigusr1.handle(config)
-    process, roles = _who(instance, request.role, request.position, request.world_size)
+    process, roles = _who(instance, request.role, request.position, request.world_size, request.replica)
     _watch_memory(config, process, request.run_id, None)
     recorder = None if instance is None else _record(config, process, request.run_id)
     if request.record_only:

@@ -7,7 +7,7 @@ from functools import partial
 
 from stepscope.config import ProfileConfig
 from stepscope.counters import CounterSource
-from stepscope.engines import EngineProfiler, load_engine
+from stepscope.engines import EngineProfiler, EngineProfilerBase, driven_engines, load_engine
 from stepscope.engines.instrumented_engines import registered
 from stepscope.engines.metrics import FINISHED, GENERATION_TOKENS, PROMPT_TOKENS, RUNNING, UNFINISHED, WAITING
 from stepscope.files.counters import KV_CACHE
@@ -31,14 +31,16 @@ class EngineQueues:
         self._known: set[str] = set()
 
     def add(self, profiler: EngineProfiler) -> None:
-        """Sample an engine from now on. Once for each replica."""
+        """Sample an engine from now on, in its own process if that is another. Once for each replica."""
         name = f"{_ENGINE}{profiler.replica or 0}"
         if name not in self._known:
             self._known.add(name)
             self._sampler.add(name, partial(_sources, profiler))
+            if isinstance(profiler, EngineProfilerBase):
+                profiler.sample_apart()
 
     def watch(self) -> None:
-        """Add the engines that `instrument` entries find from now on."""
+        """Add engines that `instrument` entries find from now on, and those that another process drives."""
         self._sampler.add("engines", lambda: [_Finder(self, self._config)])
 
 
@@ -63,7 +65,7 @@ class _Slower(CounterSource):
 
 
 class _Finder(CounterSource):
-    """No counter: on the sampler's thread, it looks for engines that entries have found."""
+    """No counter: on the sampler's thread, it looks for engines of this process."""
 
     name = "engines"
     unit = ""
@@ -81,6 +83,8 @@ class _Finder(CounterSource):
             if key not in self._seen:
                 self._seen.add(key)
                 self._add(adapter, engine, replica or 0)
+        for profiler in tuple(driven_engines.seated.values()):
+            self._queues.add(profiler)
         return {}
 
     def _add(self, adapter: str, engine: object, replica: int) -> None:
