@@ -22,6 +22,7 @@ import sglang
 from tiny_sglang import generate, on_its_loop
 
 from stepscope import ProfileConfig, capture, span
+from stepscope.cli.running.why import ask
 from stepscope.engines.protocol import EngineCapture, Iterations
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, sidecar_of
@@ -29,7 +30,10 @@ from stepscope.files.manifest.late import waiting
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Sidecar, Stall
 from stepscope.recording.capture.result import CaptureResult
+from stepscope.recording.recorder import standing
 from stepscope.report import CounterRow, step_report
+from stepscope.report.waiting.calls import say_call
+from stepscope.report.why import Why, why
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
 from stepscope.timeline import load_step
 from stepscope_sglang import SglangProfiler
@@ -369,6 +373,43 @@ def test_a_stop_that_is_given_up_is_finished_and_the_engine_can_be_captured_agai
         assert_complete(artifact, again)
 
     on_its_loop(engine, scenario())
+    assert_works(engine, tmp_path)
+
+
+def test_why_names_a_scheduler_that_stopped(engine: Any, tmp_path: Path, scheduler: int) -> None:
+    config = ProfileConfig(
+        save_path=tmp_path, record="spans", roles={"*": {"profiler": "off"}}, control={"poll_seconds": 0.1}
+    )
+
+    async def rollout() -> None:
+        with span("generate", role="rollout"):
+            await generate(engine, 1, 3)
+
+    def ask_until_requests_wait() -> Why:
+        until = time.monotonic() + 60
+        while True:
+            states = ask(RunLayout(tmp_path), 10)
+            if any(queue.requests == 4 for state in states for queue in state.engines):
+                return why(states)
+            assert time.monotonic() < until
+
+    async def scenario() -> Why:
+        async with capture(0, engines=engine, config=config):
+            await rollout()
+        os.kill(scheduler, signal.SIGSTOP)
+        async with capture(1, engines=engine, config=config), span("step", role="trainer"):
+            rollouts = [asyncio.ensure_future(rollout()) for _ in range(4)]
+            answer = await asyncio.to_thread(ask_until_requests_wait)
+            os.kill(scheduler, signal.SIGCONT)
+            await asyncio.gather(*rollouts)
+        return answer
+
+    answer = on_its_loop(engine, scenario())
+    standing.stop()
+    first = answer.calls[answer.culprits[0]]
+    assert (first.engine, first.stage) == (True, "replica 0")
+    assert "engine replica 0, 4 requests" in say_call(first)
+    assert len([call for call in answer.calls if call.stage == "generate"]) == 4
     assert_works(engine, tmp_path)
 
 

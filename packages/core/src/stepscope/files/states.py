@@ -57,6 +57,8 @@ class Thread(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     frames: tuple[Frame, ...]
     """The innermost first."""
+    in_loop: bool = False
+    """True if its innermost frame runs an event loop, which does something else or waits."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,8 @@ DEPTH = 40
 _ASK_S = 0.5
 """Longest wait for a library that may block."""
 _TRIES = 10
+_RUNS_LOOP = frozenset({"run_until_complete", "run_forever"})
+"""Methods of an event loop that show no frame of their own where it is written in C, as uvloop is."""
 _WRAPPERS = ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper", "anext_awaitable")
 """Types of awaited objects that name what they wrap to the garbage collector alone, first."""
 
@@ -92,8 +94,12 @@ def _threads() -> Iterator[Thread]:
     for thread in threading.enumerate():
         stack = stacks.get(thread.ident or 0)
         if stack is not None and thread.ident != own and not thread.name.startswith("stepscope-"):
-            frames = tuple(_frames(stack))
-            yield Thread(id=thread.native_id or 0, name=bounded(thread.name), frames=frames)
+            yield Thread(
+                id=thread.native_id or 0,
+                name=bounded(thread.name),
+                frames=tuple(_frames(stack)),
+                in_loop=not _RUNS_LOOP.isdisjoint(stack.f_code.co_names),
+            )
 
 
 def _frames(frame: FrameType | None) -> Iterator[Frame]:

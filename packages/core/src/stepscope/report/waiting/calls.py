@@ -119,13 +119,17 @@ def queue_of(engine: EngineState) -> str:
 
 
 def asks(state: ProcessState, span: OpenSpan) -> bool:
-    """Return whether a span asks an engine. Where no task says its span, any of the tasks may be its own."""
+    """Return whether a span asks an engine. Where no task says its span, any of the tasks may be its own; a
+    rollout may have gathered tasks of the engine alone.
+    """
     if asks_engine(frames_of(state, span), span.role):
         return True
     thread = next((thread for thread in state.threads if thread.id == span.thread), None)
     is_known = any(task.span is not None for task in state.tasks) or thread is None or not is_polling(thread)
     return not is_known and any(
-        asks_engine(task.frames, span.role) for task in state.tasks if ends_in_code(task)
+        asks_engine(task.frames, span.role)
+        for task in state.tasks
+        if ends_in_code(task) or span.role == "rollout"
     )
 
 

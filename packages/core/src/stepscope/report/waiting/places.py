@@ -21,7 +21,6 @@ _WAITING = (
     "threading.py", "selectors.py", "queue.py", "socket.py", "subprocess.py", "connection.py", "thread.py"
 )  # fmt: skip
 """Files of the standard library in which a thread waits without the interpreter's lock."""
-_LOOP = ("asyncio/base_events.py", "asyncio/runners.py", "selectors.py")
 
 
 def ends_in_code(task: Task) -> bool:
@@ -30,7 +29,7 @@ def ends_in_code(task: Task) -> bool:
 
 def is_polling(thread: Thread) -> bool:
     """Return whether a thread runs an event loop that waits for something to happen."""
-    return bool(thread.frames) and thread.frames[0].file.endswith(_LOOP[2])
+    return thread.in_loop or (bool(thread.frames) and thread.frames[0].file.endswith("selectors.py"))
 
 
 def say_where(frames: Sequence[Frame]) -> str:
