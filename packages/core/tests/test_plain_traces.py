@@ -69,6 +69,18 @@ def test_a_folder_of_traces_is_reported_by_rank(tmp_path: Path, capsys: pytest.C
     assert rows["rank 1"]["exposed_ns"] == 50_000
 
 
+def test_files_that_only_their_names_tell_apart_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace(tmp_path / "old.json", [kernel("gemm", 0, 10)], pid=100)
+    trace(tmp_path / "new.json", [kernel("gemm", 0, 20)], pid=101)
+    assert run(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["trace", "pid", "101", "new.json", "2", "20.0", "us"] in lines
+    assert ["trace", "pid", "100", "old.json", "2", "10.0", "us"] in lines
+    assert "new.json" in (tmp_path / "page.html").read_text()
+
+
 def test_nothing_is_written_beside_the_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = trace(tmp_path / "theirs" / "rank0.json", [kernel("gemm", 0, 10)])
     assert run(["report", str(path.parent)]) == 0

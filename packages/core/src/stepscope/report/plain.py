@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.report.blocks.block import Block, Listing
+from stepscope.report.blocks.block import Block, Listing, TextTable
 from stepscope.report.blocks.health import clock_notes
 from stepscope.report.formatting import count, duration, moment
 from stepscope.report.html.colours import Colours
@@ -74,7 +74,17 @@ class Plain:
         """Yield the tables and lists."""
         for section in _SECTIONS:
             yield from section.blocks_of(self._report)
+        yield from self._files()
         yield from self._clocks()
+
+    def _files(self) -> Iterator[Block]:
+        """Yield the files by process, which only their names may tell apart."""
+        traces = self._report.traces
+        if traces is not None and len(traces.traces) > 1:
+            rows = tuple(
+                (row.process, row.file, f"{row.events:,}", duration(row.recorded_ns)) for row in traces.traces
+            )
+            yield TextTable("Files", ("process", "file", ">events", ">recorded"), rows, noun="file")
 
     def _clocks(self) -> Iterator[Block]:
         if notes := (*clock_notes(self._report.health), *self._unaligned()):
@@ -102,5 +112,6 @@ class Plain:
         notes = (tag("p", sentence, class_="note") for sentence in self.head())
         header = tag("header", tag("h1", self.title), *notes)
         sections = [part for section in _SECTIONS for part in section.html_of(drawn)]
+        files = draw_section("files", "Files", self._files())
         clocks = draw_section("clocks", "Notes on clocks", self._clocks())
-        return page(self.title, header, *sections, *clocks)
+        return page(self.title, header, *sections, *files, *clocks)
