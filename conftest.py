@@ -80,6 +80,7 @@ PROCESS_STATE = {
     "stepscope.recording.instrument.patch": ("refusals",),
     "stepscope.recording.process.failures": ("_noted", "_warned"),
     "stepscope.recording.process.prepared": ("_process",),
+    "stepscope.recording.process.settings": ("_named",),
     "stepscope.recording.spans.redaction": ("hook",),
     "stepscope.recording.spans.wrapping": ("declared_roles", "declared_classes"),
 }

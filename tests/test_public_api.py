@@ -54,6 +54,7 @@ PUBLIC = {
     "consume",
     "flush",
     "instrument",
+    "name_settings",
     "on_artifact",
     "on_capture",
     "on_report",

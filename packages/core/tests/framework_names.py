@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import yaml
 
 from stepscope.config.presets import preset_names, read_preset
 from tests.downloads import members, wheel
@@ -108,10 +112,47 @@ def record(preset: str, source: Path, repository: str, commit: str) -> None:
         name: sorted(arguments(function)) for name, function in functions.items() if function is not None
     }
     DATA.mkdir(exist_ok=True)
-    data = {"repository": repository, "commit": commit, "arguments": parameters}
+    data = {
+        "repository": repository,
+        "commit": commit,
+        "arguments": parameters,
+        "settings": sorted(_settings_in(preset, source)),
+    }
     (DATA / f"{preset}.json").write_text(json.dumps(data, indent=1) + "\n")
     for name in sorted(names - set(parameters)):
         print(f"not there: {name}")
+
+
+def _settings_in(preset: str, source: Path) -> set[str]:
+    """Return the preset's settings that `source` writes as options, or reads as attributes."""
+    text = "\n".join(path.read_text() for path in source.rglob("*.py"))
+    listed = read_preset(preset).settings
+    return {
+        setting.name
+        for _, setting in (listed.items() if listed is not None else ())
+        if re.search(rf'"{setting.name}"|[."]{setting.path[-1]}\b', text)
+    }
+
+
+def settings_of(preset: str, source: Path) -> set[str]:
+    """Return the settings that a released framework has."""
+    if preset == "verl":
+        tree = yaml.safe_load((source / "verl/trainer/config/_generated_ppo_trainer.yaml").read_text())
+        return set(_dotted(tree))
+    if preset == "openrlhf":
+        return set(re.findall(r'"(--[\w.]+)"', (source / "openrlhf/cli/train_ppo_ray.py").read_text()))
+    module = _tree(source / "trl/trainer/grpo_config.py")
+    nodes = [*ast.walk(module), *ast.walk(_tree(source / "trl/trainer/base_config.py"))]
+    fields = [node.target for node in nodes if isinstance(node, ast.AnnAssign)]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}  # of transformers' class below
+    return read | {field.id for field in fields if isinstance(field, ast.Name)}
+
+
+def _dotted(tree: dict[str, Any], above: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        yield f"{above}{name}"
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{above}{name}.")
 
 
 if __name__ == "__main__":

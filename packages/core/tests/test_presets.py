@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from packages.core.tests.framework_names import DATA, arguments, definition, released
+from packages.core.tests.framework_names import DATA, arguments, definition, released, settings_of
 from packages.core.tests.stale_trl import write_stale_trl
 from stepscope import ProfileConfig
 from stepscope.cli import app as main
@@ -73,6 +73,27 @@ def test_every_function_of_a_preset_is_in_the_repository_as_recorded(preset: str
     assert recorded["commit"] in loaded.tested
     for entry in loaded.entries:
         assert paths_of(entry) <= set(recorded["arguments"][f"{entry.module}:{entry.name}"])
+
+
+@pytest.mark.parametrize(
+    ("preset", "version"), [("openrlhf", "0.11.2"), ("trl", "1.16.0"), ("verl", "0.9.1")]
+)
+def test_every_setting_of_a_preset_is_in_the_released_package(preset: str, version: str) -> None:
+    listed = read_preset(preset).settings
+    assert listed is not None
+    assert {setting.name for _, setting in listed.items()} <= settings_of(preset, released(preset, version))
+
+
+def test_every_setting_of_slime_is_in_its_repository_or_sglangs() -> None:
+    recorded = json.loads((DATA / "slime.json").read_text())
+    listed = read_preset("slime").settings
+    assert listed is not None
+    elsewhere = {setting.name for _, setting in listed.items()} - set(recorded["settings"])
+    # slime takes all of SGLang's options; `engine_table.py` finds these in SGLang
+    assert elsewhere <= {f"--sglang-{field.replace('_', '-')}" for field in SGLANG}
+
+
+SGLANG = ("enable_mixed_chunk", "max_running_requests", "mem_fraction_static", "disable_radix_cache")
 
 
 def test_every_function_of_a_preset_is_in_the_package_where_that_is_installed() -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from stepscope.recording.capture.requesting import request_capture
     from stepscope.recording.capture.result import CaptureResult, on_capture
     from stepscope.recording.instrument.patch import instrument
+    from stepscope.recording.process.settings import name_settings
     from stepscope.report.opened import open  # noqa: A004  # read as `stepscope.open`
 
     __version__: str
@@ -56,6 +57,7 @@ __all__ = [
     "consume",
     "flush",
     "instrument",
+    "name_settings",
     "on_artifact",
     "on_capture",
     "on_report",
@@ -82,6 +84,7 @@ _LATER = {
     "config_from_args": "stepscope.integrations.arguments",
     "configure": "stepscope.recording.capture.configure",
     "instrument": "stepscope.recording.instrument.patch",
+    "name_settings": "stepscope.recording.process.settings",
     "on_capture": "stepscope.recording.capture.result",
     "open": "stepscope.report.opened",
     "prepare": "stepscope.recording.capture.prepare",

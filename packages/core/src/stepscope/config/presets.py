@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import msgspec
@@ -10,6 +10,37 @@ import msgspec
 from stepscope.config._fields import build
 from stepscope.config._instrument import FRAMEWORKS, InstrumentConfig
 from stepscope.config._instrument import preset_names as preset_names
+
+
+class ListedSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting of the framework that advice may name."""
+
+    name: str
+    """As its users write it: `trainer.balance_batch`, `--use-dynamic-batch-size`."""
+    better: bool | str = True
+    """Of a switch: the value that turns it on."""
+    instead_of: tuple[str, ...] = ()
+    """Of a switch that is a word: the values that are off."""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Return its place in the framework's configuration."""
+        plain = self.name.removeprefix("--").replace("-", "_") if self.name.startswith("--") else self.name
+        return tuple(plain.split("."))
+
+
+class ListedSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that are read when a step begins. Nothing else is read of a configuration."""
+
+    at: str
+    """Path to the configuration from a function that begins a step."""
+    names: dict[str, ListedSetting | str]
+    """By their knob. A text is a name."""
+
+    def items(self) -> Iterator[tuple[str, ListedSetting]]:
+        """Yield each knob with its setting."""
+        for knob, listed in self.names.items():
+            yield knob, ListedSetting(name=listed) if isinstance(listed, str) else listed
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +57,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     covers: dict[str, tuple[str, ...]]
     """Function that gets the trainer as its first argument, `module:name` -> classes of trainers whose work
     has entries."""
+    settings: ListedSettings | None = None
 
 
 def read_preset(name: str, installed: Callable[[str], str | None] = lambda _: None) -> Preset:
@@ -52,6 +84,7 @@ def read_preset(name: str, installed: Callable[[str], str | None] = lambda _: No
         entries=tuple(entries),
         integration=data.get("integration"),
         covers={target: tuple(classes) for target, classes in data.get("covers", {}).items()},
+        settings=msgspec.convert(data.get("settings"), ListedSettings | None),
     )
 
 

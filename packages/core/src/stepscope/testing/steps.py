@@ -25,6 +25,7 @@ from stepscope.files.manifest.records import (
     ProcessPart,
     awaited,
 )
+from stepscope.files.manifest.settings import FrameworkSettings
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import End, Header, Open, Span, SpanLink
 from stepscope.files.values import AttrValue
@@ -111,6 +112,7 @@ class FakeProcess:
         self.profiled = False
         """True if a profiler ran in it."""
         self.hardware = Hardware()
+        self.settings: tuple[FrameworkSettings, ...] = ()
         self.closed_ns: int | None = None
         self._folder = folder
         self._owner = owner
@@ -231,7 +233,7 @@ class FakeProcess:
             dropped=self.dropped, cost=self._cost, clocks=tuple(self.clocks), absent=tuple(self.absent),
             ended_by=self.ended_by or ("exception" if self.error else None), error=self.error,
             opened_by=self.opened_by, prepared=self.prepared,
-            profiled=self.profiled, began=self.began, hardware=self.hardware,
+            profiled=self.profiled, began=self.began, hardware=self.hardware, settings=self.settings,
         )  # fmt: skip
 
     @property

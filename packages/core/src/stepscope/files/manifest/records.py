@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from stepscope.files.clock import ClockAnchor, ClockOffset, Int
+from stepscope.files.manifest.settings import FrameworkSettings
 from stepscope.files.sidecar import Artifact, ProcessInfo
 
 FORMAT = 2
@@ -193,6 +194,8 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     dropped: Int = 0
     cost: OwnCost = OwnCost()
     hardware: Hardware = Hardware()
+    settings: tuple[FrameworkSettings, ...] = ()
+    """Of the frameworks and engines of this process, those that advice may name."""
     clocks: tuple[ClockOffset, ...] = ()
     """Owner only: the other processes' clocks against this one's."""
     opened_by: OpenedBy = "program"

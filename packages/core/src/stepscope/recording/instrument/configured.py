@@ -15,7 +15,7 @@ from stepscope.config import InstrumentConfig, ProfileConfig
 from stepscope.config.presets import Preset, read_preset
 from stepscope.errors import ConfigError
 from stepscope.files.spans import CONSUME
-from stepscope.recording.instrument import arming, patch, uncovered
+from stepscope.recording.instrument import arming, framework_settings, patch, uncovered
 from stepscope.recording.instrument.call_arguments import Condition
 from stepscope.recording.instrument.kinds import Paths, Timing
 from stepscope.recording.instrument.patch import Instrument
@@ -53,6 +53,7 @@ def _apply(config: ProfileConfig, lenient: bool) -> None:
     presets = _presets(config.instrument, lenient)
     wanted = {(handle.module, handle.name): handle for handle in _handles(config.instrument, presets)}
     uncovered.expect(presets)
+    framework_settings.expect(presets, _installed)
     integrate(presets)
     for key in [key for key in _applied if key not in wanted]:
         _applied.pop(key).remove()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
-from stepscope.recording.instrument import uncovered
+from stepscope.recording.instrument import framework_settings, uncovered
 from stepscope.recording.instrument.call_arguments import Arguments, Condition
 from stepscope.recording.process import failures
 from stepscope.recording.spans import wrapping
@@ -235,7 +235,9 @@ def begin(
     """Count a call of a boundary that is about to be made, and return it."""
     _calls[target] += 1
     uncovered.look(target, args)
-    return Call(boundary, arguments, args, kwargs)
+    call = Call(boundary, arguments, args, kwargs)
+    framework_settings.look(target, arguments, args, kwargs)  # last: a worker's first capture configures it
+    return call
 
 
 def switch(change: Switch) -> None:

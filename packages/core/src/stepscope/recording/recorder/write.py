@@ -22,7 +22,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.recording.counters.sampler import Sampler
 from stepscope.recording.output.manifest_part import ManifestPart
-from stepscope.recording.process import failures
+from stepscope.recording.process import failures, settings
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.hardware import read_hardware
 from stepscope.recording.recorder.ring import Ring
@@ -141,6 +141,7 @@ class StepWriter:
             began=began,
             clocks=clocks,
             hardware=read_hardware(self._config.throughput),
+            settings=settings.kept(),
             ended_by=None if ending is None else ending.by,
             error=None if ending is None else ending.error,
             recorder=Recorded(trigger=self._order.trigger, reason=self._order.reason, running=window.running),

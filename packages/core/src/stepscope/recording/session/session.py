@@ -25,7 +25,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import ManifestPart
-from stepscope.recording.process import clock, failures, prepared
+from stepscope.recording.process import clock, failures, prepared, settings
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.hardware import read_hardware
 from stepscope.recording.session import budget, selection
@@ -295,8 +295,8 @@ class Session:
                 self.when_closed(self, discard)
 
     def _stop_and_write(self, ending: Ending | None, discard: str | None) -> None:
-        ended = self._end(discard=discard)
-        self.manifest_part.update(closed=ended, hardware=read_hardware(self.config.throughput))
+        part, ended = self.manifest_part, self._end(discard=discard)
+        part.update(closed=ended, settings=settings.kept(), hardware=read_hardware(self.config.throughput))
         if ending is not None:
             error = redaction.error_of(ending.error, self.config.redact)
             self.manifest_part.update(ended_by=ending.by, error=error)

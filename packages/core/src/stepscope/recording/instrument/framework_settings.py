@@ -1,0 +1,87 @@
+"""Settings of unedited frameworks, read from their configuration when a step begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+from stepscope.config.presets import ListedSettings, Preset
+from stepscope.files.manifest.settings import SWITCHES, FrameworkSettings, Setting, is_number
+from stepscope.recording.instrument.call_arguments import Arguments
+from stepscope.recording.process import settings
+
+_ABSENT = object()
+
+
+class Source(NamedTuple):
+    """A framework and the settings of it that are read."""
+
+    framework: str
+    version: str | None
+    listed: ListedSettings
+
+
+_sources: dict[str, Source] = {}
+"""Function that begins a step, `module:name` -> the source. One writer: `expect`."""
+_latest: int | None = None
+"""Id of the configuration that was read last, which no step changes. Writers: `expect`, `look`."""
+
+
+def expect(presets: Iterable[Preset], installed: Callable[[str], str | None]) -> None:
+    """Read settings of the frameworks of these presets.
+
+    Args:
+        installed: Returns the installed version of a distribution.
+    """
+    global _latest
+    _latest = None
+    _sources.clear()
+    for preset in presets:
+        if preset.settings is not None:
+            source = Source(preset.name, installed(preset.distribution), preset.settings)
+            begins = (entry for entry in preset.entries if entry.step not in (None, "end"))
+            _sources.update({f"{entry.module}:{entry.name}": source for entry in begins})
+
+
+def look(target: str, arguments: Arguments, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    """Keep the settings that the function `target` of a framework was called with."""
+    global _latest
+    source = _sources.get(target)
+    if source is None:
+        return
+    try:
+        configuration = arguments.read(source.listed.at, args, kwargs)
+    except Exception:  # another version keeps it elsewhere: its settings are unknown
+        return
+    if id(configuration) == _latest:
+        return
+    _latest = id(configuration)
+    settings.keep(
+        FrameworkSettings(
+            framework=source.framework,
+            version=source.version,
+            settings=tuple(_read(configuration, source.listed)),
+        )
+    )
+
+
+def _read(configuration: object, listed: ListedSettings) -> Iterator[Setting]:
+    """Yield the settings that the configuration has. A value that is no number is left out."""
+    for knob, setting in listed.items():
+        value: object = _ABSENT
+        with suppress(Exception):  # it has no such setting, or cannot resolve it
+            value = _value_at(configuration, setting.path)
+        if not (is_number(value) or value in (setting.better, *setting.instead_of)):
+            continue
+        is_off = value in setting.instead_of or value is (not setting.better)
+        better = setting.better if is_off and knob in SWITCHES else None
+        yield Setting(knob=knob, name=setting.name, value=value, better=better)
+
+
+def _value_at(configuration: object, path: Iterable[str]) -> object:
+    value = configuration
+    for name in path:
+        # A DictConfig answers None for an attribute that it lacks.
+        value = value[name] if isinstance(value, Mapping) else getattr(value, name)
+    return value
