@@ -7,6 +7,7 @@ sections, and `html.traces` draws this one. Every section takes the same way.
 
 from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.rules import step_advice
+from stepscope.report.advice.settings import SettingChange
 from stepscope.report.model import StepReport
 from stepscope.report.opened import OpenRun, OpenStep
 from stepscope.report.scalars import to_scalars
@@ -78,6 +79,7 @@ __all__ = [
     "Phaseless",
     "ProcessRow",
     "Rows",
+    "SettingChange",
     "Share",
     "SlowTrajectory",
     "SpanRow",

@@ -15,7 +15,7 @@ from shlex import quote
 import msgspec
 
 from stepscope.report.advice.evidence import Advice
-from stepscope.report.blocks.advice import savings
+from stepscope.report.blocks.advice import savings, say_change
 from stepscope.report.blocks.baseline import say_beside, say_usual
 from stepscope.report.blocks.engines import engine_times, shares_of
 from stepscope.report.blocks.health import (
@@ -190,6 +190,7 @@ def _remark(advice: Advice, window_ns: int) -> Iterator[str]:
     yield f"{'! ' if advice.kind == 'alarm' else ''}{advice.what}{gain} [{advice.rule}]"
     yield f"  {'; '.join(advice.because)}"
     yield f"  Try: {advice.do}"
+    yield from (f"  {say_change(change)}" for change in advice.settings)
 
 
 def _findings(report: StepReport) -> Iterator[str]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from stepscope.report.advice.bounds import step_bounds
+from stepscope.report.advice.demand import step_demand
 from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.rules import step_advice
+from stepscope.report.advice.settings import step_settings
 from stepscope.report.blocks.advice import advice_blocks
 from stepscope.report.blocks.breakdown import breakdown_blocks
 from stepscope.report.blocks.counters import counter_blocks
@@ -50,6 +52,7 @@ from stepscope.report.tables.waiting import waits_in_vain
 from stepscope.report.throughput.rates import Throughput, step_throughput
 from stepscope.report.weights.drawing import weight_blocks
 from stepscope.report.weights.sync import WeightSync, weight_sync
+from stepscope.report.whatif.saving import savings_of
 
 
 def _traces(sources: Sources) -> TraceTables | None:
@@ -75,6 +78,9 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
             bounds=step_bounds(timeline),
             cut=cut_processes(timeline),
             over_budget=cut_processes(timeline, by_a_budget=True),
+            demand=step_demand(timeline),
+            settings=step_settings(timeline.manifest),
+            what_if=savings_of(timeline),
         )
     )
 

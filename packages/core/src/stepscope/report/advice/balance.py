@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
+from stepscope.report.advice.settings import SettingChange, changes
 from stepscope.report.formatting import count, duration
 from stepscope.report.tables.idle import ROLLOUT
 from stepscope.report.tables.stages import Share, Stage
@@ -46,7 +47,14 @@ def straggler(evidence: Evidence) -> Advice | None:
             else "balance the batch by tokens, not by samples; if it is always that rank, look at its host"
         ),
         saves_ns=worst.saves_ns,
+        settings=_changes(stage, evidence),
     )
+
+
+def _changes(stage: Stage, evidence: Evidence) -> tuple[SettingChange, ...]:
+    if stage.role in GENERATES:
+        return changes("straggler: rollout", evidence)
+    return () if stage.role in ROLLOUT else changes("straggler: training", evidence)
 
 
 def _calls(gap: _Gap) -> list[str]:

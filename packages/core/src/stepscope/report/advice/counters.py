@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepscope.files.counters import EVENT_LOOP, GC, KV_CACHE, PREEMPTIONS
+from stepscope.report.advice.demand import FULL
 from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.settings import changes
 from stepscope.report.advice.wording import share_of_step
 from stepscope.report.formatting import count, duration
 from stepscope.report.tables.counters import CounterRow
@@ -13,8 +15,6 @@ from stepscope.report.tables.counters import CounterRow
 LATE_MS = 100
 COLLECTING = 5
 """Percent of the step in the garbage collector."""
-FULL = 95
-"""Percent of a KV cache."""
 
 
 def _rows(evidence: Evidence, name: str) -> Sequence[CounterRow]:
@@ -41,6 +41,7 @@ def late_event_loop(evidence: Evidence) -> Advice | None:
             "asyncio.to_thread; PYTHONASYNCIODEBUG=1 names slow callbacks"
         ),
         saves_ns=None,
+        settings=changes(f"late-event-loop: {worst.role}", evidence),
     )
 
 
@@ -80,6 +81,7 @@ def idle_device_of_tools(evidence: Evidence) -> Advice | None:
         because=tuple(because),
         do="run more tools at once, or let other trajectories generate meanwhile: more prompts in flight",
         saves_ns=worst.tools_ns,
+        settings=changes("idle-while-tools-run", evidence),
     )
 
 
@@ -103,4 +105,5 @@ def full_kv_cache(evidence: Evidence) -> Advice | None:
             "cache (gpu_memory_utilization, mem_fraction_static), or shorter answers"
         ),
         saves_ns=None,
+        settings=changes("full-kv-cache", evidence),
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
+from stepscope.report.advice.settings import changes
 from stepscope.report.advice.wording import percentage_of
 from stepscope.report.formatting import duration, size
 from stepscope.report.tables.idle import ROLLOUT
+
+_TRAINS = ("actor", "trainer")
 
 
 def memory_nearly_full(evidence: Evidence) -> Advice | None:
@@ -33,6 +36,9 @@ def memory_nearly_full(evidence: Evidence) -> Advice | None:
             else "smaller micro-batches, or activation checkpointing, before a longer sequence ends the run"
         ),
         saves_ns=None,
+        settings=()
+        if gap > 0.2 * worst.reserved_bytes
+        else changes(f"memory-nearly-full: {_side(worst.process, evidence)}", evidence, worst.process),
     )
 
 
@@ -74,7 +80,18 @@ def collectives(evidence: Evidence) -> Advice | None:
             else "larger buckets, and overlap of gradient reduction with backward"
         ),
         saves_ns=worst.collective_ns,
+        settings=changes(
+            f"collectives: {'late' if late else _side(worst.process, evidence)}", evidence, worst.process
+        ),
     )
+
+
+def _side(process: str, evidence: Evidence) -> str:
+    """Return `rollout` for a process that generates, `training` for one that updates the policy, else its
+    role.
+    """
+    role = next((row.role for row in evidence.idle if row.process == process), "")
+    return "rollout" if role in GENERATES else "training" if role in _TRAINS else role
 
 
 def _has_unprofiled_peers(evidence: Evidence, role: str) -> bool:
@@ -118,4 +135,5 @@ def idle_device(evidence: Evidence) -> Advice | None:
         do="`Idle` says what the process waited for; inside a stage: larger micro-batches, "
         + ("graph mode" if evidence.profiling.npu else "CUDA graphs"),
         saves_ns=worst.span_ns - worst.busy_ns,
+        settings=changes(f"idle-device: {_side(worst.process, evidence)}", evidence, worst.process),
     )

@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 from stepscope.report.advice.bounds import Bounds
+from stepscope.report.advice.demand import Demand
+from stepscope.report.advice.settings import SettingChange, Settings
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import Baseline
 from stepscope.report.tables.breakdown import Breakdown
@@ -19,6 +21,7 @@ from stepscope.report.tables.profiling import Profiling
 from stepscope.report.tables.stages import Stage
 from stepscope.report.tables.traces import TraceTables
 from stepscope.report.tables.waiting import VainWait
+from stepscope.report.whatif.saving import WhatIf, no_saving
 
 GENERATES = frozenset({"rollout", "agent_loop"})
 """Roles whose work is to generate, or holds what generates."""
@@ -45,6 +48,10 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Names of processes whose recording ended before their work did: it ended calls that went on."""
     over_budget: frozenset[str] = frozenset()
     """Those of them that a budget ended."""
+    demand: Demand = Demand()
+    settings: Settings = {}
+    """Empty: no framework is known."""
+    what_if: WhatIf = no_saving
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,3 +66,5 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     saves_ns: int | None
     """Of the step, at most: the time that it would lose if the cause took none, and everything else as long
     as it did, in the same order. None: unknown."""
+    settings: tuple[SettingChange, ...] = ()
+    """Settings of the framework at hand to change. Empty: none is known."""

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Literal, NamedTuple, TypeAlias
 
 from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
+from stepscope.report.advice.settings import changes
 from stepscope.report.advice.wording import percentage_of, share_of_step
 from stepscope.report.formatting import duration
 from stepscope.report.stage_names import is_tool
@@ -58,6 +59,7 @@ def long_tail(evidence: Evidence) -> Advice | None:
         because=(*_tail_facts(tail, tail.held_ns, tail.rollout_ns), *cause.facts),
         do=_REMEDIES[cause.kind],
         saves_ns=held_ns,
+        settings=changes(f"long-tail: {cause.kind}", evidence),
     )
 
 
@@ -99,6 +101,7 @@ def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
         ),
         do=_REMEDIES["generation"],
         saves_ns=late.until_ns,
+        settings=changes("long-tail: generation", evidence),
     )
 
 
@@ -126,11 +129,11 @@ def _cause(excess: Excess | None, evidence: Evidence) -> _Cause:
 
 
 def _kind(wait: Wait, *, waits: bool) -> _Kind:
+    if wait.role == "reward" or (waits and "reward" in wait.stage):
+        return "reward"
     if waits:
         return "queue"
     if is_tool(wait.role, wait.stage):
         return "tool"
-    if wait.role == "reward":
-        return "reward"
     unnamed = wait.stage in ("trajectory", "turn")
     return "generation" if wait.role in GENERATES and not unnamed else "other"

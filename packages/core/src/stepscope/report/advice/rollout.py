@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
 from stepscope.report.advice.profilers import is_stalled
+from stepscope.report.advice.settings import changes
 from stepscope.report.advice.wording import percentage_of, share_of_step
 from stepscope.report.formatting import count, duration
 from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER, is_tool
@@ -71,6 +72,7 @@ def _in_trajectories(
         ),
         do=do,
         saves_ns=saves_ns,
+        settings=changes(rule, evidence),
     )
 
 
@@ -105,6 +107,7 @@ def prefill_alone(evidence: Evidence) -> Advice | None:
         ),
         do="prefix caching (the turns of a trajectory share theirs), chunked prefill",
         saves_ns=_prefill_ns(evidence.engines),
+        settings=changes("prefill-alone", evidence),
     )
 
 
@@ -143,6 +146,7 @@ def weight_sync(evidence: Evidence) -> Advice | None:
         if local
         else f"send them over {over}shared memory in buckets, and overlap that with the end of the update",
         saves_ns=max(wall_ns, _weights_ns(evidence)),
+        settings=() if local else changes("weight-sync", evidence),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.advice.evidence import Advice
+from stepscope.report.advice.settings import SettingChange
 from stepscope.report.blocks.block import Block, Remark, Remarks
 from stepscope.report.formatting import duration, percents
 from stepscope.report.model import StepReport
@@ -20,7 +21,19 @@ def advice_blocks(advice: Sequence[Advice], report: StepReport) -> Iterator[Bloc
 def _remark(advice: Advice, total_ns: int) -> Remark:
     mark = "!" if advice.kind == "alarm" else "-"
     saves = f" (at most {savings(advice, total_ns)} of the step)" if advice.saves_ns else ""
-    return Remark(f"{mark} {advice.what}{saves}", ("; ".join(advice.because), f"Try: {advice.do}"))
+    because = ("; ".join(advice.because), f"Try: {advice.do}")
+    return Remark(f"{mark} {advice.what}{saves}", (*because, *map(say_change, advice.settings)))
+
+
+def say_change(change: SettingChange) -> str:
+    """Return `verl: trainer.balance_batch: False -> True`. An unset value has no arrow."""
+    target = change.direction if change.suggested is None else change.suggested
+    values = f"{target}" if change.present is None else f"{change.present} -> {target}"
+    saving = ""
+    if change.predicted_saving_ns is not None:
+        error = "" if change.error_ns is None else f" +- {duration(change.error_ns)}"
+        saving = f" (what-if: {duration(change.predicted_saving_ns)}{error} less)"
+    return f"{change.framework}: {change.setting}: {values}{saving}"
 
 
 def savings(advice: Advice, total_ns: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.advice.evidence import Advice
-from stepscope.report.blocks.advice import savings
+from stepscope.report.blocks.advice import savings, say_change
 from stepscope.report.html.markup import EMPTY, Html, tag
 from stepscope.report.html.page import section
 from stepscope.report.section import Page
@@ -24,4 +24,5 @@ def _item(advice: Advice, total_ns: int) -> Html:
     what = tag("b", advice.what, class_="bad" if advice.kind == "alarm" else None)
     because = tag("div", "; ".join(advice.because), class_="note")
     bound = tag("b", saves, class_="saves") if saves else EMPTY
-    return tag("li", bound, what, because, tag("div", advice.do), class_=advice.kind)
+    settings = (tag("div", tag("code", say_change(change))) for change in advice.settings)
+    return tag("li", bound, what, because, tag("div", advice.do), *settings, class_=advice.kind)
