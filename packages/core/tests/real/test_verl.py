@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+from importlib.metadata import version
 
 import pytest
 
 from packages.core.tests.verl_cpu.launch import TOOLS
 from packages.core.tests.verl_cpu.runs import CAPTURED, Step, Training, example_training
+from stepscope.config.presets import read_preset
+from stepscope.timeline import load_step
 
 pytest.importorskip("verl")
 TRAJECTORIES = 4 * 4
@@ -76,6 +79,21 @@ def test_each_trajectory_is_consumed_under_the_policy_that_wrote_it(step: Step) 
 
 def test_the_replica_has_its_engine_trace(step: Step) -> None:
     assert list(step.folder.glob("traces/rollout/replica0/*.json.gz"))
+
+
+def test_the_step_keeps_verls_settings_and_those_of_its_engine(step: Step) -> None:
+    manifest = load_step(step.folder).manifest
+    assert manifest is not None
+    recorded = [framework for part in manifest.processes for framework in part.settings]
+    verls, engine = sorted(recorded, key=lambda framework: framework.engine)
+    assert (verls.framework, verls.version, engine.framework) == ("verl", version("verl"), "vllm")
+    listed = read_preset("verl").settings
+    assert listed is not None
+    present = {setting.knob: setting.value for setting in verls.settings}
+    assert set(present) == {knob for knob, _ in listed.items()}
+    of_engine = {setting.knob: setting.value for setting in engine.settings}
+    for knob in ("max_requests", "kv_memory", "tensor_parallel", "prefix_caching", "cuda_graphs"):
+        assert of_engine[knob] == present[knob], knob
 
 
 @pytest.mark.parametrize("timing", TIMINGS)

@@ -18,6 +18,7 @@ from stepscope import ProfileConfig, capture
 from stepscope.errors import ConfigError
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact
+from stepscope.timeline import load_step
 from stepscope_sglang._versions import PLUGINS_SINCE, installed, older
 
 MERGES = not older(installed(), "0.5.4")
@@ -87,6 +88,25 @@ def capture_of(engine: Any, config: ProfileConfig) -> Expectation:
         return replica
 
     return on_its_loop(engine, scenario())
+
+
+def test_the_step_keeps_the_settings_of_the_engine(engine: Any, tmp_path: Path) -> None:
+    capture_of(engine, config_of(ROWS[0], tmp_path))
+    manifest = load_step(tmp_path / "step_000007").manifest
+    assert manifest is not None
+    (settings,) = (engine for part in manifest.processes for engine in part.settings)
+    assert (settings.framework, settings.version, settings.engine) == ("sglang", installed(), True)
+    values = {setting.name: setting.value for setting in settings.settings}
+    memory = values.pop("mem_fraction_static")
+    assert memory is None or (isinstance(memory, float) and 0 < memory < 1)
+    assert values == {
+        "disable_cuda_graph": True,
+        "disable_radix_cache": True,
+        "dp_size": 1,
+        "enable_mixed_chunk": False,
+        "max_running_requests": 8,
+        "tp_size": 1,
+    }
 
 
 def assert_content(trace: Artifact, step: Path, row: Row) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary, ref
 
-from stepscope import ProfileConfig
+from stepscope import ProfileConfig, name_settings
 from stepscope.counters import CounterSource
 from stepscope.engines import EngineCapture, EngineFactory, EngineProfiler
 from stepscope.engines.metrics import EngineMetrics
@@ -46,6 +46,8 @@ class VllmProfiler(ReplicaProfiler):
         self.engine = engine
         super().__init__(replica, _desks.setdefault(engine, Desk()))
         self._target = InProcessTarget(engine)
+        settings = facts.settings_of(self._target.config)
+        name_settings("vllm", settings, version=self._target.version, engine=True)
 
     @property
     def world_size(self) -> int:

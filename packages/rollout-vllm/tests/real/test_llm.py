@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import inspect
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,7 +13,8 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
-from vllm import LLM, SamplingParams
+import vllm
+from vllm import LLM, EngineArgs, SamplingParams
 
 import stepscope_vllm
 from stepscope import Capture, ProfileConfig, capture, span
@@ -69,6 +71,29 @@ def test_the_counters_of_a_step_are_what_the_loop_counts(llm: LLM, config: Profi
     assert rows["running requests"].most <= 2
     assert 0 <= rows["KV cache"].most <= 100
     assert {"waiting requests", "KV cache"} <= rows.keys()
+
+
+def test_a_step_keeps_the_settings_that_vllm_was_built_with(llm: LLM, config: ProfileConfig) -> None:
+    with capture(911, engines=[llm], config=config) as cap:
+        generate(llm)
+    assert cap.result.path is not None
+    manifest = load_step(cap.result.path).manifest
+    assert manifest is not None
+    (settings,) = (engine for part in manifest.processes for engine in part.settings)
+    assert (settings.framework, settings.version, settings.engine) == ("vllm", vllm.__version__, True)
+    values = {setting.name: setting.value for setting in settings.settings}
+    built = llm.llm_engine.vllm_config
+    assert values == {
+        "enforce_eager": True,
+        "data_parallel_size": 1,
+        "gpu_memory_utilization": built.cache_config.gpu_memory_utilization,
+        "max_num_seqs": built.scheduler_config.max_num_seqs,
+        "enable_chunked_prefill": built.scheduler_config.enable_chunked_prefill,
+        "enable_prefix_caching": built.cache_config.enable_prefix_caching,
+        "tensor_parallel_size": 1,
+    }
+    assert set(values) <= set(inspect.signature(EngineArgs).parameters)
+    assert {setting.name: setting.better for setting in settings.settings}["enforce_eager"] is False
 
 
 async def record(llm: LLM, given: EngineCapture, tokens: int = 4) -> tuple[list[Artifact], VllmProfiler]:

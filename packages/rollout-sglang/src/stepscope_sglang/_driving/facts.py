@@ -6,7 +6,20 @@ from collections.abc import Mapping
 
 import msgspec
 
+from stepscope import name_settings
 from stepscope.engines.artifacts import Option
+from stepscope.files.manifest.settings import Knob, Named, is_number
+
+_SETTINGS: Mapping[Knob, tuple[str, bool]] = {
+    "cuda_graphs": ("disable_cuda_graph", False),
+    "data_parallel": ("dp_size", True),
+    "kv_memory": ("mem_fraction_static", True),
+    "max_requests": ("max_running_requests", True),
+    "mixed_prefill": ("enable_mixed_chunk", True),
+    "prefix_caching": ("disable_radix_cache", False),
+    "tensor_parallel": ("tp_size", True),
+}
+"""Knob -> (field of `ServerArgs`, the value that turns it on)."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +73,8 @@ def facts_of(
     profile_v2: bool = False,
     rpd: bool | None = None,
 ) -> EngineFacts:
-    """Read the facts from an engine's resolved `ServerArgs`."""
+    """Read the facts from an engine's resolved `ServerArgs`, and name its settings for advice."""
+    name_settings("sglang", settings_of(settings), version=version, engine=True)
     mode = settings.get("disaggregation_mode")
     return EngineFacts(
         version=version,
@@ -78,6 +92,16 @@ def facts_of(
         profile_v2=profile_v2,
         rpd=rpd,
     )
+
+
+def settings_of(settings: Mapping[str, object]) -> dict[Knob, Named]:
+    """Return the settings that advice may name. Other versions lack some."""
+    named: dict[Knob, Named] = {}
+    for knob, (field, better) in _SETTINGS.items():
+        value = settings.get(field)
+        if field in settings and is_number(value):
+            named[knob] = (field, value, better)
+    return named
 
 
 def _size(settings: Mapping[str, object], name: str) -> int:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from stepscope.engines import metrics
 from stepscope.files.counters import KV_CACHE, PREEMPTIONS
+from stepscope.files.manifest.settings import Knob, Named, is_number
 
 Fact: TypeAlias = str | int | float | bool | None
 
@@ -38,6 +39,16 @@ _COUNTERS = {
     "vllm:gpu_prefix_cache_hits_total": metrics.PREFIX_HITS,
 }
 """vLLM's Prometheus names -> those of counters."""
+_SETTINGS: Mapping[Knob, tuple[str, str]] = {
+    "cuda_graphs": ("model_config", "enforce_eager"),
+    "data_parallel": ("parallel_config", "data_parallel_size"),
+    "kv_memory": ("cache_config", "gpu_memory_utilization"),
+    "max_requests": ("scheduler_config", "max_num_seqs"),
+    "mixed_prefill": ("scheduler_config", "enable_chunked_prefill"),
+    "prefix_caching": ("cache_config", "enable_prefix_caching"),
+    "tensor_parallel": ("parallel_config", "tensor_parallel_size"),
+}
+"""Knob -> (part of a `VllmConfig`, its field): also an argument of vLLM, of the same name."""
 _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
 
@@ -53,6 +64,16 @@ def of_config(config: Any, world_size: int) -> dict[str, Fact]:
         "data_parallel_size": int(getattr(parallel, "data_parallel_size", 1) or 1),
         "gpus": world_size,
     }
+
+
+def settings_of(config: Any) -> dict[Knob, Named]:
+    """Read the settings that advice may name from a `VllmConfig`. Other versions lack some."""
+    settings: dict[Knob, Named] = {}
+    for knob, (part, field) in _SETTINGS.items():
+        value = getattr(getattr(config, part, None), field, None)
+        if value is not None and is_number(value):
+            settings[knob] = (field, value, knob != "cuda_graphs")
+    return settings
 
 
 def scheduler_here() -> dict[str, Fact]:
