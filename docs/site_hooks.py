@@ -6,7 +6,7 @@ import ast
 import inspect
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
@@ -19,8 +19,13 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+import stepscope_sglang._driving.facts as sglang
+import stepscope_vllm._driving.facts as vllm
 from stepscope.cli.app import app
 from stepscope.config import ProfileConfig
+from stepscope.config.presets import preset_names, read_preset
+from stepscope.files.manifest.settings import KNOBS
+from stepscope.report.advice.settings import REMEDIES
 
 ROOT = Path(__file__).resolve().parent.parent
 GUESTS = {"benchmarks/README.md": "benchmarks.md"}
@@ -179,4 +184,43 @@ def parameter_row(parameter: Any) -> str:
     return f"| {' | '.join([*cells, one_line(parameter.help or '')])} |"
 
 
-GENERATORS = {"configuration": configuration, "commands": commands}
+# Settings that advice names ---------------------------------------------------------------------------------
+
+
+def settings() -> str:
+    """Return a table of the settings that each rule of advice names, and one of the knobs."""
+    columns = settings_by_framework()
+    rules = []
+    for rule, remedies in REMEDIES.items():
+        knobs = [remedy.knob for remedy in remedies]
+        rules.append(" | ".join([f"`{rule}`", *(names_of(knobs, names) for names in columns.values())]))
+    effects = [f"`{knob}` | {effect}" for knob, effect in KNOBS.items()]
+    return "\n\n".join(
+        [table(["rule", *columns], rules), "## Knobs", table(["knob", "its setting is"], effects)]
+    )
+
+
+def settings_by_framework() -> Mapping[str, Mapping[str, str]]:
+    """Return {framework or engine: {knob: name}}."""
+    presets = {name: read_preset(name).settings for name in preset_names()}
+    frameworks = {
+        name: {knob: setting.name for knob, setting in listed.items()}
+        for name, listed in presets.items()
+        if listed is not None
+    }
+    return {
+        **frameworks,
+        "vllm": {knob: name for knob, (_, name) in vllm.SETTINGS.items()},
+        "sglang": {knob: name for knob, (name, _) in sglang.SETTINGS.items()},
+    }
+
+
+def names_of(knobs: Iterable[str], names: Mapping[str, str]) -> str:
+    return ", ".join(f"`{names[knob]}`" for knob in knobs if knob in names)
+
+
+def table(heads: Sequence[str], rows: Sequence[str]) -> str:
+    return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {row} |" for row in rows)])
+
+
+GENERATORS = {"configuration": configuration, "commands": commands, "settings": settings}

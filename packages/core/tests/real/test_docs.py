@@ -14,6 +14,9 @@ import pytest
 from typer.main import get_command
 
 from stepscope.cli.app import app
+from stepscope.config.presets import preset_names, read_preset
+from stepscope.files.manifest.settings import KNOBS
+from stepscope.report.advice.settings import REMEDIES
 from tests.tree import ROOT
 
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
@@ -80,6 +83,15 @@ def test_the_reference_of_the_configuration_has_nested_fields(site: Path) -> Non
     page = (site / "reference" / "configuration.html").read_text()
     assert "roles.&lt;role&gt;.engine.iterations.count" in page
     assert "budget.keep_steps" in page
+
+
+def test_the_reference_of_settings_has_those_of_every_framework_and_knob(site: Path) -> None:
+    page = (site / "reference" / "settings.html").read_text()
+    presets = [listed for name in preset_names() if (listed := read_preset(name).settings)]
+    turned = {remedy.knob for remedies in REMEDIES.values() for remedy in remedies}
+    names = {setting.name for listed in presets for knob, setting in listed.items() if knob in turned}
+    assert len(names) > 40
+    assert {name for name in (*names, *KNOBS, "max_num_seqs", "tp_size") if f">{name}<" not in page} == set()
 
 
 def test_a_link_to_the_source_is_left_as_text(site: Path) -> None:

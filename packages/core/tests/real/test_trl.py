@@ -18,6 +18,7 @@ from stepscope.cli.report import read_reports
 from stepscope.config.presets import read_preset
 from stepscope.files.layout import RunLayout
 from stepscope.report.model import StepReport
+from stepscope.timeline import load_step
 from tests.tree import ROOT
 
 SCRIPT = Path(__file__).parents[1] / "trl_script.py"
@@ -107,6 +108,17 @@ def test_every_step_of_the_optimizer_is_a_capture_that_shows_what_trl_did(case: 
     assert run.complaints == []
     calls = [{(stage.role, stage.stage): stage.calls for stage in report.stages} for report in run.steps]
     assert calls == list(CASES[case])
+
+
+def test_every_step_keeps_the_settings_of_the_trainer(case: str, run: Run) -> None:
+    for layout in RunLayout(run.folder).steps().values():
+        manifest = load_step(layout.root).manifest
+        assert manifest is not None
+        (trls,) = (framework for part in manifest.processes for framework in part.settings)
+        assert (trls.framework, trls.version) == ("trl", version("trl"))
+        present = {setting.name: setting.value for setting in trls.settings}
+        assert present["per_device_train_batch_size"] == 4
+        assert ("max_completion_length" in present) == (case in ("grpo", "rloo"))
 
 
 def test_little_of_a_step_is_unaccounted(run: Run) -> None:

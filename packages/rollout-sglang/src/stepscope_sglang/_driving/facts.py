@@ -10,7 +10,7 @@ from stepscope import name_settings
 from stepscope.engines.artifacts import Option
 from stepscope.files.manifest.settings import Knob, Named, is_number
 
-_SETTINGS: Mapping[Knob, tuple[str, bool]] = {
+SETTINGS: Mapping[Knob, tuple[str, bool]] = {
     "cuda_graphs": ("disable_cuda_graph", False),
     "data_parallel": ("dp_size", True),
     "kv_memory": ("mem_fraction_static", True),
@@ -97,7 +97,7 @@ def facts_of(
 def settings_of(settings: Mapping[str, object]) -> dict[Knob, Named]:
     """Return the settings that advice may name. Other versions lack some."""
     named: dict[Knob, Named] = {}
-    for knob, (field, better) in _SETTINGS.items():
+    for knob, (field, better) in SETTINGS.items():
         value = settings.get(field)
         if field in settings and is_number(value):
             named[knob] = (field, value, better)

@@ -39,7 +39,7 @@ _COUNTERS = {
     "vllm:gpu_prefix_cache_hits_total": metrics.PREFIX_HITS,
 }
 """vLLM's Prometheus names -> those of counters."""
-_SETTINGS: Mapping[Knob, tuple[str, str]] = {
+SETTINGS: Mapping[Knob, tuple[str, str]] = {
     "cuda_graphs": ("model_config", "enforce_eager"),
     "data_parallel": ("parallel_config", "data_parallel_size"),
     "kv_memory": ("cache_config", "gpu_memory_utilization"),
@@ -69,7 +69,7 @@ def of_config(config: Any, world_size: int) -> dict[str, Fact]:
 def settings_of(config: Any) -> dict[Knob, Named]:
     """Read the settings that advice may name from a `VllmConfig`. Other versions lack some."""
     settings: dict[Knob, Named] = {}
-    for knob, (part, field) in _SETTINGS.items():
+    for knob, (part, field) in SETTINGS.items():
         value = getattr(getattr(config, part, None), field, None)
         if value is not None and is_number(value):
             settings[knob] = (field, value, knob != "cuda_graphs")

@@ -6,8 +6,9 @@ Only settings that somebody listed are kept: a whole configuration may hold secr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isfinite
-from typing import Literal, TypeAlias, TypeGuard, get_args
+from typing import Literal, TypeAlias, TypeGuard
 
 import msgspec
 
@@ -41,8 +42,38 @@ Knob: TypeAlias = Literal[
     "trajectories",
     "weight_bucket",
 ]
-"""Things that a setting changes, whatever its name. docs/settings.md lists the rules that turn them."""
-KNOBS: tuple[str, ...] = get_args(Knob)
+"""Things that a setting changes, whatever its name."""
+KNOBS: Mapping[Knob, str] = {
+    "agent_workers": "processes that run agents",
+    "async_rollout": "the rollout of the next step runs beside the training",
+    "balance_batch": "ranks get as much work each",
+    "balance_requests": "a router gives requests to the replica that has fewer",
+    "checkpointing": "activations are computed again rather than kept",
+    "colocated": "rollout and training have the same devices",
+    "cuda_graphs": "the engine replays graphs of kernels",
+    "data_parallel": "data-parallel engines of a replica",
+    "dynamic_batch": "micro-batches are filled by tokens",
+    "fast_weights": "weights go from device to device",
+    "kv_memory": "part of a device's memory for the engine",
+    "max_requests": "requests that an engine serves at once",
+    "micro_batch": "samples of a micro-batch",
+    "micro_tokens": "tokens of a micro-batch",
+    "mixed_prefill": "prompts are read in passes that write tokens too",
+    "overlap_gradients": "communication runs beside computation",
+    "oversampling": "prompts that are begun for a batch",
+    "partial_rollout": "the training begins without the last trajectories, which go on later",
+    "prefix_caching": "prompts that begin alike are read once",
+    "replicas": "inference engines",
+    "response_length": "tokens of an answer, at most",
+    "reward_workers": "processes that compute rewards",
+    "rollout_batch": "prompts of a batch",
+    "rollout_devices": "devices of all inference engines together",
+    "tensor_parallel": "devices of an inference engine",
+    "tool_pool": "tools that run at once",
+    "trajectories": "trajectories or requests in flight",
+    "weight_bucket": "size of the pieces in which weights move",
+}
+"""Knob -> what its setting is, for docs/reference/settings.md."""
 SWITCHES = frozenset(
     {
         "async_rollout",
