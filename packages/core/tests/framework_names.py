@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from stepscope.config.presets import preset_names, read_preset
+from stepscope.config.presets import place_of, preset_names, read_preset
 from tests.downloads import members, wheel
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
@@ -130,7 +130,7 @@ def _settings_in(preset: str, source: Path) -> set[str]:
     return {
         setting.name
         for _, setting in (listed.items() if listed is not None else ())
-        if re.search(rf'"{setting.name}"|[."]{setting.path[-1]}\b', text)
+        if re.search(rf'"{setting.name}"|[."]{place_of(setting.name)[-1]}\b', text)
     }
 
 

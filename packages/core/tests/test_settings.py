@@ -148,7 +148,12 @@ VERL = {
         },
     },
     "data": {"max_response_length": 512},
-    "trainer": {"v1": {"trainer_mode": "sync"}, "balance_batch": "${missing.key}", "token": SECRET},
+    "trainer": {
+        "use_v1": True,
+        "v1": {"trainer_mode": "sync"},
+        "balance_batch": "${missing.key}",
+        "token": SECRET,
+    },
 }
 
 
@@ -284,6 +289,13 @@ def test_the_listed_settings_of_a_framework_are_kept_and_no_secret(
     assert better(kept) == switched
     written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
     assert SECRET.encode() not in written
+
+
+@pytest.mark.parametrize("framework", ["verl"], indirect=True)
+def test_a_setting_that_means_nothing_in_this_run_is_not_kept(framework: tuple[str, Any]) -> None:
+    configuration = OmegaConf.create({"trainer": {"use_v1": False, "v1": {"trainer_mode": "sync"}}})
+    begin_step(*framework, configuration)
+    assert [named.settings for named in settings.kept()] == [()]
 
 
 def test_a_setting_without_a_switch_has_nothing_better() -> None:

@@ -21,12 +21,14 @@ class ListedSetting(msgspec.Struct, frozen=True, kw_only=True):
     """Of a switch: the value that turns it on."""
     instead_of: tuple[str, ...] = ()
     """Of a switch that is a word: the values that are off."""
+    where: str | None = None
+    """Another setting that has to be on: without it, this one means nothing."""
 
-    @property
-    def path(self) -> tuple[str, ...]:
-        """Return its place in the framework's configuration."""
-        plain = self.name.removeprefix("--").replace("-", "_") if self.name.startswith("--") else self.name
-        return tuple(plain.split("."))
+
+def place_of(name: str) -> tuple[str, ...]:
+    """Return the place of a setting in the configuration of its framework."""
+    plain = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
+    return tuple(plain.split("."))
 
 
 class ListedSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from stepscope.config.presets import ListedSettings, Preset
+from stepscope.config.presets import ListedSettings, Preset, place_of
 from stepscope.files.manifest.settings import SWITCHES, FrameworkSettings, Setting, is_number
 from stepscope.recording.instrument.call_arguments import Arguments
 from stepscope.recording.process import settings
@@ -71,7 +71,8 @@ def _read(configuration: object, listed: ListedSettings) -> Iterator[Setting]:
     for knob, setting in listed.items():
         value: object = _ABSENT
         with suppress(Exception):  # it has no such setting, or cannot resolve it
-            value = _value_at(configuration, setting.path)
+            if setting.where is None or _value_at(configuration, setting.where):
+                value = _value_at(configuration, setting.name)
         if not (is_number(value) or value in (setting.better, *setting.instead_of)):
             continue
         is_off = value in setting.instead_of or value is (not setting.better)
@@ -79,9 +80,9 @@ def _read(configuration: object, listed: ListedSettings) -> Iterator[Setting]:
         yield Setting(knob=knob, name=setting.name, value=value, better=better)
 
 
-def _value_at(configuration: object, path: Iterable[str]) -> object:
+def _value_at(configuration: object, setting: str) -> object:
     value = configuration
-    for name in path:
+    for name in place_of(setting):
         # A DictConfig answers None for an attribute that it lacks.
         value = value[name] if isinstance(value, Mapping) else getattr(value, name)
     return value

@@ -322,7 +322,7 @@ REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
     "memory-nearly-full: rollout": (Remedy("kv_memory", "lower"),),
     "memory-nearly-full: training": (
         Remedy("micro_batch", "lower", _half, applies=_counts_samples),
-        Remedy("micro_tokens", "lower", _half, applies=_packs_tokens),
+        Remedy("micro_tokens", "lower", applies=_packs_tokens),
         Remedy("checkpointing", "on"),
     ),
     "prefill-alone": (Remedy("prefix_caching", "on"), Remedy("mixed_prefill", "on")),
