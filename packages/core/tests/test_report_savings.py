@@ -10,9 +10,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+import stepscope
 from packages.core.tests.test_report_advice import MS, Case
 from packages.core.tests.test_report_settings import full_cache, lines_of, named
 from packages.core.tests.test_what_if import EVEN, UNEVEN, a_step, ends_ms
+from stepscope import capture, span
 from stepscope.cli import run
 from stepscope.files.manifest.settings import FrameworkSettings
 from stepscope.report import step_report
@@ -21,8 +23,12 @@ from stepscope.report.html.step import render_step
 from stepscope.report.terminal.text import render
 from stepscope.report.whatif.changes import Options
 from stepscope.report.whatif.prediction import predict
+from stepscope.testing.fake_clock import FakeClock
+from stepscope.testing.recorded_run import RecordedRun
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import load_step
+
+pytest_plugins = ["stepscope.testing.plugin"]
 
 
 def tail_step(root: Path) -> StepFolder:
@@ -161,3 +167,14 @@ def test_settings_stand_in_the_terminal_the_page_the_brief_and_json(
             "error_ns": None,
         }
     ]
+
+
+def test_a_framework_of_ones_own_gets_advice_in_its_words(
+    stepscope_run: RecordedRun, stepscope_clock: FakeClock
+) -> None:
+    stepscope.name_settings("mine", {"weight_bucket": ("sync.bucket_mb", 512)}, version="1.2")
+    with capture(1), span("sync_weights", role="trainer"):
+        stepscope_clock.advance(2)
+    report = step_report(load_step(stepscope_run.layout.step(1).root))
+    (advice,) = (item for item in report.advice if item.rule == "weight-sync")
+    assert lines_of(advice.settings) == ("mine: sync.bucket_mb: 512 -> higher",)

@@ -57,7 +57,8 @@ class Rows(list[dict[str, Any]]):
         Raises:
             StepscopeError: polars is not installed.
         """
-        return _library("polars").DataFrame(list(self), infer_schema_length=None)
+        # values of settings are numbers in one row and words in another: text then, instead of an error
+        return _library("polars").DataFrame(list(self), infer_schema_length=None, strict=False)
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a column for each field; times are integers, in ns.
