@@ -25,7 +25,7 @@ from stepscope.cli.app import app
 from stepscope.config import ProfileConfig
 from stepscope.config.presets import preset_names, read_preset
 from stepscope.files.manifest.settings import KNOBS
-from stepscope.report.advice.settings import REMEDIES
+from stepscope.report.advice.remedies import REMEDIES
 
 ROOT = Path(__file__).resolve().parent.parent
 GUESTS = {"benchmarks/README.md": "benchmarks.md"}

@@ -27,7 +27,7 @@ from stepscope.files.counters import (
 )
 from stepscope.files.manifest.settings import FrameworkSettings, Setting
 from stepscope.report import Advice, SettingChange
-from stepscope.report.advice.settings import REMEDIES
+from stepscope.report.advice.remedies import REMEDIES
 from stepscope.report.blocks.advice import say_change
 
 PRESENT: dict[str, tuple[Any, ...]] = {

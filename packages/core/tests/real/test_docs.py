@@ -16,7 +16,7 @@ from typer.main import get_command
 from stepscope.cli.app import app
 from stepscope.config.presets import preset_names, read_preset
 from stepscope.files.manifest.settings import KNOBS
-from stepscope.report.advice.settings import REMEDIES
+from stepscope.report.advice.remedies import REMEDIES
 from tests.tree import ROOT
 
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
-from stepscope.report.advice.settings import SettingChange, changes
+from stepscope.report.advice.remedies import changes
+from stepscope.report.advice.settings import SettingChange
 from stepscope.report.formatting import count, duration
 from stepscope.report.tables.idle import ROLLOUT
 from stepscope.report.tables.stages import Share, Stage

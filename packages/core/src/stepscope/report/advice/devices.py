@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
-from stepscope.report.advice.settings import changes
+from stepscope.report.advice.remedies import changes
 from stepscope.report.advice.wording import percentage_of
 from stepscope.report.formatting import duration, size
 from stepscope.report.tables.idle import ROLLOUT

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Literal, NamedTuple, TypeAlias
 
 from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
-from stepscope.report.advice.settings import changes
+from stepscope.report.advice.remedies import changes
 from stepscope.report.advice.wording import percentage_of, share_of_step
 from stepscope.report.formatting import duration
 from stepscope.report.stage_names import is_tool

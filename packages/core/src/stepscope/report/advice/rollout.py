@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
 from stepscope.report.advice.profilers import is_stalled
-from stepscope.report.advice.settings import changes
+from stepscope.report.advice.remedies import changes
 from stepscope.report.advice.wording import percentage_of, share_of_step
 from stepscope.report.formatting import count, duration
 from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER, is_tool
