@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stepscope.files.counters import EVENT_LOOP, GC, GPU, KV_CACHE, PREEMPTIONS
+from stepscope.files.counters import (
+    EVENT_LOOP,
+    GC,
+    GPU,
+    KV_CACHE,
+    PREEMPTIONS,
+    RUNNING_REQUESTS,
+    WAITING_REQUESTS,
+)
 from stepscope.report import CounterRow, StepReport, step_report
 from stepscope.report.html.step import render_step
 from stepscope.report.terminal.text import render
@@ -216,3 +224,27 @@ def test_a_damaged_file_is_named_and_the_rest_is_read(case: Case) -> None:
     assert problems["lines that are no record"] == 1
     assert problems["last line cut off: its writer was killed, or the disk full"] == 1
     assert problems["samples lost: its end counts 2"] == 1
+
+
+@pytest.mark.parametrize(
+    ("waiting", "used", "speaks"), [(6.0, 40.0, True), (6.0, 99.0, False), (0.5, 40.0, False)]
+)
+def test_requests_that_wait_beside_a_cache_with_room_are_named(
+    case: Case, waiting: float, used: float, speaks: bool
+) -> None:
+    for name, value in ((WAITING_REQUESTS, waiting), (RUNNING_REQUESTS, 2.0), (KV_CACHE, used)):
+        case.actor.counter(name, {0: value, 9 * S: value}, of="replica 0")
+    advice = case.advice()
+    assert ("queueing" in advice) is speaks
+    if speaks:
+        assert advice["queueing"][1] == (
+            "replica 0: 6.0 requests waited on average, and 2.0 ran",
+            "its KV cache was used to 40 % at most",
+        )
+
+
+def test_a_queue_that_spans_show_to_be_short_is_not_looked_for_in_counters(case: Case) -> None:
+    case.trainer.span("queue", 0, S // 100, role="rollout")
+    for name, value in ((WAITING_REQUESTS, 6.0), (RUNNING_REQUESTS, 2.0), (KV_CACHE, 40.0)):
+        case.actor.counter(name, {0: value, 9 * S: value}, of="replica 0")
+    assert "queueing" not in case.advice()

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+from stepscope.files.counters import KV_CACHE, RUNNING_REQUESTS, WAITING_REQUESTS
+from stepscope.report.advice.demand import FULL
 from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
 from stepscope.report.advice.profilers import is_stalled
 from stepscope.report.advice.remedies import changes
@@ -17,22 +19,64 @@ from stepscope.report.tables.stages import Stage
 
 NAMED = 3
 """Stages that a sentence names."""
+_QUEUE = "requests wait for a place in the engine"
+_SHORTEN_QUEUE = (
+    "more replicas, or more requests at once in each (vLLM: max_num_seqs, SGLang: max_running_requests)"
+)
 
 
 def queueing(evidence: Evidence) -> Advice | None:
-    """Advise if requests queued for a fifth of the trajectories' time, while no engine wrote traces."""
+    """Advise if requests queued for a fifth of the trajectories' time, while no engine wrote traces.
+
+    Without spans of queues, advise if by its counters a fifth of an engine's requests waited on average, and
+    its KV cache had room.
+    """
     if is_stalled(evidence):
         return None
+    return _queueing_by_spans(evidence) or _queueing_by_counters(evidence)
+
+
+def _queueing_by_spans(evidence: Evidence) -> Advice | None:
     return _in_trajectories(
         evidence,
         lambda stage: stage.waits and stage.role == "rollout",
         rule="queueing",
-        what="requests wait for a place in the engine",
-        do=(
-            "more replicas, or more requests at once in each (vLLM: max_num_seqs, SGLang: "
-            "max_running_requests)"
-        ),
+        what=_QUEUE,
+        do=_SHORTEN_QUEUE,
         saves_ns=evidence.bounds.queue_ns,
+    )
+
+
+def _queueing_by_counters(evidence: Evidence) -> Advice | None:
+    if any(stage.waits and stage.role == "rollout" for stage in evidence.stages):
+        return None  # its queues are known, and are short
+    rows = () if evidence.counters is None else evidence.counters.rows
+    named = {(row.process, row.of, row.name): row for row in rows}
+    queues = [
+        (row, running, cache)
+        for row in rows
+        if row.name == WAITING_REQUESTS
+        and (running := named.get((row.process, row.of, RUNNING_REQUESTS))) is not None
+        and (cache := named.get((row.process, row.of, KV_CACHE))) is not None
+        and row.mean >= 1
+        and row.mean * 4 >= running.mean
+        and cache.most < FULL
+    ]
+    if not queues:
+        return None
+    waiting, running, cache = max(queues, key=lambda queue: queue[0].mean)
+    replica = waiting.of or waiting.process
+    return Advice(
+        rule="queueing",
+        kind="hint",
+        what=_QUEUE,
+        because=(
+            f"{replica}: {waiting.mean:.1f} requests waited on average, and {running.mean:.1f} ran",
+            f"its KV cache was used to {cache.most:.0f} % at most",
+        ),
+        do=_SHORTEN_QUEUE,
+        saves_ns=None,
+        settings=changes("queueing", evidence),
     )
 
 
