@@ -12,7 +12,7 @@ from packages.core.tests.simulated import Rollout
 from packages.core.tests.test_cli import a_run, damage
 from stepscope.cli import run
 from stepscope.files.counters import KV_CACHE, PREEMPTIONS
-from stepscope.report import StepReport, step_report
+from stepscope.report import SettingChange, StepReport, step_report
 from stepscope.report.brief import LINES, brief_html, brief_markdown, brief_text, step_brief
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
@@ -107,11 +107,14 @@ def test_the_cause_is_the_first_advice(tmp_path: Path, seed: Callable[[Path], St
     assert f"[{RULES[seed]}]" in advice.lines[0]
 
 
-def test_a_brief_is_never_longer_however_much_there_is_to_say(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [0, 5])
+def test_a_brief_is_never_longer_however_much_there_is_to_say(tmp_path: Path, settings: int) -> None:
     report = slow_tool(tmp_path)
+    change = SettingChange(framework="mine", setting="pool", present=8, suggested=16, direction="higher")
+    advice = [msgspec.structs.replace(item, settings=(change,) * settings) for item in report.advice]
     crowded = msgspec.structs.replace(
         report,
-        advice=report.advice * 9,
+        advice=advice * 9,
         breakdown=msgspec.structs.replace(report.breakdown, lines=report.breakdown.lines * 5, opening_ns=MS),
         health=msgspec.structs.replace(
             report.health, complete=False, missing=("it",), captures=2, user_error="E", errors=()

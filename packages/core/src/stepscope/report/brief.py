@@ -37,7 +37,7 @@ from stepscope.report.tables.stages import Stage
 LINES = 40
 """A brief is never longer."""
 _WIDTH = 400
-_SIZES = ((7, 3), (5, 3), (3, 3), (3, 2))
+_SIZES = ((7, 3), (5, 3), (3, 3), (3, 2), (2, 2))
 """Stages and advice that are shown: the first that leaves a brief short enough."""
 _PHASES = ("prefill", "decode", "mixed", "held up", "paused", "writing", "idle")
 """Names of `engine_times`."""
@@ -190,7 +190,8 @@ def _remark(advice: Advice, window_ns: int) -> Iterator[str]:
     yield f"{'! ' if advice.kind == 'alarm' else ''}{advice.what}{gain} [{advice.rule}]"
     yield f"  {'; '.join(advice.because)}"
     yield f"  Try: {advice.do}"
-    yield from (f"  {say_change(change)}" for change in advice.settings)
+    if advice.settings:
+        yield f"  {'; '.join(map(say_change, advice.settings))}"
 
 
 def _findings(report: StepReport) -> Iterator[str]:
