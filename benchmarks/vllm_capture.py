@@ -8,6 +8,7 @@ vLLM: `dev.py test --engines vllm-0.32.0` makes one, whose Python runs this.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 import os
@@ -21,7 +22,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import psutil
 from _measure import (
     ALONE,
     CAPTURE,
@@ -73,6 +73,7 @@ class Bench:
             enforce_eager=True,
             **engine_args(self.config),
         )
+        psutil: Any = importlib.import_module("psutil")  # vLLM brings it
         self.engine = psutil.Process().children(recursive=True)
         self.sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
 
@@ -104,7 +105,8 @@ class Bench:
 
     def engine_ms(self) -> float:
         times = [process.cpu_times() for process in self.engine]
-        return 1e3 * sum(spent.user + spent.system for spent in times)
+        spent: float = sum(cpu.user + cpu.system for cpu in times)
+        return 1e3 * spent
 
     def generate(self) -> None:
         prompts: Any = [{"prompt_token_ids": [1, 2, 3, 4]}] * REQUESTS
