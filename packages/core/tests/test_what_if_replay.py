@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from stepscope.report.whatif.curve import Curve, exposures, fit, served
+from stepscope.report.whatif.curve import Curve, fit
+from stepscope.report.whatif.flight import Flight
 from stepscope.report.whatif.limits import tool_pool, trajectories_at_once
 from stepscope.report.whatif.model import Call, CallKind, Phase, Trajectory
 from stepscope.report.whatif.replay import Rules, replay
@@ -93,11 +94,12 @@ def test_the_fit_gives_the_curve_that_made_the_times() -> None:
         )
         for at, end in enumerate(ends)
     ]
-    curve = fit(*exposures(calls))
+    flight = Flight(calls)
+    curve = fit(flight)
     assert len(curve.points) > 4
     for requests, total in curve.points:
         assert total == pytest.approx(made.rate(requests) * requests, rel=0.1)
-    assert served(calls, curve) == pytest.approx(works, rel=0.1)
+    assert flight.served_by(curve.rate) == pytest.approx(works, rel=0.1)
 
 
 def test_beyond_what_was_measured_a_replica_does_no_more() -> None:
@@ -145,4 +147,4 @@ def test_no_rate_of_the_curve_is_zero() -> None:
         Call(number=at, kind="generate", start_ns=start, end_ns=end, replica=0, tokens=tokens)
         for at, (start, end, tokens) in enumerate(lengths)
     ]
-    assert all(total > 0 for _, total in fit(*exposures(calls)).points)
+    assert all(total > 0 for _, total in fit(Flight(calls)).points)

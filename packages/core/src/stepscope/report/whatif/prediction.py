@@ -5,10 +5,10 @@ needs the tokens that it wrote, served by the curve of `curve`. If the unchanged
 the measured step, a generation needs what the curve gives in its duration (`work: durations`).
 If that does not fit either, or the tokens explain the durations badly, there is no prediction.
 
-The interval holds 95 % of the ratios of rounds. Each round resamples the trajectories with replacement, fits
-the curve to these, and replays them unchanged and changed. The residual of the fit enters by the work of the
-generations: in each round it lies at another point between tokens and durations. The misfit of the unchanged
-replay is added to both ends.
+The interval holds 95 % of the ratios of rounds, by Student's t of their logarithms, so that few rounds do.
+Each round resamples the trajectories with replacement, fits the curve to these, and replays them unchanged
+and changed. The residual of the fit enters by the work of the generations: in each round it lies at another
+point between tokens and durations. The misfit of the unchanged replay is added to both ends.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import zip_longest
-from math import log
-from typing import Literal, TypeAlias
+from math import exp, log
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -27,7 +28,8 @@ from stepscope.errors import RecordError
 from stepscope.report.formatting import duration
 from stepscope.report.whatif.assignment import assignment
 from stepscope.report.whatif.changes import Changes, Options, changes_of
-from stepscope.report.whatif.curve import Curve, exposures, fit, served, speeds
+from stepscope.report.whatif.curve import Curve, fit, speeds
+from stepscope.report.whatif.flight import Flight
 from stepscope.report.whatif.model import Call, Step, Trajectory
 from stepscope.report.whatif.outcome import ROLLOUT, Outcome, outcome
 from stepscope.report.whatif.read import read_step
@@ -39,7 +41,7 @@ LIMIT = 0.03
 RESIDUAL = 0.5
 """The largest residual of the fit with which a generation may need what its duration gives."""
 _ROUNDS = 40
-_FEWEST = 20
+_FEWEST = 8
 """Rounds of a step with many calls."""
 _CALLS = 40_000
 """Calls of all rounds together, unless these are the fewest."""
@@ -81,6 +83,16 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     curve: tuple[CurvePoint, ...]
 
 
+class _Played(NamedTuple):
+    """Trajectories and their servers."""
+
+    trajectories: Sequence[Trajectory]
+    works: Sequence[float]
+    """By `Call.number`: tokens."""
+    curve: Curve
+    speeds: Sequence[float]
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """The predicted time of a step with changes. Times are integer ns."""
 
@@ -110,37 +122,45 @@ def predict(timeline: Timeline, options: Options) -> Prediction:
         ConfigError: an option is wrong, or cannot apply to the step.
         RecordError: the step cannot be replayed, or its replay does not fit it.
     """
-    step = read_step(timeline)
-    return _Predicting(step, changes_of(options, step)).run()
+    return Predicting(timeline).predict(options)
 
 
-class _Predicting:
-    def __init__(self, step: Step, changes: Changes) -> None:
-        self._step, self._changes = step, changes
+class Predicting:
+    """Predictions of one step: the model and the rounds of the interval are made once for all changes."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        """
+        Raises:
+            RecordError: the step cannot be replayed.
+        """
+        self._step = step = read_step(timeline)
         self._unchanged = Changes(replicas=len(step.rollout.replicas), tool_pool=step.rollout.tool_pool)
         self._calls = step.rollout.generations()
         _check_tokens(step, self._calls)
-        self._rows, self._means = exposures(self._calls)
-        self._curve = fit(self._rows, self._means)
-        self._speeds = speeds(self._rows, self._curve, self._means, len(step.rollout.replicas))
+        self._flight = Flight(self._calls)
+        self._curve = fit(self._flight)
+        self._speeds = speeds(self._flight, self._curve, len(step.rollout.replicas))
         self._by_duration = [0.0] * len(step.rollout.calls())
         self._by_tokens = list(self._by_duration)
-        for call, tokens in zip(self._calls, served(self._calls, self._curve), strict=True):
+        for call, tokens in zip(self._calls, self._flight.served_by(self._curve.rate), strict=True):
             self._by_duration[call.number] = tokens * self._speeds[call.replica or 0]
             self._by_tokens[call.number] = float(call.tokens or self._by_duration[call.number])
 
-    def run(self) -> Prediction:
-        work, unchanged = self._fitting()
+    def predict(self, options: Options) -> Prediction:
+        """Return the predicted time with the changes of `options`. Raises as the function `predict`."""
+        changes = changes_of(options, self._step)
+        work, unchanged = self._fitting
         works = self._by_tokens if work == "tokens" else self._by_duration
-        trajectories = self._step.rollout.trajectories
-        changed = self._replayed(trajectories, works, self._changes) if self._changes.words else unchanged
+        changed = self._replayed(
+            _Played(self._step.rollout.trajectories, works, self._curve, self._speeds), changes
+        )
         ratio, wall_ns = changed.step_ns / unchanged.step_ns, self._step.wall_ns
-        low, high = self._interval(ratio)
+        low, high = self._interval(ratio, changes)
         misfit_ns = abs(unchanged.step_ns - wall_ns)
         return Prediction(
             step=self._step.number,
             run_id=self._step.run_id,
-            changes=self._changes.words,
+            changes=changes.words,
             measured_ns=wall_ns,
             replayed_ns=round(unchanged.step_ns),
             predicted_ns=round(wall_ns * ratio),
@@ -149,18 +169,20 @@ class _Predicting:
             change=ratio - 1,
             stages=self._stages(unchanged, changed),
             model=self._model(work),
-            assumptions=self._changes.assumptions(),
+            assumptions=changes.assumptions(),
         )
 
+    @cached_property
     def _fitting(self) -> tuple[Work, Outcome]:
-        """Return the works with which the unchanged replay fits the step, and that replay."""
+        """The works with which the unchanged replay fits the step, and that replay."""
         tried: list[Outcome] = []
         choices: tuple[tuple[Work, list[float]], ...] = (
             ("tokens", self._by_tokens),
             ("durations", self._by_duration),
         )
         for work, works in choices:
-            unchanged = self._replayed(self._step.rollout.trajectories, works, self._unchanged)
+            played = _Played(self._step.rollout.trajectories, works, self._curve, self._speeds)
+            unchanged = self._replayed(played, self._unchanged)
             tried.append(unchanged)
             if abs(unchanged.step_ns / self._step.wall_ns - 1) > LIMIT:
                 continue
@@ -168,53 +190,51 @@ class _Predicting:
                 return work, unchanged
         raise RecordError(_misfit(self._step, tried[0]))
 
-    def _replayed(
-        self,
-        trajectories: Sequence[Trajectory],
-        works: Sequence[float],
-        changes: Changes,
-        curve: Curve | None = None,
-        factors: Sequence[float] | None = None,
-    ) -> Outcome:
-        """Return the step with these trajectories, replayed by the rules of `changes`."""
-        factors = list(self._speeds if factors is None else factors)[: changes.replicas]
-        measured = len(self._step.rollout.replicas)
+    def _replayed(self, played: _Played, changes: Changes) -> Outcome:
+        """Return the step, replayed by the rules of `changes`."""
+        factors = played.speeds[: changes.replicas]
         rules = Rules(
-            curve=curve or self._curve,
+            curve=played.curve,
             speeds=(*factors, *[1.0] * (changes.replicas - len(factors))),
-            works=works,
-            assigned=assignment(trajectories, works, changes, measured),
+            works=played.works,
+            assigned=assignment(played.trajectories, played.works, changes, len(played.speeds)),
             tool_pool=changes.tool_pool,
             at_once=self._step.rollout.at_once,
         )
-        return outcome(self._step, changes, replay(trajectories, rules))
+        return outcome(self._step, changes, replay(played.trajectories, rules))
 
-    def _interval(self, ratio: float) -> tuple[float, float]:
+    def _interval(self, ratio: float, changes: Changes) -> tuple[float, float]:
         """Return the interval of the ratio. It is in it."""
-        if not self._changes.words:
+        if not changes.words:
             return ratio, ratio
+        logs = [
+            log(self._replayed(played, changes).step_ns / unchanged_ns)
+            for played, unchanged_ns in self._rounds
+        ]
+        middle, half = statistics.fmean(logs), _student(len(logs) - 1) * statistics.stdev(logs)
+        return min(ratio, exp(middle - half)), max(ratio, exp(middle + half))
+
+    @cached_property
+    def _rounds(self) -> list[tuple[_Played, float]]:
+        """Resamples, and the ns of the step in the unchanged replay of each."""
         rounds = max(_FEWEST, min(_ROUNDS, _CALLS // max(1, len(self._by_tokens))))
         generator = random.Random(0)
-        ratios = sorted(self._round(generator) for _ in range(rounds))
-        beyond = round(rounds * 0.025)
-        return min(ratio, ratios[beyond]), max(ratio, ratios[-1 - beyond])
+        resamples = [self._resampled(generator) for _ in range(rounds)]
+        return [(played, self._replayed(played, self._unchanged).step_ns) for played in resamples]
 
-    def _round(self, generator: random.Random) -> float:
-        """Return the ratio of one resample."""
+    def _resampled(self, generator: random.Random) -> _Played:
         drawn = generator.choices(self._step.rollout.trajectories, k=len(self._step.rollout.trajectories))
         drawn.sort(key=lambda played: played.start_ns)
         times = Counter(call.number for played in drawn for call in played.generations())
-        known = any(call.tokens and times[call.number] for call in self._calls)
         weights = [times[call.number] for call in self._calls]
-        curve = fit(self._rows, self._means, weights) if known else self._curve
-        factors = speeds(self._rows, curve, self._means, len(self._step.rollout.replicas))
+        known = any(call.tokens and weight for call, weight in zip(self._calls, weights, strict=True))
+        curve = fit(self._flight, weights) if known else self._curve
         part = generator.random()
         works = [
             tokens**part * by_duration ** (1 - part)
             for tokens, by_duration in zip(self._by_tokens, self._by_duration, strict=True)
         ]
-        unchanged = self._replayed(drawn, works, self._unchanged, curve, factors)
-        return self._replayed(drawn, works, self._changes, curve, factors).step_ns / unchanged.step_ns
+        return _Played(drawn, works, curve, speeds(self._flight, curve, len(self._speeds)))
 
     def _stages(self, unchanged: Outcome, changed: Outcome) -> tuple[StageTime, ...]:
         measured = outcome(
@@ -250,6 +270,14 @@ class _Predicting:
             if call.tokens and self._by_duration[call.number]
         ]
         return statistics.pstdev(logs)
+
+
+def _student(freedom: int) -> float:
+    """Return the 97.5th percentile of Student's t, to 1 % from 7 degrees of freedom on.
+
+    The expansion in Abramowitz and Stegun, 26.7.5.
+    """
+    return 1.96 + 2.372 / freedom + 2.822 / freedom**2
 
 
 def _check_tokens(step: Step, calls: Sequence[Call]) -> None:

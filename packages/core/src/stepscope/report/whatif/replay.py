@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -40,66 +40,66 @@ def replay(trajectories: Sequence[Trajectory], rules: Rules) -> list[float]:
     return _Replay(trajectories, rules).run()
 
 
-class _Place(NamedTuple):
-    """A call of a trajectory in the replay."""
-
-    trajectory: int
-    call: Call
-
-
-_Event: TypeAlias = "tuple[float, int, str, int, _Place | None]"
-"""(time, order, kind, trajectory, call)."""
+_Placed: TypeAlias = "tuple[int, Call]"
+"""A call of a trajectory in the replay."""
+_Event: TypeAlias = "tuple[float, int, int, int, Call | None]"
+"""(time, order, kind, trajectory, call). A negative order is a replica, whose next request ends."""
+_START, _CALL, _DONE, _END = range(4)
 
 
 class _Replica:
     """A server that shares its speed among its requests."""
 
-    def __init__(self, rates: Sequence[float], speed: float) -> None:
-        """
-        Args:
-            rates: Of each request, by the number of requests in flight.
-        """
+    def __init__(self, rates: _Rates, speed: float) -> None:
         self.ends_at = _NEVER
-        self.requests: list[tuple[float, int, _Place]] = []
+        """Time at which its next request ends."""
+        self.requests: list[tuple[float, int, _Placed]] = []
         self._rates, self._speed = rates, speed
+        self._rate = 0.0
+        """Of each request, now."""
         self._served, self._at = 0.0, 0.0
         """Tokens that a request in flight all the time has got, up to that time."""
 
-    def add(self, at: float, order: int, work: float, place: _Place) -> None:
-        self._advance(at)
-        heappush(self.requests, (self._served + work, order, place))
-        self._plan()
+    def add(self, at: float, order: int, work: float, placed: _Placed) -> None:
+        if self.requests:
+            self._served += (at - self._at) * self._rate
+        heappush(self.requests, (self._served + work, order, placed))
+        self._plan(at)
 
-    def pop(self) -> _Place:
+    def pop(self) -> _Placed:
         """Remove the request that ends now."""
-        self._at, self._served = self.ends_at, self.requests[0][0]
-        place = heappop(self.requests)[2]
-        self._plan()
-        return place
+        self._served, _, placed = heappop(self.requests)
+        self._plan(self.ends_at)
+        return placed
 
-    def _advance(self, at: float) -> None:
-        if self.requests:
-            self._served += (at - self._at) * self._rate()
+    def _plan(self, at: float) -> None:
         self._at = at
-
-    def _plan(self) -> None:
-        if self.requests:
-            self.ends_at = self._at + max(0.0, self.requests[0][0] - self._served) / self._rate()
-        else:
+        requests = self.requests
+        if not requests:
             self.ends_at = _NEVER
+            return
+        self._rate = self._rates[len(requests)] * self._speed
+        left = requests[0][0] - self._served
+        self.ends_at = at + left / self._rate if left > 0.0 else at
 
-    def _rate(self) -> float:
-        return self._rates[len(self.requests)] * self._speed
+
+class _Rates(dict[int, float]):
+    """The rate of each request, by the number of requests: filled as they are asked for."""
+
+    def __init__(self, curve: Curve) -> None:
+        super().__init__()
+        self._curve = curve
+
+    def __missing__(self, requests: int) -> float:
+        self[requests] = rate = self._curve.rate(requests)
+        return rate
 
 
 class _Replay:
     def __init__(self, trajectories: Sequence[Trajectory], rules: Rules) -> None:
         self._trajectories, self._rules = trajectories, rules
-        most = sum(_widest(trajectory) for trajectory in trajectories)
-        rates = [0.0, *(rules.curve.rate(requests) for requests in range(1, most + 1))]
+        rates = _Rates(rules.curve)
         self._replicas = [_Replica(rates, speed) for speed in rules.speeds]
-        self._served: list[tuple[float, int]] = []
-        """(end of its next request, replica)."""
         self._events: list[_Event] = []
         self._order = 0
         self._phase = [0] * len(trajectories)
@@ -107,107 +107,87 @@ class _Replay:
         """Calls of the present phase that have not ended."""
         self._generated = [0] * len(trajectories)
         self._ends = [0.0] * len(trajectories)
-        self._waiting: deque[_Place] = deque()
+        self._waiting: deque[_Placed] = deque()
         self._free = rules.tool_pool
         self._unstarted = deque(range(len(trajectories)))
 
     def run(self) -> list[float]:
-        self._start()
-        while True:
-            timed = self._events[0][0] if self._events else _NEVER
-            ends_at, index = self._next_served()
-            if timed == ends_at == _NEVER:
-                return self._ends
-            if ends_at <= timed:
-                place = self._replicas[index].pop()
-                self._note(index)
-                self._end_call(ends_at, place)
+        at_once = self._rules.at_once
+        for played in self._trajectories[:at_once]:
+            self._start(played.start_ns)
+        events, replicas = self._events, self._replicas
+        while events:
+            at, order, kind, trajectory, call = heappop(events)
+            if order < 0:
+                if replicas[order].ends_at == at:  # else void: requests came or went since
+                    self._end_served(at, order)
+            elif call is None:
+                self._next_phase(at, trajectory) if kind == _START else self._start(at)
+            elif kind == _CALL:
+                self._begin_call(at, trajectory, call)
             else:
-                at, _, kind, trajectory, place_or_none = heappop(self._events)
-                self._handle(at, kind, trajectory, place_or_none)
+                self._end_call(at, trajectory, call)
+        return self._ends
 
-    def _note(self, index: int) -> None:
-        """Note when the next request of a replica ends. Earlier notes of it are void."""
-        heappush(self._served, (self._replicas[index].ends_at, index))
+    def _start(self, at: float) -> None:
+        """Start the next trajectory, if one is left."""
+        if self._unstarted:
+            self._plan(at, _START, self._unstarted.popleft(), None)
 
-    def _next_served(self) -> tuple[float, int]:
-        """Return the end of the request that ends next, and its replica."""
-        while self._served and self._served[0][0] != self._replicas[self._served[0][1]].ends_at:
-            heappop(self._served)
-        return self._served[0] if self._served else (_NEVER, 0)
-
-    def _start(self) -> None:
-        if self._rules.at_once is None:
-            for index, trajectory in enumerate(self._trajectories):
-                self._plan(trajectory.start_ns, "start", index)
-            return
-        for _ in range(min(self._rules.at_once, len(self._trajectories))):
-            index = self._unstarted.popleft()
-            self._plan(self._trajectories[index].start_ns, "start", index)
-
-    def _plan(self, at: float, kind: str, trajectory: int, place: _Place | None = None) -> None:
+    def _plan(self, at: float, kind: int, trajectory: int, call: Call | None) -> None:
         self._order += 1
-        heappush(self._events, (at, self._order, kind, trajectory, place))
-
-    def _handle(self, at: float, kind: str, trajectory: int, place: _Place | None) -> None:
-        if kind == "start":
-            self._next_phase(at, trajectory)
-        elif kind == "end":
-            self._end(at, trajectory)
-        elif place is not None:
-            (self._begin_call if kind == "call" else self._end_call)(at, place)
+        heappush(self._events, (at, self._order, kind, trajectory, call))
 
     def _next_phase(self, at: float, trajectory: int) -> None:
-        played = self._trajectories[trajectory]
-        if self._phase[trajectory] == len(played.phases):
-            self._plan(at + played.rest_ns, "end", trajectory)
+        played, place = self._trajectories[trajectory], self._phase[trajectory]
+        if place == len(played.phases):
+            self._ends[trajectory] = at + played.rest_ns
+            if self._unstarted:  # there is a limit, and its end lets another start
+                self._plan(self._ends[trajectory], _END, trajectory, None)
             return
-        phase = played.phases[self._phase[trajectory]]
-        self._phase[trajectory] += 1
+        phase = played.phases[place]
+        self._phase[trajectory] = place + 1
         self._running[trajectory] = len(phase.calls)
         for call in phase.calls:
-            self._plan(at + phase.gap_ns + call.offset_ns, "call", trajectory, _Place(trajectory, call))
+            self._plan(at + phase.gap_ns + call.offset_ns, _CALL, trajectory, call)
 
-    def _begin_call(self, at: float, place: _Place) -> None:
-        call = place.call
+    def _begin_call(self, at: float, trajectory: int, call: Call) -> None:
         if call.kind == "generate":
             self._order += 1
-            index = self._replica_of(place)
-            self._replicas[index].add(at, self._order, self._rules.works[call.number], place)
-            self._note(index)
+            index = self._replica_of(trajectory)
+            replica = self._replicas[index]
+            replica.add(at, self._order, self._rules.works[call.number], (trajectory, call))
+            heappush(self._events, (replica.ends_at, index - len(self._replicas), _DONE, 0, None))
         elif call.kind == "tool" and self._free is not None:
             if self._free:
                 self._free -= 1
-                self._plan(at + call.busy_ns, "done", place.trajectory, place)
+                self._plan(at + call.busy_ns, _DONE, trajectory, call)
             else:
-                self._waiting.append(place)
+                self._waiting.append((trajectory, call))
         else:
-            self._plan(at + call.busy_ns + call.wait_ns, "done", place.trajectory, place)
+            self._plan(at + call.busy_ns + call.wait_ns, _DONE, trajectory, call)
 
-    def _replica_of(self, place: _Place) -> int:
+    def _end_served(self, at: float, order: int) -> None:
+        replica = self._replicas[order]
+        trajectory, call = replica.pop()
+        if replica.requests:
+            heappush(self._events, (replica.ends_at, order, _DONE, 0, None))
+        self._end_call(at, trajectory, call)
+
+    def _replica_of(self, trajectory: int) -> int:
         if self._rules.assigned is None:
             return min(range(len(self._replicas)), key=lambda index: len(self._replicas[index].requests))
-        turn = self._generated[place.trajectory]
-        self._generated[place.trajectory] += 1
-        return self._rules.assigned[place.trajectory][turn]
+        turn = self._generated[trajectory]
+        self._generated[trajectory] = turn + 1
+        return self._rules.assigned[trajectory][turn]
 
-    def _end_call(self, at: float, place: _Place) -> None:
-        if place.call.kind == "tool" and self._free is not None:
+    def _end_call(self, at: float, trajectory: int, call: Call) -> None:
+        if self._free is not None and call.kind == "tool":
             if self._waiting:
-                next_place = self._waiting.popleft()
-                self._plan(at + next_place.call.busy_ns, "done", next_place.trajectory, next_place)
+                next_trajectory, next_call = self._waiting.popleft()
+                self._plan(at + next_call.busy_ns, _DONE, next_trajectory, next_call)
             else:
                 self._free += 1
-        self._running[place.trajectory] -= 1
-        if not self._running[place.trajectory]:
-            self._next_phase(at, place.trajectory)
-
-    def _end(self, at: float, trajectory: int) -> None:
-        self._ends[trajectory] = at
-        if self._rules.at_once is not None and self._unstarted:
-            self._plan(at, "start", self._unstarted.popleft())
-
-
-def _widest(trajectory: Trajectory) -> int:
-    """Return the most calls that the trajectory has at once."""
-    return max((len(phase.calls) for phase in trajectory.phases), default=0)
+        self._running[trajectory] -= 1
+        if not self._running[trajectory]:
+            self._next_phase(at, trajectory)
