@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from packages.core.tests.simulated import MS
 from stepscope.cli import run
 from stepscope.errors import ConfigError, RecordError
 from stepscope.report.whatif.changes import Options
-from stepscope.report.whatif.prediction import Prediction, predict
+from stepscope.report.whatif.prediction import Predicting, Prediction, predict
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import Timeline, load_step
 
@@ -108,6 +109,36 @@ def test_a_change_takes_what_it_takes_by_hand(
     assert prediction.predicted_ns == pytest.approx(ms * MS, rel=0.03)
     assert prediction.low_ns <= prediction.predicted_ns <= prediction.high_ns
     assert prediction.changes
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 31])
+def test_equal_trajectories_share_any_number_of_replicas(tmp_path: Path, replicas: int) -> None:
+    """31 of 100 tokens: a replica that gets n of them takes n x 100 ms."""
+    measured = [[100] * count for count in (16, 8, 4, 2, 1)]
+    prediction = predicted(a_step(tmp_path, measured), replicas=str(replicas))
+    assert prediction.predicted_ns == pytest.approx((100 * -(-31 // replicas) + 650) * MS, rel=0.03)
+
+
+def test_what_the_step_does_not_show_is_in_the_interval(tmp_path: Path) -> None:
+    """24 were in flight at any time. Whether 12 get more each nobody knows: 1,200 ms, or 2,400 as now."""
+    prediction = predicted(a_step(tmp_path, [[100] * 24]), replicas="2")
+    assert prediction.low_ns < (1200 + 650) * MS * 1.05
+    assert prediction.high_ns >= (2400 + 650) * MS
+
+
+def test_changes_of_one_step_share_its_model(tmp_path: Path) -> None:
+    timeline = load_step(a_step(tmp_path, UNEVEN))
+    step = Predicting(timeline)
+    for options in (Options(balance="length"), Options(cut_tail="p75"), Options(replicas="+1"), Options()):
+        assert step.predict(options) == predict(timeline, options)
+
+
+def test_the_interval_of_many_that_end_together_is_narrow(tmp_path: Path) -> None:
+    """Few requests are ever in flight with few others, and resamples without these once took minutes."""
+    draw = random.Random(0)
+    prediction = predicted(a_step(tmp_path, [[draw.randrange(80, 100) for _ in range(150)]]), replicas="+1")
+    assert prediction.high_ns < 1.1 * prediction.predicted_ns
+    assert prediction.low_ns > 0.9 * prediction.predicted_ns
 
 
 def with_tools(root: Path, places: int = 2) -> Timeline:

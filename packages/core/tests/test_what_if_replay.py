@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import pairwise
 
 import pytest
 
@@ -75,6 +78,59 @@ def test_tools_queue_for_a_pool(size: int | None, ends: list[int]) -> None:
 def test_trajectories_start_as_others_end_if_they_have_a_limit() -> None:
     tools = [a_trajectory(Phase(0, (a_call(number, "tool", 10),))) for number in range(5)]
     assert replay(tools, rules(SATURATED, [0.0] * 5, [[]] * 5, at_once=2)) == [10, 10, 20, 20, 30]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_saturated_replica_ends_when_all_work_is_done(seed: int) -> None:
+    """However it shares itself, it ends as one that takes requests one after the other would."""
+    draw = random.Random(seed)
+    starts = sorted(draw.randrange(4000) for _ in range(60))
+    works = [float(draw.randrange(1, 120)) for _ in starts]
+    played = [a_trajectory(*one.phases, start_ns=at) for one, at in zip(generating(60), starts, strict=True)]
+    free = 0.0
+    for start, work in zip(starts, works, strict=True):
+        free = max(free, start) + work
+    assert max(replay(played, rules(SATURATED, works, [[0]] * 60))) == pytest.approx(free)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_pool_of_tools_takes_them_in_the_order_in_which_they_come(seed: int) -> None:
+    draw = random.Random(seed)
+    starts = sorted(draw.sample(range(10_000), 80))
+    lengths = [draw.randrange(1, 400) for _ in starts]
+    places, ends = [0] * 3, []
+    for start, length in zip(starts, lengths, strict=True):
+        ends.append(max(start, heappop(places)) + length)
+        heappush(places, ends[-1])
+    played = [
+        a_trajectory(Phase(0, (a_call(number, "tool", length),)), start_ns=start)
+        for number, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    ]
+    queued = Rules(curve=SATURATED, speeds=(1.0,), works=[0.0] * 80, assigned=[[]] * 80, tool_pool=3)
+    assert replay(played, queued) == pytest.approx(ends)
+
+
+def test_more_requests_never_do_less_nor_get_more_each() -> None:
+    """Tokens at random: a fit without this order gives rates far off where few requests were."""
+    draw = random.Random(0)
+    calls = []
+    for number in range(60):
+        start = draw.randrange(2000)
+        calls.append(
+            Call(
+                number=number,
+                kind="generate",
+                start_ns=start,
+                end_ns=start + draw.randrange(50, 800),
+                replica=0,
+                tokens=draw.randrange(1, 200),
+            )
+        )
+    points = fit(Flight(calls)).points
+    assert len(points) > 5
+    for (fewer, little), (more, much) in pairwise(points):
+        assert little <= much * (1 + 1e-9)
+        assert much / more <= little / fewer * (1 + 1e-9)
 
 
 def test_the_fit_gives_the_curve_that_made_the_times() -> None:

@@ -2,16 +2,18 @@
 
 A replica with n requests in flight serves each at the same rate r(n). A request of w tokens that is in flight
 for the times T(n) then has w = sum of T(n) r(n). The rates are those of the largest likelihood if tokens come
-at random (Richardson and Lucy's iteration, which keeps them positive). Requests in flight include those that
-wait in the engine, so that a limit of the engine shows as a curve that stays flat.
+at random (Richardson and Lucy's iteration, which keeps them positive), and if with more requests no replica
+does less and no request gets more. Without this, few requests at some n give rates far off. Requests in
+flight include those that wait in the engine, so that a limit of the engine shows as a curve that stays flat.
 
 Between measured numbers of requests, the tokens per second of the replica are interpolated. Below the
 smallest number, a request is served at the rate of the smallest; above the largest, the replica does no more
-per second.
+per second. It may do more, up to the slope of the curve there: `Curve.beyond`.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from operator import truediv
@@ -35,21 +37,33 @@ class Curve(msgspec.Struct, frozen=True):
 
     points: tuple[tuple[float, float], ...]
     """(requests, tokens per ns of all of them), ascending."""
+    beyond: float = 0.0
+    """Outside of the points: 0 if the replica does as little as they allow, 1 if as much."""
 
     def rate(self, requests: float) -> float:
         """Return the tokens per ns of each of `requests` requests."""
-        return _total(self.points, requests) / requests
+        return self._total(requests) / requests
+
+    def _total(self, requests: float) -> float:
+        place = bisect_left(self.points, (requests, 0.0))
+        if place == len(self.points):
+            most, total = self.points[-1]
+            slope = _slope(self.points[-2:], alone=1.0)
+            return total * math.pow(requests / most, self.beyond * slope)
+        above, total = self.points[place]
+        if place == 0:
+            slope = _slope(self.points[:2], alone=0.0)
+            return total * math.pow(requests / above, 1 - self.beyond * (1 - slope))
+        below, least = self.points[place - 1]
+        return least + (total - least) * (requests - below) / (above - below)
 
 
-def _total(points: Sequence[tuple[float, float]], requests: float) -> float:
-    place = bisect_left(points, (requests, 0.0))
-    if place == len(points):
-        return points[-1][1]
-    above, total = points[place]
-    if place == 0:
-        return total * requests / above
-    below, least = points[place - 1]
-    return least + (total - least) * (requests - below) / (above - below)
+def _slope(points: Sequence[tuple[float, float]], alone: float) -> float:
+    """Return the slope of the logarithms: 0 where the replica is full, 1 where no request slows another."""
+    if len(points) < 2:
+        return alone
+    (fewer, little), (more, much) = points
+    return math.log(much / little) / math.log(more / fewer)
 
 
 def fit(flight: Flight, weights: Sequence[int] | None = None) -> Curve:
@@ -82,11 +96,37 @@ def _improved(
         served = [max(tokens, least_served) for tokens in served]
     factors = list(map(truediv, written, served))
     better = [
-        rate * ns / all_ns if all_ns else 0.0
-        for rate, ns, all_ns in zip(rates, flight.by_bin(factors), spent, strict=True)
+        tokens / ns * rate if ns else 0.0
+        for tokens, ns, rate in zip(flight.by_bin(factors), spent, rates, strict=True)
     ]
     least = _LEAST * max(better)
-    return [max(rate, least) if ns else 0.0 for rate, ns in zip(better, spent, strict=True)]
+    return _ordered(
+        [max(rate, least) if ns else 0.0 for rate, ns in zip(better, spent, strict=True)], flight.means, spent
+    )
+
+
+def _ordered(rates: Sequence[float], means: Sequence[float], spent: Sequence[float]) -> list[float]:
+    """Return the rates with which no replica does less, and no request gets more, the more are in flight."""
+    bins = [bin_ for bin_, ns in enumerate(spent) if ns]
+    requests = [means[bin_] for bin_ in bins]
+    walls = [spent[bin_] / mean for bin_, mean in zip(bins, requests, strict=True)]
+    totals = _ascending([rates[bin_] * mean for bin_, mean in zip(bins, requests, strict=True)], walls)
+    falling = [-total / mean for total, mean in zip(totals, requests, strict=True)]
+    ordered = dict(zip(bins, _ascending(falling, [spent[bin_] for bin_ in bins]), strict=True))
+    return [-ordered.get(bin_, 0.0) for bin_ in range(len(rates))]
+
+
+def _ascending(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Return the nearest values that never fall: those that do are pooled into their mean."""
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        pool = (value, weight, 1)
+        while pools and pools[-1][0] > pool[0]:
+            before = pools.pop()
+            total = before[1] + pool[1]
+            pool = ((before[0] * before[1] + pool[0] * pool[1]) / total, total, before[2] + pool[2])
+        pools.append(pool)
+    return [value for value, _, count in pools for _ in range(count)]
 
 
 def speeds(flight: Flight, curve: Curve, replicas: int) -> tuple[float, ...]:

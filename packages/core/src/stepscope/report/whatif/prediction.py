@@ -8,7 +8,8 @@ If that does not fit either, or the tokens explain the durations badly, there is
 The interval holds 95 % of the ratios of rounds, by Student's t of their logarithms, so that few rounds do.
 Each round resamples the trajectories with replacement, fits the curve to these, and replays them unchanged
 and changed. The residual of the fit enters by the work of the generations: in each round it lies at another
-point between tokens and durations. The misfit of the unchanged replay is added to both ends.
+point between tokens and durations. So does the curve, where the step measured none: between the least and the
+most that a replica may do there. The misfit of the unchanged replay is added to both ends.
 """
 
 from __future__ import annotations
@@ -229,12 +230,13 @@ class Predicting:
         weights = [times[call.number] for call in self._calls]
         known = any(call.tokens and weight for call, weight in zip(self._calls, weights, strict=True))
         curve = fit(self._flight, weights) if known else self._curve
-        part = generator.random()
+        part, beyond = generator.random(), generator.random()
         works = [
             tokens**part * by_duration ** (1 - part)
             for tokens, by_duration in zip(self._by_tokens, self._by_duration, strict=True)
         ]
-        return _Played(drawn, works, curve, speeds(self._flight, curve, len(self._speeds)))
+        factors = speeds(self._flight, curve, len(self._speeds))
+        return _Played(drawn, works, msgspec.structs.replace(curve, beyond=beyond), factors)
 
     def _stages(self, unchanged: Outcome, changed: Outcome) -> tuple[StageTime, ...]:
         measured = outcome(
