@@ -22,8 +22,14 @@ import msgspec
 
 from stepscope.report.whatif.flight import Flight
 
-_ITERATIONS = 30
-"""More fit the noise."""
+_CYCLES = 15
+"""Each is three iterations of the fit, at most."""
+_LONGEST = 30.0
+"""A leap goes no farther than so many iterations,"""
+_FARTHEST = 10.0
+"""and changes no logarithm of a rate by more."""
+_SETTLED = 1e-4
+"""The fit ends when an iteration changes no rate by more than this part."""
 _LEAST = 1e-6
 """No rate is below this part of the highest, so that each request ends."""
 _ENOUGH = 5
@@ -66,11 +72,12 @@ def _slope(points: Sequence[tuple[float, float]], alone: float) -> float:
     return math.log(much / little) / math.log(more / fewer)
 
 
-def fit(flight: Flight, weights: Sequence[int] | None = None) -> Curve:
+def fit(flight: Flight, weights: Sequence[int] | None = None, near: Curve | None = None) -> Curve:
     """Return the curve of the calls that say their tokens.
 
     Args:
         weights: How often each call counts. None: once.
+        near: A curve that is about right, from which the fit is quicker.
     """
     counts = weights or [1] * len(flight.tokens)
     written = [float(tokens * count) for tokens, count in zip(flight.tokens, counts, strict=True)]
@@ -78,12 +85,35 @@ def fit(flight: Flight, weights: Sequence[int] | None = None) -> Curve:
         [float(count) if tokens else 0.0 for tokens, count in zip(flight.tokens, counts, strict=True)]
     )
     mean = sum(written) / sum(spent)
-    rates = [mean if ns else 0.0 for ns in spent]
-    for _ in range(_ITERATIONS):
-        rates = _improved(rates, flight, written, spent)
-    return Curve(
-        tuple((requests, rate * requests) for requests, rate in zip(flight.means, rates, strict=True) if rate)
-    )
+    begin = [near.rate(requests) if near else mean for requests in flight.means]
+    rates = [rate if ns else 0.0 for rate, ns in zip(begin, spent, strict=True)]
+    for _ in range(_CYCLES):
+        once = _improved(rates, flight, written, spent)
+        if all(abs(new - old) <= _SETTLED * old for new, old in zip(once, rates, strict=True)):
+            break
+        twice = _improved(once, flight, written, spent)
+        rates = _improved(_leap(rates, once, twice), flight, written, spent)
+    totals = zip(flight.means, rates, strict=True)
+    return Curve(tuple((requests, rate * requests) for requests, rate in totals if rate))
+
+
+def _leap(rates: Sequence[float], once: Sequence[float], twice: Sequence[float]) -> list[float]:
+    """Return the rates where two iterations point to.
+
+    The scheme S3 of Varadhan and Roland (2008), of the logarithms.
+    """
+    steps = [math.log(new / old) if old else 0.0 for new, old in zip(once, rates, strict=True)]
+    bends = [
+        math.log(last / new) - step if new else 0.0
+        for last, new, step in zip(twice, once, steps, strict=True)
+    ]
+    bend = math.hypot(*bends)
+    length = min(_LONGEST, max(1.0, math.hypot(*steps) / bend)) if bend else 1.0
+    leaps = [2 * length * step + length**2 * bent for step, bent in zip(steps, bends, strict=True)]
+    return [
+        rate * math.exp(max(-_FARTHEST, min(leap, _FARTHEST)))
+        for rate, leap in zip(rates, leaps, strict=True)
+    ]
 
 
 def _improved(

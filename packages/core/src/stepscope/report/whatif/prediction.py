@@ -229,7 +229,7 @@ class Predicting:
         times = Counter(call.number for played in drawn for call in played.generations())
         weights = [times[call.number] for call in self._calls]
         known = any(call.tokens and weight for call, weight in zip(self._calls, weights, strict=True))
-        curve = fit(self._flight, weights) if known else self._curve
+        curve = fit(self._flight, weights, self._curve) if known else self._curve
         part, beyond = generator.random(), generator.random()
         works = [
             tokens**part * by_duration ** (1 - part)
