@@ -2,8 +2,8 @@
 
 A replica with n requests in flight serves each at the same rate r(n). A request of w tokens that is in flight
 for the times T(n) then has w = sum of T(n) r(n). The rates are those of the largest likelihood if tokens come
-at random (Richardson and Lucy's iteration, which keeps them positive), and if with more requests no replica
-does less and no request gets more. Without this, few requests at some n give rates far off. Requests in
+at random: Richardson and Lucy's iteration, which keeps them positive. With more requests, no replica does
+less, and no request gets more: without this, numbers that few requests saw got rates far off. Requests in
 flight include those that wait in the engine, so that a limit of the engine shows as a curve that stays flat.
 
 Between measured numbers of requests, the tokens per second of the replica are interpolated. Below the

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from stepscope.errors import ConfigError, RecordError
 from stepscope.report.whatif.changes import Options
-from stepscope.report.whatif.prediction import predict
+from stepscope.report.whatif.prediction import Predicting
 from stepscope.timeline import Timeline
 
 
@@ -32,9 +32,19 @@ def savings_of(timeline: Timeline) -> WhatIf:
     """Return a function that predicts the saving of a change. It returns None where what-if refuses."""
 
     @cache
-    def saving(options: Options) -> Saving | None:
+    def step() -> Predicting | None:
         try:
-            prediction = predict(timeline, options)
+            return Predicting(timeline)
+        except RecordError:
+            return None
+
+    @cache
+    def saving(options: Options) -> Saving | None:
+        predicting = step()
+        if predicting is None:
+            return None
+        try:
+            prediction = predicting.predict(options)
         except (ConfigError, RecordError):
             return None
         least_ns, most_ns = prediction.low_ns, prediction.high_ns
