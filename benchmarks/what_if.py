@@ -7,13 +7,13 @@ with each change. The work is that of `_async_step`. Medians over the rounds, wh
 from __future__ import annotations
 
 import asyncio
-import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from _async_step import Plan, Setting, Step, plans
-from _measure import arguments, header, table, verdict
+from _measure import arguments, header
+from _predicted import show
 
 from stepscope import capture, configure
 from stepscope.files.layout import RunLayout
@@ -70,38 +70,6 @@ async def run_step(setting: Setting, planned: Sequence[Plan]) -> float:
     began = time.perf_counter()
     await step.run()
     return time.perf_counter() - began
-
-
-def show(results: dict[str, list[tuple[Prediction, float]]], unchanged: Sequence[Prediction]) -> None:
-    """Print predicted beside measured, and the verdicts."""
-    off = [abs(one.replayed_ns / one.measured_ns - 1) for one in unchanged]
-    print(f"without a change: {seconds(one.measured_ns / 1e9 for one in unchanged)}, ", end="")
-    print(f"replayed {seconds(one.replayed_ns / 1e9 for one in unchanged)}\n")
-    rows, errors, inside = [], {}, []
-    for name, pairs in results.items():
-        errors[name] = statistics.median(one.predicted_ns / 1e9 / took - 1 for one, took in pairs)
-        within = [one.low_ns <= took * 1e9 <= one.high_ns for one, took in pairs]
-        inside += within
-        rows.append(
-            (
-                name,
-                seconds(one.predicted_ns / 1e9 for one, _ in pairs),
-                seconds(took for _, took in pairs),
-                f"{100 * errors[name]:+.1f} %",
-                f"{sum(within)} of {len(within)}",
-            )
-        )
-    table(("change", "predicted", "measured", "error", "in the interval"), rows)
-    verdict("the step without a change, replayed: off by at most", 100 * max(off), 3, " %")
-    verdict("largest median error of a change", 100 * max(map(abs, errors.values())), 10, " %")
-    close = sum(abs(error) <= 0.1 for error in errors.values())
-    verdict("changes predicted within 10 %", close, 5, "", at_least=True)
-    print(f"        in the interval: {sum(inside)} of {len(inside)}")
-
-
-def seconds(values: Iterable[float]) -> str:
-    """Return the median as text."""
-    return f"{statistics.median(values):.2f} s"
 
 
 if __name__ == "__main__":

@@ -51,21 +51,30 @@ class Trainer:
     """A trainer that places its actors on construction. Call `set_up` before the first `step`."""
 
     def __init__(
-        self, calculator: Calculator, seed: int, config: ProfileConfig, engine: str = "torch"
+        self,
+        calculator: Calculator,
+        seed: int,
+        config: ProfileConfig,
+        engine: str = "torch",
+        replicas: int = REPLICAS,
     ) -> None:
         self.calculator = calculator
         self.rng = random.Random(seed)
         self.policy_version = 0
         self.actors = [_place(ActorWorker, rank, ACTORS, seed) for rank in range(ACTORS)]
         self.reference = _place(ReferenceWorker)
-        chosen = list(islice(cycle(choices(engine)), REPLICAS))
+        chosen = list(islice(cycle(choices(engine)), replicas))
         self.replicas = [
-            _place(replica_class(choice.engine), seed, config, number, python=choice.python)
+            _place(self.replica_class(choice.engine), seed, config, number, python=choice.python)
             for number, choice in enumerate(chosen)
         ]
         self.engines = [
             RayRollout(replica, choice.engine) for replica, choice in zip(self.replicas, chosen, strict=True)
         ]
+
+    def replica_class(self, engine: str) -> type:
+        """Return the class of a replica of `engine`."""
+        return replica_class(engine)
 
     @property
     def workers(self) -> dict[str, list[ActorHandle[Any]]]:
