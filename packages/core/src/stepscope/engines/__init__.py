@@ -1,4 +1,8 @@
-"""Profilers of inference engines, behind one Protocol. Found through the entry points `stepscope.engines`."""
+"""Profilers of inference engines, behind one Protocol. Found through the entry points `stepscope.engines`.
+
+`protocol` has what an adapter implements, and docs/extending.md the steps to one. The adapters of vLLM and
+SGLang are packages beside the core.
+"""
 
 from __future__ import annotations
 
