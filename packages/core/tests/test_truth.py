@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from packages.core.tests.known import Clock, Known, KnownStep, some_clocks
 from stepscope.report.blocks.health import clock, clock_notes
 from stepscope.report.tables.breakdown import step_breakdown
 from stepscope.report.tables.health import step_health
-from stepscope.testing.known import Clock, Known, KnownStep, some_clocks
 from stepscope.testing.steps import OPENED_NS
 from stepscope.timeline import Timeline, load_step, merge_step
 
