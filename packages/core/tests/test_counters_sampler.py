@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Mapping
-from itertools import count, pairwise
+from itertools import count
 
 import pytest
 
@@ -76,10 +77,11 @@ def test_the_ring_keeps_the_latest() -> None:
 def test_the_rate_is_the_one_that_was_asked_for() -> None:
     source = Ticks(enough=6)
     sampler = Sampler({"own": lambda: [source]})
+    began_ns = time.monotonic_ns()
     run(sampler, source, hz=20)
     ticks = sampler.between(0, 1 << 62)[:-1]  # the last one is that of the stop
-    between = [after.at_ns - before.at_ns for before, after in pairwise(ticks)]
-    assert min(between) > 40_000_000, "never faster than 20 Hz; a busy machine may be slower"
+    late_ns = [tick.at_ns - began_ns - 50_000_000 * number for number, tick in enumerate(ticks)]
+    assert min(late_ns) > -5_000_000, "none before it is due; on a busy machine all may be late"
 
 
 def test_a_running_sampler_changes_its_rate_and_a_stopped_one_starts_again() -> None:

