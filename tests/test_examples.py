@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -107,8 +108,9 @@ def test_grpo_on_ray_is_captured_from_the_loop_to_the_forward_passes(tmp_path: P
 
 
 def test_the_report_of_the_slow_step_names_its_tools_and_the_fix_is_proved(tmp_path: Path) -> None:
-    assert len(run("slow_step.py", tmp_path)) == 10
-    assert len(run("slow_step.py", tmp_path, "--fixed")) == 10
+    with ThreadPoolExecutor() as pool:
+        slow, fixed = (pool.submit(run, "slow_step.py", tmp_path, *words) for words in ((), ("--fixed",)))
+    assert len(slow.result()) == len(fixed.result()) == 10
     before, after = (reports(tmp_path / "outputs/slow_step" / side) for side in ("before", "after"))
     assert "slow-tools" in {advice.rule for advice in before[0].advice}
     changes = {change.stage: change for change in diff(before, after).changes}

@@ -34,6 +34,7 @@ from stepscope.recording.fanout.messages import StartRequest, StopRequest
 from stepscope.recording.fanout.worker_side import start_worker, stop_worker
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import shutdown
+from stepscope.recording.session import session
 from stepscope.recording.session.profiler_windows import Windows
 from stepscope.recording.spans import slot
 from stepscope.testing.fake_backend import FakeBackend
@@ -103,6 +104,8 @@ def as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     global earlier
     earlier = frozenset(threading.enumerate())
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    # An export waits so long for the end of a closing that a signal may have cut off.
+    monkeypatch.setattr(session, "_HAND_BACK_S", 0.01)
 
 
 @pytest.fixture
