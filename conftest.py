@@ -27,6 +27,10 @@ hypothesis.settings.load_profile("stepscope")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Python's readline sets both for child processes, to which those of pytest-xdist belong. Commands heed them.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
 ENGINES = {
     "vllm",
     "sglang",

@@ -66,6 +66,10 @@ def test(arguments: list[str]) -> bool:
     return run(DEV.ready(), "-m", "pytest", *arguments) if arguments else test_everything([], real=True)
 
 
+IN_TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+"""Options of pytest-xdist: two processes share the test files, in their order."""
+
+
 def test_everything(options: list[str], real: bool) -> bool:
     """Run the check and all tests, on real engines if `real`; name what failed and what did not run."""
     python = DEV.ready()
@@ -74,7 +78,7 @@ def test_everything(options: list[str], real: bool) -> bool:
     succeeds([python, "-m", "compileall", "-q", *sources])
     with engines_beside() if real else nullcontext() as engines_passed:
         # What follows runs even when something failed before it: one run is to show all that is wrong.
-        passed = {"the check": check([]), "the tests": run(python, "-m", "pytest", *options)}
+        passed = {"the check": check([]), "the tests": run(python, "-m", "pytest", *IN_TWO, *options)}
         if engines_passed is not None:
             passed["the tests on real engines"] = engines_passed()
     for line in not_run(real):

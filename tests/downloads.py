@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import subprocess
 import sys
 import urllib.request
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,18 +29,18 @@ def wheel(requirement: str, *options: str) -> Path:
     the last line that pip printed.
     """
     folder = FOLDER / requirement.replace("==", "-")
-    if not (folder / ".complete").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        done = subprocess.run(
-            [*command, "--dest", str(folder), *options, requirement], capture_output=True, text=True
-        )
-        if done.returncode:
-            pytest.skip(f"cannot download {requirement}: {done.stderr.strip().splitlines()[-1]}")
-        for archive in folder.glob("*.whl"):
-            zipfile.ZipFile(archive).extractall(folder)
-            archive.unlink()
-        (folder / ".complete").touch()
+    with locked(folder):
+        if not (folder / ".complete").exists():
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+            done = subprocess.run(
+                [*command, "--dest", str(folder), *options, requirement], capture_output=True, text=True
+            )
+            if done.returncode:
+                pytest.skip(f"cannot download {requirement}: {done.stderr.strip().splitlines()[-1]}")
+            for archive in folder.glob("*.whl"):
+                zipfile.ZipFile(archive).extractall(folder)
+                archive.unlink()
+            (folder / ".complete").touch()
     return folder
 
 
@@ -50,14 +52,23 @@ def members(requirement: str, names: Sequence[str], *options: str) -> Path:
     """
     folder = FOLDER / f"{requirement.replace('==', '-')}-members"
     done = folder / ".complete"
-    if not done.exists() or not set(names) <= set(done.read_text().splitlines()):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            _fetch(_address(requirement, *options), names, folder)
-        except OSError as error:
-            pytest.skip(f"cannot read in the wheel of {requirement}: {error}")
-        done.write_text("\n".join(names))
+    with locked(folder):
+        if not done.exists() or not set(names) <= set(done.read_text().splitlines()):
+            try:
+                _fetch(_address(requirement, *options), names, folder)
+            except OSError as error:
+                pytest.skip(f"cannot read in the wheel of {requirement}: {error}")
+            done.write_text("\n".join(names))
     return folder
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder, and keep other test processes out of it: several run side by side."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _address(requirement: str, *options: str) -> str:

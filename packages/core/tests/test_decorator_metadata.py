@@ -257,7 +257,7 @@ class Thing:
         (len, "on a `def` that calls it"),
         (7, "profile_step times Python functions, not 7"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_is_no_python_function_is_refused_with_what_to_do(target: Callable[[], None], fix: str) -> None:
     with pytest.raises(TypeError, match=fix):
