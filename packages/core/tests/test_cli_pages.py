@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from packages.core.tests.test_cli import MS, a_run, damage, json_of
 from stepscope.cli import run
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.steps import StepFolder
-
-MS = 1_000_000
-
-
-def a_run(save_path: Path, steps: Sequence[int] = (2, 4), run_id: str = "run1") -> Path:
-    """Return a run with these captured steps: a driver whose rollout takes 8 of 10 ms."""
-    for step in steps:
-        folder = StepFolder(save_path, step=step, run_id=run_id)
-        driver = folder.process("trainer", owner=True)
-        driver.span("rollout", 0, 8 * MS, role="agent_loop")
-        driver.close(10 * MS)
-        folder.write()
-    return save_path
-
-
-def damage(save_path: Path, step: int = 2) -> None:
-    (spans,) = (save_path / f"step_{step:06d}" / "spans").iterdir()
-    with spans.open("ab") as file:
-        file.write(b'{"kind": "sp')
-
-
-def json_of(capsys: pytest.CaptureFixture[str]) -> Any:
-    return json.loads(capsys.readouterr().out)
 
 
 def test_a_report_leaves_a_page_in_each_step_and_one_for_the_run(
