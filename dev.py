@@ -66,10 +66,6 @@ def test(arguments: list[str]) -> bool:
     return run(DEV.ready(), "-m", "pytest", *arguments) if arguments else test_everything([], real=True)
 
 
-IN_TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
-"""Options of pytest-xdist: two processes share the test files, in their order."""
-
-
 def test_everything(options: list[str], real: bool) -> bool:
     """Run the check and all tests, on real engines if `real`; name what failed and what did not run."""
     python = DEV.ready()
@@ -78,7 +74,7 @@ def test_everything(options: list[str], real: bool) -> bool:
     succeeds([python, "-m", "compileall", "-q", *sources])
     with engines_beside() if real else nullcontext() as engines_passed:
         # What follows runs even when something failed before it: one run is to show all that is wrong.
-        passed = {"the check": check([]), "the tests": run(python, "-m", "pytest", *IN_TWO, *options)}
+        passed = {"the check": check([]), "the tests": test_in_two(python, options)}
         if engines_passed is not None:
             passed["the tests on real engines"] = engines_passed()
     for line in not_run(real):
@@ -88,6 +84,23 @@ def test_everything(options: list[str], real: bool) -> bool:
     for line in processes.FAILED:  # of a long log, often only the end is kept
         print(line)
     return all(passed.values())
+
+
+def test_in_two(python: str, options: list[str]) -> bool:
+    """Run the tests in two processes that share the files, in order. Run those that fail again, alone.
+
+    A test that only other work on the machine delayed passes then, and is named.
+    """
+    before = len(processes.FAILED)
+    if run(python, "-m", "pytest", "-n2", "--dist=loadfile", "--no-loadscope-reorder", *options):
+        return True
+    delayed = processes.FAILED[before + 1 :]
+    del processes.FAILED[before:]
+    if not run(python, "-m", "pytest", "--last-failed", "--last-failed-no-failures=none", *options):
+        return False
+    for test in delayed:
+        say(f"PASSED ONLY ALONE: {test.strip()}")
+    return True
 
 
 def not_run(real: bool) -> list[str]:

@@ -345,6 +345,21 @@ def test_what_failed_is_said_again_at_the_end_with_its_tests(
     assert output[-1] == "    test_bad.py::test_bad"
 
 
+def test_a_test_that_fails_only_beside_others_is_named_and_passes(
+    recipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # of the process that runs this
+    lines = ("import os", "def test_it(): assert 'PYTEST_XDIST_WORKER' not in os.environ", "")
+    (tmp_path / "test_beside.py").write_text("\n".join(lines))
+    shutil.copy(ROOT / "conftest.py", tmp_path)
+    monkeypatch.setattr(processes, "FAILED", [])
+    monkeypatch.setattr(Environment, "ready", lambda environment: sys.executable)
+    monkeypatch.setattr(dev, "check", lambda arguments: True)
+    assert dev.test(["--no-engines", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)])
+    assert "dev.py: PASSED ONLY ALONE: test_beside.py::test_it" in capfd.readouterr().out.splitlines()
+    assert processes.FAILED == []
+
+
 def test_an_engine_that_cannot_be_set_up_fails_the_run_by_name_and_the_others_still_run(
     recipes: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
