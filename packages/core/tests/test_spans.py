@@ -6,10 +6,13 @@ One file above 400 lines: all cases share one log and its readers.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import errno
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +31,7 @@ from stepscope.recording.spans import span as spans
 from stepscope.recording.spans.carrier import Carrier, attach, carrier
 from stepscope.recording.spans.log import SpanLog
 from stepscope.recording.spans.scopes import Place, Scope
-from stepscope.recording.spans.span import PlacedSpan
+from stepscope.recording.spans.span import Span as LiveSpan
 from stepscope.testing.fake_clock import START_NS, FakeClock
 from stepscope.timeline.readers.spans import read_spans
 
@@ -86,7 +89,7 @@ def test_a_span_has_the_times_of_its_block(log: SpanLog) -> None:
 
 
 def test_what_somebody_else_timed_hangs_below_the_span_it_is_added_to(log: SpanLog) -> None:
-    with PlacedSpan(log, "turn", "agent_loop", None, trajectory="t", turn=1) as turn:
+    with LiveSpan(log, "turn", "agent_loop", None, trajectory="t", turn=1) as turn:
         turn.add("decode", 5_000, 7_500, role="rollout", attrs={"tokens": 3})
     by_stage = {span.stage: span for span in closed(log)}
     decode = by_stage["decode"]
@@ -140,8 +143,8 @@ def test_the_role_is_the_enclosing_spans_and_else_the_process(log: SpanLog) -> N
 
 def test_trajectory_turn_and_version_reach_every_span_inside(log: SpanLog) -> None:
     with (
-        PlacedSpan(log, "trajectory", None, None, trajectory="t1", policy_version=4, step=2),
-        PlacedSpan(log, "turn", None, None, turn=1),
+        LiveSpan(log, "trajectory", None, None, trajectory="t1", policy_version=4, step=2),
+        LiveSpan(log, "turn", None, None, turn=1),
         log.new("generate"),
     ):
         pass
@@ -152,9 +155,9 @@ def test_trajectory_turn_and_version_reach_every_span_inside(log: SpanLog) -> No
 
 def test_a_trajectory_inside_a_turn_does_not_inherit_the_turn(log: SpanLog) -> None:
     with (
-        PlacedSpan(log, "trajectory", None, None, trajectory="outer"),
-        PlacedSpan(log, "turn", None, None, turn=5),
-        PlacedSpan(log, "trajectory", None, None, trajectory="sub-agent"),
+        LiveSpan(log, "trajectory", None, None, trajectory="outer"),
+        LiveSpan(log, "turn", None, None, turn=5),
+        LiveSpan(log, "trajectory", None, None, trajectory="sub-agent"),
         log.new("generate"),
     ):
         pass
@@ -278,7 +281,7 @@ def test_a_bare_thread_takes_its_place_from_a_carrier(log: SpanLog) -> None:
         with attach(place), log.new("in thread"):  # type: ignore[arg-type]  # any mapping
             pass
 
-    with PlacedSpan(log, "trajectory", None, None, trajectory="t9") as root:
+    with LiveSpan(log, "trajectory", None, None, trajectory="t9") as root:
         thread = threading.Thread(target=work, args=(carrier(),))
         thread.start()
         thread.join()
@@ -310,7 +313,7 @@ def test_threads_do_not_become_each_others_parents(log: SpanLog) -> None:
 
 def test_a_carrier_is_json_and_nothing_is_carried_from_nowhere(log: SpanLog) -> None:
     assert carrier() is None
-    with PlacedSpan(log, "turn", None, None, trajectory="t", turn=2, policy_version=5):
+    with LiveSpan(log, "turn", None, None, trajectory="t", turn=2, policy_version=5):
         carried = carrier()
     assert msgspec.json.decode(msgspec.json.encode(carried)) == carried
 
@@ -417,7 +420,7 @@ def test_a_span_keeps_the_place_it_has(log: SpanLog) -> None:
         pass
     with attach(OTHER), log.new("method"), attach(TURN):
         pass
-    with PlacedSpan(log, "trajectory", None, None, trajectory="own"), attach(TURN):
+    with LiveSpan(log, "trajectory", None, None, trajectory="own"), attach(TURN):
         pass
     by_stage = {span.stage: span for span in closed(log)}
     assert by_stage["top"].link is None
@@ -580,3 +583,51 @@ def test_a_step_that_is_no_int_is_recorded_as_one_or_not_at_all() -> None:
     with api.trajectory("t", step=numpy.int64(4)) as four, api.turn("x"):  # type: ignore[arg-type]
         assert type(four.step) is int
         assert scopes.inherited(scopes.current.get()) == (None, 4, None, "t", None)
+
+
+def test_a_log_lets_go_of_a_span_that_outlives_it(tmp_path: Path) -> None:
+    log = SpanLog(tmp_path / "s.jsonl", process=ACTOR, step=3, run_id="r", limit=10)
+    log.open()
+    log.start(read_anchor())
+    running = log.new("long rollout")
+    running.__enter__()
+    log.close(read_anchor())
+    with log.new("late"):
+        pass
+    watched = weakref.ref(log)
+    running.__exit__(None, None, None)
+    del log, running
+    gc.collect()
+    assert watched() is None
+
+
+def test_the_garbage_collector_has_no_spans_to_walk_through(log: SpanLog) -> None:
+    with log.new("outer", None, {"tokens": 3}) as outer, log.new("inner") as inner:
+        assert not gc.is_tracked(outer)
+        assert not gc.is_tracked(inner)
+
+
+def test_a_span_that_another_context_leaves_ends_and_the_others_stay_in_place(log: SpanLog) -> None:
+    with log.new("outer") as outer:
+        with log.new("inner") as inner:
+            contextvars.Context().run(inner.__exit__, None, None, None)
+            assert inner.end_ns is not None
+            assert scopes.current.get() is inner
+        assert scopes.current.get() is outer
+    assert scopes.current.get() is None
+
+
+def test_scopes_that_are_left_in_another_order_leave_nothing_behind(log: SpanLog) -> None:
+    outer, inner = log.new("outer"), log.new("inner")
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert scopes.current.get() is None
+    inner.__exit__(None, None, None)
+    assert {span.stage for span in closed(log)} == {"outer", "inner"}
+
+
+def test_a_turn_that_nobody_records_may_learn_its_policy_version_later() -> None:
+    with api.trajectory("t"), api.turn(1) as turn:
+        turn.policy_version = 4
+        assert scopes.inherited(scopes.current.get()) == (None, None, 4, "t", 1)

@@ -19,10 +19,13 @@ from stepscope.counters import CounterSource
 from stepscope.files.counters import EVENT_LOOP, CounterKind
 from stepscope.recording.process.event_loop import running_loop
 from stepscope.recording.spans.maker import SpanMaker, SpanObserver
-from stepscope.recording.spans.span import PlacedSpan, Span
+from stepscope.recording.spans.scopes import Placing
+from stepscope.recording.spans.span import Span
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
+
+    from typing_extensions import Unpack
 
     from stepscope.files.values import AttrValue
     from stepscope.recording.spans.wrapping import Declared
@@ -57,13 +60,18 @@ class LoopFinder(SpanObserver):
             self._log.observer = self._behind
 
     def new(
-        self, log: SpanMaker, stage: str, role: str | None, attrs: Mapping[str, AttrValue] | None
+        self,
+        log: SpanMaker,
+        stage: str,
+        role: str | None,
+        attrs: Mapping[str, AttrValue] | None,
+        **place: Unpack[Placing],
     ) -> Span:
         """As `SpanMaker.new`."""
         self._ask()
         if self._behind is not None:
-            return self._behind.new(log, stage, role, attrs)
-        return PlacedSpan(log, stage, role, attrs)
+            return self._behind.new(log, stage, role, attrs, **place)
+        return Span(log, stage, role, attrs, **place)
 
     def begin(
         self, log: SpanMaker, declared: Declared, attrs: Mapping[str, AttrValue] | None, first: bool
@@ -72,7 +80,7 @@ class LoopFinder(SpanObserver):
         self._ask()
         if self._behind is not None:
             return self._behind.begin(log, declared, attrs, first)
-        return PlacedSpan(log, declared.stage, declared.role, attrs).__enter__()
+        return Span(log, declared.stage, declared.role, attrs).__enter__()
 
     def _ask(self) -> None:
         loop = running_loop()

@@ -19,7 +19,6 @@ from stepscope.files.manifest.records import Ending
 from stepscope.files.recorder import Order, OrderedStep, StepLine
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.atomic import write_atomic
-from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.counters.catalogue import openers
 from stepscope.recording.counters.sampler import Sampler
 from stepscope.recording.process import clock, failures
@@ -41,7 +40,7 @@ from stepscope.recording.recorder.write import (
     windows_by_time,
 )
 from stepscope.recording.spans import marks, slot
-from stepscope.recording.spans.span import PlacedSpan, Span
+from stepscope.recording.spans.span import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -111,9 +110,10 @@ class Recorder:
                 failures.note("sampling counters for the flight recorder", error)
 
     def stop(self) -> None:
-        """Let go of what samples, and of the thread that writes, once it has written."""
+        """Let go of what samples; of the spans and the thread that writes, once it has written."""
         if self.sampler is not None:
             self.sampler.end()
+        self._work.put(self.log.close)
         self._work.end()
 
     # What the recorded code calls, besides `log.new` and `log.begin`.
@@ -121,20 +121,6 @@ class Recorder:
     @property
     def step(self) -> int | None:
         return self.log.step
-
-    def placed_span(
-        self,
-        stage: str,
-        role: str | None,
-        attrs: Mapping[str, AttrValue] | None,
-        step: int | None = None,
-        policy_version: int | None = None,
-        trajectory: str | None = None,
-        turn: int | None = None,
-    ) -> PlacedSpan:
-        """See `ActiveSession`."""
-        attrs = attr_values(attrs) if attrs else None
-        return PlacedSpan(self.log, stage, role, attrs, step, policy_version, trajectory, turn)
 
     def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
         """See `ActiveSession`."""

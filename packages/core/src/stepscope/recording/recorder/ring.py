@@ -7,7 +7,7 @@ from itertools import islice
 
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.trace_context import SpanIds
-from stepscope.recording.spans.maker import SpanMaker
+from stepscope.recording.spans.maker import SpanMaker, not_kept
 from stepscope.recording.spans.span import Span
 
 SPAN_BYTES = 400
@@ -83,3 +83,9 @@ class Ring(SpanMaker):
                     self._long.append(span)
         except IndexError:
             pass
+
+    def close(self) -> None:
+        """Let go of all spans."""
+        self.opened = not_kept
+        self._spans.clear()
+        self._long.clear()

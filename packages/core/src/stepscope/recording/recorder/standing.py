@@ -44,12 +44,12 @@ def start(config: ProfileConfig, process: ProcessInfo, run_id: str, *, owner: bo
 def stop() -> None:
     """Stop it. What it was told to write is written."""
     global _standing, _watch
+    activation.keep(None)
     if _watch is not None:
         _watch.stop()
     if _standing is not None:
         _standing.stop()
     _standing = _watch = None
-    activation.keep(None)
 
 
 def _end(ending: Ending, deadline_s: float) -> None:

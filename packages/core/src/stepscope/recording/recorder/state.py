@@ -74,7 +74,7 @@ def _counters(sampler: Sampler, now_ns: int) -> Iterator[CounterNow]:
 
 def _open_span(span: Span, now_ns: int) -> OpenSpan:
     place = scopes.inherited(span)
-    parent, link, _ = lines.above(span)
+    parent, link, _ = lines.parent_of(span)
     return OpenSpan(
         span=span.id,
         parent=parent,
@@ -82,7 +82,7 @@ def _open_span(span: Span, now_ns: int) -> OpenSpan:
         role=bounded(str(place.role or span.log.process.role)),
         stage=bounded(str(span.stage)),
         age_ns=max(0, now_ns - span.start_ns),
-        trajectory=None if place.trajectory is None else bounded(place.trajectory),
+        trajectory=place.trajectory,
         turn=place.turn,
         thread=span.thread,
         waits=span.stage in WAITING or (span.attrs or {}).get(WAIT) is True,

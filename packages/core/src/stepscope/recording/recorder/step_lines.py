@@ -31,23 +31,28 @@ def line_of(step: RecordedStep, spans: Sequence[Span], sampler: Sampler | None) 
         sampler: Of the counters; None without any.
     """
     first_ns, last_ns = step.opened.mono_ns, step.opened.mono_ns + step.dur_ns
-    took: dict[str, int] = defaultdict(int)
+    took: dict[tuple[str, str], int] = defaultdict(int)
+    """By role and stage as the user gave them: making text of each would double the work."""
     for span in spans:
-        end_ns = span.end_ns
-        if (
-            span.stage == STEP_TOKENS
-            or end_ns is None
-            or not first_ns <= span.start_ns <= last_ns
-            or isinstance(span.parent, Span)
-        ):
+        if isinstance(span.parent, Span) or not first_ns <= span.start_ns <= last_ns:
             continue
-        role = scopes.inherited(span).role or span.log.process.role
-        took[f"{bounded(str(role))}/{bounded(str(span.stage))}"] += end_ns - span.start_ns
+        end_ns = span.end_ns
+        if end_ns is None:
+            continue
+        role = span.role or scopes.inherited(span.parent).role or span.log.process.role
+        try:
+            took[role, span.stage] += end_ns - span.start_ns
+        except TypeError:  # a list, say
+            took[str(role), str(span.stage)] += end_ns - span.start_ns
+    stages: dict[str, int] = defaultdict(int)
+    for (role, stage), ns in took.items():
+        if stage != STEP_TOKENS:
+            stages[f"{bounded(str(role))}/{bounded(str(stage))}"] += ns
     return StepLine(
         step=step.number,
         start_ns=step.opened.wall_ns,
         dur_ns=step.dur_ns,
-        stages={stage: round(ns / 1e9, 6) for stage, ns in took.items()},
+        stages={stage: round(ns / 1e9, 6) for stage, ns in stages.items()},
         counters={} if sampler is None else _means(sampler, first_ns, last_ns),
         tokens=step.tokens,
         error=None if step.ending is None else step.ending.error,

@@ -196,15 +196,17 @@ class StepWriter:
         header = records.Header(
             step=window.step, run_id=self._order.run_id, process=self._ring.process, anchor=window.opened
         )
-        text, finished = [lines.encoded(header)], 0
+        text, finished, dropped = [lines.encoded(header)], 0, 0
         for first in range(0, len(spans), _BATCH):
             began = time.monotonic()
-            for span in spans[first : first + _BATCH]:
-                end_ns = span.end_ns
-                finished += end_ns is not None
-                text.append(lines.span_line(span, end_ns, window.step))
+            chosen = spans[first : first + _BATCH]
+            batch = [lines.record_of(span, span.end_ns, window.step) for span in chosen]
+            encoded, lost = lines.encoded_spans(batch)
+            text.append(encoded)
+            finished += sum(isinstance(record, records.Span) for record in batch) - lost
+            dropped += lost
             time.sleep(time.monotonic() - began)
-        text.append(lines.encoded(records.End(anchor=window.closed, spans=finished, dropped=0)))
+        text.append(lines.encoded(records.End(anchor=window.closed, spans=finished, dropped=dropped)))
         return b"".join(text)
 
     def _outcome(self, window: Window) -> Expectation:

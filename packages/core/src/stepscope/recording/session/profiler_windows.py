@@ -27,7 +27,7 @@ from stepscope.recording.process.event_loop import in_event_loop
 from stepscope.recording.session import selection
 from stepscope.recording.spans import scopes
 from stepscope.recording.spans.maker import SpanMaker
-from stepscope.recording.spans.span import PlacedSpan, Span, SpanSink, record
+from stepscope.recording.spans.span import Span, record
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -333,57 +333,34 @@ class Windows:
         )
 
 
-class MarkedSpan(PlacedSpan):
+class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
     """A span in a process that a profiler records: it stands in the profiler's trace too."""
 
-    __slots__ = ("_is_async", "_marker", "_opens", "_windows")
-
-    def __init__(
-        self,
-        log: SpanSink,
-        stage: str,
-        role: str | None,
-        attrs: Mapping[str, AttrValue] | None,
-        *,
-        windows: Windows,
-        is_async: bool,
-        opens: bool = False,
-        **place: Unpack[scopes.Placing],
-    ) -> None:
-        super().__init__(log, stage, role, attrs, **place)
-        self._windows = windows
-        self._is_async = is_async
-        self._opens = opens
-        """True if this span is a stage with its own window (discrete mode)."""
+    windows: Windows
+    is_async: bool
+    opens: bool = False
+    """True if this span is a stage with its own window (discrete mode)."""
+    marker: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Self:
-        if self.token is not None or self.end_ns is not None:
+        if self.start_ns:
             return self._again()
-        if self._opens:
+        if self.opens:
             # Before the span begins: starting a profiler is not the stage's own time.
             began_ns = time.monotonic_ns()
             role = self.role or scopes.inherited(scopes.current.get()).role
-            self._opens = self._windows.open(self.stage, role or self.log.process.role)
-            if self._opens:
+            self.opens = self.windows.open(self.stage, role or self.log.process.role)
+            if self.opens:
                 self._say_profiling(began_ns)
         super().__enter__()
-        self._marker = self._windows.mark(self, self._is_async)
+        self.marker = self.windows.mark(self, self.is_async)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self.token is None or self.token is scopes.SHARED:
-                self._end_again(kind, error, trace)
-                return
-            if self._marker is not None:
-                self._windows.unmark(self._marker)
-            super().__exit__(kind, error, trace)
-            if self._opens:
-                began_ns = time.monotonic_ns()
-                self._windows.close()
-                self._say_profiling(began_ns)
+            self._leave(kind, error, trace)
         except Exception as failure:
             failures.note(f"closing the span {self.role}/{self.stage}", failure)
 
@@ -392,6 +369,10 @@ class MarkedSpan(PlacedSpan):
         record(self.log, PROFILING, {"window": self.stage}, began_ns, time.monotonic_ns())
 
     def _ended(self, error: BaseException | None) -> None:
-        if self._marker is not None:
-            self._windows.unmark(self._marker)
+        if self.marker is not None:
+            self.windows.unmark(self.marker)
         super()._ended(error)
+        if self.opens:
+            began_ns = time.monotonic_ns()
+            self.windows.close()
+            self._say_profiling(began_ns)

@@ -22,7 +22,6 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Absent, Ending, OpenedBy, ProcessPart, awaited
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import clock, failures, prepared, settings
@@ -36,8 +35,6 @@ from stepscope.recording.session.profiler_windows import OnArtifact, Windows
 from stepscope.recording.session.span_file import close_spans
 from stepscope.recording.spans import marks, redaction
 from stepscope.recording.spans.log import SpanLog
-from stepscope.recording.spans.scopes import Placing
-from stepscope.recording.spans.span import PlacedSpan, Span
 
 CLOSED_WHILE_OPENING = "the capture was closed while it opened"
 _HAND_BACK_S = 1.0  # so long exports, and the record of what closing took, wait for its end
@@ -353,23 +350,6 @@ class Session:
         return self._ended is not None
 
     # What the recorded code calls, besides `log.new` and `log.begin`.
-
-    def placed_span(
-        self,
-        stage: str,
-        role: str | None,
-        attrs: Mapping[str, AttrValue] | None,
-        step: int | None = None,
-        policy_version: int | None = None,
-        trajectory: str | None = None,
-        turn: int | None = None,
-    ) -> Span:
-        """Return a span that says more of its place: step, policy_version, trajectory, turn."""
-        attrs = attr_values(attrs) if attrs else None
-        if self._windows is None:
-            return PlacedSpan(self.log, stage, role, attrs, step, policy_version, trajectory, turn)
-        place = Placing(step=step, policy_version=policy_version, trajectory=trajectory, turn=turn)
-        return self._windows.new(self.log, stage, role, attrs, **place)
 
     def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
         """Record that this step consumes a trajectory."""

@@ -34,10 +34,15 @@ def trajectory(
         scope.step = None if step is None else whole(step)
         scope.policy_version = None if policy_version is None else whole(policy_version)
         scope.trajectory = str(trajectory_id)
-        scope.token = scope.turns = None
+        scope.entered, scope.turns = False, None
         return scope
-    return session.placed_span(
-        "trajectory", "agent_loop", attrs, whole(step), whole(policy_version), str(trajectory_id)
+    return session.log.new(
+        "trajectory",
+        "agent_loop",
+        attr_values(attrs) if attrs else None,
+        step=None if step is None else whole(step),
+        policy_version=None if policy_version is None else whole(policy_version),
+        trajectory=str(trajectory_id),
     )
 
 
@@ -50,9 +55,14 @@ def turn(index: int, *, attrs: Mapping[str, AttrValue] | None = None) -> Scope:
     if session is None:
         scope = UncapturedTurn()
         scope.turn = index if type(index) is int else whole(index)
-        scope.token = None
+        scope.policy_version, scope.entered = None, False
         return scope
-    return session.placed_span("turn", "agent_loop", attrs, None, None, None, whole(index))
+    return session.log.new(
+        "turn",
+        "agent_loop",
+        attr_values(attrs) if attrs else None,
+        turn=index if type(index) is int else whole(index),
+    )
 
 
 def span(
@@ -77,6 +87,10 @@ def span(
     session = slot.active
     if session is None:
         return OFF
-    if step is None and policy_version is None:
-        return session.log.new(stage, role, attr_values(attrs) if attrs else None)
-    return session.placed_span(stage, role, attrs, whole(step), whole(policy_version))
+    return session.log.new(
+        stage,
+        role,
+        attr_values(attrs) if attrs else None,
+        step=None if step is None else whole(step),
+        policy_version=None if policy_version is None else whole(policy_version),
+    )

@@ -153,7 +153,7 @@ class Attached(Place):
     _caller: Caller | None
 
     def __enter__(self) -> Self:
-        if self.token is not None:
+        if self.entered:
             return self._again()
         super().__enter__()
         self._caller = None

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from time import monotonic_ns
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.trace_context import SpanIds
 from stepscope.files.values import AttrValue
 from stepscope.recording.process import failures
-from stepscope.recording.spans.scopes import OFF, Scope, current
+from stepscope.recording.spans.scopes import OFF, Placing, Scope, current
 from stepscope.recording.spans.span import Span, thread
 from stepscope.recording.spans.wrapping import INLINED, Declared
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Looked up once: a span that goes through `current` for each of them takes a twentieth longer.
 _current, _enter = current.get, current.set
@@ -23,7 +26,12 @@ class SpanObserver(Protocol):
     """Maker of a log's spans where something else records them too: the windows of a profiler."""
 
     def new(
-        self, log: SpanMaker, stage: str, role: str | None, attrs: Mapping[str, AttrValue] | None
+        self,
+        log: SpanMaker,
+        stage: str,
+        role: str | None,
+        attrs: Mapping[str, AttrValue] | None,
+        **place: Unpack[Placing],
     ) -> Span:
         """As `SpanMaker.new`."""
         ...
@@ -74,18 +82,22 @@ class SpanMaker:
         """Return the spans that have not ended, those that are known, the oldest first."""
         return []
 
-    def new(self, stage: str, role: str | None = None, attrs: Mapping[str, AttrValue] | None = None) -> Span:
+    def new(
+        self,
+        stage: str,
+        role: str | None = None,
+        attrs: Mapping[str, AttrValue] | None = None,
+        step: int | None = None,
+        policy_version: int | None = None,
+        trajectory: str | None = None,
+        turn: int | None = None,
+    ) -> Span:
         """Return a span to enter once."""
         observer = self.observer  # another thread may put another one in its place
-        if observer is not None:
-            return observer.new(self, stage, role, attrs)
-        span = Span()
-        span.log = self
-        span.stage = stage
-        span.role = role
-        span.attrs = attrs
-        span.resolved = span.end_ns = span.error = span.token = None
-        return span
+        if observer is None:
+            return Span(self, stage, role, attrs, step, policy_version, trajectory, turn)
+        place = Placing(step=step, policy_version=policy_version, trajectory=trajectory, turn=turn)
+        return observer.new(self, stage, role, attrs, **place)
 
     def begin(
         self,
@@ -109,17 +121,20 @@ class SpanMaker:
             observer = self.observer
             if observer is not None:
                 return observer.begin(self, declared, attrs, first)
-            span = Span()
-            span.log = self
-            span.stage = declared.stage
-            span.role = declared.role
-            span.attrs = attrs
-            span.resolved = span.end_ns = span.error = None
-            span.thread = thread.id
-            span.parent = _current()
-            span.token = _enter(span)
-            span.id = next(self.ids)
-            span.start_ns = monotonic_ns()
+            parent = _current()
+            span = Span(
+                self,
+                declared.stage,
+                declared.role,
+                attrs,
+                parent=parent,
+                thread=thread.id,
+                id=next(self.ids),
+                start_ns=monotonic_ns(),
+            )
+            token = _enter(span)
+            if parent is None:
+                span.token = token
             self.opened(span)
             return span
         except RecursionError:
@@ -127,6 +142,13 @@ class SpanMaker:
         except Exception as failure:
             failures.note(f"opening the span {declared.stage}", failure)
             return OFF
+
+
+def not_kept(span: Span) -> None:
+    """Stand for `opened` once a log is over.
+
+    Its spans name it, and the garbage collector sees no spans: it must let go of them.
+    """
 
 
 def _begin_in_compiled_code(

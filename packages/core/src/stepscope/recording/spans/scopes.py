@@ -4,16 +4,19 @@ One ContextVar holds the innermost scope. Everything else is inherited along `pa
 span is written, so that entering a span costs one get and one set. Tasks, `gather` and `asyncio.to_thread`
 copy the context. A bare `threading.Thread` starts without one (before Python 3.14): hand it a `carrier()`
 and `attach` it there.
+
+Leaving a scope puts its parent back. The token of `ContextVar.set` would do so too, but nobody keeps it: the
+garbage collector would walk through one more object for each open scope.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
 
-from stepscope.files.values import AttrValue
+from stepscope.files.values import AttrValue, bounded
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -24,10 +27,8 @@ if TYPE_CHECKING:
 
 current: ContextVar[Scope | None] = ContextVar("stepscope_scope", default=None)
 
-SHARED = cast("Token[Scope | None]", object())
-"""Token of a scope that has copies: leaving it leaves the innermost copy."""
 # Looked up once: agent loops enter a scope for each turn, captured or not.
-_current, _enter, _leave = current.get, current.set, current.reset
+_current, _enter = current.get, current.set
 MAX_DEPTH = 10_000
 """Levels of scopes that are visited, so that no loop is endless."""
 
@@ -42,37 +43,33 @@ class Scope:
     turn: int | None = None
 
     if TYPE_CHECKING:
+        entered: bool
+        """True once it was entered: from then on each entry is a copy. Spans tell it by their start."""
         parent: Scope | None
         resolved: Inherited | None
-        token: Token[Scope | None] | None
-        """Leaves the scope; None before it is entered and once it is left, SHARED when entered again."""
         turns: Iterator[int] | None
         """Numbers of its turns that are counted, if it is a trajectory."""
-        origin: Scope
-        """The scope that this is a copy of (`_again`); unset in others."""
+        origin: Scope | None
+        """The scope that this is a copy of (`_again`); None or unset in others."""
     else:
         __slots__ = ()
 
     def __enter__(self) -> Self:
-        if self.token is not None:
+        if self.entered:
             return self._again()
+        self.entered = True
         self.resolved = None
         self.parent = _current()
-        self.token = _enter(self)
+        _enter(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        token = self.token
-        if token is None or token is SHARED:
-            self._end_again(kind, error, trace)
-            return
-        self.token = None
-        try:
-            _leave(token)
-        except ValueError:
-            pass  # closed by another task or thread (an async generator finalised by the loop)
+        if _current() is self:
+            _enter(self.parent)
+        else:
+            self._leave(kind, error, trace)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -86,27 +83,26 @@ class Scope:
         """Enter a copy, because each entry of the same object is a scope of its own."""
         copy = self._copy()
         copy.origin = self
-        if self.token is not None:
-            self.token = SHARED
         return cast("Self", copy.__enter__())
 
     def _copy(self) -> Scope:
         return Place()
 
-    def _end_again(
+    def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the innermost scope among this one and its copies that this task or thread is in, if any."""
         scope = self._entered()
         if scope is self:
-            self.token = None
-            current.set(self.parent)
+            _enter(self.parent)
             self._ended(error)
         elif scope is not None:
             scope.__exit__(kind, error, trace)
+        else:  # closed by another task or thread (an async generator finalised by the loop)
+            self._ended_elsewhere(error)
 
     def _entered(self) -> Scope | None:
-        scope = current.get()
+        scope = _current()
         for _ in range(MAX_DEPTH):
             if scope is None or scope is self or getattr(scope, "origin", None) is self:
                 break
@@ -114,7 +110,10 @@ class Scope:
         return scope
 
     def _ended(self, error: BaseException | None) -> None:
-        """Record the end of a scope that was entered more than once."""
+        """Record the end, if this is a span."""
+
+    def _ended_elsewhere(self, error: BaseException | None) -> None:
+        """Record an end that is no end of this task's or thread's scopes."""
 
     def set(self, **attrs: AttrValue) -> None:
         """Add attributes to the span; do nothing without a capture."""
@@ -169,16 +168,16 @@ class UncapturedTurn(Scope):
     It has no `__init__`, as `Span`. `api.turn` makes it.
     """
 
-    __slots__ = ("origin", "parent", "resolved", "token", "turn")
+    __slots__ = ("entered", "origin", "parent", "policy_version", "resolved", "turn")
 
     def _copy(self) -> Scope:
-        return Place(turn=self.turn)
+        return Place(policy_version=self.policy_version, turn=self.turn)
 
 
 class UncapturedTrajectory(Scope):
     """A trajectory that nobody records, as `UncapturedTurn`. `api.trajectory` makes it."""
 
-    __slots__ = ("origin", "parent", "policy_version", "resolved", "step", "token", "trajectory", "turns")
+    __slots__ = ("entered", "origin", "parent", "policy_version", "resolved", "step", "trajectory", "turns")
 
     def _copy(self) -> Scope:
         return Place(step=self.step, policy_version=self.policy_version, trajectory=self.trajectory)
@@ -188,7 +187,7 @@ class Place(Scope):
     """A scope with a place that records nothing: an attached carrier, for example."""
 
     __slots__ = (
-        "context", "link", "origin", "parent", "policy_version", "process", "resolved", "step", "token",
+        "context", "entered", "link", "origin", "parent", "policy_version", "process", "resolved", "step",
         "trajectory", "turn", "turns",
     )  # fmt: skip
 
@@ -207,7 +206,8 @@ class Place(Scope):
         process: The process that made the carrier.
         context: The `traceparent` of the carrier.
         """
-        self.resolved = self.parent = self.token = self.turns = None
+        self.entered = False
+        self.resolved = self.parent = self.turns = None
         self.step = step
         self.policy_version = policy_version
         self.trajectory = trajectory
@@ -249,23 +249,42 @@ _NOTHING = Inherited()
 
 def inherited(scope: Scope | None) -> Inherited:
     """Return the fields that hold at `scope`, and keep them there: a child then looks at its parent alone."""
-    chain: list[Scope] = []
-    while scope is not None and scope.resolved is None and len(chain) < MAX_DEPTH:
-        chain.append(scope)
-        scope = scope.parent
-    fields = _NOTHING if scope is None or scope.resolved is None else scope.resolved
-    for inner in reversed(chain):
-        # A turn belongs to its trajectory: another trajectory does not inherit it.
-        turn = inner.turn if inner.turn is not None or inner.trajectory is not None else fields.turn
-        fields = Inherited(
-            fields.role if inner.role is None else inner.role,
-            fields.step if inner.step is None else inner.step,
-            fields.policy_version if inner.policy_version is None else inner.policy_version,
-            fields.trajectory if inner.trajectory is None else inner.trajectory,
-            turn,
-        )
-        inner.resolved = fields
+    if scope is None:
+        return _NOTHING
+    fields = scope.resolved
+    if fields is None:
+        parent = scope.parent
+        above = _NOTHING if parent is None else parent.resolved or _resolved(parent)
+        fields = scope.resolved = _inside(scope, above)
     return fields
+
+
+def _resolved(scope: Scope) -> Inherited:
+    """As `inherited`, where nobody has looked at the scopes above either: a chain may be long."""
+    chain = [scope]
+    while (parent := chain[-1].parent) is not None and parent.resolved is None and len(chain) < MAX_DEPTH:
+        chain.append(parent)
+    fields = _NOTHING if parent is None else parent.resolved or _NOTHING
+    for inner in reversed(chain):
+        fields = inner.resolved = _inside(inner, fields)
+    return fields
+
+
+def _inside(scope: Scope, fields: Inherited) -> Inherited:
+    role, step, policy_version, trajectory, turn = fields
+    if scope.role is not None:
+        role = scope.role
+    if scope.step is not None:
+        step = scope.step
+    if scope.policy_version is not None:
+        policy_version = scope.policy_version
+    if scope.trajectory is not None:
+        # A turn belongs to its trajectory: another trajectory does not inherit it.
+        trajectory, turn = bounded(scope.trajectory), None
+    if scope.turn is not None:
+        turn = scope.turn
+    # As Inherited(...), for less than half: its `__new__` is written in Python.
+    return tuple.__new__(Inherited, (role, step, policy_version, trajectory, turn))
 
 
 def next_turn() -> int | None:

@@ -20,8 +20,17 @@ if TYPE_CHECKING:
 class SpanFactory(Protocol):
     """A span log, as code that opens spans needs it. Wrappers also call its `begin`."""
 
-    def new(self, stage: str, role: str | None = None, attrs: Mapping[str, AttrValue] | None = None) -> Scope:
-        """Return a span to enter once."""
+    def new(
+        self,
+        stage: str,
+        role: str | None = None,
+        attrs: Mapping[str, AttrValue] | None = None,
+        step: int | None = None,
+        policy_version: int | None = None,
+        trajectory: str | None = None,
+        turn: int | None = None,
+    ) -> Scope:
+        """Return a span to enter once. The last four say more of its place."""
         ...
 
     def open_spans(self) -> Sequence[Scope]:
@@ -40,19 +49,6 @@ class ActiveSession(Protocol):
 
     @property
     def step(self) -> int | None: ...
-
-    def placed_span(
-        self,
-        stage: str,
-        role: str | None,
-        attrs: Mapping[str, AttrValue] | None,
-        step: int | None = None,
-        policy_version: int | None = None,
-        trajectory: str | None = None,
-        turn: int | None = None,
-    ) -> Scope:
-        """Return a span with a place of its own: step, policy_version, trajectory, turn."""
-        ...
 
     def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
         """Record that this step consumes a trajectory."""

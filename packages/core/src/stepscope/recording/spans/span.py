@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import Token
 from threading import get_native_id
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
@@ -14,7 +17,7 @@ from stepscope.files.trace_context import SpanIds
 from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.process.failures import describe
 from stepscope.recording.spans import slot
-from stepscope.recording.spans.scopes import Place, Placing, Scope, current
+from stepscope.recording.spans.scopes import Inherited, Place, Placing, Scope, current
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -51,37 +54,50 @@ class _Thread(threading.local):
 
 thread = _Thread()
 # Looked up once: a span that goes through `current` for each of them takes a twentieth longer.
-_current, _enter, _leave = current.get, current.set, current.reset
+_current, _enter, _reset = current.get, current.set, current.reset
 
 
-class Span(Scope):
+class Span(msgspec.Struct, Scope, gc=False, eq=False):
     """One recorded stretch of code. `SpanMaker.new` makes it; `SpanMaker.begin` makes and enters it.
 
-    It has no `__init__`, because calling one takes a quarter of a whole span's time.
+    A struct, because the garbage collector would walk through all spans in flight again and again: in a loop
+    of 20,000 trajectories that takes more than all else here. So no span may be part of a cycle.
     """
-
-    __slots__ = (
-        "attrs", "end_ns", "error", "id", "log", "origin", "parent", "resolved", "role", "stage", "start_ns",
-        "thread", "token",
-    )  # fmt: skip
 
     log: SpanSink
     stage: str
     role: str | None
     attrs: Mapping[str, AttrValue] | None
-    thread: int
-    id: int
-    start_ns: int
-    end_ns: int | None
-    error: str | None
+    step: int | None = None
+    policy_version: int | None = None
+    trajectory: str | None = None
+    turn: int | None = None
+    parent: Scope | None = None
+    thread: int = 0
+    id: int = 0
+    start_ns: int = 0
+    """0 until it is entered."""
+    end_ns: int | None = None
+    error: str | None = None
+    token: Token[Scope | None] | None = None
+    """Leaves a span at the top, and only in the task that entered it; None in other spans."""
+    resolved: Inherited | None = None
+    turns: Iterator[int] | None = None
+    origin: Scope | None = None
+    is_shared: bool = False
+    """True if it has copies: tasks that share it end theirs."""
+
+    __repr__ = object.__repr__  # a struct's would print all spans above it, and its log
 
     def __enter__(self) -> Self:
-        if self.token is not None or self.end_ns is not None:
+        if self.start_ns:
             return self._again()
         log = self.log
         self.thread = thread.id
-        self.parent = _current()
-        self.token = _enter(self)
+        self.parent = parent = _current()
+        token = _enter(self)
+        if parent is None and self.trajectory is None:
+            self.token = token
         self.id = next(log.ids)
         self.start_ns = monotonic_ns()
         log.opened(self)
@@ -91,31 +107,48 @@ class Span(Scope):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end_ns = monotonic_ns()
-        # As Scope.__exit__, spelled out: a call is a tenth of a span.
-        token, self.token = self.token, None
-        try:
-            _leave(token)  # type: ignore[arg-type]  # None and SHARED raise TypeError
-        except ValueError:
-            pass
-        except TypeError:
-            self.token = token
-            self._end_again(kind, error, trace)
+        # As `_leave`, spelled out: a call is a tenth of a span.
+        token = self.token
+        if token is not None:
+            self.token = None
+            try:
+                _reset(token)  # as below, for less
+            except ValueError:
+                pass  # closed by another task or thread (an async generator finalised by the loop)
+        elif _current() is self:
+            _enter(self.parent)
+        else:
+            self._leave(kind, error, trace)
             return
         if error is not None:
-            try:
-                self.error = describe(error)
-            except RecursionError:  # at the limit of the user's recursion: there is no depth to call it
-                self.error = type(error).__name__
+            self.error = _described(error)
         self.end_ns = end_ns  # last: the writing thread takes a span with an end as complete
 
     def _ended(self, error: BaseException | None) -> None:
+        self.token = None
         if error is not None:
-            self.error = describe(error)
+            self.error = _described(error)
         self.end_ns = monotonic_ns()
+
+    def _ended_elsewhere(self, error: BaseException | None) -> None:
+        if self.start_ns and self.end_ns is None and not self.is_shared:
+            self._ended(error)
+
+    def _again(self) -> Self:
+        self.is_shared, self.token = True, None
+        return super()._again()
 
     def _copy(self) -> Scope:
         session = slot.active  # of this capture, or of a later one
-        return super()._copy() if session is None else session.log.new(self.stage, self.role, self.attrs)
+        place = Placing(
+            step=self.step,
+            policy_version=self.policy_version,
+            trajectory=self.trajectory,
+            turn=self.turn,
+        )
+        if session is None:
+            return Place(**place)
+        return session.log.new(self.stage, self.role, self.attrs, **place)
 
     def set(self, **attrs: AttrValue) -> None:
         """Add attributes; later values win."""
@@ -135,12 +168,7 @@ class Span(Scope):
         role: str | None = None,
         attrs: Mapping[str, AttrValue] | None = None,
     ) -> None:
-        span = PlacedSpan(self.log, stage, role, attrs)
-        span.parent, span.token = self, None
-        span.thread = thread.id
-        span.id = next(self.log.ids)
-        span.start_ns, span.end_ns = start_ns, max(start_ns, end_ns)
-        self.log.opened(span)
+        _append(self.log, stage, role, attrs, self, start_ns, max(start_ns, end_ns))
 
     def reference(self) -> SpanLink:
         return SpanLink(process=self.log.process.key, span=self.id, step=self.log.step)
@@ -155,50 +183,18 @@ class Span(Scope):
             return False
         here = _current()
         try:
-            _leave(self.token)  # only the task that entered it can: in a copy of its context this raises
+            _reset(self.token)  # only the task that entered it can: in a copy of its context this raises
         except ValueError:
             return False
         self.token = _enter(here)
         return True
 
 
-class PlacedSpan(Span):
-    """A span with a place of its own: a trajectory, a turn, another step's work."""
-
-    __slots__ = ("policy_version", "step", "trajectory", "turn", "turns")
-
-    def __init__(
-        self,
-        log: SpanSink,
-        stage: str,
-        role: str | None,
-        attrs: Mapping[str, AttrValue] | None,
-        step: int | None = None,
-        policy_version: int | None = None,
-        trajectory: str | None = None,
-        turn: int | None = None,
-    ) -> None:
-        self.log = log
-        self.stage = stage
-        self.role = role
-        self.attrs = attrs
-        self.resolved = self.end_ns = self.error = self.token = self.turns = None
-        self.step = step
-        self.policy_version = policy_version
-        self.trajectory = trajectory
-        self.turn = turn
-
-    def _copy(self) -> Scope:
-        session = slot.active
-        place = Placing(
-            step=self.step,
-            policy_version=self.policy_version,
-            trajectory=self.trajectory,
-            turn=self.turn,
-        )
-        if session is None:
-            return Place(**place)
-        return session.placed_span(self.stage, self.role, self.attrs, **place)
+def _described(error: BaseException) -> str:
+    try:
+        return describe(error)
+    except RecursionError:  # at the limit of the user's recursion: there is no depth to call it
+        return type(error).__name__
 
 
 def mark(log: SpanSink, stage: str, attrs: Mapping[str, AttrValue] | None, **place: Unpack[Placing]) -> None:
@@ -216,9 +212,19 @@ def record(
     **place: Unpack[Placing],
 ) -> None:
     """Record a span that is over, below the one that runs."""
-    span = PlacedSpan(log, stage, None, attrs, **place)
-    span.parent, span.token = _current(), None
-    span.thread = thread.id
-    span.id = next(log.ids)
+    _append(log, stage, None, attrs, _current(), start_ns, end_ns, **place)
+
+
+def _append(
+    log: SpanSink,
+    stage: str,
+    role: str | None,
+    attrs: Mapping[str, AttrValue] | None,
+    parent: Scope | None,
+    start_ns: int,
+    end_ns: int,
+    **place: Unpack[Placing],
+) -> None:
+    span = Span(log, stage, role, attrs, parent=parent, thread=thread.id, id=next(log.ids), **place)
     span.start_ns, span.end_ns = start_ns, end_ns
     log.opened(span)
