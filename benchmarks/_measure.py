@@ -29,12 +29,19 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> Measured:
-    """Return the results of each contender by round. The order of contenders turns."""
+def interleaved(
+    contenders: Mapping[str, Callable[[], float]], rounds: int, *, collector: bool = False
+) -> Measured:
+    """Return the results of each contender by round. The order of contenders turns.
+
+    Args:
+        collector: Whether the garbage collector runs as in the user's program. It adds noise.
+    """
     names = list(contenders)
     results: Measured = {name: [] for name in names}
     gc.collect()
-    gc.disable()
+    if not collector:
+        gc.disable()
     try:
         for turn in range(rounds + 1):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:

@@ -121,13 +121,16 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
             self._leave(kind, error, trace)
             return
         if error is not None:
-            self.error = _described(error)
+            try:
+                self.error = describe(error)
+            except RecursionError:  # at the limit of the user's recursion: there is no depth to call it
+                self.error = type(error).__name__
         self.end_ns = end_ns  # last: the writing thread takes a span with an end as complete
 
     def _ended(self, error: BaseException | None) -> None:
         self.token = None
         if error is not None:
-            self.error = _described(error)
+            self.error = describe(error)
         self.end_ns = monotonic_ns()
 
     def _ended_elsewhere(self, error: BaseException | None) -> None:
@@ -188,13 +191,6 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
             return False
         self.token = _enter(here)
         return True
-
-
-def _described(error: BaseException) -> str:
-    try:
-        return describe(error)
-    except RecursionError:  # at the limit of the user's recursion: there is no depth to call it
-        return type(error).__name__
 
 
 def mark(log: SpanSink, stage: str, attrs: Mapping[str, AttrValue] | None, **place: Unpack[Placing]) -> None:
