@@ -73,17 +73,17 @@ def _counters(sampler: Sampler, now_ns: int) -> Iterator[CounterNow]:
 
 
 def _open_span(span: Span, now_ns: int) -> OpenSpan:
-    place = scopes.inherited(span)
+    role, _, _, trajectory, turn = scopes.inherited(span)
     parent, link, _ = lines.parent_of(span)
     return OpenSpan(
         span=span.id,
         parent=parent,
         link=link,
-        role=bounded(str(place.role or span.log.process.role)),
+        role=bounded(str(role or span.log.process.role)),
         stage=bounded(str(span.stage)),
         age_ns=max(0, now_ns - span.start_ns),
-        trajectory=place.trajectory,
-        turn=place.turn,
+        trajectory=trajectory,
+        turn=turn,
         thread=span.thread,
         waits=span.stage in WAITING or (span.attrs or {}).get(WAIT) is True,
     )

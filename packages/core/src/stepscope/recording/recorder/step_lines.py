@@ -34,12 +34,13 @@ def line_of(step: RecordedStep, spans: Sequence[Span], sampler: Sampler | None) 
     took: dict[tuple[str, str], int] = defaultdict(int)
     """By role and stage as the user gave them: making text of each would double the work."""
     for span in spans:
-        if isinstance(span.parent, Span) or not first_ns <= span.start_ns <= last_ns:
+        above = span.parent
+        if (above is not None and above.log is not None) or not first_ns <= span.start_ns <= last_ns:
             continue
         end_ns = span.end_ns
         if end_ns is None:
             continue
-        role = span.role or scopes.inherited(span.parent).role or span.log.process.role
+        role = span.role or scopes.role_at(above) or span.log.process.role
         try:
             took[role, span.stage] += end_ns - span.start_ns
         except TypeError:  # a list, say

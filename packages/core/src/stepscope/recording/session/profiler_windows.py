@@ -220,7 +220,7 @@ class Windows:
         if self.running is None:
             return None
         try:
-            role = bounded(span.role or scopes.inherited(span.parent).role or self._role)
+            role = bounded(span.role or scopes.role_at(span.parent) or self._role)
             info = SpanInfo(stage=bounded(span.stage), role=role, span=span.id, is_async=is_async)
             marker = self._backend.range(info)
             marker.__enter__()
@@ -348,7 +348,7 @@ class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
         if self.opens:
             # Before the span begins: starting a profiler is not the stage's own time.
             began_ns = time.monotonic_ns()
-            role = self.role or scopes.inherited(scopes.current.get()).role
+            role = self.role or scopes.role_at(scopes.current.get())
             self.opens = self.windows.open(self.stage, role or self.log.process.role)
             if self.opens:
                 self._say_profiling(began_ns)

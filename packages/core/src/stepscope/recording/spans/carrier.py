@@ -39,10 +39,9 @@ def carrier() -> Carrier | None:
     scope = current.get()
     if scope is None:
         return None
-    place = inherited(scope)
+    _, step, policy_version, trajectory, turn = inherited(scope)
     data = Carrier()
     link, traceparent = _recorded(scope)
-    step = place.step
     if link is not None:
         data["process"], data["span"] = link.process, link.span
         if link.step is not None:
@@ -50,12 +49,12 @@ def carrier() -> Carrier | None:
             step = link.step if step is None else step
     if step is not None:
         data["step"] = step
-    if place.policy_version is not None:
-        data["policy_version"] = place.policy_version
-    if place.trajectory is not None:
-        data["trajectory"] = place.trajectory
-    if place.turn is not None:
-        data["turn"] = place.turn
+    if policy_version is not None:
+        data["policy_version"] = policy_version
+    if trajectory is not None:
+        data["trajectory"] = trajectory
+    if turn is not None:
+        data["turn"] = turn
     if data and link is None:
         data["process"] = f"{os.uname().nodename}_pid{os.getpid()}"
     if traceparent is not None:

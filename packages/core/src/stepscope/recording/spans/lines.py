@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 
@@ -66,8 +66,8 @@ def record_of(span: Span, end_ns: int | None, file_step: int | None) -> Record:
     """
     log, above = span.log, span.parent
     link = traceparent = None
-    if isinstance(above, Span) and above.log is log:
-        parent: int | None = above.id
+    if above is not None and above.log is log:
+        parent: int | None = cast(Span, above).id
     else:
         parent, link, traceparent = parent_of(span)
     role, step, policy_version, trajectory, turn = scopes.inherited(span)
@@ -121,8 +121,8 @@ def parent_of(span: Span) -> tuple[int | None, SpanLink | None, str | None]:
     """Return the parent: its id in this file, a link to a span elsewhere, or a foreign `traceparent`."""
     scope = span.parent
     while scope is not None:
-        if isinstance(scope, Span) and scope.log is span.log:
-            return scope.id, None, None
+        if scope.log is span.log:
+            return cast(Span, scope).id, None, None
         link = scope.reference()
         if link is not None:
             return None, link, None

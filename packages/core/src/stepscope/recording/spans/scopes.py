@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, cast
 
 from stepscope.files.values import AttrValue, bounded
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # typing.Self is 3.11+
 
     from stepscope.files.spans import SpanLink
+    from stepscope.recording.spans.span import SpanSink
 
 current: ContextVar[Scope | None] = ContextVar("stepscope_scope", default=None)
 
@@ -41,6 +42,9 @@ class Scope:
     policy_version: int | None = None
     trajectory: str | None = None
     turn: int | None = None
+
+    log: SpanSink | None = None
+    """Where it is recorded; None: it is no span."""
 
     if TYPE_CHECKING:
         entered: bool
@@ -234,17 +238,13 @@ class Place(Scope):
         )
 
 
-class Inherited(NamedTuple):
-    """The fields of a scope, with those it leaves None taken from the nearest scope above that has them."""
+Inherited: TypeAlias = "tuple[str | None, int | None, int | None, str | None, int | None]"
+"""Role, step, policy version, trajectory and turn of a scope, those of the scopes above it included.
 
-    role: str | None = None
-    step: int | None = None
-    policy_version: int | None = None
-    trajectory: str | None = None
-    turn: int | None = None
+A plain tuple, because the garbage collector looks at one once and never again.
+"""
 
-
-_NOTHING = Inherited()
+_NOTHING: Inherited = (None, None, None, None, None)
 
 
 def inherited(scope: Scope | None) -> Inherited:
@@ -283,8 +283,13 @@ def _inside(scope: Scope, fields: Inherited) -> Inherited:
         trajectory, turn = bounded(scope.trajectory), None
     if scope.turn is not None:
         turn = scope.turn
-    # As Inherited(...), for less than half: its `__new__` is written in Python.
-    return tuple.__new__(Inherited, (role, step, policy_version, trajectory, turn))
+    return role, step, policy_version, trajectory, turn
+
+
+def role_at(scope: Scope | None) -> str | None:
+    """Return the role that holds at `scope`; None if no scope has one."""
+    role, *_ = inherited(scope)
+    return role
 
 
 def next_turn() -> int | None:
