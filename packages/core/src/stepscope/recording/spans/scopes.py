@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # typing.Self is 3.11+
 
     from stepscope.files.spans import SpanLink
-    from stepscope.recording.spans.span import SpanSink
 
 current: ContextVar[Scope | None] = ContextVar("stepscope_scope", default=None)
 
@@ -43,8 +42,8 @@ class Scope:
     trajectory: str | None = None
     turn: int | None = None
 
-    log: SpanSink | None = None
-    """Where it is recorded; None: it is no span."""
+    log: object = None
+    """The log of a span; None in other scopes."""
 
     if TYPE_CHECKING:
         entered: bool
