@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,10 +121,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Provide the run's folder: another one in each process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(on_demand, "_listener", None)
+    before = threading.enumerate()
     yield f"/proc/self/cwd/{tmp_path.name}"
     drain()  # what is written later would be so in the next folder
     if on_demand._listener is not None:
         on_demand._listener.close()
+    for thread in threading.enumerate():
+        if thread.name == "stepscope-requests" and thread not in before:
+            thread.join(10)
 
 
 @pytest.fixture
