@@ -170,8 +170,8 @@ def main() -> None:
     except ImportError:
         with_hta = False
         print("not installed: HolisticTraceAnalysis")
-    rows, different, times, kernels = list[list[str]](), list[str](), 0, 0
-    shares = 0
+    rows, different = list[list[str]](), list[str]()
+    times = kernels = shares = 0
     for path in sorted(path for folder in options.folders for path in folder.rglob("*.json*")):
         expected = independent(path)
         if expected is None:

@@ -327,8 +327,15 @@ def sampled_profiler(engine: object, replica: int) -> SampledProfiler:
     return SampledProfiler(engine, replica)
 
 
-def test_the_recorder_of_a_replicas_actor_samples_its_engine(tmp_path: Path, ray_cluster: None) -> None:
-    replicas = [ray.remote(Replica).remote() for _ in range(2)]
+@pytest.fixture
+def replicas(ray_cluster: None) -> Iterator[list[Any]]:
+    made = [ray.remote(Replica).remote() for _ in range(2)]
+    yield made
+    for replica in made:
+        ray.kill(replica)
+
+
+def test_the_recorder_of_a_replicas_actor_samples_its_engine(tmp_path: Path, replicas: list[Any]) -> None:
     engines = [RayRollout(replica, sampled_profiler, attribute="engine") for replica in replicas]
     states: list[list[EngineState]] = [[]]
     config, until = config_in(tmp_path), time.monotonic() + 60
@@ -341,5 +348,3 @@ def test_the_recorder_of_a_replicas_actor_samples_its_engine(tmp_path: Path, ray
     assert [[(state.name, state.running) for state in of_replica] for of_replica in states] == [
         [("replica 0", 1.0)], [("replica 1", 1.0)],
     ]  # fmt: skip
-    for replica in replicas:
-        ray.kill(replica)

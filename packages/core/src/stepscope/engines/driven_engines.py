@@ -12,8 +12,8 @@ _driven: dict[int, EngineProfiler] = {}
 """{id: profiler} of those that are recorded now. Writers: `begin`, `end`."""
 _join: Join | None = None
 """Called with the profiler of each engine whose recording begins. One writer: `tell`."""
-seated: dict[int, EngineProfiler] = {}
-"""{id: profiler} of those that the other process knows, recorded or not. One writer: `RayRollout`."""
+_seated: dict[int, EngineProfiler] = {}
+"""{id: profiler} of those that the other process knows, recorded or not. One writer: `seat`."""
 
 
 def begin(profiler: EngineProfiler) -> None:
@@ -26,6 +26,18 @@ def begin(profiler: EngineProfiler) -> None:
 def end(profiler: EngineProfiler) -> None:
     """Note that it ends."""
     _driven.pop(id(profiler), None)
+
+
+def seat(profiler: EngineProfiler, *, instead_of: EngineProfiler | None) -> None:
+    """Note an engine that the other process may record, in the place of an earlier one."""
+    if instead_of is not None:
+        _seated.pop(id(instead_of), None)
+    _seated[id(profiler)] = profiler
+
+
+def seated() -> tuple[EngineProfiler, ...]:
+    """Return the profilers that were noted by `seat`."""
+    return tuple(_seated.values())
 
 
 def tell(join: Join) -> None:

@@ -277,10 +277,9 @@ async def _seat(instance: object, place: Place) -> Seat:
     engine = _engine_at(instance, place, factory)
     seat = _seats.get(_key(place))
     if seat is None or (seat.engine is not engine and seat.token is None):
-        if seat is not None:
-            driven_engines.seated.pop(id(seat.profiler), None)
+        earlier = None if seat is None else seat.profiler
         seat = _seats[_key(place)] = Seat(engine, factory(engine, place.replica))
-        driven_engines.seated[id(seat.profiler)] = seat.profiler
+        driven_engines.seat(seat.profiler, instead_of=earlier)
     return seat
 
 

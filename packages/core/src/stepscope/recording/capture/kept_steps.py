@@ -69,7 +69,7 @@ def begin(
 
 
 def _start(config: ProfileConfig, role: str, rank: int | None, workers: object, engines: object) -> Recorder:
-    """Start the recorder of this process, and once, in the background, those of its workers."""
+    """Start the recorder of this process, and once, in the background, those of workers and engines."""
     before = standing.standing()
     recorder = standing.start(config, identify(role, rank=rank), run.run_id(), owner=True)
     recorder.config = config

@@ -83,7 +83,7 @@ class _Finder(CounterSource):
             if key not in self._seen:
                 self._seen.add(key)
                 self._add(adapter, engine, replica or 0)
-        for profiler in tuple(driven_engines.seated.values()):
+        for profiler in driven_engines.seated():
             self._queues.add(profiler)
         return {}
 

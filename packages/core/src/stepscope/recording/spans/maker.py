@@ -67,7 +67,7 @@ class SpanMaker:
         self.ids: Iterator[int] = itertools.count(1)
         self.trace = SpanIds(run_id, step or 0, process.key)
         self.roles: set[str] = set()
-        """Of all spans that are written so far. One writer: `lines.span_line`."""
+        """Of all spans that are written so far. One writer: `lines.record_of`."""
         self.opened = opened
         self.observer: SpanObserver | None = None
         """The profiler's windows, where a profiler records this process: its trace shows the spans too. For a
