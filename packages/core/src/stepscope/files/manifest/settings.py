@@ -46,7 +46,7 @@ Knob: TypeAlias = Literal[
 KNOBS: Mapping[Knob, str] = {
     "agent_workers": "processes that run agents",
     "async_rollout": "the rollout of the next step runs beside the training",
-    "balance_batch": "ranks get as much work each",
+    "balance_batch": "all ranks get equal work",
     "balance_requests": "a router gives requests to the replica that has fewer",
     "checkpointing": "activations are computed again rather than kept",
     "colocated": "rollout and training have the same devices",

@@ -18,7 +18,7 @@ FULL = 95
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """None: nothing says it."""
+    """Demand of one step. A number is None where nothing recorded says it."""
 
     fitting_requests: int | None = None
     """Requests that ran in a replica while its KV cache was full: of its samples the median, of replicas the
