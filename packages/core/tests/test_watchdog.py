@@ -23,7 +23,7 @@ from stepscope.files.states import read_stacks
 HEAD = """
 import ctypes, faulthandler, os, select, sys, threading, time
 from stepscope import capture, configure, profile_step, span
-from stepscope.recording.recorder import watchdog
+from stepscope.recording.recorder import standing, watchdog
 seconds = float(sys.argv[2])
 configure(save_path=sys.argv[1], record="spans", recorder={"watchdog_seconds": seconds},
           control={"poll_seconds": 0.05}, roles={"*": {"profiler": "off"}})
@@ -71,11 +71,20 @@ with capture(3):
     ready()
 """
 FORK = """
+def hold_the_queue(held, until):
+    with standing.standing()._work._changed:
+        held.set()
+        until.wait()
+
 with capture(3):
     ready()
+    held, until = threading.Event(), threading.Event()
+    threading.Thread(target=hold_the_queue, args=(held, until)).start()
+    held.wait()
     child = os.fork()
     if not child:
         sys.exit(7)  # the interpreter's end waits for faulthandler's thread
+    until.set()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 

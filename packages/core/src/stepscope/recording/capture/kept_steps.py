@@ -47,7 +47,8 @@ class KeptStep:
     def end(self, error: object) -> None:
         """See `unselected.Kept`."""
         step, self._step = self._step, None
-        if step is None:
+        # The recorder that a forked child inherits has no threads, and locks that its parent may have held.
+        if step is None or self._recorder is not standing.standing():
             return
         trigger = self._recorder.end_step(step, _ending(error))
         if trigger == "slow" and self._recorder.config.recorder.then_capture:
