@@ -211,7 +211,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Write the failed tests to a file for `dev.py`, which prints them at its end."""
     if file := os.environ.get("DEV_FAILED_TESTS"):
         failed = [report for kind in ("failed", "error") for report in terminalreporter.getreports(kind)]
-        Path(file).write_text("".join(f"{report.nodeid}\n" for report in failed))
+        lines = [*(report.nodeid for report in failed), *_crashes]
+        Path(file).write_text("".join(f"{line}\n" for line in lines))
+
+
+_crashes: list[str] = []
+"""A line for each process of pytest-xdist that died."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    """Note that a process died: some of its tests did not run."""
+    if error:
+        _crashes.append(f"a process of the tests died: {error}")
 
 
 @cache

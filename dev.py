@@ -89,12 +89,16 @@ def test_everything(options: list[str], real: bool) -> bool:
 def test_in_two(python: str, options: list[str]) -> bool:
     """Run the tests in two processes that share the files, in order. Run those that fail again, alone.
 
-    A test that only other work on the machine delayed passes then, and is named.
+    A test that only other work on the machine delayed passes then, and is named. Where a process died, none
+    is run again: pytest-xdist would run the test that killed it nine times more, and does not run all others.
     """
     before = len(processes.FAILED)
-    if run(python, "-m", "pytest", "-n2", "--dist=loadfile", "--no-loadscope-reorder", *options):
+    in_two = ("-n2", "--max-worker-restart=0", "--dist=loadfile", "--no-loadscope-reorder")
+    if run(python, "-m", "pytest", *in_two, *options):
         return True
     delayed = processes.FAILED[before + 1 :]
+    if any("a process of the tests died" in line for line in delayed):
+        return False
     del processes.FAILED[before:]
     if not run(python, "-m", "pytest", "--last-failed", "--last-failed-no-failures=none", *options):
         return False

@@ -360,6 +360,23 @@ def test_a_test_that_fails_only_beside_others_is_named_and_passes(
     assert processes.FAILED == []
 
 
+def test_a_test_that_kills_its_process_runs_once_and_fails_the_run(
+    recipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    body = "    print('begins', file=open('begins', 'a'))\n    os._exit(3)\n"
+    (tmp_path / "test_dies.py").write_text(f"import os\ndef test_it():\n{body}")
+    shutil.copy(ROOT / "conftest.py", tmp_path)
+    monkeypatch.setattr(repository, "ROOT", tmp_path)
+    monkeypatch.setattr(processes, "FAILED", [])
+    monkeypatch.setattr(Environment, "ready", lambda environment: sys.executable)
+    monkeypatch.setattr(dev, "check", lambda arguments: True)
+    assert not dev.test(["--no-engines", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)])
+    assert (tmp_path / "begins").read_text() == "begins\n"
+    last = capfd.readouterr().out.splitlines()[-2:]
+    assert last == ["    test_dies.py::test_it", "    a process of the tests died: Not properly terminated"]
+
+
 def test_an_engine_that_cannot_be_set_up_fails_the_run_by_name_and_the_others_still_run(
     recipes: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

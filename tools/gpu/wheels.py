@@ -21,7 +21,7 @@ CORE = (
     "stringzilla>=5",
 )
 """Requirements of `stepscope[cli]`."""
-TESTS = ("pytest>=9", "pytest-asyncio>=1.3", "hypothesis>=6.100", "hatchling>=1.27")
+TESTS = ("pytest>=9", "pytest-asyncio>=1.3", "pytest-timeout>=2.4", "hypothesis>=6.100", "hatchling>=1.27")
 OLD_PYTHON = ("tomli", "exceptiongroup", "backports.asyncio.runner")
 """Requirements of `TESTS` on Python 3.10. pip downloads none for another Python than its own."""
 BESIDE_TORCH = ("nvidia-ml-py>=12.535", "nvtx>=0.2.11", "numpy>=2")

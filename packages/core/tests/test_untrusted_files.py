@@ -1,6 +1,7 @@
 """Whatever lies in a run's folder, commands end well, and neither read nor write outside of it.
 
-`--hypothesis-profile=fuzz -o faulthandler_timeout=0` tries thousands of damaged folders in place of a few.
+`--hypothesis-profile=fuzz --timeout=0 -o faulthandler_timeout=0` tries thousands of damaged folders in place
+of a few.
 """
 
 from __future__ import annotations
