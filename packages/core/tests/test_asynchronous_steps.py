@@ -14,7 +14,7 @@ from rich.console import Console
 from stepscope import ProfileConfig, attach, capture, carrier, consume, span, trajectory, turn
 from stepscope.files.layout import RunLayout
 from stepscope.report import Lag, StepReport, step_report, to_scalars
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.report.terminal.text import render
 from stepscope.timeline import Span, Timeline, load_step, merge_step
 

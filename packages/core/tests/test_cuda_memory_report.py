@@ -16,7 +16,7 @@ from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY, MemorySummary
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.report import StepReport, step_report
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import load_step, load_traces, merge_step

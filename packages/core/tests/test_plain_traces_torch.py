@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from packages.core.tests.test_plain_traces import kernel, trace
-from stepscope.timeline.activity.step import place_traces
+from stepscope.timeline.activity.traces import place_traces
 from stepscope.timeline.step.plain import read_plain
 
 MS = 1_000_000

@@ -27,7 +27,7 @@ from stepscope.testing.reader_conformance import ReaderConformance
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import Merged, Selection, load_step, load_traces, merge_step
 from stepscope.timeline.activity.reading import read_all
-from stepscope.timeline.activity.step import place_traces
+from stepscope.timeline.activity.traces import place_traces
 from stepscope.timeline.merge.rewrite import NOT_THEN
 from stepscope.timeline.readers import (
     Claim,

@@ -37,7 +37,7 @@ from stepscope.recording.recorder.ring import SPAN_BYTES, Ring
 from stepscope.recording.recorder.steps import FIRST
 from stepscope.recording.spans import slot
 from stepscope.report import StepReport, step_report
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.report.terminal.text import render
 from stepscope.timeline import load_step
 

@@ -20,7 +20,7 @@ from stepscope.files.counters import (
     WAITING_REQUESTS,
 )
 from stepscope.report import CounterRow, StepReport, step_report
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import Selection, load_step, merge_step

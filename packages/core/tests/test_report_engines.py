@@ -22,7 +22,7 @@ from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Stall
 from stepscope.files.values import AttrValue
 from stepscope.report import Engine, StepReport, step_report
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import load_step, load_traces

@@ -15,8 +15,8 @@ from stepscope.files.manifest.records import Absent
 from stepscope.report import StepReport, step_report
 from stepscope.report.html.files import StepFile
 from stepscope.report.html.markup import Html, tag, text
-from stepscope.report.html.run import RunStep, render_run
-from stepscope.report.html.step import render_step
+from stepscope.report.html.run_page import RunStep, render_run
+from stepscope.report.html.step_page import render_step
 from stepscope.report.html.timecharts import ticks
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import StepFolder

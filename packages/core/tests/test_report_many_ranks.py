@@ -13,7 +13,7 @@ from stepscope.report.blocks.block import TextTable
 from stepscope.report.blocks.traces import trace_blocks
 from stepscope.report.html.counters import BARS
 from stepscope.report.html.counters import ROWS as COUNTERS
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.report.html.traces import DRAWN
 from stepscope.report.model import StepReport
 from stepscope.testing.steps import StepFolder

@@ -19,7 +19,7 @@ from stepscope.cli import run
 from stepscope.files.manifest.settings import FrameworkSettings
 from stepscope.report import step_report
 from stepscope.report.brief import brief_text, step_brief
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.report.terminal.text import render
 from stepscope.report.whatif.changes import Options
 from stepscope.report.whatif.prediction import predict

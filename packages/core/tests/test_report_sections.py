@@ -13,7 +13,7 @@ from rich.console import Console
 
 from packages.core.tests.pictures import rl_step
 from stepscope.report import StepReport, step_report
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.report.sections import SECTIONS
 from stepscope.report.terminal.text import render
 from stepscope.timeline import load_step

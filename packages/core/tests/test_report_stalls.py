@@ -11,7 +11,7 @@ from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Stall
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.report import idle_times, step_breakdown, step_report
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import load_step
 

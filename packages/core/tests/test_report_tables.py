@@ -15,7 +15,7 @@ from stepscope.report.blocks.breakdown import say_left_out
 from stepscope.report.blocks.health import worst_first
 from stepscope.report.blocks.long_tail import trajectories
 from stepscope.report.formatting import LISTED, duration, middle, moment, percents, plain
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step

@@ -14,7 +14,7 @@ from stepscope.files.manifest.records import Expectation, Hardware
 from stepscope.files.sidecar import Artifact
 from stepscope.files.values import AttrValue
 from stepscope.report import StepReport, step_report
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.report.scalars import to_scalars
 from stepscope.report.throughput.rates import Rate, Throughput
 from stepscope.testing.steps import FakeProcess, StepFolder

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from packages.core.tests.simulated import MS, Rollout
 from stepscope.report import StepReport, step_report
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.report.terminal.text import render
 from stepscope.report.tool_names import MOST
 

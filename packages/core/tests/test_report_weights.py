@@ -10,7 +10,7 @@ import msgspec
 from packages.core.tests.test_report_sections import printed
 from stepscope.files.values import AttrValue
 from stepscope.report import StepReport, step_report
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.report.weights.sync import WeightSync
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step

@@ -19,7 +19,7 @@ from stepscope.recording.process import run
 from stepscope.report import StepReport, step_report, to_scalars
 from stepscope.report.blocks.block import TextTable
 from stepscope.report.blocks.metrics import metrics_blocks
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.report.terminal.text import render
 from stepscope.timeline import load_step
 

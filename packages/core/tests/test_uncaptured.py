@@ -19,7 +19,7 @@ from stepscope.files.uncaptured import UncapturedStep, read_uncaptured
 from stepscope.recording.process import shutdown
 from stepscope.recording.recorder import baseline
 from stepscope.report import StepReport, step_report, to_scalars
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import load_step

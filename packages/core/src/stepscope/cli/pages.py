@@ -10,8 +10,8 @@ from stepscope.files.sidecar import Artifact
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.report import StepReport
 from stepscope.report.html.files import StepFile
-from stepscope.report.html.run import RunStep, render_run
-from stepscope.report.html.step import render_step
+from stepscope.report.html.run_page import RunStep, render_run
+from stepscope.report.html.step_page import render_step
 from stepscope.timeline import Timeline
 
 LINKED = 200

@@ -16,7 +16,7 @@ from stepscope.files.storage.atomic import write_atomic
 from stepscope.report.formatting import plain
 from stepscope.report.plain import Plain
 from stepscope.report.terminal.layout import draw
-from stepscope.timeline.activity.step import place_traces
+from stepscope.timeline.activity.traces import place_traces
 from stepscope.timeline.execution.workers import workers
 from stepscope.timeline.step.plain import has_traces, plain_bytes, read_plain
 

@@ -8,10 +8,10 @@ sections, and `html.traces` draws this one. Every section takes the same way.
 from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.rules import step_advice
 from stepscope.report.advice.settings import SettingChange
+from stepscope.report.build import step_report
 from stepscope.report.model import StepReport
 from stepscope.report.opened import OpenRun, OpenStep
 from stepscope.report.scalars import to_scalars
-from stepscope.report.step import step_report
 from stepscope.report.table import Rows, Table
 from stepscope.report.tables.baseline import Baseline, step_baseline
 from stepscope.report.tables.breakdown import Breakdown, Line, Overlap, step_breakdown

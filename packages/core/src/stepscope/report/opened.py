@@ -12,8 +12,8 @@ from typing import Any
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.report.brief import Part, brief_html, brief_markdown, brief_text, run_brief
+from stepscope.report.build import step_report
 from stepscope.report.model import StepReport
-from stepscope.report.step import step_report
 from stepscope.report.table import Rows, Table
 from stepscope.timeline import Timeline, load_step, load_traces
 from stepscope.timeline.execution.workers import workers

@@ -9,6 +9,7 @@ import msgspec
 
 from stepscope.report.blocks.block import Block, Listing, TextTable
 from stepscope.report.blocks.health import clock_notes
+from stepscope.report.build import step_report
 from stepscope.report.formatting import count, duration, moment
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import tag
@@ -16,7 +17,6 @@ from stepscope.report.html.page import draw_section, page
 from stepscope.report.model import StepReport
 from stepscope.report.section import Page, Section
 from stepscope.report.sections import ENGINES, THROUGHPUT, TRACES
-from stepscope.report.step import step_report
 from stepscope.report.tables.engine import Engine
 from stepscope.report.tables.health import ProcessRow
 from stepscope.report.tables.traces import TraceTables

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stepscope.timeline.activity.content import Requests
-    from stepscope.timeline.activity.step import TraceActivity, Traces, load_traces
+    from stepscope.timeline.activity.traces import TraceActivity, Traces, load_traces
     from stepscope.timeline.merge.merge import merge_bytes, merge_step
     from stepscope.timeline.merge.merged import Merged, MergedFile, MergedRow
     from stepscope.timeline.model import (
@@ -56,7 +56,7 @@ __all__ = [
 
 _WHERE = {
     "activity.content": ("Requests",),
-    "activity.step": ("TraceActivity", "Traces", "load_traces"),
+    "activity.traces": ("TraceActivity", "Traces", "load_traces"),
     "step.load": ("load_step", "span_bytes"),
     "merge.merge": ("merge_bytes", "merge_step"),
     "merge.merged": ("Merged", "MergedFile", "MergedRow"),

@@ -8,7 +8,7 @@ import msgspec
 
 from stepscope.files.layout import RunLayout
 from stepscope.report import StepReport
-from stepscope.report.html.step import render_step
+from stepscope.report.html.step_page import render_step
 from stepscope.timeline import Timeline
 
 
