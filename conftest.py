@@ -60,6 +60,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests on real engines more time: an engine takes minutes to start on two busy cores."""
+    for item in items:
+        if item.path.parent.name == "real" or item.path.name.startswith("two_"):
+            item.add_marker(pytest.mark.timeout(1200))
+
+
 def pytest_collection_finish() -> None:
     """Hide all that is loaded by now from the collector: with torch in it, a collection takes 0.9 s."""
     gc.collect()

@@ -6,7 +6,6 @@ One file above 400 lines, because all of it needs the same two hosts.
 
 from __future__ import annotations
 
-import faulthandler
 import gzip
 import itertools
 import json
@@ -341,7 +340,6 @@ def test_each_host_sends_its_own_files_to_a_mirror(
 def test_traces_of_vllm_in_an_actor_on_the_other_host_come_home_to_their_steps(
     folder: Path, hosts: tuple[Host, Host]
 ) -> None:
-    faulthandler.cancel_dump_traceback_later()  # the limit of other tests: an engine has its own, below
     one, _ = hosts
     program, save_path, log = folder / "engine.py", folder / "run" / "engine", folder / "engine.log"
     program.write_text(VLLM)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ instrument:
 @pytest.fixture(scope="session")
 def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> Training:
     """Return a training with verl's `colocate_async`, with two names that are not there."""
-    faulthandler.cancel_dump_traceback_later()
     folder = tmp_path_factory.mktemp("asynchronous")
     config = folder / "stepscope.yaml"
     config.write_text(RENAMED)
@@ -35,14 +33,12 @@ def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> Training:
 @pytest.fixture(scope="session")
 def legacy(tmp_path_factory: pytest.TempPathFactory) -> Training:
     """Return a training with RayPPOTrainer and two replicas."""
-    faulthandler.cancel_dump_traceback_later()
     return captured_training(tmp_path_factory.mktemp("legacy"), "trainer.use_v1=False", gpus=2)
 
 
 @pytest.fixture(scope="session", params=[True, False], ids=["v1", "legacy"])
 def selected(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Training:
     """Return a training whose steps verl's own configuration selects, with either trainer."""
-    faulthandler.cancel_dump_traceback_later()
     folder = tmp_path_factory.mktemp("selected")
     return captured_training(folder, f"trainer.use_v1={request.param}", by_verl=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 from importlib.metadata import version
 
 import pytest
@@ -29,7 +28,6 @@ TIMINGS = {
 @pytest.fixture(scope="session")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
     """Return a training of four steps, of which two were captured."""
-    faulthandler.cancel_dump_traceback_later()  # the limit of a test is less than verl takes to start
     return example_training(tmp_path_factory.mktemp("verl"), *TOOLS)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import subprocess
@@ -46,7 +45,6 @@ RAY_STEP = "{module: unedited_sglang, name: RayTrainer.step, step: around, engin
 
 def run(folder: Path, program: str, *entries: str) -> subprocess.CompletedProcess[str]:
     """Run the program under `stepscope run`, which captures its steps 1 and 2."""
-    faulthandler.cancel_dump_traceback_later()  # an engine's three processes on two busy cores
     (folder / "train.py").write_text(program)
     listed = "".join(f"- {entry}\n" for entry in entries)
     roles = (

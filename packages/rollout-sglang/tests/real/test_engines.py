@@ -6,7 +6,6 @@ file. The limit is there because an engine that is recorded while it spins takes
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import subprocess
 import sys
@@ -37,7 +36,6 @@ if VERSION == _LAYOUTS:
 
 @pytest.mark.parametrize("files", GROUPS, ids=lambda files: files[0].removesuffix(".py"))
 def test_on_a_real_engine(files: list[str]) -> None:
-    faulthandler.cancel_dump_traceback_later()  # of one test; a whole file takes longer, and has it itself
     # What SGLang warns of while it is imported is not for us to mend. What its processes write is not held
     # back: a scheduler that dies leaves pytest no time to show it.
     options = ["-v", "--capture=sys", "-W", "ignore"]
@@ -50,7 +48,7 @@ def test_on_a_real_engine(files: list[str]) -> None:
         # Nothing is compiled here, and making ready for it takes each process of an engine two seconds.
         env={**os.environ, "TORCHDYNAMO_DISABLE": "1"},
         preexec_fn=partial(_limit, files),
-        timeout=1200,
+        timeout=1100,
     )
     print(done.stdout)
     assert done.returncode == 0, f"{files} on sglang {installed()}: pytest ended with {done.returncode}"

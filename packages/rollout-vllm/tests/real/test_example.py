@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import subprocess
 import sys
 
@@ -20,7 +19,6 @@ assert vllm
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     """Return what the example captured."""
-    faulthandler.cancel_dump_traceback_later()  # an engine takes longer to start than a test may
     folder = tmp_path_factory.mktemp("example")
     command = [sys.executable, str(ROOT / "examples" / "vllm_agent_loop.py")]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)

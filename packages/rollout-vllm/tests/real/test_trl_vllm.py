@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import subprocess
 import sys
@@ -32,7 +31,6 @@ STAGES = {
 @pytest.fixture(autouse=True)
 def no_limit_of_the_test() -> None:
     """An engine takes longer to start than a test may."""
-    faulthandler.cancel_dump_traceback_later()
 
 
 def weights_after(folder: Path, *options: str) -> tuple[str, list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import subprocess
@@ -65,7 +64,6 @@ def run(model: str, sizes: dict[str, Any], tmp_path: Path) -> Run:
     """`run(program, entries, **engine)`: the program under `stepscope run`, which captures steps 1 and 2."""
 
     def running(program: str, *entries: str, **engine: object) -> subprocess.CompletedProcess[str]:
-        faulthandler.cancel_dump_traceback_later()  # a program and two engines on two busy cores
         (tmp_path / "train.py").write_text(program)
         listed = "".join(f"- {entry}\n" for entry in entries)
         (tmp_path / "stepscope.yaml").write_text(f"steps: [1, 2]\n{ROLES}instrument:\n{listed}")

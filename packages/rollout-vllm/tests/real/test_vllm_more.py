@@ -5,7 +5,6 @@ Run on request (`dev.py test --engines vllm_more-0.32.0`), as root: a worker get
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import signal
@@ -36,7 +35,6 @@ _LIMIT_S = 1500
 @pytest.fixture(autouse=True)
 def own_limits() -> None:
     """Not that of other tests, which ends the run: an engine has `_LIMIT_S`, a server its own."""
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ The table in the package's README is what these tests read. On request only: the
 from __future__ import annotations
 
 import ast
-import faulthandler
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -58,7 +57,6 @@ def sources(version: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def fetched() -> None:
-    faulthandler.cancel_dump_traceback_later()  # not the limit of other tests: that is for the network to say
     with ThreadPoolExecutor(4) as several:
         list(several.map(sources, VERSIONS))
 
