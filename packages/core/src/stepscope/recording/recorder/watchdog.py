@@ -26,6 +26,8 @@ from stepscope.recording.process import failures
 
 _PART = 0.2
 """The watchdog is set anew after this part of its time: it costs the start of a thread."""
+_LATE_S = 1.0
+"""Time in which the program's own watchdog writes its stacks on a busy machine."""
 _lock = threading.RLock()
 """Held while the watchdog is set, and by a fork: its child would wait for a thread that it does not have."""
 _is_set = False
@@ -159,7 +161,7 @@ def _noting(name: str) -> Callable[..., object]:
 
 
 def _end_of(timeout: float, repeat: bool = False, *_: object, **__: object) -> float:
-    return inf if repeat else time.monotonic() + timeout
+    return inf if repeat else time.monotonic() + timeout + _LATE_S
 
 
 def _before_fork() -> None:
