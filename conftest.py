@@ -31,6 +31,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
+# torch's threads spin while they wait. Beside other tests two of them take six times the CPU of one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ENGINES = {
     "vllm",
     "sglang",
