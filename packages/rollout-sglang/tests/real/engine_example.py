@@ -18,7 +18,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     """Return what the example captured."""
     folder = tmp_path_factory.mktemp("example")
     command = [sys.executable, str(ROOT / "examples" / "sglang_agent_loop.py")]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stderr[-5000:]
     steps = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     rewards = [float(line.rpartition(" ")[2]) for line in steps]

@@ -63,7 +63,7 @@ def run(folder: Path, program: str, *entries: str) -> subprocess.CompletedProces
         }
         return subprocess.run(
             [sys.executable, "-m", "stepscope", *command],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=500,
+            cwd=folder, env=environment, capture_output=True, text=True, timeout=1000,
         )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def outcomes(
     main = Path(__file__).with_name("owner_main.py")
     folder = tmp_path_factory.mktemp("owner")
     words = [sys.executable, str(main), model, str(folder / "run"), json.dumps(sizes)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=400)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=1000)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
     assert done.returncode == 0, f"{done.returncode}: {lines}\n{done.stderr[-3000:]}"
     return {line["case"]: line for line in lines}

@@ -79,7 +79,7 @@ def run(model: str, sizes: dict[str, Any], tmp_path: Path) -> Run:
             }
             return subprocess.run(
                 [sys.executable, "-m", "stepscope", *command],
-                cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500,
+                cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1000,
             )  # fmt: skip
 
     return running
