@@ -31,7 +31,12 @@ class TwoNodes(NearFiles):
         self._dead = dead
 
     def submit_near(
-        self, files: Sequence[Path], fn: Callable[[_P], _T], part: _P, then: Callable[[_T], _T] | None = None
+        self,
+        files: Sequence[Path],
+        fn: Callable[[_P], _T],
+        part: _P,
+        then: Callable[[_T], _T] | None = None,
+        away: Callable[[_P], _P] | None = None,
     ) -> Future[_T]:
         raise AssertionError("no node is asked for what this machine has")
 

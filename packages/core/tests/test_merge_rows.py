@@ -137,7 +137,9 @@ def test_the_file_is_one_gzip_member_whenever_it_is_flushed_and_whoever_wrote_it
     for flush, writer, batch in parts:
         if writer == "file":
             path = tmp_path_factory.getbasetemp() / "piece"
-            with piece_file(path) as piece:
+            path.write_bytes(b"token")
+            with piece_file(path, b"token") as piece:
+                assert piece is not None
                 for text in batch:
                     piece.events(text)
                 written = piece.end()

@@ -71,7 +71,10 @@ class RayNodes(NearFiles):
         self.elsewhere: dict[Path, int] = {}
         alive = [node for node in _nodes() if node["Alive"]]
         hosts = Counter(node["NodeManagerHostname"] for node in alive)
-        self._nodes = [_Node(node["NodeID"], _name(node, hosts), jobs) for node in alive]
+        own = ray.get_runtime_context().get_node_id()
+        self._nodes = [
+            _Node(node["NodeID"], _name(node, hosts), jobs, here=node["NodeID"] == own) for node in alive
+        ]
 
     def add_step(self, layout: StepLayout) -> None:
         """Find the files of a step on all nodes, and fetch what is small and missing here.
@@ -96,7 +99,7 @@ class RayNodes(NearFiles):
         """Call a function on any node. Its arguments are positional."""
         if kwargs:
             raise TypeError(f"{fn} is called with {', '.join(kwargs)}; give positional arguments")
-        return self._submit((), cast(Callable[..., _T], fn), args)
+        return self._able(()).call(cast(Callable[..., _T], fn), *args)
 
     def submit_near(
         self,
@@ -104,8 +107,15 @@ class RayNodes(NearFiles):
         fn: Callable[[_Part], _T],
         part: _Part,
         then: Callable[[_T], _T] | None = None,
+        away: Callable[[_Part], _Part] | None = None,
     ) -> Future[_T]:
-        return self._submit(files, fn, (part,), then)
+        try:
+            node = self._able(files)
+        except WorkerDiedError as error:
+            future = Future[_T]()
+            future.set_exception(error)
+            return future
+        return node.call(fn, part if node.here or away is None else away(part), then=then)
 
     def node_with(self, files: Sequence[Path], host: str) -> str | None:
         paths = [Path(os.path.abspath(path)) for path in files]
@@ -115,22 +125,19 @@ class RayNodes(NearFiles):
     def submit_at(self, node: str, fn: Callable[[_Part], _T], part: _Part) -> Future[_T]:
         return next(known for known in self._nodes if known.name == node).call(fn, part)
 
-    def _submit(
-        self,
-        files: Sequence[Path],
-        fn: Callable[..., _T],
-        args: tuple[object, ...],
-        then: Callable[[_T], _T] | None = None,
-    ) -> Future[_T]:
+    def _able(self, files: Sequence[Path]) -> _Node:
+        """Return the least busy node that has these files.
+
+        Raises:
+            WorkerDiedError: no living node has them.
+        """
         paths = [Path(os.path.abspath(path)) for path in files]
         able = [node for node in self._nodes if not node.gone and all(map(node.has, paths))]
         if able:
-            return min(able, key=lambda node: node.load).call(fn, *args, then=then)
-        future = Future[_T]()
+            return min(able, key=lambda node: node.load)
         owners = ", ".join(sorted({node.name for node in self._nodes if any(map(node.has, paths))}))
         why = f"the Ray nodes that have it died: {owners}" if owners else "no Ray node has it"
-        future.set_exception(WorkerDiedError(why))
-        return future
+        raise WorkerDiedError(why)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Return once all tasks are done; end them at once if `cancel_futures`."""
@@ -155,8 +162,10 @@ class RayNodes(NearFiles):
 class _Node:
     """A node of the cluster, and its tasks."""
 
-    def __init__(self, node_id: str, name: str, jobs: int | None) -> None:
+    def __init__(self, node_id: str, name: str, jobs: int | None, *, here: bool) -> None:
+        """`here`: This process runs on it."""
         self.name = name
+        self.here = here
         self._id = node_id
         self.gone = False
         self.files: dict[Path, NodeFile] = {}

@@ -23,12 +23,18 @@ class NearFiles(Executor):
 
     @abstractmethod
     def submit_near(
-        self, files: Sequence[Path], fn: Callable[[_P], _T], part: _P, then: Callable[[_T], _T] | None = None
+        self,
+        files: Sequence[Path],
+        fn: Callable[[_P], _T],
+        part: _P,
+        then: Callable[[_T], _T] | None = None,
+        away: Callable[[_P], _P] | None = None,
     ) -> Future[_T]:
         """Call a function on a machine that has these files.
 
         Args:
             then: Called here with the result at once, whose result is kept instead.
+            away: Called with the part if that machine is not this one, whose result is sent instead.
         """
 
     @abstractmethod

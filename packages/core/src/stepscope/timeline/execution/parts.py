@@ -28,14 +28,16 @@ def results(
     parts: Sequence[_P],
     files: Sequence[Sequence[Path]],
     then: Callable[[_R], _R] | None = None,
+    away: Callable[[_P], _P] | None = None,
 ) -> Generator[_R | Lost, None, None]:
     """Yield the function's result for each part, in their order. Close the iterator if you end early.
 
     Args:
         files: Of each part. The largest part begins first, so that it does not run alone at the end.
-        then: Called here with each result of another machine, as soon as it comes.
+        then: Called here with each result of a `NearFiles`, as soon as it comes.
+        away: Called with each part for another machine, whose result is sent instead.
     """
-    submit = partial(_submitted, executor, function, then)
+    submit = partial(_submitted, executor, function, then, away)
     sizes = [sum(size_of(path, executor) for path in paths) for paths in files]
     futures = dict[int, Future[_R]]()
     try:
@@ -53,11 +55,12 @@ def _submitted(
     executor: Executor,
     function: Callable[[_P], _R],
     then: Callable[[_R], _R] | None,
+    away: Callable[[_P], _P] | None,
     files: Sequence[Path],
     part: _P,
 ) -> Future[_R]:
     if isinstance(executor, NearFiles):
-        return executor.submit_near(files, function, part, then)
+        return executor.submit_near(files, function, part, then, away)
     return executor.submit(function, part)
 
 

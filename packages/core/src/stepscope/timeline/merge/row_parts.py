@@ -7,19 +7,27 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import closing, contextmanager, suppress
 from functools import partial
+from io import BytesIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 
+from stepscope.files.storage.atomic import private
 from stepscope.files.storage.temporary import temporary
-from stepscope.timeline.execution.near import NearFiles, size_of
+from stepscope.timeline.execution.near import size_of
 from stepscope.timeline.execution.parts import Lost, results
 from stepscope.timeline.merge.merged import MergedFile
 from stepscope.timeline.merge.row_writer import Common, RowOutcome, RowTraces, write_row
 from stepscope.timeline.merge.time_mapping import Cut
 from stepscope.timeline.merge.tracks import RowTracks, Tracks
-from stepscope.timeline.merge.write import TimelineFile, Written, piece_file
+from stepscope.timeline.merge.write import (
+    EventWriter,
+    Sink,
+    TimelineFile,
+    Written,
+    full_disk_names,
+    piece_file,
+)
 from stepscope.timeline.model import FileProblem
 from stepscope.timeline.readers.blocks import keep_memory
 from stepscope.timeline.step.rows import Axis
@@ -35,6 +43,8 @@ class RowPart(msgspec.Struct, frozen=True, kw_only=True):
     tracks: RowTracks
     to: bytes | None
     """Path of the piece, the system's bytes. None: it is returned."""
+    token: bytes
+    """Content of that file, by which a process knows that it sees the merging one's disk."""
 
 
 class WrittenRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,21 +60,26 @@ class WrittenRow(msgspec.Struct, frozen=True, kw_only=True):
     problems: list[FileProblem]
     left_out: list[str]
     piece: bytes | None = None
+    """None: it is in its file."""
 
 
 def write_part(part: RowPart) -> WrittenRow:
-    """Write the traces of a row into a file of their own."""
+    """Write the traces of a row into the file of their piece, or return it if that is not here."""
     keep_memory()
-    if part.to is None:
-        with TemporaryDirectory(prefix="stepscope-") as folder:
-            path = Path(folder, "row")
-            written = write_part(msgspec.structs.replace(part, to=os.fsencode(path)))
-            return msgspec.structs.replace(written, piece=path.read_bytes())
+    if part.to is not None:
+        with piece_file(Path(os.fsdecode(part.to)), part.token) as out:
+            if out is not None:
+                return _written(part, out)
+    piece = BytesIO()
+    written = _written(part, EventWriter(Sink(piece)))
+    return msgspec.structs.replace(written, piece=piece.getvalue())
+
+
+def _written(part: RowPart, out: EventWriter) -> WrittenRow:
     row = part.traces.row
     common = Common(part.axis, part.cut, part.files, Tracks.of(row, part.tracks))
-    with piece_file(Path(os.fsdecode(part.to))) as out:
-        outcome = write_row(part.traces, common, out)
-        text = out.end()
+    outcome = write_row(part.traces, common, out)
+    text = out.end()
     return WrittenRow(
         pid=row.pid,
         text=text,
@@ -93,8 +108,8 @@ def write_rows(
         folder: Folder of the temporary files. None remains, whatever happens.
     """
     files = [[Path(os.fsdecode(trace.path)) for trace in traces.traces] for traces in rows]
-    return_pieces = isinstance(executor, NearFiles)
-    with _names(folder, len(rows)) as paths:
+    token = os.urandom(16)
+    with _pieces(folder, len(rows), token) as paths:
         parts = [
             RowPart(
                 traces=traces,
@@ -102,28 +117,42 @@ def write_rows(
                 cut=common.cut,
                 files=common.files,
                 tracks=common.tracks.known(traces.row),
-                to=None if return_pieces else os.fsencode(path),
+                to=os.fsencode(path),
+                token=token,
             )
             for traces, path in zip(rows, paths, strict=True)
         ]
         places = {traces.row.pid: path for traces, path in zip(rows, paths, strict=True)}
-        then = partial(_with_piece, places) if return_pieces else None
-        with closing(results(executor, write_part, parts, files, then)) as written:
+        keep = partial(_with_piece, places)
+        with closing(results(executor, write_part, parts, files, keep, _without_file)) as written:
             for traces, path, result in zip(rows, paths, written, strict=True):
                 if isinstance(result, Lost):
                     yield _lost(traces, result)
                 else:
-                    out.append(path, result.text)
+                    out.append(path, keep(result).text)
                     yield _adopted(traces, common, result)
                 path.unlink(missing_ok=True)
                 if on_read is not None:
                     on_read(sum(size_of(trace.path, executor) for trace in traces.traces))
 
 
+def _without_file(part: RowPart) -> RowPart:
+    return msgspec.structs.replace(part, to=None)
+
+
 def _with_piece(places: Mapping[int, Path], row: WrittenRow) -> WrittenRow:
-    """Write the piece that another machine returned into its file."""
-    places[row.pid].write_bytes(row.piece or b"")
+    """Write a piece that was returned into its file, a new one: a process may still write into the old."""
+    if row.piece is None:
+        return row
+    path = places[row.pid]
+    path.unlink(missing_ok=True)
+    _create(path, row.piece)
     return msgspec.structs.replace(row, piece=None)
+
+
+def _create(path: Path, content: bytes) -> None:
+    with full_disk_names(path), open(path, "xb", opener=private) as file:
+        file.write(content)
 
 
 def _adopted(traces: RowTraces, common: Common, part: WrittenRow) -> RowOutcome:
@@ -145,10 +174,12 @@ def _lost(traces: RowTraces, lost: Lost) -> RowOutcome:
 
 
 @contextmanager
-def _names(folder: Path, count: int) -> Iterator[list[Path]]:
-    """Yield names of temporary files, and remove what is there afterwards."""
+def _pieces(folder: Path, count: int, token: bytes) -> Iterator[list[Path]]:
+    """Yield temporary files that hold `token`, and remove them afterwards."""
     paths = [temporary(folder / "row") for _ in range(count)]
     try:
+        for path in paths:
+            _create(path, token)
         yield paths
     finally:
         for path in paths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ _RAW = -15
 _HEADER = b"\x1f\x8b\x08\0\0\0\0\0\0\xff"
 """Of a gzip member (RFC 1952, 2.3) without a time and a name."""
 _CHUNK = 1 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -143,10 +145,37 @@ class TimelineFile(EventWriter):
 
 
 @contextmanager
-def piece_file(path: Path) -> Iterator[EventWriter]:
-    """Yield the writer of a piece in a new file of its own."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+def piece_file(path: Path, token: bytes) -> Iterator[EventWriter | None]:
+    """Yield the writer of a piece in the file that holds `token` only. None: there is none.
+
+    It creates none: the merge removes the file when it gives a call up, which may come here later.
+
+    Raises:
+        OSError: The disk is full.
+    """
+    try:
+        file = open(path, "r+b")  # noqa: SIM115  # closed below
+    except OSError:
+        yield None
+        return
+    with full_disk_names(path), file:
+        if file.read(len(token) + 1) != token:
+            yield None
+            return
+        file.seek(0)
+        file.truncate()
         yield EventWriter(Sink(file))
+
+
+@contextmanager
+def full_disk_names(path: Path) -> Iterator[None]:
+    """Give the errors of a full disk the name of the file that was written."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _FULL:
+            error.filename = os.fspath(path)
+        raise
 
 
 @contextmanager
@@ -161,7 +190,7 @@ def timeline_file(path: Path, base_ns: int) -> Iterator[TimelineFile]:
     name = temporary(path)
     handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with os.fdopen(handle, "wb") as sink:
+        with full_disk_names(path), os.fdopen(handle, "wb") as sink:
             yield TimelineFile(sink, base_ns)
         os.replace(name, path)
     except BaseException:
