@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -301,3 +302,47 @@ def test_on_one_host_no_trace_is_searched(
     put(folder, actor, recorded[0])
     monkeypatch.setattr(refine, "read_collectives", pytest.fail)
     assert load_step(folder.write()).processes[1].clock.alignment == "same host"
+
+
+TWO_DISKS = """
+import os, sys
+from pathlib import Path
+from ray.cluster_utils import Cluster
+from stepscope.cli.reading.ray_nodes import connected
+from stepscope.files.layout import StepLayout
+from stepscope.timeline import merge_step
+
+here, there, to = sys.argv[1:]
+cluster = Cluster(False)
+for folder in (here, there):
+    os.chdir(folder)
+    cluster.add_node(num_cpus=1, include_dashboard=False)
+os.chdir(here)
+step = StepLayout("/proc/self/cwd/step_000002")  # in the folder of each node
+try:
+    with connected(cluster.address, 1) as nodes:
+        nodes.add_step(step)
+        assert sorted(path.name for path in nodes.elsewhere) == ["rank2.json", "rank3.json"]
+        assert sorted(node.here for node in nodes._nodes) == [False, True]
+        merge_step(step.root, to=Path(to), executor=nodes)
+finally:
+    cluster.shutdown()
+"""
+
+
+def test_collectives_in_traces_that_only_another_node_has_align_its_clock(
+    tmp_path: Path, recorded: list[bytes]
+) -> None:
+    large = [trace.rstrip()[:-1] + b" " * (1 << 20) + b"}" for trace in recorded]  # a small one is fetched
+    path = Step(tmp_path / "here", large, 11_560 * MS).folder.write()
+    merge_step(path)
+    assert all(entered < left for entered, left in entered_and_left(path))
+    whole = (path / "timeline.json.gz").read_bytes()
+    shutil.rmtree(path / ".digests")
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    for side, ranks in (("here", (2, 3)), ("there", (0, 1))):
+        for rank in ranks:
+            (tmp_path / side / path.name / "traces" / "actor" / f"rank{rank}.json").unlink()
+    sides = [str(tmp_path / name) for name in ("here", "there", "by_ray.json.gz")]
+    subprocess.run([sys.executable, "-c", TWO_DISKS, *sides], check=True, timeout=300)
+    assert (tmp_path / "by_ray.json.gz").read_bytes() == whole

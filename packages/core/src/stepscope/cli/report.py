@@ -190,7 +190,7 @@ def read_reports(
         ),
         screen.progress(what, total) as done,
     ):
-        load = partial(load_step, run_id=run, on_read=done, digests=digests)
+        load = partial(load_step, run_id=run, on_read=done, digests=digests, executor=executor)
         traces_of = partial(load_traces, on_read=done, executor=executor, digests=digests) if traces else None
         read = {step.root.name: _read(step, load, pages, traces_of) for step in steps}
     reports = [outcome for outcome in read.values() if isinstance(outcome, StepReport)]

@@ -8,7 +8,11 @@ finds the lines that fit. If no line fits, clocks may deviate from a line as far
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +37,8 @@ from stepscope.timeline.clocks.collectives import (
 from stepscope.timeline.clocks.drift_bounds import Band
 from stepscope.timeline.clocks.hosts import MOST_DRIFT_PPM, Clock, Line, Sample, clocks_of, extent
 from stepscope.timeline.digests import Digests
+from stepscope.timeline.execution.near import files_elsewhere
+from stepscope.timeline.execution.parts import Lost, results
 from stepscope.timeline.sources import Source
 
 _SUFFIXES = (".json", ".json.gz")
@@ -40,6 +46,16 @@ _SHIFTS = (1, -1, 2, -2, 3, -3)
 """Positions by which the windows of two ranks may differ although they hold equal numbers of collectives."""
 
 Pairs = Mapping[int, tuple[Times, Times]]
+Known = Mapping[int, Mapping[Kind, Series | Refused]]
+"""Collectives of each source, by its index."""
+
+
+class WorldTraces(msgspec.Struct, frozen=True, kw_only=True):
+    """The traces of one process."""
+
+    world: str
+    paths: list[bytes]
+    """The system's bytes."""
 
 
 class Lead(NamedTuple):
@@ -59,6 +75,7 @@ def refine(
     earlier_files: Collection[str] = (),
     *,
     digests: bool = True,
+    executor: Executor | None = None,
 ) -> list[Aligned]:
     """Return the placements, improved for hosts whose traces hold collectives with other hosts.
 
@@ -67,9 +84,11 @@ def refine(
     Args:
         earlier_files: Artifacts of earlier captures of the step, relative to its folder. They are not read.
         digests: Whether traces that were searched before need not be searched again.
+        executor: Its workers search the traces that only they have.
     """
     kept = Digests(layout) if digests else None
-    return refine_by(sources, aligned, reference, lambda: _traces(sources, layout, earlier_files), kept)
+    traces_of = partial(_traces, sources, layout, earlier_files)
+    return refine_by(sources, aligned, reference, traces_of, kept, executor)
 
 
 def refine_by(
@@ -78,6 +97,7 @@ def refine_by(
     reference: Reference,
     traces_of: Callable[[], Mapping[int, list[Path]]],
     digests: Digests | None = None,
+    executor: Executor | None = None,
 ) -> list[Aligned]:
     """Return the placements as `refine` does.
 
@@ -88,7 +108,9 @@ def refine_by(
     if len(clocks) < 2 or aligned[0].clock.jumped:
         return list(aligned)
     notes: dict[str, list[str]] = {clock.host: [] for clock in clocks}
-    leads = _against_each_other(clocks, sources, traces_of(), notes, digests)
+    traces = traces_of()
+    far = _read_elsewhere(sources, traces, executor)
+    leads = _against_each_other(clocks, sources, traces, far, notes, digests)
     refined = list(aligned)
     for clock, known in _against_owner(clocks, leads, notes):
         for index in clock.processes:
@@ -127,6 +149,7 @@ def _against_each_other(
     clocks: Sequence[Clock],
     sources: Sequence[Source],
     traces: Mapping[int, list[Path]],
+    far: Known,
     notes: Mapping[str, list[str]],
     digests: Digests | None,
 ) -> list[tuple[Clock, Clock, Lead]]:
@@ -138,7 +161,9 @@ def _against_each_other(
     leads = []
     for clock in clocks:
         ranks = [
-            _read(sources[index], traces[index], digests) for index in clock.processes if index in traces
+            far[index] if index in far else _read(sources[index], traces[index], digests)
+            for index in clock.processes
+            if index in traces
         ]
         pairs: dict[str, list[tuple[Clock, Kind, Series | Refused, Series | Refused]]] = {}
         for kind in dict.fromkeys(chain.from_iterable(ranks)):
@@ -155,8 +180,7 @@ def _against_each_other(
 
 
 def _read(source: Source, traces: Sequence[Path], digests: Digests | None) -> dict[Kind, Series | Refused]:
-    replica = "" if source.info.replica is None else f" replica {source.info.replica}"
-    world = source.info.role + replica
+    world = _world(source)
     kept = None if digests is None else digests.kept(traces, Collectives, world)
     if kept is not None:
         return dict(kept)
@@ -165,6 +189,35 @@ def _read(source: Source, traces: Sequence[Path], digests: Digests | None) -> di
     if digests is not None:
         digests.keep(traces, list(collectives.items()), stamps, world)
     return collectives
+
+
+def _world(source: Source) -> str:
+    replica = "" if source.info.replica is None else f" replica {source.info.replica}"
+    return source.info.role + replica
+
+
+def read_world(part: WorldTraces) -> Collectives:
+    """Return the collectives of one process, where its traces are."""
+    return list(read_collectives(part.world, [Path(os.fsdecode(path)) for path in part.paths]).items())
+
+
+def _read_elsewhere(
+    sources: Sequence[Source], traces: Mapping[int, list[Path]], executor: Executor | None
+) -> Known:
+    """Return the collectives of processes whose traces only other machines have. Lost ones are none."""
+    there = files_elsewhere(executor).keys()
+    far = {index: paths for index, paths in traces.items() if not there.isdisjoint(paths)}
+    if executor is None or not far:
+        return {}
+    parts = [
+        WorldTraces(world=_world(sources[index]), paths=list(map(os.fsencode, paths)))
+        for index, paths in far.items()
+    ]
+    with closing(results(executor, read_world, parts, list(far.values()))) as read:
+        return {
+            index: {} if isinstance(collectives, Lost) else dict(collectives)
+            for index, collectives in zip(far, read, strict=True)
+        }
 
 
 class _Search:

@@ -76,7 +76,7 @@ def merge_step(
     """
     keep_memory()
     layout = StepLayout(path)
-    timeline = load_step(path, run_id=run_id, on_read=on_read)
+    timeline = load_step(path, run_id=run_id, on_read=on_read, executor=executor)
     sources = read_sources(layout, timeline, executor)
     return _merge(
         timeline, sources, selection, layout.timeline if to is None else Path(to), on_read, executor

@@ -113,7 +113,7 @@ def merge_per_node(
         OSError: the index cannot be written.
     """
     layout = StepLayout(path)
-    timeline = load_step(path, run_id=run_id)
+    timeline = load_step(path, run_id=run_id, executor=executor)
     sources = read_sources(layout, timeline, executor)
     recordings = [
         f"{trace.name}: in no node's part; merge without --per-node" for trace, _ in sources.recordings

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from functools import partial
 
 import msgspec
 
@@ -34,6 +36,7 @@ def load_step(
     run_id: str | None = None,
     on_read: Callable[[int], None] | None = None,
     digests: bool = True,
+    executor: Executor | None = None,
 ) -> Timeline:
     """Return the timeline of one captured step. Damaged parts of files are left out and named in `problems`.
 
@@ -43,6 +46,7 @@ def load_step(
             process captured the step several times, the last capture counts (`Timeline.captures`).
         on_read: Called with the number of bytes of each read of the span files.
         digests: As of `load_traces`, for traces of several hosts: their collectives align the clocks.
+        executor: Reads those traces that only its workers have.
 
     Raises:
         RecordError: no process of a capture left a record, or none of the requested run did.
@@ -60,7 +64,8 @@ def load_step(
     chosen = run_id or runs[-1]
     latest, earlier = of_the_last([source for source in sources if source.run_id == chosen])
     files = tuple(sorted(_artifacts(earlier) - _artifacts(latest)))
-    timeline = _assemble(layout, sorted(latest, key=_order), tuple(runs), problems, files, digests)
+    align_all = partial(_align, layout=layout, earlier_files=files, digests=digests, executor=executor)
+    timeline = _assemble(layout, sorted(latest, key=_order), tuple(runs), problems, align_all)
     timeline = add_foreign(layout, timeline)
     if not earlier:
         return timeline
@@ -96,15 +101,14 @@ def _assemble(
     sources: Sequence[Source],
     runs: tuple[str, ...],
     problems: list[FileProblem],
-    earlier_files: tuple[str, ...],
-    digests: bool,
+    align_all: Callable[[Sequence[Source]], list[Aligned]],
 ) -> Timeline:
     step, run_id = sources[0].step, sources[0].run_id
     strays = [source for source in sources if source.step != step]
     problems += [FileProblem(file=s.info.key, what=f"left out: it is of step {s.step}") for s in strays]
     sources = [source for source in sources if source.step == step]
     metrics = _metrics(layout, run_id, problems)
-    aligned = _align(sources, layout, earlier_files, digests)
+    aligned = align_all(sources)
     records = [_records(source) for source in sources]
     names = names_of([source.info for source in sources])
     parts = [source.part for source in sources if source.part is not None]
@@ -145,7 +149,11 @@ def _metrics(layout: StepLayout, run_id: str, problems: list[FileProblem]) -> di
 
 
 def _align(
-    sources: Sequence[Source], layout: StepLayout, earlier_files: tuple[str, ...], digests: bool
+    sources: Sequence[Source],
+    layout: StepLayout,
+    earlier_files: tuple[str, ...],
+    digests: bool,
+    executor: Executor | None,
 ) -> list[Aligned]:
     """Align each source, in order. The first one is the owner unless the owner left no files."""
     owner = sources[0]
@@ -165,7 +173,7 @@ def _align(
             jump_ns=placed.clock.drift_ns if placed.clock.jumped else 0,
         )
         aligned = [placed, *(_align_one(source, reference) for source in sources[1:])]
-    return refine(sources, aligned, reference, layout, earlier_files, digests=digests)
+    return refine(sources, aligned, reference, layout, earlier_files, digests=digests, executor=executor)
 
 
 def _align_one(source: Source, reference: Reference) -> Aligned:
