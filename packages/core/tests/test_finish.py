@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -208,6 +209,20 @@ def test_a_program_that_imports_stepscope_can_be_the_command(tmp_path: Path) -> 
     result = captured(config)
     drain()
     assert log_of(result).strip() == config.save_path
+
+
+@pytest.mark.parametrize("mode", ["online", "offline", "disabled"])
+def test_the_figures_are_told_the_open_run_of_wandb(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SimpleNamespace(id="a1", offline=mode != "online", disabled=mode == "disabled")
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
+    told = {} if mode == "online" else {"WANDB_MODE": mode}
+    assert programs._wandb_run() == {"WANDB_RUN_ID": "a1", **told}
+
+
+def test_a_run_of_wandb_that_cannot_be_read_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=object()))
+    assert programs._wandb_run() == {}
 
 
 def test_alone_the_variable_of_the_step_is_a_slip() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pytest
@@ -108,26 +109,131 @@ def records(data: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def test_wandb_has_a_run_of_its_own_offline_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def wandb_records(folder: Path) -> tuple[str, list[Any]]:
+    """Return the id and the records of the one offline run in `folder`."""
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    items = [wandb_internal_pb2.Record.FromString(data) for data in records(file.read_bytes())]
+    (run,) = {record.run.run_id for record in items if record.WhichOneof("record_type") == "run"}
+    return run, items
+
+
+def rows(items: list[Any]) -> list[dict[str, Any]]:
+    """Return those of the run's history, in order."""
+    return [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in items
+        if record.WhichOneof("record_type") == "history"
+    ]
+
+
+def pages(items: list[Any]) -> dict[str, str]:
+    """Return the page of each step, by the alias of its artifact."""
+    logged = [record.artifact for record in items if record.WhichOneof("record_type") == "artifact"]
+    assert {artifact.type for artifact in logged} <= {"stepscope-report"}
+    return {
+        alias: Path(entry.local_path).read_text()
+        for artifact in logged
+        for entry in artifact.manifest.contents
+        for alias in artifact.aliases
+        if alias != "latest"
+    }
+
+
+def wandb_figures(run: RunLayout, step: int) -> dict[str, float]:
+    values = {f"stepscope/{name}": value for name, value in scalars(run, step).items()}
+    return {**values, "stepscope/step": step}
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("WANDB_RUN_ID", "WANDB_SERVICE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
+    yield
+    wandb.teardown()
+
+
+def a_training_run(folder: Path) -> Any:
+    return wandb.init(project="training", dir=folder, settings=wandb.Settings(silent=True, console="off"))
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_has_a_run_of_its_own_without_one_of_the_training(tmp_path: Path) -> None:
     run = recorded(tmp_path, ["wandb"])
     assert outcome_of(run).state == "ok", outcome_of(run).reason
-    (file,) = run.root.glob("wandb/offline-run-*/*.wandb")
-    assert f"stepscope-{run_id(run)}" in file.name
-    logged = {
-        item.key or "/".join(item.nested_key): json.loads(item.value_json)
-        for data in records(file.read_bytes())
-        for item in wandb_internal_pb2.Record.FromString(data).history.item
-    }
-    wanted = {f"stepscope/{name}": value for name, value in scalars(run).items()}
-    assert {name: logged[name] for name in wanted} == pytest.approx(wanted)
-    assert logged["stepscope/step"] == 2
-    (page,) = (
-        entry.local_path
-        for data in records(file.read_bytes())
-        for entry in wandb_internal_pb2.Record.FromString(data).artifact.manifest.contents
-    )
-    assert "<title>Step 2, run" in Path(page).read_text()
+    own, items = wandb_records(run.root)
+    assert own == f"stepscope-{run_id(run)}"
+    (row,) = rows(items)
+    wanted = wandb_figures(run, 2)
+    assert {name: row[name] for name in wanted} == pytest.approx(wanted)
+    assert "<title>Step 2, run" in pages(items)["step-2"]
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_has_them_in_the_trainings_run_and_leaves_its_steps_alone(tmp_path: Path) -> None:
+    training, run = a_training_run(tmp_path), RunLayout(tmp_path / "run")
+    for step in (2, 3):
+        wandb.log({"loss": 1 / step}, step=step)
+        recorded(tmp_path, ["wandb"], range(step, step + 1))
+        assert outcome_of(run, step).state == "ok", outcome_of(run, step).reason
+        wandb.log({"reward": step}, step=step)  # W&B drops it if its step has grown
+    wandb.log({"loss": 0.0}, step=4)
+    wandb.finish()
+    assert not list(run.root.glob("wandb")), "it has a run of its own too"
+    logged_to, items = wandb_records(tmp_path)
+    assert logged_to == training.id
+    assert [(row["_step"], row["loss"], row.get("reward")) for row in rows(items)] == [
+        (2, 1 / 2, 2),
+        (3, 1 / 3, 3),
+        (4, 0.0, None),
+    ]
+    for step, row in zip((2, 3), rows(items), strict=False):
+        wanted = wandb_figures(run, step)
+        assert {name: row[name] for name in wanted} == pytest.approx(wanted)
+    assert ["<title>Step 2, run" in page for page in pages(items).values()] == [True, False]
+    assert list(pages(items)) == ["step-2", "step-3"]
+    axes = [record.metric for record in items if record.WhichOneof("record_type") == "metric"]
+    assert {(axis.glob_name, axis.step_metric) for axis in axes} == {("stepscope/*", "stepscope/step")}
+
+
+LAST_STEP = """
+import sys, wandb
+from stepscope import capture, configure
+spans_alone = {"*": {"profiler": "off"}}
+configure(save_path=f"{sys.argv[1]}/run", steps=[7], roles=spans_alone, finish={"report_to": ["wandb"]})
+wandb.init(project="training", dir=sys.argv[1])
+with capture(7):
+    wandb.log({"loss": 1.0}, step=7)
+"""
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_has_the_last_step_of_a_program_that_ends(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LAST_STEP, str(tmp_path)], check=True, timeout=200)
+    _, items = wandb_records(tmp_path)
+    ((step, row),) = ((row["_step"], row) for row in rows(items))
+    assert (step, row["loss"], row["stepscope/step"]) == (7, 1.0, 7)
+    assert list(pages(items)) == ["step-7"]
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("lost", ["the run has ended", "W&B's service has ended"])
+def test_wandb_has_a_run_of_its_own_if_the_trainings_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    run = recorded(tmp_path, [])
+    training = a_training_run(tmp_path)
+    monkeypatch.setenv("WANDB_RUN_ID", training.id)
+    wandb.finish()
+    if lost == "W&B's service has ended":
+        service = os.environ["WANDB_SERVICE"]
+        wandb.teardown()
+        monkeypatch.setenv("WANDB_SERVICE", service)
+    command = [sys.executable, "-m", "stepscope", "publish", str(run.root), "--to", "wandb"]
+    subprocess.run(command, check=True, timeout=200)
+    own, items = wandb_records(run.root)
+    assert own == f"stepscope-{run_id(run)}"
+    assert list(pages(items)) == ["step-2"]
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["a run of its own", "the training's run"])

@@ -6,9 +6,10 @@ Their work takes long, imports much and may crash, so it stays out of the traini
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from socket import gethostname
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -99,7 +100,7 @@ class Chores:
         )
         return [
             Chore(COMMAND, self._program(finish.command or ""), lambda reason: reason),
-            Chore(SCALARS, self._program(figures), self._figures),
+            Chore(SCALARS, self._program(figures, _wandb_run()), self._figures),
             Chore(MIRROR, self._mirror(earlier=True), self._mirrored),
         ]
 
@@ -109,10 +110,11 @@ class Chores:
         url = config.finish.mirror or ""
         return self._program(of_our_own("stepscope.mirror.program", config.save_path, step, url, scope))
 
-    def _program(self, what: str | Sequence[str]) -> Command:
+    def _program(self, what: str | Sequence[str], variables: Mapping[str, str] = {}) -> Command:
         session = self._session
         log = session.layout.finish_log_of(session.process, session.run_id, session.number)
-        return Command(what, environ=_environ(session), log=log, timeout_s=session.config.finish.timeout_s)
+        environ = {**_environ(session), **variables}
+        return Command(what, environ=environ, log=log, timeout_s=session.config.finish.timeout_s)
 
     @property
     def step(self) -> int:
@@ -212,3 +214,16 @@ def _environ(session: Session) -> dict[str, str]:
     }
     others = {name: value for name, value in os.environ.items() if name != "STEPSCOPE_RANK"}
     return others | known | ({} if process.rank is None else {"STEPSCOPE_RANK": str(process.rank)})
+
+
+def _wandb_run() -> dict[str, str]:
+    """Return W&B's variables for the run in which this process logs, if it has one open."""
+    try:
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        if run is None:
+            return {}
+        mode = "disabled" if run.disabled else "offline" if run.offline else None
+        return {"WANDB_RUN_ID": str(run.id)} | ({} if mode is None else {"WANDB_MODE": mode})
+    except Exception as error:
+        failures.note("reading the training's run of W&B", error)
+        return {}
