@@ -93,6 +93,11 @@ def test_an_unknown_name_lists_the_adapters_and_how_to_install_one() -> None:
         profilers_of("vlm")
 
 
+def test_a_misspelt_name_suggests_the_one_that_is_meant() -> None:
+    with pytest.raises(ConfigError, match=r"Fix: did you mean 'fake'\?"):
+        profilers_of("fakes")
+
+
 def test_a_url_is_asked_which_engine_serves_there() -> None:
     with pytest.raises(ConfigError, match=r"VllmServer\(url\)"):
         profilers_of(["http://127.0.0.1:8000"])

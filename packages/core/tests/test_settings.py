@@ -66,7 +66,8 @@ def test_engines_come_after_frameworks() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"slots": ("slots", 1)}, "allowed: knobs: agent_workers"),
+        ({"slots": ("slots", 1)}, "allowed: knobs: agent_workers.*Fix: omit what no knob stands for"),
+        ({"max_request": ("slots", 1)}, "Fix: did you mean 'max_requests'?"),
         ({"max_requests": ("slots", SECRET)}, "allowed: a number, a boolean or None"),
         ({"balance_batch": ("even", f"{SECRET} {SECRET}", "on")}, "for a switch with words, a word"),
         ({"max_requests": ("slots", float("nan"))}, "allowed: a number"),

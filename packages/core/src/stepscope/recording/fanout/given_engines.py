@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from stepscope.config._words import closest
 from stepscope.engines import EngineProfiler, installed, load_engine, recognise
 from stepscope.engines.protocol import ADAPTERS
 from stepscope.errors import ConfigError, EngineError
@@ -73,10 +74,10 @@ def _owned(name: str) -> Sequence[object]:
         )  # fmt: skip
     names = sorted(installed())
     if name not in names:
-        raise ConfigError(
-            "capture(engines=)", name, f"the name of an installed adapter ({', '.join(names) or 'none'}), or "
-            f"{objects}", f"install the adapter of that engine: {ADAPTERS}",
-        )  # fmt: skip
+        allowed = f"the name of an installed adapter ({', '.join(names) or 'none'}), or {objects}"
+        near = closest(name, names)
+        fix = f"did you mean {near!r}?" if near else f"install the adapter of that engine: {ADAPTERS}"
+        raise ConfigError("capture(engines=)", name, allowed, fix)
     engines = load_engine(name).owned()
     if not engines:
         raise ConfigError(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from stepscope import switch
+from stepscope.config._words import closest
 from stepscope.errors import ConfigError
 from stepscope.files.manifest.settings import (
     KNOBS,
@@ -75,7 +76,9 @@ def kept() -> tuple[FrameworkSettings, ...]:
 def _setting(knob: str, named: Named) -> Setting:
     field = f"settings[{knob!r}]"
     if knob not in KNOBS:
-        raise ConfigError(field, named, f"knobs: {', '.join(KNOBS)}", "omit what no knob stands for")
+        near = closest(knob, KNOBS)
+        fix = f"did you mean {near!r}?" if near else "omit what no knob stands for"
+        raise ConfigError(field, named, f"knobs: {', '.join(KNOBS)}", fix)
     if len(named) not in (2, 3):
         raise ConfigError(field, named, "(name, value)", "for instance ('rollout.slots', 256)")
     name, value = _name(field, named[0]), named[1]
