@@ -304,6 +304,18 @@ def test_an_actor_that_is_captured_keeps_its_recorder(tmp_path: Path, actors: li
     assert min(ray.get([actor.recorded.remote() for actor in actors])) > 0
 
 
+def test_an_engine_that_cannot_be_taken_keeps_the_recorder_from_no_actor(
+    tmp_path: Path, actors: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config, until = config_in(tmp_path), time.monotonic() + 60
+    with capture(0, config=config, workers={"actor": actors}, engines=[FakeEngine(workers=1), "vlm"]):
+        pass
+    while min(ray.get([actor.recorded.remote() for actor in actors])) < 0:
+        assert time.monotonic() < until, caplog.text
+        time.sleep(POLL_S)  # they are told in the background
+    assert "the flight recorder samples no engines: ConfigError: capture(engines=) is 'vlm'" in caplog.text
+
+
 class SampledProfiler(FakeEngineProfiler):
     """One request runs."""
 

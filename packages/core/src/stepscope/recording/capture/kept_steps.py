@@ -10,6 +10,7 @@ from functools import partial
 from socket import gethostname
 
 from stepscope.config import ProfileConfig
+from stepscope.engines import EngineProfiler
 from stepscope.errors import StepscopeError
 from stepscope.files.clock import ClockOffset
 from stepscope.files.layout import RunLayout
@@ -18,6 +19,7 @@ from stepscope.files.requests import Request, change_requests
 from stepscope.recording.capture import omissions
 from stepscope.recording.capture.readiness import STARTING_S
 from stepscope.recording.fanout.fleet import WorkerOutcome
+from stepscope.recording.fanout.given_engines import profilers_of
 from stepscope.recording.fanout.messages import PrepareRequest
 from stepscope.recording.fanout.participants import Participants
 from stepscope.recording.process import failures, private_loop, run, versions
@@ -86,7 +88,7 @@ def _tell(recorder: Recorder, workers: object, engines: object) -> None:
     """Start a recorder in each worker, note which of them record, and sample the engines."""
     request = PrepareRequest(config=recorder.config, run_id=recorder.run_id, record_only=True)
     try:
-        others = Participants(workers, engines)
+        others = Participants(workers, _profilers(engines))
         if recorder.engines is not None:
             for profiler in others.profilers:
                 recorder.engines.add(profiler)
@@ -95,7 +97,7 @@ def _tell(recorder: Recorder, workers: object, engines: object) -> None:
             return
         outcomes = private_loop.run(fleet.prepare(request, STARTING_S))
     except StepscopeError as error:
-        failures.warn("stepscope: the flight recorder records no workers and engines: %s", error)
+        failures.warn("stepscope: the flight recorder records no workers: %s", error)
         return
     except Exception as error:
         failures.note("starting the flight recorder of workers and engines", error)
@@ -117,6 +119,15 @@ def _tell(recorder: Recorder, workers: object, engines: object) -> None:
             return []
 
     recorder.measure = measure
+
+
+def _profilers(engines: object) -> list[EngineProfiler] | None:
+    """Return the profilers of the engines. None, which is logged, if one of them cannot be taken."""
+    try:
+        return None if engines is None else profilers_of(engines)
+    except Exception as error:
+        failures.warn("stepscope: the flight recorder samples no engines: %s", describe(error))
+        return None
 
 
 def _clocks(outcomes: Sequence[WorkerOutcome]) -> list[ClockOffset]:
