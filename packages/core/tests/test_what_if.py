@@ -183,6 +183,7 @@ def test_tools_without_a_queue_can_only_get_a_limit(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"replicas": "-2"}, "--replicas is '-2'; allowed: at least 1 left, from 2 now"),
+        ({"replicas": "x0"}, "--replicas is 'x0'; allowed: at least 1 left, from 2 now"),
         (
             {"replicas": "two"},
             r"--replicas is 'two'; allowed: \+N, -N, xN or N, from 2 now. Fix: for instance",
@@ -269,8 +270,13 @@ def _beside(driver: FakeProcess) -> None:
     driver.span("update_actor", 20 * MS, 90 * MS)
 
 
+def _of_another_step(driver: FakeProcess) -> None:
+    driver.span("trajectory", 0, 50 * MS, role="agent_loop", trajectory="t", step=0)
+
+
 _RECORDS = {
-    "has no trajectories on its clock, which a replay needs": _no_trajectory,
+    "has no trajectories, which a replay needs": _no_trajectory,
+    "trajectories that began in this step, in processes whose clocks are aligned": _of_another_step,
     "no trajectory has a span of role `rollout`": _no_generation,
     "0 of 1 generations say how many tokens they wrote": _no_tokens,
     "0 of 1 generations say how many tokens": _negative_tokens,
@@ -287,8 +293,10 @@ def test_a_step_that_lacks_what_a_replay_needs_says_so(tmp_path: Path, message: 
 def test_the_command_prints_and_has_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = a_step(tmp_path)
     assert run(["what-if", str(step.parent), "--replicas", "+2"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert "replicas 2 -> 4: 1.65 s -> 1.4" in text
+    assert "), 95 % between 839 ms and 1.49 s" in text
+    assert "the time of a generation follows from its tokens, give or take 0%" in text
     assert "Assumed: a replica more or less" in text
     assert run(["what-if", str(step), "--cut-tail", "p75", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -296,3 +304,5 @@ def test_the_command_prints_and_has_json(tmp_path: Path, capsys: pytest.CaptureF
     assert answer["measured_ns"] == 1650 * MS
     assert run(["what-if", str(step), "--tool-pool", "x2"]) == 2
     assert "Fix: omit it" in capsys.readouterr().err
+    assert run(["what-if", str(step.parent), "--run", "none"]) == 2
+    assert f"of run 'none'. Runs: {answer['run_id']}\n" in capsys.readouterr().err

@@ -76,7 +76,9 @@ def find_steps(path: Path, step: int | str | None = None, run: str | None = None
         return wanted
     of_run = [layout for layout in wanted if _holds(layout, run)]
     if not of_run:
-        raise CommandError(f"{path} holds no {'step' if step is None else f'step {step}'} of run {run!r}")
+        runs = sorted({part.run_id for layout in wanted for part in read_parts(layout)[0]})
+        what = "step" if step is None else f"step {step}"
+        raise CommandError(f"{path} holds no {what} of run {run!r}. Runs: {_some(runs)}")
     return of_run
 
 

@@ -9,6 +9,10 @@ from stepscope.report.formatting import count, duration, plain
 from stepscope.report.terminal.layout import table
 from stepscope.report.whatif.prediction import Model, Prediction
 
+_WORK = {
+    "tokens": "the time of a generation follows from its tokens, give or take {residual:.0%}",
+    "durations": "generations take their measured times, which fit tokens give or take {residual:.0%}",
+}
 COLUMNS = ("stage", ">measured", ">replayed", ">predicted")
 
 
@@ -31,10 +35,10 @@ def _headline(prediction: Prediction) -> str:
         return (
             f"Step {prediction.step} of run {prediction.run_id}: {measured}, replayed {replayed} ({off:+.1%})"
         )
-    low, high = duration(prediction.low_ns), duration(prediction.high_ns)
+    predicted, low, high = map(duration, (prediction.predicted_ns, prediction.low_ns, prediction.high_ns))
     return (
         f"Step {prediction.step} of run {prediction.run_id}, {', '.join(prediction.changes)}: "
-        f"{measured} -> {duration(prediction.predicted_ns)} ({low} to {high}), {prediction.change:+.1%}"
+        f"{measured} -> {predicted} ({prediction.change:+.1%}), 95 % between {low} and {high}"
     )
 
 
@@ -44,10 +48,10 @@ def _model(model: Model) -> str:
     parts = [
         f"Replayed: {work} on {count(len(model.replicas), 'replica')}",
         (
-            f"tokens/s of one: {first.tokens_per_second:,.0f} with {first.requests:g} in flight, "
-            f"{last.tokens_per_second:,.0f} with {last.requests:g}, residual {model.residual:.0%}"
+            f"a replica with {first.requests:g} in flight writes {first.tokens_per_second:,.0f} tokens/s, "
+            f"with {last.requests:g} in flight {last.tokens_per_second:,.0f}"
         ),
-        f"work by {model.work}",
+        _WORK[model.work].format(residual=model.residual),
     ]
     if model.tool_pool is not None:
         parts.append(f"{count(model.tool_pool, 'tool')} at once")

@@ -110,7 +110,8 @@ def _changed(option: str, value: str, now: int | None, fix: str) -> int:
         allowed = "a number" if now is None else f"+N, -N, xN or N, from {now} now"
         raise ConfigError(option, value, allowed, fix)
     if match["times"]:
-        return max(1, round((now or 0) * float(match["times"])))
+        times = float(match["times"])
+        return max(1, round((now or 0) * times)) if times else 0
     count = int(match["count"])
     return (now or 0) + count if match["sign"] == "+" else (now or 0) - count if match["sign"] else count
 

@@ -80,9 +80,14 @@ class _Reading:
 
     def _check(self, roots: Sequence[Span]) -> None:
         step, window = self._timeline.step, self._timeline.window
+        if not roots and any(span.stage == TRAJECTORY for span in self._timeline.spans):
+            raise RecordError(
+                f"step {step}: a replay needs trajectories that began in this step, in processes whose "
+                "clocks are aligned, and it has others alone"
+            )
         if not roots:
             raise RecordError(
-                f"step {step} has no trajectories on its clock, which a replay needs. Fix: record each with "
+                f"step {step} has no trajectories, which a replay needs. Fix: record each with "
                 "trajectory(name)"
             )
         if any(root.end_ns is None for root in roots):
