@@ -295,7 +295,7 @@ def test_the_command_prints_and_has_json(tmp_path: Path, capsys: pytest.CaptureF
     assert run(["what-if", str(step.parent), "--replicas", "+2"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "replicas 2 -> 4: 1.65 s -> 1.4" in text
-    assert "), 95 % between 839 ms and 1.49 s" in text
+    assert "), error bar 839 ms to 1.49 s" in text
     assert "the time of a generation follows from its tokens, give or take 0%" in text
     assert "Assumed: a replica more or less" in text
     assert run(["what-if", str(step), "--cut-tail", "p75", "--json"]) == 0

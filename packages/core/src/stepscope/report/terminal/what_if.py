@@ -38,7 +38,7 @@ def _headline(prediction: Prediction) -> str:
     predicted, low, high = map(duration, (prediction.predicted_ns, prediction.low_ns, prediction.high_ns))
     return (
         f"Step {prediction.step} of run {prediction.run_id}, {', '.join(prediction.changes)}: "
-        f"{measured} -> {predicted} ({prediction.change:+.1%}), 95 % between {low} and {high}"
+        f"{measured} -> {predicted} ({prediction.change:+.1%}), error bar {low} to {high}"
     )
 
 

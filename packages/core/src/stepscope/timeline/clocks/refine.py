@@ -205,8 +205,8 @@ def _read_elsewhere(
     sources: Sequence[Source], traces: Mapping[int, list[Path]], executor: Executor | None
 ) -> Known:
     """Return the collectives of processes whose traces only other machines have. Lost ones are none."""
-    there = files_elsewhere(executor).keys()
-    far = {index: paths for index, paths in traces.items() if not there.isdisjoint(paths)}
+    elsewhere = files_elsewhere(executor).keys()
+    far = {index: paths for index, paths in traces.items() if not elsewhere.isdisjoint(paths)}
     if executor is None or not far:
         return {}
     parts = [
