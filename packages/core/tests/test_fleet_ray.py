@@ -6,12 +6,14 @@ One file above 400 lines, because all cases share the actors and the readers of 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 import os
 import secrets
 import signal
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ import pytest
 
 from packages.core.tests.suspensions import CancelledAt
 from stepscope import ProfileConfig, capture, prepare, profile_step
+from stepscope.backends.torch import backend as torch_backend
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import Manifest, ProcessPart
@@ -506,3 +509,35 @@ async def test_between_machines_the_true_offset_lies_within_the_stated_uncertain
         assert abs(clock.offset_ns) <= clock.uncertainty_ns, "both sides read one clock: the true offset is 0"
         assert clock.uncertainty_ns < 100_000_000
         assert clock.at_mono_ns <= time.monotonic_ns()
+
+
+def hold_exports(instance: object, seconds: int) -> None:
+    """Have each export hold the GIL, as that of a large trace does."""
+    import_module("torch")
+    real = torch_backend._write
+
+    def write(*args: Any) -> None:
+        ctypes.PyDLL(None).sleep(seconds)
+        real(*args)
+
+    setattr(torch_backend, "_write", write)  # noqa: B010  # mypy knows it as a function of other arguments
+
+
+def test_the_answer_of_a_worker_does_not_wait_for_its_export(tmp_path: Path) -> None:
+    config = ProfileConfig(
+        save_path=str(tmp_path / "run"),
+        steps=["every:1"],
+        roles={"actor": {"ranks": "all"}},
+        torch={"activities": ["cpu"]},
+        budget={"fanout_seconds": 60},
+    )
+    actor = make(Trainer)
+    ray.get(actor.__ray_call__.remote(hold_exports, 4))
+    with capture(1, workers=[actor], config=config) as step:
+        ray.get(actor.update.remote())
+    closed = time.monotonic()
+    assert step.result.wait(60)
+    assert time.monotonic() - closed > 2
+    (worker,) = workers_of(config, 1)
+    assert [item.state for item in worker.expected if item.kind == "trace"] == ["ok"]
+    ray.kill(actor)

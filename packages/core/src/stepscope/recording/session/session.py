@@ -37,6 +37,7 @@ from stepscope.recording.spans import marks, redaction
 from stepscope.recording.spans.log import SpanLog
 
 CLOSED_WHILE_OPENING = "the capture was closed while it opened"
+_ANSWER_S = 0.1
 _HAND_BACK_S = 1.0  # so long exports, and the record of what closing took, wait for its end
 
 
@@ -256,6 +257,11 @@ class Session:
             self.manifest_part.spend(stop_ns=time.monotonic_ns() - self._closing.mono_ns)
             self._handed_back.set()
 
+    def _await_caller(self) -> None:
+        self._handed_back.wait(_HAND_BACK_S)
+        if not self.owner:  # the answer to the owner needs the GIL too, and nothing tells that it is sent
+            time.sleep(_ANSWER_S)
+
     def write_cost(self) -> None:
         """Have the part of the manifest written after `hand_back`: the writes before are what it measures."""
         exporter.exporter().then(self._write_cost, deferred=False)
@@ -280,7 +286,7 @@ class Session:
             self._closed, self._discard = True, discard
             try:
                 if is_awaited:  # an export takes the GIL, and the caller would wait longer
-                    exporter.exporter().then(partial(self._handed_back.wait, _HAND_BACK_S), deferred=False)
+                    exporter.exporter().then(self._await_caller, deferred=False)
                 self._stop_and_write(ending, discard)
             except BaseException:
                 self._closed = False
