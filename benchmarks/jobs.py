@@ -1,11 +1,13 @@
 """Time of merges and reports in one process, in two, and by two tasks of Ray, over steps of a real trace.
 
-They take turns. The children are started before the clock runs, as in a command that reads many steps. The
+They take turns. The children and Ray's workers are started before the clock runs, as in a command that reads
+many steps: Ray may not end those that idle while the others have their turn, as it does after a second. The
 goal is for two idle cores, so the load of the machine is printed.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -47,6 +49,7 @@ def main() -> None:
     quick = arguments(__doc__).quick
     header("traces in two processes", "stepscope", "torch", "isal", "msgspec", "stringzilla")
     rows = []
+    os.environ["RAY_idle_worker_killing_time_threshold_ms"] = "600000"  # noqa: SIM112  # Ray's spelling
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         two = stack.enter_context(ChildProcesses(2))
