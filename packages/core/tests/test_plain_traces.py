@@ -161,6 +161,32 @@ def test_a_folder_without_a_trace_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "holds no captured step" in capsys.readouterr().err
 
 
+def test_two_processes_without_a_device_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        trace(tmp_path / f"{rank}.json", [], rank=rank, pid=100 + rank)
+    assert run(["report", str(tmp_path)]) == 0
+    assert "rank 0 and rank 1: no call to a device" in capsys.readouterr().out
+
+
+def test_a_collective_of_no_named_group_has_no_group(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        reduce = kernel("ncclDevKernel_AllReduce", 60, 100)
+        args = {"device": 0, "stream": 7, "Collective name": "allreduce"}
+        trace(tmp_path / f"{rank}.json", [{**reduce, "args": args}], rank=rank, pid=100 + rank)
+    assert run(["report", str(tmp_path), "--json"]) == 0
+    assert {row["collective"] for row in printed(capsys)["traces"]["stragglers"]} == {"allreduce"}
+
+
+def test_a_command_that_needs_spans_names_the_one_that_reads_traces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace(tmp_path / "rank0.json", [])
+    assert run(["what-if", str(tmp_path)]) == 2
+    assert f"`stepscope report {tmp_path}` reads its traces." in capsys.readouterr().err
+
+
 def test_options_that_need_spans_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace(tmp_path / "rank0.json", [])
     assert run(["report", str(tmp_path), "--step", "2"]) == 2

@@ -12,6 +12,7 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.run import RunRecord
 from stepscope.files.storage.reading import read_record
+from stepscope.timeline.step.plain import has_traces
 
 STEPS_HELP = "Only these steps of a run: 3, 3-7, 3,5,8-, 10:50:10 (50 is not in it), every:50."
 """Help of the option `--step` of every command."""
@@ -70,8 +71,10 @@ def find_steps(path: Path, step: int | str | None = None, run: str | None = None
     wanted = [
         layout for number, layout in steps.items() if not ranges or any(number in part for part in ranges)
     ]
-    if not wanted:
-        raise CommandError(f"{path} holds no step {step}. Captured: {_some(map(str, steps))}")
+    absent = [part for part in ranges if part.stop == part.start + 1 and part.start not in steps]
+    if absent or not wanted:
+        which = ",".join(map(str, absent)) or step
+        raise CommandError(f"{path} holds no step {which}. Captured: {_some(map(str, steps))}")
     if run is None:
         return wanted
     of_run = [layout for layout in wanted if _holds(layout, run)]
@@ -130,9 +133,14 @@ def no_run(path: Path) -> str:
         return f"{path} is no run, but there are runs in it: {_some(sorted(below))}"
     return (
         f"{path} holds no captured step: looked for run.json and folders like step_000002; it holds: "
-        f"{_names(path)}. If a run should write here: is `save_path` this folder, does the training loop "
-        "open `capture(step)`, and does `steps` select any that it reaches (see `stepscope validate`)?"
+        f"{_names(path)}. {_say_traces(path)} If a run should write here: is `save_path` this folder, does "
+        "the training loop open `capture(step)`, and does `steps` select any that it reaches (see "
+        "`stepscope validate`)?"
     )
+
+
+def _say_traces(path: Path) -> str:
+    return f"`stepscope report {path}` reads its traces." if has_traces(path) else "It holds no trace either."
 
 
 def _names(folder: Path) -> str:

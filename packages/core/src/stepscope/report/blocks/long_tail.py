@@ -62,11 +62,11 @@ def _say_held(tail: LongTail) -> str:
     if tail.held_ns is None or tail.rollout_ns is None:
         return ""
     (share,) = percents([tail.held_ns], tail.rollout_ns)
-    more = (f", {duration(hold.held_ns)} for the last {hold.trajectories:,}" for hold in tail.holds[1:])
+    fewer = [f"{duration(hold.held_ns)} for the last {hold.trajectories:,}" for hold in tail.holds[1:]]
     return (
         f"The others waited {duration(tail.held_ns)} for the last {tail.last:,} of {tail.trajectories:,} "
-        f"trajectories: {share} % of the {duration(tail.rollout_ns)} from the first start to the last end"
-        f"{''.join(more)}.{_say_stalled(tail)}"
+        f"trajectories: {share} % of the {duration(tail.rollout_ns)} from the first start to the last end."
+        f"{' Of that, ' + ', '.join(fewer) + '.' if fewer else ''}{_say_stalled(tail)}"
     )
 
 

@@ -138,9 +138,10 @@ def no_device_list(rows: Sequence[NoDevice]) -> Listing:
 
 
 def _say_no_device(row: NoDevice) -> str:
-    """Return `actor 0 and 3 more: the configuration records the CPU alone. Fix: ...`."""
-    more = "" if len(row.processes) == 1 else f" and {len(row.processes) - 1:,} more"
-    return f"{row.processes[0]}{more}: {row.cause}" + (f". Fix: {row.fix}" if row.fix else "")
+    """Return `actor 0, and 3 more: the configuration records the CPU alone. Fix: ...`."""
+    first, *others = row.processes
+    names = " and ".join(row.processes) if len(others) < 2 else f"{first}, and {len(others):,} more"
+    return f"{names}: {row.cause}" + (f". Fix: {row.fix}" if row.fix else "")
 
 
 def memory_table(rows: Sequence[MemoryRow]) -> TextTable:

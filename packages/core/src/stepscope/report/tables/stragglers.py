@@ -110,7 +110,8 @@ def _calls(activity: TraceActivity) -> Iterator[tuple[str, str, Iterable[_Call]]
     """Yield (collective, group, calls). Without groups, the number of calls stands for the group."""
     content = activity.content
     for grouped in content.grouped:
-        yield f"{grouped.op}, group {grouped.group.partition(' ')[0]}", grouped.group, grouped.calls()
+        group = grouped.group.partition(" ")[0]
+        yield f"{grouped.op}, group {group}" if group else grouped.op, grouped.group, grouped.calls()
     for collective in () if content.grouped else content.collectives:
         if _ALL_WAIT.search(collective.name):
             name = re.split(r"__|\(", collective.name)[0]
