@@ -149,6 +149,7 @@ def test_a_merge_of_a_role_that_is_not_there_keeps_the_timeline_and_names_those_
         (["report", "{}/absent"], "does not exist. {} holds: empty, file, runs"),
         (["report", "{}/file"], "is a file: give the folder of a run"),
         (["report", "{}/empty"], "holds no captured step: looked for run.json and folders like step_000002"),
+        (["report", "{}/empty"], "it holds: nothing. It holds no trace either."),
         (["report", "{}/runs"], "is no run, but there are runs in it: first"),
         (
             ["report", "{}/runs/first/step_000002/spans"],
@@ -324,7 +325,7 @@ def a_trace(save_path: Path, content: bytes) -> Path:
 def test_a_step_is_merged_into_one_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = a_run(tmp_path) / "step_000002"
     assert run(["merge", str(step)]) == 0
-    assert f"{step / 'timeline.json.gz'}: 1 events of 1 processes" in capsys.readouterr().err
+    assert f"{step / 'timeline.json.gz'}: 1 event of 1 process" in capsys.readouterr().err
     assert run(["merge", str(step), "--json", "-o", str(tmp_path / "other.json.gz")]) == 0
     assert json_of(capsys)["spans"] == 1
     assert (tmp_path / "other.json.gz").read_bytes() == (step / "timeline.json.gz").read_bytes()

@@ -106,7 +106,7 @@ async def test_files_that_come_late_stand_in_the_manifest_and_nothing_is_waited_
     assert len(item(config, 1).artifacts) == 2
     assert not still_waiting(config)
     assert await asyncio.to_thread(run, ["ls", str(config.save_path), "--pending"]) == 0
-    assert "Nothing is waited for" in capsys.readouterr().out
+    assert "nothing is waited for" in capsys.readouterr().out
 
 
 async def test_why_an_engine_did_not_start_is_kept_though_its_stop_hangs_too(config: ProfileConfig) -> None:

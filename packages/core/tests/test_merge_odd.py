@@ -154,4 +154,4 @@ def test_each_of_these_ends_with_exit_code_3(tmp_path: Path, capsys: pytest.Capt
     folder, actor = step(tmp_path)
     trace(folder, actor, [kernel(0), kernel()], baseTimeNanoseconds=0)
     assert run(["merge", str(folder.write())]) == 3
-    assert f"traces/actor/t.json: {NOT_THEN} (1 events)" in capsys.readouterr().out
+    assert f"traces/actor/t.json: {NOT_THEN} (1 event)" in capsys.readouterr().out

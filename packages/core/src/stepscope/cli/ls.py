@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import msgspec
 import typer
 from rich.console import RenderableType
+from rich.text import Text
 
 from stepscope.cli import screen
 from stepscope.cli.exits import Exit
@@ -96,10 +97,12 @@ def _show_pending(run: Path, *, json: bool) -> NoReturn:
     awaited = [item for layout in find_numbered(run).values() for item in waiting(layout)]
     if json:
         screen.show_json(awaited)
+    elif not awaited:
+        screen.show(Text(f"{run}: nothing is waited for"))
     else:
         columns = (">step", "process", "what", "why", "its process", ">came since")
-        note = "Nothing is waited for." if not awaited else _how_to(awaited)
-        screen.show(table(f"{run}: still waited for", columns, map(_waiting_cells, awaited), note))
+        waits = map(_waiting_cells, awaited)
+        screen.show(table(f"{run}: still waited for", columns, waits, _how_to(awaited)))
     raise typer.Exit(Exit.INCOMPLETE if awaited else Exit.OK)
 
 

@@ -17,7 +17,7 @@ from stepscope.cli.reading.proposal import EVENTS, proposal
 from stepscope.cli.reading.readers import RayAddress, absolute, cluster, readers
 from stepscope.config._ranges import parse_ranges
 from stepscope.files.layout import StepLayout
-from stepscope.report.formatting import size
+from stepscope.report.formatting import count, size
 from stepscope.report.terminal.layout import listing
 from stepscope.timeline import Merged, Selection, merge_bytes, merge_step
 from stepscope.timeline.merge.merge import merge_plain
@@ -167,8 +167,8 @@ def _check_limits(selection: Selection) -> None:
 def _show(merged: Merged, target: Path) -> None:
     if not merged.rows:
         screen.say("The timeline is empty: no event has these roles, ranks and times.")
-    count = f"{merged.events:,} events of {len(merged.rows)} processes"
-    screen.say(f"{target}: {count}, {size(target.stat().st_size)}. Open it in https://ui.perfetto.dev")
+    held = f"{count(merged.events, 'event')} of {count(len(merged.rows), 'process')}"
+    screen.say(f"{target}: {held}, {size(target.stat().st_size)}. Open it in https://ui.perfetto.dev")
     _show_rest(merged.left_out, merged.problems)
 
 
@@ -177,13 +177,13 @@ def _show_rest(left_out: tuple[str, ...], problems: tuple[FileProblem, ...]) -> 
         screen.show(listing("Left out", _some(left_out)))
     if problems:
         lines = [
-            f"{p.file}: {p.what}" + _count(p.events, "events") + _count(p.lines, "lines") for p in problems
+            f"{p.file}: {p.what}" + _count(p.events, "event") + _count(p.lines, "line") for p in problems
         ]
         screen.show(listing("Broken or missing; what could be read was used", _some(lines)))
 
 
 def _count(number: int | None, what: str) -> str:
-    return "" if number is None else f" ({number:,} {what})"
+    return "" if number is None else f" ({count(number, what)})"
 
 
 def _some(lines: tuple[str, ...] | list[str]) -> list[str]:
