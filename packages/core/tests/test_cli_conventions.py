@@ -69,6 +69,14 @@ def test_steps_are_spelled_as_in_the_configuration(
         (["merge", "{}", "--step", "2-3"], "--step 2-3: 2 steps, and a timeline is of one"),
         (["merge", "{}", "--step", "2", "--ranks", "first"], "--ranks is 'first'; allowed: 3, \"3-7\""),
         (["publish", "{}"], "Name it: --to tensorboard,wandb,mlflow,otel"),
+        (["publish", "{}", "--to", "wandbb"], "--to is 'wandbb'; allowed: a writer: mlflow, otel, tensor"),
+        (["report", "{}", "--step", "3,99"], "holds no step 99. Captured: 2, 3, 4, 5"),
+        (["report", "{}", "--brief", "--json"], "--brief goes without --json"),
+        (["report", "{}", "--markdown"], "--markdown needs --brief or --by"),
+        (["report", "{}", "--run", "zzz"], "holds no step of run 'zzz'. Runs: run1"),
+        (["diff", "{}", "{}", "--stage", "rollout/*"], "--stage is 'rollout/*'; allowed: only with a limit"),
+        (["diff", "{}", "{}", "--steps-b", "9"], "--steps-b is '9'; allowed: captured steps: 2, 3, 4, 5"),
+        (["trigger", "lst", "{}"], "there is no `stepscope trigger lst`: did you mean 'list'?"),
     ],
 )
 def test_a_wrong_one_is_refused_with_what_is_allowed(
@@ -127,6 +135,15 @@ def test_whole_numbers_that_javascript_would_round_are_texts_too(
     assert row["opened_ns"] > 2**53
     assert row["opened_ns_text"] == str(row["opened_ns"])
     assert "wall_ns_text" not in row
+    target = save_path / "timeline.json.gz"
+    assert run(["merge", str(save_path), "--step", "2", "--json", "-o", str(target)]) == 0
+    merged = json.loads(capsys.readouterr().out)
+    assert merged["window_ns_text"] == [str(ns) for ns in merged["window_ns"]]
+
+
+def test_that_nothing_is_waited_for_is_one_line(save_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["collect", str(save_path)]) == 0
+    assert capsys.readouterr().out.split(": ")[-1].strip() == "nothing is waited for"
 
 
 def test_the_shell_completes_commands(

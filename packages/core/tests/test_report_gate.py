@@ -200,7 +200,7 @@ def test_uncaptured_steps_of_the_slowest_owner_are_compared(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--stage", "a/*"], "--stage is ['a/*']; allowed: only with a limit"),
+        (["--stage", "a/*"], "--stage is 'a/*'; allowed: only with a limit"),
         (["--junit", "x.xml"], "--junit is 'x.xml'; allowed: only with a limit"),
         (["--steps-a", "7"], "allowed: captured steps: 2"),
         (["--steps-b", "x"], "--steps-b is 'x'"),

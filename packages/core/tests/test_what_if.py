@@ -193,7 +193,7 @@ def test_tools_without_a_queue_can_only_get_a_limit(tmp_path: Path) -> None:
         ({"cut_tail": "95"}, "--cut-tail is '95'; allowed: p1 to p99"),
         ({"cut_tail": "p99"}, "a part of 8 trajectories, and this is all of them. Fix: a lower percentile"),
         ({"tool_pool": "x2"}, "--tool-pool is 'x2'; allowed: only for a step with tools, and it has none"),
-        ({"staleness": 2}, "--staleness is 2; allowed: 1: one step cannot tell"),
+        ({"staleness": 2}, "--staleness is 2; allowed: 1, because one step cannot tell"),
         ({"overlap": "ref"}, "--overlap is 'ref'; allowed: reward"),
     ],
 )

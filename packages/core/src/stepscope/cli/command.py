@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from stepscope.cli import screen
+from stepscope.cli.exits import CommandError
+from stepscope.config._words import closest
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 """Settings of the whole command line; commands inherit them."""
@@ -60,6 +63,9 @@ class GroupWithDefault(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in {*self.commands, *ctx.help_option_names}:
+            near = closest(args[0], self.commands)
+            if near and not Path(args[0]).exists():
+                raise CommandError(f"there is no `{ctx.command_path} {args[0]}`: did you mean {near!r}?")
             args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)
 

@@ -114,9 +114,13 @@ def report(
     path = paths[0] if paths else None
     path = sample_in(path or SAMPLE) if sample else path
     if path is None:
-        raise typer.BadParameter("name the folder of a run, or use --sample", param_hint="RUN_OR_STEP")
-    if (markdown and not (brief or by)) or (json and (brief or markdown)):
-        raise typer.BadParameter("--markdown needs --brief or --by, and goes without --json, as --brief does")
+        raise typer.BadParameter(
+            "name the folder of a run, or traces, or use --sample", param_hint="RUN_OR_STEP"
+        )
+    if markdown and not (brief or by):
+        raise typer.BadParameter("--markdown needs --brief or --by")
+    if json and (brief or markdown):
+        raise typer.BadParameter(f"{'--brief' if brief else '--markdown'} goes without --json")
     if by and (brief or html or short or ray):
         raise typer.BadParameter("--by goes without --brief, --html, --short and --ray")
     if paths and not sample and is_plain(paths):

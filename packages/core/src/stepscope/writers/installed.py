@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from typing import cast
 
 from stepscope.config import WRITERS
+from stepscope.config._words import closest
 from stepscope.errors import ConfigError
 from stepscope.writers.protocol import ReportWriter
 
@@ -29,5 +30,7 @@ def load_writer(name: str) -> ReportWriter:
         allowed = f"a writer whose package is installed ({error})"
         package = f"'stepscope[{name}]'" if name in WRITERS else "what it needs"
         raise ConfigError("finish.report_to", name, allowed, f"pip install {package}") from None
-    allowed = f"a writer: {', '.join(sorted({*WRITERS, *known}))}"
-    raise ConfigError("finish.report_to", name, allowed, "install the package that brings it")
+    names = sorted({*WRITERS, *known})
+    near = closest(name, names)
+    fix = f"did you mean {near!r}?" if near else "install the package that brings it"
+    raise ConfigError("finish.report_to", name, f"a writer: {', '.join(names)}", fix)

@@ -28,6 +28,7 @@ from stepscope.report.terminal.gate import gate_junit, gate_markdown, render_gat
 class _Side(msgspec.Struct, frozen=True):
     """Steps that one argument names."""
 
+    option: str
     path: Path
     run: str | None
     steps: tuple[StepRange, ...] | None
@@ -65,8 +66,8 @@ def diff(
     limits = _limits(fail_above or (), stage or (), junit)
     if json and markdown:
         raise typer.BadParameter("--markdown goes without --json")
-    one = _read(a, run_a, _ranges(a, steps_a, "--steps-a"), gated=bool(limits))
-    other = _read(b, run_b, _ranges(b, steps_b, "--steps-b"), gated=bool(limits))
+    one = _read("--steps-a", a, run_a, steps_a, gated=bool(limits))
+    other = _read("--steps-b", b, run_b, steps_b, gated=bool(limits))
     change = None
     if one.reports is not None and other.reports is not None:
         change = compare(one.reports.steps, other.reports.steps)
@@ -87,7 +88,7 @@ def _limits(fail_above: Sequence[str], stages: Sequence[str], junit: Path | None
     if fail_above:
         return parse_limits(fail_above, stages)
     if stages or junit is not None:
-        option, value = ("--stage", list(stages)) if stages else ("--junit", str(junit))
+        option, value = ("--stage", stages[0]) if stages else ("--junit", str(junit))
         raise ConfigError(option, value, "only with a limit", "add --fail-above 5%")
     return []
 
@@ -102,8 +103,8 @@ def _ranges(path: Path, steps: str | None, option: str) -> tuple[StepRange, ...]
     return parse_steps(steps, option)
 
 
-def _read(path: Path, run: str | None, steps: tuple[StepRange, ...] | None, *, gated: bool) -> _Side:
-    side = _Side(path, run, steps, None)
+def _read(option: str, path: Path, run: str | None, steps: str | None, *, gated: bool) -> _Side:
+    side = _Side(option, path, run, _ranges(path, steps, option), None)
     recorded = gated and bool(recorded_runs(path))
     try:
         wanted = _wanted(side)
@@ -126,7 +127,7 @@ def _wanted(side: _Side) -> list[StepLayout]:
     if not wanted:
         captured = ", ".join(str(numbers[layout.root]) for layout in layouts)
         asked = ",".join(map(str, side.steps))
-        raise ConfigError(f"steps of {side.path}", asked, f"captured steps: {captured}", "name some of these")
+        raise ConfigError(side.option, asked, f"captured steps: {captured}", "name some of these")
     return wanted
 
 

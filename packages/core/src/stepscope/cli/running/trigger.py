@@ -33,7 +33,9 @@ from stepscope.report.formatting import moment
 from stepscope.report.terminal.layout import listing, table
 
 POLL_S = 0.2
-trigger = group_with_default("Ask a live run for captures, list what was asked for, or take it back.")
+trigger = group_with_default(
+    "Ask a live run for captures (`trigger RUN`), list what was asked for, or take it back."
+)
 
 
 RunFolder: TypeAlias = Annotated[

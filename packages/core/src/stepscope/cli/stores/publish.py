@@ -34,7 +34,7 @@ def publish(
     try:
         writers = load_writers(to.split(","))
     except ConfigError as error:
-        raise CommandError(str(error)) from None
+        raise ConfigError("--to", error.value, error.allowed, error.fix) from None
     steps = find_steps(path, step, run)
     save_path = steps[0].root.parent if is_step(path) else path
     complete = [_publish(RunLayout(save_path), layout, run, writers) for layout in steps]

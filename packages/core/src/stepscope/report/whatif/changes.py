@@ -191,7 +191,7 @@ def _pool(value: str, rollout: Rollout) -> int:
 def _check_staleness(value: int, step: Step) -> None:
     if value != 1:
         raise ConfigError(
-            "--staleness", value, "1: one step cannot tell what more of it gains", "--staleness 1"
+            "--staleness", value, "1, because one step cannot tell what more of it gains", "--staleness 1"
         )
     if not any(stage.kind == "train" for stage in step.after):
         raise ConfigError(
