@@ -51,7 +51,7 @@ def test_a_stage_is_explained(root: Path) -> None:
     assert (calls["role"], calls["calls"], calls["max_ns"]) == ("env", 24, 1_500_000_000)
     assert answer["share"][0]["wall_ns"] > 0
     assert answer["advice"][0]["rule"] == "slow-tools"
-    with pytest.raises(RecordError, match=r"no stage 'tol' of that role; it has: .*env tool"):
+    with pytest.raises(RecordError, match=r"no stage 'tol'; it has: .*env tool"):
         Tools(root).explain_stage("slow", "tol")
 
 

@@ -89,3 +89,5 @@ def test_a_step_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> 
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="holds no captured step"):
         stepscope.open(tmp_path)
+    with pytest.raises(RecordError, match="absent does not exist"):
+        stepscope.open(tmp_path / "absent")

@@ -322,6 +322,7 @@ def test_the_printed_report_fits_100_columns_and_means_what_it_says_without_colo
     ):
         assert phrase in text
     assert "The others waited 2.00 ms for the last 2 of 20 trajectories" in text
+    assert "Of that, 1.00 ms for the last 1." in " ".join(text.split())
     assert "unaligned" in text
 
 

@@ -165,7 +165,7 @@ def open(  # noqa: A001  # read as `stepscope.open`
         traces: Whether reports read the profilers' traces, which may be large.
 
     Raises:
-        RecordError: the folder holds no captured step.
+        RecordError: the folder does not exist, or holds no captured step.
     """
     folder = Path(path)
     layout = StepLayout(folder)
@@ -173,9 +173,8 @@ def open(  # noqa: A001  # read as `stepscope.open`
         return OpenStep(folder, run=run, traces=traces)
     steps = RunLayout(folder).steps()
     if not steps:
-        raise RecordError(
-            f"{folder} holds no captured step. Give the folder of a run (save_path), or of one step in it"
-        )
+        why = "holds no captured step" if folder.exists() else "does not exist"
+        raise RecordError(f"{folder} {why}. Give the folder of a run (save_path), or of one step in it")
     return OpenRun(
         folder,
         {number: OpenStep(step.root, run=run, traces=traces) for number, step in steps.items()},

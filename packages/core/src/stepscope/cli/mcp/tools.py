@@ -89,7 +89,8 @@ class Tools:
         labels = sorted({(row.role, row.stage) for row in report.stages})
         if not any(label[1] == stage and role in (None, label[0]) for label in labels):
             names = ", ".join(" ".join(label) for label in labels[:ROWS])
-            raise RecordError(f"step {report.step} has no stage {stage!r} of that role; it has: {names}")
+            asked = repr(stage) if role is None else f"{stage!r} of role {role!r}"
+            raise RecordError(f"step {report.step} has no stage {asked}; it has: {names}")
 
         def fits(row: Any) -> bool:
             return row.stage == stage and role in (None, row.role)
@@ -171,7 +172,7 @@ class Tools:
         staleness: int | None = None,
         overlap: str | None = None,
     ) -> str:
-        """Predict how long a step would take with changes, with an interval of 95 % (JSON, in ns).
+        """Predict how long a step would take with changes, with an error bar (JSON, in ns).
 
         `replicas` and `tool_pool`: `+2`, `-1`, `x2` or `6`. `balance`: `length` or `load`. `cut_tail`: `p95`.
         `staleness`: 1. `overlap`: `reward`. Of a run, its longest step is taken.
