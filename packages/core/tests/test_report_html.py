@@ -18,9 +18,11 @@ from stepscope.report.html.markup import Html, tag, text
 from stepscope.report.html.run_page import RunStep, render_run
 from stepscope.report.html.step_page import render_step
 from stepscope.report.html.timecharts import ticks
+from stepscope.report.html.words import DOCS, WORDS, legend_of_words
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step, load_traces
+from tests.tree import ROOT
 
 VOID = {"meta", "link", "br", "img"}
 LOADING = {"src", "href", "srcset", "action", "data", "poster", "background", "xlink:href"}
@@ -127,15 +129,26 @@ def test_a_page_asks_nobody_for_anything(tmp_path: Path) -> None:
         run_page(tmp_path),
     ):
         parsed = Page(page)
-        assert [link for link in parsed.links() if not link.startswith(("./", "data:,", "#"))] == []
+        assert [link for link in parsed.links() if not link.startswith(("./", "data:,", "#", DOCS))] == []
         assert "url(" not in page
         assert "@import" not in page
         assert "http:" not in page
-        assert "https:" not in page
+        assert "https:" not in page.replace(f'href="{DOCS}', "")
         policies = [
             a for t, a in parsed.tags if t == "meta" and a.get("http-equiv") == "Content-Security-Policy"
         ]
         assert "default-src 'none'" in (policies[0]["content"] or "")
+
+
+def test_the_legend_of_words_leads_to_headings_of_the_docs() -> None:
+    project = (ROOT / "packages/core/pyproject.toml").read_text()
+    assert f'Documentation = "{DOCS.replace("/blob/", "/tree/").rstrip("/")}"' in project
+    for word in WORDS:
+        file, _, heading = word.place.partition("#")
+        lines = (ROOT / "docs" / file).read_text().splitlines()
+        headings = [line.lstrip("# ").lower() for line in lines if line.startswith("#")]
+        assert heading in {re.sub(r"[^a-z ]", "", line).replace(" ", "-") for line in headings} | {""}, word
+    assert all(word.name in legend_of_words() for word in WORDS)
 
 
 def run_page(tmp_path: Path) -> str:
@@ -163,7 +176,7 @@ def test_no_name_becomes_markup(tmp_path: Path) -> None:
 def test_links_are_relative_whatever_a_file_is_called(tmp_path: Path) -> None:
     name = "javascript:alert(1)//a b#?%.json"
     parsed = Page(page_of(rl_step(tmp_path), StepFile(path=name, what="trace", bytes=2_000_000)))
-    (link,) = [link for link in parsed.links() if not link.startswith(("#", "data:"))]
+    (link,) = [link for link in parsed.links() if not link.startswith(("#", "data:", DOCS))]
     assert link.startswith("./javascript%3A")
     assert unquote(link.removeprefix("./")) == name
     assert "2.0 MB" in parsed.text["files"]

@@ -14,6 +14,7 @@ from stepscope.report.html.colours import Colours
 from stepscope.report.html.files import StepFile
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import draw_section, page
+from stepscope.report.html.words import legend_of_words
 from stepscope.report.model import StepReport
 from stepscope.report.section import Page
 from stepscope.report.sections import SECTIONS
@@ -42,6 +43,7 @@ def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) ->
     yield from draw_groups(choices_of(timeline))
     for added in report.added:
         yield from draw_section(added.name, added.title, added.blocks())
+    yield legend_of_words()
 
 
 def _by_sight(stages: Sequence[Stage]) -> list[Label]:
