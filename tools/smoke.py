@@ -27,6 +27,7 @@ NEEDED = {
     "nsys": ("nvtx",),
     "mirror": ("fsspec",),
     "mcp": ("mcp",),
+    "parquet": ("pyarrow.parquet",),
     "tensorboard": ("stepscope.writers.tensorboard",),
     "wandb": ("stepscope.writers.wandb",),
     "mlflow": ("stepscope.writers.mlflow",),

@@ -28,6 +28,7 @@ from stepscope.cli.run_program import run as run_command
 from stepscope.cli.running.trigger import trigger
 from stepscope.cli.running.watch import watch
 from stepscope.cli.running.why import why
+from stepscope.cli.stores.export import export
 from stepscope.cli.stores.mirror import mirror
 from stepscope.cli.stores.publish import publish
 from stepscope.cli.validate import validate
@@ -56,6 +57,7 @@ app.add_typer(trigger, name="trigger")
 app.command(cls=Command)(watch)
 app.command(cls=Command)(why)
 app.command(cls=Command)(validate)
+app.command(cls=Command)(export)
 app.command(cls=Command)(publish)
 app.command(cls=Command)(mirror)
 app.command(cls=Command)(mcp)

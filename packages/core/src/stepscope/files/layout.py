@@ -121,6 +121,11 @@ class RunLayout:
         """The page of the whole run; each step has its own."""
         return self.root / "report.html"
 
+    @property
+    def tables(self) -> Path:
+        """The folder of a report's tables of all steps, as Parquet files."""
+        return self.root / "tables"
+
     def step(self, step: int) -> StepLayout:
         return StepLayout(self.root / f"step_{step:06d}")
 
@@ -181,6 +186,11 @@ class StepLayout:
     @property
     def report(self) -> Path:
         return self.root / "report.html"
+
+    @property
+    def tables(self) -> Path:
+        """The folder of the report's tables, as Parquet files."""
+        return self.root / "tables"
 
     @property
     def digests(self) -> Path:

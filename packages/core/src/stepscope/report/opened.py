@@ -9,15 +9,59 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.values import AttrValue
+from stepscope.report.advice.evidence import Advice
 from stepscope.report.brief import Part, brief_html, brief_markdown, brief_text, run_brief
 from stepscope.report.build import step_report
 from stepscope.report.model import StepReport
 from stepscope.report.table import Rows, Table
+from stepscope.report.tables.breakdown import Line
+from stepscope.report.tables.counters import CounterRow
+from stepscope.report.tables.engine import Engine
+from stepscope.report.tables.health import ProcessRow
+from stepscope.report.tables.idle import Idle
+from stepscope.report.tables.long_tail import SlowTrajectory, Spread
+from stepscope.report.tables.stages import Stage
+from stepscope.report.tables.traces import DeviceRow, OperatorRow
 from stepscope.timeline import Timeline, load_step, load_traces
 from stepscope.timeline.execution.workers import workers
 from stepscope.timeline.step.traces import trace_bytes
+
+
+class _Span(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the table `spans`."""
+
+    process: str
+    role: str
+    stage: str
+    start_ns: int | None
+    dur_ns: int | None
+    of_step: int | None
+    trajectory: str | None
+    turn: int | None
+    error: str | None
+    attrs: dict[str, AttrValue]
+
+
+ROWS: Mapping[str, type[msgspec.Struct]] = {
+    "advice": Advice,
+    "breakdown": Line,
+    "stages": Stage,
+    "idle": Idle,
+    "trajectories": SlowTrajectory,
+    "spreads": Spread,
+    "engines": Engine,
+    "operators": OperatorRow,
+    "devices": DeviceRow,
+    "counters": CounterRow,
+    "processes": ProcessRow,
+    "spans": _Span,
+}
+"""Table -> the type of its rows."""
 
 
 class _Briefed(ABC):
@@ -80,7 +124,7 @@ class OpenStep(_Briefed):
             ValueError: there is no such table.
         """
         if name == "spans":
-            return Rows(_spans(self.timeline))
+            return Rows(Table(_spans(self.timeline)).to_dicts())
         values = _values(self.report())
         if name not in values:
             raise ValueError(f"table is {name!r}; use one of {', '.join(self.tables)}")
@@ -89,7 +133,7 @@ class OpenStep(_Briefed):
     @property
     def tables(self) -> tuple[str, ...]:
         """Names of the tables."""
-        return (*_values(self.report()), "spans")
+        return tuple(ROWS)
 
     def _parts(self) -> Sequence[Part]:
         report = self.report()
@@ -199,17 +243,17 @@ def _values(report: StepReport) -> dict[str, Sequence[Any]]:
     }
 
 
-def _spans(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _spans(timeline: Timeline) -> Iterator[_Span]:
     for span in timeline.spans:
-        yield {
-            "process": timeline.processes[span.process].name,
-            "role": span.role,
-            "stage": span.stage,
-            "start_ns": timeline.since_opening_ns(span),
-            "dur_ns": span.dur_ns,
-            "of_step": span.step,
-            "trajectory": span.trajectory,
-            "turn": span.turn,
-            "error": span.error,
-            "attrs": span.attrs or {},
-        }
+        yield _Span(
+            process=timeline.processes[span.process].name,
+            role=span.role,
+            stage=span.stage,
+            start_ns=timeline.since_opening_ns(span),
+            dur_ns=span.dur_ns,
+            of_step=span.step,
+            trajectory=span.trajectory,
+            turn=span.turn,
+            error=span.error,
+            attrs=span.attrs or {},
+        )
