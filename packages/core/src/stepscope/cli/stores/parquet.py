@@ -113,12 +113,10 @@ def _write(arrow: Any, folder: Path, schemas: dict[str, Any], steps: Iterable[Op
 
 
 def _columns(arrow: Any, schema: Any, rows: Rows, number: int) -> Any:
-    arrays = [
-        arrow.array([number] * len(rows), field.type)
-        if field.name == "step"
-        else arrow.array([_value(row[field.name], field.type) for row in rows], field.type)
-        for field in schema
-    ]
+    arrays = []
+    for name, kind in zip(schema.names, schema.types, strict=True):
+        values = [number] * len(rows) if name == "step" else [_value(row[name], kind) for row in rows]
+        arrays.append(arrow.array(values, kind))
     return arrow.Table.from_arrays(arrays, schema=schema)
 
 
