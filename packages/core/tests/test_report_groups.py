@@ -96,7 +96,7 @@ def test_it_prints_markdown_and_json_too(save_path: Path, capsys: pytest.Capture
             "no span has an attribute 'tol'. Allowed: name, tool, env, role, stage, process, cached",
         ),
         (["--by", "tool", "--html"], "--by goes without"),
-        (["--by", "tool", "--json", "--markdown"], "--markdown needs"),
+        (["--by", "tool", "--json", "--markdown"], "--markdown goes without"),
     ],
 )
 def test_a_wrong_one_is_refused_with_those_that_are_there(
