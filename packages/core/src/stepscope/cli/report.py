@@ -173,6 +173,7 @@ def read_reports(
     jobs: int | None = None,
     digests: bool = True,
     ray: str | None = None,
+    on_traces: Callable[[Traces], None] | None = None,
 ) -> Reports:
     """Return the reports of these steps, and write their pages. A bar shows how far the reading is.
 
@@ -181,6 +182,7 @@ def read_reports(
         jobs: Number of processes that read these. None: as `workers` chooses.
         digests: As of `load_traces`.
         ray: Address of the Ray cluster that reads them. None: this machine does.
+        on_traces: Called with those of each step.
 
     Raises:
         CommandError: nothing could be made of any of them.
@@ -196,7 +198,7 @@ def read_reports(
     ):
         load = partial(load_step, run_id=run, on_read=done, digests=digests, executor=executor)
         traces_of = partial(load_traces, on_read=done, executor=executor, digests=digests) if traces else None
-        read = {step.root.name: _read(step, load, pages, traces_of) for step in steps}
+        read = {step.root.name: _read(step, load, pages, traces_of, on_traces) for step in steps}
     reports = [outcome for outcome in read.values() if isinstance(outcome, StepReport)]
     unreadable = {name: outcome for name, outcome in read.items() if isinstance(outcome, str)}
     if not reports:
@@ -209,13 +211,17 @@ def _read(
     load: Callable[[Path], Timeline],
     pages: Pages | None,
     traces_of: Callable[[Path, Timeline], Traces] | None,
+    on_traces: Callable[[Traces], None] | None,
 ) -> StepReport | str:
     screen.log.debug("reading %s", step.root)
     try:
         timeline = load(step.root)
     except RecordError as error:
         return str(error)
-    result = step_report(timeline, None if traces_of is None else traces_of(step.root, timeline))
+    traces = None if traces_of is None else traces_of(step.root, timeline)
+    if traces is not None and on_traces is not None:
+        on_traces(traces)
+    result = step_report(timeline, traces)
     if pages is not None:
         pages.add_step(step, timeline, result)
     return result

@@ -19,7 +19,7 @@ from stepscope.files.layout import StepLayout
 from stepscope.report.gate.gate import Gate, check_gate
 from stepscope.report.gate.limits import Limit, parse_limits
 from stepscope.report.gate.steps import GateSteps, read_gate_steps, recorded_runs
-from stepscope.report.tables.diff import Diff
+from stepscope.report.tables.diff import Diff, KernelTimes, kernel_diff, kernel_times
 from stepscope.report.tables.diff import diff as compare
 from stepscope.report.terminal.diff import diff_markdown, render_diff
 from stepscope.report.terminal.gate import gate_junit, gate_markdown, render_gate
@@ -34,6 +34,8 @@ class _Side(msgspec.Struct, frozen=True):
     steps: tuple[StepRange, ...] | None
     reports: Reports | None
     """None: no step is captured, but the flight recorder wrote lines."""
+    kernels: tuple[KernelTimes, ...] = ()
+    """Of the steps' traces, if these are read."""
 
     def wants(self, step: int) -> bool:
         return self.steps is None or any(step in part for part in self.steps)
@@ -56,6 +58,9 @@ def diff(
         list[str] | None,
         typer.Option(metavar="ROLE/STAGE", help="A pattern of stages, each with its --fail-above, in order."),
     ] = None,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Read the traces too: which operators and kernels grew.")
+    ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown.")] = False,
     junit: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the verdicts there, as JUnit XML.")
@@ -66,11 +71,12 @@ def diff(
     limits = _limits(fail_above or (), stage or (), junit)
     if json and markdown:
         raise typer.BadParameter("--markdown goes without --json")
-    one = _read("--steps-a", a, run_a, steps_a, gated=bool(limits))
-    other = _read("--steps-b", b, run_b, steps_b, gated=bool(limits))
+    one = _read("--steps-a", a, run_a, steps_a, gated=bool(limits), kernels=kernels)
+    other = _read("--steps-b", b, run_b, steps_b, gated=bool(limits), kernels=kernels)
     change = None
     if one.reports is not None and other.reports is not None:
-        change = compare(one.reports.steps, other.reports.steps)
+        grown = kernel_diff(one.kernels, other.kernels) if kernels else None
+        change = compare(one.reports.steps, other.reports.steps, grown)
     gate = check_gate(_gate_steps(one), _gate_steps(other), limits) if limits else None
     if json:
         screen.show_json(_document(change, gate))
@@ -103,7 +109,9 @@ def _ranges(path: Path, steps: str | None, option: str) -> tuple[StepRange, ...]
     return parse_steps(steps, option)
 
 
-def _read(option: str, path: Path, run: str | None, steps: str | None, *, gated: bool) -> _Side:
+def _read(
+    option: str, path: Path, run: str | None, steps: str | None, *, gated: bool, kernels: bool
+) -> _Side:
     side = _Side(option, path, run, _ranges(path, steps, option), None)
     recorded = gated and bool(recorded_runs(path))
     try:
@@ -112,10 +120,13 @@ def _read(option: str, path: Path, run: str | None, steps: str | None, *, gated:
         if recorded:
             return side
         raise
-    reports = read_reports(wanted, run)
+    times = list[KernelTimes]()
+    reports = read_reports(
+        wanted, run, traces=kernels, on_traces=lambda traces: times.append(kernel_times(traces.activities))
+    )
     for step, why in reports.unreadable.items():
         screen.warn(f"{step}: {why}")
-    return msgspec.structs.replace(side, reports=reports)
+    return msgspec.structs.replace(side, reports=reports, kernels=tuple(times))
 
 
 def _wanted(side: _Side) -> list[StepLayout]:

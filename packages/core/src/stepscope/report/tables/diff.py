@@ -1,15 +1,20 @@
-"""Changes between two steps, or between two runs: the accounts of both, line by line."""
+"""Changes between two steps, or between two runs: the accounts of both, line by line, and their traces."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from stepscope.report.accounting import Label
 from stepscope.report.model import StepReport
 from stepscope.report.tables.breakdown import LineKind
+from stepscope.timeline import TraceActivity
+
+KERNELS = 10
+"""Operators and kernels that are listed."""
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,13 +68,47 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     """Of the step alone. What opening and closing its capture took is in `a` and `b`."""
     changes: tuple[Change, ...]
     """The largest first, whichever its sign."""
+    kernels: KernelDiff | None = None
+    """None: the traces were not read."""
+
+
+KernelKind: TypeAlias = Literal["operator", "kernel"]
+Place: TypeAlias = tuple[str, str | None]
+"""Role, and stage of the traces. No stage: they are of the whole step."""
+
+
+class KernelChange(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator's own time, or a kernel's, on both sides: per step, and per process that was profiled."""
+
+    role: str
+    stage: str | None
+    kind: KernelKind
+    name: str
+    a_ns: int
+    b_ns: int
+    delta_ns: int
+    a_calls: float
+    b_calls: float
+
+
+class KernelDiff(msgspec.Struct, frozen=True, kw_only=True):
+    """Operators and kernels of the traces of both sides."""
+
+    changes: tuple[KernelChange, ...]
+    """The `KERNELS` largest first, whichever their sign."""
+    only_a: tuple[Place, ...]
+    """Places that have traces on this side alone. They are not compared."""
+    only_b: tuple[Place, ...]
 
 
 _Key = tuple[LineKind, str | None, str | None]
 
 
-def diff(a: Sequence[StepReport], b: Sequence[StepReport]) -> Diff:
+def diff(a: Sequence[StepReport], b: Sequence[StepReport], kernels: KernelDiff | None = None) -> Diff:
     """Compare the reports of one step, or of several per side by the mean of its steps.
+
+    Args:
+        kernels: Of the same steps, as of `kernel_diff`.
 
     Raises:
         ValueError: a side has no step.
@@ -84,7 +123,7 @@ def diff(a: Sequence[StepReport], b: Sequence[StepReport]) -> Diff:
         key=lambda change: (-abs(change.delta_ns), change.kind, change.role or "", change.stage or "")
     )
     one, other = _side(a, left), _side(b, right)
-    return Diff(a=one, b=other, delta_ns=other.step_ns - one.step_ns, changes=tuple(changes))
+    return Diff(a=one, b=other, delta_ns=other.step_ns - one.step_ns, changes=tuple(changes), kernels=kernels)
 
 
 def _change(key: _Key, a: Figures, b: Figures, several: bool) -> Change:
@@ -143,3 +182,81 @@ def _calls(reports: Iterable[StepReport]) -> tuple[Counter[Label], Counter[Label
             calls[stage.role, stage.stage] += stage.calls
             total_ns[stage.role, stage.stage] += stage.total_ns
     return calls, total_ns
+
+
+_Name: TypeAlias = tuple[KernelKind, str]
+KernelTimes: TypeAlias = Mapping[Place, Mapping[_Name, tuple[float, float]]]
+"""Of one step: (us, calls) of each operator and kernel, per process that was profiled."""
+
+
+def kernel_times(activities: Iterable[TraceActivity]) -> KernelTimes:
+    """Return the times of one step's operators and kernels. Marks are left out: they are no operators."""
+    processes: dict[Place, set[str]] = defaultdict(set)
+    sums: dict[Place, dict[_Name, tuple[float, float]]] = defaultdict(dict)
+    for activity in activities:
+        place, content = (activity.info.role, activity.stage), activity.content
+        processes[place].add(activity.name)
+        own: list[tuple[_Name, float, int]] = [
+            (("operator", item.name), item.self_us, item.count)
+            for item in content.operators
+            if not item.outer
+        ]
+        own += [(("kernel", item.name), item.total_us, item.count) for item in content.kernels]
+        for name, us, calls in own:
+            total_us, total_calls = sums[place].get(name, (0.0, 0.0))
+            sums[place][name] = (total_us + us, total_calls + calls)
+    return {
+        place: {name: (us / len(names), calls / len(names)) for name, (us, calls) in sums[place].items()}
+        for place, names in processes.items()
+    }
+
+
+def kernel_diff(a: Sequence[KernelTimes], b: Sequence[KernelTimes]) -> KernelDiff:
+    """Compare the operators and kernels of two sides, each by the mean of its steps that have traces.
+
+    Another number of profiled processes is no change.
+    """
+    left, right = _means(a), _means(b)
+    changes = [
+        _kernel_change(place, name, left[place].get(name, (0.0, 0.0)), right[place].get(name, (0.0, 0.0)))
+        for place in left
+        if place in right
+        for name in dict.fromkeys((*left[place], *right[place]))
+    ]
+    changes = [change for change in changes if change.delta_ns]
+    changes.sort(key=lambda change: (-abs(change.delta_ns), change.role, change.stage or "", change.name))
+    return KernelDiff(
+        changes=tuple(changes[:KERNELS]),
+        only_a=tuple(place for place in left if place not in right),
+        only_b=tuple(place for place in right if place not in left),
+    )
+
+
+def _means(steps: Sequence[KernelTimes]) -> KernelTimes:
+    means: dict[Place, dict[_Name, tuple[float, float]]] = {}
+    for place in dict.fromkeys(place for step in steps for place in step):
+        traced = [step[place] for step in steps if place in step]
+        names = dict.fromkeys(name for times in traced for name in times)
+        means[place] = {
+            name: (
+                sum(times.get(name, (0.0, 0.0))[0] for times in traced) / len(traced),
+                sum(times.get(name, (0.0, 0.0))[1] for times in traced) / len(traced),
+            )
+            for name in names
+        }
+    return means
+
+
+def _kernel_change(place: Place, name: _Name, a: tuple[float, float], b: tuple[float, float]) -> KernelChange:
+    a_ns, b_ns = round(1000 * a[0]), round(1000 * b[0])
+    return KernelChange(
+        role=place[0],
+        stage=place[1],
+        kind=name[0],
+        name=name[1],
+        a_ns=a_ns,
+        b_ns=b_ns,
+        delta_ns=b_ns - a_ns,
+        a_calls=round(a[1], 3),
+        b_calls=round(b[1], 3),
+    )

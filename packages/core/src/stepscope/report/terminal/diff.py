@@ -11,24 +11,65 @@ from rich.text import Text
 from stepscope.report.blocks.breakdown import BESIDE
 from stepscope.report.formatting import LISTED, both, count, duration, percentage, plain, signed
 from stepscope.report.model import StepReport
-from stepscope.report.tables.diff import Change, Diff, Side, diff
+from stepscope.report.tables.diff import Change, Diff, KernelDiff, Place, Side, diff
 from stepscope.report.terminal.layout import table
 from stepscope.report.terminal.markdown import markdown_table
 
 COLUMNS = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")
+KERNEL_COLUMNS = ("role", "stage", "operator or kernel", "kind", ">A", ">B", ">B - A", ">calls")
 CHANGES = 4
 """The largest changes of a step against the one before it that are listed."""
 
 
 def render_diff(comparison: Diff) -> RenderableType:
     """Return the change of the whole, then of each line; the smallest of many are summed up."""
-    return Group(_head(comparison), table("What changed", COLUMNS, _rows(comparison), _note(comparison)))
+    parts = [_head(comparison), table("What changed", COLUMNS, _rows(comparison), _note(comparison))]
+    grown = comparison.kernels
+    if grown is not None:
+        parts.append(
+            table("What changed in the traces", KERNEL_COLUMNS, _kernel_rows(grown), _kernel_note(grown))
+        )
+    return Group(*parts)
 
 
 def diff_markdown(comparison: Diff) -> str:
     """Return the same as Markdown."""
     head = "  \n".join(_head(comparison).plain.splitlines())
-    return f"{head}\n\n{markdown_table(COLUMNS, _rows(comparison))}\n\n{_note(comparison)}"
+    parts = [head, markdown_table(COLUMNS, _rows(comparison)), _note(comparison)]
+    grown = comparison.kernels
+    if grown is not None:
+        parts += [markdown_table(KERNEL_COLUMNS, _kernel_rows(grown)), _kernel_note(grown)]
+    return "\n\n".join(parts)
+
+
+def _kernel_rows(grown: KernelDiff) -> list[tuple[str, ...]]:
+    return [
+        (
+            change.role,
+            change.stage or "",
+            change.name,
+            change.kind,
+            duration(change.a_ns),
+            duration(change.b_ns),
+            signed(change.delta_ns),
+            both(f"{change.a_calls:g}", f"{change.b_calls:g}"),
+        )
+        for change in grown.changes
+    ]
+
+
+def _kernel_note(grown: KernelDiff) -> str:
+    parts = ["Per step and profiled process. An operator's time is its own, without those below it."]
+    if not grown.changes:
+        parts.append("No operator or kernel of both sides' traces changed.")
+    for side, places in (("A", grown.only_a), ("B", grown.only_b)):
+        if places:
+            parts.append(f"Not compared, as {side} alone has traces: {', '.join(map(_say_place, places))}.")
+    return " ".join(parts)
+
+
+def _say_place(place: Place) -> str:
+    return plain(" ".join(filter(None, place)))
 
 
 def _rows(comparison: Diff) -> list[tuple[str, ...]]:

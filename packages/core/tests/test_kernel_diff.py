@@ -1,0 +1,118 @@
+"""Operators and kernels that changed between two captured steps, from their traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packages.core.tests.traces import add_trace, event, kernel, op
+from stepscope import ProfileConfig, capture, span
+from stepscope.cli import run
+from stepscope.testing.steps import StepFolder
+
+MS = 1_000_000
+
+
+def step(path: Path, number: int, *ranks: list[Any], stage: str | None = None) -> Path:
+    """Write a step whose actors have these events in a trace each, and return its folder."""
+    folder = StepFolder(path, step=number)
+    folder.process("trainer", owner=True).span("train", 0, 20 * MS)
+    folder.processes[0].close(20 * MS)
+    for rank, events in enumerate(ranks):
+        actor = folder.process("actor", rank=rank)
+        actor.span("update", 0, 10 * MS)
+        actor.close(20 * MS)
+        add_trace(folder, actor, events, stage=stage)
+    return folder.write()
+
+
+def kernels_of(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    assert run(["diff", str(a), str(b), "--kernels", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["kernels"]
+
+
+def test_operators_and_kernels_that_grew_appeared_or_vanished_are_listed_by_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark = event("update", "user_annotation", 0, 9000)
+    a = step(
+        tmp_path, 2, [mark, op("aten::linear", 0, 100), op("aten::mm", 10, 50), kernel("gemm", 100, 400)]
+    )
+    b = step(
+        tmp_path,
+        3,
+        [
+            op("aten::linear", 0, 100),
+            op("aten::mm", 10, 80),
+            op("aten::mm", 200, 20),
+            kernel("attn", 100, 700),
+        ],
+    )
+    rows = kernels_of(a, b, capsys)["changes"]
+    told = [
+        (row["kind"], row["name"], row["a_ns"], row["b_ns"], row["a_calls"], row["b_calls"]) for row in rows
+    ]
+    assert told == [
+        ("kernel", "attn", 0, 700_000, 0, 1),
+        ("kernel", "gemm", 400_000, 0, 1, 0),
+        ("operator", "aten::mm", 50_000, 100_000, 1, 2),
+        ("operator", "aten::linear", 50_000, 20_000, 1, 1),
+    ]
+    assert {(row["role"], row["stage"]) for row in rows} == {("actor", None)}
+    assert all(row["delta_ns"] == row["b_ns"] - row["a_ns"] for row in rows)
+
+
+def test_another_number_of_profiled_ranks_or_steps_is_no_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = step(tmp_path / "a", 2, [op("aten::mm", 0, 50)]).parent
+    step(tmp_path / "b", 2, *([op("aten::mm", 0, 50)] for _ in range(2)))
+    b = step(tmp_path / "b", 3, *([op("aten::mm", 0, 50)] for _ in range(2))).parent
+    assert kernels_of(a, b, capsys)["changes"] == []
+    assert run(["diff", str(a), str(b), "--kernels"]) == 0
+    assert "No operator or kernel of both sides' traces changed." in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_stage_that_one_side_has_no_trace_of_is_named_and_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = step(tmp_path, 2, [op("aten::mm", 0, 50)], stage="update")
+    b = step(tmp_path, 3)
+    kernels = kernels_of(a, b, capsys)
+    assert (kernels["changes"], kernels["only_a"], kernels["only_b"]) == ([], [["actor", "update"]], [])
+    assert run(["diff", str(a), str(b), "--kernels", "--markdown"]) == 0
+    assert "Not compared, as A alone has traces: actor update." in capsys.readouterr().out
+
+
+def test_without_the_option_no_trace_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (step(tmp_path, number, [op("aten::mm", 0, 50)]) for number in (2, 3))
+    assert run(["diff", str(a), str(b), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kernels"] is None
+
+
+@pytest.mark.needs("torch")
+def test_of_torch_the_operator_that_a_step_has_more_of_is_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    config = ProfileConfig(
+        save_path=str(tmp_path),
+        steps=["every:1"],
+        roles={"*": {"ranks": "all"}},
+        torch={"activities": ["cpu"]},
+    )
+    left, right = torch.ones(256, 256), torch.ones(256, 256)
+    for number, products in ((2, 1), (3, 60)):
+        with capture(number, config=config) as recorded, span("train"):
+            torch.relu(left)
+            for _ in range(products):
+                torch.mm(left, right)
+        assert recorded.result is not None
+        assert recorded.result.wait(60)
+    (first, *_) = kernels_of(tmp_path / "step_000002", tmp_path / "step_000003", capsys)["changes"]
+    assert (first["name"], first["a_calls"], first["b_calls"]) == ("aten::mm", 1, 60)
+    assert first["delta_ns"] > 0
