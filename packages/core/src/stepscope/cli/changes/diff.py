@@ -76,7 +76,7 @@ def diff(
     change = None
     if one.reports is not None and other.reports is not None:
         grown = kernel_diff(one.kernels, other.kernels) if kernels else None
-        change = compare(one.reports.steps, other.reports.steps, grown)
+        change = compare(one.reports.steps, other.reports.steps, kernels=grown)
     gate = check_gate(_gate_steps(one), _gate_steps(other), limits) if limits else None
     if json:
         screen.show_json(_document(change, gate))

@@ -104,7 +104,7 @@ class KernelDiff(msgspec.Struct, frozen=True, kw_only=True):
 _Key = tuple[LineKind, str | None, str | None]
 
 
-def diff(a: Sequence[StepReport], b: Sequence[StepReport], kernels: KernelDiff | None = None) -> Diff:
+def diff(a: Sequence[StepReport], b: Sequence[StepReport], *, kernels: KernelDiff | None = None) -> Diff:
     """Compare the reports of one step, or of several per side by the mean of its steps.
 
     Args:
