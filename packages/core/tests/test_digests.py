@@ -24,7 +24,7 @@ from stepscope.timeline import digests, load_step, load_traces
 from stepscope.timeline.activity import reading
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.content_reader import nothing_read
-from stepscope.timeline.clocks import refine
+from stepscope.timeline.clocks import source_collectives
 from stepscope.timeline.digests import packed, unpacked
 from stepscope.timeline.execution.child_processes import ChildProcesses
 
@@ -53,7 +53,7 @@ def no_trace_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     monkeypatch.setattr(reading, "read_trace", opened)
-    monkeypatch.setattr(refine, "read_collectives", opened)
+    monkeypatch.setattr(source_collectives, "read_collectives", opened)
 
 
 @pytest.mark.parametrize("name", golden.steps())

@@ -8,10 +8,8 @@ finds the lines that fit. If no line fits, clocks may deviate from a line as far
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,20 +23,17 @@ from stepscope.files.sidecar import Sidecar
 from stepscope.files.storage.reading import read_record
 from stepscope.timeline.clocks.align import REACH_NS, WANDER_PPM, Aligned, Reference, align_at, anchored
 from stepscope.timeline.clocks.collectives import (
-    Collectives,
     Kind,
     Refused,
     Series,
     Times,
     join,
     match,
-    read_collectives,
 )
 from stepscope.timeline.clocks.drift_bounds import Band
 from stepscope.timeline.clocks.hosts import MOST_DRIFT_PPM, Clock, Line, Sample, clocks_of, extent
+from stepscope.timeline.clocks.source_collectives import Known, collectives_elsewhere, collectives_of
 from stepscope.timeline.digests import Digests
-from stepscope.timeline.execution.near import files_elsewhere
-from stepscope.timeline.execution.parts import Lost, results
 from stepscope.timeline.sources import Source
 
 _SUFFIXES = (".json", ".json.gz")
@@ -46,16 +41,6 @@ _SHIFTS = (1, -1, 2, -2, 3, -3)
 """Positions by which the windows of two ranks may differ although they hold equal numbers of collectives."""
 
 Pairs = Mapping[int, tuple[Times, Times]]
-Known = Mapping[int, Mapping[Kind, Series | Refused]]
-"""Collectives of each source, by its index."""
-
-
-class WorldTraces(msgspec.Struct, frozen=True, kw_only=True):
-    """The traces of one process."""
-
-    world: str
-    paths: list[bytes]
-    """The system's bytes."""
 
 
 class Lead(NamedTuple):
@@ -109,7 +94,7 @@ def refine_by(
         return list(aligned)
     notes: dict[str, list[str]] = {clock.host: [] for clock in clocks}
     traces = traces_of()
-    far = _read_elsewhere(sources, traces, executor)
+    far = collectives_elsewhere(sources, traces, executor)
     leads = _against_each_other(clocks, sources, traces, far, notes, digests)
     refined = list(aligned)
     for clock, known in _against_owner(clocks, leads, notes):
@@ -161,7 +146,7 @@ def _against_each_other(
     leads = []
     for clock in clocks:
         ranks = [
-            far[index] if index in far else _read(sources[index], traces[index], digests)
+            far[index] if index in far else collectives_of(sources[index], traces[index], digests)
             for index in clock.processes
             if index in traces
         ]
@@ -177,47 +162,6 @@ def _against_each_other(
             if known is not None:
                 leads.append((first, clock, known))
     return leads
-
-
-def _read(source: Source, traces: Sequence[Path], digests: Digests | None) -> dict[Kind, Series | Refused]:
-    world = _world(source)
-    kept = None if digests is None else digests.kept(traces, Collectives, world)
-    if kept is not None:
-        return dict(kept)
-    stamps = () if digests is None else digests.stamps(traces)
-    collectives = read_collectives(world, traces)
-    if digests is not None:
-        digests.keep(traces, list(collectives.items()), stamps, world)
-    return collectives
-
-
-def _world(source: Source) -> str:
-    replica = "" if source.info.replica is None else f" replica {source.info.replica}"
-    return source.info.role + replica
-
-
-def read_world(part: WorldTraces) -> Collectives:
-    """Return the collectives of one process, where its traces are."""
-    return list(read_collectives(part.world, [Path(os.fsdecode(path)) for path in part.paths]).items())
-
-
-def _read_elsewhere(
-    sources: Sequence[Source], traces: Mapping[int, list[Path]], executor: Executor | None
-) -> Known:
-    """Return the collectives of processes whose traces only other machines have. Lost ones are none."""
-    elsewhere = files_elsewhere(executor).keys()
-    far = {index: paths for index, paths in traces.items() if not elsewhere.isdisjoint(paths)}
-    if executor is None or not far:
-        return {}
-    parts = [
-        WorldTraces(world=_world(sources[index]), paths=list(map(os.fsencode, paths)))
-        for index, paths in far.items()
-    ]
-    with closing(results(executor, read_world, parts, list(far.values()))) as read:
-        return {
-            index: {} if isinstance(collectives, Lost) else dict(collectives)
-            for index, collectives in zip(far, read, strict=True)
-        }
 
 
 class _Search:
