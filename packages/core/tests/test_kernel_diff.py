@@ -87,6 +87,17 @@ def test_a_stage_that_one_side_has_no_trace_of_is_named_and_not_compared(
     assert "Not compared, as A alone has traces: actor update." in capsys.readouterr().out
 
 
+def test_a_damaged_trace_is_named_and_the_exit_code_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = (step(tmp_path, number, [op("aten::mm", 0, 50)]) for number in (2, 3))
+    (trace,) = b.glob("traces/actor/*.json.gz")
+    trace.write_bytes(trace.read_bytes()[:60])
+    assert run(["diff", str(a), str(b)]) == 0
+    assert run(["diff", str(a), str(b), "--kernels"]) == 3
+    assert trace.name in capsys.readouterr().err
+
+
 def test_without_the_option_no_trace_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = (step(tmp_path, number, [op("aten::mm", 0, 50)]) for number in (2, 3))
     assert run(["diff", str(a), str(b), "--json"]) == 0

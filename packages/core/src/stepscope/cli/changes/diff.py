@@ -12,7 +12,7 @@ import typer
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run, find_steps, is_step
-from stepscope.cli.report import Reports, read_reports
+from stepscope.cli.report import Reports, read_reports, trouble
 from stepscope.config._steps import StepRange, parse_steps
 from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout
@@ -126,6 +126,9 @@ def _read(
     )
     for step, why in reports.unreadable.items():
         screen.warn(f"{step}: {why}")
+    for report in reports.steps:
+        for problem in () if report.traces is None else report.traces.problems:
+            screen.warn(f"{problem.file}: {problem.what}")
     return msgspec.structs.replace(side, reports=reports, kernels=tuple(times))
 
 
@@ -170,5 +173,7 @@ def _show(change: Diff | None, gate: Gate | None, *, markdown: bool) -> None:
 
 
 def _sound(change: Diff | None, *sides: _Side) -> bool:
-    complete = change is None or (change.a.complete and change.b.complete)
-    return complete and not any(side.reports is not None and side.reports.unreadable for side in sides)
+    if change is not None and not (change.a.complete and change.b.complete):
+        return False
+    read = [side.reports for side in sides if side.reports is not None]
+    return not any(reports.unreadable or any(map(trouble, reports.steps)) for reports in read)
