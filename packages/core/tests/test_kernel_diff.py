@@ -12,6 +12,8 @@ from packages.core.tests.traces import add_trace, event, kernel, op
 from stepscope import ProfileConfig, capture, span
 from stepscope.cli import run
 from stepscope.testing.steps import StepFolder
+from stepscope.timeline.activity.content_reader import read_trace
+from stepscope.timeline.activity.shapes import KEPT, OTHERS
 
 MS = 1_000_000
 
@@ -114,9 +116,10 @@ def test_of_torch_the_operator_that_a_step_has_more_of_is_first(
         save_path=str(tmp_path),
         steps=["every:1"],
         roles={"*": {"ranks": "all"}},
-        torch={"activities": ["cpu"]},
+        torch={"activities": ["cpu"], "record_shapes": True},
     )
-    left, right = torch.ones(256, 256), torch.ones(256, 256)
+    left, right = torch.ones(256, 256), torch.ones(256, 128)
+    torch.mm(left, right)  # the first one loads a library
     for number, products in ((2, 1), (3, 60)):
         with capture(number, config=config) as recorded, span("train"):
             torch.relu(left)
@@ -127,3 +130,53 @@ def test_of_torch_the_operator_that_a_step_has_more_of_is_first(
     (first, *_) = kernels_of(tmp_path / "step_000002", tmp_path / "step_000003", capsys)["changes"]
     assert (first["name"], first["a_calls"], first["b_calls"]) == ("aten::mm", 1, 60)
     assert first["delta_ns"] > 0
+    assert [part["shapes"] for part in first["shapes"]] == ["[[256, 256], [256, 128]]"]
+
+
+def shaped(start: int, dur: int, rows: int) -> Any:
+    """Return a matrix product of a trace with shapes."""
+    return {**op("aten::mm", start, dur), "args": {"Input Dims": [[rows, 64], [64, 32]]}}
+
+
+def test_an_operator_s_shapes_that_changed_most_stand_below_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_shapes = {**op("aten::rand", 400, 10), "args": {}}
+    a = step(tmp_path, 2, [shaped(0, 100, 8), shaped(200, 100, 16), no_shapes])
+    b = step(
+        tmp_path, 3, [shaped(0, 100, 8), shaped(200, 100, 16), shaped(400, 150, 16), shaped(600, 40, 32)]
+    )
+    (product, other) = kernels_of(a, b, capsys)["changes"]
+    assert (product["name"], product["a_ns"], product["b_ns"]) == ("aten::mm", 200_000, 390_000)
+    parts = [(part["shapes"], part["delta_ns"], part["b_calls"]) for part in product["shapes"]]
+    assert parts == [("[[16, 64], [64, 32]]", 150_000, 2), ("[[32, 64], [64, 32]]", 40_000, 1)]
+    assert (other["name"], other["shapes"]) == ("aten::rand", [])
+    assert run(["diff", str(a), str(b), "--kernels", "--markdown"]) == 0
+    assert "[[32, 64], [64, 32]]" in capsys.readouterr().out
+
+
+def test_shapes_of_one_side_alone_are_no_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = step(tmp_path, 2, [shaped(0, 100, 8)])
+    b = step(tmp_path, 3, [{**op("aten::mm", 0, 130), "args": {}}])
+    (product,) = kernels_of(a, b, capsys)["changes"]
+    assert (product["delta_ns"], product["shapes"]) == (30_000, [])
+
+
+def test_many_and_long_shapes_keep_the_operator_s_own_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = step(tmp_path, 2, [shaped(10 * number, 5, number) for number in range(KEPT + 50)])
+    many = {**op("aten::stack", 10**6, 5), "args": {"Input Dims": [[[4, 4]] * 500]}}
+    b = step(tmp_path, 3, [shaped(10 * number, 5, number) for number in range(KEPT + 50)] + [many])
+    (stack,) = kernels_of(a, b, capsys)["changes"]
+    assert (stack["name"], stack["delta_ns"]) == ("aten::stack", 5_000)
+    assert [part["shapes"] for part in stack["shapes"]] == [OTHERS]
+    content = read_trace(next(a.glob("traces/actor/*.json.gz")))
+    assert sum(operator.count for operator in content.operators) == KEPT + 50
+    assert len(content.operators) == KEPT + 1
+
+
+def test_steps_without_traces_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = step(tmp_path, 2), step(tmp_path, 3)
+    assert run(["diff", str(a), str(b), "--kernels"]) == 0
+    assert "Neither side has traces of torch." in " ".join(capsys.readouterr().out.split())

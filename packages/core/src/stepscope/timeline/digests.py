@@ -22,7 +22,7 @@ from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.reading import MAX_BYTES, open_file, read_file
 from stepscope.timeline.activity.event_names import GROUP
 
-FORMAT = 2
+FORMAT = 3
 """Raised if another content is read of the same trace."""
 SMALLEST = 1 << 16
 """Bytes of traces below which a digest is not worth its file: they are read in 0.02 s."""

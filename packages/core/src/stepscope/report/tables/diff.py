@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from typing import Literal, TypeAlias, TypedDict
 
 import msgspec
 
@@ -15,6 +16,8 @@ from stepscope.timeline import TraceActivity
 
 KERNELS = 10
 """Operators and kernels that are listed."""
+SHAPES = 3
+"""Shapes of an operator that are listed."""
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +80,18 @@ Place: TypeAlias = tuple[str, str | None]
 """Role, and stage of the traces. No stage: they are of the whole step."""
 
 
+class ShapeChange(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of an operator whose inputs had these shapes."""
+
+    shapes: str
+    """As torch writes them: `[[64, 128], [128, 32]]`."""
+    a_ns: int
+    b_ns: int
+    delta_ns: int
+    a_calls: float
+    b_calls: float
+
+
 class KernelChange(msgspec.Struct, frozen=True, kw_only=True):
     """An operator's own time, or a kernel's, on both sides: per step, and per process that was profiled."""
 
@@ -89,6 +104,8 @@ class KernelChange(msgspec.Struct, frozen=True, kw_only=True):
     delta_ns: int
     a_calls: float
     b_calls: float
+    shapes: tuple[ShapeChange, ...] = ()
+    """Of an operator, the `SHAPES` largest first. Empty: a side's traces have no shapes."""
 
 
 class KernelDiff(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +113,8 @@ class KernelDiff(msgspec.Struct, frozen=True, kw_only=True):
 
     changes: tuple[KernelChange, ...]
     """The `KERNELS` largest first, whichever their sign."""
+    compared: tuple[Place, ...]
+    """Places that have traces on both sides."""
     only_a: tuple[Place, ...]
     """Places that have traces on this side alone. They are not compared."""
     only_b: tuple[Place, ...]
@@ -184,27 +203,30 @@ def _calls(reports: Iterable[StepReport]) -> tuple[Counter[Label], Counter[Label
     return calls, total_ns
 
 
-_Name: TypeAlias = tuple[KernelKind, str]
-KernelTimes: TypeAlias = Mapping[Place, Mapping[_Name, tuple[float, float]]]
-"""Of one step: (us, calls) of each operator and kernel, per process that was profiled."""
+_Name: TypeAlias = tuple[KernelKind, str, str]
+"""Kind, name and shapes. Kernels have no shapes."""
+_Times: TypeAlias = tuple[float, float]
+"""us and calls."""
+KernelTimes: TypeAlias = Mapping[Place, Mapping[_Name, _Times]]
+"""Of one step: the times of each operator and kernel, per process that was profiled."""
+_NONE = (0.0, 0.0)
 
 
 def kernel_times(activities: Iterable[TraceActivity]) -> KernelTimes:
     """Return the times of one step's operators and kernels. Marks are left out: they are no operators."""
     processes: dict[Place, set[str]] = defaultdict(set)
-    sums: dict[Place, dict[_Name, tuple[float, float]]] = defaultdict(dict)
+    sums: dict[Place, dict[_Name, _Times]] = defaultdict(dict)
     for activity in activities:
         place, content = (activity.info.role, activity.stage), activity.content
         processes[place].add(activity.name)
         own: list[tuple[_Name, float, int]] = [
-            (("operator", item.name), item.self_us, item.count)
+            (("operator", item.name, item.shapes), item.self_us, item.count)
             for item in content.operators
             if not item.outer
         ]
-        own += [(("kernel", item.name), item.total_us, item.count) for item in content.kernels]
+        own += [(("kernel", item.name, ""), item.total_us, item.count) for item in content.kernels]
         for name, us, calls in own:
-            total_us, total_calls = sums[place].get(name, (0.0, 0.0))
-            sums[place][name] = (total_us + us, total_calls + calls)
+            sums[place][name] = _plus(sums[place].get(name, _NONE), (us, calls))
     return {
         place: {name: (us / len(names), calls / len(names)) for name, (us, calls) in sums[place].items()}
         for place, names in processes.items()
@@ -218,45 +240,88 @@ def kernel_diff(a: Sequence[KernelTimes], b: Sequence[KernelTimes]) -> KernelDif
     """
     left, right = _means(a), _means(b)
     changes = [
-        _kernel_change(place, name, left[place].get(name, (0.0, 0.0)), right[place].get(name, (0.0, 0.0)))
+        change
         for place in left
         if place in right
-        for name in dict.fromkeys((*left[place], *right[place]))
+        for change in _kernel_changes(place, left[place], right[place])
+        if change.delta_ns
     ]
-    changes = [change for change in changes if change.delta_ns]
     changes.sort(key=lambda change: (-abs(change.delta_ns), change.role, change.stage or "", change.name))
     return KernelDiff(
         changes=tuple(changes[:KERNELS]),
+        compared=tuple(place for place in left if place in right),
         only_a=tuple(place for place in left if place not in right),
         only_b=tuple(place for place in right if place not in left),
     )
 
 
 def _means(steps: Sequence[KernelTimes]) -> KernelTimes:
-    means: dict[Place, dict[_Name, tuple[float, float]]] = {}
+    means: dict[Place, dict[_Name, _Times]] = {}
     for place in dict.fromkeys(place for step in steps for place in step):
         traced = [step[place] for step in steps if place in step]
         names = dict.fromkeys(name for times in traced for name in times)
         means[place] = {
             name: (
-                sum(times.get(name, (0.0, 0.0))[0] for times in traced) / len(traced),
-                sum(times.get(name, (0.0, 0.0))[1] for times in traced) / len(traced),
+                sum(times.get(name, _NONE)[0] for times in traced) / len(traced),
+                sum(times.get(name, _NONE)[1] for times in traced) / len(traced),
             )
             for name in names
         }
     return means
 
 
-def _kernel_change(place: Place, name: _Name, a: tuple[float, float], b: tuple[float, float]) -> KernelChange:
+def _plus(one: _Times, other: _Times) -> _Times:
+    return one[0] + other[0], one[1] + other[1]
+
+
+_ByShapes: TypeAlias = dict[str, _Times]
+
+
+def _kernel_changes(
+    place: Place, a: Mapping[_Name, _Times], b: Mapping[_Name, _Times]
+) -> Iterator[KernelChange]:
+    left, right = _by_name(a), _by_name(b)
+    for kind, name in dict.fromkeys((*left, *right)):
+        one, other = left.get((kind, name), {}), right.get((kind, name), {})
+        numbers = _numbers(reduce(_plus, one.values(), _NONE), reduce(_plus, other.values(), _NONE))
+        yield KernelChange(
+            role=place[0], stage=place[1], kind=kind, name=name, shapes=_shape_changes(one, other), **numbers
+        )
+
+
+def _by_name(times: Mapping[_Name, _Times]) -> dict[tuple[KernelKind, str], _ByShapes]:
+    named: dict[tuple[KernelKind, str], _ByShapes] = defaultdict(dict)
+    for (kind, name, shapes), took in times.items():
+        named[kind, name][shapes] = took
+    return named
+
+
+def _shape_changes(a: _ByShapes, b: _ByShapes) -> tuple[ShapeChange, ...]:
+    """Return the shapes that changed most. None where a side ran the operator without shapes in its trace."""
+    if "" in a or "" in b:
+        return ()
+    changes = [
+        ShapeChange(shapes=shapes, **_numbers(a.get(shapes, _NONE), b.get(shapes, _NONE)))
+        for shapes in dict.fromkeys((*a, *b))
+    ]
+    changes.sort(key=lambda change: (-abs(change.delta_ns), change.shapes))
+    return tuple(change for change in changes[:SHAPES] if change.delta_ns)
+
+
+def _numbers(a: _Times, b: _Times) -> _Numbers:
     a_ns, b_ns = round(1000 * a[0]), round(1000 * b[0])
-    return KernelChange(
-        role=place[0],
-        stage=place[1],
-        kind=name[0],
-        name=name[1],
-        a_ns=a_ns,
-        b_ns=b_ns,
-        delta_ns=b_ns - a_ns,
-        a_calls=round(a[1], 3),
-        b_calls=round(b[1], 3),
-    )
+    return {
+        "a_ns": a_ns,
+        "b_ns": b_ns,
+        "delta_ns": b_ns - a_ns,
+        "a_calls": round(a[1], 3),
+        "b_calls": round(b[1], 3),
+    }
+
+
+class _Numbers(TypedDict):
+    a_ns: int
+    b_ns: int
+    delta_ns: int
+    a_calls: float
+    b_calls: float

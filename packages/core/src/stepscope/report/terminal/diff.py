@@ -11,7 +11,16 @@ from rich.text import Text
 from stepscope.report.blocks.breakdown import BESIDE
 from stepscope.report.formatting import LISTED, both, count, duration, percentage, plain, signed
 from stepscope.report.model import StepReport
-from stepscope.report.tables.diff import Change, Diff, KernelDiff, Place, Side, diff
+from stepscope.report.tables.diff import (
+    Change,
+    Diff,
+    KernelChange,
+    KernelDiff,
+    Place,
+    ShapeChange,
+    Side,
+    diff,
+)
 from stepscope.report.terminal.layout import table
 from stepscope.report.terminal.markdown import markdown_table
 
@@ -43,24 +52,26 @@ def diff_markdown(comparison: Diff) -> str:
 
 
 def _kernel_rows(grown: KernelDiff) -> list[tuple[str, ...]]:
-    return [
-        (
-            change.role,
-            change.stage or "",
-            change.name,
-            change.kind,
-            duration(change.a_ns),
-            duration(change.b_ns),
-            signed(change.delta_ns),
-            both(f"{change.a_calls:g}", f"{change.b_calls:g}"),
-        )
-        for change in grown.changes
-    ]
+    """Return a row for each change, and below an operator one for each of its shapes."""
+    rows: list[tuple[str, ...]] = []
+    for change in grown.changes:
+        rows.append((change.role, change.stage or "", change.name, change.kind, *_numbers(change)))
+        rows += [("", "", f"  {part.shapes}", "", *_numbers(part)) for part in change.shapes]
+    return rows
+
+
+def _numbers(change: KernelChange | ShapeChange) -> tuple[str, str, str, str]:
+    calls = both(f"{change.a_calls:g}", f"{change.b_calls:g}")
+    return duration(change.a_ns), duration(change.b_ns), signed(change.delta_ns), calls
 
 
 def _kernel_note(grown: KernelDiff) -> str:
     parts = ["Per step and profiled process. An operator's time is its own, without those below it."]
-    if not grown.changes:
+    if any(change.shapes for change in grown.changes):
+        parts.append("Below an operator: the shapes of inputs for which its time changed most.")
+    if not (grown.compared or grown.only_a or grown.only_b):
+        parts = ["Neither side has traces of torch. The flight recorder alone writes none."]
+    elif not grown.changes:
         parts.append("No operator or kernel of both sides' traces changed.")
     for side, places in (("A", grown.only_a), ("B", grown.only_b)):
         if places:

@@ -40,9 +40,11 @@ class Iteration(msgspec.Struct, gc=False):
 
 
 class Operator(msgspec.Struct):
-    """All calls of one operator on the CPU."""
+    """All calls of one operator on the CPU, with inputs of the same shapes where the trace has shapes."""
 
     name: str
+    shapes: str = ""
+    """Of its inputs, as torch writes them: `[[64, 128], [128, 32]]`. Empty: the trace has none."""
     count: int = 0
     total_us: float = 0.0
     max_us: float = 0.0

@@ -1,7 +1,8 @@
 """Operators, kernels, devices, engine iterations and memory of one torch trace, read in one pass.
 
 It is fast because typed decoding skips `args`, but for the shapes of a trace that has them. Memory holds one
-block of the file, a record for each name, and 16 bytes for each interval of device or operator time.
+block of the file, a record for each name and shapes, and 16 bytes for each interval of device or operator
+time.
 Layouts: Kineto's from torch 1.8 to 2.13; CUDA, ROCm, MTIA and CPU.
 """
 
@@ -33,6 +34,7 @@ from stepscope.timeline.activity.event_names import is_collective, iteration_of,
 from stepscope.timeline.activity.flops import SHAPES, FlopCounter
 from stepscope.timeline.activity.intervals import Cover, Stretches, length, unpacked
 from stepscope.timeline.activity.nesting import Nesting, Unordered
+from stepscope.timeline.activity.shapes import NONE, name_and_shapes, operator_key
 from stepscope.timeline.clocks.collectives import calls_in
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
@@ -83,7 +85,7 @@ class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
 
 
 class _Args(msgspec.Struct, gc=False):
-    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"[]"), name="Input Dims")
+    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(NONE), name="Input Dims")
 
 
 class _Shaped(Complete, tag_field="ph", tag="X", gc=False):
@@ -140,6 +142,7 @@ class Reading:
         self.unordered: set[Thread] = set()
         self.events = 0
         self.operators: dict[str, Operator] = {}
+        """By `operator_key`."""
         self.kernels: dict[str, Kernel] = {}
         self.ran = Cover()
         self.devices: dict[int | str, dict[Work, Cover]] = defaultdict(_covers)
@@ -202,23 +205,26 @@ class Reading:
 
     def _operator(self, event: Complete) -> None:
         start, thread = event.ts, (event.pid, event.tid)
+        key = event.name
         if type(event) is _Shaped and event.args is not None:
             self.flops.add(event.name, start, event.args.dims)
+            key = operator_key(event.name, event.args.dims, self.operators, len(self.operators))
         if thread != self._thread:
             self._thread, self._nesting = thread, self._threads[thread]
         nesting = self._nesting
         if nesting.later is not None:
-            nesting.later.add(start, event.dur, event.name)
+            nesting.later.add(start, event.dur, key)
             return
         if start < nesting.last:
             self.unordered.add(thread)
         nesting.last = start
-        self._nest(nesting.open, event.name, start, event.dur)
+        self._nest(nesting.open, key, start, event.dur)
 
-    def _nest(self, still: list[tuple[float, Operator]], name: str, start: float, dur: float) -> None:
-        operator = self.operators.get(name)
+    def _nest(self, still: list[tuple[float, Operator]], key: str, start: float, dur: float) -> None:
+        operator = self.operators.get(key)
         if operator is None:
-            operator = self.operators[name] = Operator(name, outer="::" not in name)
+            name, shapes = name_and_shapes(key)
+            operator = self.operators[key] = Operator(name, shapes, outer="::" not in name)
         operator.count += 1
         operator.total_us += dur
         if dur > operator.max_us:
@@ -277,8 +283,8 @@ class Reading:
 
     def finish(self, fields: TraceFields) -> TraceContent:
         for nesting in self._threads.values():
-            for start, minus_dur, name in nesting.later or ():
-                self._nest(nesting.open, name, start, -minus_dur)
+            for start, minus_dur, key in nesting.later or ():
+                self._nest(nesting.open, key, start, -minus_dur)
         ran = self.ran.stretches()
         if ran:
             self.seen(ran.first, ran.last)
@@ -304,9 +310,7 @@ class Reading:
             first_us=self.first if self.first <= self.last else None,
             last_us=self.last if self.first <= self.last else None,
             events=self.events,
-            operators=sorted(
-                self.operators.values(), key=lambda operator: (-operator.self_us, operator.name)
-            ),
+            operators=sorted(self.operators.values(), key=_by_own_time),
             operators_us=ran.length,
             waiting_us=length(ran.leave(on_cpu)),
             kernels=sorted(self.kernels.values(), key=lambda kernel: (-kernel.total_us, kernel.name)),
@@ -342,6 +346,10 @@ def _read(
     reading = Reading(trace.notes, sort)
     fields = trace.read(reading.parse, reading.take, on_read)
     return reading.finish(fields), frozenset(reading.unordered)
+
+
+def _by_own_time(operator: Operator) -> tuple[float, str, str]:
+    return -operator.self_us, operator.name, operator.shapes
 
 
 def _device(key: int | str, covers: dict[Work, Cover]) -> Device:

@@ -18,28 +18,28 @@ class Unordered:
         self._chunks: list[tuple[array[float], array[float], array[int]]] = []
         self._numbers: dict[str, int] = {}
 
-    def add(self, start: float, dur: float, name: str) -> None:
-        self._latest.append((start, -dur, name))
+    def add(self, start: float, dur: float, key: str) -> None:
+        self._latest.append((start, -dur, key))
         if len(self._latest) >= CHUNK:
             self._pack()
 
     def __iter__(self) -> Iterator[tuple[float, float, str]]:
-        """Yield (start, -duration, name). Of two with the same start, the longer one comes first."""
+        """Yield (start, -duration, key). Of two with the same start, the longer one comes first."""
         self._pack()
-        names = list(self._numbers)
+        keys = list(self._numbers)
         return merge(
             *(
-                zip(starts, durs, map(names.__getitem__, numbers), strict=True)
+                zip(starts, durs, map(keys.__getitem__, numbers), strict=True)
                 for starts, durs, numbers in self._chunks
             )
         )
 
     def _pack(self) -> None:
         starts, durs, numbers = array("d"), array("d"), array("I")
-        for start, minus_dur, name in sorted(self._latest):
+        for start, minus_dur, key in sorted(self._latest):
             starts.append(start)
             durs.append(minus_dur)
-            numbers.append(self._numbers.setdefault(name, len(self._numbers)))
+            numbers.append(self._numbers.setdefault(key, len(self._numbers)))
         self._chunks.append((starts, durs, numbers))
         self._latest.clear()
 
