@@ -11,8 +11,9 @@ import pytest
 import stepscope
 from packages.core.tests.simulated import Rollout
 from packages.core.tests.test_cli import a_run
+from packages.core.tests.traces import kernel, op, write_trace
 from stepscope.errors import RecordError, StepscopeError
-from stepscope.report import OpenRun, OpenStep
+from stepscope.report import OpenRun, OpenStep, OpenTraces
 
 
 def open_run(path: Path) -> OpenRun:
@@ -84,6 +85,36 @@ def test_a_step_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> 
     assert isinstance(run, OpenRun)
     assert [report.step for report in run.report()] == [4]
     assert [row["step"] for row in run.table("stages")] == [4]
+
+
+def test_traces_of_others_open_too(tmp_path: Path) -> None:
+    for rank in range(2):
+        events = [op("aten::mm", 0, 100), kernel("gemm", 100, 400), kernel("ncclAllReduce", 300, 400)]
+        write_trace(tmp_path / f"rank{rank}.pt.trace.json", events)
+    traces = stepscope.open(tmp_path)
+    assert isinstance(traces, OpenTraces)
+    (first, second) = traces.table("devices")
+    assert (first["busy_ns"], first["exposed_ns"], second["rank"]) == (600_000, 200_000, 1)
+    assert {row["name"]: row["self_ns"] for row in traces.table("operators")} == {
+        "aten::mm": 200_000, "gemm": 800_000, "ncclAllReduce": 800_000,
+    }  # fmt: skip
+    assert {name for name in traces.tables if traces.table(name)} >= {"operators", "devices", "traces"}
+    assert traces.report().traces is not None
+    assert "gemm (compute): 800 us in 2 calls" in traces.brief()
+    assert f"Traces in {tmp_path.name}" in traces._repr_html_()
+    assert stepscope.open(tmp_path / "rank0.pt.trace.json").brief(markdown=True).startswith("## Traces in")
+    with pytest.raises(ValueError, match="table is 'spans'; use one of operators, devices"):
+        traces.table("spans")
+
+
+def test_the_brief_of_many_traces_stays_short(tmp_path: Path) -> None:
+    for rank in range(30):
+        names = [f"kernel_{number}" for number in range(30)]
+        events = [kernel(name, 100 * at, 90) for at, name in enumerate(names)]
+        write_trace(tmp_path / f"rank{rank}.json", [*events, {"ph": "X", "cat": "kernel", "dur": "x"}])
+    brief = stepscope.open(tmp_path).brief()
+    assert len(brief.splitlines()) <= 40
+    assert "25 others were busier" in brief
 
 
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from stepscope.recording.capture.result import CaptureResult, on_capture
     from stepscope.recording.instrument.patch import instrument
     from stepscope.recording.process.settings import name_settings
-    from stepscope.report.opened import open  # noqa: A004  # read as `stepscope.open`
+    from stepscope.report.opened.runs import open  # noqa: A004  # read as `stepscope.open`
 
     __version__: str
 
@@ -86,7 +86,7 @@ _LATER = {
     "instrument": "stepscope.recording.instrument.patch",
     "name_settings": "stepscope.recording.process.settings",
     "on_capture": "stepscope.recording.capture.result",
-    "open": "stepscope.report.opened",
+    "open": "stepscope.report.opened.runs",
     "prepare": "stepscope.recording.capture.prepare",
     "request_capture": "stepscope.recording.capture.requesting",
 }

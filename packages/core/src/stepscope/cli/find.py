@@ -94,8 +94,8 @@ def _holds(layout: StepLayout, run: str) -> bool:
 
 
 def is_step(path: Path) -> bool:
-    layout = StepLayout(path)
-    return layout.processes.is_dir() or layout.spans.is_dir()
+    """Return whether `path` is the folder of a step."""
+    return StepLayout(path).is_step
 
 
 def read_run(path: Path) -> RunRecord | None:

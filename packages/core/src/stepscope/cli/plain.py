@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
 from pathlib import Path
 
 import typer
@@ -10,15 +11,14 @@ from rich.text import Text
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import is_step
-from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.storage.atomic import write_atomic
+from stepscope.report.brief import brief_markdown, brief_text
 from stepscope.report.formatting import plain
 from stepscope.report.plain import Plain
 from stepscope.report.terminal.layout import draw
 from stepscope.timeline.activity.traces import place_traces
 from stepscope.timeline.execution.workers import workers
-from stepscope.timeline.step.plain import has_traces, plain_bytes, read_plain
+from stepscope.timeline.step.plain import has_traces, is_ours, plain_bytes, read_plain
 
 
 def is_plain(paths: Sequence[Path]) -> bool:
@@ -26,21 +26,19 @@ def is_plain(paths: Sequence[Path]) -> bool:
     if len(paths) != 1:
         return True
     (path,) = paths
-    return not _is_ours(path) and has_traces(path)
+    return not is_ours(path) and has_traces(path)
 
 
-def _is_ours(path: Path) -> bool:
-    """Return whether a folder is of a step, of a run or of runs, or lies inside a step."""
-    layout = RunLayout(path)
-    if path.is_file():
-        return False
-    if is_step(path) or layout.steps() or any(record.is_file() for record in layout.runs()):
-        return True
-    inside = any(StepLayout(parent).processes.is_dir() for parent in path.absolute().parents)
-    return inside or any(RunLayout(child).steps() for child in path.glob("*/"))
+class Form(Enum):
+    """The form in which a report is printed."""
+
+    TABLES = auto()
+    JSON = auto()
+    BRIEF = auto()
+    BRIEF_MARKDOWN = auto()
 
 
-def report_plain(paths: Sequence[Path], *, json: bool, output: Path | None, jobs: int | None = None) -> None:
+def report_plain(paths: Sequence[Path], form: Form, output: Path | None, jobs: int | None = None) -> None:
     """Print the report of traces, write its page to `output` if it is named, and exit.
 
     Raises:
@@ -53,8 +51,12 @@ def report_plain(paths: Sequence[Path], *, json: bool, output: Path | None, jobs
     with screen.progress("reading traces", total) as done, workers(jobs, total) as executor:
         step = read_plain(paths, done, executor)
     report = Plain(step.timeline, place_traces(step.files, step.contents, step.timeline))
-    if json:
+    if form is Form.JSON:
         screen.show_json(report.to_json())
+    elif form is Form.BRIEF:
+        screen.show_unwrapped(brief_text(report.brief(paths)))
+    elif form is Form.BRIEF_MARKDOWN:
+        screen.show_unwrapped(brief_markdown(report.brief(paths)))
     else:
         screen.show(Text("\n".join(map(plain, report.head())), style="bold"), *map(draw, report.blocks()))
     if output is not None:
@@ -79,5 +81,5 @@ def _check(paths: Sequence[Path]) -> None:
     for path in paths:
         if not path.exists():
             raise CommandError(f"{path} does not exist")
-        if len(paths) > 1 and _is_ours(path):
+        if len(paths) > 1 and is_ours(path):
             raise CommandError(f"{path} is stepscope's own: name it alone")

@@ -146,6 +146,11 @@ class StepLayout:
         self.root = Path(root)
 
     @property
+    def is_step(self) -> bool:
+        """True if a process recorded into the folder."""
+        return self.processes.is_dir() or self.spans.is_dir()
+
+    @property
     def manifest(self) -> Path:
         return self.root / "manifest.json"
 

@@ -10,7 +10,8 @@ from stepscope.report.advice.rules import step_advice
 from stepscope.report.advice.settings import SettingChange
 from stepscope.report.build import step_report
 from stepscope.report.model import StepReport
-from stepscope.report.opened import OpenRun, OpenStep
+from stepscope.report.opened.runs import OpenRun, OpenStep
+from stepscope.report.opened.traces import OpenTraces
 from stepscope.report.scalars import to_scalars
 from stepscope.report.table import Rows, Table
 from stepscope.report.tables.baseline import Baseline, step_baseline
@@ -73,6 +74,7 @@ __all__ = [
     "NoDevice",
     "OpenRun",
     "OpenStep",
+    "OpenTraces",
     "OperatorRow",
     "OtherStep",
     "Overlap",

@@ -6,6 +6,7 @@ All of it is taken from the report. Nothing is computed here but the choice of l
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import islice
@@ -43,11 +44,33 @@ _PHASES = ("prefill", "decode", "mixed", "held up", "paused", "writing", "idle")
 """Names of `engine_times`."""
 
 
+class Briefed(ABC):
+    """Something with a brief, which a notebook shows as its value."""
+
+    @abstractmethod
+    def _parts(self) -> Sequence[Part]:
+        """Return the parts of the brief."""
+
+    def brief(self, *, markdown: bool = False) -> str:
+        """Return the whole story in at most 40 lines."""
+        parts = self._parts()
+        return brief_markdown(parts) if markdown else brief_text(parts)
+
+    def _repr_html_(self) -> str:
+        return brief_html(self._parts())
+
+
 class Part(msgspec.Struct, frozen=True):
     """Lines of a brief below one heading. A line that starts with two spaces explains the one before."""
 
     title: str
     lines: tuple[str, ...]
+
+    def on_one_line(self) -> Part:
+        """Return it with each text on one line, and long ones cut."""
+        lines = (plain(line) for line in self.lines)
+        cut = (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4]} ..." for line in lines)
+        return Part(plain(self.title)[:_WIDTH], tuple(cut))
 
 
 def step_brief(
@@ -73,7 +96,7 @@ def step_brief(
         parts = [first, *(part for part in (*middle, *last) if part.lines)]
         if sum(len(part.lines) + 2 for part in parts) <= LINES + 1:
             break
-    return [_on_one_line(part) for part in parts]
+    return [part.on_one_line() for part in parts]
 
 
 def run_brief(reports: Sequence[StepReport], folders: Mapping[int, Path]) -> list[Part]:
@@ -112,12 +135,6 @@ def brief_html(parts: Sequence[Part]) -> str:
         lines = "\n".join(map(escape, part.lines))
         pieces.append(f'<br><b>{escape(part.title)}</b><pre style="white-space: pre-wrap">{lines}</pre>')
     return f"<div>{''.join(pieces)}</div>"
-
-
-def _on_one_line(part: Part) -> Part:
-    lines = (plain(line) for line in part.lines)
-    cut = (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4]} ..." for line in lines)
-    return Part(plain(part.title)[:_WIDTH], tuple(cut))
 
 
 def _markdown(text: str) -> str:
@@ -202,8 +219,7 @@ def _findings(report: StepReport) -> Iterator[str]:
         for slow in report.long_tail.worst[:1]:
             name, took, _ = slow_cells(slow)
             yield f"Slowest trajectory: {name}, {took}: {waits(slow)}"
-    for engine in _extremes(report.engines):
-        yield f"Engine {engine.replica}, {duration(engine.recorded_ns)} recorded: {_use(engine)}"
+    yield from engine_lines(report.engines)
     idle = [row for row in report.idle if row.idle_ns]
     if idle and report.breakdown.window_ns:
         row = max(idle, key=lambda row: row.idle_ns)
@@ -226,6 +242,12 @@ def _say_uneven(stage: Stage) -> str:
         f"Least balanced: {stage.role} {stage.title}, {stage.slowest} busy for {duration(most_ns)}, "
         f"{stage.imbalance:.2f} times the median of {count(len(stage.processes), 'process')}"
     )
+
+
+def engine_lines(engines: Sequence[Engine]) -> Iterator[str]:
+    """Yield the phases of the engine that is idle longest, and of the one that is so shortest."""
+    for engine in _extremes(engines):
+        yield f"Engine {engine.replica}, {duration(engine.recorded_ns)} recorded: {_use(engine)}"
 
 
 def _extremes(engines: Sequence[Engine]) -> Sequence[Engine]:

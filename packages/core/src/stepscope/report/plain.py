@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import msgspec
 
 from stepscope.report.blocks.block import Block, Listing, TextTable
 from stepscope.report.blocks.health import clock_notes
+from stepscope.report.blocks.traces import device_lines, on_device, on_host, short
+from stepscope.report.brief import Part, engine_lines
 from stepscope.report.build import step_report
 from stepscope.report.formatting import count, duration, moment
 from stepscope.report.html.colours import Colours
@@ -24,6 +29,8 @@ from stepscope.report.throughput.rates import Throughput
 from stepscope.timeline import Timeline, Traces
 
 _SECTIONS: tuple[Section[Any], ...] = (ENGINES, THROUGHPUT, TRACES)
+_DEVICES, _OPERATORS, _TROUBLE = 5, 5, 8
+"""Lines of each kind in a brief."""
 LEFT_OUT = (
     "Left out, because traces have no spans of stepscope: where the step went, calls, idle processes, "
     "long tail, staleness, advice."
@@ -44,6 +51,14 @@ class PlainReport(msgspec.Struct, frozen=True, kw_only=True):
     throughput: Throughput | None
     traces: TraceTables | None
     left_out: str = LEFT_OUT
+
+
+def _longest(traces: TraceTables) -> Iterator[str]:
+    """Yield the operators and kernels with the longest own time, those of devices first."""
+    rows = sorted(traces.operators, key=lambda row: -row.self_ns)
+    for row in (*on_device(rows)[:_OPERATORS], *on_host(rows)[:_OPERATORS]):
+        role = f"{row.role} " if len({other.role for other in rows}) > 1 else ""
+        yield f"{role}{short(row.name)} ({row.kind}): {duration(row.self_ns)} in {count(row.count, 'call')}"
 
 
 class Plain:
@@ -69,6 +84,29 @@ class Plain:
         processes = count(len(self._timeline.processes), "process")
         span = f"{duration(window.wall_ns)} from the first event to the last"
         return [f"{self.title}, {moment(window.start_ns)}: {processes}, {span}", LEFT_OUT]
+
+    def brief(self, paths: Sequence[Path]) -> list[Part]:
+        """Return the whole story in at most 40 lines. `paths` are those of the command to run next."""
+        traces, engines = self._report.traces, tuple(engine_lines(self._report.engines))
+        named = " ".join(quote(str(path)) for path in paths)
+        parts = [
+            Part(self.title, (*self.head()[0].split(": ", 1)[1:], LEFT_OUT)),
+            Part("Devices", () if traces is None else tuple(device_lines(traces.devices, _DEVICES))),
+            Part("Operators and kernels", () if traces is None else tuple(_longest(traces))),
+            Part("Engines", engines),
+            Part("Trouble", tuple(islice(self._trouble(), _TROUBLE))),
+            Part(
+                "Next",
+                (f"stepscope report {named} -o report.html", f"stepscope merge {named} -o timeline.json.gz"),
+            ),
+        ]
+        return [part.on_one_line() for part in parts if part.lines]
+
+    def _trouble(self) -> Iterator[str]:
+        traces = self._report.traces
+        if traces is not None:
+            yield from (f"{problem.file}: {problem.what}" for problem in traces.problems)
+        yield from (*clock_notes(self._report.health), *self._unaligned())
 
     def blocks(self) -> Iterator[Block]:
         """Yield the tables and lists."""

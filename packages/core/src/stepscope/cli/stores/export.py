@@ -14,7 +14,7 @@ from stepscope.cli.find import STEPS_HELP, find_steps, is_step
 from stepscope.cli.stores.parquet import Written, load_pyarrow, write_tables
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.report.formatting import count, size
-from stepscope.report.opened import OpenStep
+from stepscope.report.opened.runs import OpenStep
 
 
 def export(

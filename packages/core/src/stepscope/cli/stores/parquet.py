@@ -20,7 +20,7 @@ import msgspec
 from stepscope.cli.exits import CommandError
 from stepscope.errors import RecordError
 from stepscope.files.storage.temporary import temporary
-from stepscope.report.opened import ROWS, OpenStep
+from stepscope.report.opened.runs import ROWS, OpenStep
 from stepscope.report.table import Rows, Table
 
 

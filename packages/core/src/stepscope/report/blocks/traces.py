@@ -76,6 +76,19 @@ def _devices(rows: Sequence[DeviceRow]) -> TextTable:
     return TextTable("Devices", columns, tuple(map(_device, ordered)), note, noun="device")
 
 
+def device_lines(rows: Sequence[DeviceRow], most: int) -> Iterator[str]:
+    """Yield a sentence for each device, the least busy ones first if there are more than `most`."""
+    ordered, _ = least_busy_first(rows, most)
+    for row in ordered[:most]:
+        process, device, recorded, busy, compute, exposed, copies = _device(row)
+        yield (
+            f"{process}, {device}, {recorded} recorded: busy {busy}, compute {compute}, "
+            f"exposed communication {exposed}, copies {copies}"
+        )
+    if len(rows) > most:
+        yield f"{len(rows) - most:,} others were busier"
+
+
 def least_busy_first(rows: Sequence[DeviceRow], shown: int) -> tuple[Sequence[DeviceRow], str]:
     """Return devices by the part of their time in which they were busy, and a note with percentiles of it.
 

@@ -20,7 +20,7 @@ import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.layout import SIDECAR_SUFFIX
+from stepscope.files.layout import SIDECAR_SUFFIX, RunLayout, StepLayout
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.reading import read_all
@@ -75,6 +75,17 @@ def has_traces(path: Path) -> bool:
     readers = Readers.installed()
     files = (FoundFile(path=file, name=file.name) for file in _below(path))
     return any(_is_trace(file) or _is_claimed(file, readers) for file in files)
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a folder is of a step, of a run or of runs, or lies inside a step."""
+    layout = RunLayout(path)
+    if path.is_file():
+        return False
+    if StepLayout(path).is_step or layout.steps() or any(record.is_file() for record in layout.runs()):
+        return True
+    inside = any(StepLayout(parent).processes.is_dir() for parent in path.absolute().parents)
+    return inside or any(RunLayout(child).steps() for child in path.glob("*/"))
 
 
 def plain_bytes(paths: Sequence[Path]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +14,10 @@ from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.values import AttrValue
 from stepscope.report.advice.evidence import Advice
-from stepscope.report.brief import Part, brief_html, brief_markdown, brief_text, run_brief
+from stepscope.report.brief import Briefed, Part, run_brief
 from stepscope.report.build import step_report
 from stepscope.report.model import StepReport
+from stepscope.report.opened.traces import OpenTraces
 from stepscope.report.table import Rows, Table
 from stepscope.report.tables.breakdown import Line
 from stepscope.report.tables.counters import CounterRow
@@ -29,6 +29,7 @@ from stepscope.report.tables.stages import Stage
 from stepscope.report.tables.traces import DeviceRow, OperatorRow
 from stepscope.timeline import Timeline, load_step, load_traces
 from stepscope.timeline.execution.workers import workers
+from stepscope.timeline.step.plain import has_traces, is_ours
 from stepscope.timeline.step.traces import trace_bytes
 
 
@@ -64,23 +65,7 @@ ROWS: Mapping[str, type[msgspec.Struct]] = {
 """Table -> the type of its rows."""
 
 
-class _Briefed(ABC):
-    """Something with a brief."""
-
-    @abstractmethod
-    def _parts(self) -> Sequence[Part]:
-        """Return the parts of the brief."""
-
-    def brief(self, *, markdown: bool = False) -> str:
-        """Return the whole story in at most 40 lines."""
-        parts = self._parts()
-        return brief_markdown(parts) if markdown else brief_text(parts)
-
-    def _repr_html_(self) -> str:
-        return brief_html(self._parts())
-
-
-class OpenStep(_Briefed):
+class OpenStep(Briefed):
     """A captured step.
 
     Attributes:
@@ -140,7 +125,7 @@ class OpenStep(_Briefed):
         return run_brief([report], {report.step: self.folder})
 
 
-class OpenRun(_Briefed):
+class OpenRun(Briefed):
     """A run with its captured steps: `run[3]` is step 3.
 
     Attributes:
@@ -179,6 +164,14 @@ class OpenRun(_Briefed):
         tables = {number: step.table(name) for number, step in self._readable().items()}
         return Rows({"step": number, **row} for number, rows in tables.items() for row in rows)
 
+    def longest(self) -> OpenStep:
+        """Return the longest step of those that can be read.
+
+        Raises:
+            RecordError: none of them can.
+        """
+        return max(self._readable().values(), key=lambda step: step.report().breakdown.window_ns)
+
     def _readable(self) -> dict[int, OpenStep]:
         readable, reasons = {}, []
         for number, step in self.steps.items():
@@ -198,25 +191,26 @@ class OpenRun(_Briefed):
 
 def open(  # noqa: A001  # read as `stepscope.open`
     path: str | os.PathLike[str], *, run: str | None = None, traces: bool = True
-) -> OpenRun | OpenStep:
-    """Open the folder of a run (its save_path), or of one step in it.
+) -> OpenRun | OpenStep | OpenTraces:
+    """Open the folder of a run (its save_path) or of one step in it, or traces that others wrote.
 
     In a notebook, the value shows the brief of the step; of a run, that of its longest step.
 
     Args:
-        path: The folder.
+        path: The folder. Of others' traces, a file too.
         run: The run's id, where several wrote into one folder.
         traces: Whether reports read the profilers' traces, which may be large.
 
     Raises:
-        RecordError: the folder does not exist, or holds no captured step.
+        RecordError: the folder does not exist, or holds neither a captured step nor a trace.
     """
     folder = Path(path)
-    layout = StepLayout(folder)
-    if layout.processes.is_dir() or layout.spans.is_dir():
+    if StepLayout(folder).is_step:
         return OpenStep(folder, run=run, traces=traces)
     steps = RunLayout(folder).steps()
     if not steps:
+        if not is_ours(folder) and has_traces(folder):
+            return OpenTraces(folder)
         why = "holds no captured step" if folder.exists() else "does not exist"
         raise RecordError(f"{folder} {why}. Give the folder of a run (save_path), or of one step in it")
     return OpenRun(

@@ -1,0 +1,1 @@
+"""Captured runs, their steps, and traces of others as objects, for notebooks and scripts."""
