@@ -14,6 +14,7 @@ import pytest
 from packages.core.tests.simulated import Rollout
 from packages.core.tests.test_cli import a_run, damage
 from packages.core.tests.test_what_if import a_step
+from packages.core.tests.traces import kernel, write_trace
 from stepscope.cli import run
 from stepscope.cli.mcp.tools import Tools
 from stepscope.errors import CaptureError, RecordError
@@ -70,14 +71,27 @@ def test_spans_are_found_and_bounded(root: Path) -> None:
     assert [row["dur_ns"] for row in answer["spans"]] == [1_500_000_000, 30_000_000, 30_000_000]
     answer = json.loads(tools.query_spans("slow", limit=7))
     assert len(answer["spans"]) == 7 < answer["matching"]
-    with pytest.raises(RecordError, match=r"name a step of sub/plain\. Captured: 2, 4"):
-        tools.query_spans("sub/plain")
+    longest = json.loads(tools.query_spans("sub/plain"))
+    assert longest["step"] == 2
+    assert json.loads(tools.query_spans("sub/plain", step=4))["step"] == 4
 
 
 def test_two_runs_are_compared(root: Path) -> None:
     answer = json.loads(Tools(root).diff("sub/plain", "slow"))
     assert answer["delta_ns"] == answer["b"]["step_ns"] - 10_000_000
     assert answer["changes"][0]["delta_ns"] > 0
+    assert answer["kernels"] is None
+    assert "gate" not in answer
+    answer = json.loads(Tools(root).diff("sub/plain", "slow", kernels=True, fail_above="5%"))
+    assert answer["gate"]["failed"]
+    assert answer["kernels"]["changes"] == []
+
+
+def test_traces_of_others_have_a_brief_alone(root: Path) -> None:
+    write_trace(root / "traces" / "rank0.json", [kernel("gemm", 0, 100)])
+    assert "gemm (compute)" in Tools(root).brief("traces")
+    with pytest.raises(RecordError, match="only `brief` tells of these"):
+        Tools(root).query_spans("traces")
 
 
 @pytest.mark.parametrize("path", ["..", "/etc", "sub/../../x"])

@@ -25,16 +25,16 @@ from stepscope.report.terminal.diff import diff_markdown, render_diff
 from stepscope.report.terminal.gate import gate_junit, gate_markdown, render_gate
 
 
-class _Side(msgspec.Struct, frozen=True):
+class Side(msgspec.Struct, frozen=True):
     """Steps that one argument names."""
 
     option: str
     path: Path
     run: str | None
     steps: tuple[StepRange, ...] | None
-    reports: Reports | None
+    reports: Reports | None = None
     """None: no step is captured, but the flight recorder wrote lines."""
-    kernels: tuple[KernelTimes, ...] = ()
+    kernels: tuple[KernelTimes, ...] | None = None
     """Of the steps' traces, if these are read."""
 
     def wants(self, step: int) -> bool:
@@ -71,13 +71,11 @@ def diff(
     limits = _limits(fail_above or (), stage or (), junit)
     if json and markdown:
         raise typer.BadParameter("--markdown goes without --json")
-    one = _read("--steps-a", a, run_a, steps_a, gated=bool(limits), kernels=kernels)
-    other = _read("--steps-b", b, run_b, steps_b, gated=bool(limits), kernels=kernels)
-    change = None
-    if one.reports is not None and other.reports is not None:
-        grown = kernel_diff(one.kernels, other.kernels) if kernels else None
-        change = compare(one.reports.steps, other.reports.steps, kernels=grown)
-    gate = check_gate(_gate_steps(one), _gate_steps(other), limits) if limits else None
+    one = read_side("--steps-a", a, run_a, steps_a, gated=bool(limits), kernels=kernels)
+    other = read_side("--steps-b", b, run_b, steps_b, gated=bool(limits), kernels=kernels)
+    change, gate = compare_sides(one, other, limits)
+    if kernels and change is None:
+        screen.warn("--kernels compares traces of captured steps. A side here has recorded steps alone.")
     if json:
         screen.show_json(_document(change, gate))
     else:
@@ -88,6 +86,21 @@ def diff(
     if gate is not None and gate.failed:
         raise typer.Exit(Exit.ERROR)
     raise typer.Exit(Exit.OK if _sound(change, one, other) else Exit.INCOMPLETE)
+
+
+def compare_sides(one: Side, other: Side, limits: Sequence[Limit]) -> tuple[Diff | None, Gate | None]:
+    """Return the change, None where a side has no captured step, and the verdict, None without limits.
+
+    Raises:
+        ConfigError: as `check_gate`.
+    """
+    change = None
+    if one.reports is not None and other.reports is not None:
+        read = one.kernels is not None and other.kernels is not None
+        grown = kernel_diff(one.kernels or (), other.kernels or ()) if read else None
+        change = compare(one.reports.steps, other.reports.steps, kernels=grown)
+    gate = check_gate(_gate_steps(one), _gate_steps(other), limits) if limits else None
+    return change, gate
 
 
 def _limits(fail_above: Sequence[str], stages: Sequence[str], junit: Path | None) -> list[Limit]:
@@ -109,10 +122,29 @@ def _ranges(path: Path, steps: str | None, option: str) -> tuple[StepRange, ...]
     return parse_steps(steps, option)
 
 
-def _read(
-    option: str, path: Path, run: str | None, steps: str | None, *, gated: bool, kernels: bool
-) -> _Side:
-    side = _Side(option, path, run, _ranges(path, steps, option), None)
+def read_side(
+    option: str,
+    path: Path,
+    run: str | None = None,
+    steps: str | None = None,
+    *,
+    gated: bool = False,
+    kernels: bool = False,
+) -> Side:
+    """Return the steps of one side and their reports. Warn of what cannot be read.
+
+    Args:
+        option: Name of `steps` in an error.
+        run: The run's id, where several wrote into one folder.
+        steps: The steps of a run that count; None: all.
+        gated: Whether steps that the flight recorder wrote are enough.
+        kernels: Whether to read the traces.
+
+    Raises:
+        CommandError: there are no such steps, or none can be read.
+        ConfigError: `steps` is no range, or names no step.
+    """
+    side = Side(option, path, run, _ranges(path, steps, option))
     recorded = gated and bool(recorded_runs(path))
     try:
         wanted = _wanted(side)
@@ -129,10 +161,10 @@ def _read(
     for report in reports.steps:
         for problem in () if report.traces is None else report.traces.problems:
             screen.warn(f"{problem.file}: {problem.what}")
-    return msgspec.structs.replace(side, reports=reports, kernels=tuple(times))
+    return msgspec.structs.replace(side, reports=reports, kernels=tuple(times) if kernels else None)
 
 
-def _wanted(side: _Side) -> list[StepLayout]:
+def _wanted(side: Side) -> list[StepLayout]:
     layouts = find_steps(side.path, run=side.run)
     if side.steps is None:
         return layouts
@@ -145,7 +177,7 @@ def _wanted(side: _Side) -> list[StepLayout]:
     return wanted
 
 
-def _gate_steps(side: _Side) -> GateSteps:
+def _gate_steps(side: Side) -> GateSteps:
     reports = () if side.reports is None else side.reports.steps
     runs = list(dict.fromkeys(report.run_id for report in reports)) or (
         recorded_runs(side.path)[:1] if side.run is None else [side.run]
@@ -172,7 +204,7 @@ def _show(change: Diff | None, gate: Gate | None, *, markdown: bool) -> None:
         screen.show(render_gate(gate))
 
 
-def _sound(change: Diff | None, *sides: _Side) -> bool:
+def _sound(change: Diff | None, *sides: Side) -> bool:
     if change is not None and not (change.a.complete and change.b.complete):
         return False
     read = [side.reports for side in sides if side.reports is not None]

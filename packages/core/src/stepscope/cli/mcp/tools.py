@@ -14,18 +14,17 @@ from typing import Any
 import msgspec
 
 from stepscope import request_capture, switch
+from stepscope.cli.changes.diff import compare_sides, read_side
 from stepscope.cli.changes.what_if import longest_step
-from stepscope.cli.find import find_steps
 from stepscope.cli.ls import rows_of
-from stepscope.cli.report import read_reports
 from stepscope.cli.screen import exact
 from stepscope.errors import CaptureError, RecordError
 from stepscope.files.layout import RunLayout
-from stepscope.report import OpenRun, OpenStep, StepReport
+from stepscope.report import OpenRun, OpenStep, OpenTraces
 from stepscope.report.blocks.long_tail import tail_sentences
 from stepscope.report.formatting import duration
-from stepscope.report.opened import open as open_path
-from stepscope.report.tables.diff import diff as compare
+from stepscope.report.gate.limits import parse_limits
+from stepscope.report.opened.runs import open as open_path
 from stepscope.report.whatif.changes import Options
 from stepscope.report.whatif.prediction import predict
 
@@ -76,8 +75,11 @@ class Tools:
     def brief(self, path: str, step: int | None = None) -> str:
         """Tell the whole story of a step in at most 40 lines (Markdown). Of a run: of its longest step.
 
-        `path` is the folder of a run or of a step, as `list_runs` names it. Begin with this one.
+        `path` is the folder of a run or of a step, as `list_runs` names it, or of traces that others wrote.
+        Begin with this one.
         """
+        if step is None:
+            return open_path(self._path(path)).brief(markdown=True)
         return self._open(path, step, traces=True).brief(markdown=True)
 
     def explain_stage(self, path: str, stage: str, step: int | None = None, role: str | None = None) -> str:
@@ -85,7 +87,7 @@ class Tools:
 
         Of a run, the longest step is explained. Times are integers, in ns.
         """
-        report = self._longest(path, step)
+        report = self._longest(path, step).report()
         labels = sorted({(row.role, row.stage) for row in report.stages})
         if not any(label[1] == stage and role in (None, label[0]) for label in labels):
             names = ", ".join(" ".join(label) for label in labels[:ROWS])
@@ -117,7 +119,7 @@ class Tools:
 
     def slowest_trajectories(self, path: str, step: int | None = None, most: int = 5) -> str:
         """List the slowest trajectories of a step, and what each waited for (JSON, times in ns)."""
-        report = self._longest(path, step)
+        report = self._longest(path, step).report()
         tail = report.long_tail
         if tail is None:
             raise RecordError(f"step {report.step} has no trajectories: no span belongs to one")
@@ -136,30 +138,37 @@ class Tools:
         """List the longest spans of a step that fit (JSON, times in ns): at most `limit`, and never over 200.
 
         Those that never ended (`dur_ns` is null) come first. `matching` counts all that fit. `start_ns` is
-        since the capture's opening. Of a run with several steps, name the step.
+        since the capture's opening. Of a run, its longest step is taken.
         """
         wanted = {"role": role, "stage": stage, "trajectory": trajectory}
+        opened = self._longest(path, step)
         rows = [
             row
-            for row in self._step(path, step).table("spans")
+            for row in opened.table("spans")
             if all(value in (None, row[field]) for field, value in wanted.items())
         ]
         longest = sorted(rows, key=_length, reverse=True)[: _bounded(limit)]
-        return _json({"matching": len(rows), "spans": longest})
+        return _json({"step": opened.report().step, "matching": len(rows), "spans": longest})
 
-    def diff(self, a: str, b: str) -> str:
-        """Compare two steps, or the means of two runs (JSON, in ns): the largest changes from a to b."""
-        one, other = self._reports(a), self._reports(b)
-        change = compare(one, other)
-        largest = sorted(change.changes, key=lambda row: -abs(row.delta_ns))[:20]
-        return _json(
-            {
-                "a": change.a,
-                "b": change.b,
-                "delta_ns": change.b.step_ns - change.a.step_ns,
-                "changes": largest,
-            }
+    def diff(
+        self, a: str, b: str, kernels: bool = False, fail_above: str | None = None, stage: str | None = None
+    ) -> str:
+        """Compare two steps, or the means of two runs (JSON, in ns): the largest changes from a to b.
+
+        `kernels` adds the operators and kernels that changed most. `fail_above`, such as `5%`, adds a verdict
+        in s: whether the step grew by more, beyond chance; with `stage`, such as `rollout/*`, whether it did.
+        """
+        limits = [] if fail_above is None else parse_limits([fail_above], [] if stage is None else [stage])
+        one, other = (
+            read_side(name, self._path(path), gated=bool(limits), kernels=kernels)
+            for name, path in (("a", a), ("b", b))
         )
+        change, gate = compare_sides(one, other, limits)
+        answer: dict[str, Any] = {} if gate is None else {"gate": gate}
+        if change is not None:
+            answer |= {"a": change.a, "b": change.b, "delta_ns": change.delta_ns}
+            answer |= {"changes": change.changes[:20], "kernels": change.kernels}
+        return _json(answer)
 
     def what_if(
         self,
@@ -221,27 +230,17 @@ class Tools:
 
     def _open(self, path: str, step: int | None, *, traces: bool = False) -> OpenRun | OpenStep:
         opened = open_path(self._path(path), traces=traces)
+        if isinstance(opened, OpenTraces):
+            raise RecordError(f"{path} holds traces without spans: only `brief` tells of these")
         if step is None or isinstance(opened, OpenStep):
             return opened
         if step not in opened.steps:
             raise RecordError(f"{path} holds no step {step}. Captured: {', '.join(map(str, opened))}")
         return opened[step]
 
-    def _step(self, path: str, step: int | None) -> OpenStep:
+    def _longest(self, path: str, step: int | None) -> OpenStep:
         opened = self._open(path, step)
-        if isinstance(opened, OpenStep):
-            return opened
-        if len(opened) != 1:
-            raise RecordError(f"name a step of {path}. Captured: {', '.join(map(str, opened))}")
-        return next(iter(opened.steps.values()))
-
-    def _longest(self, path: str, step: int | None) -> StepReport:
-        opened = self._open(path, step)
-        reports = opened.report() if isinstance(opened, OpenRun) else [opened.report()]
-        return max(reports, key=lambda report: report.breakdown.window_ns)
-
-    def _reports(self, path: str) -> list[StepReport]:
-        return read_reports(find_steps(self._path(path))).steps
+        return opened.longest() if isinstance(opened, OpenRun) else opened
 
 
 def _length(row: dict[str, Any]) -> tuple[bool, int]:
