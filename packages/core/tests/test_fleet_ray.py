@@ -386,10 +386,18 @@ async def _answers(actor: Any) -> bool:
     return True
 
 
+@pytest.mark.parametrize("known", [True, False])
 async def test_a_busy_actor_costs_its_own_deadline_and_begins_nothing_later(
-    crew: dict[str, list[Any]], request_1: StartRequest, config: ProfileConfig, tmp_path: Path
+    crew: dict[str, list[Any]],
+    request_1: StartRequest,
+    config: ProfileConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    known: bool,
 ) -> None:
     busy, idle = crew["sync"]
+    # The start goes to one known to be on this machine at once, and to others after a question.
+    monkeypatch.setattr(ray_worker, "_here", {actor._actor_id.hex() for actor in crew["sync"] if known})
     free = tmp_path / "free"
     held = busy.busy_until.remote(str(free))
     both = fleet(busy, idle)

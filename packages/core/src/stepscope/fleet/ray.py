@@ -1,8 +1,8 @@
 """Captures fanned out to Ray actors, whose classes stay as they are.
 
-All workers are called at once, each with its own deadline. The first call only asks whether the worker
-answers: a worker that is busy past the deadline receives nothing that could happen late. Its answer also
-tells its clock, and the start that follows expires at the deadline by that clock.
+All workers are called at once, each with its own deadline. A start expires at the deadline by the worker's
+clock, so that nothing happens late in a worker that was busy. The first call only asks for that clock, unless
+the worker is known to be on this machine.
 """
 
 from __future__ import annotations

@@ -35,6 +35,10 @@ _CLOCK_S = 0.1
 """Deadline of all exchanges: a worker that is busy again is not waited for."""
 
 
+_here: set[str] = set()
+"""Actors that were on this machine when last asked: their wall clock is ours. One writer: `Worker`."""
+
+
 class Begun(NamedTuple):
     """Answer of a worker to its start."""
 
@@ -165,10 +169,13 @@ class Worker:
             raise
 
     async def _start(self, request: StartRequest, until_s: float) -> WorkerOutcome:
-        await self._line.ask(present)
-        left_ns = int((until_s - time.monotonic()) * 1e9)
-        expires_ns = self._line.stamps[-1].answered_ns + left_ns
+        now_ns = time.time_ns()
+        if self.actor_id not in _here:
+            await self._line.ask(present)
+            now_ns = self._line.stamps[-1].answered_ns
+        expires_ns = now_ns + int((until_s - time.monotonic()) * 1e9)
         answer, where = await self._line.call(in_actor.start_here, request, expires_ns)
+        (_here.add if _is_here(where) else _here.discard)(self.actor_id)
         if answer.refused is not None:
             return self._outcome("skipped" if answer.off else "failed", answer.refused)
         self.begun = Begun(answer.process, where, answer.apart)
@@ -212,8 +219,7 @@ class Worker:
         """Add the worker's clock to its outcome. A worker that answered in time never fails for it."""
         if self.begun is None or outcome.state != "ok":
             return outcome
-        here = self.begun.where.machine is not None and self.begun.where.machine == boot_id()
-        return await self._compared(outcome, self.begun.process.key, here)
+        return await self._compared(outcome, self.begun.process.key, _is_here(self.begun.where))
 
     async def _compared(self, outcome: WorkerOutcome, process: str, here: bool) -> WorkerOutcome:
         """Add the clock of a process to the worker's outcome. `here`: it runs on this machine."""
@@ -241,6 +247,11 @@ class Worker:
     def _outcome(self, state: State, reason: str | None = None) -> WorkerOutcome:
         process = None if self.begun is None else self.begun.process.key
         return WorkerOutcome(name=self.name, state=state, reason=reason, process=process)
+
+
+def _is_here(where: in_actor.Where) -> bool:
+    """Return whether a process is on this machine."""
+    return where.machine is not None and where.machine == boot_id()
 
 
 def _brief(actor: ActorHandle[Any]) -> str:
