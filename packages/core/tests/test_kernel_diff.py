@@ -63,7 +63,7 @@ def test_operators_and_kernels_that_grew_appeared_or_vanished_are_listed_by_size
         ("operator", "aten::mm", 50_000, 100_000, 1, 2),
         ("operator", "aten::linear", 50_000, 20_000, 1, 1),
     ]
-    assert {(row["role"], row["stage"]) for row in rows} == {("actor", None)}
+    assert {(row["role"], row["stage"]) for row in rows} == {("actor", "update")}
     assert all(row["delta_ns"] == row["b_ns"] - row["a_ns"] for row in rows)
 
 
@@ -165,9 +165,9 @@ def test_shapes_of_one_side_alone_are_no_change(tmp_path: Path, capsys: pytest.C
 def test_many_and_long_shapes_keep_the_operator_s_own_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a = step(tmp_path, 2, [shaped(10 * number, 5, number) for number in range(KEPT + 50)])
-    many = {**op("aten::stack", 10**6, 5), "args": {"Input Dims": [[[4, 4]] * 500]}}
-    b = step(tmp_path, 3, [shaped(10 * number, 5, number) for number in range(KEPT + 50)] + [many])
+    a = step(tmp_path, 2, [shaped(2 * number, 1, number) for number in range(KEPT + 50)])
+    many = {**op("aten::stack", 9_000, 5), "args": {"Input Dims": [[[4, 4]] * 500]}}
+    b = step(tmp_path, 3, [shaped(2 * number, 1, number) for number in range(KEPT + 50)] + [many])
     (stack,) = kernels_of(a, b, capsys)["changes"]
     assert (stack["name"], stack["delta_ns"]) == ("aten::stack", 5_000)
     assert [part["shapes"] for part in stack["shapes"]] == [OTHERS]
@@ -180,3 +180,62 @@ def test_steps_without_traces_are_named(tmp_path: Path, capsys: pytest.CaptureFi
     a, b = step(tmp_path, 2), step(tmp_path, 3)
     assert run(["diff", str(a), str(b), "--kernels"]) == 0
     assert "Neither side has traces of torch." in " ".join(capsys.readouterr().out.split())
+
+
+def in_stages(path: Path, number: int, forward: float, backward: float) -> Path:
+    """Write a step of one actor with nested stages, of which the trace is of the whole step."""
+    folder = StepFolder(path, step=number)
+    folder.process("trainer", owner=True).span("train", 0, 20 * MS)
+    folder.processes[0].close(20 * MS)
+    actor = folder.process("actor", rank=0)
+    actor.span("update", 1 * MS, 18 * MS)
+    actor.span("backward", 10 * MS, 15 * MS, parent=1)
+    actor.close(20 * MS)
+    events = [
+        op("aten::mm", 100, 40),  # before any stage
+        op("aten::mm", 2_000, forward),
+        kernel("gemm", 4_000, 100),
+        op("aten::mm", 11_000, backward, tid=2),
+        kernel("gemm", 12_000, backward),
+        op("aten::mm", 16_000, 10),
+    ]
+    add_trace(folder, actor, events)
+    return folder.write()
+
+
+def test_a_trace_of_the_whole_step_is_split_by_the_innermost_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = in_stages(tmp_path, 2, 300, 500), in_stages(tmp_path, 3, 320, 900)
+    told = [
+        (row["stage"], row["name"], row["a_ns"], row["b_ns"], row["a_calls"])
+        for row in kernels_of(a, b, capsys)["changes"]
+    ]
+    assert told == [
+        ("backward", "aten::mm", 500_000, 900_000, 1),
+        ("backward", "gemm", 500_000, 900_000, 1),
+        ("update", "aten::mm", 310_000, 330_000, 2),
+    ]
+
+
+def test_iterations_of_an_engine_are_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def engine(number: int, prefill: float, decode: float) -> Path:
+        mark = "user_annotation"
+        return step(
+            tmp_path,
+            number,
+            [
+                event("execute_context_1(64)_generation_0(0)", mark, 0, 900),
+                op("aten::mm", 100, prefill),
+                event("execute_context_0(0)_generation_3(3)", mark, 1000, 900),
+                op("aten::mm", 1100, decode),
+                event("execute_context_0(0)_generation_3(3)", mark, 2000, 900),
+                op("aten::mm", 2100, decode),
+            ],
+        )
+
+    rows = kernels_of(engine(2, 300, 50), engine(3, 310, 80), capsys)["changes"]
+    assert [(row["stage"], row["delta_ns"], row["a_calls"]) for row in rows] == [
+        ("decode", 60_000, 2),
+        ("prefill", 10_000, 1),
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 import typer
@@ -28,6 +28,9 @@ from stepscope.timeline import Timeline, Traces, load_step, load_traces, merge_b
 
 SAMPLE = Path("outputs/sample")
 """Folder of the sample run, unless one is named."""
+
+
+OnTraces: TypeAlias = Callable[[StepLayout, Timeline, Traces], None]
 
 
 class Reports(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,7 +177,7 @@ def read_reports(
     jobs: int | None = None,
     digests: bool = True,
     ray: str | None = None,
-    on_traces: Callable[[Traces], None] | None = None,
+    on_traces: OnTraces | None = None,
 ) -> Reports:
     """Return the reports of these steps, and write their pages. A bar shows how far the reading is.
 
@@ -212,7 +215,7 @@ def _read(
     load: Callable[[Path], Timeline],
     pages: Pages | None,
     traces_of: Callable[[Path, Timeline], Traces] | None,
-    on_traces: Callable[[Traces], None] | None,
+    on_traces: OnTraces | None,
 ) -> StepReport | str:
     screen.log.debug("reading %s", step.root)
     try:
@@ -221,7 +224,7 @@ def _read(
         return str(error)
     traces = None if traces_of is None else traces_of(step.root, timeline)
     if traces is not None and on_traces is not None:
-        on_traces(traces)
+        on_traces(step, timeline, traces)
     result = step_report(timeline, traces)
     if pages is not None:
         pages.add_step(step, timeline, result)

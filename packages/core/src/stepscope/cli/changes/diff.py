@@ -23,6 +23,8 @@ from stepscope.report.tables.diff import Diff, KernelTimes, kernel_diff, kernel_
 from stepscope.report.tables.diff import diff as compare
 from stepscope.report.terminal.diff import diff_markdown, render_diff
 from stepscope.report.terminal.gate import gate_junit, gate_markdown, render_gate
+from stepscope.timeline import Timeline, Traces
+from stepscope.timeline.activity.stages import by_stage
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -59,7 +61,10 @@ def diff(
         typer.Option(metavar="ROLE/STAGE", help="A pattern of stages, each with its --fail-above, in order."),
     ] = None,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Read the traces too: which operators and kernels grew.")
+        bool,
+        typer.Option(
+            "--kernels", help="Read the traces too: which operators and kernels grew, by stage and shapes."
+        ),
     ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown.")] = False,
     junit: Annotated[
@@ -153,9 +158,11 @@ def read_side(
             return side
         raise
     times = list[KernelTimes]()
-    reports = read_reports(
-        wanted, run, traces=kernels, on_traces=lambda traces: times.append(kernel_times(traces.activities))
-    )
+
+    def add_times(step: StepLayout, timeline: Timeline, traces: Traces) -> None:
+        times.append(kernel_times(by_stage(step.root, timeline, traces.activities)))
+
+    reports = read_reports(wanted, run, traces=kernels, on_traces=add_times)
     for step, why in reports.unreadable.items():
         screen.warn(f"{step}: {why}")
     for report in reports.steps:

@@ -109,7 +109,7 @@ def _nothing(phase: str) -> type[msgspec.Struct]:
     return msgspec.defstruct(f"_Skipped_{phase}", [], tag_field="ph", tag=phase, gc=False)
 
 
-_Event: TypeAlias = Complete | _Shaped | _Instant
+Event: TypeAlias = Complete | _Shaped | _Instant
 _skipped = [_nothing(phase) for phase in "stfMCBEbneNODSTpFPIRcvVa(),"]
 _union: Any = reduce(or_, _skipped, Complete | _Instant)
 """Type of an event, made at run time: events of other phases become structs without a field."""
@@ -161,14 +161,14 @@ class Reading:
         self._thread: Thread | None = None
         self._nesting = Nesting()
 
-    def parse(self, text: bytes) -> list[_Event]:
+    def parse(self, text: bytes) -> list[Event]:
         """Return the events of an array. Events of another shape are counted and left out.
 
         Raises:
             DecodeError: the array is no JSON.
         """
         try:
-            events: list[_Event] = (_decode_with_shapes if SHAPES in text else _decode)(text)
+            events: list[Event] = (_decode_with_shapes if SHAPES in text else _decode)(text)
         except msgspec.ValidationError:
             events = []
             for element in _raw(text):
@@ -182,7 +182,7 @@ class Reading:
             numbers.append(number)
         return events
 
-    def take(self, events: Sequence[_Event]) -> None:
+    def take(self, events: Sequence[Event]) -> None:
         self.events += len(events)
         # In an attribute, they would let this object live until the next garbage collection.
         handler_of: Callable[[str], Callable[[Complete], None] | None] = {

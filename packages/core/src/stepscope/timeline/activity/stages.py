@@ -1,0 +1,147 @@
+"""Operators and kernels of traces of the whole step, by the stage in which they began.
+
+A stage is the span of the process that began last of those that are open, or the phase of an engine's
+iteration. A kernel belongs to the stage in which it began on the device, which may be after its call.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from stepscope.timeline.activity.content import Iteration, TraceContent
+from stepscope.timeline.activity.content_reader import Complete, Event, Reading, Thread
+from stepscope.timeline.activity.traces import TraceActivity
+from stepscope.timeline.model import Timeline
+from stepscope.timeline.readers.chrome import ChromeTrace
+
+Label: TypeAlias = tuple[str, str]
+"""Role and stage."""
+
+
+class Stretch(NamedTuple):
+    """Time of one stage, in us of the trace."""
+
+    start_us: float
+    end_us: float
+    label: Label
+
+
+def by_stage(folder: Path, timeline: Timeline, activities: Iterable[TraceActivity]) -> list[TraceActivity]:
+    """Return the activities with those of the whole step split by stage: their traces are read again.
+
+    What began in no stage stays in one without. Traces that are unaligned, or not of torch, stay as they are.
+
+    Args:
+        folder: The step's.
+    """
+    spans: dict[int, list[tuple[int, int, Label]]] = defaultdict(list)
+    for span in timeline.spans:
+        spans[span.process].append((span.start_ns, timeline.until_ns(span), (span.role, span.stage)))
+    split = []
+    for activity in activities:
+        own = [] if activity.process is None else spans[activity.process]
+        stretches = list(_stretches(activity, own)) if _can_be_split(activity) else []
+        parts = _read(folder / activity.file, stretches) if stretches else {}
+        if sum(map(_calls, parts.values())) != _calls(activity.content):  # another reader reads the file
+            parts = {}
+        for label, content in parts.items():
+            role, stage = (activity.info.role, None) if label is None else label
+            info = msgspec.structs.replace(activity.info, role=role)
+            split.append(msgspec.structs.replace(activity, info=info, stage=stage, content=content))
+        if not parts:
+            split.append(activity)
+    return split
+
+
+def _can_be_split(activity: TraceActivity) -> bool:
+    json = activity.file.endswith((".json", ".json.gz"))
+    return json and activity.stage is None and activity.unaligned is None
+
+
+def _calls(content: TraceContent) -> int:
+    return sum(row.count for row in (*content.operators, *content.kernels))
+
+
+def _stretches(activity: TraceActivity, spans: Iterable[tuple[int, int, Label]]) -> Iterator[Stretch]:
+    shift_ns, role = activity.shift_ns, activity.info.role
+    stages = [
+        Stretch((start - shift_ns) / 1000, (end - shift_ns) / 1000, label) for start, end, label in spans
+    ]
+    stages += [
+        Stretch(ran.start_us, ran.start_us + ran.dur_us, (role, _phase(ran)))
+        for ran in activity.content.iterations
+    ]
+    return _innermost(sorted(stages))
+
+
+def _phase(iteration: Iteration) -> str:
+    if iteration.mixed or (iteration.prefills and iteration.decodes):
+        return "mixed"
+    return "prefill" if iteration.prefills else "decode"
+
+
+def _innermost(stages: Sequence[Stretch]) -> Iterator[Stretch]:
+    """Yield disjoint stretches, in order: at each time the stage that began last of those that are open.
+
+    Args:
+        stages: By their starts.
+    """
+    still: list[tuple[float, float, Label]] = []
+    begun = 0
+    bounds = sorted({bound for stage in stages for bound in stage[:2]})
+    for start_us, end_us in pairwise(bounds):
+        while begun < len(stages) and stages[begun].start_us <= start_us:
+            stage = stages[begun]
+            heappush(still, (-stage.start_us, stage.end_us, stage.label))
+            begun += 1
+        while still and still[0][1] <= start_us:
+            heappop(still)
+        if still:
+            yield Stretch(start_us, end_us, still[0][2])
+
+
+class _Split:
+    """Reader of one trace that keeps each stage apart."""
+
+    def __init__(self, path: Path, stretches: Sequence[Stretch], sort: frozenset[Thread]) -> None:
+        self._trace = ChromeTrace(path)
+        self._stretches = stretches
+        self._starts = [stretch.start_us for stretch in stretches]
+        self._sort = sort
+        self._parser = self._reading()
+        self.parts: dict[Label | None, Reading] = defaultdict(self._reading)
+
+    def _reading(self) -> Reading:
+        return Reading(self._trace.notes, self._sort)
+
+    def read(self) -> dict[Label | None, TraceContent]:
+        fields = self._trace.read(self._parser.parse, self._take)
+        return {label: part.finish(fields) for label, part in self.parts.items()}
+
+    def _take(self, events: Sequence[Event]) -> None:
+        own: dict[Label | None, list[Event]] = defaultdict(list)
+        for event in events:
+            if isinstance(event, Complete):
+                own[self._label(event.ts)].append(event)
+        for label, part in own.items():
+            self.parts[label].take(part)
+
+    def _label(self, us: float) -> Label | None:
+        at = bisect_right(self._starts, us) - 1
+        return None if at < 0 or us >= self._stretches[at].end_us else self._stretches[at].label
+
+
+def _read(path: Path, stretches: Sequence[Stretch]) -> dict[Label | None, TraceContent]:
+    split = _Split(path, stretches, frozenset())
+    contents = split.read()
+    unordered = frozenset(thread for part in split.parts.values() for thread in part.unordered)
+    # As `read_trace`: threads whose operators are not in order are sorted.
+    return _Split(path, stretches, unordered).read() if unordered else contents
