@@ -1,6 +1,7 @@
 """Cost of the flight recorder: a step with it on and off, its memory over many steps, and a dump.
 
-A step holds 20,000 decorated calls among work of the interpreter and takes some 2 s; on and off take turns.
+A step holds 20,000 decorated calls among work of the interpreter and takes some 2 s; on and off take turns,
+with the same calls below `least`: what no recorder in Python goes below.
 The dump writes 20 steps of 20,000 spans in 8 processes: what the thread of the training pays, and how long
 the background takes.
 """
@@ -14,26 +15,31 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
-from _measure import Measured, arguments, header, interleaved, table, verdict
+import _peers
+from _measure import Measured, arguments, header, interleaved, ratio_interval, table, verdict
 
 from stepscope import ProfileConfig, capture, profile_step
 from stepscope.files.layout import RunLayout
 from stepscope.recording.recorder import standing
 
 SPANS = 20_000
+RING = 160_000
+"""Records that the least keeps, as the recorder does in 64 MB."""
 DUMPED, PROCESSES = 20, 8
-OFF, ON = "record: off", "record: spans"
+OFF, ON, FLOOR = "record: off", "record: spans", "the least in Python"
 
 
-@profile_step("actor")
-def update(value: int) -> int:
+def work(value: int) -> int:
     for _ in range(WORK):
         value = (value * 31 + 7) & 0xFFFF
     return value
 
 
+update = profile_step("actor", stage="update")(work)
 WORK = 1
 """Rounds of work in a call; one writer: `calibrate`."""
 
@@ -51,9 +57,10 @@ def calibrate(seconds: float) -> None:
 class Loop:
     """A loop of steps, of which each run does the next one."""
 
-    def __init__(self, config: ProfileConfig, spans: int) -> None:
+    def __init__(self, config: ProfileConfig, spans: int, call: Callable[[int], int] = update) -> None:
         self.config = config
         self.spans = spans
+        self.call = call
         self.step = 0
 
     def run(self) -> float:
@@ -64,7 +71,7 @@ class Loop:
         began = time.perf_counter()
         with capture(self.step, config=self.config):
             for _ in range(self.spans):
-                update(7)
+                self.call(7)
         return 1e3 * (time.perf_counter() - began)
 
 
@@ -75,16 +82,20 @@ def step_cost(folder: Path, quick: bool) -> float:
     on = Loop(
         ProfileConfig.from_mapping({"save_path": str(folder / "on"), "record": "spans", **common}), SPANS
     )
-    results: Measured = interleaved({OFF: off.run, ON: on.run}, 4 if quick else 25)
-    pairs = [ours / theirs for ours, theirs in zip(results[ON], results[OFF], strict=True)]
-    table(
-        [f"a step of {SPANS:,} decorated calls", "ms", "median of the ratios of a round"],
-        [
-            [OFF, f"{statistics.median(results[OFF]):.1f}", ""],
-            [ON, f"{statistics.median(results[ON]):.1f}", f"{statistics.median(pairs):.4f}"],
-        ],
-    )
-    return 100 * (statistics.median(pairs) - 1)
+    records: deque[_peers.Record] = deque(maxlen=RING)
+    least = Loop(off.config, SPANS, _peers.least(records, work))
+    results: Measured = interleaved({OFF: off.run, FLOOR: least.run, ON: on.run}, 4 if quick else 25)
+    added = {}
+    rows = [[OFF, f"{statistics.median(results[OFF]):.1f}", "", ""]]
+    for name in (FLOOR, ON):
+        added[name] = statistics.median(
+            one / other for one, other in zip(results[name], results[OFF], strict=True)
+        )
+        _, low, high = ratio_interval(results[name], results[OFF])
+        ms = f"{statistics.median(results[name]):.1f}"
+        rows.append([name, ms, f"{added[name]:.4f}", f"{low:.4f} to {high:.4f}"])
+    table([f"a step of {SPANS:,} calls", "ms", "median of the ratios of a round", "of medians, 95 %"], rows)
+    return 100 * (added[ON] - 1)
 
 
 def memory(folder: Path, steps: int) -> tuple[float, float]:

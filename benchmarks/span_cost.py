@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextvars import ContextVar
 from functools import partial
 from itertools import repeat
 from typing import Any, TypeAlias
@@ -101,32 +100,6 @@ def with_span(fn: Callable[..., Any]) -> Callable[..., Any]:
     def inner(batch: int) -> Any:
         with span("update", role="actor"):
             return fn(batch)
-
-    return inner
-
-
-class Record:
-    __slots__ = ("end_ns", "name", "start_ns")
-
-    name: str
-    start_ns: int
-    end_ns: int
-
-
-def least(pending: deque[Record], fn: Callable[..., Any]) -> Callable[..., Any]:
-    current: ContextVar[Record] = ContextVar("current")
-    enter, leave, append, now = current.set, current.reset, pending.append, time.monotonic_ns
-
-    def inner(batch: int) -> Any:
-        record = Record()
-        record.name = "update"
-        token = enter(record)
-        record.start_ns = now()
-        result = fn(batch)
-        record.end_ns = now()
-        leave(token)
-        append(record)
-        return result
 
     return inner
 
@@ -264,8 +237,8 @@ def main() -> None:
     capturing, rounds = Capturing(), ROUNDS // 5 if quick else ROUNDS
     bare, decorated = Peer(lambda fn: fn), capturing.peer(profile_step(role="actor"))
     inside = {"stepscope span()": capturing.peer(with_span)}
-    records: deque[Record] = deque()
-    floor = {FLOOR: Peer(partial(least, records), finish=lambda _: records.clear())}
+    records: deque[_peers.Record] = deque()
+    floor = {FLOOR: Peer(partial(_peers.least, records), finish=lambda _: records.clear())}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         config = ProfileConfig(save_path=folder, steps="every:1", roles={"*": {"profiler": "off"}})
         with capture(1, config=config):

@@ -1,14 +1,19 @@
-"""Cost of the preset `trl` in steps that are not captured: GRPO with the preset against plain GRPO.
+"""Cost of the preset `trl` in steps that are not captured: GRPO with the preset against plain GRPO, and of
+the flight recorder in such steps.
 
 ms of CPU time of the process per step, of one thread, so that other work on the machine does not count. A
 round trains all three for some steps, from the same weights and seed, in turning order. The quickest step of
 each training counts, because other work on the machine only makes steps longer. Ratios are those of the
 medians over the rounds, with the interval of resampled rounds.
+
+The recorder costs far less than trainings differ, so it is switched off and on from step to step of one
+training. CPU time includes its own thread.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -33,9 +38,12 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 import stepscope
+from stepscope.recording.recorder import standing
+from stepscope.recording.session import activation
 
 STEPS = 12
 ROUNDS = 30
+RECORDED_STEPS = 4000
 PLAIN, PRESET, SELECTED = "plain", "preset, no step selected", "preset, another step selected"
 
 
@@ -84,9 +92,60 @@ def count_ones(completions: list[str], **_: object) -> list[float]:
     return [float(completion.count("1")) for completion in completions]
 
 
+class Switch(TrainerCallback):  # type: ignore[misc]  # not installed where mypy runs
+    """Switch of the recorder: in each four steps off, on, on, off. So what drifts counts on both sides."""
+
+    def __init__(self) -> None:
+        self.on: list[bool] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        recorder = standing.standing()
+        assert recorder is not None
+        self.on.append(len(self.on) % 4 in (1, 2))
+        activation.keep(recorder if self.on[-1] else None)
+
+
 def train(folder: str, steps: int, instrument: list[str], selected: list[int]) -> float:
     """Train and return the ms of the quickest step after the first two."""
     stepscope.configure(instrument=instrument, steps=selected, save_path=f"{folder}/profile")
+    return min(timed_steps(folder, steps)[2:])
+
+
+def recorded(folder: str, steps: int) -> tuple[list[float], list[float], float]:
+    """Train with the recorder on in every other step.
+
+    Returns:
+        ms of each step with it off, and with it on; the spans of a step with it on.
+    """
+    stepscope.configure(
+        instrument=["trl"], steps=[10**6], save_path=f"{folder}/recorded", record="spans",
+        recorder={"triggers": []},
+    )  # fmt: skip
+    switch = Switch()
+    taken = timed_steps(folder, steps, switch)
+    recorder = standing.standing()
+    assert recorder is not None
+    spans = recorder.log.last_id / sum(switch.on)
+    standing.stop()
+    sides: dict[bool, list[float]] = {False: [], True: []}
+    for on, ms in list(zip(switch.on, taken, strict=True))[40:]:
+        sides[on].append(ms)
+    return sides[False], sides[True], spans
+
+
+def added_percent(off: list[float], on: list[float]) -> tuple[float, float, float]:
+    """Return the median difference of neighbouring steps in % of a step, and the interval of resampled pairs.
+
+    Neighbours, because TRL's own steps become longer: by a third in 2,000, without the preset too.
+    """
+    pairs = [after - before for before, after in zip(off, on, strict=True)]
+    draw, step = random.Random(0).choices, statistics.median(off) / 100
+    resampled = sorted(statistics.median(draw(pairs, k=len(pairs))) for _ in range(2000))
+    return statistics.median(pairs) / step, resampled[50] / step, resampled[-51] / step
+
+
+def timed_steps(folder: str, steps: int, *callbacks: TrainerCallback) -> list[float]:
+    """Train and return the ms of each step."""
     times = StepTimes()
     trainer = GRPOTrainer(
         model=model(),
@@ -97,6 +156,7 @@ def train(folder: str, steps: int, instrument: list[str], selected: list[int]) -
             per_device_train_batch_size=8,
             num_generations=4,
             max_completion_length=8,
+            generation_kwargs={"min_new_tokens": 8},  # equal loads
             max_steps=steps,
             use_cpu=True,
             bf16=False,
@@ -106,11 +166,11 @@ def train(folder: str, steps: int, instrument: list[str], selected: list[int]) -
             disable_tqdm=True,
         ),
         train_dataset=Dataset.from_list([{"prompt": f"{number}+{number}="} for number in range(64)]),
-        callbacks=[times],
+        callbacks=[*callbacks, times],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    return min(times.taken[2:])
+    return times.taken
 
 
 def main() -> None:
@@ -126,6 +186,7 @@ def main() -> None:
             SELECTED: partial(train, folder, STEPS, ["trl"], [10**6]),
         }
         results = interleaved(contenders, ROUNDS // 5 if quick else ROUNDS)
+        off, on, spans = recorded(folder, RECORDED_STEPS // 10 if quick else RECORDED_STEPS)
     ratios = {name: ratio_interval(values, results[PLAIN]) for name, values in results.items()}
     rows = [
         [name, f"{statistics.median(values):.2f}", *(f"{number:.3f}x" for number in ratios[name])]
@@ -134,6 +195,10 @@ def main() -> None:
     table(["GRPO", "ms/step", "/ plain", "at least", "at most"], rows)
     for name in (PRESET, SELECTED):
         verdict(f"a step with the {name}: against plain", ratios[name][0], 1.01, "x")
+    added, low, high = added_percent(off, on)
+    print(f"  {len(on)} pairs of steps of {statistics.median(off):.2f} ms, without and with the recorder:")
+    print(f"  {spans:.0f} spans add {added:.2f} % ({low:.2f} to {high:.2f})\n")
+    verdict("the recorder adds to a step of TRL", added, 0.3, " %")
 
 
 if __name__ == "__main__":
