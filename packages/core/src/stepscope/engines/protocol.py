@@ -63,7 +63,7 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 waited_s: ContextVar[float | None] = ContextVar("stepscope_waited_s", default=None)
-"""Result of `patience_s`. One writer: the capture that calls `start` and `stop`, `RayRollout` for it."""
+"""Deadline in s of the current `start` or `stop`: see `patience_s`. Writers: captures and `RayRollout`."""
 
 
 def patience_s(capture: EngineCapture) -> float:

@@ -1,8 +1,9 @@
 """Tables of a step's time: pure functions of a timeline, and the tables as text.
 
-From a trace to a number on the page: `timeline.activity.content_reader` reads each trace once into a
-`TraceContent`, `tables.traces` adds those up into the value of the section `traces`, `sections.py` lists the
-sections, and `html.traces` draws this one. Every section takes the same way.
+From a trace to a number on the page: `timeline.step.traces` finds the files,
+`timeline.activity.content_reader` reads each into a `TraceContent`, and `tables.traces` adds those up into
+the value of the section `traces`. `sections.py` lists the sections, `html.traces` draws this one, and
+`cli.pages` writes the page. The other sections begin at the timeline's spans.
 """
 
 from stepscope.report.advice.evidence import Advice, Evidence

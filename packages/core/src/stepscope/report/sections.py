@@ -1,4 +1,6 @@
-"""The sections of a report, in order. Terminal, page, JSON and docs walk this list.
+"""The sections of a report, in order: terminal, page and JSON follow this list.
+
+A test compares the headings of docs/report.md with it.
 
 A section of another package comes through the entry points `stepscope.report_sections`: see `added`.
 """
@@ -25,14 +27,14 @@ from stepscope.report.blocks.stages import stage_blocks
 from stepscope.report.blocks.staleness import staleness_blocks
 from stepscope.report.blocks.throughput import throughput_blocks
 from stepscope.report.blocks.traces import trace_blocks
-from stepscope.report.html.account import draw_account
 from stepscope.report.html.advice import draw_advice
-from stepscope.report.html.completeness import draw_health
+from stepscope.report.html.breakdown import draw_breakdown
 from stepscope.report.html.counters import draw_counters
 from stepscope.report.html.engine import draw_engines
-from stepscope.report.html.heat import draw_stages
+from stepscope.report.html.health import draw_health
 from stepscope.report.html.idle import draw_idle
-from stepscope.report.html.tail import draw_long_tail
+from stepscope.report.html.long_tail import draw_long_tail
+from stepscope.report.html.stages import draw_stages
 from stepscope.report.html.traces import draw_traces
 from stepscope.report.section import Section, Sources
 from stepscope.report.table import Table
@@ -112,7 +114,7 @@ BREAKDOWN: Section[Breakdown] = Section(
     title="Where it went",
     compute=lambda sources: step_breakdown(sources.timeline),
     terminal=breakdown_blocks,
-    html=draw_account,
+    html=draw_breakdown,
     page=0,
 )
 STAGES = Section(

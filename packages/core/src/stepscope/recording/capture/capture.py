@@ -198,8 +198,10 @@ class Capture:
             self._life.close(Closing(_raised(error), deadline_s))
 
     async def aclose(self, error: str | None = None) -> None:
-        """As `close`, without blocking the event loop. Being cancelled meanwhile does not interrupt it: that
-        is raised afterwards; with an `error`, which goes up, at the task's next await.
+        """As `close`, without blocking the event loop.
+
+        A cancellation does not interrupt it. It is raised when closing ends, or at the task's next await if
+        `error` is given: that goes up first.
         """
         if self._life is None:
             self._end_unselected(error)

@@ -28,7 +28,7 @@ _is_torch_explained = False
 def conclude(asked: Asked, session: Session, participants: Participants | None) -> Manifest:
     """Write the manifest, tell of problems, and remove steps that the budget leaves no room for."""
     enter = partial(_enter_omissions, asked, session, participants)
-    # Before the fold: a trace that fails meanwhile is told by itself, perhaps twice, and never by nobody.
+    # Before the fold: a trace that fails during it is told at least once, perhaps twice.
     session.manifest_part.told = True
     manifest = session.manifest_part.write_last(session.layout, enter)
     _log_problems(session, manifest)

@@ -1,9 +1,12 @@
 """Life of one captured step: new -> opening -> open -> closing -> closed.
 
-Closing is the list of stages at the end of this file, with one index. A stage that is interrupted keeps it:
-the interrupted call enters that stage once more, goes on with the next if interrupted there again, and raises
-at its end. A signal's handler and the end of the process continue at the index too, so a stage may be entered
-twice. Opening that fails or is cancelled is rolled back by the same stages.
+Closing is the list of stages at the end of this file, with one index, which moves on when a stage ends. An
+interrupted stage is entered once more, then passed over. The interruption is raised after the last stage. A
+signal's handler and the end of the process continue at the index too, so a stage may be entered twice.
+Opening that fails or is cancelled is rolled back by the same stages.
+
+`close` goes through the stages in order. `aclose` tells workers and engines to stop first: then this process
+closes its session, then it waits for them.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ class Lifecycle:
         self.session: Session | None = None
         self.participants: Participants | None = None
         self.result: CaptureResult | None = None
-        """None until it is open, and in a forked child."""
+        """None until it opens, and in a forked child."""
         self.claim: Claim | None = None
         """The claim that holds the process, or held it."""
         self._taker = taker
@@ -394,7 +397,7 @@ STAGES: tuple[Callable[[Lifecycle, Closing], None], ...] = (
     Lifecycle.conclude,
     Lifecycle.release,
 )
-"""Stages of closing, in order. `aclose` begins `stop_participants` before `close_session`, awaits it after.
+"""Stages of closing, in the order of `close`.
 
 Traces may still be written in the background when the last stage ends.
 """

@@ -54,7 +54,7 @@ class Fleet(Protocol):
         ...
 
     async def stop(self, request: StopRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Close it on all workers at once, those included that answered late. One outcome each."""
+        """Close it at once on all workers that began, or may have. One outcome each."""
         ...
 
     async def drain(self, timeout_s: float) -> list[WorkerOutcome]:

@@ -81,7 +81,7 @@ def _owned(name: str) -> Sequence[object]:
     engines = load_engine(name).owned()
     if not engines:
         raise ConfigError(
-            "capture(engines=)", name, f"a name for engines in this process, which has none, or {objects}",
+            "capture(engines=)", name, f"the name of an engine in this process, which has none, or {objects}",
             "pass the engines themselves; for those in other processes RayRollout(actor) or a server",
         )  # fmt: skip
     return engines

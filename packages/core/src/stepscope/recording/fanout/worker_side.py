@@ -133,7 +133,7 @@ def stop_worker(request: StopRequest) -> StopAnswer:
     """Close the capture in this process. Runs in the worker."""
     if request.discard is not None:
         fetch.release(request.capture_id)
-    _stopped.add(request.capture_id)  # before the look: a start under way looks after it is active
+    _stopped.add(request.capture_id)  # first, so that a start on another thread sees it and closes
     session = slot.active
     if not isinstance(session, Session) or session.capture_id != request.capture_id:
         return StopAnswer(process=None)

@@ -1,7 +1,8 @@
 """One captured step in one process: its spans, its profiler windows, its part of the manifest.
 
 States: new -> open -> (truncated ->) closed. Opening makes the folders, starts the profiler (if continuous),
-then the span file and the watchdog. Closing is one stage of `capture/lifecycle.py`, and ends them.
+then the span file and the watchdog. Closing ends them: in the owner as one stage of `capture/lifecycle.py`,
+in a worker as `fanout/worker_side.py` asks.
 Nothing here raises for a profiler's or a disk's trouble: the manifest has it, with its reason.
 """
 
@@ -142,9 +143,7 @@ class Session:
         return self.layout.part_of(self.process, self.run_id, self.number).name
 
     def end_what_opened_late(self) -> None:
-        """End what was opened since this was closed: by a signal's handler, or another thread, while it
-        opened.
-        """
+        """End what the opening has started since a signal's handler, or another thread, closed this."""
         with self._lock:
             if self._closed:
                 self._closed = False

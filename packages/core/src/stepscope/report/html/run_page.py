@@ -12,7 +12,7 @@ import msgspec
 from stepscope.report.accounting import Label
 from stepscope.report.blocks.breakdown import BESIDE
 from stepscope.report.formatting import both, count, duration, middle, percentage, percents, signed
-from stepscope.report.html.account import LINES
+from stepscope.report.html.breakdown import LINES
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, join, tag
 from stepscope.report.html.page import listing, page, percent, section, table

@@ -1,4 +1,6 @@
-"""Operators, kernels, devices, engine iterations and memory of one torch trace, read in one pass.
+"""Operators, kernels, devices, engine iterations and memory of one torch trace.
+
+It is read in one pass, or in two if a thread's operators are not in the order of their starts.
 
 It is fast because typed decoding skips `args`, but for the shapes of a trace that has them. Memory holds one
 block of the file, a record for each name and shapes, and 16 bytes for each interval of device or operator

@@ -67,7 +67,8 @@ def _can_be_split(activity: TraceActivity) -> bool:
 
 
 def _calls(content: TraceContent) -> int:
-    return sum(row.count for row in (*content.operators, *content.kernels))
+    operators, kernels = content.operators, content.kernels
+    return sum(row.count for row in operators) + sum(row.count for row in kernels)
 
 
 def _stretches(activity: TraceActivity, spans: Iterable[tuple[int, int, Label]]) -> Iterator[Stretch]:

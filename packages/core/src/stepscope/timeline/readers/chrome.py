@@ -176,7 +176,7 @@ def chrome_events(path: Path, notes: Notes) -> Iterator[msgspec.Raw]:
 
 
 def _behind_header(text: bytes, fields: dict[str, msgspec.Raw]) -> bytes | None:
-    """Take the fields before the events into `found`. Return what follows them; None: no events in `text`."""
+    """Add the fields before the events to `fields`. Return the text after them; None: it has no events."""
     at = _array(text)
     if at is None:
         return None

@@ -25,7 +25,7 @@ LINES = 24
 """Stages with a bar of their own; the smallest of more are one bar."""
 
 
-def draw_account(breakdown: Breakdown, page: Page) -> Iterable[Html]:
+def draw_breakdown(breakdown: Breakdown, page: Page) -> Iterable[Html]:
     """Return the account as a waterfall, and the chart of who ran what, when."""
     chart = draw_gantt(page.timeline, page.report.stages)
     return waterfall(breakdown, page.colours), gantt(chart, page.colours)
