@@ -30,6 +30,8 @@ from stepscope.timeline.merge import row_parts
 from stepscope.timeline.merge.row_parts import RowPart, WrittenRow, write_part
 from stepscope.timeline.merge.write import Sink
 
+pytest.importorskip("ray")
+
 from stepscope.cli.reading.ray_nodes import RayNodes, connected  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
