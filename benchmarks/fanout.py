@@ -3,6 +3,8 @@
 ms from the first request to the last answer. The actors record spans: each start and stop opens and closes
 their files. `idle` actors have nothing else to do. `slow` ones are 50 ms from the end of a method when they
 are asked: one by one these waits add up, all at once they do not.
+
+`--actors 256` asks so many idle actors at once instead, and prints how long the slowest of them took.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
-from _measure import Measured, arguments, header, interleaved, table, verdict
+from _measure import Measured, header, interleaved, parser, table, verdict
 
 from stepscope import ProfileConfig
 from stepscope.fleet.ray import RayFleet, fleet_of
@@ -28,6 +31,7 @@ from stepscope.recording.fanout.fleet import WorkerOutcome
 from stepscope.recording.fanout.messages import StartRequest, StopRequest
 
 SIZES = (2, 8, 32)
+MANY_ROUNDS = 6
 ROUNDS = 9
 SLOW_S = 0.05
 DEADLINE_S = 60.0
@@ -49,6 +53,8 @@ class Bench:
         self.steps = itertools.count()
         self.starts: dict[str, list[float]] = {}
         """Contender -> ms of each start alone."""
+        self.answers: list[float] = []
+        """ms until each answer of the last call on all."""
 
     def contender(self, size: int, slow_s: float, at_once: bool) -> Callable[[], float]:
         name = name_of(size, slow_s, at_once)
@@ -70,9 +76,9 @@ class Bench:
         )
         stop = StopRequest(capture_id=start.capture_id)
         began = time.perf_counter()
-        await self.call_all(fleet, slow_s, at_once, lambda worker: worker.start(start, DEADLINE_S))
+        await self.call_all(fleet, slow_s, at_once, partial(started, start))
         opened = time.perf_counter()
-        await self.call_all(fleet, slow_s, at_once, lambda worker: worker.stop(stop, DEADLINE_S))
+        await self.call_all(fleet, slow_s, at_once, partial(stopped, stop))
         closed = time.perf_counter()
         return (opened - began) * 1e3, (closed - opened) * 1e3
 
@@ -82,15 +88,53 @@ class Bench:
         async def one(worker: Worker, actor: Any) -> WorkerOutcome:
             if slow_s:
                 actor.work.remote(slow_s)
+            began = time.perf_counter()
             outcome: WorkerOutcome = await call(worker)
+            self.answers.append((time.perf_counter() - began) * 1e3)
             return outcome
 
+        self.answers.clear()
         pairs = zip(fleet.workers, self.actors, strict=False)
         if at_once:
             outcomes = await asyncio.gather(*(one(*pair) for pair in pairs))
         else:
             outcomes = [await one(*pair) for pair in pairs]
         assert all(outcome.state == "ok" for outcome in outcomes), outcomes
+
+
+def many(bench: Bench, rounds: int) -> None:
+    """Print the time of a start on all actors, and that of the slowest of them."""
+    size = len(bench.actors)
+    config, step = bench.config, bench.steps
+    everything, slowest, plain = [], [], []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        ray.get([actor.work.remote(0) for actor in bench.actors])
+        plain.append((time.perf_counter() - began) * 1e3)
+        start = StartRequest(capture_id=secrets.token_hex(8), run_id="bench", step=next(step), config=config)
+        fleet = fleet_of(list(bench.actors))
+        assert fleet is not None
+        began = time.perf_counter()
+        opening = bench.call_all(fleet, 0.0, True, partial(started, start))
+        bench.loop.run_until_complete(opening)
+        everything.append((time.perf_counter() - began) * 1e3)
+        slowest.append(max(bench.answers))
+        stop = StopRequest(capture_id=start.capture_id)
+        bench.loop.run_until_complete(bench.call_all(fleet, 0.0, True, partial(stopped, stop)))
+    table(
+        [f"{size} idle actors, ms", "a call of each", "start", "the slowest"],
+        [["", *(f"{statistics.median(values):.0f}" for values in (plain, everything, slowest))]],
+    )
+    ratio = statistics.median(one / other for one, other in zip(everything, slowest, strict=True))
+    verdict(f"a start on {size} actors, of the slowest", ratio, 1.2, "x")
+
+
+def started(start: StartRequest, worker: Worker) -> Any:
+    return worker.start(start, DEADLINE_S)
+
+
+def stopped(stop: StopRequest, worker: Worker) -> Any:
+    return worker.stop(stop, DEADLINE_S)
 
 
 def name_of(size: int, slow_s: float, at_once: bool) -> str:
@@ -128,7 +172,10 @@ def report(results: Measured, starts: dict[str, list[float]], sizes: Sequence[in
 
 
 def main() -> None:
-    quick = arguments(__doc__).quick
+    options = parser(__doc__)
+    options.add_argument("--actors", type=int, metavar="N", help="ask N idle actors at once instead")
+    given = options.parse_args()
+    quick, number = given.quick, given.actors
     header("capture start and stop on Ray actors", "stepscope", "ray")
     sizes = SIZES[:2] if quick else SIZES
     folder = tempfile.mkdtemp()
@@ -139,10 +186,13 @@ def main() -> None:
     )
     try:
         remote: Any = ray.remote(Actor)
-        actors = [remote.remote() for _ in range(max(sizes))]
+        actors = [remote.options(num_cpus=0).remote() for _ in range(number or max(sizes))]
         ray.get([actor.work.remote(0) for actor in actors])
         config = ProfileConfig(save_path=folder, steps=["every:1"], roles={"*": {"profiler": "off"}})
         bench = Bench(actors, config, loop)
+        if number:
+            many(bench, MANY_ROUNDS)
+            return
         contenders = {
             name_of(size, slow_s, at_once): bench.contender(size, slow_s, at_once)
             for size, slow_s, at_once in itertools.product(sizes, (0.0, SLOW_S), (True, False))
