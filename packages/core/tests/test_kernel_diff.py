@@ -12,8 +12,10 @@ from packages.core.tests.traces import add_trace, event, kernel, op
 from stepscope import ProfileConfig, capture, span
 from stepscope.cli import run
 from stepscope.testing.steps import StepFolder
+from stepscope.timeline import load_step, load_traces
 from stepscope.timeline.activity.content_reader import read_trace
 from stepscope.timeline.activity.shapes import KEPT, OTHERS
+from stepscope.timeline.activity.stages import by_stage
 
 MS = 1_000_000
 
@@ -221,21 +223,34 @@ def test_a_trace_of_the_whole_step_is_split_by_the_innermost_stage(
 def test_iterations_of_an_engine_are_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def engine(number: int, prefill: float, decode: float) -> Path:
         mark = "user_annotation"
-        return step(
-            tmp_path,
-            number,
-            [
-                event("execute_context_1(64)_generation_0(0)", mark, 0, 900),
-                op("aten::mm", 100, prefill),
-                event("execute_context_0(0)_generation_3(3)", mark, 1000, 900),
-                op("aten::mm", 1100, decode),
-                event("execute_context_0(0)_generation_3(3)", mark, 2000, 900),
-                op("aten::mm", 2100, decode),
-            ],
-        )
+        folder = StepFolder(tmp_path, step=number)
+        folder.process("trainer", owner=True).span("train", 0, 20 * MS)
+        folder.processes[0].close(20 * MS)
+        replica = folder.process("rollout", replica=0)
+        replica.span("generate", MS // 2, 3 * MS)
+        replica.span("generate", MS + MS // 20, 3 * MS)  # it arrives in the middle of an iteration
+        replica.span("queue", MS + MS // 20, 2 * MS, attrs={"wait": True})
+        replica.close(20 * MS)
+        events = [
+            event("execute_context_1(64)_generation_0(0)", mark, 0, 900),
+            op("aten::mm", 100, prefill),
+            event("execute_context_0(0)_generation_3(3)", mark, 1000, 900),
+            op("aten::mm", 1100, decode),
+            op("aten::sample", 1950, 10),
+            event("execute_context_0(0)_generation_3(3)", mark, 2000, 900),
+            op("aten::mm", 2100, decode),
+        ]
+        add_trace(folder, replica, events)
+        return folder.write()
 
-    rows = kernels_of(engine(2, 300, 50), engine(3, 310, 80), capsys)["changes"]
+    a, b = engine(2, 300, 50), engine(3, 310, 80)
+    rows = kernels_of(a, b, capsys)["changes"]
     assert [(row["stage"], row["delta_ns"], row["a_calls"]) for row in rows] == [
         ("decode", 60_000, 2),
         ("prefill", 10_000, 1),
     ]
+    timeline = load_step(a)
+    split = by_stage(a, timeline, load_traces(a, timeline).activities)
+    assert {part.stage: [row.name for row in part.content.operators] for part in split} == {
+        "prefill": ["aten::mm"], "decode": ["aten::mm"], "generate": ["aten::sample"],
+    }  # fmt: skip

@@ -1,7 +1,8 @@
 """Operators and kernels of traces of the whole step, by the stage in which they began.
 
-A stage is the span of the process that began last of those that are open, or the phase of an engine's
-iteration. A kernel belongs to the stage in which it began on the device, which may be after its call.
+A stage is the phase of an engine's iteration, else a span of the process: of those that are open, the
+one that began last. Spans that only wait own nothing. A kernel belongs to the stage in which it began on
+the device, which may be after its call.
 """
 
 from __future__ import annotations
@@ -34,6 +35,15 @@ class Stretch(NamedTuple):
     label: Label
 
 
+class _Stage(NamedTuple):
+    """One span or iteration. Others may run at the same time."""
+
+    start_us: float
+    end_us: float
+    label: Label
+    by_iteration: bool
+
+
 def by_stage(folder: Path, timeline: Timeline, activities: Iterable[TraceActivity]) -> list[TraceActivity]:
     """Return the activities with those of the whole step split by stage: their traces are read again.
 
@@ -44,7 +54,8 @@ def by_stage(folder: Path, timeline: Timeline, activities: Iterable[TraceActivit
     """
     spans: dict[int, list[tuple[int, int, Label]]] = defaultdict(list)
     for span in timeline.spans:
-        spans[span.process].append((span.start_ns, timeline.until_ns(span), (span.role, span.stage)))
+        if not span.waits:
+            spans[span.process].append((span.start_ns, timeline.until_ns(span), (span.role, span.stage)))
     split = []
     for activity in activities:
         own = [] if activity.process is None else spans[activity.process]
@@ -74,10 +85,11 @@ def _calls(content: TraceContent) -> int:
 def _stretches(activity: TraceActivity, spans: Iterable[tuple[int, int, Label]]) -> Iterator[Stretch]:
     shift_ns, role = activity.shift_ns, activity.info.role
     stages = [
-        Stretch((start - shift_ns) / 1000, (end - shift_ns) / 1000, label) for start, end, label in spans
+        _Stage((start - shift_ns) / 1000, (end - shift_ns) / 1000, (role, stage), by_iteration=False)
+        for start, end, (role, stage) in spans
     ]
     stages += [
-        Stretch(ran.start_us, ran.start_us + ran.dur_us, (role, _phase(ran)))
+        _Stage(ran.start_us, ran.start_us + ran.dur_us, (role, _phase(ran)), by_iteration=True)
         for ran in activity.content.iterations
     ]
     return _innermost(sorted(stages))
@@ -89,24 +101,26 @@ def _phase(iteration: Iteration) -> str:
     return "prefill" if iteration.prefills else "decode"
 
 
-def _innermost(stages: Sequence[Stretch]) -> Iterator[Stretch]:
-    """Yield disjoint stretches, in order: at each time the stage that began last of those that are open.
+def _innermost(stages: Sequence[_Stage]) -> Iterator[Stretch]:
+    """Yield disjoint stretches, in order: at each time an iteration, else the stage that began last.
+
+    A request may arrive, and its span begin, in the middle of an iteration.
 
     Args:
         stages: By their starts.
     """
-    still: list[tuple[float, float, Label]] = []
+    still: list[tuple[bool, float, float, Label]] = []
     begun = 0
     bounds = sorted({bound for stage in stages for bound in stage[:2]})
     for start_us, end_us in pairwise(bounds):
         while begun < len(stages) and stages[begun].start_us <= start_us:
             stage = stages[begun]
-            heappush(still, (-stage.start_us, stage.end_us, stage.label))
+            heappush(still, (not stage.by_iteration, -stage.start_us, stage.end_us, stage.label))
             begun += 1
-        while still and still[0][1] <= start_us:
+        while still and still[0][2] <= start_us:
             heappop(still)
         if still:
-            yield Stretch(start_us, end_us, still[0][2])
+            yield Stretch(start_us, end_us, still[0][3])
 
 
 class _Split:
