@@ -414,6 +414,7 @@ async def test_a_busy_actor_costs_its_own_deadline_and_begins_nothing_later(
         outcome_of(outcomes, busy).reason
         == "timeout: start had no answer within 0.5 s; the worker may be busy or starting"
     )
+    assert ray_worker._here == {idle._actor_id.hex()}, "who gave no answer is asked next time"
     free.touch()
     await held
     assert not await busy.captured.remote()

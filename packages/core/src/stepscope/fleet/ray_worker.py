@@ -170,12 +170,15 @@ class Worker:
 
     async def _start(self, request: StartRequest, until_s: float) -> WorkerOutcome:
         now_ns = time.time_ns()
-        if self.actor_id not in _here:
+        if self.actor_id in _here:
+            _here.remove(self.actor_id)  # until it answers: it may have restarted elsewhere
+        else:
             await self._line.ask(present)
             now_ns = self._line.stamps[-1].answered_ns
         expires_ns = now_ns + int((until_s - time.monotonic()) * 1e9)
         answer, where = await self._line.call(in_actor.start_here, request, expires_ns)
-        (_here.add if _is_here(where) else _here.discard)(self.actor_id)
+        if _is_here(where):
+            _here.add(self.actor_id)
         if answer.refused is not None:
             return self._outcome("skipped" if answer.off else "failed", answer.refused)
         self.begun = Begun(answer.process, where, answer.apart)
