@@ -171,7 +171,7 @@ def test_the_call_that_holds_the_lock_is_named_in_two_seconds(
 
 
 def test_a_killed_process_keeps_its_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with running(HELD, tmp_path, 0.5) as program:
+    with running(HELD, tmp_path, 2) as program:
         program.stand_still()
     call = culprit(tmp_path, capsys)
     assert call["gone"]
