@@ -16,7 +16,6 @@ from stepscope.report.brief import brief_markdown, brief_text
 from stepscope.report.formatting import plain
 from stepscope.report.plain import Plain
 from stepscope.report.terminal.layout import draw
-from stepscope.timeline.activity.traces import place_traces
 from stepscope.timeline.execution.workers import workers
 from stepscope.timeline.step.plain import has_traces, is_ours, plain_bytes, read_plain
 
@@ -50,7 +49,7 @@ def report_plain(paths: Sequence[Path], form: Form, output: Path | None, jobs: i
     total = plain_bytes(paths)
     with screen.progress("reading traces", total) as done, workers(jobs, total) as executor:
         step = read_plain(paths, done, executor)
-    report = Plain(step.timeline, place_traces(step.files, step.contents, step.timeline))
+    report = Plain(step)
     if form is Form.JSON:
         screen.show_json(report.to_json())
     elif form is Form.BRIEF:

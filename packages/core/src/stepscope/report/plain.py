@@ -26,7 +26,8 @@ from stepscope.report.tables.engine import Engine
 from stepscope.report.tables.health import ProcessRow
 from stepscope.report.tables.traces import TraceTables
 from stepscope.report.throughput.rates import Throughput
-from stepscope.timeline import Timeline, Traces
+from stepscope.timeline.activity.traces import place_traces
+from stepscope.timeline.step.plain import PlainStep
 
 _SECTIONS: tuple[Section[Any], ...] = (ENGINES, THROUGHPUT, TRACES)
 _DEVICES, _OPERATORS, _TROUBLE = 5, 5, 8
@@ -64,9 +65,10 @@ def _longest(traces: TraceTables) -> Iterator[str]:
 class Plain:
     """A report of traces and its drawings."""
 
-    def __init__(self, timeline: Timeline, traces: Traces) -> None:
-        self._timeline = timeline
-        self._report: StepReport = step_report(timeline, traces)
+    def __init__(self, step: PlainStep) -> None:
+        self._timeline = step.timeline
+        traces = place_traces(step.files, step.contents, step.timeline)
+        self._report: StepReport = step_report(step.timeline, traces)
 
     @property
     def complete(self) -> bool:
@@ -80,17 +82,20 @@ class Plain:
 
     def head(self) -> list[str]:
         """Return the sentences above the tables."""
+        return [f"{self.title}, {self._extent()}", LEFT_OUT]
+
+    def _extent(self) -> str:
         window = self._timeline.window
         processes = count(len(self._timeline.processes), "process")
         span = f"{duration(window.wall_ns)} from the first event to the last"
-        return [f"{self.title}, {moment(window.start_ns)}: {processes}, {span}", LEFT_OUT]
+        return f"{moment(window.start_ns)}: {processes}, {span}"
 
     def brief(self, paths: Sequence[Path]) -> list[Part]:
         """Return the whole story in at most 40 lines. `paths` are those of the command to run next."""
         traces, engines = self._report.traces, tuple(engine_lines(self._report.engines))
         named = " ".join(quote(str(path)) for path in paths)
         parts = [
-            Part(self.title, (*self.head()[0].split(": ", 1)[1:], LEFT_OUT)),
+            Part(self.title, (self._extent(), LEFT_OUT)),
             Part("Devices", () if traces is None else tuple(device_lines(traces.devices, _DEVICES))),
             Part("Operators and kernels", () if traces is None else tuple(_longest(traces))),
             Part("Engines", engines),
@@ -147,7 +152,7 @@ class Plain:
     def to_html(self) -> str:
         """Return the page, which links to no file."""
         drawn = Page(self._timeline, self._report, Colours([], []), ())
-        notes = (tag("p", sentence, class_="note") for sentence in self.head())
+        notes = (tag("p", sentence, class_="note") for sentence in (self._extent(), LEFT_OUT))
         header = tag("header", tag("h1", self.title), *notes)
         sections = [part for section in _SECTIONS for part in section.html_of(drawn)]
         files = draw_section("files", "Files", self._files())

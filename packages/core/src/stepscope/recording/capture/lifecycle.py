@@ -397,7 +397,4 @@ STAGES: tuple[Callable[[Lifecycle, Closing], None], ...] = (
     Lifecycle.conclude,
     Lifecycle.release,
 )
-"""Stages of closing, in the order of `close`.
-
-Traces may still be written in the background when the last stage ends.
-"""
+"""Stages of closing, in the order of `close`. Traces may still be written when the last one ends."""

@@ -10,7 +10,6 @@ from typing import Any
 from stepscope.report.brief import Briefed, Part
 from stepscope.report.plain import Plain, PlainReport
 from stepscope.report.table import Rows, Table
-from stepscope.timeline.activity.traces import place_traces
 from stepscope.timeline.execution.workers import workers
 from stepscope.timeline.step.plain import plain_bytes, read_plain
 
@@ -32,7 +31,7 @@ class OpenTraces(Briefed):
     def _plain(self) -> Plain:
         with workers(None, plain_bytes([self.path])) as executor:
             step = read_plain([self.path], executor=executor)
-        return Plain(step.timeline, place_traces(step.files, step.contents, step.timeline))
+        return Plain(step)
 
     def report(self) -> PlainReport:
         """Return all tables, as `stepscope report --json` prints them.
