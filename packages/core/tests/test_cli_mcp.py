@@ -90,7 +90,7 @@ def test_two_runs_are_compared(root: Path) -> None:
 def test_traces_of_others_have_a_brief_alone(root: Path) -> None:
     write_trace(root / "traces" / "rank0.json", [kernel("gemm", 0, 100)])
     assert "gemm (compute)" in Tools(root).brief("traces")
-    with pytest.raises(RecordError, match="only `brief` tells of these"):
+    with pytest.raises(RecordError, match="ask for its `brief`"):
         Tools(root).query_spans("traces")
 
 

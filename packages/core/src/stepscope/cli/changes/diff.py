@@ -80,7 +80,9 @@ def diff(
     other = read_side("--steps-b", b, run_b, steps_b, gated=bool(limits), kernels=kernels)
     change, gate = compare_sides(one, other, limits)
     if kernels and change is None:
-        screen.warn("--kernels compares traces of captured steps. A side here has recorded steps alone.")
+        screen.warn(
+            "--kernels needs captured steps on both sides; one side has only steps of the flight recorder"
+        )
     if json:
         screen.show_json(_document(change, gate))
     else:

@@ -231,7 +231,7 @@ class Tools:
     def _open(self, path: str, step: int | None, *, traces: bool = False) -> OpenRun | OpenStep:
         opened = open_path(self._path(path), traces=traces)
         if isinstance(opened, OpenTraces):
-            raise RecordError(f"{path} holds traces without spans: only `brief` tells of these")
+            raise RecordError(f"{path} holds traces without spans. Fix: ask for its `brief`")
         if step is None or isinstance(opened, OpenStep):
             return opened
         if step not in opened.steps:

@@ -70,7 +70,7 @@ def _kernel_note(grown: KernelDiff) -> str:
     if any(change.shapes for change in grown.changes):
         parts.append("Below an operator: the shapes of inputs for which its time changed most.")
     if not (grown.compared or grown.only_a or grown.only_b):
-        parts = ["Neither side has traces of torch. The flight recorder alone writes none."]
+        parts = ["Neither side has torch traces. Steps of the flight recorder have none."]
     elif not grown.changes:
         parts.append("No operator or kernel of both sides' traces changed.")
     for side, places in (("A", grown.only_a), ("B", grown.only_b)):

@@ -47,7 +47,7 @@ class _Stage(NamedTuple):
 def by_stage(folder: Path, timeline: Timeline, activities: Iterable[TraceActivity]) -> list[TraceActivity]:
     """Return the activities with those of the whole step split by stage: their traces are read again.
 
-    What began in no stage stays in one without. Traces that are unaligned, or not of torch, stay as they are.
+    Events that began in no stage get `stage=None`. Traces that are unaligned, or not of torch, are not split.
 
     Args:
         folder: The step's.
