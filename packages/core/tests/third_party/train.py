@@ -15,7 +15,7 @@ stepscope.configure(
     roles={"rollout": {"ranks": "all", "profiler": False}, "*": {"ranks": "all"}},
 )
 engine = ToyEngine()
-with stepscope.capture(step=1, engines=engine, workers={}) as capture:
+with stepscope.capture(step=1, engines="toy", workers={}) as capture:
     with stepscope.span("generate", role="trainer"):
         engine.generate(requests=3, tokens=4)
     with stepscope.span("learn", role="trainer"):

@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from stepscope.engines import (
     EngineCapture,
@@ -25,8 +27,11 @@ OPTIONS = ("with_stack", "record_shapes", "profile_memory", "by_stage", "merge")
 class ToyEngine:
     """Generates one token for each request in each pass."""
 
+    built: ClassVar[weakref.WeakSet[ToyEngine]] = weakref.WeakSet()
+
     def __init__(self) -> None:
         self.passes: list[dict[str, object]] = []
+        self.built.add(self)
 
     def generate(self, requests: int, tokens: int) -> None:
         for number in range(tokens):
@@ -80,7 +85,7 @@ class ToyFactory(EngineFactory):
         return isinstance(engine, ToyEngine)
 
     def owned(self) -> Sequence[object]:
-        return ()
+        return tuple(ToyEngine.built)
 
     def __call__(self, engine: object, replica: int) -> ToyProfiler:
         assert isinstance(engine, ToyEngine)
