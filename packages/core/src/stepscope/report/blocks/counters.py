@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks.block import Block, TextTable
 from stepscope.report.formatting import LISTED, count, duration, size
 from stepscope.report.model import StepReport
+from stepscope.report.table import grouped
 from stepscope.report.tables.counters import CounterRow, Counters
 
 COLUMNS = ("counter", "of", ">least", ">mean", ">most", ">in the step")
@@ -30,10 +30,8 @@ def counter_blocks(counters: Counters | None, report: StepReport) -> Iterator[Bl
 
 
 def _highest(rows: Sequence[CounterRow]) -> list[CounterRow]:
-    by_name: dict[str, list[CounterRow]] = defaultdict(list)
-    for row in rows:
-        by_name[row.name].append(row)
-    return [max(group, key=lambda row: (row.increase or 0, row.most)) for group in by_name.values()]
+    groups = grouped(rows, lambda row: row.name).values()
+    return [max(group, key=lambda row: (row.increase or 0, row.most)) for group in groups]
 
 
 def counter_cells(row: CounterRow) -> tuple[str, ...]:

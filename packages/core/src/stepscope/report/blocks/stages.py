@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from stepscope.report.blocks.block import Block, TextTable
 from stepscope.report.blocks.profiled import say_profiled, starred
 from stepscope.report.formatting import duration, middle
 from stepscope.report.model import StepReport
+from stepscope.report.table import grouped
 from stepscope.report.tables.stages import Stage
 
 SIDE_BY_SIDE = 8
@@ -48,11 +48,7 @@ def call_columns(stages: Sequence[Stage]) -> tuple[tuple[str, ...], _CallCells]:
 
 def roles_of_several(stages: Sequence[Stage]) -> Mapping[str, Sequence[Stage]]:
     """Return the stages that several processes have, by role."""
-    roles: dict[str, list[Stage]] = defaultdict(list)
-    for stage in stages:
-        if len(stage.processes) > 1:
-            roles[stage.role].append(stage)
-    return roles
+    return grouped((stage for stage in stages if len(stage.processes) > 1), lambda stage: stage.role)
 
 
 def _busy_table(role: str, stages: Sequence[Stage]) -> TextTable:

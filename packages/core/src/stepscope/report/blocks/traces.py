@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from stepscope.report.accounting import rank_of
 from stepscope.report.blocks.block import Block, Listing, TextTable
 from stepscope.report.formatting import LISTED, duration, percents, size
 from stepscope.report.model import StepReport
+from stepscope.report.table import grouped
 from stepscope.report.tables.stragglers import StragglerRow
 from stepscope.report.tables.traces import DeviceRow, MemoryRow, NoDevice, OperatorRow, TraceTables
 
@@ -39,9 +39,7 @@ def trace_blocks(traces: TraceTables | None, report: StepReport) -> Iterator[Blo
 
 def operators_by_role(traces: TraceTables) -> Mapping[str, Sequence[OperatorRow]]:
     """Return the operators of each role: those of devices, then those of the host."""
-    roles: dict[str, list[OperatorRow]] = defaultdict(list)
-    for row in traces.operators:
-        roles[row.role].append(row)
+    roles = grouped(traces.operators, lambda row: row.role)
     return {role: [*on_device(rows), *on_host(rows)] for role, rows in roles.items()}
 
 

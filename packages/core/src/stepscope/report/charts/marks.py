@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from stepscope.report.accounting import Label, Mask, bits_of, walk
+from stepscope.report.table import grouped
 from stepscope.report.tables.breakdown import Work, work_of
 from stepscope.timeline import Span, Timeline
+
+_Row = TypeVar("_Row")
 
 
 class Mark(msgspec.Struct, frozen=True, gc=False):
@@ -157,3 +161,12 @@ def pick(count: int, limit: int, wanted: Iterable[int] = ()) -> list[int]:
     """Pick every k-th of `count` rows, so that at most `limit` are drawn, plus the wanted ones."""
     every = max(1, -(-count // limit))
     return sorted({*range(0, count, every), *(index for index in wanted if index < count)})
+
+
+def pick_of_each(
+    rows: Sequence[_Row], group: Callable[[_Row], str], size: Callable[[_Row], float], limit: int
+) -> Iterator[int]:
+    """Yield the places of the rows to draw: `limit` of each group, and its largest one."""
+    for places in grouped(range(len(rows)), lambda at: group(rows[at])).values():
+        largest = max(range(len(places)), key=lambda at: size(rows[places[at]]))
+        yield from (places[at] for at in pick(len(places), limit, [largest]))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from stepscope.report.blocks.idle import name_causes, say_collectives
 from stepscope.report.blocks.profiled import say_profiled, starred
-from stepscope.report.charts.marks import pick
+from stepscope.report.charts.marks import pick_of_each
 from stepscope.report.formatting import count, duration, percents
 from stepscope.report.html.markup import Html, join, tag
 from stepscope.report.html.page import percent, section, table
@@ -28,7 +28,7 @@ def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
     kinds = ("busy", *_KINDS)
     legend = tag("p", *(tag("span", _swatch(kind), kind) for kind in kinds), class_="legend")
     columns = ("process", "busy, then what it probably waited for", ">busy", ">idle", ">%", "the most of it")
-    shown = list(_shown(rows))
+    shown = [rows[at] for at in pick_of_each(rows, lambda row: row.role, lambda row: row.idle_ns, DRAWN)]
     collectives = any(row.collective_ns is not None for row in shown)
     cells = [_row(row, window_ns, collectives) for row in shown]
     note = (
@@ -42,15 +42,6 @@ def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
         note += f" {len(shown):,} of {count(len(rows), 'process')} are shown, and the most idle of each role."
     head = (*columns, "in collectives") if collectives else columns
     yield section("idle", "Idle, and why", legend, table(head, cells, "idle-table"), note=note)
-
-
-def _shown(rows: Sequence[Idle]) -> Iterator[Idle]:
-    roles: dict[str, list[Idle]] = defaultdict(list)
-    for row in rows:
-        roles[row.role].append(row)
-    for group in roles.values():
-        most = max(range(len(group)), key=lambda at: group[at].idle_ns)
-        yield from (group[at] for at in pick(len(group), DRAWN, [most]))
 
 
 def _row(row: Idle, window_ns: int, collectives: bool) -> tuple[str | Html, ...]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Set
 from fnmatch import fnmatchcase
 
 import msgspec
 
 from stepscope.files.manifest.records import Manifest, OpenedBy, OwnCost, ProcessPart, Recorded, State
+from stepscope.report.table import grouped
 from stepscope.timeline import FileProblem, ProcessClock, Span, Timeline
 
 
@@ -221,10 +221,7 @@ def _rows(timeline: Timeline, spans: Iterable[Span]) -> tuple[SpanRow, ...]:
 
 
 def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
-    by_step: dict[int, list[Span]] = defaultdict(list)
-    for span in timeline.spans:
-        if span.step != timeline.step:
-            by_step[span.step].append(span)
+    by_step = grouped((span for span in timeline.spans if span.step != timeline.step), lambda span: span.step)
     return tuple(
         OtherStep(
             step=step,

@@ -13,6 +13,7 @@ from functools import partial
 import msgspec
 
 from stepscope.report.accounting import Label, union_ns
+from stepscope.report.table import grouped
 from stepscope.report.throughput.devices import Devices, Hardware
 from stepscope.report.throughput.peaks import peak_tflops
 from stepscope.report.throughput.stages import ROLLOUT, trains
@@ -77,9 +78,7 @@ def _given(timeline: Timeline, hardware: Hardware, trained: Count | None) -> Ite
     outermost = _outermost(timeline)
     if trained is not None and len(outermost) == 1:
         tokens.setdefault(outermost.pop(), trained.tokens)
-    by_label: dict[Label, list[Span]] = defaultdict(list)
-    for span in timeline.spans:
-        by_label[span.role, span.stage].append(span)
+    by_label = grouped(timeline.spans, lambda span: (span.role, span.stage))
     for label, number in tokens.items():
         spans = by_label[label]
         busy_ns = union_ns([(span.start_ns, timeline.until_ns(span)) for span in _aligned(timeline, spans)])

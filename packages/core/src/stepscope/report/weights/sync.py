@@ -10,7 +10,7 @@ import msgspec
 
 from stepscope.report.accounting import Label, union_ns
 from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER
-from stepscope.report.table import Table
+from stepscope.report.table import Table, grouped
 from stepscope.report.tables.breakdown import Breakdown
 from stepscope.report.tables.idle import Idle
 from stepscope.timeline import Span, Timeline
@@ -81,9 +81,7 @@ def weight_sync(timeline: Timeline, breakdown: Breakdown, idle: Iterable[Idle]) 
     spans = [span for span in timeline.spans if MOVES_WEIGHTS.search(span.stage)]
     if not spans:
         return None
-    labels: dict[Label, list[Span]] = defaultdict(list)
-    for span in spans:
-        labels[span.role, span.stage].append(span)
+    labels = grouped(spans, lambda span: (span.role, span.stage))
     phases = (_phase(timeline, label, own) for label, own in labels.items())
     return WeightSync(
         active_ns=_active_ns(timeline, spans),
