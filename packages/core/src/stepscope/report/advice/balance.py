@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
+from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.remedies import changes
 from stepscope.report.advice.settings import SettingChange
 from stepscope.report.formatting import count, duration
-from stepscope.report.tables.idle import ROLLOUT
+from stepscope.report.spans import GENERATES, ROLLOUT
 from stepscope.report.tables.stages import Share, Stage
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
+from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.remedies import changes
 from stepscope.report.advice.wording import percentage_of
 from stepscope.report.formatting import duration, size
-from stepscope.report.tables.idle import ROLLOUT
+from stepscope.report.spans import GENERATES, ROLLOUT
 
 _TRAINS = ("actor", "trainer")
 

@@ -23,9 +23,6 @@ from stepscope.report.tables.traces import TraceTables
 from stepscope.report.tables.waiting import VainWait
 from stepscope.report.whatif.saving import WhatIf, no_saving
 
-GENERATES = frozenset({"rollout", "agent_loop"})
-"""Roles whose work is to generate, or holds what generates."""
-
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a step that rules look at. Shares are of the step without opening and closing the

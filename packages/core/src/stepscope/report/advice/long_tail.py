@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal, NamedTuple, TypeAlias
 
-from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
+from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.remedies import changes
 from stepscope.report.advice.wording import percentage_of, share_of_step
 from stepscope.report.formatting import duration
-from stepscope.report.stage_names import is_tool
+from stepscope.report.spans import GENERATES, is_tool
 from stepscope.report.tables.long_tail import Excess, LongTail, Wait
 
 ENOUGH = 3

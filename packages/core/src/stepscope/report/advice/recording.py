@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
+from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.wording import is_unedited, share_of_step
 from stepscope.report.formatting import count, duration
-from stepscope.report.stage_names import MOVES_WEIGHTS
+from stepscope.report.spans import GENERATES, MOVES_WEIGHTS, ROLLOUT
 from stepscope.report.tables.gaps import name_gap
-from stepscope.report.tables.idle import ROLLOUT
 from stepscope.report.tables.stages import Stage
 
 

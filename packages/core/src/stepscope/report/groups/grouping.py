@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from stepscope.files.spans import PROFILING
-from stepscope.report.accounting import rank_of, union_ns
-from stepscope.report.stage_names import is_tool
+from stepscope.report.accounting import clipped, rank_of, union_ns
+from stepscope.report.spans import is_tool, placed
 from stepscope.timeline import Span, Timeline
 
 ALWAYS = ("name", "tool", "env", "role", "stage", "process")
@@ -116,6 +116,7 @@ def _implied(timeline: Timeline, span: Span, attribute: str) -> str | None:
 
 def _group(timeline: Timeline, value: str, spans: Sequence[Span]) -> Group:
     times = sorted(span.dur_ns for span in spans if span.dur_ns is not None)
+    window = timeline.window
     return Group(
         value=value,
         calls=len(times),
@@ -126,16 +127,5 @@ def _group(timeline: Timeline, value: str, spans: Sequence[Span]) -> Group:
         p50_ns=times[rank_of(50, len(times))] if times else None,
         p95_ns=times[rank_of(95, len(times))] if times else None,
         max_ns=times[-1] if times else None,
-        active_ns=union_ns(list(_within(timeline, spans))),
+        active_ns=union_ns(clipped(placed(timeline, spans), window.start_ns, window.end_ns)),
     )
-
-
-def _within(timeline: Timeline, spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """Return the parts of spans that lie in the step, of processes whose clock is known."""
-    window = timeline.window
-    parts = [
-        (max(span.start_ns, window.start_ns), min(timeline.until_ns(span), window.end_ns))
-        for span in spans
-        if timeline.processes[span.process].aligned
-    ]
-    return [(start_ns, end_ns) for start_ns, end_ns in parts if start_ns < end_ns]

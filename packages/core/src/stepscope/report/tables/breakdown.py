@@ -10,9 +10,8 @@ import msgspec
 
 from stepscope.files.spans import PROFILING
 from stepscope.report.accounting import Held, Interval, Label, Mask, Shares, divide
-from stepscope.report.stage_names import TRANSFER, is_tool, is_transfer
+from stepscope.report.spans import TRANSFER, ToolNames, is_tool, is_transfer, label_of
 from stepscope.report.tables.gaps import Gap, Stretch, find_stretches, sum_up
-from stepscope.report.tool_names import ToolNames
 from stepscope.timeline import Span, Timeline
 
 LineKind: TypeAlias = Literal["stage", "profiler", "unaccounted"]
@@ -88,8 +87,8 @@ def step_breakdown(timeline: Timeline) -> Breakdown:
     labels = sorted(
         shares.active_ns, key=lambda label: (-shares.wall_ns[label], -shares.active_ns[label], label)
     )
-    works = {(span.role, span.stage) for span in timeline.spans if not span.waits}
-    waits = {(span.role, span.stage) for span in timeline.spans if span.waits} - works
+    works = {label_of(span) for span in timeline.spans if not span.waits}
+    waits = {label_of(span) for span in timeline.spans if span.waits} - works
     stages = [_stage(label, shares, waits=label in waits) for label in labels]
     return Breakdown(
         total_ns=opening_ns + window.wall_ns + closing_ns,
@@ -174,7 +173,7 @@ def work_of(timeline: Timeline, indices: Sequence[int], names: ToolNames | None 
     intervals = []
     for index in indices:
         span = timeline.spans[index]
-        own = (span.role, span.stage) if names is None else names.label_of(span)
+        own = label_of(span) if names is None else names.label_of(span)
         label = WINDOWS if span.stage == PROFILING else own
         kind = (label, _tier(timeline, span), _engine(timeline, span))
         bit = kinds.setdefault(kind, len(kinds))

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope.report.accounting import Interval, Label, bits_of, union_ns, walk
-from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER, is_tool, is_transfer
+from stepscope.report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is_transfer, label_of
 from stepscope.report.table import Table
 from stepscope.report.tables.breakdown import part_of
 from stepscope.report.tables.gaps import find_stretches
@@ -21,8 +21,6 @@ from stepscope.timeline import EngineStall, Timeline, TraceActivity
 IdleKind: TypeAlias = Literal[
     "rollout", "weight sync", "slowest rank", "other work", "own profiler", "unaccounted"
 ]
-ROLLOUT = frozenset({"rollout", "agent_loop", "env", "reward"})
-"""Roles whose work is the rollout."""
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +94,7 @@ def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> 
     idle, stalled = shift.run(), shift.stalled_ns
     ran: dict[int, set[Label]] = defaultdict(set)
     for span in timeline.spans:
-        ran[span.process].add((span.role, span.stage))
+        ran[span.process].add(label_of(span))
     in_collectives = _collectives(activities)
     skews = _skews(activities)
     names = [process.name for process in timeline.processes]
@@ -205,8 +203,7 @@ class _Shift:
         for span in timeline.spans:
             process = timeline.processes[span.process]
             later = span.step > timeline.step
-            label = span.role, span.stage
-            work = _Work(span.waits, later, process.owner, process.info.role, label)
+            work = _Work(span.waits, later, process.owner, process.info.role, label_of(span))
             kind = _Kind(span.process, work)
             ends_ns = timeline.until_ns(span) if process.aligned else span.start_ns
             bit = self._kinds.setdefault(kind, len(self._kinds))
@@ -221,7 +218,7 @@ class _Shift:
             if stretch.before is None or stretch.after is None:
                 continue
             before, after = timeline.spans[stretch.before], timeline.spans[stretch.after]
-            if is_transfer((before.role, before.stage), (after.role, after.stage)):
+            if is_transfer(label_of(before), label_of(after)):
                 runner = timeline.processes[after.process].info.role
                 transfers[stretch.start_ns] = runner, (after.role, TRANSFER)
         return transfers

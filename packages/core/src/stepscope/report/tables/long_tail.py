@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from stepscope.report.accounting import Label, rank_of, union_ns
+from stepscope.report.accounting import Label, clipped, rank_of, union_ns
+from stepscope.report.spans import ToolNames, placed, title
+from stepscope.report.table import grouped
 from stepscope.report.tables.breakdown import STALLED, divide_spans
-from stepscope.report.tool_names import ToolNames, title
 from stepscope.timeline import Span, Timeline
 
 WORST = 10
@@ -318,14 +319,12 @@ def _bubble(timeline: Timeline, ended: Sequence[Span]) -> Bubble:
     ends = sorted(span.end_ns or 0 for span in ended)
     start_ns, until_ns = min(span.start_ns for span in ended), ends[-1]
     from_ns = ends[-1 - -(-len(ends) // 10)]
-    worked: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for span in timeline.spans:
-        process = timeline.processes[span.process]
-        if span.role == "rollout" and process.aligned and process.is_replica:
-            begins, stops = max(span.start_ns, from_ns), min(timeline.until_ns(span), until_ns)
-            ran = worked[span.process]
-            if begins < stops and not span.waits:
-                ran.append((begins, stops))
+    replicas = {at for at, process in enumerate(timeline.processes) if process.aligned and process.is_replica}
+    served = (span for span in timeline.spans if span.role == "rollout" and span.process in replicas)
+    worked = {
+        index: clipped(placed(timeline, (span for span in own if not span.waits)), from_ns, until_ns)
+        for index, own in grouped(served, lambda span: span.process).items()
+    }
     tail_ns = until_ns - from_ns
     return Bubble(
         replicas=len(worked),

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope.files.spans import WAITING
-from stepscope.report.stage_names import MOVES_WEIGHTS
+from stepscope.report.spans import MOVES_WEIGHTS, above, whole
 from stepscope.timeline import Span, Timeline, TraceActivity
 from stepscope.timeline.activity.content import Iteration
 
@@ -189,18 +189,8 @@ class _Search:
 
     def _named(self, span: Span) -> int | None:
         """Return the number that the span, or one around it, gives as its attribute."""
-        above: Span | None = span
-        while above is not None:
-            number = _stated(above)
-            if number is not None:
-                return number
-            above = None if above.parent is None else self._timeline.spans[above.parent]
-        return None
-
-
-def _stated(span: Span) -> int | None:
-    value = (span.attrs or {}).get(REPLICA)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+        numbers = (whole(around, REPLICA) for around in (span, *above(self._timeline, span)))
+        return next((number for number in numbers if number is not None), None)
 
 
 def _numbers_in_spans(timeline: Timeline) -> dict[int, int]:
@@ -211,7 +201,7 @@ def _numbers_in_spans(timeline: Timeline) -> dict[int, int]:
     stated: dict[int, set[int | None]] = defaultdict(set)
     for span in timeline.spans:
         if span.role == "rollout" and span.stage in SERVED and timeline.processes[span.process].is_replica:
-            stated[span.process].add(_stated(span))
+            stated[span.process].add(whole(span, REPLICA))
     return {
         index: number
         for index, numbers in stated.items()

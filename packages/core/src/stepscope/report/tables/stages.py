@@ -9,8 +9,8 @@ import msgspec
 from stepscope.files.spans import PROFILING
 from stepscope.report.accounting import rank_of, union_ns
 from stepscope.report.formatting import middle
+from stepscope.report.spans import ToolNames, title
 from stepscope.report.table import Table, grouped
-from stepscope.report.tool_names import ToolNames, title
 from stepscope.timeline import Span, Timeline
 
 

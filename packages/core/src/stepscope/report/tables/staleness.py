@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from stepscope.report.accounting import rank_of
-from stepscope.report.stage_names import MOVES_WEIGHTS
+from stepscope.report.spans import MOVES_WEIGHTS
 from stepscope.timeline import Span, Timeline
 
 WORST = 10

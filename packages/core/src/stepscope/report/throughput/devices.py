@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from stepscope.report.spans import generates
 from stepscope.report.tables.engine import Engine
-from stepscope.report.throughput.stages import generates
 from stepscope.timeline import Span, Timeline, TraceActivity
 
 _Worker: TypeAlias = tuple[str, int, tuple[tuple[str, int], ...]]

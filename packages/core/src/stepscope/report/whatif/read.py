@@ -6,9 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
+import msgspec
+
 from stepscope.errors import RecordError
 from stepscope.files.spans import WAITING
-from stepscope.report.stage_names import is_tool
+from stepscope.report.spans import above, is_tool, whole
 from stepscope.report.tables.replicas import REPLICA, SERVED
 from stepscope.report.whatif.limits import tool_pool, trajectories_at_once
 from stepscope.report.whatif.model import Call, CallKind, Phase, Rollout, Step, Trajectory
@@ -160,14 +162,9 @@ class _Reading:
 
     def _is_inside(self, index: int) -> bool:
         """Return whether a span around it is a call."""
-        around = takewhile(lambda span: span.stage != TRAJECTORY, self._above(index))
+        outer = above(self._timeline, self._timeline.spans[index])
+        around = takewhile(lambda span: span.stage != TRAJECTORY, outer)
         return any(_kind(span) is not None for span in around)
-
-    def _above(self, index: int) -> Iterator[Span]:
-        above = self._timeline.spans[index].parent
-        while above is not None:
-            yield self._timeline.spans[above]
-            above = self._timeline.spans[above].parent
 
     def _inside(self, index: int) -> Iterator[Span]:
         """Yield a span and those below it."""
@@ -183,11 +180,11 @@ class _Reading:
 
     def _tokens(self, indices: Iterable[int]) -> int | None:
         inner = [span for index in indices for span in self._inside(index)]
-        written = [_whole(span, "output_tokens") for span in inner]
+        written = [whole(span, "output_tokens") for span in inner]
         if not any(written):
-            written = [_whole(span, "tokens") for span in inner if span.stage == "decode"]
+            written = [whole(span, "tokens") for span in inner if span.stage == "decode"]
         if not any(written):
-            written = [_whole(inner[0], "tokens")]
+            written = [whole(inner[0], "tokens")]
         return max((tokens for tokens in written if tokens is not None and tokens > 0), default=None)
 
     def _replica_of(self, indices: Iterable[int]) -> int:
@@ -196,8 +193,8 @@ class _Reading:
         return self._replicas.setdefault(name, len(self._replicas))
 
     def _replica_name(self, index: int) -> str:
-        for span in (*self._inside(index), *self._above(index)):
-            number = _whole(span, REPLICA)
+        for span in (*self._inside(index), *above(self._timeline, self._timeline.spans[index])):
+            number = whole(span, REPLICA)
             if number is not None:
                 return f"replica {number}"
         for span in self._inside(index):
@@ -228,11 +225,6 @@ def _continues(before: Span, after: Span) -> bool:
     return request and before.stage != "decode"
 
 
-def _whole(span: Span, name: str) -> int | None:
-    value = (span.attrs or {}).get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
 def _phases(calls: Iterable[Call], begin_ns: int) -> tuple[tuple[Phase, ...], int]:
     """Return the calls in phases, and the end of the last. Calls that overlap are of one phase."""
     phases: list[Phase] = []
@@ -250,8 +242,6 @@ def _phases(calls: Iterable[Call], begin_ns: int) -> tuple[tuple[Phase, ...], in
 
 
 def _phase(calls: Sequence[Call], after_ns: int) -> Phase:
-    import msgspec
-
     first_ns = calls[0].start_ns
     placed = (msgspec.structs.replace(call, offset_ns=call.start_ns - first_ns) for call in calls)
     return Phase(first_ns - after_ns, tuple(placed))
