@@ -18,7 +18,7 @@ from stepscope.report.charts.marks import pick
 from stepscope.report.formatting import duration
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import EMPTY, Html, join, tag
-from stepscope.report.html.page import percent, section, table
+from stepscope.report.html.page import legend, percent, section, stacked, table
 from stepscope.report.html.timecharts import axis
 from stepscope.report.section import Page
 from stepscope.report.tables.engine import Engine, Load
@@ -52,9 +52,7 @@ def draw_engines(rows: Sequence[Engine], page: Page) -> Iterator[Html]:
 def _engines(rows: Sequence[Engine], unnamed: Html, window_ns: int, colours: Colours) -> Html:
     chart, height = _chart([row for row in rows if row.load], window_ns, colours)
     named = [(name, _colour(name, css, colours)) for name, css in _PHASES]
-    phases = tag(
-        "p", *(tag("span", tag("i", class_=f"swatch {css}"), name) for name, css in named), class_="legend"
-    )
+    phases = legend((css, name) for name, css in named)
     times = table(_TIMES, [_times(name_engine(row, rows), row, named) for row in rows], "engine-table")
     asked = request_table(rows)
     requests = table(asked.columns, asked.rows, "engine-requests")
@@ -87,16 +85,15 @@ def _colour(name: str, css: str, colours: Colours) -> str:
 
 
 def _times(name: str, row: Engine, named: Sequence[tuple[str, str]]) -> tuple[str | Html, ...]:
-    bars, at_ns = [], 0
-    shares = shares_of(row)
-    cells = []
-    for (phase, css), ns, share in zip(named, engine_times(row), shares, strict=True):
-        cells.append("-" if ns is None else f"{duration(ns)} ({share} %)")
-        if ns:
-            place = f"left:{percent(at_ns, row.recorded_ns)};width:{percent(ns, row.recorded_ns)}"
-            bars.append(tag("i", class_=f"m {css}", style=place, data_t=f"{phase} {duration(ns)}"))
-            at_ns += ns
-    bar = tag("div", *bars, class_="fall")
+    times = engine_times(row)
+    cells = [
+        "-" if ns is None else f"{duration(ns)} ({share} %)"
+        for ns, share in zip(times, shares_of(row), strict=True)
+    ]
+    parts = (
+        (css, ns, f"{phase} {duration(ns)}") for (phase, css), ns in zip(named, times, strict=True) if ns
+    )
+    bar = stacked(parts, row.recorded_ns)
     return name, row.source, bar, iterations_of(row), duration(row.recorded_ns), *cells
 
 

@@ -10,8 +10,8 @@ from stepscope.report.blocks.idle import name_causes, say_collectives
 from stepscope.report.blocks.profiled import say_profiled, starred
 from stepscope.report.charts.marks import pick_of_each
 from stepscope.report.formatting import count, duration, percents
-from stepscope.report.html.markup import Html, join, tag
-from stepscope.report.html.page import percent, section, table
+from stepscope.report.html.markup import Html
+from stepscope.report.html.page import legend, section, stacked, table
 from stepscope.report.section import Page
 from stepscope.report.tables.idle import Idle, IdleKind
 
@@ -25,8 +25,7 @@ def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
     window_ns = page.report.breakdown.window_ns
     if not rows or not window_ns:
         return
-    kinds = ("busy", *_KINDS)
-    legend = tag("p", *(tag("span", _swatch(kind), kind) for kind in kinds), class_="legend")
+    key = legend((_class(kind), kind) for kind in ("busy", *_KINDS))
     columns = ("process", "busy, then what it probably waited for", ">busy", ">idle", ">%", "the most of it")
     shown = [rows[at] for at in pick_of_each(rows, lambda row: row.role, lambda row: row.idle_ns, DRAWN)]
     collectives = any(row.collective_ns is not None for row in shown)
@@ -41,34 +40,28 @@ def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
     if len(shown) < len(rows):
         note += f" {len(shown):,} of {count(len(rows), 'process')} are shown, and the most idle of each role."
     head = (*columns, "in collectives") if collectives else columns
-    yield section("idle", "Idle, and why", legend, table(head, cells, "idle-table"), note=note)
+    yield section("idle", "Idle, and why", key, table(head, cells, "idle-table"), note=note)
 
 
 def _row(row: Idle, window_ns: int, collectives: bool) -> tuple[str | Html, ...]:
     parts: Counter[str] = Counter({"busy": row.busy_ns})
     for cause in row.causes:
         parts[cause.kind] += cause.wall_ns
-    bars, at_ns = [], 0
-    for kind in ("busy", *_KINDS):
-        if parts[kind]:
-            place = f"left:{percent(at_ns, window_ns)};width:{percent(parts[kind], window_ns)}"
-            hover = f"{row.process}: {kind} {duration(parts[kind])}"
-            bars.append(tag("i", class_=f"m {_class(kind)}", style=place, data_t=hover))
-            at_ns += parts[kind]
+    bars = (
+        (_class(kind), parts[kind], f"{row.process}: {kind} {duration(parts[kind])}")
+        for kind in ("busy", *_KINDS)
+        if parts[kind]
+    )
     (share,) = percents([row.idle_ns], window_ns)
     cells = (
         starred(row.process, row.profiled),
-        tag("div", *bars, class_="fall"),
+        stacked(bars, window_ns),
         duration(row.busy_ns),
         duration(row.idle_ns),
         share,
         ", ".join(name_causes(row, most=2)[0]),
     )
     return (*cells, say_collectives(row)) if collectives else cells
-
-
-def _swatch(kind: str) -> Html:
-    return join(tag("i", class_=f"swatch {_class(kind)}"))
 
 
 def _class(kind: str) -> str:

@@ -8,8 +8,8 @@ from stepscope.report.blocks.long_tail import name_extreme, slow_cells, tail_sen
 from stepscope.report.charts.lanes import pack_trajectories
 from stepscope.report.formatting import duration
 from stepscope.report.html.colours import Colours
-from stepscope.report.html.markup import EMPTY, Html, join, tag
-from stepscope.report.html.page import percent, section, table
+from stepscope.report.html.markup import EMPTY, Html, tag
+from stepscope.report.html.page import percent, section, stacked, table
 from stepscope.report.html.timecharts import lanes
 from stepscope.report.section import Page
 from stepscope.report.tables.long_tail import LongTail, SlowTrajectory, Spread
@@ -53,7 +53,7 @@ def _spread(spread: Spread, colours: Colours) -> tuple[str | Html, ...]:
         "i", class_=f"m {colours.of(label)}", style=f"left:0;width:{percent(spread.p50_ns, longest_ns)}"
     )
     return (
-        join(colours.swatch(label), tag("span", f"{spread.role} {spread.title}")),
+        colours.swatched(label, f"{spread.role} {spread.title}"),
         f"{spread.calls:,}",
         tag("div", body, *marks, class_="spread"),
         *(duration(ns) for _, ns in points),
@@ -71,19 +71,12 @@ def _slowest(worst: Sequence[SlowTrajectory], colours: Colours) -> list[Html]:
 
 
 def _slow(slow: SlowTrajectory, longest_ns: int, colours: Colours) -> tuple[str | Html, ...]:
-    return (
-        *slow_cells(slow),
-        _waits(slow, longest_ns, colours),
-        waits(slow),
+    parts = (
+        (
+            colours.of((wait.role, wait.stage)),
+            wait.wall_ns,
+            f"{wait.role} {wait.title} {duration(wait.wall_ns)}",
+        )
+        for wait in slow.waits
     )
-
-
-def _waits(slow: SlowTrajectory, longest_ns: int, colours: Colours) -> Html:
-    bars, at_ns = [], 0
-    for wait in slow.waits:
-        label = (wait.role, wait.stage)
-        place = f"left:{percent(at_ns, longest_ns)};width:{percent(wait.wall_ns, longest_ns)}"
-        hover = f"{wait.role} {wait.title} {duration(wait.wall_ns)}"
-        bars.append(tag("i", class_=f"m {colours.of(label)}", style=place, data_t=hover))
-        at_ns += wait.wall_ns
-    return tag("div", *bars, class_="fall")
+    return *slow_cells(slow), stacked(parts, longest_ns), waits(slow)

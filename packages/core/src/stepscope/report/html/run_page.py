@@ -15,7 +15,7 @@ from stepscope.report.formatting import both, count, duration, middle, percentag
 from stepscope.report.html.breakdown import LINES
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, join, tag
-from stepscope.report.html.page import listing, page, percent, section, table
+from stepscope.report.html.page import legend, listing, page, section, stacked, swatched, table
 from stepscope.report.model import StepReport
 from stepscope.report.tables.diff import Change, diff
 
@@ -79,12 +79,11 @@ def _side_by_side(steps: Sequence[RunStep], colours: Colours) -> Html:
     columns = ("step", "", ">took", ">uncaptured", f">{BESIDE}", ">unaccounted", "complete")
     used = [label for label in colours.labels if any(_has(step.report, label) for step in steps)]
     kinds = [kind for kind in OTHERS if any(_of_kind(step.report, kind) for step in steps)]
-    other = [tag("span", tag("i", class_=f"swatch {kind}"), kind) for kind in kinds]
-    legend = join(colours.legend(used), tag("p", *other, class_="legend"))
+    key = join(colours.legend(used), legend((kind, kind) for kind in kinds))
     body = tag("div", table(columns, rows, "steps-table"), class_="steps")
     note = "%: of the step (took). uncaptured: the median of steps near it that were not captured. "
     note += f"{BESIDE}: the capture, outside of the step."
-    return section("steps", "Where each step went", legend, body, note=note)
+    return section("steps", "Where each step went", key, body, note=note)
 
 
 def _has(report: StepReport, label: Label) -> bool:
@@ -101,7 +100,7 @@ def _step(step: RunStep, longest_ns: int, colours: Colours, runs: bool) -> tuple
     shares = percents([line.wall_ns for line in lines], breakdown.window_ns)
     other = {line.kind: f"{share} %" for line, share in zip(lines, shares, strict=True)}
     name = f"{report.step} ({report.run_id})" if runs else str(report.step)
-    bar = tag("div", *_bars(report, longest_ns, colours), class_="fall")
+    bar = stacked(_bars(report, colours), longest_ns)
     early = "" if report.health.user_error is None else ", ended early"
     complete = (
         tag("span", f"yes{early}", class_="bad" if early else "good")
@@ -115,20 +114,17 @@ def _step(step: RunStep, longest_ns: int, colours: Colours, runs: bool) -> tuple
     return linked, bar, took, beside, outside, other["unaccounted"], complete
 
 
-def _bars(report: StepReport, longest_ns: int, colours: Colours) -> Iterator[Html]:
+def _bars(report: StepReport, colours: Colours) -> Iterator[tuple[str, int, str]]:
     """Yield stages in the page's order and not in the step's, so that the steps can be compared."""
     order = {label: place for place, label in enumerate(colours.labels)}
     lines = sorted(
         report.breakdown.lines, key=lambda line: order.get((line.role or "", line.stage or ""), len(order))
     )
-    at_ns = 0
     for line in lines:
         if line.wall_ns:
             kind = colours.of((line.role or "", line.stage or "")) if line.kind == "stage" else line.kind
-            place = f"left:{percent(at_ns, longest_ns)};width:{percent(line.wall_ns, longest_ns)}"
             hover = f"{line.role or ''} {line.stage or line.kind} {duration(line.wall_ns)}".strip()
-            yield tag("i", class_=f"m {kind}", style=place, data_t=hover)
-            at_ns += line.wall_ns
+            yield kind, line.wall_ns, hover
 
 
 def _by_stage(reports: Sequence[StepReport], colours: Colours) -> Html:
@@ -147,9 +143,9 @@ def _by_stage(reports: Sequence[StepReport], colours: Colours) -> Html:
 
 def _stage(label: Label, wall_ns: Sequence[int], least_ns: int, colours: Colours) -> list[str | Html]:
     median_ns = middle(wall_ns)
-    swatch = colours.swatch(label) if label[0] else tag("i", class_=f"swatch {label[1]}")
+    colour = colours.of(label) if label[0] else label[1]
     cells = [tag("span", duration(ns), class_=_shade(ns, median_ns, least_ns)) for ns in wall_ns]
-    return [join(swatch, tag("span", " ".join(filter(None, label)))), *cells, duration(median_ns)]
+    return [swatched(colour, " ".join(filter(None, label))), *cells, duration(median_ns)]
 
 
 def _shade(ns: int, median_ns: int, least_ns: int) -> str:

@@ -17,7 +17,7 @@ from stepscope.report.blocks.traces import (
 from stepscope.report.charts.marks import pick
 from stepscope.report.formatting import count, duration, percents
 from stepscope.report.html.markup import Html, tag
-from stepscope.report.html.page import ROWS, draw, percent, section, table
+from stepscope.report.html.page import ROWS, draw, percent, section, stacked, table
 from stepscope.report.section import Page
 from stepscope.report.tables.traces import DeviceRow, OperatorRow, TraceTables
 
@@ -106,15 +106,10 @@ def _devices(rows: Sequence[DeviceRow]) -> Html:
 
 def _device(row: DeviceRow) -> tuple[str | Html, ...]:
     rest_ns = max(0, row.busy_ns - row.compute_ns - row.exposed_ns)
-    bars, at_ns = [], 0
-    for kind, ns in (("compute", row.compute_ns), ("communication", row.exposed_ns), ("memory", rest_ns)):
-        place = f"left:{percent(at_ns, row.recorded_ns)};width:{percent(ns, row.recorded_ns)}"
-        bars.append(
-            tag("i", class_=f"m w-{kind}", style=place, data_t=f"{row.process}: {kind} {duration(ns)}")
-        )
-        at_ns += ns
+    parts = (("compute", row.compute_ns), ("communication", row.exposed_ns), ("memory", rest_ns))
+    bars = ((f"w-{kind}", ns, f"{row.process}: {kind} {duration(ns)}") for kind, ns in parts)
     return (
-        row.process, row.device, tag("div", *bars, class_="fall"), duration(row.recorded_ns),
+        row.process, row.device, stacked(bars, row.recorded_ns), duration(row.recorded_ns),
         duration(row.busy_ns), percents([row.busy_ns], row.recorded_ns)[0], duration(row.compute_ns),
         duration(row.communication_ns), duration(row.exposed_ns), duration(row.memory_ns),
     )  # fmt: skip
