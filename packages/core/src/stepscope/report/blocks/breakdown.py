@@ -16,7 +16,6 @@ BESIDE = "+ opening, closing"
 
 def breakdown_blocks(breakdown: Breakdown, report: StepReport) -> Iterator[Block]:
     """Yield the account, its gaps, and the stages that ran at the same time."""
-    del report
     yield account_table(breakdown)
     if gaps := gap_table(breakdown):
         yield gaps

@@ -16,7 +16,6 @@ NOTE = "in the step: what a counter that only grows grew by."
 
 def counter_blocks(counters: Counters | None, report: StepReport) -> Iterator[Block]:
     """Yield a row for each counter, or for many of them the one with the most of each name."""
-    del report
     if counters is None:
         return
     rows: Sequence[CounterRow] = counters.rows

@@ -21,7 +21,6 @@ HOLDERS = (">bytes", ">blocks", "allocated in", "by")
 
 def cuda_memory_blocks(rows: Sequence[CudaMemory], report: StepReport) -> Iterator[Block]:
     """Yield the peak of each snapshot, and what held the memory then. Nothing without a snapshot."""
-    del report
     if not rows:
         return
     yield TextTable("CUDA memory at its highest", COLUMNS, tuple(map(_cells, rows)), NOTE, noun="row")

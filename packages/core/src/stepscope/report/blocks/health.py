@@ -16,7 +16,6 @@ UNCALLED = "Instrumented, without a recorded call: not called in this step, or c
 
 def health_blocks(health: Health, report: StepReport) -> Iterator[Block]:
     """Yield the processes, and the reasons to doubt the numbers above."""
-    del report
     yield _processes(health.processes)
     if health.complete and not health.errors:
         yield Paragraph(say_complete(health))

@@ -13,7 +13,6 @@ from stepscope.report.tables.long_tail import Extreme, LongTail, SlowTrajectory,
 
 def long_tail_blocks(tail: LongTail | None, report: StepReport) -> Iterator[Block]:
     """Yield the spread of each stage inside trajectories, and the slowest ones."""
-    del report
     if tail is None:
         return
     columns = ("role", "stage", ">calls", ">p50", ">p90", ">p99", ">max", "p99 is", "max is")

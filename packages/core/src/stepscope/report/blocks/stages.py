@@ -18,7 +18,6 @@ CALLS_NOTE = "A call includes those below it. The total is a sum: with concurren
 
 def stage_blocks(stages: Sequence[Stage], report: StepReport) -> Iterator[Block]:
     """Yield the calls of each stage, and for each role of several processes when these were busy."""
-    del report
     if stages:
         columns, cells = call_columns(stages)
         rows = tuple((stage.role, stage.title, *cells(stage)) for stage in stages)

@@ -21,7 +21,6 @@ DEVICE_NOTE = "All streams together. Exposed: communication that no computation 
 
 def trace_blocks(traces: TraceTables | None, report: StepReport) -> Iterator[Block]:
     """Yield the tables of the profilers' traces."""
-    del report
     if traces is None:
         return
     for role, rows in operators_by_role(traces).items():

@@ -27,7 +27,6 @@ DRAWN = 128
 
 def draw_traces(traces: TraceTables | None, page: Page) -> Iterator[Html]:
     """Yield operators, devices and memory. Nothing without a trace."""
-    del page
     if traces is not None and (traces.traces or traces.problems or traces.unread):
         yield section("kernels", "Operators and kernels", *_operators(traces), note=_note(traces))
         yield from _devices_and_memory(traces)
