@@ -10,6 +10,7 @@ from datetime import datetime, timedelta, timezone
 _UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
 LISTED = 12
 """Lines of a list that are printed; the number of the others follows, and `--json` has them all."""
+PROFILED = "*: a profiler recorded this process and slowed it."
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
@@ -112,3 +113,13 @@ def percentage(part: int, whole: int) -> str:
         return "-"
     rounded = tenths(part, whole)
     return f"{rounded / 10:+.1f}" if rounded else "0.0"
+
+
+def starred(name: str, profiled: bool) -> str:
+    """Return the name of a process, with a `*` if a profiler recorded it."""
+    return f"{name}*" if profiled else name
+
+
+def say_profiled(*profiled: bool) -> str:
+    """Return the note on `*`. Empty if none has it."""
+    return PROFILED if any(profiled) else ""

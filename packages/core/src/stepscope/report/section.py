@@ -9,7 +9,6 @@ import msgspec
 
 from stepscope.report.blocks.block import Block
 from stepscope.report.html.colours import Colours
-from stepscope.report.html.files import StepFile
 from stepscope.report.html.markup import Html
 from stepscope.report.html.page import draw_section
 from stepscope.report.model import StepReport
@@ -37,6 +36,16 @@ class Sources:
         if section.name not in self._values:
             self._values[section.name] = section.compute(self)
         return cast(Value, self._values[section.name])
+
+
+class StepFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of a step, or a folder of its files, for a page to point to."""
+
+    path: str
+    """Relative to the page, with `/` between its parts."""
+    what: str
+    """A description for people."""
+    bytes: int
 
 
 class Page(NamedTuple):

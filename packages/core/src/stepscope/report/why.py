@@ -17,10 +17,10 @@ from stepscope.report.waiting.calls import (
     frames_of,
     is_stuck,
     queue_of,
+    rank_of,
     remote_call,
     standing_call,
 )
-from stepscope.report.waiting.missing_ranks import rank_of
 from stepscope.report.waiting.places import asks_ray, held_frames, is_library, say_where
 from stepscope.report.waiting.ray_calls import RayCalls
 

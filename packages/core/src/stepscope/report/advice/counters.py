@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from stepscope.files.counters import EVENT_LOOP, GC, KV_CACHE, PREEMPTIONS
 from stepscope.report.advice.demand import FULL
-from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.evidence import Advice, Evidence, share_of_step
 from stepscope.report.advice.remedies import changes
-from stepscope.report.advice.wording import share_of_step
 from stepscope.report.formatting import count, duration
 from stepscope.report.tables.counters import CounterRow
 

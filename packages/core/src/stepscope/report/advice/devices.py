@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.evidence import Advice, Evidence, percentage_of
 from stepscope.report.advice.remedies import changes
-from stepscope.report.advice.wording import percentage_of
 from stepscope.report.formatting import duration, size
 from stepscope.report.spans import GENERATES, ROLLOUT
 

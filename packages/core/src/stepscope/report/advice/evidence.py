@@ -9,6 +9,7 @@ import msgspec
 from stepscope.report.advice.bounds import Bounds
 from stepscope.report.advice.demand import Demand
 from stepscope.report.advice.settings import SettingChange, Settings
+from stepscope.report.formatting import duration, percents
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import Baseline
 from stepscope.report.tables.breakdown import Breakdown
@@ -65,3 +66,16 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     as it did, in the same order. None: unknown."""
     settings: tuple[SettingChange, ...] = ()
     """Settings of the framework at hand to change. Empty: none is known."""
+
+
+def is_unedited(evidence: Evidence) -> bool:
+    """Return whether the reader can change the configuration alone, and no code."""
+    return evidence.health.opened_by == "instrument"
+
+
+def share_of_step(wall_ns: int, evidence: Evidence) -> str:
+    return f"{duration(wall_ns)}, {percentage_of(wall_ns, evidence.breakdown.window_ns)} of the step"
+
+
+def percentage_of(part: int, whole: int) -> str:
+    return f"{percents([part], whole)[0]} %"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal, NamedTuple, TypeAlias
 
-from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.evidence import Advice, Evidence, percentage_of, share_of_step
 from stepscope.report.advice.remedies import changes
-from stepscope.report.advice.wording import percentage_of, share_of_step
 from stepscope.report.formatting import duration
 from stepscope.report.spans import GENERATES, is_tool
 from stepscope.report.tables.long_tail import Excess, LongTail, Wait

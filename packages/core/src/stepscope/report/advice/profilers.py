@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from stepscope.report.advice.evidence import Advice, Evidence
-from stepscope.report.advice.wording import is_unedited, share_of_step
+from stepscope.report.advice.evidence import Advice, Evidence, is_unedited, share_of_step
 from stepscope.report.formatting import count, duration, percents
 from stepscope.report.tables.baseline import ENOUGH
 from stepscope.report.tables.health import Health, ProcessRow

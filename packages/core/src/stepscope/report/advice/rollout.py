@@ -8,10 +8,9 @@ from itertools import pairwise
 
 from stepscope.files.counters import KV_CACHE, RUNNING_REQUESTS, WAITING_REQUESTS
 from stepscope.report.advice.demand import FULL
-from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.evidence import Advice, Evidence, percentage_of, share_of_step
 from stepscope.report.advice.profilers import is_stalled
 from stepscope.report.advice.remedies import changes
-from stepscope.report.advice.wording import percentage_of, share_of_step
 from stepscope.report.formatting import count, duration
 from stepscope.report.spans import GENERATES, MOVES_WEIGHTS, TRANSFER, is_tool
 from stepscope.report.tables.engine import Engine

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks.block import Block, Listing, TextTable
-from stepscope.report.blocks.profiled import PROFILED, starred
-from stepscope.report.formatting import LISTED, duration, percents
+from stepscope.report.formatting import LISTED, PROFILED, duration, percents, starred
 from stepscope.report.model import StepReport
 from stepscope.report.tables.engine import Engine, Phaseless
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from stepscope.report.blocks.block import Block, Listing, Paragraph, TextTable
-from stepscope.report.blocks.profiled import say_profiled, starred
-from stepscope.report.formatting import LISTED, count, duration, plain, turn
+from stepscope.report.formatting import LISTED, count, duration, plain, say_profiled, starred, turn
 from stepscope.report.model import StepReport
 from stepscope.report.tables.health import Health, OtherStep, ProcessRow, SpanRow
 

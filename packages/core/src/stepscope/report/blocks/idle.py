@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks.block import Block, TextTable
-from stepscope.report.blocks.profiled import say_profiled, starred
-from stepscope.report.formatting import LISTED, count, duration, percents
+from stepscope.report.formatting import LISTED, count, duration, percents, say_profiled, starred
 from stepscope.report.model import StepReport
 from stepscope.report.table import grouped
 from stepscope.report.tables.idle import Idle

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stepscope.report.blocks.block import Block, TextTable
-from stepscope.report.blocks.profiled import starred
-from stepscope.report.formatting import LISTED, count, duration, percents, turn
+from stepscope.report.formatting import LISTED, count, duration, percents, starred, turn
 from stepscope.report.model import StepReport
 from stepscope.report.tables.long_tail import Extreme, LongTail, SlowTrajectory, Spread
 

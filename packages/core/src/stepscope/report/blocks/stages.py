@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from stepscope.report.blocks.block import Block, TextTable
-from stepscope.report.blocks.profiled import say_profiled, starred
-from stepscope.report.formatting import duration, middle
+from stepscope.report.formatting import duration, middle, say_profiled, starred
 from stepscope.report.model import StepReport
 from stepscope.report.table import grouped
 from stepscope.report.tables.stages import Stage

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from stepscope.report.blocks.idle import name_causes, say_collectives
-from stepscope.report.blocks.profiled import say_profiled, starred
 from stepscope.report.charts.marks import pick_of_each
-from stepscope.report.formatting import count, duration, percents
+from stepscope.report.formatting import count, duration, percents, say_profiled, starred
 from stepscope.report.html.markup import Html
 from stepscope.report.html.page import legend, section, stacked, table
 from stepscope.report.section import Page

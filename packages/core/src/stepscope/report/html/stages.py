@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.blocks.profiled import say_profiled, starred
 from stepscope.report.blocks.stages import CALLS_NOTE, call_columns, ratio, roles_of_several, slowest
 from stepscope.report.charts.marks import pick
-from stepscope.report.formatting import count, duration, middle
+from stepscope.report.formatting import count, duration, middle, say_profiled, starred
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import section, table

@@ -15,9 +15,9 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.values import AttrValue
 from stepscope.report.advice.evidence import Advice
 from stepscope.report.brief import Briefed, Part, run_brief
-from stepscope.report.build import step_report
 from stepscope.report.model import StepReport
 from stepscope.report.opened.traces import OpenTraces
+from stepscope.report.sections import step_report
 from stepscope.report.table import Rows, Table
 from stepscope.report.tables.breakdown import Line
 from stepscope.report.tables.counters import CounterRow

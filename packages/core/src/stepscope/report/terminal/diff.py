@@ -21,8 +21,7 @@ from stepscope.report.tables.diff import (
     Side,
     diff,
 )
-from stepscope.report.terminal.layout import table
-from stepscope.report.terminal.markdown import markdown_table
+from stepscope.report.terminal.layout import markdown_table, table
 
 COLUMNS = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")
 KERNEL_COLUMNS = ("role", "stage", "operator or kernel", "kind", ">A", ">B", ">B - A", ">calls")

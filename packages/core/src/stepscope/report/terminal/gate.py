@@ -9,8 +9,7 @@ from rich.console import RenderableType
 from stepscope.report.formatting import duration, plain
 from stepscope.report.gate.gate import Check, Gate
 from stepscope.report.gate.interval import ENOUGH, NOISE
-from stepscope.report.terminal.layout import table
-from stepscope.report.terminal.markdown import markdown_table
+from stepscope.report.terminal.layout import markdown_table, table
 
 COLUMNS = ("stage", ">A", ">B", ">change", ">interval", ">limit", ">steps", "verdict")
 NO_INTERVAL = (

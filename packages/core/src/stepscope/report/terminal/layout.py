@@ -1,4 +1,4 @@
-"""Tables and lists with a title, in plain characters, for a terminal."""
+"""Tables and lists with a title, in plain characters, for a terminal, and tables as Markdown."""
 
 from __future__ import annotations
 
@@ -133,3 +133,15 @@ def _titled(title: str, body: RenderableType, note: str) -> RenderableType:
         lines = "\n".join(map(plain, note.split("\n")))
         parts.append(Padding(Text(lines, style="dim"), (0, 0, 0, 2), expand=False))
     return Group(*parts)
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table. `>` before a column's name aligns it to the right."""
+    head = [column.removeprefix(">") for column in columns]
+    rule = ["---:" if column.startswith(">") else "---" for column in columns]
+    lines = (head, rule, *([_cell(text) for text in row] for row in rows))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return plain(text).replace("\\", "\\\\").replace("|", "\\|")

@@ -27,14 +27,13 @@ import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.report.formatting import duration
-from stepscope.report.whatif.assignment import assignment
 from stepscope.report.whatif.changes import Changes, Options, changes_of
 from stepscope.report.whatif.curve import Curve, fit, speeds
 from stepscope.report.whatif.flight import Flight
 from stepscope.report.whatif.model import Call, Step, Trajectory
 from stepscope.report.whatif.outcome import ROLLOUT, Outcome, outcome
 from stepscope.report.whatif.read import read_step
-from stepscope.report.whatif.replay import Rules, replay
+from stepscope.report.whatif.replay import Rules, assignment, replay
 from stepscope.timeline import Timeline
 
 LIMIT = 0.03
