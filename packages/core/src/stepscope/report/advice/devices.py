@@ -12,8 +12,11 @@ _TRAINS = ("actor", "trainer")
 
 def memory_nearly_full(evidence: Evidence) -> Advice | None:
     """Advise if an allocator held 95 % of its device or more."""
-    rows = () if evidence.traces is None else evidence.traces.memory
-    full = [row for row in rows if row.capacity_bytes and row.reserved_bytes >= 0.95 * row.capacity_bytes]
+    full = [
+        row
+        for row in evidence.memory
+        if row.capacity_bytes and row.reserved_bytes >= 0.95 * row.capacity_bytes
+    ]
     if not full:
         return None
     worst = max(full, key=lambda row: row.reserved_bytes / (row.capacity_bytes or 1))
@@ -34,7 +37,6 @@ def memory_nearly_full(evidence: Evidence) -> Advice | None:
             if gap > 0.2 * worst.reserved_bytes
             else "smaller micro-batches, or activation checkpointing, before a longer sequence ends the run"
         ),
-        saves_ns=None,
         settings=()
         if gap > 0.2 * worst.reserved_bytes
         else changes(f"memory-nearly-full: {_side(worst.process, evidence)}", evidence, worst.process),
@@ -63,7 +65,6 @@ def collectives(evidence: Evidence) -> Advice | None:
         return _may_wait(worst.role, tuple(because), worst.collective_ns)
     return Advice(
         rule="collectives",
-        kind="hint",
         what=(
             f"ranks wait for {whom} in collectives"
             if late
@@ -102,7 +103,6 @@ def _has_unprofiled_peers(evidence: Evidence, role: str) -> bool:
 def _may_wait(role: str, because: tuple[str, ...], collective_ns: int) -> Advice:
     return Advice(
         rule="collectives",
-        kind="hint",
         what="a rank spends time in collectives: it communicates, or it waits for ranks without a trace",
         because=because,
         do=f"capture a step with a profiler on all ranks, to see which: roles: {{{role}: {{ranks: all}}}}",
@@ -123,7 +123,6 @@ def idle_device(evidence: Evidence) -> Advice | None:
     worst = max(idle, key=lambda row: row.span_ns - row.busy_ns)
     return Advice(
         rule="idle-device",
-        kind="hint",
         what=f"{worst.device} of {worst.process} waits for the host, or for other stages",
         because=(
             (

@@ -53,7 +53,6 @@ def long_tail(evidence: Evidence) -> Advice | None:
     cause = _cause(tail.excess, evidence)
     return Advice(
         rule="long-tail",
-        kind="hint",
         what="the step waits for its slowest trajectories",
         because=(*_tail_facts(tail, tail.held_ns, tail.rollout_ns), *cause.facts),
         do=_REMEDIES[cause.kind],
@@ -92,7 +91,6 @@ def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
         return None
     return Advice(
         rule="long-tail",
-        kind="hint",
         what="the step waits for its slowest trajectories, begun before it",
         because=(
             f"of the {tail.consumed} that it consumes, {late.trajectories} went on when it began",

@@ -41,7 +41,6 @@ def not_typical(evidence: Evidence) -> Advice | None:
         what=f"the step took {share} % {'longer' if slow else 'less'} than {_others(evidence)}",
         because=tuple(because),
         do=why_slow if slow else "capture another step: this one had less to do",
-        saves_ns=None,
     )
 
 
@@ -92,7 +91,6 @@ def _stalled(evidence: Evidence) -> Advice | None:
         what="the step took longer than it would without the profilers of its engines",
         because=(_stood_still(evidence),),
         do=_STALLED,
-        saves_ns=None,
     )
 
 
@@ -118,11 +116,9 @@ def profiler_cost(evidence: Evidence) -> Advice | None:
         whose = f" for {largest.process}"
     return Advice(
         rule="profiler-cost",
-        kind="hint",
         what="opening and closing the capture took long next to this step; other steps do not pay it",
         because=tuple(because),
         do=_make_cheaper(evidence, worst, whose),
-        saves_ns=None,
     )
 
 

@@ -40,7 +40,6 @@ def never_ended(evidence: Evidence) -> Advice | None:
         what=what,
         because=(f"the longest: {first.process}, {first.role} {first.stage},{began} {seen}",),
         do=remedy,
-        saves_ns=None,
     )
 
 
@@ -65,7 +64,6 @@ def unaligned(evidence: Evidence) -> Advice | None:
             if is_unedited(evidence)
             else "give these processes to capture(workers=...), which measures their clocks"
         ),
-        saves_ns=None,
     )
 
 
@@ -78,7 +76,6 @@ def dropped(evidence: Evidence) -> Advice | None:
         what="spans were dropped, so that times are too short",
         because=(f"{count(evidence.health.dropped, 'span')} dropped",),
         do="raise the budget, or record fewer spans: not one for each token",
-        saves_ns=None,
     )
 
 
@@ -95,7 +92,6 @@ def no_rollout(evidence: Evidence) -> Advice | None:
     engines = "" if evidence.profiling.given else ", its engines as engines"
     return Advice(
         rule="no-rollout",
-        kind="hint",
         what="no process recorded the rollout of this step",
         because=(f"it has {', '.join(f'{stage.role} {stage.stage}' for stage in signs[:3])}",),
         do=(
@@ -105,7 +101,6 @@ def no_rollout(evidence: Evidence) -> Advice | None:
             else "decorate what generates (role rollout, in the process that does it), and give its Ray "
             f"actors to the capture as workers{engines}"
         ),
-        saves_ns=None,
     )
 
 
@@ -132,7 +127,6 @@ def blind_spot(evidence: Evidence) -> Advice | None:
         )
     return Advice(
         rule="blind-spot",
-        kind="hint",
         what="a part of the step is in no span",
         because=tuple(because),
         do=(

@@ -49,11 +49,10 @@ def _queueing_by_spans(evidence: Evidence) -> Advice | None:
 def _queueing_by_counters(evidence: Evidence) -> Advice | None:
     if any(stage.waits and stage.role == "rollout" for stage in evidence.stages):
         return None  # its queues are known, and are short
-    rows = () if evidence.counters is None else evidence.counters.rows
-    named = {(row.process, row.of, row.name): row for row in rows}
+    named = {(row.process, row.of, row.name): row for row in evidence.counter_rows}
     queues = [
         (row, running, cache)
-        for row in rows
+        for row in evidence.counter_rows
         if row.name == WAITING_REQUESTS
         and (running := named.get((row.process, row.of, RUNNING_REQUESTS))) is not None
         and (cache := named.get((row.process, row.of, KV_CACHE))) is not None
@@ -67,14 +66,12 @@ def _queueing_by_counters(evidence: Evidence) -> Advice | None:
     replica = waiting.of or waiting.process
     return Advice(
         rule="queueing",
-        kind="hint",
         what=_QUEUE,
         because=(
             f"{replica}: {waiting.mean:.1f} requests waited on average, and {running.mean:.1f} ran",
             f"its KV cache was used to {cache.most:.0f} % at most",
         ),
         do=_SHORTEN_QUEUE,
-        saves_ns=None,
         settings=changes("queueing", evidence),
     )
 
@@ -105,7 +102,6 @@ def _in_trajectories(
         return None
     return Advice(
         rule=rule,
-        kind="hint",
         what=what,
         because=(
             (
@@ -140,7 +136,6 @@ def prefill_alone(evidence: Evidence) -> Advice | None:
     worst = max(rows, key=lambda row: row.prefill_ns)
     return Advice(
         rule="prefill-alone",
-        kind="hint",
         what=f"{worst.replica} reads prompts while nobody gets tokens",
         because=(
             (
@@ -182,7 +177,6 @@ def weight_sync(evidence: Evidence) -> Advice | None:
     over = "HCCL or " if profiling.npu else "NCCL or " if profiling.gpu else ""
     return Advice(
         rule="weight-sync",
-        kind="hint",
         what=f"moving weights to the {'engine in the same process' if local else 'replicas'} takes long",
         because=(f"{names}: {share_of_step(wall_ns, evidence)}",),
         do="load all tensors in one call, in the layout and type that the engine keeps"
@@ -221,7 +215,6 @@ def vain_wait(evidence: Evidence) -> Advice | None:
     who = worst.processes[0] if len(worst.processes) == 1 else count(len(worst.processes), "process")
     return Advice(
         rule="vain-wait",
-        kind="hint",
         what=f"{who} waited in {worst.role} {worst.stage} while nobody it could wait for was busy",
         because=(
             share_of_step(worst.vain_ns, evidence),
