@@ -18,7 +18,8 @@ import msgspec
 from stepscope.report.advice.evidence import Advice
 from stepscope.report.blocks.advice import savings, say_change
 from stepscope.report.blocks.baseline import say_beside, say_usual
-from stepscope.report.blocks.engines import engine_times, shares_of
+from stepscope.report.blocks.breakdown import waiting
+from stepscope.report.blocks.engines import PHASES, engine_times, shares_of
 from stepscope.report.blocks.health import (
     say_again,
     say_complete,
@@ -40,8 +41,6 @@ LINES = 40
 _WIDTH = 400
 _SIZES = ((7, 3), (5, 3), (3, 3), (3, 2), (2, 2))
 """Stages and advice that are shown: the first that leaves a brief short enough."""
-_PHASES = ("prefill", "decode", "mixed", "held up", "paused", "writing", "idle")
-"""Names of `engine_times`."""
 
 
 class Briefed(ABC):
@@ -173,7 +172,7 @@ def _stages(report: StepReport, most: int) -> Iterator[str]:
     lines = list(zip(breakdown.lines, shares, strict=True))
     stages = [entry for entry in lines if entry[0].kind == "stage" and entry[0].wall_ns]
     for line, share in stages[:most]:
-        yield f"{share} % {_name(line)}: {duration(line.wall_ns)}, {_alone(line)}"
+        yield f"{share} % {line.role} {line.stage}{waiting(line)}: {duration(line.wall_ns)}, {_alone(line)}"
     if rest := stages[most:]:
         wall_ns = sum(line.wall_ns for line, _ in rest)
         (share,) = percents([wall_ns], breakdown.window_ns)
@@ -181,10 +180,6 @@ def _stages(report: StepReport, most: int) -> Iterator[str]:
     for line, share in lines:
         if line.kind != "stage":
             yield f"{share} % {line.kind}: {duration(line.wall_ns)}"
-
-
-def _name(line: Line) -> str:
-    return f"{line.role} {line.stage}{' (waiting)' if line.waits else ''}"
 
 
 def _alone(line: Line) -> str:
@@ -257,7 +252,7 @@ def _extremes(engines: Sequence[Engine]) -> Sequence[Engine]:
 
 
 def _use(engine: Engine) -> str:
-    shares = zip(_PHASES, engine_times(engine), shares_of(engine), strict=True)
+    shares = zip(PHASES, engine_times(engine), shares_of(engine), strict=True)
     used = (f"{phase} {share} %" for phase, ns, share in shares if ns)
     preempted = [] if not engine.preemptions else [count(engine.preemptions, "preemption")]
     return ", ".join((*used, *preempted)) or "no phases"

@@ -42,6 +42,7 @@ def say_phaseless(rows: Sequence[Phaseless]) -> str:
     )
 
 
+PHASES = ("prefill", "decode", "mixed", "held up", "paused", "writing", "idle")
 ENGINE_NOTE = (
     "In percent of the recorded time. prefill, decode, mixed: passes that read prompts, wrote tokens, or did "
     "both. held up: no pass, though there were requests. By the engine's own iterations where its trace "
@@ -59,10 +60,7 @@ REQUEST_COLUMNS = (
 
 
 def _times(rows: Sequence[Engine]) -> TextTable:
-    columns = (
-        "replica", ">iterations", ">recorded", ">prefill", ">decode", ">mixed", ">held up", ">paused",
-        ">writing", ">idle",
-    )  # fmt: skip
+    columns = ("replica", ">iterations", ">recorded", *(f">{phase}" for phase in PHASES))
     cells = tuple(
         (
             name_engine(row, rows),
@@ -102,7 +100,7 @@ def iterations_of(row: Engine) -> str:
 
 
 def engine_times(row: Engine) -> tuple[int | None, ...]:
-    """Return the times of a row in the order in which they are shown."""
+    """Return the times of `PHASES`."""
     return (
         row.prefill_ns, row.decode_ns, row.mixed_ns, row.held_ns, row.paused_ns, row.writing_ns, row.idle_ns,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks.engines import (
+    PHASES,
     REQUESTS_NOTE,
     engine_note,
     engine_times,
@@ -26,17 +27,7 @@ from stepscope.report.tables.engine import Engine, Load
 CHARTS = 16
 """Replicas whose load is drawn."""
 _PARTS = ("decode", "prefill", "queue")
-_PHASES = (
-    ("prefill", "prefill"),
-    ("decode", "decode"),
-    ("mixed", "mixed"),
-    ("held up", "held"),
-    ("paused", "paused"),
-    ("writing", "writing"),
-    ("idle", "idle"),
-)
-"""(name, class) of the times of a row, in the order of `engine_times`."""
-_TIMES = ("replica", "by", "time", ">iterations", ">recorded", *(f">{name}" for name, _ in _PHASES))
+_TIMES = ("replica", "by", "time", ">iterations", ">recorded", *(f">{phase}" for phase in PHASES))
 
 
 def draw_engines(rows: Sequence[Engine], page: Page) -> Iterator[Html]:
@@ -51,13 +42,12 @@ def draw_engines(rows: Sequence[Engine], page: Page) -> Iterator[Html]:
 
 def _engines(rows: Sequence[Engine], unnamed: Html, window_ns: int, colours: Colours) -> Html:
     chart, height = _chart([row for row in rows if row.load], window_ns, colours)
-    named = [(name, _colour(name, css, colours)) for name, css in _PHASES]
-    phases = legend((css, name) for name, css in named)
+    named = [(_colour(phase, colours), phase) for phase in PHASES]
     times = table(_TIMES, [_times(name_engine(row, rows), row, named) for row in rows], "engine-table")
     asked = request_table(rows)
     requests = table(asked.columns, asked.rows, "engine-requests")
     note = f"{height} {engine_note(rows)} {REQUESTS_NOTE}".lstrip()
-    return section("engines", "Engines", chart, phases, times, requests, unnamed, note=note)
+    return section("engines", "Engines", chart, legend(named), times, requests, unnamed, note=note)
 
 
 def _chart(rows: Sequence[Engine], window_ns: int, colours: Colours) -> tuple[Html, str]:
@@ -78,10 +68,10 @@ def _chart(rows: Sequence[Engine], window_ns: int, colours: Colours) -> tuple[Ht
     return join(colours.legend([("rollout", part) for part in _PARTS]), body), note
 
 
-def _colour(name: str, css: str, colours: Colours) -> str:
+def _colour(phase: str, colours: Colours) -> str:
     """Return the class of the stage of that name, so that it looks the same all over the page."""
-    stage = "rollout", name
-    return colours.of(stage) if stage in colours.labels else f"e-{css}"
+    stage = "rollout", phase
+    return colours.of(stage) if stage in colours.labels else f"e-{phase.split()[0]}"
 
 
 def _times(name: str, row: Engine, named: Sequence[tuple[str, str]]) -> tuple[str | Html, ...]:
@@ -91,7 +81,7 @@ def _times(name: str, row: Engine, named: Sequence[tuple[str, str]]) -> tuple[st
         for ns, share in zip(times, shares_of(row), strict=True)
     ]
     parts = (
-        (css, ns, f"{phase} {duration(ns)}") for (phase, css), ns in zip(named, times, strict=True) if ns
+        (css, ns, f"{phase} {duration(ns)}") for (css, phase), ns in zip(named, times, strict=True) if ns
     )
     bar = stacked(parts, row.recorded_ns)
     return name, row.source, bar, iterations_of(row), duration(row.recorded_ns), *cells
