@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 import msgspec
 
 from stepscope.report.accounting import Label
-from stepscope.report.charts.marks import Mark, blend_short, blocks, join_near, pick, resolutions, runs
+from stepscope.report.charts.marks import Mark, blend_short, blocks, fit, join_near, pick, runs
 from stepscope.report.table import grouped
 from stepscope.report.tables.stages import Stage
 from stepscope.timeline import Span, Timeline
@@ -61,11 +61,7 @@ def draw_gantt(timeline: Timeline, stages: Sequence[Stage], budget: int = MARKS)
     Positions of marks are exact, except for united ones.
     """
     slowest = {stage.slowest for stage in stages if stage.slowest is not None}
-    drawn, shortest_ns = _groups(timeline, slowest), 0
-    for shortest_ns in resolutions(timeline.window.wall_ns):
-        drawn = _thin(drawn, shortest_ns)
-        if _count(drawn) <= budget:
-            break
+    drawn, shortest_ns = fit(_groups(timeline, slowest), timeline.window.wall_ns, budget, _thin, _count)
     return Gantt(
         window_ns=timeline.window.wall_ns,
         groups=drawn,

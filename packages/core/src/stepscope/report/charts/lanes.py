@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from stepscope.report.charts.marks import Mark, blend_short, pick, resolutions, runs
+from stepscope.report.charts.marks import Mark, blend_short, fit, pick, runs
 from stepscope.timeline import Timeline
 
 MARKS = 8_000
@@ -57,7 +57,8 @@ def pack_trajectories(timeline: Timeline, slowest: Iterable[str] = (), budget: i
     for slot, flight in zip(slots, flights, strict=True):
         if slot in drawn:
             lanes[drawn[slot]].append(_flight(timeline, flight))
-    thin, shortest_ns = _fit(lanes, timeline.window.wall_ns, budget)
+    drawn_lanes = [tuple(lane) for lane in lanes]
+    thin, shortest_ns = fit(drawn_lanes, timeline.window.wall_ns, budget, _thin, _count)
     return Lanes(
         trajectories=len(flights),
         needed=needed,
@@ -120,17 +121,6 @@ def _flight(timeline: Timeline, extent: _Extent) -> Flight:
         open=is_open,
         marks=tuple(runs(timeline, indices, start_ns, end_ns)),
     )
-
-
-def _fit(
-    lanes: Sequence[Sequence[Flight]], window_ns: int, budget: int
-) -> tuple[list[tuple[Flight, ...]], int]:
-    drawn, shortest_ns = [tuple(lane) for lane in lanes], 0
-    for shortest_ns in resolutions(window_ns):
-        drawn = _thin(drawn, shortest_ns)
-        if _count(drawn) <= budget:
-            break
-    return drawn, shortest_ns
 
 
 def _thin(lanes: Sequence[Sequence[Flight]], shortest_ns: int) -> list[tuple[Flight, ...]]:

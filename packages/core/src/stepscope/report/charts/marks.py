@@ -15,6 +15,7 @@ from stepscope.report.tables.breakdown import Work, work_of
 from stepscope.timeline import Span, Timeline
 
 _Row = TypeVar("_Row")
+_Drawn = TypeVar("_Drawn")
 
 
 class Mark(msgspec.Struct, frozen=True, gc=False):
@@ -143,14 +144,24 @@ def _unite(marks: Sequence[Mark], at_once: int = 1) -> Mark:
     )
 
 
-def resolutions(window_ns: int) -> Iterator[int]:
-    """Return how short a mark may be, in ns, finest first: from below half a pixel of a laptop's screen up to
-    a tenth.
+def fit(
+    drawn: _Drawn,
+    window_ns: int,
+    budget: int,
+    thin: Callable[[_Drawn, int], _Drawn],
+    count: Callable[[_Drawn], int],
+) -> tuple[_Drawn, int]:
+    """Return a chart with as many marks as fit, and the ns below which neighbours are drawn as one.
+
+    A mark may be as short as half a pixel of a laptop's screen, up to a tenth of it.
     """
-    parts = 2048
-    while parts >= 8:
-        yield window_ns // parts
-        parts //= 2
+    shortest_ns = 0
+    for parts in (2048 >> halvings for halvings in range(9)):
+        shortest_ns = window_ns // parts
+        drawn = thin(drawn, shortest_ns)
+        if count(drawn) <= budget:
+            break
+    return drawn, shortest_ns
 
 
 def _wall_ns(mark: Mark) -> int:
