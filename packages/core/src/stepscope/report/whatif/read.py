@@ -65,7 +65,6 @@ class _Reading:
         self._check(spans)
         start_ns = spans[0].start_ns
         trajectories = tuple(self._trajectory(root, start_ns) for root in self._roots)
-        rollout = Rollout(start_ns=start_ns, trajectories=trajectories, replicas=tuple(self._replicas))
         if not self._replicas:
             raise RecordError(
                 f"step {self._timeline.step}: no trajectory has a span of role `rollout`, so there is no "
@@ -75,7 +74,7 @@ class _Reading:
         return Rollout(
             start_ns=start_ns,
             trajectories=trajectories,
-            replicas=rollout.replicas,
+            replicas=tuple(self._replicas),
             tool_pool=pool,
             at_once=trajectories_at_once(trajectories),
         )
