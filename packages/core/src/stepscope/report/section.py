@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -58,10 +58,6 @@ class Page(NamedTuple):
     """Files of the step that the page links to."""
 
 
-def _no_blocks(value: object, report: StepReport) -> Iterable[Block]:
-    return ()
-
-
 class Section(msgspec.Struct, Generic[Value], frozen=True, kw_only=True):
     """One section of a report.
 
@@ -81,19 +77,16 @@ class Section(msgspec.Struct, Generic[Value], frozen=True, kw_only=True):
     name: str
     title: str = ""
     compute: Callable[[Sources], Value]
-    terminal: Callable[[Value, StepReport], Iterable[Block]] = _no_blocks
+    terminal: Callable[[Value, StepReport], Iterable[Block]] = lambda value, report: ()
     html: Callable[[Value, Page], Iterable[Html]] | None = None
     page: int = 3
 
     def blocks_of(self, report: StepReport) -> Iterable[Block]:
         """Return the tables and lists of this section in a report."""
-        return self.terminal(cast(Value, self._value_in(report)), report)
+        return self.terminal(getattr(report, self.name), report)
 
     def html_of(self, page: Page) -> Iterable[Html]:
         """Return the markup of this section on a page."""
         if self.html is not None:
-            return self.html(cast(Value, self._value_in(page.report)), page)
+            return self.html(getattr(page.report, self.name), page)
         return draw_section(self.name, self.title, self.blocks_of(page.report))
-
-    def _value_in(self, report: StepReport) -> Any:
-        return getattr(report, self.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from stepscope.report.blocks.block import Block, TextTable
 from stepscope.report.formatting import duration, middle, say_profiled, starred
@@ -25,23 +25,20 @@ def stage_blocks(stages: Sequence[Stage], report: StepReport) -> Iterator[Block]
         yield _busy_table(role, group)
 
 
-class _CallCells:
-    """The cells of one stage. `open` and `errors` are shown only if some stage has them."""
+def call_columns(stages: Sequence[Stage]) -> tuple[tuple[str, ...], Callable[[Stage], tuple[str, ...]]]:
+    """Return the columns behind a stage's name, and the function that makes their cells.
 
-    def __init__(self, extra: Sequence[str]) -> None:
-        self._extra = extra
-
-    def __call__(self, stage: Stage) -> tuple[str, ...]:
-        times = (stage.total_ns, stage.mean_ns, stage.p50_ns, stage.max_ns)
-        counts = (str(getattr(stage, name) or "") for name in self._extra)
-        return f"{stage.calls:,}", *counts, *map(duration, times)
-
-
-def call_columns(stages: Sequence[Stage]) -> tuple[tuple[str, ...], _CallCells]:
-    """Return the columns behind a stage's name, and the function that makes their cells."""
+    `open` and `errors` are shown only if some stage has them.
+    """
     extra = [name for name in ("open", "errors") if any(getattr(stage, name) for stage in stages)]
     columns = (">calls", *(f">{name}" for name in extra), ">total", ">mean", ">p50", ">max")
-    return columns, _CallCells(extra)
+
+    def cells(stage: Stage) -> tuple[str, ...]:
+        times = (stage.total_ns, stage.mean_ns, stage.p50_ns, stage.max_ns)
+        counts = (str(getattr(stage, name) or "") for name in extra)
+        return f"{stage.calls:,}", *counts, *map(duration, times)
+
+    return columns, cells
 
 
 def roles_of_several(stages: Sequence[Stage]) -> Mapping[str, Sequence[Stage]]:

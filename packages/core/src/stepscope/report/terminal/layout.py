@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stepscope.report.blocks.block import Block, Listing, Paragraph, Remarks, TextTable
+from stepscope.report.blocks.block import Block, Listing, Remarks, TextTable
 from stepscope.report.formatting import LISTED, count, plain
 
 _SHARE = re.compile(r" (\S+ %)$")
@@ -28,7 +28,7 @@ def draw(block: Block) -> RenderableType:
         return listing(block.title, block.lines)
     if isinstance(block, Remarks):
         return _remarks(block)
-    return _paragraph(block)
+    return Text(f"\n{plain(block.text)}")
 
 
 def _cut_table(block: TextTable) -> RenderableType:
@@ -36,10 +36,6 @@ def _cut_table(block: TextTable) -> RenderableType:
         return table(block.title, block.columns, block.rows, block.note)
     more = f"{count(len(block.rows) - ROWS, block.noun)} more in --json."
     return table(block.title, block.columns, block.rows[:ROWS], f"{more} {block.note}".rstrip())
-
-
-def _paragraph(block: Paragraph) -> RenderableType:
-    return Text(f"\n{plain(block.text)}")
 
 
 def _remarks(block: Remarks) -> RenderableType:
