@@ -14,7 +14,7 @@ import msgspec
 from stepscope.report.accounting import Label, Pair, clipped, joined, union_ns
 from stepscope.report.spans import ROLLOUT, above, is_of, label_of, trains
 from stepscope.report.table import grouped
-from stepscope.report.throughput.devices import Devices, Hardware
+from stepscope.report.throughput.devices import Devices, Hardware, together
 from stepscope.report.throughput.peaks import peak_tflops
 from stepscope.report.throughput.tokens import Count, stage_tokens
 from stepscope.timeline import Span, Timeline, TraceActivity
@@ -127,12 +127,8 @@ def _traced(
                 device_ns[label] += own.number * sum(end - start for start, end in stretches)
                 devices[label][index] = own
     for label, number in flops.items():
-        kinds = list(devices[label].values())
-        names = {kind.name for kind in kinds}
-        together = Devices(
-            sum(kind.number for kind in kinds), kinds[0].unit, names.pop() if len(names) == 1 else None
-        )
-        yield _use(label, number, "operators", device_ns[label], together, hardware)
+        own = together(list(devices[label].values()))
+        yield _use(label, number, "operators", device_ns[label], own, hardware)
 
 
 def _recorded(timeline: Timeline, activity: TraceActivity, calls: Sequence[Span]) -> list[Pair]:
