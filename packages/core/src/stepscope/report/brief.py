@@ -30,7 +30,7 @@ from stepscope.report.blocks.health import (
 )
 from stepscope.report.blocks.idle import say_causes
 from stepscope.report.blocks.long_tail import slow_cells, tail_sentences, waits
-from stepscope.report.formatting import count, duration, moment, percents, plain
+from stepscope.report.formatting import count, duration, moment, percent_of, percents, plain
 from stepscope.report.model import StepReport
 from stepscope.report.tables.breakdown import Line
 from stepscope.report.tables.engine import Engine
@@ -175,7 +175,7 @@ def _stages(report: StepReport, most: int) -> Iterator[str]:
         yield f"{share} % {line.role} {line.stage}{waiting(line)}: {duration(line.wall_ns)}, {_alone(line)}"
     if rest := stages[most:]:
         wall_ns = sum(line.wall_ns for line, _ in rest)
-        (share,) = percents([wall_ns], breakdown.window_ns)
+        share = percent_of(wall_ns, breakdown.window_ns)
         yield f"{share} % {count(len(rest), 'other stage')}: {duration(wall_ns)}"
     for line, share in lines:
         if line.kind != "stage":
@@ -218,7 +218,7 @@ def _findings(report: StepReport) -> Iterator[str]:
     idle = [row for row in report.idle if row.idle_ns]
     if idle and report.breakdown.window_ns:
         row = max(idle, key=lambda row: row.idle_ns)
-        (share,) = percents([row.idle_ns], report.breakdown.window_ns)
+        share = percent_of(row.idle_ns, report.breakdown.window_ns)
         causes = f"; it probably waited for {say_causes(row)}" if row.causes else ""
         yield f"Most idle: {row.process}, {duration(row.idle_ns)}, {share} %{causes}"
 
@@ -241,14 +241,9 @@ def _say_uneven(stage: Stage) -> str:
 
 def engine_lines(engines: Sequence[Engine]) -> Iterator[str]:
     """Yield the phases of the engine that is idle longest, and of the one that is so shortest."""
-    for engine in _extremes(engines):
-        yield f"Engine {engine.replica}, {duration(engine.recorded_ns)} recorded: {_use(engine)}"
-
-
-def _extremes(engines: Sequence[Engine]) -> Sequence[Engine]:
-    """Return the engine that is idle longest and the one that is so shortest."""
     ordered = sorted(engines, key=lambda row: row.idle_ns or 0)
-    return ordered if len(ordered) < 2 else (ordered[0], ordered[-1])
+    for engine in (*ordered[:1], *ordered[1:][-1:]):
+        yield f"Engine {engine.replica}, {duration(engine.recorded_ns)} recorded: {_use(engine)}"
 
 
 def _use(engine: Engine) -> str:

@@ -43,6 +43,11 @@ def percents(parts: Sequence[int], total: int) -> list[str]:
     return [f"{tenth // 10}.{tenth % 10}" for tenth in cut]
 
 
+def percent_of(part: int, total: int) -> str:
+    """Return the percentage of one part, as `percents` does."""
+    return percents([part], total)[0]
+
+
 def tenths(part: int, total: int) -> int:
     """Return tenths of a percent, rounded half to even, exactly. `total` is above 0."""
     whole, rest = divmod(part * 1000, total)

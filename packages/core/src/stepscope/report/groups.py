@@ -13,7 +13,7 @@ import msgspec
 from stepscope.files.spans import PROFILING
 from stepscope.report.accounting import clipped, rank_of, union_ns
 from stepscope.report.blocks.block import TextTable
-from stepscope.report.formatting import duration, percents
+from stepscope.report.formatting import duration, percent_of
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import section, table
 from stepscope.report.spans import is_tool, placed
@@ -172,7 +172,7 @@ def group_table(grouping: Grouping, title: str = "") -> TextTable:
 
 def _shares(grouping: Grouping) -> list[str]:
     # One by one: parts that overlap do not make up the step.
-    return [percents([group.active_ns], grouping.window_ns)[0] for group in grouping.groups]
+    return [percent_of(group.active_ns, grouping.window_ns) for group in grouping.groups]
 
 
 def _times(group: Group) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import msgspec
 from stepscope.report.advice.bounds import Bounds
 from stepscope.report.advice.demand import Demand
 from stepscope.report.advice.settings import SettingChange, Settings
-from stepscope.report.formatting import duration, percents
+from stepscope.report.formatting import duration, percent_of
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import Baseline
 from stepscope.report.tables.breakdown import Breakdown
@@ -87,4 +87,4 @@ def share_of_step(wall_ns: int, evidence: Evidence) -> str:
 
 
 def percentage_of(part: int, whole: int) -> str:
-    return f"{percents([part], whole)[0]} %"
+    return f"{percent_of(part, whole)} %"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stepscope.report.advice.evidence import Advice, Evidence, is_unedited, share_of_step
-from stepscope.report.formatting import count, duration, percents
+from stepscope.report.advice.evidence import Advice, Evidence, is_unedited, percentage_of, share_of_step
+from stepscope.report.formatting import count, duration
 from stepscope.report.tables.baseline import ENOUGH
 from stepscope.report.tables.health import Health, ProcessRow
 
@@ -29,7 +29,7 @@ def not_typical(evidence: Evidence) -> Advice | None:
     slow, fast = took_ns > baseline.p90_ns, took_ns < baseline.min_ns
     if abs(baseline.excess_ns) * 10 < baseline.p50_ns or not (slow or fast):
         return _stalled(evidence)
-    (share,) = percents([abs(baseline.excess_ns)], baseline.p50_ns)
+    share = percentage_of(abs(baseline.excess_ns), baseline.p50_ns)
     usual = f"median {duration(baseline.p50_ns)}, {duration(baseline.min_ns)} to {duration(baseline.max_ns)}"
     because = [f"{duration(took_ns)}; {count(len(baseline.steps), 'uncaptured step')} near it: {usual}"]
     if stalled_ns:
@@ -38,7 +38,7 @@ def not_typical(evidence: Evidence) -> Advice | None:
     return Advice(
         rule="not-typical",
         kind="alarm",
-        what=f"the step took {share} % {'longer' if slow else 'less'} than {_others(evidence)}",
+        what=f"the step took {share} {'longer' if slow else 'less'} than {_others(evidence)}",
         because=tuple(because),
         do=why_slow if slow else "capture another step: this one had less to do",
     )

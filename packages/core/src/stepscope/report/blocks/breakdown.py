@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stepscope.report.blocks.block import Block, TextTable
-from stepscope.report.formatting import LISTED, duration, percents
+from stepscope.report.formatting import LISTED, duration, percent_of, percents
 from stepscope.report.model import StepReport
 from stepscope.report.tables.breakdown import Breakdown, Line
 from stepscope.report.tables.gaps import GAPS, LEAST, name_gap
@@ -27,8 +27,8 @@ def account_table(breakdown: Breakdown) -> TextTable:
     """Return the share of each stage. The lines add up to the step."""
     shares = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)
     rows = [_account_row(line, share) for line, share in zip(breakdown.lines, shares, strict=True)]
-    (whole,) = percents([breakdown.window_ns], breakdown.window_ns)
-    rows.append(("", "step", duration(breakdown.window_ns), whole, "", ""))
+    whole_ns = breakdown.window_ns
+    rows.append(("", "step", duration(whole_ns), percent_of(whole_ns, whole_ns), "", ""))
     note = "alone: not shared with other stages. active: how long it went on at all, billed to it or not."
     beside_ns = breakdown.opening_ns + breakdown.closing_ns
     if beside_ns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks.block import Block, Listing, TextTable
-from stepscope.report.formatting import LISTED, PROFILED, duration, percents, starred
+from stepscope.report.formatting import LISTED, PROFILED, duration, percent_of, percents, starred
 from stepscope.report.model import StepReport
 from stepscope.report.tables.engine import Engine, Phaseless
 
@@ -116,7 +116,7 @@ def shares_of(row: Engine) -> list[str]:
 def _request_cells(row: Engine) -> tuple[str, ...]:
     cached = "-"
     if row.cached_tokens is not None and row.prompt_tokens:
-        cached = f"{percents([row.cached_tokens], row.prompt_tokens)[0]} %"
+        cached = f"{percent_of(row.cached_tokens, row.prompt_tokens)} %"
     rate = row.output_tokens_per_s
     return (
         row.replica,

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks.block import Block, TextTable
-from stepscope.report.formatting import LISTED, count, duration, percents, say_profiled, starred
+from stepscope.report.formatting import LISTED, count, duration, percent_of, say_profiled, starred
 from stepscope.report.model import StepReport
 from stepscope.report.table import grouped
 from stepscope.report.tables.idle import Idle
@@ -28,9 +28,8 @@ def idle_blocks(rows: Sequence[Idle], report: StepReport) -> Iterator[Block]:
 
 
 def _cells(row: Idle, window_ns: int) -> tuple[str, ...]:
-    (share,) = percents([row.idle_ns], window_ns)
-    times = (duration(row.busy_ns), duration(row.idle_ns))
-    return starred(row.process, row.profiled), *times, share, say_causes(row), say_collectives(row)
+    times = (duration(row.busy_ns), duration(row.idle_ns), percent_of(row.idle_ns, window_ns))
+    return starred(row.process, row.profiled), *times, say_causes(row), say_collectives(row)
 
 
 def say_causes(row: Idle, most: int = 3) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stepscope.report.blocks.block import Block, TextTable
-from stepscope.report.formatting import LISTED, count, duration, percents, starred, turn
+from stepscope.report.formatting import LISTED, count, duration, percent_of, starred, turn
 from stepscope.report.model import StepReport
-from stepscope.report.tables.long_tail import Extreme, LongTail, SlowTrajectory, Spread
+from stepscope.report.tables.long_tail import LongTail, SlowTrajectory, Spread
 
 
 def long_tail_blocks(tail: LongTail | None, report: StepReport) -> Iterator[Block]:
@@ -23,7 +23,7 @@ def long_tail_blocks(tail: LongTail | None, report: StepReport) -> Iterator[Bloc
 
 def _spread(spread: Spread) -> tuple[str, ...]:
     times = (spread.p50_ns, spread.p90_ns, spread.p99.ns, spread.max.ns)
-    named = (name_extreme(spread.p99), name_extreme(spread.max))
+    named = (turn(extreme.trajectory, extreme.turn) for extreme in (spread.p99, spread.max))
     return spread.role, spread.title, f"{spread.calls:,}", *map(duration, times), *named
 
 
@@ -36,11 +36,6 @@ def slow_cells(slow: SlowTrajectory) -> tuple[str, str, str]:
 def waits(slow: SlowTrajectory) -> str:
     """Return the stages that took most of it."""
     return ", ".join(f"{wait.title} {duration(wait.wall_ns)}" for wait in slow.waits[:4])
-
-
-def name_extreme(extreme: Extreme) -> str:
-    """Return the trajectory and the turn that had this extreme."""
-    return turn(extreme.trajectory, extreme.turn)
 
 
 def name_slow(slow: SlowTrajectory) -> str:
@@ -59,7 +54,7 @@ def _say_held(tail: LongTail) -> str:
     """Return how long the others waited for the last ones."""
     if tail.held_ns is None or tail.rollout_ns is None:
         return ""
-    (share,) = percents([tail.held_ns], tail.rollout_ns)
+    share = percent_of(tail.held_ns, tail.rollout_ns)
     fewer = [f"{duration(hold.held_ns)} for the last {hold.trajectories:,}" for hold in tail.holds[1:]]
     return (
         f"The others waited {duration(tail.held_ns)} for the last {tail.last:,} of {tail.trajectories:,} "
@@ -79,7 +74,7 @@ def _say_bubble(tail: LongTail) -> str:
     bubble = tail.bubble
     if bubble is None or not bubble.replicas:
         return ""
-    (share,) = percents([bubble.idle_ns], bubble.tail_ns * bubble.replicas)
+    share = percent_of(bubble.idle_ns, bubble.tail_ns * bubble.replicas)
     replicas = count(bubble.replicas, "replica")
     idle = f"{replicas} did nothing for {duration(bubble.idle_ns)} in sum ({share} %)"
     return (

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from stepscope.report.accounting import rank_of
 from stepscope.report.blocks.block import Block, Listing, TextTable
-from stepscope.report.formatting import LISTED, duration, percents, size
+from stepscope.report.formatting import LISTED, duration, percent_of, size
 from stepscope.report.model import StepReport
 from stepscope.report.table import grouped
 from stepscope.report.tables.stragglers import StragglerRow
@@ -98,7 +98,7 @@ def least_busy_first(rows: Sequence[DeviceRow], shown: int) -> tuple[Sequence[De
 
 
 def _busy(row: DeviceRow) -> str:
-    return f"{percents([row.busy_ns], row.recorded_ns)[0]} %"
+    return f"{percent_of(row.busy_ns, row.recorded_ns)} %"
 
 
 def most_memory_first(rows: Sequence[MemoryRow], shown: int) -> tuple[Sequence[MemoryRow], str]:
@@ -118,7 +118,7 @@ def _spread(ascending: Sequence[str]) -> str:
 
 def _device(row: DeviceRow) -> tuple[str, ...]:
     parts = (
-        f"{duration(ns)} {percents([ns], row.recorded_ns)[0]} %"
+        f"{duration(ns)} {percent_of(ns, row.recorded_ns)} %"
         for ns in (row.busy_ns, row.compute_ns, row.exposed_ns, row.memory_ns)
     )
     return row.process, row.device, duration(row.recorded_ns), *parts

@@ -13,7 +13,7 @@ from stepscope.report.blocks.breakdown import (
     waiting,
 )
 from stepscope.report.charts.gantt import draw_gantt
-from stepscope.report.formatting import count, duration, percents
+from stepscope.report.formatting import count, duration, percent_of, percents
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import mark, section, swatched, table
@@ -48,9 +48,8 @@ def waterfall(breakdown: Breakdown, colours: Colours) -> Html:
             at_ns, folded_ns = at_ns + folded_ns, 0
         rows.append(_row(line, share, at_ns, whole_ns, colours))
         at_ns += line.wall_ns
-    (whole,) = percents([at_ns], whole_ns)
     bar = _bar("total", 0, at_ns, whole_ns, f"step {duration(at_ns)}")
-    rows.append((tag("b", "step"), bar, tag("b", whole), duration(at_ns), "", ""))
+    rows.append((tag("b", "step"), bar, tag("b", percent_of(at_ns, whole_ns)), duration(at_ns), "", ""))
     beside_ns = breakdown.opening_ns + breakdown.closing_ns
     if beside_ns:
         rows.append((BESIDE, "", "", duration(beside_ns), "", ""))
@@ -78,10 +77,9 @@ def _row(line: Line, share: str, at_ns: int, total_ns: int, colours: Colours) ->
 
 
 def _folded(number: int, at_ns: int, wall_ns: int, total_ns: int) -> Sequence[str | Html]:
-    (share,) = percents([wall_ns], total_ns)
     name = f"{number} smaller stages"
     bar = _bar("co", at_ns, wall_ns, total_ns, f"{name} {duration(wall_ns)}")
-    return (swatched("co", name), bar, share, duration(wall_ns), "", "")
+    return (swatched("co", name), bar, percent_of(wall_ns, total_ns), duration(wall_ns), "", "")
 
 
 def _bar(kind: str, at_ns: int, wall_ns: int, total_ns: int, hover: str) -> Html:

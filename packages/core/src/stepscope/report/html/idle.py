@@ -8,7 +8,7 @@ from typing import get_args
 
 from stepscope.report.blocks.idle import name_causes, say_collectives
 from stepscope.report.charts.marks import pick_of_each
-from stepscope.report.formatting import count, duration, percents, say_profiled, starred
+from stepscope.report.formatting import count, duration, percent_of, say_profiled, starred
 from stepscope.report.html.markup import Html
 from stepscope.report.html.page import legend, section, stacked, table
 from stepscope.report.section import Page
@@ -51,13 +51,12 @@ def _row(row: Idle, window_ns: int, collectives: bool) -> tuple[str | Html, ...]
         for kind in ("busy", *_KINDS)
         if parts[kind]
     )
-    (share,) = percents([row.idle_ns], window_ns)
     cells = (
         starred(row.process, row.profiled),
         stacked(bars, window_ns),
         duration(row.busy_ns),
         duration(row.idle_ns),
-        share,
+        percent_of(row.idle_ns, window_ns),
         ", ".join(name_causes(row, most=2)[0]),
     )
     return (*cells, say_collectives(row)) if collectives else cells

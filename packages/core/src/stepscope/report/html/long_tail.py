@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.blocks.long_tail import name_extreme, slow_cells, tail_sentences, waits
+from stepscope.report.blocks.long_tail import slow_cells, tail_sentences, waits
 from stepscope.report.charts.lanes import pack_trajectories
-from stepscope.report.formatting import duration
+from stepscope.report.formatting import duration, turn
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import EMPTY, Html, tag
 from stepscope.report.html.page import percent, section, stacked, table
@@ -57,7 +57,7 @@ def _spread(spread: Spread, colours: Colours) -> tuple[str | Html, ...]:
         f"{spread.calls:,}",
         tag("div", body, *marks, class_="spread"),
         *(duration(ns) for _, ns in points),
-        name_extreme(spread.max),
+        turn(spread.max.trajectory, spread.max.turn),
     )
 
 

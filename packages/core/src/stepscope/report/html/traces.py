@@ -15,7 +15,7 @@ from stepscope.report.blocks.traces import (
     trouble_lists,
 )
 from stepscope.report.charts.marks import pick
-from stepscope.report.formatting import count, duration, percents
+from stepscope.report.formatting import count, duration, percent_of
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import ROWS, draw, percent, section, stacked, table
 from stepscope.report.section import Page
@@ -109,6 +109,6 @@ def _device(row: DeviceRow) -> tuple[str | Html, ...]:
     bars = ((f"w-{kind}", ns, f"{row.process}: {kind} {duration(ns)}") for kind, ns in parts)
     return (
         row.process, row.device, stacked(bars, row.recorded_ns), duration(row.recorded_ns),
-        duration(row.busy_ns), percents([row.busy_ns], row.recorded_ns)[0], duration(row.compute_ns),
+        duration(row.busy_ns), percent_of(row.busy_ns, row.recorded_ns), duration(row.compute_ns),
         duration(row.communication_ns), duration(row.exposed_ns), duration(row.memory_ns),
     )  # fmt: skip
