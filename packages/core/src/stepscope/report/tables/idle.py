@@ -14,9 +14,9 @@ import msgspec
 from stepscope.report.accounting import Interval, Label, bits_of, union_ns, walk
 from stepscope.report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is_transfer, label_of
 from stepscope.report.table import Table
-from stepscope.report.tables.breakdown import part_of
+from stepscope.report.tables.breakdown import intervals_of
 from stepscope.report.tables.gaps import find_stretches
-from stepscope.timeline import EngineStall, Timeline, TraceActivity
+from stepscope.timeline import EngineStall, Span, Timeline, TraceActivity
 
 IdleKind: TypeAlias = Literal[
     "rollout", "weight sync", "slowest rank", "other work", "own profiler", "unaccounted"
@@ -153,7 +153,6 @@ class _Shift:
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self._kinds: dict[_Kind, int] = {}
         self._roles = sorted({process.info.role for process in timeline.processes})
         self._owners = [index for index, process in enumerate(timeline.processes) if process.owner]
         self._runs = Counter[int]()
@@ -177,8 +176,7 @@ class _Shift:
         """Return for each process its idle time, by what it waited for."""
         timeline, window = self._timeline, self._timeline.window
         idle = [Counter[_Awaited]() for _ in timeline.processes]
-        intervals = self._intervals()
-        kinds = list(self._kinds)
+        intervals, kinds = intervals_of(timeline, range(len(timeline.spans)), self._kind_of)
         transfers = self._transfers(intervals)
         before = 0
         for index in range(len(timeline.processes)):
@@ -198,17 +196,10 @@ class _Shift:
             self._end(index, idle)
         return idle
 
-    def _intervals(self) -> list[Interval]:
-        timeline, intervals = self._timeline, []
-        for span in timeline.spans:
-            process = timeline.processes[span.process]
-            later = span.step > timeline.step
-            work = _Work(span.waits, later, process.owner, process.info.role, label_of(span))
-            kind = _Kind(span.process, work)
-            ends_ns = timeline.until_ns(span) if process.aligned else span.start_ns
-            bit = self._kinds.setdefault(kind, len(self._kinds))
-            intervals.append(Interval(span.start_ns, ends_ns, part_of(timeline, span), bit))
-        return intervals
+    def _kind_of(self, span: Span) -> _Kind:
+        process, later = self._timeline.processes[span.process], span.step > self._timeline.step
+        work = _Work(span.waits, later, process.owner, process.info.role, label_of(span))
+        return _Kind(span.process, work)
 
     def _transfers(self, intervals: Sequence[Interval]) -> dict[int, _Awaited]:
         """Return the stretches in which nothing runs and weights are on their way, by start."""
@@ -329,7 +320,7 @@ class _Skew(NamedTuple):
 
 def _skews(activities: Iterable[TraceActivity]) -> dict[int, _Skew]:
     """Return the skew of each process that is in collectives with others."""
-    waits: dict[int, dict[int, array[int]]] = defaultdict(lambda: defaultdict(_times))
+    waits: dict[int, dict[int, array[int]]] = defaultdict(lambda: defaultdict(lambda: array("q")))
     """By process, and by the one that was last: from, until, and so on."""
     for members in _matched(activities):
         for calls in zip(*members.values(), strict=True):
@@ -359,10 +350,6 @@ def _matched(activities: Iterable[TraceActivity]) -> Iterator[dict[int, Iterator
             members = [process for process, length in lengths.items() if length == number]
             if len(members) > 1:
                 yield {process: merge(*map(_pairs, of[process])) for process in members}
-
-
-def _times() -> array[int]:
-    return array("q")
 
 
 def _pairs(flat: array[int]) -> Iterator[tuple[int, int]]:
