@@ -6,7 +6,6 @@ A bound is of the same work in the same order: its cause takes no time, everythi
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -14,6 +13,7 @@ import msgspec
 
 from stepscope.report.accounting import Pair, clipped, joined, union_ns
 from stepscope.report.spans import MOVES_WEIGHTS, is_tool, placed
+from stepscope.report.table import grouped
 from stepscope.timeline import Span, Timeline
 
 
@@ -44,14 +44,10 @@ class _Rollout:
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self._members: dict[str, list[Span]] = defaultdict(list)
-        self._roots: list[Span] = []
-        for span in timeline.spans:
-            if span.trajectory is not None:
-                self._members[span.trajectory].append(span)
-                if span.stage == "trajectory" and span.step == timeline.step and span.end_ns is not None:
-                    self._roots.append(span)
-        self._roots = [span for span in self._roots if timeline.processes[span.process].aligned]
+        inside = [span for span in timeline.spans if span.trajectory is not None]
+        self._members = grouped(inside, lambda span: span.trajectory or "")
+        roots = (span for span in inside if span.stage == "trajectory" and span.step == timeline.step)
+        self._roots = [span for span in roots if span.end_ns is not None and self._aligned(span)]
 
     def without(self, counts: Callable[[Span], bool]) -> int:
         """Return how much earlier the last trajectory could end if some of the spans took no time.

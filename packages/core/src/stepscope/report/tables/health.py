@@ -144,16 +144,13 @@ def cut_processes(timeline: Timeline, *, by_a_budget: bool = False) -> frozenset
         process.name
         for process in timeline.processes
         if (part := latest.get(process.info.key)) is not None
-        and (_is_truncated(part) or (not by_a_budget and _ended_with_its_process(part)))
+        and (is_truncated(part) or (not by_a_budget and part.ended_by in ("signal", "exit")))
     )
 
 
-def _is_truncated(part: ProcessPart) -> bool:
+def is_truncated(part: ProcessPart) -> bool:
+    """Return whether a budget ended the recording of spans."""
     return any(item.kind == "spans" and item.truncated for item in part.expected)
-
-
-def _ended_with_its_process(part: ProcessPart) -> bool:
-    return part.ended_by in ("signal", "exit")
 
 
 def _skipped(timeline: Timeline) -> tuple[str, ...]:

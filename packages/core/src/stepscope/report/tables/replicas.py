@@ -54,6 +54,10 @@ class Tokens(msgspec.Struct):
     output: int | None = None
     preemptions: int | None = None
 
+    def add(self, field: str, number: int | None) -> None:
+        if number is not None:
+            setattr(self, field, (getattr(self, field) or 0) + number)
+
 
 class Replica(msgspec.Struct, kw_only=True):
     """One inference replica, or a process whose requests name none."""
@@ -306,7 +310,10 @@ def _count_requests(timeline: Timeline, owner_of: Callable[[Span], _Key]) -> dic
     for index in stated:
         if index not in around:  # what stands around a request repeats it, or adds several up
             span = timeline.spans[index]
-            _add(sums[owner_of(span)], span.attrs or {})
+            tokens = sums[owner_of(span)]
+            tokens.add("requests", 1)
+            for name, field in _FACTS.items():
+                tokens.add(field, _number(span.attrs or {}, name))
     return sums
 
 
@@ -316,21 +323,13 @@ def _is_request(span: Span) -> bool:
     return own and any(_number(attrs, name) is not None for name in ("prompt_tokens", "output_tokens"))
 
 
-def _add(tokens: Tokens, attrs: Mapping[str, object]) -> None:
-    tokens.requests = (tokens.requests or 0) + 1
-    for name, field in _FACTS.items():
-        value = _number(attrs, name)
-        if value is not None:
-            setattr(tokens, field, (getattr(tokens, field) or 0) + value)
-
-
 def _count_phases(served: Iterable[Span]) -> Tokens:
     """Return the sums of `tokens` on spans `prefill` and `decode`, for engines that record nothing else."""
     tokens = Tokens()
     for span in served:
-        field, value = _PHASE_FACTS.get(span.stage), _number(span.attrs or {}, "tokens")
-        if field is not None and value is not None:
-            setattr(tokens, field, (getattr(tokens, field) or 0) + value)
+        field = _PHASE_FACTS.get(span.stage)
+        if field is not None:
+            tokens.add(field, _number(span.attrs or {}, "tokens"))
     decodes = sum(span.stage == "decode" and span.end_ns is not None for span in served)
     tokens.requests = decodes or None
     return tokens
@@ -344,7 +343,7 @@ def _count_between(activities: Iterable[TraceActivity]) -> Tokens:
         for name, field in _COUNTERS.items():
             before, after = (_number(options, f"{name}_at_{when}") for when in ("start", "stop"))
             if before is not None and after is not None and after >= before:
-                setattr(tokens, field, (getattr(tokens, field) or 0) + after - before)
+                tokens.add(field, after - before)
     return tokens
 
 
