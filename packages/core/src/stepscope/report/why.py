@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from stepscope.files.states import EngineState, ProcessState
+from stepscope.files.states import EngineState, OpenSpan, ProcessState
 from stepscope.report.waiting.calls import (
     STUCK_NS,
     Call,
@@ -102,9 +102,7 @@ def _loaded(state: ProcessState) -> Iterator[EngineState]:
 
 def _asked(states: Sequence[ProcessState], calls: Sequence[Call], call: Call) -> Iterator[int]:
     """Yield the engines that a call waits for: those of its process, if it is in one or asks one."""
-    state = next((state for state in states if state.process.key == call.process), None)
-    span = None if state is None else next((span for span in state.spans if span.span == call.span), None)
-    if state is None or span is None or not asks(state, span):
+    if not any(asks(state, span) for state, span in _spans_of(states, call)):
         return
     engines = [at for at, other in enumerate(calls) if other.engine and other.process == call.process]
     stuck = [at for at in engines if is_stuck(calls[at])]
@@ -120,18 +118,18 @@ def _all_waited_for(
 ) -> set[int]:
     """Return the calls that a call waits for: by carriers, in an engine, or else by Ray."""
     known = {*_waited_for(states, places, call), *_asked(states, calls, call)}
-    if known or not (call.remote or _is_in_ray(states, call)):
+    in_ray = (asks_ray(frames_of(state, span)) for state, span in _spans_of(states, call))
+    if known or not (call.remote or any(in_ray)):
         return known
     processes = ray.called_by(call.process)
     return {index for index, other in enumerate(calls) if other.process in processes}
 
 
-def _is_in_ray(states: Sequence[ProcessState], call: Call) -> bool:
-    state = next((state for state in states if state.process.key == call.process), None)
-    spans = () if state is None else state.spans
-    return any(
-        asks_ray(frames_of(state, span)) for span in spans if state is not None and span.span == call.span
-    )
+def _spans_of(states: Sequence[ProcessState], call: Call) -> Iterator[tuple[ProcessState, OpenSpan]]:
+    """Yield the span of a call, with its process. Nothing of a call without one."""
+    for state in states:
+        if state.process.key == call.process:
+            yield from ((state, span) for span in state.spans if span.span == call.span)
 
 
 def _waited_for(
@@ -181,17 +179,13 @@ def _culprits(calls: Sequence[Call], states: Sequence[ProcessState]) -> list[int
     apart = _apart_from_peers(gathered, calls, work, states)
     free.sort(
         key=lambda index: (
-            _goes_on(calls[index]),
+            not (calls[index].held or is_stuck(calls[index])),
             index not in apart,
             calls[index].waits,
             -calls[index].age_ns,
         )
     )
     return [*free, *in_collectives]
-
-
-def _goes_on(call: Call) -> bool:
-    return not call.held and not is_stuck(call)
 
 
 def _apart_from_peers(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
+from itertools import count, takewhile
 
 import msgspec
 
@@ -58,7 +58,7 @@ class _Reading:
                     roots[span.trajectory] = index
         self._roots = sorted(roots.values(), key=lambda index: timeline.spans[index].start_ns)
         self._replicas: dict[str, int] = {}
-        self._number = 0
+        self._numbers = count()
 
     def rollout(self) -> Rollout:
         spans = [self._timeline.spans[root] for root in self._roots]
@@ -128,7 +128,7 @@ class _Reading:
                 continue
             generates = kind == "generate"
             yield Call(
-                number=self._count(),
+                number=next(self._numbers),
                 kind=kind,
                 start_ns=start_ns - begin_ns,
                 end_ns=end_ns - begin_ns,
@@ -154,10 +154,6 @@ class _Reading:
             else:
                 groups.append([index])
         return groups
-
-    def _count(self) -> int:
-        self._number += 1
-        return self._number - 1
 
     def _is_inside(self, index: int) -> bool:
         """Return whether a span around it is a call."""
