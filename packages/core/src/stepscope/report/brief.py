@@ -106,7 +106,6 @@ def run_brief(reports: Sequence[StepReport], folders: Mapping[int, Path]) -> lis
 
 
 def brief_text(parts: Sequence[Part]) -> str:
-    """Return a brief as plain text."""
     first, *rest = parts
     lines = [first.title, *first.lines]
     for part in rest:
@@ -127,7 +126,6 @@ def brief_markdown(parts: Sequence[Part]) -> str:
 
 
 def brief_html(parts: Sequence[Part]) -> str:
-    """Return a brief as HTML, for a notebook."""
     first, *rest = parts
     pieces = [f"<b>{escape(first.title)}</b>", *(f"<br>{escape(line)}" for line in first.lines)]
     for part in rest:

@@ -80,7 +80,6 @@ class Plain:
         return f"Traces in {self._timeline.run_id}"
 
     def head(self) -> list[str]:
-        """Return the sentences above the tables."""
         return [f"{self.title}, {self._extent()}", LEFT_OUT]
 
     def _extent(self) -> str:
@@ -113,7 +112,6 @@ class Plain:
         yield from (*clock_notes(self._report.health), *self._unaligned())
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the tables and lists."""
         for section in _SECTIONS:
             yield from section.blocks_of(self._report)
         yield from self._files()

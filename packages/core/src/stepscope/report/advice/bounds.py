@@ -29,7 +29,6 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_bounds(timeline: Timeline) -> Bounds:
-    """Return the bounds of the step."""
     rollout, window = _Rollout(timeline), timeline.window
     moving = (span for span in timeline.spans if not span.waits and MOVES_WEIGHTS.search(span.stage))
     return Bounds(

@@ -30,7 +30,6 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_demand(timeline: Timeline) -> Demand:
-    """Return the demand of the step."""
     fitting: dict[tuple[int, str], list[float]] = defaultdict(list)
     for engine, used, running in _together(timeline, KV_CACHE, RUNNING_REQUESTS):
         if used >= FULL and running >= 1:

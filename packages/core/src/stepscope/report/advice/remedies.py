@@ -39,7 +39,6 @@ class Case(NamedTuple):
         return value if isinstance(value, (int, float)) else None
 
     def is_on(self, knob: Knob) -> bool:
-        """Return whether a setting is known to be True."""
         return self.number(knob) is True
 
 

@@ -74,7 +74,6 @@ def _times(rows: Sequence[Engine]) -> TextTable:
 
 
 def request_table(rows: Sequence[Engine]) -> TextTable:
-    """Return the requests and tokens of each replica."""
     cells = tuple(map(_request_cells, rows))
     return TextTable("Requests of engines", REQUEST_COLUMNS, cells, REQUESTS_NOTE, noun="replica")
 
@@ -85,7 +84,6 @@ def name_engine(row: Engine, rows: Sequence[Engine]) -> str:
 
 
 def engine_note(rows: Sequence[Engine]) -> str:
-    """Return the note below the times."""
     differ = len({row.profiled for row in rows}) > 1
     return f"{ENGINE_NOTE} {PROFILED}" if differ else ENGINE_NOTE
 

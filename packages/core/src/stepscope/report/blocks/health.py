@@ -106,7 +106,6 @@ def clock_notes(health: Health) -> list[str]:
 
 
 def say_complete(health: Health) -> str:
-    """Return the sentence on a complete step."""
     until = "" if health.user_error is None else ", up to where the capture ended"
     but = f"; {count(len(health.warnings), 'warning')} below" if health.warnings else ""
     return f"Complete: nothing is missing, dropped or broken{until}{but}."

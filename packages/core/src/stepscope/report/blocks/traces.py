@@ -20,7 +20,6 @@ DEVICE_NOTE = "All streams together. Exposed: communication that no computation 
 
 
 def trace_blocks(traces: TraceTables | None, report: StepReport) -> Iterator[Block]:
-    """Yield the tables of the profilers' traces."""
     if traces is None:
         return
     for role, rows in operators_by_role(traces).items():
@@ -43,12 +42,10 @@ def operators_by_role(traces: TraceTables) -> Mapping[str, Sequence[OperatorRow]
 
 
 def on_device(rows: Sequence[OperatorRow]) -> list[OperatorRow]:
-    """Return the operators that ran on a device."""
     return [row for row in rows if row.kind not in ("cpu", "mark")]
 
 
 def on_host(rows: Sequence[OperatorRow]) -> list[OperatorRow]:
-    """Return the operators and marks of the host."""
     return [row for row in rows if row.kind in ("cpu", "mark")]
 
 

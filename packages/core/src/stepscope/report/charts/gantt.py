@@ -23,8 +23,6 @@ STRIPS = 512
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One process."""
-
     name: str
     host: str
     aligned: bool
@@ -34,8 +32,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes of one role."""
-
     role: str
     strips: bool
     """Of each process, only the most specific stage at each instant is drawn."""

@@ -52,8 +52,6 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
-    """All limits of one comparison."""
-
     checks: tuple[Check, ...]
     failed: bool
 

@@ -109,7 +109,6 @@ def _gaps(breakdown: Breakdown) -> Iterator[Html]:
 
 
 def _overlaps(breakdown: Breakdown) -> Iterator[Html]:
-    """Yield the stages that an instant was split among."""
     if breakdown.overlaps:
         overlaps = overlap_table(breakdown, LINES - 1)
         title = f"At the same time, split equally above: {count(len(breakdown.overlaps), 'combination')}"

@@ -33,7 +33,6 @@ def draw_health(health: Health, page: Page) -> Iterator[Html]:
 
 
 def _processes(rows: Sequence[ProcessRow]) -> Html:
-    """Return the spans, the clock and the recording's cost of each process."""
     columns = (
         "process", "host", ">pid", ">spans", ">dropped", "clock", ">open", ">close", ">export", ">in spans",
     )  # fmt: skip

@@ -26,8 +26,6 @@ CHANGES = 5
 
 
 class RunStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of a run's page."""
-
     report: StepReport
     href: str | None
     """The step's page, relative to the run's."""

@@ -22,7 +22,6 @@ _STEPS = 5
 
 
 def draw_stages(stages: Sequence[Stage], page: Page) -> Iterator[Html]:
-    """Yield the maps of processes by stage, and the calls."""
     yield from _heat(stages, page.colours)
     if stages:
         yield _calls(stages, page.colours)
@@ -89,7 +88,6 @@ def _shade(part: float) -> str:
 
 
 def _calls(stages: Sequence[Stage], colours: Colours) -> Html:
-    """Return the calls of every stage."""
     columns, cells = call_columns(stages)
     rows = [
         (colours.swatched((stage.role, stage.stage), f"{stage.role} {stage.title}"), *cells(stage))

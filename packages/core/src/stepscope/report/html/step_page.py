@@ -26,8 +26,6 @@ DOCS = "https://github.com/stepscope/stepscope/blob/main/docs/"
 
 
 class Word(NamedTuple):
-    """A word of the page."""
-
     name: str
     meaning: str
     place: str

@@ -21,7 +21,6 @@ LABELLED_STRIP = 9
 
 
 def gantt(chart: Gantt, colours: Colours) -> Html:
-    """Return a row for each process, by role."""
     groups = [part for group in chart.groups for part in _group(group, chart.window_ns, colours)]
     used = {m.label for g in chart.groups for row in g.rows for lane in row.lanes for m in lane}
     body = tag("div", axis(chart.window_ns), *groups, class_="chart", id="gantt", data_ns=chart.window_ns)

@@ -34,8 +34,6 @@ from stepscope.timeline.step.traces import trace_bytes
 
 
 class _Span(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the table `spans`."""
-
     process: str
     role: str
     stage: str

@@ -288,8 +288,6 @@ _Spent: TypeAlias = Literal["prefill", "decode", "mixed", "held", "paused", "sta
 
 
 class _Times:
-    """Sums over the instants of one replica."""
-
     def __init__(self, source: Source) -> None:
         self.spent: dict[_Spent, int] = dict.fromkeys(get_args(_Spent), 0)
         self.running = self.running_ns = self.running_most = 0

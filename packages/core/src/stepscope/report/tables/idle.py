@@ -118,7 +118,6 @@ def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> 
 
 
 def _causes(idle: Mapping[_Awaited, int], role: str, ran: set[Label], stalled_ns: int) -> Table[Cause]:
-    """Return the causes of a process' idle time, by what others did meanwhile."""
     sums: Counter[tuple[IdleKind, Label | None]] = Counter({("own profiler", None): stalled_ns})
     for awaited, ns in idle.items():
         sums[_kind(awaited, role, ran), None if awaited is None else awaited[1]] += ns
@@ -271,7 +270,6 @@ class _Shift:
 
 
 def _stalls_of_processes(timeline: Timeline) -> dict[int, list[EngineStall]]:
-    """Return the stalls of each process that is a replica's."""
     stalls: dict[int, list[EngineStall]] = {}
     for index, process in enumerate(timeline.processes):
         if process.info.replica is not None and process.info.role in ROLLOUT:
@@ -319,7 +317,6 @@ class _Skew(NamedTuple):
 
 
 def _skews(activities: Iterable[TraceActivity]) -> dict[int, _Skew]:
-    """Return the skew of each process that is in collectives with others."""
     waits: dict[int, dict[int, array[int]]] = defaultdict(lambda: defaultdict(lambda: array("q")))
     """By process, and by the one that was last: from, until, and so on."""
     for members in _matched(activities):

@@ -364,7 +364,6 @@ def _slow(
 
 
 def _waits(wall_ns: Counter[Label], names: ToolNames) -> tuple[Wait, ...]:
-    """Return what took the time, the longest first."""
     return tuple(
         Wait(role=label[0], stage=stage, name=name, wall_ns=ns)
         for label, ns in wall_ns.most_common()

@@ -50,8 +50,6 @@ class Staleness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Consumed:
-    """Known facts of one consumed trajectory."""
-
     def __init__(self) -> None:
         self.begun: int | None = None
         self.versions: set[int] = set()

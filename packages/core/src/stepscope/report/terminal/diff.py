@@ -41,7 +41,6 @@ def render_diff(comparison: Diff) -> RenderableType:
 
 
 def diff_markdown(comparison: Diff) -> str:
-    """Return the same as Markdown."""
     head = "  \n".join(_head(comparison).plain.splitlines())
     parts = [head, markdown_table(COLUMNS, _rows(comparison)), _note(comparison)]
     grown = comparison.kernels

@@ -19,12 +19,10 @@ NO_INTERVAL = (
 
 
 def render_gate(gate: Gate) -> RenderableType:
-    """Return the verdict of each limit, as a table."""
     return table("The gate", COLUMNS, [_row(check) for check in gate.checks], _note(gate))
 
 
 def gate_markdown(gate: Gate) -> str:
-    """Return the same as a Markdown table."""
     title = f"**stepscope: {'failed' if gate.failed else 'passed'}**"
     return f"{title}\n\n{markdown_table(COLUMNS, [_row(check) for check in gate.checks])}\n\n{_note(gate)}"
 

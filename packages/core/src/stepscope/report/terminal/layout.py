@@ -21,7 +21,6 @@ ROWS = 2 * LISTED
 
 
 def draw(block: Block) -> RenderableType:
-    """Return a block as the terminal shows it."""
     if isinstance(block, TextTable):
         return _cut_table(block)
     if isinstance(block, Listing):

@@ -19,7 +19,6 @@ from stepscope.report.terminal.layout import draw, table
 
 
 def render(report: StepReport) -> Group:
-    """Return all tables of one step."""
     return Group(_head(report), *map(draw, _blocks(report)))
 
 
@@ -37,7 +36,6 @@ def render_short(report: StepReport) -> Group:
 
 
 def render_overview(reports: Sequence[StepReport]) -> RenderableType:
-    """Return one line for each of several steps."""
     runs = len({report.run_id for report in reports}) > 1
     columns = (
         ">step", *(["run"] * runs), ">took", ">uncaptured", f">{BESIDE}", ">unaccounted", "largest stages",

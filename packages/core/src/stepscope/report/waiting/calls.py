@@ -184,7 +184,6 @@ def _runs_in(task: Task, thread: Thread) -> bool:
 
 
 def remote_call(task: RayCall) -> Call:
-    """Return a call of a Ray actor that does not record."""
     place = "" if task.pid is None else f" (pid {task.pid})"
     return Call(
         process=task.actor,
@@ -255,5 +254,4 @@ def _entered(state: ProcessState, group: ProcessGroup) -> int:
 
 
 def rank_of(state: ProcessState) -> int | None:
-    """Return the global rank of a process."""
     return state.process.rank if state.collectives is None else state.collectives.rank

@@ -84,8 +84,6 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Played(NamedTuple):
-    """Trajectories and their servers."""
-
     trajectories: Sequence[Trajectory]
     works: Sequence[float]
     """By `Call.number`: tokens."""
@@ -191,7 +189,6 @@ class Predicting:
         raise RecordError(_misfit(self._step, tried[0]))
 
     def _replayed(self, played: _Played, changes: Changes) -> Outcome:
-        """Return the step, replayed by the rules of `changes`."""
         factors = played.speeds[: changes.replicas]
         rules = Rules(
             curve=played.curve,

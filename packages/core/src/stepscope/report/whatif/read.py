@@ -117,7 +117,6 @@ class _Reading:
         )
 
     def _calls(self, root: int, begin_ns: int) -> Iterator[Call]:
-        """Yield the calls of a trajectory."""
         around = self._timeline.spans[root]
         for indices in self._grouped(root):
             first, last = self._timeline.spans[indices[0]], self._timeline.spans[indices[-1]]
