@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from stepscope.files.states import EngineState, OpenSpan, ProcessState
+from stepscope.files.states import EngineState, OpenSpan, ProcessState, RayCall
 from stepscope.report.waiting.calls import (
     STUCK_NS,
     Call,
@@ -22,7 +23,10 @@ from stepscope.report.waiting.calls import (
     standing_call,
 )
 from stepscope.report.waiting.places import asks_ray, held_frames, is_library, say_where
-from stepscope.report.waiting.ray_calls import RayCalls
+
+_RUNNING = "RUNNING"
+_MOST = 8
+"""Calls of one actor that are listed."""
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +58,7 @@ def why(states: Sequence[ProcessState], stills: Sequence[Standstill] = ()) -> Wh
     calls, places = _calls(states)
     calls += map(standing_call, stills)
     calls += [engine_call(state, engine) for state in states for engine in _loaded(state)]
-    ray = RayCalls(states)
+    ray = _RayCalls(states)
     calls += [remote_call(task) for tasks in ray.elsewhere().values() for task in tasks]
     edges = [sorted(_all_waited_for(states, places, calls, call, ray)) for call in calls]
     joined = tuple(
@@ -114,7 +118,7 @@ def _all_waited_for(
     places: dict[tuple[str, int], int],
     calls: Sequence[Call],
     call: Call,
-    ray: RayCalls,
+    ray: _RayCalls,
 ) -> set[int]:
     """Return the calls that a call waits for: by carriers, in an engine, or else by Ray."""
     known = {*_waited_for(states, places, call), *_asked(states, calls, call)}
@@ -224,3 +228,40 @@ def _main(state: ProcessState) -> str:
     main = next((thread for thread in state.threads if thread.name == "MainThread"), None)
     where = "" if main is None else say_where(main.frames)
     return f"in no call{f': {where}' if where else ''}"
+
+
+class _RayCalls:
+    """Open calls by actor. `asker` is the key of the process that asked Ray, the driver as a rule."""
+
+    def __init__(self, states: Sequence[ProcessState]) -> None:
+        self.asker: ProcessState | None = next((state for state in states if state.ray_calls), None)
+        calls = () if self.asker is None else self.asker.ray_calls
+        self._keys = {state.process.actor_id: state.process.key for state in states if state.process.actor_id}
+        self._of: dict[str, list[RayCall]] = defaultdict(list)
+        self._called: dict[str | None, set[str]] = defaultdict(set)
+        for call in calls:
+            self._of[call.actor].append(call)
+            if call.caller != call.actor:
+                self._called[call.caller].add(call.actor)
+
+    def elsewhere(self) -> dict[str, list[RayCall]]:
+        """Return {actor: calls that it runs} of those that do not record; those that wait if it runs none."""
+        return {
+            actor: ([call for call in calls if call.state == _RUNNING] or calls)[:_MOST]
+            for actor, calls in self._of.items()
+            if actor not in self._keys
+        }
+
+    def called_by(self, process: str) -> set[str]:
+        """Return the processes, or actors, whose calls a process waits for.
+
+        Args:
+            process: `ProcessInfo.key`, or the id of an actor that does not record.
+        """
+        actors = set(self._called.get(self._actor_of(process), ()))
+        if self.asker is not None and process == self.asker.process.key:
+            actors |= self._called.get(None, set())
+        return {self._keys.get(actor, actor) for actor in actors} - {process}
+
+    def _actor_of(self, process: str) -> str:
+        return next((actor for actor, key in self._keys.items() if key == process), process)

@@ -15,12 +15,36 @@ from stepscope.report.accounting import Label, Pair, clipped, joined, union_ns
 from stepscope.report.spans import ROLLOUT, above, is_of, label_of, trains
 from stepscope.report.table import grouped
 from stepscope.report.throughput.devices import Devices, Hardware, together
-from stepscope.report.throughput.peaks import peak_tflops
 from stepscope.report.throughput.tokens import Count, stage_tokens
 from stepscope.timeline import Span, Timeline, TraceActivity
 
 _OTHER_MODELS = ROLLOUT | {"critic"}
 """Roles that `flops_per_token` says nothing of, or whose tokens are not all that they compute."""
+_TFLOPS = {
+    # nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/
+    # nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    # resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet: 1,979, 1,513 and 1,671
+    "NVIDIA H100 80GB HBM3": 989.5,
+    "NVIDIA H100 PCIe": 756.5,
+    "NVIDIA H100 NVL": 835.5,
+    # resources.nvidia.com/en-us-data-center-overview-mc/en-us-data-center-overview/hpc-datasheet-sc23-h200
+    "NVIDIA H200": 989.5,
+    "NVIDIA H200 NVL": 835.5,
+    # nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703: 4,500
+    "NVIDIA B200": 2250.0,
+    # resources.nvidia.com/en-us-l40s/l40s-datasheet-28413: 362.05, and 733 with sparsity
+    "NVIDIA L40S": 362.05,
+    # amd.com/en/products/accelerators/instinct/mi300/mi300x.html
+    "AMD Instinct MI300X": 1307.4,
+}
+"""Peak TFLOP/s by the names that torch gives devices: dense, in BF16 or FP16, from data sheets. Where these
+print the figure with sparsity, which is twice the dense one, it is halved. A slice of a device (MIG) has
+another name, and no peak. None of Huawei's was found for Ascend 910B; others name 256 to 376.
+"""
 
 
 class StageUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,8 +170,7 @@ def _us(activity: TraceActivity, unix_ns: int) -> float:
 def _use(
     label: Label, flops: float, source: str, device_ns: int, devices: Devices, hardware: Hardware
 ) -> StageUse:
-    known = None if devices.name is None else peak_tflops(devices.name)
-    peak = hardware.peak_tflops or known
+    peak = hardware.peak_tflops or _TFLOPS.get(devices.name or "")
     tflops = flops / device_ns / 1000
     return StageUse(
         role=label[0],
