@@ -26,6 +26,7 @@ _CHOICES = 10
 _ATTRIBUTES = 8
 """Attributes that a page offers."""
 _LENGTH = 80
+_TIMES = (">total", ">mean", ">p50", ">p95", ">max", ">active")
 _NOTE = (
     "A call includes those below it. total: a sum. active: while at least one ran. %: active, of the step."
 )
@@ -144,17 +145,7 @@ def _group(timeline: Timeline, value: str, spans: Sequence[Span]) -> Group:
 def group_table(grouping: Grouping, title: str = "") -> TextTable:
     """Return the groups as one table."""
     extra = [name for name in ("open", "errors") if any(getattr(group, name) for group in grouping.groups)]
-    heads = (
-        ">calls",
-        *(f">{name}" for name in extra),
-        ">total",
-        ">mean",
-        ">p50",
-        ">p95",
-        ">max",
-        ">active",
-        ">%",
-    )
+    heads = (">calls", *(f">{name}" for name in extra), *_TIMES, ">%")
     shares = _shares(grouping)
     rows = tuple(
         (

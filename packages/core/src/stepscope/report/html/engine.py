@@ -20,7 +20,7 @@ from stepscope.report.formatting import duration
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import EMPTY, Html, join, tag
 from stepscope.report.html.page import legend, percent, section, stacked, table
-from stepscope.report.html.timecharts import axis
+from stepscope.report.html.timecharts import axis, zoomed
 from stepscope.report.section import Page
 from stepscope.report.tables.engine import Engine, Load
 
@@ -106,11 +106,5 @@ def _load(row: Engine, top: float, window_ns: int, colours: Colours) -> Html:
                 )
                 bars.append(tag("i", class_=f"m {colours.of(('rollout', part))}", style=place, data_t=hover))
                 below += level
-    track = tag("div", tag("div", *bars, class_="zoom"), class_="track curve")
-    return tag(
-        "div",
-        tag("span", row.replica, class_="name"),
-        track,
-        class_="row",
-        style="height:44px",
-    )
+    name, track = tag("span", row.replica, class_="name"), zoomed(bars, "track curve")
+    return tag("div", name, track, class_="row", style="height:44px")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from stepscope.report.charts.gantt import Gantt, Group, Row
 from stepscope.report.charts.lanes import Flight, Lanes
@@ -56,15 +56,20 @@ def _row(row: Row, height: int, window_ns: int, colours: Colours, *, named: bool
         track = tag("div", tag("span", "unaligned: not drawn") if height >= LABELLED_STRIP else "",
                     class_="track unaligned", data_t=why)  # fmt: skip
     else:
-        marks = [
+        marks = (
             _mark(mark, at * height, height, window_ns, colours, f"{row.name}: ")
             for at, lane in enumerate(row.lanes)
             for mark in lane
-        ]
-        track = tag("div", tag("div", *marks, class_="zoom"), class_="track")
+        )
+        track = zoomed(marks)
     classes = "row" if height == LANE else "row strip"
     label = tag("span", row.name if named else "", class_="name", data_t=f"{row.name} on {row.host}")
     return tag("div", label, track, class_=classes, style=f"height:{pixels}px")
+
+
+def zoomed(marks: Iterable[Html], kind: str = "track") -> Html:
+    """Return the part of a row that the page's script zooms."""
+    return tag("div", tag("div", *marks, class_="zoom"), class_=kind)
 
 
 def _mark(mark: Mark, top: int, height: int, window_ns: int, colours: Colours, whose: str) -> Html:
@@ -133,8 +138,8 @@ def _lane(lane: Sequence[Flight], height: int, window_ns: int, colours: Colours)
         for flight in lane
         for mark in flight.marks
     ]
-    track = tag("div", tag("div", *marks, class_="zoom"), class_="track")
-    return tag("div", tag("span", class_="name"), track, class_="row strip", style=f"height:{height}px")
+    name, place = tag("span", class_="name"), f"height:{height}px"
+    return tag("div", name, zoomed(marks), class_="row strip", style=place)
 
 
 def _frame(flight: Flight, height: int, window_ns: int) -> Html:
@@ -164,17 +169,16 @@ def _in_flight(curve: Sequence[float]) -> Html:
         if value
     ]
     label = tag("span", f"in flight, up to {top:.0f}", class_="name")
-    track = tag("div", tag("div", *bars, class_="zoom"), class_="track curve")
+    track = zoomed(bars, "track curve")
     return tag("div", label, track, class_="row", style="height:56px", id="in-flight")
 
 
 def axis(window_ns: int) -> Html:
     """Return the row with the times, above a chart."""
-    marks = [
+    marks = (
         tag("b", duration(at_ns), style=f"left:{percent(at_ns, window_ns)}") for at_ns in ticks(window_ns)
-    ]
-    track = tag("div", tag("div", *marks, class_="zoom"), class_="track")
-    return tag("div", tag("span", class_="name"), track, class_="row axis")
+    )
+    return tag("div", tag("span", class_="name"), zoomed(marks), class_="row axis")
 
 
 def ticks(window_ns: int) -> list[int]:
