@@ -217,6 +217,11 @@ def union_ns(pairs: Iterable[Pair]) -> int:
     return sum(end_ns - start_ns for start_ns, end_ns in joined(pairs))
 
 
+def common_ns(some: Sequence[Pair], others: Sequence[Pair]) -> int:
+    """Return the length of the time that both cover."""
+    return union_ns(some) + union_ns(others) - union_ns([*some, *others])
+
+
 def clipped(pairs: Iterable[Pair], from_ns: int, until_ns: int) -> list[Pair]:
     """Return the parts of the pairs that lie between two times."""
     parts = ((max(start_ns, from_ns), min(end_ns, until_ns)) for start_ns, end_ns in pairs)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.files.counters import GPU, NPU, CounterKind, CounterScope
-from stepscope.report.accounting import Pair, joined
+from stepscope.report.accounting import common_ns, joined
 from stepscope.report.spans import is_tool, placed
 from stepscope.report.table import Table
 from stepscope.timeline import Counter, Timeline
@@ -131,20 +131,7 @@ def _idle(timeline: Timeline, sampled: Sequence[tuple[Counter, list[Piece]]]) ->
         idle = [(piece.start_ns, piece.end_ns) for piece in pieces if piece.value == 0]
         if counter.name in (GPU, NPU) and (idle_ns := sum(end - start for start, end in idle)):
             process = timeline.processes[counter.process]
-            tools_ns = _common_ns(idle, tools) if process.aligned else 0
+            tools_ns = common_ns(idle, tools) if process.aligned else 0
             yield IdleDevice(
                 device=counter.of or counter.name, host=process.info.host, idle_ns=idle_ns, tools_ns=tools_ns
             )
-
-
-def _common_ns(some: Sequence[Pair], others: Sequence[Pair]) -> int:
-    """Return the time that both lists cover; each is disjoint and in order."""
-    common_ns = at = 0
-    for start, end in some:
-        while at < len(others) and others[at][1] <= start:
-            at += 1
-        for other_start, other_end in others[at:]:
-            if other_start >= end:
-                break
-            common_ns += max(0, min(end, other_end) - max(start, other_start))
-    return common_ns

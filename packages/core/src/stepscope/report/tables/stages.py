@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from stepscope.files.spans import PROFILING
-from stepscope.report.accounting import rank_of, union_ns
+from stepscope.report.accounting import common_ns, rank_of, union_ns
 from stepscope.report.formatting import middle
 from stepscope.report.spans import ToolNames, title
 from stepscope.report.table import Table, grouped
@@ -115,13 +115,12 @@ def _share(timeline: Timeline, index: int, spans: Sequence[Span]) -> Share:
         for stall in timeline.stalls
         if stall.replica == process.info.replica and spans[0].role == "rollout"
     ]
-    busy_ns = union_ns(running)
     return Share(
         process=process.name,
         rank=process.info.rank,
         calls=sum(span.dur_ns is not None for span in spans),
-        busy_ns=busy_ns,
+        busy_ns=union_ns(running),
         total_ns=sum(end_ns - start_ns for start_ns, end_ns in running),
-        stalled_ns=busy_ns + union_ns(stalls) - union_ns([*running, *stalls]),
+        stalled_ns=common_ns(running, stalls),
         profiled=process.profiled,
     )
