@@ -8,7 +8,8 @@ and the time between calls, take as long as measured.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from heapq import heappop, heappush
 from itertools import count
 from typing import TypeAlias
@@ -52,11 +53,11 @@ _START, _CALL, _DONE, _END = range(4)
 class _Replica:
     """A server that shares its speed among its requests."""
 
-    def __init__(self, rates: _Rates, speed: float) -> None:
+    def __init__(self, rate_of: Callable[[int], float], speed: float) -> None:
         self.ends_at = _NEVER
         """Time at which its next request ends."""
         self.requests: list[tuple[float, int, _Placed]] = []
-        self._rates, self._speed = rates, speed
+        self._rate_of, self._speed = rate_of, speed
         self._rate = 0.0
         """Of each request, now."""
         self._served, self._at = 0.0, 0.0
@@ -80,28 +81,16 @@ class _Replica:
         if not requests:
             self.ends_at = _NEVER
             return
-        self._rate = self._rates[len(requests)] * self._speed
+        self._rate = self._rate_of(len(requests)) * self._speed
         left = requests[0][0] - self._served
         self.ends_at = at + left / self._rate if left > 0.0 else at
-
-
-class _Rates(dict[int, float]):
-    """The rate of each request, by the number of requests: filled as they are asked for."""
-
-    def __init__(self, curve: Curve) -> None:
-        super().__init__()
-        self._curve = curve
-
-    def __missing__(self, requests: int) -> float:
-        self[requests] = rate = self._curve.rate(requests)
-        return rate
 
 
 class _Replay:
     def __init__(self, trajectories: Sequence[Trajectory], rules: Rules) -> None:
         self._trajectories, self._rules = trajectories, rules
-        rates = _Rates(rules.curve)
-        self._replicas = [_Replica(rates, speed) for speed in rules.speeds]
+        rate_of = cache(rules.curve.rate)
+        self._replicas = [_Replica(rate_of, speed) for speed in rules.speeds]
         self._events: list[_Event] = []
         self._order = 0
         self._phase = [0] * len(trajectories)
