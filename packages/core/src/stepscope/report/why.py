@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -143,12 +143,7 @@ def _waited_for(
     own = next((state for state in states if state.process.key == call.process), None)
     if own is None:
         return
-    parents = {span.span: span.parent for span in own.spans}
-    line: set[int | None] = set()
-    at: int | None = call.span
-    while at is not None and at not in line:
-        line.add(at)
-        at = parents.get(at)
+    line = _line({span.span: span.parent for span in own.spans}, call.span)
     for state in states:
         below = {
             span.span for span in state.spans if span.link is not None
@@ -161,14 +156,18 @@ def _leaves(state: ProcessState, tops: set[int], places: dict[tuple[str, int], i
     parents = {span.span: span.parent for span in state.spans}
     for span in parents:
         index = places.get((state.process.key, span))
-        at: int | None = span
-        for _ in range(len(parents) + 1):
-            if index is None or at is None:
-                break
-            if at in tops:
-                yield index
-                break
-            at = parents.get(at)
+        if index is not None and not tops.isdisjoint(_line(parents, span)):
+            yield index
+
+
+def _line(parents: Mapping[int, int | None], span: int) -> set[int]:
+    """Return a span and those above it in its process."""
+    line = set[int]()
+    at: int | None = span
+    while at is not None and at not in line:
+        line.add(at)
+        at = parents.get(at)
+    return line
 
 
 def _culprits(calls: Sequence[Call], states: Sequence[ProcessState]) -> list[int]:
