@@ -5,7 +5,7 @@ Their tables are for the terminal, for Markdown, and for a page with a choice.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -76,10 +76,7 @@ def group_spans(timeline: Timeline, attribute: str) -> Grouping:
 
 def attributes_of(timeline: Timeline) -> list[str]:
     """Return the attributes that spans of the step state, by the number of these spans, the most first."""
-    counts: dict[str, int] = defaultdict(int)
-    for span in timeline.spans:
-        for name in span.attrs or ():
-            counts[name] += 1
+    counts = Counter(name for span in timeline.spans for name in span.attrs or ())
     return sorted(counts, key=lambda name: (-counts[name], name))
 
 

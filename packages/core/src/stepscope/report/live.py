@@ -14,6 +14,8 @@ from stepscope.report.formatting import middle
 
 COMPARED = 50
 """Steps that the running one is compared with, the last."""
+_NAMED = 8
+"""Trajectories that are named."""
 
 
 class StageNow(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +76,6 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
 def live(
     lines: Sequence[StepLine],
     states: Sequence[ProcessState],
-    shown: int = 8,
     *,
     recorded: Sequence[Sampled] = (),
     recorded_step: int | None = None,
@@ -84,7 +85,6 @@ def live(
     Args:
         lines: Of its steps.
         states: Of the processes that answered.
-        shown: Trajectories that are named.
         recorded: Counters of the last step on disk that has some.
         recorded_step: The number of that step.
     """
@@ -101,7 +101,7 @@ def live(
         stages=tuple(_stages(last)),
         lanes=tuple(_lanes(states)),
         flights=len(flights),
-        oldest=tuple(flights[:shown]),
+        oldest=tuple(flights[:_NAMED]),
         fleets=tuple(
             fleets([Sampled(state.process, state.counters) for state in states], recorded, recorded_step)
         ),

@@ -77,11 +77,8 @@ _Awaited: TypeAlias = "tuple[str, Label] | None"
 """(role of the process that does it, what it does). None: nothing that was recorded."""
 
 
-class _Kind(NamedTuple):
-    """The meaning of a bit of the walk."""
-
-    process: int
-    work: _Work
+_Kind: TypeAlias = tuple[int, _Work]
+"""(process, its work): the meaning of a bit of the walk."""
 
 
 def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Idle]:
@@ -198,7 +195,7 @@ class _Shift:
     def _kind_of(self, span: Span) -> _Kind:
         process, later = self._timeline.processes[span.process], span.step > self._timeline.step
         work = _Work(span.waits, later, process.owner, process.info.role, label_of(span))
-        return _Kind(span.process, work)
+        return span.process, work
 
     def _transfers(self, intervals: Sequence[Interval]) -> dict[int, _Awaited]:
         """Return the stretches in which nothing runs and weights are on their way, by start."""
@@ -217,18 +214,17 @@ class _Shift:
         """Apply what began and ended, and return the processes that this may make busy or idle."""
         touched, workers = set(), (bool(self._workers), bool(self._workers_now))
         for bit in changed:
-            kind = kinds[bit]
+            process, work = kinds[bit]
             sign = 1 if mask >> bit & 1 else -1
-            work = kind.work
             self._labels[work] += sign
             if not self._labels[work]:
                 del self._labels[work]
             if not work.waiting:
-                self._runs[kind.process] += sign
-                self._runs_now[kind.process] += sign * (not work.later)
+                self._runs[process] += sign
+                self._runs_now[process] += sign * (not work.later)
                 self._workers += sign * (not work.owner)
                 self._workers_now += sign * (not work.owner and not work.later)
-                touched.add(kind.process)
+                touched.add(process)
         if workers != (bool(self._workers), bool(self._workers_now)):
             touched.update(self._owners)
         return touched

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from stepscope.report.blocks.advice import advice_blocks
 from stepscope.report.blocks.baseline import say_beside, say_usual
-from stepscope.report.blocks.block import Block
 from stepscope.report.blocks.breakdown import BESIDE, account_table
 from stepscope.report.blocks.health import say_again, say_ended, say_incomplete, say_recorder
 from stepscope.report.formatting import duration, moment, percents, plain
@@ -19,14 +19,9 @@ from stepscope.report.terminal.layout import draw, table
 
 
 def render(report: StepReport) -> Group:
-    return Group(_head(report), *map(draw, _blocks(report)))
-
-
-def _blocks(report: StepReport) -> Iterator[Block]:
-    for section in SECTIONS:
-        yield from section.blocks_of(report)
-    for added in report.added:
-        yield from added.blocks()
+    sections = [section.blocks_of(report) for section in SECTIONS]
+    added = [section.blocks() for section in report.added]
+    return Group(_head(report), *map(draw, chain(*sections, *added)))
 
 
 def render_short(report: StepReport) -> Group:

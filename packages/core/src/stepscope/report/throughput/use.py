@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from stepscope.report.accounting import Label, Pair, clipped, joined, union_ns
-from stepscope.report.spans import ROLLOUT, above, is_of, label_of, trains
+from stepscope.report.spans import ROLLOUT, above, is_of, label_of, placed, trains
 from stepscope.report.table import grouped
 from stepscope.report.throughput.devices import Devices, Hardware, together
 from stepscope.report.throughput.tokens import Count, stage_tokens
@@ -104,7 +104,8 @@ def _given(timeline: Timeline, hardware: Hardware, trained: Count | None) -> Ite
     by_label = grouped(timeline.spans, label_of)
     for label, number in tokens.items():
         spans = by_label[label]
-        busy_ns = union_ns([(span.start_ns, timeline.until_ns(span)) for span in _aligned(timeline, spans)])
+        one = ((span.start_ns, timeline.until_ns(span)) for span in spans if span.process == spans[0].process)
+        busy_ns = union_ns(placed(timeline, spans) or one)  # of one process if none is aligned
         devices = hardware.of_spans(is_of(label))
         if label[0] in _OTHER_MODELS or devices is None or not busy_ns:
             continue
@@ -117,12 +118,6 @@ def _outermost(timeline: Timeline) -> set[Label]:
     """Return the stages that train and run below none that does."""
     training = (span for span in timeline.spans if trains(span) and span.role not in _OTHER_MODELS)
     return {label_of(span) for span in training if not any(map(trains, above(timeline, span)))}
-
-
-def _aligned(timeline: Timeline, spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of aligned processes, or of one process if none is aligned."""
-    aligned = [span for span in spans if timeline.processes[span.process].aligned]
-    return aligned or [span for span in spans if span.process == spans[0].process]
 
 
 def _traced(
