@@ -81,7 +81,9 @@ def step_brief(
         folder: The step's folder. None: no command is named.
         others: Further steps of the run, that are only counted.
     """
-    first = Part(_title(report), tuple(_head(report, others)))
+    took = duration(report.breakdown.window_ns)
+    title = f"Step {report.step} of run {report.run_id}, {moment(report.opened_ns)}: {took}"
+    first = Part(title, tuple(_head(report, others)))
     last = (
         Part("Findings", tuple(_findings(report))),
         Part("Next", () if folder is None else tuple(_commands(report, folder))),
@@ -137,11 +139,6 @@ def brief_html(parts: Sequence[Part]) -> str:
 def _markdown(text: str) -> str:
     """Escape what would be markup: an underscore inside a word is none."""
     return re.sub(r"([\\`*<\[|]|(?<!\w)_|_(?!\w))", r"\\\1", text)
-
-
-def _title(report: StepReport) -> str:
-    took = duration(report.breakdown.window_ns)
-    return f"Step {report.step} of run {report.run_id}, {moment(report.opened_ns)}: {took}"
 
 
 def _head(report: StepReport, others: Sequence[StepReport]) -> Iterator[str]:

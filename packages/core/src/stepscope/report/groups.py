@@ -143,24 +143,18 @@ def group_table(grouping: Grouping, title: str = "") -> TextTable:
     """Return the groups as one table."""
     extra = [name for name in ("open", "errors") if any(getattr(group, name) for group in grouping.groups)]
     heads = (">calls", *(f">{name}" for name in extra), *_TIMES, ">%")
-    shares = _shares(grouping)
     rows = tuple(
         (
             group.value,
             f"{group.calls:,}",
             *(str(getattr(group, name) or "") for name in extra),
             *_times(group),
-            share,
+            percent_of(group.active_ns, grouping.window_ns),  # parts that overlap do not make up the step
         )
-        for group, share in zip(grouping.groups, shares, strict=True)
+        for group in grouping.groups
     )
     columns = (grouping.attribute, *heads)
     return TextTable(title or f"By {grouping.attribute}", columns, rows, _NOTE, "value")
-
-
-def _shares(grouping: Grouping) -> list[str]:
-    # One by one: parts that overlap do not make up the step.
-    return [percent_of(group.active_ns, grouping.window_ns) for group in grouping.groups]
 
 
 def _times(group: Group) -> tuple[str, ...]:

@@ -257,10 +257,8 @@ class _RayCalls:
         Args:
             process: `ProcessInfo.key`, or the id of an actor that does not record.
         """
-        actors = set(self._called.get(self._actor_of(process), ()))
+        own = next((actor for actor, key in self._keys.items() if key == process), process)
+        actors = set(self._called.get(own, ()))
         if self.asker is not None and process == self.asker.process.key:
             actors |= self._called.get(None, set())
         return {self._keys.get(actor, actor) for actor in actors} - {process}
-
-    def _actor_of(self, process: str) -> str:
-        return next((actor for actor, key in self._keys.items() if key == process), process)

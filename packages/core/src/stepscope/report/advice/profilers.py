@@ -29,6 +29,7 @@ def not_typical(evidence: Evidence) -> Advice | None:
     slow, fast = took_ns > baseline.p90_ns, took_ns < baseline.min_ns
     if abs(baseline.excess_ns) * 10 < baseline.p50_ns or not (slow or fast):
         return _stalled(evidence)
+    others = "steps that are not captured" if evidence.health.recorder is None else "the steps near it"
     share = percentage_of(abs(baseline.excess_ns), baseline.p50_ns)
     usual = f"median {duration(baseline.p50_ns)}, {duration(baseline.min_ns)} to {duration(baseline.max_ns)}"
     because = [f"{duration(took_ns)}; {count(len(baseline.steps), 'uncaptured step')} near it: {usual}"]
@@ -38,14 +39,10 @@ def not_typical(evidence: Evidence) -> Advice | None:
     return Advice(
         rule="not-typical",
         kind="alarm",
-        what=f"the step took {share} {'longer' if slow else 'less'} than {_others(evidence)}",
+        what=f"the step took {share} {'longer' if slow else 'less'} than {others}",
         because=tuple(because),
         do=why_slow if slow else "capture another step: this one had less to do",
     )
-
-
-def _others(evidence: Evidence) -> str:
-    return "steps that are not captured" if evidence.health.recorder is None else "the steps near it"
 
 
 def _slowed(evidence: Evidence) -> str:

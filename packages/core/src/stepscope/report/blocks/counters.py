@@ -19,18 +19,15 @@ def counter_blocks(counters: Counters | None, report: StepReport) -> Iterator[Bl
     if counters is None:
         return
     rows: Sequence[CounterRow] = counters.rows
-    shown = rows if len(rows) <= LISTED else _highest(rows)
+    names = grouped(rows, lambda row: row.name).values()
+    highest = [max(own, key=lambda row: (row.increase or 0, row.most)) for own in names]
+    shown = rows if len(rows) <= LISTED else highest
     note = NOTE if any(row.increase is not None for row in shown) else ""
     if len(shown) < len(rows):
         note = f"Of each counter the highest of {count(len(rows), 'row')}. {note}".rstrip()
     columns = COLUMNS if NOTE in note else COLUMNS[:-1]
     cells = tuple(counter_cells(row)[: len(columns)] for row in shown)
     yield TextTable("Counters", columns, cells, note)
-
-
-def _highest(rows: Sequence[CounterRow]) -> list[CounterRow]:
-    groups = grouped(rows, lambda row: row.name).values()
-    return [max(group, key=lambda row: (row.increase or 0, row.most)) for group in groups]
 
 
 def counter_cells(row: CounterRow) -> tuple[str, ...]:

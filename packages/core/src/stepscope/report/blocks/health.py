@@ -52,7 +52,7 @@ def worst_first(processes: Sequence[ProcessRow], shown: int) -> tuple[Sequence[P
         return processes, ""
     vaguest = max(processes, key=lambda process: process.clock.uncertainty_ns or 0)
     others = [process for process in processes if not process.owner]
-    slowest = max(others or processes, key=lambda process: _profiling_ns(process))
+    slowest = max(others or processes, key=_profiling_ns)
 
     def place(process: ProcessRow) -> tuple[bool, bool, bool]:
         wrong = process.clock.uncertainty_ns is None or not process.closed or bool(process.dropped)
@@ -69,11 +69,11 @@ def _processes(processes: Sequence[ProcessRow]) -> TextTable:
     ordered, order = worst_first(processes, 2 * LISTED)
     columns = ("process", "host", ">spans", "clock", ">open", ">close", ">export", ">in spans")
     note = " ".join(filter(None, (order, OPEN_CLOSE, say_profiled(*(row.profiled for row in processes)))))
-    return TextTable("Processes", columns, tuple(map(_process, ordered)), note, noun="process")
-
-
-def _process(row: ProcessRow) -> tuple[str, ...]:
-    return starred(row.name, row.profiled), row.host, f"{row.spans:,}", clock(row), *cost_cells(row)
+    rows = tuple(
+        (starred(row.name, row.profiled), row.host, f"{row.spans:,}", clock(row), *cost_cells(row))
+        for row in ordered
+    )
+    return TextTable("Processes", columns, rows, note, noun="process")
 
 
 def cost_cells(row: ProcessRow) -> tuple[str, ...]:

@@ -91,11 +91,8 @@ def least_busy_first(rows: Sequence[DeviceRow], shown: int) -> tuple[Sequence[De
     if len(rows) <= shown:
         return rows, ""
     ordered = sorted(rows, key=lambda row: row.busy_ns / max(row.recorded_ns, 1))
-    return ordered, f"Least busy first. Busy: {_spread([_busy(row) for row in ordered])}."
-
-
-def _busy(row: DeviceRow) -> str:
-    return f"{percent_of(row.busy_ns, row.recorded_ns)} %"
+    spread = _spread([f"{percent_of(row.busy_ns, row.recorded_ns)} %" for row in ordered])
+    return ordered, f"Least busy first. Busy: {spread}."
 
 
 def most_memory_first(rows: Sequence[MemoryRow], shown: int) -> tuple[Sequence[MemoryRow], str]:

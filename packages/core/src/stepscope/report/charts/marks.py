@@ -11,7 +11,7 @@ import msgspec
 
 from stepscope.report.accounting import Label, Mask, bits_of, walk
 from stepscope.report.table import grouped
-from stepscope.report.tables.breakdown import Work, work_of
+from stepscope.report.tables.breakdown import work_of
 from stepscope.timeline import Span, Timeline
 
 _Row = TypeVar("_Row")
@@ -89,16 +89,14 @@ def runs(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int)
     for from_ns, until_ns, mask in walk(work.intervals, start_ns, end_ns):
         if not mask:
             continue
-        label = chosen.get(mask) or chosen.setdefault(mask, _choose(work, mask))
+        if mask not in chosen:
+            chosen[mask] = min((work.tiers[bit], work.labels[bit]) for bit in bits_of(mask))[1]
+        label = chosen[mask]
         if marks and marks[-1].label == label and marks[-1].end_ns == from_ns - zero_ns:
             marks[-1] = Mark(label, marks[-1].start_ns, until_ns - zero_ns)
         else:
             marks.append(Mark(label, from_ns - zero_ns, until_ns - zero_ns))
     return marks
-
-
-def _choose(work: Work, mask: Mask) -> Label:
-    return min((work.tiers[bit], work.labels[bit]) for bit in bits_of(mask))[1]
 
 
 def blend_short(marks: Iterable[Mark], shortest_ns: int) -> list[Mark]:

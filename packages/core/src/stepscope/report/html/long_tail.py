@@ -29,12 +29,9 @@ def _spreads(tail: LongTail, colours: Colours) -> Html:
     """Return percentiles of each stage inside trajectories, and the ten slowest, each divided."""
     columns = ("stage", ">calls", "p50, p90, p99, max", ">p50", ">p90", ">p99", ">max", "max is")
     spreads = table(columns, [_spread(spread, colours) for spread in tail.spreads], "spreads")
-    return section("tail", "Long tail", _tail_text(tail), spreads, *_slowest(tail.worst, colours))
-
-
-def _tail_text(tail: LongTail) -> Html:
     sentences = tail_sentences(tail)
-    return tag("p", " ".join(sentences), class_="said") if sentences else EMPTY
+    text = tag("p", " ".join(sentences), class_="said") if sentences else EMPTY
+    return section("tail", "Long tail", text, spreads, *_slowest(tail.worst, colours))
 
 
 def _spread(spread: Spread, colours: Colours) -> tuple[str | Html, ...]:

@@ -75,17 +75,14 @@ def _side_by_side(steps: Sequence[RunStep], colours: Colours) -> Html:
     runs = len({step.report.run_id for step in steps}) > 1
     rows = [_step(step, longest_ns, colours, runs) for step in steps]
     columns = ("step", "", ">took", ">uncaptured", f">{BESIDE}", ">unaccounted", "complete")
-    used = [label for label in colours.labels if any(_has(step.report, label) for step in steps)]
+    lines = [line for step in steps for line in step.report.breakdown.lines]
+    used = {(line.role or "", line.stage or "") for line in lines if line.wall_ns}
     kinds = [kind for kind in OTHERS if any(_of_kind(step.report, kind) for step in steps)]
     key = join(colours.legend(used), legend((kind, kind) for kind in kinds))
     body = tag("div", table(columns, rows, "steps-table"), class_="steps")
     note = "%: of the step (took). uncaptured: the median of steps near it that were not captured. "
     note += f"{BESIDE}: the capture, outside of the step."
     return section("steps", "Where each step went", key, body, note=note)
-
-
-def _has(report: StepReport, label: Label) -> bool:
-    return any((line.role, line.stage) == label and line.wall_ns for line in report.breakdown.lines)
 
 
 def _of_kind(report: StepReport, kind: str) -> int:

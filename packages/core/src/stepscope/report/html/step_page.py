@@ -87,13 +87,14 @@ def _by_sight(stages: Sequence[Stage]) -> list[Label]:
 
 
 def _head(timeline: Timeline, report: StepReport) -> Html:
+    usual = (say_usual(report.baseline), say_beside(report.baseline))
     return tag(
         "header",
         tag("h1", f"Step {report.step}"),
         tag("p", f"run {report.run_id}, {moment(report.opened_ns)}", class_="note"),
         tag("div", *(_fact(*fact) for fact in _facts(timeline, report)), class_="facts"),
         *_ended(report.health),
-        *_usual(report),
+        tag("p", ". ".join(filter(None, usual)) + ".", class_="note"),
         *_others(report),
     )
 
@@ -112,11 +113,6 @@ def _ended(health: Health) -> list[Html]:
     if again:
         parts.append(tag("p", again, class_="note"))
     return parts
-
-
-def _usual(report: StepReport) -> list[Html]:
-    sentences = filter(None, (say_usual(report.baseline), say_beside(report.baseline)))
-    return [tag("p", ". ".join(sentences) + ".", class_="note")]
 
 
 def _others(report: StepReport) -> list[Html]:

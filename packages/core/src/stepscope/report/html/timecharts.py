@@ -38,15 +38,11 @@ def _group(group: Group, window_ns: int, colours: Colours) -> Iterator[Html]:
     if len(group.rows) < group.processes:
         remarks.append(f"{len(group.rows):,} drawn, evenly chosen, and the slowest of each stage")
     yield tag("h3", group.role, tag("small", "; ".join(remarks)))
-    height = strip_height(len(group.rows)) if group.strips else LANE
+    strip = max(2, min(10, 640 // max(len(group.rows), 1)))  # one or two screens hold all of them
+    height = strip if group.strips else LANE
     every = 1 if height >= LABELLED_STRIP else 1 << (64 // height).bit_length() - 1
     for at, row in enumerate(group.rows):
         yield _row(row, height, window_ns, colours, named=at % every == 0)
-
-
-def strip_height(rows: int) -> int:
-    """Return the pixels of a strip, so that one or two screens hold all of them."""
-    return max(2, min(10, 640 // max(rows, 1)))
 
 
 def _row(row: Row, height: int, window_ns: int, colours: Colours, *, named: bool) -> Html:

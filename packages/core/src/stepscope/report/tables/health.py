@@ -100,15 +100,16 @@ def step_health(timeline: Timeline) -> Health:
     dropped = sum(process.dropped or 0 for process in timeline.processes)
     sound = all(process.aligned and process.closed_ns is not None for process in timeline.processes)
     state = None if manifest is None else manifest.state
+    parts = () if manifest is None else manifest.processes
     return Health(
         state=state,
         missing=missing,
-        skipped=_skipped(timeline),
+        skipped=_skipped(parts),
         warnings=() if manifest is None else tuple(manifest.warnings()),
         notes=() if manifest is None else tuple(manifest.notes()),
-        uncalled=_uncalled(timeline),
+        uncalled=_uncalled(timeline, parts),
         opened_by="program" if manifest is None else manifest.opened_by,
-        user_error=_user_error(timeline),
+        user_error=next((part.error for part in parts if part.error is not None), None),
         captures=timeline.captures,
         recorder=None if manifest is None else manifest.recorder,
         broken=timeline.problems,
@@ -153,8 +154,7 @@ def is_truncated(part: ProcessPart) -> bool:
     return any(item.kind == "spans" and item.truncated for item in part.expected)
 
 
-def _skipped(timeline: Timeline) -> tuple[str, ...]:
-    parts = () if timeline.manifest is None else timeline.manifest.processes
+def _skipped(parts: Iterable[ProcessPart]) -> tuple[str, ...]:
     return tuple(
         f"{part.process.key}: {item.name}: {item.reason}"
         for part in parts
@@ -163,8 +163,7 @@ def _skipped(timeline: Timeline) -> tuple[str, ...]:
     )
 
 
-def _uncalled(timeline: Timeline) -> tuple[str, ...]:
-    parts = () if timeline.manifest is None else timeline.manifest.processes
+def _uncalled(timeline: Timeline, parts: Iterable[ProcessPart]) -> tuple[str, ...]:
     replaced = {target: stages for part in parts for target, stages in part.instrumented.items()}
     if not replaced:
         return ()
@@ -179,11 +178,6 @@ def _uncalled(timeline: Timeline) -> tuple[str, ...]:
 def _is_among(labels: Set[str], stage: str) -> bool:
     """Return whether a `role/stage` is one of `labels`; a `*` in it stands for what a call decides."""
     return stage in labels or ("*" in stage and any(fnmatchcase(label, stage) for label in labels))
-
-
-def _user_error(timeline: Timeline) -> str | None:
-    parts = () if timeline.manifest is None else timeline.manifest.processes
-    return next((part.error for part in parts if part.error is not None), None)
 
 
 def _never_ended(timeline: Timeline) -> list[Span]:

@@ -16,7 +16,6 @@ from stepscope.report.tables.diff import (
     Diff,
     KernelChange,
     KernelDiff,
-    Place,
     ShapeChange,
     Side,
     diff,
@@ -72,13 +71,10 @@ def _kernel_note(grown: KernelDiff) -> str:
     elif not grown.changes:
         parts.append("No operator or kernel of both sides' traces changed.")
     for side, places in (("A", grown.only_a), ("B", grown.only_b)):
-        if places:
-            parts.append(f"Not compared, as {side} alone has traces: {', '.join(map(_say_place, places))}.")
+        named = [plain(" ".join(filter(None, place))) for place in places]
+        if named:
+            parts.append(f"Not compared, as {side} alone has traces: {', '.join(named)}.")
     return " ".join(parts)
-
-
-def _say_place(place: Place) -> str:
-    return plain(" ".join(filter(None, place)))
 
 
 def _rows(comparison: Diff) -> list[tuple[str, ...]]:

@@ -52,7 +52,7 @@ class _Reading:
         for index, span in enumerate(timeline.spans):
             if span.parent is not None:
                 self._below[span.parent].append(index)
-            if span.trajectory is not None and self._placed(span):
+            if span.trajectory is not None and timeline.processes[span.process].aligned:
                 self._members[span.trajectory].append(index)
                 if span.stage == TRAJECTORY and span.step == timeline.step:
                     roots[span.trajectory] = index
@@ -99,9 +99,6 @@ class _Reading:
                 f"step {step}: {early} of {len(roots)} trajectories began before the step. Only steps that "
                 "wait for a rollout of their own can be replayed"
             )
-
-    def _placed(self, span: Span) -> bool:
-        return self._timeline.processes[span.process].aligned
 
     def _trajectory(self, root: int, begin_ns: int) -> Trajectory:
         span = self._timeline.spans[root]
