@@ -79,6 +79,24 @@ def overlap_table(breakdown: Breakdown, most: int) -> TextTable:
     return TextTable("At the same time (split equally above)", (">wall", ">%", "stages"), tuple(rows))
 
 
+OVERVIEW_NOTES = (
+    "%: of the step (took). uncaptured: the median of steps near it that were not captured.",
+    f"{BESIDE}: the capture, outside of the step.",
+)
+
+
+def overview_cells(report: StepReport) -> tuple[str, ...]:
+    """Return what a step took, uncaptured ones took, and its capture took beside it; what is unaccounted, and
+    `yes` or `no`: whether it is complete.
+    """
+    breakdown, health = report.breakdown, report.health
+    usual_ns = None if report.baseline is None else report.baseline.p50_ns
+    times = (breakdown.window_ns, usual_ns, breakdown.opening_ns + breakdown.closing_ns)
+    unaccounted = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)[-1]
+    early = "" if health.user_error is None else ", ended early"
+    return *map(duration, times), f"{unaccounted} %", f"{'yes' if health.complete else 'no'}{early}"
+
+
 def say_outside(breakdown: Breakdown) -> str:
     """Return the time of the capture before and after the step, which other steps do not pay."""
     return (

@@ -10,8 +10,8 @@ from urllib.parse import quote
 import msgspec
 
 from stepscope.report.accounting import Label
-from stepscope.report.blocks.breakdown import BESIDE
-from stepscope.report.formatting import both, count, duration, middle, percentage, percents, signed
+from stepscope.report.blocks.breakdown import BESIDE, OVERVIEW_NOTES, overview_cells
+from stepscope.report.formatting import both, count, duration, middle, percentage, signed
 from stepscope.report.html.breakdown import LINES
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, join, tag
@@ -80,9 +80,7 @@ def _side_by_side(steps: Sequence[RunStep], colours: Colours) -> Html:
     kinds = [kind for kind in OTHERS if any(_of_kind(step.report, kind) for step in steps)]
     key = join(colours.legend(used), legend((kind, kind) for kind in kinds))
     body = tag("div", table(columns, rows, "steps-table"), class_="steps")
-    note = "%: of the step (took). uncaptured: the median of steps near it that were not captured. "
-    note += f"{BESIDE}: the capture, outside of the step."
-    return section("steps", "Where each step went", key, body, note=note)
+    return section("steps", "Where each step went", key, body, note=" ".join(OVERVIEW_NOTES))
 
 
 def _of_kind(report: StepReport, kind: str) -> int:
@@ -91,22 +89,11 @@ def _of_kind(report: StepReport, kind: str) -> int:
 
 def _step(step: RunStep, longest_ns: int, colours: Colours, runs: bool) -> tuple[str | Html, ...]:
     report = step.report
-    breakdown, lines = report.breakdown, report.breakdown.lines
-    shares = percents([line.wall_ns for line in lines], breakdown.window_ns)
-    other = {line.kind: f"{share} %" for line, share in zip(lines, shares, strict=True)}
+    *cells, complete = overview_cells(report)
     name = f"{report.step} ({report.run_id})" if runs else str(report.step)
     bar = stacked(_bars(report, colours), longest_ns)
-    early = "" if report.health.user_error is None else ", ended early"
-    complete = (
-        tag("span", f"yes{early}", class_="bad" if early else "good")
-        if report.health.complete
-        else tag("span", f"no{early}", class_="bad")
-    )
     linked = tag("a", name, href="./" + quote(step.href)) if step.href else name
-    took, usual = duration(report.breakdown.window_ns), report.baseline
-    beside = duration(None if usual is None else usual.p50_ns)
-    outside = duration(breakdown.opening_ns + breakdown.closing_ns)
-    return linked, bar, took, beside, outside, other["unaccounted"], complete
+    return linked, bar, *cells, tag("span", complete, class_="good" if complete == "yes" else "bad")
 
 
 def _bars(report: StepReport, colours: Colours) -> Iterator[tuple[str, int, str]]:
