@@ -102,6 +102,11 @@ def size(number: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
 
 
+def few(names: Sequence[str], most: int) -> str:
+    """Return `a, b ...`: the first names, and dots if there are more."""
+    return ", ".join(names[:most]) + (" ..." if len(names) > most else "")
+
+
 def both(a: str, b: str) -> str:
     """Return `a` if it is the same on both sides, else `a > b`."""
     return a if a == b else f"{a} > {b}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepscope.report.advice.evidence import Advice, Evidence, is_unedited, share_of_step
-from stepscope.report.formatting import count, duration
+from stepscope.report.formatting import count, duration, few
 from stepscope.report.spans import GENERATES, MOVES_WEIGHTS, ROLLOUT
 from stepscope.report.tables.gaps import name_gap
 from stepscope.report.tables.stages import Stage
@@ -55,7 +55,7 @@ def unaligned(evidence: Evidence) -> Advice | None:
             if len(names) == 1
             else f"{count(len(names), 'process')} are in no wall time, because their clocks were not measured"
         ),
-        because=(f"unaligned: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}",),
+        because=(f"unaligned: {few(names, 4)}",),
         do=(
             "they were given to the capture, and the exchange of clocks with them failed: look at their logs"
             if evidence.profiling.met.issuperset(names)

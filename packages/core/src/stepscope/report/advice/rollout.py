@@ -11,7 +11,7 @@ from stepscope.report.advice.demand import FULL
 from stepscope.report.advice.evidence import Advice, Evidence, percentage_of, share_of_step
 from stepscope.report.advice.profilers import is_stalled
 from stepscope.report.advice.remedies import changes
-from stepscope.report.formatting import count, duration
+from stepscope.report.formatting import count, duration, few
 from stepscope.report.spans import GENERATES, MOVES_WEIGHTS, TRANSFER, is_tool
 from stepscope.report.tables.engine import Engine
 from stepscope.report.tables.stages import Stage
@@ -100,12 +100,13 @@ def _in_trajectories(
     part_ns = sum(stage.total_ns for stage in parts)
     if not whole_ns or part_ns * 5 < whole_ns or saves_ns * 50 < evidence.breakdown.window_ns:
         return None
+    names = few([f"{stage.role} {stage.title}" for stage in parts], NAMED)
     return Advice(
         rule=rule,
         what=what,
         because=(
             (
-                f"spans {_names(parts)}: {duration(part_ns)} of the {duration(whole_ns)} that all "
+                f"spans {names}: {duration(part_ns)} of the {duration(whole_ns)} that all "
                 f"trajectories took in sum, {percentage_of(part_ns, whole_ns)}"
             ),
         ),
@@ -113,11 +114,6 @@ def _in_trajectories(
         saves_ns=saves_ns,
         settings=changes(rule, evidence),
     )
-
-
-def _names(stages: Sequence[Stage]) -> str:
-    names = [f"{stage.role} {stage.title}" for stage in stages]
-    return ", ".join(names[:NAMED]) + (" ..." if len(names) > NAMED else "")
 
 
 def prefill_alone(evidence: Evidence) -> Advice | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks.block import Block, Listing, TextTable
-from stepscope.report.formatting import LISTED, PROFILED, duration, percent_of, percents, starred
+from stepscope.report.formatting import LISTED, PROFILED, duration, few, percent_of, percents, starred
 from stepscope.report.model import StepReport
 from stepscope.report.tables.engine import Engine, Phaseless
 
@@ -34,7 +34,7 @@ _NAME_PHASES = {
 
 def say_phaseless(rows: Sequence[Phaseless]) -> str:
     """Name the engines whose phases are not known, and say how to name these."""
-    names = ", ".join(row.process for row in rows[:LISTED]) + (" ..." if len(rows) > LISTED else "")
+    names = few([row.process for row in rows], LISTED)
     stages = ", ".join(sorted({stage for row in rows for stage in row.stages})[:LISTED])
     return (
         f"{names}: unknown when they read prompts and when they wrote tokens; their stages are {stages}"

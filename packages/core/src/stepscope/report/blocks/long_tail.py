@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stepscope.report.blocks.block import Block, TextTable
-from stepscope.report.formatting import LISTED, count, duration, percent_of, starred, turn
+from stepscope.report.formatting import LISTED, count, duration, few, percent_of, starred, turn
 from stepscope.report.model import StepReport
 from stepscope.report.tables.long_tail import LongTail, SlowTrajectory, Spread
 
@@ -102,7 +102,7 @@ def _say_slowed(tail: LongTail) -> str:
     """Name the processes whose trajectories a profiler slowed. Empty if none, or all alike."""
     if not tail.profiled:
         return ""
-    names = ", ".join(tail.profiled[:LISTED]) + (" ..." if len(tail.profiled) > LISTED else "")
+    names = few(tail.profiled, LISTED)
     return f"*: served by {names}. A profiler recorded these processes and slowed them, and not the others."
 
 

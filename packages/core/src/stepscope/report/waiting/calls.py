@@ -19,7 +19,7 @@ from stepscope.files.states import (
     Task,
     Thread,
 )
-from stepscope.report.formatting import duration, turn
+from stepscope.report.formatting import duration, few, turn
 from stepscope.report.waiting.places import (
     asks_engine,
     collective_of,
@@ -201,7 +201,7 @@ def _missing(call: Call) -> str:
     if call.group is None:
         return ""
     number = "" if call.number is None else f"{call.number} "
-    ranks = ", ".join(map(str, call.missing[:8])) + (" ..." if len(call.missing) > 8 else "")
+    ranks = few([str(rank) for rank in call.missing], 8)
     noun = "rank" if len(call.missing) == 1 else "ranks"
     return f" ({number}of {call.group}{f', without {noun} {ranks}' if call.missing else ''})"
 
