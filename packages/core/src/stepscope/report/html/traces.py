@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from stepscope.report.blocks.traces import (
     DEVICE_NOTE,
     least_busy_first,
@@ -76,21 +78,15 @@ def _devices_and_memory(traces: TraceTables) -> Iterator[Html]:
         if len(shown) < len(ordered):
             notes.append(f"{len(shown):,} are shown: the least busy ones, and others evenly chosen.")
     if traces.stragglers:
-        late = straggler_table(traces.stragglers)
-        note = late.note
-        if len(late.rows) > DRAWN:
-            note += f" The first {DRAWN} of {len(late.rows):,} rows are shown; --json has all."
-        parts += [
-            tag("h3", late.title),
-            table(late.columns, late.rows[:DRAWN]),
-            tag("p", note, class_="note"),
-        ]
+        late = straggler_table(traces.stragglers[:DRAWN])
+        more = f" The first {DRAWN} of {len(traces.stragglers):,} rows are shown; --json has all."
+        cut = len(traces.stragglers) > DRAWN
+        parts.append(draw(msgspec.structs.replace(late, note=late.note + more * cut)))
     if traces.without_device:
         parts.append(draw(no_device_list(traces.without_device)))
     if traces.memory:
-        memory = memory_table(traces.memory)
-        title = tag("h3", "Most memory, as torch's allocators counted")
-        parts += [title, table(memory.columns, memory.rows)]
+        title = "Most memory, as torch's allocators counted"
+        parts.append(draw(msgspec.structs.replace(memory_table(traces.memory), title=title, note="")))
     if parts:
         yield section("devices", "Devices", *parts, note=" ".join(filter(None, notes)))
 
