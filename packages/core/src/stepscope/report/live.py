@@ -11,6 +11,7 @@ from stepscope.files.recorder import StepLine
 from stepscope.files.states import OpenSpan, ProcessState
 from stepscope.report.fleet import Fleet, Sampled, fleets
 from stepscope.report.formatting import middle
+from stepscope.report.table import grouped
 
 COMPARED = 50
 """Steps that the running one is compared with, the last."""
@@ -135,10 +136,8 @@ def _innermost(state: ProcessState) -> list[OpenSpan]:
 
 
 def _lanes(states: Sequence[ProcessState]) -> list[Lane]:
-    calls: dict[str, list[tuple[str, OpenSpan]]] = {}
-    for state in states:
-        for span in _innermost(state):
-            calls.setdefault(span.role, []).append((state.process.key, span))
+    inner = ((state.process.key, span) for state in states for span in _innermost(state))
+    calls = grouped(inner, lambda call: call[1].role)
     return [
         Lane(
             role=role,
