@@ -68,7 +68,10 @@ class OpenStep(Briefed):
 
     Attributes:
         folder: Its folder.
+        tables: Names of its tables.
     """
+
+    tables = tuple(ROWS)
 
     def __init__(self, folder: Path, *, run: str | None = None, traces: bool = True) -> None:
         self.folder = folder
@@ -112,11 +115,6 @@ class OpenStep(Briefed):
         if name not in values:
             raise ValueError(f"table is {name!r}; use one of {', '.join(self.tables)}")
         return Rows(Table(values[name]).to_dicts())
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """Names of the tables."""
-        return tuple(ROWS)
 
     def _parts(self) -> Sequence[Part]:
         report = self.report()
