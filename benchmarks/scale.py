@@ -28,7 +28,7 @@ from merge import peak_kb
 
 from stepscope.cli.pages import Pages
 from stepscope.files.layout import StepLayout
-from stepscope.report.build import step_report
+from stepscope.report.sections import step_report
 from stepscope.timeline import load_step, load_traces
 from stepscope.timeline.execution.workers import workers
 

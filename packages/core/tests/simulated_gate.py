@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from stepscope.report.gate.gate import Gate, check_gate
-from stepscope.report.gate.limits import Limit
+from stepscope.report.gate.gate import Gate, Limit, check_gate
 from stepscope.report.gate.steps import STEP, GateSteps
 
 SECONDS = {

@@ -19,7 +19,7 @@ from packages.core.tests.traces import kernel, op, trace_text
 from stepscope.cli import run
 from stepscope.files.layout import StepLayout
 from stepscope.files.mirror import files_below
-from stepscope.report.build import step_report
+from stepscope.report.sections import step_report
 from stepscope.timeline import digests, load_step, load_traces
 from stepscope.timeline.activity import reading
 from stepscope.timeline.activity.content import TraceContent

@@ -12,7 +12,7 @@ from rich.console import Console
 from packages.core.tests.test_report_html import page_of
 from stepscope.report import idle_times, step_report
 from stepscope.report.accounting import Interval
-from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER
+from stepscope.report.spans import MOVES_WEIGHTS, TRANSFER
 from stepscope.report.tables.breakdown import Breakdown, step_breakdown
 from stepscope.report.tables.gaps import find_stretches
 from stepscope.report.terminal.text import render

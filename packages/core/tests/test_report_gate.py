@@ -17,9 +17,8 @@ from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.recorder import StepLine
 from stepscope.files.uncaptured import UncapturedStep
-from stepscope.report.gate.gate import Check, check_gate
+from stepscope.report.gate.gate import Check, Limit, check_gate, parse_limits
 from stepscope.report.gate.interval import Sample, change_interval
-from stepscope.report.gate.limits import Limit, parse_limits
 from stepscope.report.gate.steps import STEP, GateSteps
 from stepscope.testing.steps import StepFolder
 

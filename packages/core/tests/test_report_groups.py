@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from stepscope.cli import run
-from stepscope.report.build import step_report
-from stepscope.report.groups.grouping import choices_of, group_spans
+from stepscope.report.groups import choices_of, group_spans
 from stepscope.report.html.step_page import render_step
+from stepscope.report.sections import step_report
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
 

@@ -13,12 +13,11 @@ from packages.core.tests.pictures import HOSTILE, MS, rl_step
 from packages.core.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest.records import Absent
 from stepscope.report import StepReport, step_report
-from stepscope.report.html.files import StepFile
 from stepscope.report.html.markup import Html, tag, text
 from stepscope.report.html.run_page import RunStep, render_run
-from stepscope.report.html.step_page import render_step
+from stepscope.report.html.step_page import DOCS, WORDS, legend_of_words, render_step
 from stepscope.report.html.timecharts import ticks
-from stepscope.report.html.words import DOCS, WORDS, legend_of_words
+from stepscope.report.section import StepFile
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step, load_traces

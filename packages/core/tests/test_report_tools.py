@@ -10,8 +10,8 @@ from rich.console import Console
 from packages.core.tests.simulated import MS, Rollout
 from stepscope.report import StepReport, step_report
 from stepscope.report.html.step_page import render_step
+from stepscope.report.spans import MOST
 from stepscope.report.terminal.text import render
-from stepscope.report.tool_names import MOST
 
 
 def printed(report: StepReport) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.files.layout import RunLayout
-from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER
+from stepscope.report.spans import MOVES_WEIGHTS, TRANSFER
 from stepscope.report.tables.breakdown import Breakdown, step_breakdown
 from stepscope.timeline import load_step
 

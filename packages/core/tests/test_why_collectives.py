@@ -21,8 +21,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import Collectives, ProcessState
 from stepscope.recording.recorder.collectives import joined, parsed
-from stepscope.report.waiting.calls import say_call
-from stepscope.report.waiting.missing_ranks import awaited_collective
+from stepscope.report.waiting.calls import awaited_collective, say_call
 from stepscope.report.why import why
 
 RANK = """

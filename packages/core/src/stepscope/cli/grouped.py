@@ -13,10 +13,8 @@ from stepscope.cli.exits import CommandError, Exit
 from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
 from stepscope.report.formatting import plain
-from stepscope.report.groups.drawing import group_table
-from stepscope.report.groups.grouping import ALWAYS, Grouping, attributes_of, group_spans
-from stepscope.report.terminal.layout import draw
-from stepscope.report.terminal.markdown import markdown_table
+from stepscope.report.groups import ALWAYS, Grouping, attributes_of, group_spans, group_table
+from stepscope.report.terminal.layout import draw, markdown_table
 from stepscope.timeline import Timeline, load_step, span_bytes
 
 

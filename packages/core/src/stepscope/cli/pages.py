@@ -9,9 +9,9 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.sidecar import Artifact
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.report import StepReport
-from stepscope.report.html.files import StepFile
 from stepscope.report.html.run_page import RunStep, render_run
 from stepscope.report.html.step_page import render_step
+from stepscope.report.section import StepFile
 from stepscope.timeline import Timeline
 
 LINKED = 200

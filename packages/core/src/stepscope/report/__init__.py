@@ -9,11 +9,11 @@ the value of the section `traces`. `sections.py` lists the sections, `html.trace
 from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.rules import step_advice
 from stepscope.report.advice.settings import SettingChange
-from stepscope.report.build import step_report
 from stepscope.report.model import StepReport
 from stepscope.report.opened.runs import OpenRun, OpenStep
 from stepscope.report.opened.traces import OpenTraces
 from stepscope.report.scalars import to_scalars
+from stepscope.report.sections import step_report
 from stepscope.report.table import Rows, Table
 from stepscope.report.tables.baseline import Baseline, step_baseline
 from stepscope.report.tables.breakdown import Breakdown, Line, Overlap, step_breakdown

@@ -10,6 +10,8 @@ import msgspec
 
 Label: TypeAlias = tuple[str, str]
 """(role, stage)."""
+Pair: TypeAlias = tuple[int, int]
+"""(start, end), in ns."""
 Mask: TypeAlias = int
 """A set of bits, one for each kind of interval."""
 
@@ -199,17 +201,31 @@ class _Leaves:
             self.mask ^= 1 << bit
 
 
-def union_ns(intervals: Iterable[tuple[int, int]]) -> int:
-    """Return the time covered by at least one of the (start, end) pairs."""
-    covered, until_ns = 0, None
-    for start_ns, end_ns in sorted(intervals):
-        if until_ns is None or start_ns > until_ns:
-            covered += end_ns - start_ns
-            until_ns = end_ns
-        elif end_ns > until_ns:
-            covered += end_ns - until_ns
-            until_ns = end_ns
-    return covered
+def joined(pairs: Iterable[Pair]) -> list[Pair]:
+    """Return the time covered by at least one of the pairs: disjoint, and in order."""
+    union: list[Pair] = []
+    for start_ns, end_ns in sorted(pairs):
+        if union and start_ns <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], end_ns)
+        else:
+            union.append((start_ns, end_ns))
+    return union
+
+
+def union_ns(pairs: Iterable[Pair]) -> int:
+    """Return the length of the time covered by at least one of the pairs."""
+    return sum(end_ns - start_ns for start_ns, end_ns in joined(pairs))
+
+
+def common_ns(some: Sequence[Pair], others: Sequence[Pair]) -> int:
+    """Return the length of the time that both cover."""
+    return union_ns(some) + union_ns(others) - union_ns([*some, *others])
+
+
+def clipped(pairs: Iterable[Pair], from_ns: int, until_ns: int) -> list[Pair]:
+    """Return the parts of the pairs that lie between two times."""
+    parts = ((max(start_ns, from_ns), min(end_ns, until_ns)) for start_ns, end_ns in pairs)
+    return [(start_ns, end_ns) for start_ns, end_ns in parts if start_ns < end_ns]
 
 
 def rank_of(percent: int, count: int) -> int:

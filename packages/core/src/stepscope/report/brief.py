@@ -18,7 +18,8 @@ import msgspec
 from stepscope.report.advice.evidence import Advice
 from stepscope.report.blocks.advice import savings, say_change
 from stepscope.report.blocks.baseline import say_beside, say_usual
-from stepscope.report.blocks.engines import engine_times, shares_of
+from stepscope.report.blocks.breakdown import waiting
+from stepscope.report.blocks.engines import PHASES, engine_times, shares_of
 from stepscope.report.blocks.health import (
     say_again,
     say_complete,
@@ -29,7 +30,7 @@ from stepscope.report.blocks.health import (
 )
 from stepscope.report.blocks.idle import say_causes
 from stepscope.report.blocks.long_tail import slow_cells, tail_sentences, waits
-from stepscope.report.formatting import count, duration, moment, percents, plain
+from stepscope.report.formatting import count, duration, moment, percent_of, percents, plain
 from stepscope.report.model import StepReport
 from stepscope.report.tables.breakdown import Line
 from stepscope.report.tables.engine import Engine
@@ -40,8 +41,6 @@ LINES = 40
 _WIDTH = 400
 _SIZES = ((7, 3), (5, 3), (3, 3), (3, 2), (2, 2))
 """Stages and advice that are shown: the first that leaves a brief short enough."""
-_PHASES = ("prefill", "decode", "mixed", "held up", "paused", "writing", "idle")
-"""Names of `engine_times`."""
 
 
 class Briefed(ABC):
@@ -82,7 +81,9 @@ def step_brief(
         folder: The step's folder. None: no command is named.
         others: Further steps of the run, that are only counted.
     """
-    first = Part(_title(report), tuple(_head(report, others)))
+    took = duration(report.breakdown.window_ns)
+    title = f"Step {report.step} of run {report.run_id}, {moment(report.opened_ns)}: {took}"
+    first = Part(title, tuple(_head(report, others)))
     last = (
         Part("Findings", tuple(_findings(report))),
         Part("Next", () if folder is None else tuple(_commands(report, folder))),
@@ -107,7 +108,6 @@ def run_brief(reports: Sequence[StepReport], folders: Mapping[int, Path]) -> lis
 
 
 def brief_text(parts: Sequence[Part]) -> str:
-    """Return a brief as plain text."""
     first, *rest = parts
     lines = [first.title, *first.lines]
     for part in rest:
@@ -128,7 +128,6 @@ def brief_markdown(parts: Sequence[Part]) -> str:
 
 
 def brief_html(parts: Sequence[Part]) -> str:
-    """Return a brief as HTML, for a notebook."""
     first, *rest = parts
     pieces = [f"<b>{escape(first.title)}</b>", *(f"<br>{escape(line)}" for line in first.lines)]
     for part in rest:
@@ -140,11 +139,6 @@ def brief_html(parts: Sequence[Part]) -> str:
 def _markdown(text: str) -> str:
     """Escape what would be markup: an underscore inside a word is none."""
     return re.sub(r"([\\`*<\[|]|(?<!\w)_|_(?!\w))", r"\\\1", text)
-
-
-def _title(report: StepReport) -> str:
-    took = duration(report.breakdown.window_ns)
-    return f"Step {report.step} of run {report.run_id}, {moment(report.opened_ns)}: {took}"
 
 
 def _head(report: StepReport, others: Sequence[StepReport]) -> Iterator[str]:
@@ -173,18 +167,14 @@ def _stages(report: StepReport, most: int) -> Iterator[str]:
     lines = list(zip(breakdown.lines, shares, strict=True))
     stages = [entry for entry in lines if entry[0].kind == "stage" and entry[0].wall_ns]
     for line, share in stages[:most]:
-        yield f"{share} % {_name(line)}: {duration(line.wall_ns)}, {_alone(line)}"
+        yield f"{share} % {line.role} {line.stage}{waiting(line)}: {duration(line.wall_ns)}, {_alone(line)}"
     if rest := stages[most:]:
         wall_ns = sum(line.wall_ns for line, _ in rest)
-        (share,) = percents([wall_ns], breakdown.window_ns)
+        share = percent_of(wall_ns, breakdown.window_ns)
         yield f"{share} % {count(len(rest), 'other stage')}: {duration(wall_ns)}"
     for line, share in lines:
         if line.kind != "stage":
             yield f"{share} % {line.kind}: {duration(line.wall_ns)}"
-
-
-def _name(line: Line) -> str:
-    return f"{line.role} {line.stage}{' (waiting)' if line.waits else ''}"
 
 
 def _alone(line: Line) -> str:
@@ -223,7 +213,7 @@ def _findings(report: StepReport) -> Iterator[str]:
     idle = [row for row in report.idle if row.idle_ns]
     if idle and report.breakdown.window_ns:
         row = max(idle, key=lambda row: row.idle_ns)
-        (share,) = percents([row.idle_ns], report.breakdown.window_ns)
+        share = percent_of(row.idle_ns, report.breakdown.window_ns)
         causes = f"; it probably waited for {say_causes(row)}" if row.causes else ""
         yield f"Most idle: {row.process}, {duration(row.idle_ns)}, {share} %{causes}"
 
@@ -246,18 +236,13 @@ def _say_uneven(stage: Stage) -> str:
 
 def engine_lines(engines: Sequence[Engine]) -> Iterator[str]:
     """Yield the phases of the engine that is idle longest, and of the one that is so shortest."""
-    for engine in _extremes(engines):
+    ordered = sorted(engines, key=lambda row: row.idle_ns or 0)
+    for engine in (*ordered[:1], *ordered[1:][-1:]):
         yield f"Engine {engine.replica}, {duration(engine.recorded_ns)} recorded: {_use(engine)}"
 
 
-def _extremes(engines: Sequence[Engine]) -> Sequence[Engine]:
-    """Return the engine that is idle longest and the one that is so shortest."""
-    ordered = sorted(engines, key=lambda row: row.idle_ns or 0)
-    return ordered if len(ordered) < 2 else (ordered[0], ordered[-1])
-
-
 def _use(engine: Engine) -> str:
-    shares = zip(_PHASES, engine_times(engine), shares_of(engine), strict=True)
+    shares = zip(PHASES, engine_times(engine), shares_of(engine), strict=True)
     used = (f"{phase} {share} %" for phase, ns, share in shares if ns)
     preempted = [] if not engine.preemptions else [count(engine.preemptions, "preemption")]
     return ", ".join((*used, *preempted)) or "no phases"

@@ -52,8 +52,6 @@ COLUMNS: Mapping[Group, tuple[Column, ...]] = {
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One device, or one engine."""
-
     name: str
     """`GPU 3 of node-a`, `replica 0`; `actor 0, cuda:0` where only torch counts."""
     values: dict[str, float]
@@ -75,8 +73,6 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices, or engines."""
-
     group: Group
     number: int
     step: int | None = None
@@ -87,8 +83,6 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampled(NamedTuple):
-    """The counters of one process."""
-
     process: ProcessInfo
     counters: Sequence[CounterNow]
 

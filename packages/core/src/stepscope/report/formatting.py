@@ -10,6 +10,7 @@ from datetime import datetime, timedelta, timezone
 _UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
 LISTED = 12
 """Lines of a list that are printed; the number of the others follows, and `--json` has them all."""
+PROFILED = "*: a profiler recorded this process and slowed it."
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
@@ -40,6 +41,11 @@ def percents(parts: Sequence[int], total: int) -> list[str]:
     for at in lost[:missing]:
         cut[at] += 1
     return [f"{tenth // 10}.{tenth % 10}" for tenth in cut]
+
+
+def percent_of(part: int, total: int) -> str:
+    """Return the percentage of one part, as `percents` does."""
+    return percents([part], total)[0]
 
 
 def tenths(part: int, total: int) -> int:
@@ -96,6 +102,11 @@ def size(number: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
 
 
+def few(names: Sequence[str], most: int) -> str:
+    """Return `a, b ...`: the first names, and dots if there are more."""
+    return ", ".join(names[:most]) + (" ..." if len(names) > most else "")
+
+
 def both(a: str, b: str) -> str:
     """Return `a` if it is the same on both sides, else `a > b`."""
     return a if a == b else f"{a} > {b}"
@@ -112,3 +123,13 @@ def percentage(part: int, whole: int) -> str:
         return "-"
     rounded = tenths(part, whole)
     return f"{rounded / 10:+.1f}" if rounded else "0.0"
+
+
+def starred(name: str, profiled: bool) -> str:
+    """Return the name of a process, with a `*` if a profiler recorded it."""
+    return f"{name}*" if profiled else name
+
+
+def say_profiled(*profiled: bool) -> str:
+    """Return the note on `*`. Empty if none has it."""
+    return PROFILED if any(profiled) else ""

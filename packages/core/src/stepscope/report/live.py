@@ -11,9 +11,12 @@ from stepscope.files.recorder import StepLine
 from stepscope.files.states import OpenSpan, ProcessState
 from stepscope.report.fleet import Fleet, Sampled, fleets
 from stepscope.report.formatting import middle
+from stepscope.report.table import grouped
 
 COMPARED = 50
 """Steps that the running one is compared with, the last."""
+_NAMED = 8
+"""Trajectories that are named."""
 
 
 class StageNow(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +77,6 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
 def live(
     lines: Sequence[StepLine],
     states: Sequence[ProcessState],
-    shown: int = 8,
     *,
     recorded: Sequence[Sampled] = (),
     recorded_step: int | None = None,
@@ -84,7 +86,6 @@ def live(
     Args:
         lines: Of its steps.
         states: Of the processes that answered.
-        shown: Trajectories that are named.
         recorded: Counters of the last step on disk that has some.
         recorded_step: The number of that step.
     """
@@ -101,7 +102,7 @@ def live(
         stages=tuple(_stages(last)),
         lanes=tuple(_lanes(states)),
         flights=len(flights),
-        oldest=tuple(flights[:shown]),
+        oldest=tuple(flights[:_NAMED]),
         fleets=tuple(
             fleets([Sampled(state.process, state.counters) for state in states], recorded, recorded_step)
         ),
@@ -135,10 +136,8 @@ def _innermost(state: ProcessState) -> list[OpenSpan]:
 
 
 def _lanes(states: Sequence[ProcessState]) -> list[Lane]:
-    calls: dict[str, list[tuple[str, OpenSpan]]] = {}
-    for state in states:
-        for span in _innermost(state):
-            calls.setdefault(span.role, []).append((state.process.key, span))
+    inner = ((state.process.key, span) for state in states for span in _innermost(state))
+    calls = grouped(inner, lambda call: call[1].role)
     return [
         Lane(
             role=role,

@@ -14,14 +14,13 @@ from stepscope.report.blocks.block import Block, Listing, TextTable
 from stepscope.report.blocks.health import clock_notes
 from stepscope.report.blocks.traces import device_lines, on_device, on_host, short
 from stepscope.report.brief import Part, engine_lines
-from stepscope.report.build import step_report
 from stepscope.report.formatting import count, duration, moment
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import tag
 from stepscope.report.html.page import draw_section, page
 from stepscope.report.model import StepReport
 from stepscope.report.section import Page, Section
-from stepscope.report.sections import ENGINES, THROUGHPUT, TRACES
+from stepscope.report.sections import ENGINES, THROUGHPUT, TRACES, step_report
 from stepscope.report.tables.engine import Engine
 from stepscope.report.tables.health import ProcessRow
 from stepscope.report.tables.traces import TraceTables
@@ -81,7 +80,6 @@ class Plain:
         return f"Traces in {self._timeline.run_id}"
 
     def head(self) -> list[str]:
-        """Return the sentences above the tables."""
         return [f"{self.title}, {self._extent()}", LEFT_OUT]
 
     def _extent(self) -> str:
@@ -114,7 +112,6 @@ class Plain:
         yield from (*clock_notes(self._report.health), *self._unaligned())
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the tables and lists."""
         for section in _SECTIONS:
             yield from section.blocks_of(self._report)
         yield from self._files()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 
 from stepscope.report.model import StepReport
+from stepscope.report.table import grouped
 
 _ODD = re.compile(r"[^\w.-]+")
 
@@ -43,10 +44,11 @@ def to_scalars(report: StepReport) -> dict[str, float]:
             f"stage/{_plain(line.role)}/{_plain(line.stage)}" if line.kind == "stage" else f"step/{line.kind}"
         )
         ns[f"{of}_seconds"] += line.wall_ns
-    idle: dict[str, list[int]] = defaultdict(list)
-    for process in report.idle:
-        idle[_plain(process.role)].append(process.idle_ns)
-    seconds = {f"idle/{role}_seconds": sum(idle_ns) / len(idle_ns) / 1e9 for role, idle_ns in idle.items()}
+    idle = grouped(report.idle, lambda row: _plain(row.role))
+    seconds = {
+        f"idle/{role}_seconds": sum(row.idle_ns for row in rows) / len(rows) / 1e9
+        for role, rows in idle.items()
+    }
     if report.baseline is not None:
         ns["uncaptured/p50_seconds"] = report.baseline.p50_ns
         ns["uncaptured/p90_seconds"] = report.baseline.p90_ns

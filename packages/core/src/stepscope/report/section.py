@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
 from stepscope.report.blocks.block import Block
 from stepscope.report.html.colours import Colours
-from stepscope.report.html.files import StepFile
 from stepscope.report.html.markup import Html
 from stepscope.report.html.page import draw_section
 from stepscope.report.model import StepReport
@@ -39,6 +38,16 @@ class Sources:
         return cast(Value, self._values[section.name])
 
 
+class StepFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of a step, or a folder of its files, for a page to point to."""
+
+    path: str
+    """Relative to the page, with `/` between its parts."""
+    what: str
+    """A description for people."""
+    bytes: int
+
+
 class Page(NamedTuple):
     """The page that a section is drawn on."""
 
@@ -47,11 +56,6 @@ class Page(NamedTuple):
     colours: Colours
     files: Sequence[StepFile]
     """Files of the step that the page links to."""
-
-
-def _no_blocks(value: object, report: StepReport) -> Iterable[Block]:
-    del value, report
-    return ()
 
 
 class Section(msgspec.Struct, Generic[Value], frozen=True, kw_only=True):
@@ -73,19 +77,16 @@ class Section(msgspec.Struct, Generic[Value], frozen=True, kw_only=True):
     name: str
     title: str = ""
     compute: Callable[[Sources], Value]
-    terminal: Callable[[Value, StepReport], Iterable[Block]] = _no_blocks
+    terminal: Callable[[Value, StepReport], Iterable[Block]] = lambda value, report: ()
     html: Callable[[Value, Page], Iterable[Html]] | None = None
     page: int = 3
 
     def blocks_of(self, report: StepReport) -> Iterable[Block]:
         """Return the tables and lists of this section in a report."""
-        return self.terminal(cast(Value, self._value_in(report)), report)
+        return self.terminal(getattr(report, self.name), report)
 
     def html_of(self, page: Page) -> Iterable[Html]:
         """Return the markup of this section on a page."""
         if self.html is not None:
-            return self.html(cast(Value, self._value_in(page.report)), page)
+            return self.html(getattr(page.report, self.name), page)
         return draw_section(self.name, self.title, self.blocks_of(page.report))
-
-    def _value_in(self, report: StepReport) -> Any:
-        return getattr(report, self.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stepscope.report.added import added_sections
 from stepscope.report.advice.bounds import step_bounds
 from stepscope.report.advice.demand import step_demand
 from stepscope.report.advice.evidence import Advice, Evidence
@@ -36,6 +37,7 @@ from stepscope.report.html.idle import draw_idle
 from stepscope.report.html.long_tail import draw_long_tail
 from stepscope.report.html.stages import draw_stages
 from stepscope.report.html.traces import draw_traces
+from stepscope.report.model import StepReport
 from stepscope.report.section import Section, Sources
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import step_baseline
@@ -55,6 +57,7 @@ from stepscope.report.throughput.rates import Throughput, step_throughput
 from stepscope.report.weights.drawing import weight_blocks
 from stepscope.report.weights.sync import WeightSync, weight_sync
 from stepscope.report.whatif.saving import savings_of
+from stepscope.timeline import Timeline, Traces
 
 
 def _traces(sources: Sources) -> TraceTables | None:
@@ -230,3 +233,20 @@ SECTIONS: tuple[Section[Any], ...] = (
     METRICS,
     HEALTH,
 )
+
+
+def step_report(timeline: Timeline, traces: Traces | None = None) -> StepReport:
+    """Return the report of one step. The same timeline and traces give the same tables.
+
+    Args:
+        traces: The step's traces, from `load_traces`. None: the report is of spans alone.
+    """
+    sources = Sources(timeline, traces)
+    return StepReport(
+        step=timeline.step,
+        run_id=timeline.run_id,
+        runs=timeline.runs,
+        opened_ns=timeline.window.start_ns,
+        added=added_sections(sources),
+        **{section.name: sources.value_of(section) for section in SECTIONS},
+    )

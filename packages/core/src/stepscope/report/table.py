@@ -1,7 +1,8 @@
-"""Rows of a report as data frames, where polars or pandas is installed."""
+"""Rows of a report: grouped, and as data frames where polars or pandas is installed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +15,16 @@ if TYPE_CHECKING:
     import polars  # type: ignore[import-not-found, unused-ignore] # the same
 
 _Row = TypeVar("_Row", bound=msgspec.Struct)
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Return the items by key, in the order in which the keys come first."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 class Table(tuple[_Row, ...]):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from stepscope.files.states import EngineState, ProcessState
+from stepscope.files.states import EngineState, OpenSpan, ProcessState, RayCall
 from stepscope.report.waiting.calls import (
     STUCK_NS,
     Call,
@@ -17,12 +18,15 @@ from stepscope.report.waiting.calls import (
     frames_of,
     is_stuck,
     queue_of,
+    rank_of,
     remote_call,
     standing_call,
 )
-from stepscope.report.waiting.missing_ranks import rank_of
 from stepscope.report.waiting.places import asks_ray, held_frames, is_library, say_where
-from stepscope.report.waiting.ray_calls import RayCalls
+
+_RUNNING = "RUNNING"
+_MOST = 8
+"""Calls of one actor that are listed."""
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +58,7 @@ def why(states: Sequence[ProcessState], stills: Sequence[Standstill] = ()) -> Wh
     calls, places = _calls(states)
     calls += map(standing_call, stills)
     calls += [engine_call(state, engine) for state in states for engine in _loaded(state)]
-    ray = RayCalls(states)
+    ray = _RayCalls(states)
     calls += [remote_call(task) for tasks in ray.elsewhere().values() for task in tasks]
     edges = [sorted(_all_waited_for(states, places, calls, call, ray)) for call in calls]
     joined = tuple(
@@ -102,9 +106,7 @@ def _loaded(state: ProcessState) -> Iterator[EngineState]:
 
 def _asked(states: Sequence[ProcessState], calls: Sequence[Call], call: Call) -> Iterator[int]:
     """Yield the engines that a call waits for: those of its process, if it is in one or asks one."""
-    state = next((state for state in states if state.process.key == call.process), None)
-    span = None if state is None else next((span for span in state.spans if span.span == call.span), None)
-    if state is None or span is None or not asks(state, span):
+    if not any(asks(state, span) for state, span in _spans_of(states, call)):
         return
     engines = [at for at, other in enumerate(calls) if other.engine and other.process == call.process]
     stuck = [at for at in engines if is_stuck(calls[at])]
@@ -116,22 +118,22 @@ def _all_waited_for(
     places: dict[tuple[str, int], int],
     calls: Sequence[Call],
     call: Call,
-    ray: RayCalls,
+    ray: _RayCalls,
 ) -> set[int]:
     """Return the calls that a call waits for: by carriers, in an engine, or else by Ray."""
     known = {*_waited_for(states, places, call), *_asked(states, calls, call)}
-    if known or not (call.remote or _is_in_ray(states, call)):
+    in_ray = (asks_ray(frames_of(state, span)) for state, span in _spans_of(states, call))
+    if known or not (call.remote or any(in_ray)):
         return known
     processes = ray.called_by(call.process)
     return {index for index, other in enumerate(calls) if other.process in processes}
 
 
-def _is_in_ray(states: Sequence[ProcessState], call: Call) -> bool:
-    state = next((state for state in states if state.process.key == call.process), None)
-    spans = () if state is None else state.spans
-    return any(
-        asks_ray(frames_of(state, span)) for span in spans if state is not None and span.span == call.span
-    )
+def _spans_of(states: Sequence[ProcessState], call: Call) -> Iterator[tuple[ProcessState, OpenSpan]]:
+    """Yield the span of a call, with its process. Nothing of a call without one."""
+    for state in states:
+        if state.process.key == call.process:
+            yield from ((state, span) for span in state.spans if span.span == call.span)
 
 
 def _waited_for(
@@ -141,12 +143,7 @@ def _waited_for(
     own = next((state for state in states if state.process.key == call.process), None)
     if own is None:
         return
-    parents = {span.span: span.parent for span in own.spans}
-    line: set[int | None] = set()
-    at: int | None = call.span
-    while at is not None and at not in line:
-        line.add(at)
-        at = parents.get(at)
+    line = _line({span.span: span.parent for span in own.spans}, call.span)
     for state in states:
         below = {
             span.span for span in state.spans if span.link is not None
@@ -159,14 +156,18 @@ def _leaves(state: ProcessState, tops: set[int], places: dict[tuple[str, int], i
     parents = {span.span: span.parent for span in state.spans}
     for span in parents:
         index = places.get((state.process.key, span))
-        at: int | None = span
-        for _ in range(len(parents) + 1):
-            if index is None or at is None:
-                break
-            if at in tops:
-                yield index
-                break
-            at = parents.get(at)
+        if index is not None and not tops.isdisjoint(_line(parents, span)):
+            yield index
+
+
+def _line(parents: Mapping[int, int | None], span: int) -> set[int]:
+    """Return a span and those above it in its process."""
+    line = set[int]()
+    at: int | None = span
+    while at is not None and at not in line:
+        line.add(at)
+        at = parents.get(at)
+    return line
 
 
 def _culprits(calls: Sequence[Call], states: Sequence[ProcessState]) -> list[int]:
@@ -181,17 +182,13 @@ def _culprits(calls: Sequence[Call], states: Sequence[ProcessState]) -> list[int
     apart = _apart_from_peers(gathered, calls, work, states)
     free.sort(
         key=lambda index: (
-            _goes_on(calls[index]),
+            not (calls[index].held or is_stuck(calls[index])),
             index not in apart,
             calls[index].waits,
             -calls[index].age_ns,
         )
     )
     return [*free, *in_collectives]
-
-
-def _goes_on(call: Call) -> bool:
-    return not call.held and not is_stuck(call)
 
 
 def _apart_from_peers(
@@ -230,3 +227,38 @@ def _main(state: ProcessState) -> str:
     main = next((thread for thread in state.threads if thread.name == "MainThread"), None)
     where = "" if main is None else say_where(main.frames)
     return f"in no call{f': {where}' if where else ''}"
+
+
+class _RayCalls:
+    """Open calls by actor. `asker` is the key of the process that asked Ray, the driver as a rule."""
+
+    def __init__(self, states: Sequence[ProcessState]) -> None:
+        self.asker: ProcessState | None = next((state for state in states if state.ray_calls), None)
+        calls = () if self.asker is None else self.asker.ray_calls
+        self._keys = {state.process.actor_id: state.process.key for state in states if state.process.actor_id}
+        self._of: dict[str, list[RayCall]] = defaultdict(list)
+        self._called: dict[str | None, set[str]] = defaultdict(set)
+        for call in calls:
+            self._of[call.actor].append(call)
+            if call.caller != call.actor:
+                self._called[call.caller].add(call.actor)
+
+    def elsewhere(self) -> dict[str, list[RayCall]]:
+        """Return {actor: calls that it runs} of those that do not record; those that wait if it runs none."""
+        return {
+            actor: ([call for call in calls if call.state == _RUNNING] or calls)[:_MOST]
+            for actor, calls in self._of.items()
+            if actor not in self._keys
+        }
+
+    def called_by(self, process: str) -> set[str]:
+        """Return the processes, or actors, whose calls a process waits for.
+
+        Args:
+            process: `ProcessInfo.key`, or the id of an actor that does not record.
+        """
+        own = next((actor for actor, key in self._keys.items() if key == process), process)
+        actors = set(self._called.get(own, ()))
+        if self.asker is not None and process == self.asker.process.key:
+            actors |= self._called.get(None, set())
+        return {self._keys.get(actor, actor) for actor in actors} - {process}

@@ -16,8 +16,7 @@ from stepscope.cli.report import Reports, read_reports, trouble
 from stepscope.config._steps import StepRange, parse_steps
 from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout
-from stepscope.report.gate.gate import Gate, check_gate
-from stepscope.report.gate.limits import Limit, parse_limits
+from stepscope.report.gate.gate import Gate, Limit, check_gate, parse_limits
 from stepscope.report.gate.steps import GateSteps, read_gate_steps, recorded_runs
 from stepscope.report.tables.diff import Diff, KernelTimes, kernel_diff, kernel_times
 from stepscope.report.tables.diff import diff as compare

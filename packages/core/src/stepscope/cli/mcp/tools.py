@@ -23,7 +23,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.report import OpenRun, OpenStep, OpenTraces
 from stepscope.report.blocks.long_tail import tail_sentences
 from stepscope.report.formatting import duration
-from stepscope.report.gate.limits import parse_limits
+from stepscope.report.gate.gate import parse_limits
 from stepscope.report.opened.runs import open as open_path
 from stepscope.report.whatif.changes import Options
 from stepscope.report.whatif.prediction import predict

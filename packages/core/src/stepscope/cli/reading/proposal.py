@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median_low
 
-from stepscope.report.build import step_report
+from stepscope.report.sections import step_report
 from stepscope.report.tables.stages import Share, Stage
 from stepscope.timeline import load_step
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
+from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.remedies import changes
 from stepscope.report.advice.settings import SettingChange
 from stepscope.report.formatting import count, duration
-from stepscope.report.tables.idle import ROLLOUT
+from stepscope.report.spans import GENERATES, ROLLOUT
 from stepscope.report.tables.stages import Share, Stage
 
 
@@ -27,7 +27,7 @@ def straggler(evidence: Evidence) -> Advice | None:
     because = [
         (
             f"busy for {duration(slowest.worked_ns)}, {duration(worst.mean_ns)} on average over "
-            f"{count(worst.processes, 'process')}"
+            f"{count(len(worst.compared), 'process')}"
         ),
         *_calls(worst),
     ]
@@ -37,7 +37,6 @@ def straggler(evidence: Evidence) -> Advice | None:
         because.append("no profiler recorded it, though some of the others")
     return Advice(
         rule="straggler",
-        kind="hint",
         what=f"{slowest.process} is slower than the others in {stage.role} {stage.title}",
         because=tuple(because),
         do=(
@@ -92,7 +91,6 @@ def uneven_profiling(evidence: Evidence) -> Advice | None:
     )
     return Advice(
         rule="uneven-profiling",
-        kind="hint",
         what=(
             f"{slowest.process} took longer in {stage.role} {stage.title}, and a profiler slowed it and not "
             "the others"
@@ -100,14 +98,13 @@ def uneven_profiling(evidence: Evidence) -> Advice | None:
         because=(
             (
                 f"busy for {duration(slowest.worked_ns)}; {duration(worst.mean_ns)} on average over "
-                f"{count(worst.processes, 'process')} without a profiler"
+                f"{count(len(worst.compared), 'process')} without a profiler"
             ),
         ),
         do=(
             "this step cannot tell a slow process from its profiler: record all processes of the role or "
             f"none (roles.{stage.role}: {alike})"
         ),
-        saves_ns=None,
     )
 
 
@@ -122,10 +119,6 @@ class _Gap(NamedTuple):
     @property
     def mean_ns(self) -> int:
         return sum(share.worked_ns for share in self.compared) // len(self.compared)
-
-    @property
-    def processes(self) -> int:
-        return len(self.compared)
 
     @property
     def lost_ns(self) -> int:

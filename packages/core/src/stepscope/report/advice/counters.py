@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from stepscope.files.counters import EVENT_LOOP, GC, KV_CACHE, PREEMPTIONS
 from stepscope.report.advice.demand import FULL
-from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.evidence import Advice, Evidence, share_of_step
 from stepscope.report.advice.remedies import changes
-from stepscope.report.advice.wording import share_of_step
 from stepscope.report.formatting import count, duration
 from stepscope.report.tables.counters import CounterRow
 
@@ -18,8 +17,7 @@ COLLECTING = 5
 
 
 def _rows(evidence: Evidence, name: str) -> Sequence[CounterRow]:
-    rows = () if evidence.counters is None else evidence.counters.rows
-    return [row for row in rows if row.name == name]
+    return [row for row in evidence.counter_rows if row.name == name]
 
 
 def late_event_loop(evidence: Evidence) -> Advice | None:
@@ -33,14 +31,12 @@ def late_event_loop(evidence: Evidence) -> Advice | None:
         because.append(f"so it was on {count(len(late), 'loop')}")
     return Advice(
         rule="late-event-loop",
-        kind="hint",
         what=f"something blocks the event loop of {worst.process}",
         because=tuple(because),
         do=(
             "find the call that does not await (a tool, a tokenizer, a file) and run it in a thread: "
             "asyncio.to_thread; PYTHONASYNCIODEBUG=1 names slow callbacks"
         ),
-        saves_ns=None,
         settings=changes(f"late-event-loop: {worst.role}", evidence),
     )
 
@@ -53,7 +49,6 @@ def garbage_collection(evidence: Evidence) -> Advice | None:
     paused_ns = round(worst.mean / 100 * worst.covered_ns)
     return Advice(
         rule="garbage-collection",
-        kind="hint",
         what=f"Python's garbage collector stops {worst.process}",
         because=(share_of_step(paused_ns, evidence),),
         do=(
@@ -76,7 +71,6 @@ def idle_device_of_tools(evidence: Evidence) -> Advice | None:
         because.append(f"so were {count(others, 'other device')}, for 5 % of the step or more")
     return Advice(
         rule="idle-while-tools-run",
-        kind="hint",
         what=f"{worst.device} of {worst.host} was at 0 % while the rollout waited for tools",
         because=tuple(because),
         do="run more tools at once, or let other trajectories generate meanwhile: more prompts in flight",
@@ -97,13 +91,11 @@ def full_kv_cache(evidence: Evidence) -> Advice | None:
     number = round(preempted[worst.process, worst.of])
     return Advice(
         rule="full-kv-cache",
-        kind="hint",
         what=f"the KV cache of {worst.of or worst.process} is full, and requests start again",
         because=(f"up to {worst.most:.0f} % in use", f"{count(number, 'preemption')} in the step"),
         do=(
             "fewer requests at once (vLLM: max_num_seqs, SGLang: max_running_requests), more memory for the "
             "cache (gpu_memory_utilization, mem_fraction_static), or shorter answers"
         ),
-        saves_ns=None,
         settings=changes("full-kv-cache", evidence),
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from stepscope.files.counters import KV_CACHE, RUNNING_REQUESTS, WAITING_REQUESTS
-from stepscope.report.stage_names import is_tool
+from stepscope.report.spans import is_tool, placed
 from stepscope.report.whatif.limits import peak
 from stepscope.timeline import Timeline
 
@@ -30,7 +30,6 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_demand(timeline: Timeline) -> Demand:
-    """Return the demand of the step."""
     fitting: dict[tuple[int, str], list[float]] = defaultdict(list)
     for engine, used, running in _together(timeline, KV_CACHE, RUNNING_REQUESTS):
         if used >= FULL and running >= 1:
@@ -39,11 +38,7 @@ def step_demand(timeline: Timeline) -> Demand:
         round(running + waiting)
         for _, running, waiting in _together(timeline, RUNNING_REQUESTS, WAITING_REQUESTS)
     ]
-    tools = [
-        (span.start_ns, timeline.until_ns(span))
-        for span in timeline.spans
-        if is_tool(span.role, span.stage) and timeline.processes[span.process].aligned
-    ]
+    tools = placed(timeline, (span for span in timeline.spans if is_tool(span.role, span.stage)))
     return Demand(
         fitting_requests=min((round(statistics.median_low(runs)) for runs in fitting.values()), default=None),
         requests_at_once=max(load, default=None),

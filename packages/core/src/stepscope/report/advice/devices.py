@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
+from stepscope.report.advice.evidence import Advice, Evidence, percentage_of
 from stepscope.report.advice.remedies import changes
-from stepscope.report.advice.wording import percentage_of
 from stepscope.report.formatting import duration, size
-from stepscope.report.tables.idle import ROLLOUT
+from stepscope.report.spans import GENERATES, ROLLOUT
 
 _TRAINS = ("actor", "trainer")
 
 
 def memory_nearly_full(evidence: Evidence) -> Advice | None:
     """Advise if an allocator held 95 % of its device or more."""
-    rows = () if evidence.traces is None else evidence.traces.memory
-    full = [row for row in rows if row.capacity_bytes and row.reserved_bytes >= 0.95 * row.capacity_bytes]
+    full = [
+        row
+        for row in evidence.memory
+        if row.capacity_bytes and row.reserved_bytes >= 0.95 * row.capacity_bytes
+    ]
     if not full:
         return None
     worst = max(full, key=lambda row: row.reserved_bytes / (row.capacity_bytes or 1))
@@ -35,7 +37,6 @@ def memory_nearly_full(evidence: Evidence) -> Advice | None:
             if gap > 0.2 * worst.reserved_bytes
             else "smaller micro-batches, or activation checkpointing, before a longer sequence ends the run"
         ),
-        saves_ns=None,
         settings=()
         if gap > 0.2 * worst.reserved_bytes
         else changes(f"memory-nearly-full: {_side(worst.process, evidence)}", evidence, worst.process),
@@ -64,7 +65,6 @@ def collectives(evidence: Evidence) -> Advice | None:
         return _may_wait(worst.role, tuple(because), worst.collective_ns)
     return Advice(
         rule="collectives",
-        kind="hint",
         what=(
             f"ranks wait for {whom} in collectives"
             if late
@@ -103,7 +103,6 @@ def _has_unprofiled_peers(evidence: Evidence, role: str) -> bool:
 def _may_wait(role: str, because: tuple[str, ...], collective_ns: int) -> Advice:
     return Advice(
         rule="collectives",
-        kind="hint",
         what="a rank spends time in collectives: it communicates, or it waits for ranks without a trace",
         because=because,
         do=f"capture a step with a profiler on all ranks, to see which: roles: {{{role}: {{ranks: all}}}}",
@@ -124,7 +123,6 @@ def idle_device(evidence: Evidence) -> Advice | None:
     worst = max(idle, key=lambda row: row.span_ns - row.busy_ns)
     return Advice(
         rule="idle-device",
-        kind="hint",
         what=f"{worst.device} of {worst.process} waits for the host, or for other stages",
         because=(
             (

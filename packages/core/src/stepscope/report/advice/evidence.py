@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -9,22 +10,20 @@ import msgspec
 from stepscope.report.advice.bounds import Bounds
 from stepscope.report.advice.demand import Demand
 from stepscope.report.advice.settings import SettingChange, Settings
+from stepscope.report.formatting import duration, percent_of
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import Baseline
 from stepscope.report.tables.breakdown import Breakdown
-from stepscope.report.tables.counters import Counters
+from stepscope.report.tables.counters import CounterRow, Counters
 from stepscope.report.tables.engine import Engine
 from stepscope.report.tables.health import Health
 from stepscope.report.tables.idle import Idle
 from stepscope.report.tables.long_tail import LongTail
 from stepscope.report.tables.profiling import Profiling
 from stepscope.report.tables.stages import Stage
-from stepscope.report.tables.traces import TraceTables
+from stepscope.report.tables.traces import MemoryRow, TraceTables
 from stepscope.report.tables.waiting import VainWait
 from stepscope.report.whatif.saving import WhatIf, no_saving
-
-GENERATES = frozenset({"rollout", "agent_loop"})
-"""Roles whose work is to generate, or holds what generates."""
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,18 +52,39 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Empty: no framework is known."""
     what_if: WhatIf = no_saving
 
+    @property
+    def counter_rows(self) -> Sequence[CounterRow]:
+        return () if self.counters is None else self.counters.rows
+
+    @property
+    def memory(self) -> Sequence[MemoryRow]:
+        return () if self.traces is None else self.traces.memory
+
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
     """Its name: stable, for scripts."""
-    kind: Literal["alarm", "hint"]
+    kind: Literal["alarm", "hint"] = "hint"
     """`alarm`: something is wrong, or the numbers mislead. `hint`: time could be saved."""
     what: str
     because: tuple[str, ...]
     """The numbers that it rests on."""
     do: str
-    saves_ns: int | None
+    saves_ns: int | None = None
     """Of the step, at most: the time that it would lose if the cause took none, and everything else as long
     as it did, in the same order. None: unknown."""
     settings: tuple[SettingChange, ...] = ()
     """Settings of the framework at hand to change. Empty: none is known."""
+
+
+def is_unedited(evidence: Evidence) -> bool:
+    """Return whether the reader can change the configuration alone, and no code."""
+    return evidence.health.opened_by == "instrument"
+
+
+def share_of_step(wall_ns: int, evidence: Evidence) -> str:
+    return f"{duration(wall_ns)}, {percentage_of(wall_ns, evidence.breakdown.window_ns)} of the step"
+
+
+def percentage_of(part: int, whole: int) -> str:
+    return f"{percent_of(part, whole)} %"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal, NamedTuple, TypeAlias
 
-from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
+from stepscope.report.advice.evidence import Advice, Evidence, percentage_of, share_of_step
 from stepscope.report.advice.remedies import changes
-from stepscope.report.advice.wording import percentage_of, share_of_step
 from stepscope.report.formatting import duration
-from stepscope.report.stage_names import is_tool
+from stepscope.report.spans import GENERATES, is_tool
 from stepscope.report.tables.long_tail import Excess, LongTail, Wait
 
 ENOUGH = 3
@@ -54,7 +53,6 @@ def long_tail(evidence: Evidence) -> Advice | None:
     cause = _cause(tail.excess, evidence)
     return Advice(
         rule="long-tail",
-        kind="hint",
         what="the step waits for its slowest trajectories",
         because=(*_tail_facts(tail, tail.held_ns, tail.rollout_ns), *cause.facts),
         do=_REMEDIES[cause.kind],
@@ -93,7 +91,6 @@ def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
         return None
     return Advice(
         rule="long-tail",
-        kind="hint",
         what="the step waits for its slowest trajectories, begun before it",
         because=(
             f"of the {tail.consumed} that it consumes, {late.trajectories} went on when it began",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from stepscope.report.advice.evidence import Advice, Evidence
-from stepscope.report.advice.wording import is_unedited, share_of_step
-from stepscope.report.formatting import count, duration, percents
+from stepscope.report.advice.evidence import Advice, Evidence, is_unedited, percentage_of, share_of_step
+from stepscope.report.formatting import count, duration
 from stepscope.report.tables.baseline import ENOUGH
 from stepscope.report.tables.health import Health, ProcessRow
 
@@ -30,7 +29,8 @@ def not_typical(evidence: Evidence) -> Advice | None:
     slow, fast = took_ns > baseline.p90_ns, took_ns < baseline.min_ns
     if abs(baseline.excess_ns) * 10 < baseline.p50_ns or not (slow or fast):
         return _stalled(evidence)
-    (share,) = percents([abs(baseline.excess_ns)], baseline.p50_ns)
+    others = "steps that are not captured" if evidence.health.recorder is None else "the steps near it"
+    share = percentage_of(abs(baseline.excess_ns), baseline.p50_ns)
     usual = f"median {duration(baseline.p50_ns)}, {duration(baseline.min_ns)} to {duration(baseline.max_ns)}"
     because = [f"{duration(took_ns)}; {count(len(baseline.steps), 'uncaptured step')} near it: {usual}"]
     if stalled_ns:
@@ -39,15 +39,10 @@ def not_typical(evidence: Evidence) -> Advice | None:
     return Advice(
         rule="not-typical",
         kind="alarm",
-        what=f"the step took {share} % {'longer' if slow else 'less'} than {_others(evidence)}",
+        what=f"the step took {share} {'longer' if slow else 'less'} than {others}",
         because=tuple(because),
         do=why_slow if slow else "capture another step: this one had less to do",
-        saves_ns=None,
     )
-
-
-def _others(evidence: Evidence) -> str:
-    return "steps that are not captured" if evidence.health.recorder is None else "the steps near it"
 
 
 def _slowed(evidence: Evidence) -> str:
@@ -93,7 +88,6 @@ def _stalled(evidence: Evidence) -> Advice | None:
         what="the step took longer than it would without the profilers of its engines",
         because=(_stood_still(evidence),),
         do=_STALLED,
-        saves_ns=None,
     )
 
 
@@ -119,11 +113,9 @@ def profiler_cost(evidence: Evidence) -> Advice | None:
         whose = f" for {largest.process}"
     return Advice(
         rule="profiler-cost",
-        kind="hint",
         what="opening and closing the capture took long next to this step; other steps do not pay it",
         because=tuple(because),
         do=_make_cheaper(evidence, worst, whose),
-        saves_ns=None,
     )
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
-from stepscope.report.advice.wording import is_unedited, share_of_step
-from stepscope.report.formatting import count, duration
-from stepscope.report.stage_names import MOVES_WEIGHTS
+from stepscope.report.advice.evidence import Advice, Evidence, is_unedited, share_of_step
+from stepscope.report.formatting import count, duration, few
+from stepscope.report.spans import GENERATES, MOVES_WEIGHTS, ROLLOUT
 from stepscope.report.tables.gaps import name_gap
-from stepscope.report.tables.idle import ROLLOUT
 from stepscope.report.tables.stages import Stage
 
 
@@ -42,7 +40,6 @@ def never_ended(evidence: Evidence) -> Advice | None:
         what=what,
         because=(f"the longest: {first.process}, {first.role} {first.stage},{began} {seen}",),
         do=remedy,
-        saves_ns=None,
     )
 
 
@@ -58,7 +55,7 @@ def unaligned(evidence: Evidence) -> Advice | None:
             if len(names) == 1
             else f"{count(len(names), 'process')} are in no wall time, because their clocks were not measured"
         ),
-        because=(f"unaligned: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}",),
+        because=(f"unaligned: {few(names, 4)}",),
         do=(
             "they were given to the capture, and the exchange of clocks with them failed: look at their logs"
             if evidence.profiling.met.issuperset(names)
@@ -67,7 +64,6 @@ def unaligned(evidence: Evidence) -> Advice | None:
             if is_unedited(evidence)
             else "give these processes to capture(workers=...), which measures their clocks"
         ),
-        saves_ns=None,
     )
 
 
@@ -80,7 +76,6 @@ def dropped(evidence: Evidence) -> Advice | None:
         what="spans were dropped, so that times are too short",
         because=(f"{count(evidence.health.dropped, 'span')} dropped",),
         do="raise the budget, or record fewer spans: not one for each token",
-        saves_ns=None,
     )
 
 
@@ -97,7 +92,6 @@ def no_rollout(evidence: Evidence) -> Advice | None:
     engines = "" if evidence.profiling.given else ", its engines as engines"
     return Advice(
         rule="no-rollout",
-        kind="hint",
         what="no process recorded the rollout of this step",
         because=(f"it has {', '.join(f'{stage.role} {stage.stage}' for stage in signs[:3])}",),
         do=(
@@ -107,7 +101,6 @@ def no_rollout(evidence: Evidence) -> Advice | None:
             else "decorate what generates (role rollout, in the process that does it), and give its Ray "
             f"actors to the capture as workers{engines}"
         ),
-        saves_ns=None,
     )
 
 
@@ -134,7 +127,6 @@ def blind_spot(evidence: Evidence) -> Advice | None:
         )
     return Advice(
         rule="blind-spot",
-        kind="hint",
         what="a part of the step is in no span",
         because=tuple(because),
         do=(

@@ -6,7 +6,7 @@ each, and its present value. A value is suggested only if a measured number give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from math import ceil
 from typing import NamedTuple
 
@@ -15,14 +15,13 @@ from stepscope.files.manifest.settings import Knob, Setting, Value
 from stepscope.report.advice.demand import FULL
 from stepscope.report.advice.evidence import Evidence
 from stepscope.report.advice.settings import Direction, SettingChange
-from stepscope.report.tables.counters import CounterRow
 from stepscope.report.whatif.changes import Options
 from stepscope.report.whatif.saving import Saving
 
 _MULTIPLE = 8
 """Of suggested numbers of requests, from twice as many on."""
 _MOST_MEMORY = 0.95
-_CUT = "p90"
+_CUT_TAIL = Options(cut_tail="p90")
 """The rule `long-tail` is about the last tenth of the trajectories."""
 
 
@@ -40,7 +39,6 @@ class Case(NamedTuple):
         return value if isinstance(value, (int, float)) else None
 
     def is_on(self, knob: Knob) -> bool:
-        """Return whether a setting is known to be True."""
         return self.number(knob) is True
 
 
@@ -52,8 +50,8 @@ class Remedy(NamedTuple):
     value: Callable[[Case, Setting], float | None] = lambda case, setting: None
     """Returns the value that measured numbers give. If it is not in the direction, the setting is not the
     cause."""
-    options: Callable[[Case, Setting, float], Options | None] = lambda *_: None
-    """Returns the change of what-if that this one is."""
+    options: Options | Callable[[Case, float], Options | None] | None = None
+    """The change of what-if that this one is, or a function that returns it for the suggested value."""
     applies: Callable[[Case], bool] = lambda case: True
 
 
@@ -103,7 +101,7 @@ def _saving(remedy: Remedy, case: Case, setting: Setting, suggested: Value) -> S
     if suggested is None:
         return None
     number = suggested if isinstance(suggested, (int, float)) else 0
-    options = remedy.options(case, setting, number)
+    options = remedy.options(case, number) if callable(remedy.options) else remedy.options
     saving = None if options is None else case.evidence.what_if(options)
     return saving if saving is not None and saving.saving_ns > 0 else None
 
@@ -125,14 +123,10 @@ def _requests_at_once(case: Case, setting: Setting) -> int | None:
         return None
     if wanted >= 2 * _MULTIPLE:
         wanted = ceil(wanted / _MULTIPLE) * _MULTIPLE
-    used = max((row.most for row in _counters(case.evidence) if row.name == KV_CACHE), default=0)
+    used = max((row.most for row in case.evidence.counter_rows if row.name == KV_CACHE), default=0)
     if used and isinstance(present, int):
         wanted = min(wanted, int(present * FULL / used))
     return wanted
-
-
-def _counters(evidence: Evidence) -> Iterable[CounterRow]:
-    return () if evidence.counters is None else evidence.counters.rows
 
 
 def _has_one_engine(case: Case) -> bool:
@@ -147,10 +141,6 @@ def _one_more(case: Case, setting: Setting) -> int | None:
 def _one_engine_more(case: Case, setting: Setting) -> float | None:
     size = case.number("tensor_parallel")
     return setting.value + size if isinstance(setting.value, int) and size else None
-
-
-def _tools(case: Case, setting: Setting) -> int | None:
-    return case.evidence.demand.tools_at_once
 
 
 def _a_ninth_more(case: Case, setting: Setting) -> int | None:
@@ -172,44 +162,21 @@ def _half(case: Case, setting: Setting) -> int | None:
 
 def _part_of_memory(case: Case) -> float | None:
     """Return the part of its device that the process reserved at most."""
-    rows = () if case.evidence.traces is None else case.evidence.traces.memory
-    return max(
-        (
-            row.reserved_bytes / row.capacity_bytes
-            for row in rows
-            if row.capacity_bytes and row.process == case.process
-        ),
-        default=None,
-    )
+    rows = [row for row in case.evidence.memory if row.process == case.process]
+    return max((row.reserved_bytes / row.capacity_bytes for row in rows if row.capacity_bytes), default=None)
 
 
 # Changes of what-if.
 
 
-def _replicas(case: Case, setting: Setting, suggested: float) -> Options:
-    return Options(replicas="+1")
-
-
-def _tool_pool(case: Case, setting: Setting, suggested: float) -> Options | None:
+def _tool_pool(case: Case, suggested: float) -> Options | None:
     present = case.number("tool_pool")
     return Options(tool_pool=f"x{suggested / present:.3f}") if present else None
 
 
-def _cut_tail(case: Case, setting: Setting, suggested: float) -> Options:
-    return Options(cut_tail=_CUT)
-
-
-def _cut_tail_alone(case: Case, setting: Setting, suggested: float) -> Options | None:
+def _cut_tail_alone(case: Case, suggested: float) -> Options | None:
     """Return it unless it takes another setting to begin more trajectories than a batch has."""
-    return None if "oversampling" in case.evidence.settings else Options(cut_tail=_CUT)
-
-
-def _beside(case: Case, setting: Setting, suggested: float) -> Options:
-    return Options(staleness=1)
-
-
-def _by_load(case: Case, setting: Setting, suggested: float) -> Options:
-    return Options(balance="load")
+    return None if "oversampling" in case.evidence.settings else _CUT_TAIL
 
 
 # Conditions.
@@ -237,10 +204,10 @@ def _has_memory_left(case: Case) -> bool:
 
 _MORE_REQUESTS = Remedy("max_requests", "higher", _requests_at_once)
 _MORE_REPLICAS = (
-    Remedy("replicas", "higher", _one_more, _replicas, _has_own_devices),
-    Remedy("rollout_devices", "higher", _one_engine_more, _replicas, _has_own_devices),
+    Remedy("replicas", "higher", _one_more, Options(replicas="+1"), _has_own_devices),
+    Remedy("rollout_devices", "higher", _one_engine_more, Options(replicas="+1"), _has_own_devices),
 )
-_MORE_TOOLS = Remedy("tool_pool", "higher", _tools, _tool_pool)
+_MORE_TOOLS = Remedy("tool_pool", "higher", lambda case, _: case.evidence.demand.tools_at_once, _tool_pool)
 _MORE_TRAJECTORIES = Remedy("trajectories", "higher")
 _EVEN_BATCHES = (Remedy("balance_batch", "on"), Remedy("dynamic_batch", "on"))
 
@@ -261,9 +228,9 @@ REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
     "late-event-loop: agent_loop": (Remedy("agent_workers", "higher"),),
     "late-event-loop: reward": (Remedy("reward_workers", "higher"),),
     "long-tail: generation": (
-        Remedy("oversampling", "higher", _a_ninth_more, _cut_tail),
+        Remedy("oversampling", "higher", _a_ninth_more, _CUT_TAIL),
         Remedy("partial_rollout", "on", options=_cut_tail_alone),
-        Remedy("async_rollout", "on", options=_beside, applies=_has_own_devices),
+        Remedy("async_rollout", "on", options=Options(staleness=1), applies=_has_own_devices),
         Remedy("response_length", "lower"),
     ),
     "long-tail: later": (_MORE_TRAJECTORIES,),
@@ -279,7 +246,7 @@ REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
     "prefill-alone": (Remedy("prefix_caching", "on"), Remedy("mixed_prefill", "on")),
     "queueing": (_MORE_REQUESTS, *_MORE_REPLICAS),
     "slow-tools": (_MORE_TOOLS,),
-    "straggler: rollout": (Remedy("balance_requests", "on", options=_by_load),),
+    "straggler: rollout": (Remedy("balance_requests", "on", options=Options(balance="load")),),
     "straggler: training": _EVEN_BATCHES,
     "weight-sync": (Remedy("fast_weights", "on"), Remedy("weight_bucket", "higher")),
 }

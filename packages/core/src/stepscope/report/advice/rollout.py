@@ -8,12 +8,11 @@ from itertools import pairwise
 
 from stepscope.files.counters import KV_CACHE, RUNNING_REQUESTS, WAITING_REQUESTS
 from stepscope.report.advice.demand import FULL
-from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
+from stepscope.report.advice.evidence import Advice, Evidence, percentage_of, share_of_step
 from stepscope.report.advice.profilers import is_stalled
 from stepscope.report.advice.remedies import changes
-from stepscope.report.advice.wording import percentage_of, share_of_step
-from stepscope.report.formatting import count, duration
-from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER, is_tool
+from stepscope.report.formatting import count, duration, few
+from stepscope.report.spans import GENERATES, MOVES_WEIGHTS, TRANSFER, is_tool
 from stepscope.report.tables.engine import Engine
 from stepscope.report.tables.stages import Stage
 
@@ -50,11 +49,10 @@ def _queueing_by_spans(evidence: Evidence) -> Advice | None:
 def _queueing_by_counters(evidence: Evidence) -> Advice | None:
     if any(stage.waits and stage.role == "rollout" for stage in evidence.stages):
         return None  # its queues are known, and are short
-    rows = () if evidence.counters is None else evidence.counters.rows
-    named = {(row.process, row.of, row.name): row for row in rows}
+    named = {(row.process, row.of, row.name): row for row in evidence.counter_rows}
     queues = [
         (row, running, cache)
-        for row in rows
+        for row in evidence.counter_rows
         if row.name == WAITING_REQUESTS
         and (running := named.get((row.process, row.of, RUNNING_REQUESTS))) is not None
         and (cache := named.get((row.process, row.of, KV_CACHE))) is not None
@@ -68,14 +66,12 @@ def _queueing_by_counters(evidence: Evidence) -> Advice | None:
     replica = waiting.of or waiting.process
     return Advice(
         rule="queueing",
-        kind="hint",
         what=_QUEUE,
         because=(
             f"{replica}: {waiting.mean:.1f} requests waited on average, and {running.mean:.1f} ran",
             f"its KV cache was used to {cache.most:.0f} % at most",
         ),
         do=_SHORTEN_QUEUE,
-        saves_ns=None,
         settings=changes("queueing", evidence),
     )
 
@@ -104,13 +100,13 @@ def _in_trajectories(
     part_ns = sum(stage.total_ns for stage in parts)
     if not whole_ns or part_ns * 5 < whole_ns or saves_ns * 50 < evidence.breakdown.window_ns:
         return None
+    names = few([f"{stage.role} {stage.title}" for stage in parts], NAMED)
     return Advice(
         rule=rule,
-        kind="hint",
         what=what,
         because=(
             (
-                f"spans {_names(parts)}: {duration(part_ns)} of the {duration(whole_ns)} that all "
+                f"spans {names}: {duration(part_ns)} of the {duration(whole_ns)} that all "
                 f"trajectories took in sum, {percentage_of(part_ns, whole_ns)}"
             ),
         ),
@@ -118,11 +114,6 @@ def _in_trajectories(
         saves_ns=saves_ns,
         settings=changes(rule, evidence),
     )
-
-
-def _names(stages: Sequence[Stage]) -> str:
-    names = [f"{stage.role} {stage.title}" for stage in stages]
-    return ", ".join(names[:NAMED]) + (" ..." if len(names) > NAMED else "")
 
 
 def prefill_alone(evidence: Evidence) -> Advice | None:
@@ -141,7 +132,6 @@ def prefill_alone(evidence: Evidence) -> Advice | None:
     worst = max(rows, key=lambda row: row.prefill_ns)
     return Advice(
         rule="prefill-alone",
-        kind="hint",
         what=f"{worst.replica} reads prompts while nobody gets tokens",
         because=(
             (
@@ -183,7 +173,6 @@ def weight_sync(evidence: Evidence) -> Advice | None:
     over = "HCCL or " if profiling.npu else "NCCL or " if profiling.gpu else ""
     return Advice(
         rule="weight-sync",
-        kind="hint",
         what=f"moving weights to the {'engine in the same process' if local else 'replicas'} takes long",
         because=(f"{names}: {share_of_step(wall_ns, evidence)}",),
         do="load all tensors in one call, in the layout and type that the engine keeps"
@@ -222,7 +211,6 @@ def vain_wait(evidence: Evidence) -> Advice | None:
     who = worst.processes[0] if len(worst.processes) == 1 else count(len(worst.processes), "process")
     return Advice(
         rule="vain-wait",
-        kind="hint",
         what=f"{who} waited in {worst.role} {worst.stage} while nobody it could wait for was busy",
         because=(
             share_of_step(worst.vain_ns, evidence),

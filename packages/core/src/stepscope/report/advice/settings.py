@@ -33,8 +33,6 @@ class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Located(NamedTuple):
-    """A setting and the framework that has it."""
-
     framework: FrameworkSettings
     setting: Setting
 

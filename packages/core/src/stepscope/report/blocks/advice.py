@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from stepscope.report.advice.evidence import Advice
 from stepscope.report.advice.settings import SettingChange
 from stepscope.report.blocks.block import Block, Remark, Remarks
-from stepscope.report.formatting import duration, percents
+from stepscope.report.formatting import duration, percent_of
 from stepscope.report.model import StepReport
 
 
@@ -40,5 +40,4 @@ def savings(advice: Advice, total_ns: int) -> str:
     """Return `1.20 s, 12.0 %`. Empty if the advice names no savings."""
     if not advice.saves_ns:
         return ""
-    (share,) = percents([min(advice.saves_ns, total_ns)], total_ns)
-    return f"{duration(advice.saves_ns)}, {share} %"
+    return f"{duration(advice.saves_ns)}, {percent_of(min(advice.saves_ns, total_ns), total_ns)} %"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from stepscope.report.formatting import count, duration, percentage, signed
+from stepscope.report.formatting import count, duration, few, percentage, signed
 from stepscope.report.tables.baseline import ENOUGH, Baseline
 
 RUNS = 4
@@ -65,4 +65,4 @@ def _numbers(steps: tuple[int, ...]) -> str:
         str(ordered[first]) if end - first == 1 else f"{ordered[first]}-{ordered[end - 1]}"
         for first, end in pairwise(breaks)
     ]
-    return ", ".join(stretches[:RUNS]) + (" ..." if len(stretches) > RUNS else "")
+    return few(stretches, RUNS)

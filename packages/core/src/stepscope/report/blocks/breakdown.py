@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stepscope.report.blocks.block import Block, TextTable
-from stepscope.report.formatting import LISTED, duration, percents
+from stepscope.report.formatting import LISTED, duration, percent_of, percents
 from stepscope.report.model import StepReport
 from stepscope.report.tables.breakdown import Breakdown, Line
 from stepscope.report.tables.gaps import GAPS, LEAST, name_gap
@@ -16,7 +16,6 @@ BESIDE = "+ opening, closing"
 
 def breakdown_blocks(breakdown: Breakdown, report: StepReport) -> Iterator[Block]:
     """Yield the account, its gaps, and the stages that ran at the same time."""
-    del report
     yield account_table(breakdown)
     if gaps := gap_table(breakdown):
         yield gaps
@@ -28,8 +27,8 @@ def account_table(breakdown: Breakdown) -> TextTable:
     """Return the share of each stage. The lines add up to the step."""
     shares = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)
     rows = [_account_row(line, share) for line, share in zip(breakdown.lines, shares, strict=True)]
-    (whole,) = percents([breakdown.window_ns], breakdown.window_ns)
-    rows.append(("", "step", duration(breakdown.window_ns), whole, "", ""))
+    whole_ns = breakdown.window_ns
+    rows.append(("", "step", duration(whole_ns), percent_of(whole_ns, whole_ns), "", ""))
     note = "alone: not shared with other stages. active: how long it went on at all, billed to it or not."
     beside_ns = breakdown.opening_ns + breakdown.closing_ns
     if beside_ns:
@@ -78,6 +77,24 @@ def overlap_table(breakdown: Breakdown, most: int) -> TextTable:
             (duration(sum(overlap.wall_ns for overlap in rest)), "", f"{len(rest)} other combinations")
         )
     return TextTable("At the same time (split equally above)", (">wall", ">%", "stages"), tuple(rows))
+
+
+OVERVIEW_NOTES = (
+    "%: of the step (took). uncaptured: the median of steps near it that were not captured.",
+    f"{BESIDE}: the capture, outside of the step.",
+)
+
+
+def overview_cells(report: StepReport) -> tuple[str, ...]:
+    """Return what a step took, uncaptured ones took, and its capture took beside it; what is unaccounted, and
+    `yes` or `no`: whether it is complete.
+    """
+    breakdown, health = report.breakdown, report.health
+    usual_ns = None if report.baseline is None else report.baseline.p50_ns
+    times = (breakdown.window_ns, usual_ns, breakdown.opening_ns + breakdown.closing_ns)
+    unaccounted = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)[-1]
+    early = "" if health.user_error is None else ", ended early"
+    return *map(duration, times), f"{unaccounted} %", f"{'yes' if health.complete else 'no'}{early}"
 
 
 def say_outside(breakdown: Breakdown) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks.block import Block, TextTable
 from stepscope.report.formatting import LISTED, count, duration, size
 from stepscope.report.model import StepReport
+from stepscope.report.table import grouped
 from stepscope.report.tables.counters import CounterRow, Counters
 
 COLUMNS = ("counter", "of", ">least", ">mean", ">most", ">in the step")
@@ -16,24 +16,18 @@ NOTE = "in the step: what a counter that only grows grew by."
 
 def counter_blocks(counters: Counters | None, report: StepReport) -> Iterator[Block]:
     """Yield a row for each counter, or for many of them the one with the most of each name."""
-    del report
     if counters is None:
         return
     rows: Sequence[CounterRow] = counters.rows
-    shown = rows if len(rows) <= LISTED else _highest(rows)
+    names = grouped(rows, lambda row: row.name).values()
+    highest = [max(own, key=lambda row: (row.increase or 0, row.most)) for own in names]
+    shown = rows if len(rows) <= LISTED else highest
     note = NOTE if any(row.increase is not None for row in shown) else ""
     if len(shown) < len(rows):
         note = f"Of each counter the highest of {count(len(rows), 'row')}. {note}".rstrip()
     columns = COLUMNS if NOTE in note else COLUMNS[:-1]
     cells = tuple(counter_cells(row)[: len(columns)] for row in shown)
     yield TextTable("Counters", columns, cells, note)
-
-
-def _highest(rows: Sequence[CounterRow]) -> list[CounterRow]:
-    by_name: dict[str, list[CounterRow]] = defaultdict(list)
-    for row in rows:
-        by_name[row.name].append(row)
-    return [max(group, key=lambda row: (row.increase or 0, row.most)) for group in by_name.values()]
 
 
 def counter_cells(row: CounterRow) -> tuple[str, ...]:

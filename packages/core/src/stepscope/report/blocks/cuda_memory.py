@@ -21,7 +21,6 @@ HOLDERS = (">bytes", ">blocks", "allocated in", "by")
 
 def cuda_memory_blocks(rows: Sequence[CudaMemory], report: StepReport) -> Iterator[Block]:
     """Yield the peak of each snapshot, and what held the memory then. Nothing without a snapshot."""
-    del report
     if not rows:
         return
     yield TextTable("CUDA memory at its highest", COLUMNS, tuple(map(_cells, rows)), NOTE, noun="row")
@@ -36,7 +35,6 @@ def _name(row: CudaMemory) -> str:
 
 
 def _remark(row: CudaMemory) -> str:
-    """Return what is special about a snapshot. Empty if nothing is."""
     remarks = []
     if row.oom and row.oom_bytes is not None:
         remarks.append(f"CUDA was out of memory when it was asked for {size(row.oom_bytes)}.")
@@ -49,7 +47,6 @@ def _remark(row: CudaMemory) -> str:
 
 
 def _cells(row: CudaMemory) -> tuple[str, ...]:
-    """Return the cells of one device in one snapshot."""
     first = row.holders[0] if row.holders else None
     most = (
         "" if first is None else f"{size(first.bytes)} {' '.join(filter(None, (first.stage, first.where)))}"

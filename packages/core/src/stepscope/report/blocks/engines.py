@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks.block import Block, Listing, TextTable
-from stepscope.report.blocks.profiled import PROFILED, starred
-from stepscope.report.formatting import LISTED, duration, percents
+from stepscope.report.formatting import LISTED, PROFILED, duration, few, percent_of, percents, starred
 from stepscope.report.model import StepReport
 from stepscope.report.tables.engine import Engine, Phaseless
 
@@ -35,7 +34,7 @@ _NAME_PHASES = {
 
 def say_phaseless(rows: Sequence[Phaseless]) -> str:
     """Name the engines whose phases are not known, and say how to name these."""
-    names = ", ".join(row.process for row in rows[:LISTED]) + (" ..." if len(rows) > LISTED else "")
+    names = few([row.process for row in rows], LISTED)
     stages = ", ".join(sorted({stage for row in rows for stage in row.stages})[:LISTED])
     return (
         f"{names}: unknown when they read prompts and when they wrote tokens; their stages are {stages}"
@@ -43,6 +42,7 @@ def say_phaseless(rows: Sequence[Phaseless]) -> str:
     )
 
 
+PHASES = ("prefill", "decode", "mixed", "held up", "paused", "writing", "idle")
 ENGINE_NOTE = (
     "In percent of the recorded time. prefill, decode, mixed: passes that read prompts, wrote tokens, or did "
     "both. held up: no pass, though there were requests. By the engine's own iterations where its trace "
@@ -60,10 +60,7 @@ REQUEST_COLUMNS = (
 
 
 def _times(rows: Sequence[Engine]) -> TextTable:
-    columns = (
-        "replica", ">iterations", ">recorded", ">prefill", ">decode", ">mixed", ">held up", ">paused",
-        ">writing", ">idle",
-    )  # fmt: skip
+    columns = ("replica", ">iterations", ">recorded", *(f">{phase}" for phase in PHASES))
     cells = tuple(
         (
             name_engine(row, rows),
@@ -77,7 +74,6 @@ def _times(rows: Sequence[Engine]) -> TextTable:
 
 
 def request_table(rows: Sequence[Engine]) -> TextTable:
-    """Return the requests and tokens of each replica."""
     cells = tuple(map(_request_cells, rows))
     return TextTable("Requests of engines", REQUEST_COLUMNS, cells, REQUESTS_NOTE, noun="replica")
 
@@ -88,7 +84,6 @@ def name_engine(row: Engine, rows: Sequence[Engine]) -> str:
 
 
 def engine_note(rows: Sequence[Engine]) -> str:
-    """Return the note below the times."""
     differ = len({row.profiled for row in rows}) > 1
     return f"{ENGINE_NOTE} {PROFILED}" if differ else ENGINE_NOTE
 
@@ -103,7 +98,7 @@ def iterations_of(row: Engine) -> str:
 
 
 def engine_times(row: Engine) -> tuple[int | None, ...]:
-    """Return the times of a row in the order in which they are shown."""
+    """Return the times of `PHASES`."""
     return (
         row.prefill_ns, row.decode_ns, row.mixed_ns, row.held_ns, row.paused_ns, row.writing_ns, row.idle_ns,
     )  # fmt: skip
@@ -119,7 +114,7 @@ def shares_of(row: Engine) -> list[str]:
 def _request_cells(row: Engine) -> tuple[str, ...]:
     cached = "-"
     if row.cached_tokens is not None and row.prompt_tokens:
-        cached = f"{percents([row.cached_tokens], row.prompt_tokens)[0]} %"
+        cached = f"{percent_of(row.cached_tokens, row.prompt_tokens)} %"
     rate = row.output_tokens_per_s
     return (
         row.replica,

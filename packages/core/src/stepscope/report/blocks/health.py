@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from stepscope.report.blocks.block import Block, Listing, Paragraph, TextTable
-from stepscope.report.blocks.profiled import say_profiled, starred
-from stepscope.report.formatting import LISTED, count, duration, plain, turn
+from stepscope.report.formatting import LISTED, count, duration, plain, say_profiled, starred, turn
 from stepscope.report.model import StepReport
 from stepscope.report.tables.health import Health, OtherStep, ProcessRow, SpanRow
 
@@ -16,7 +15,6 @@ UNCALLED = "Instrumented, without a recorded call: not called in this step, or c
 
 def health_blocks(health: Health, report: StepReport) -> Iterator[Block]:
     """Yield the processes, and the reasons to doubt the numbers above."""
-    del report
     yield _processes(health.processes)
     if health.complete and not health.errors:
         yield Paragraph(say_complete(health))
@@ -54,7 +52,7 @@ def worst_first(processes: Sequence[ProcessRow], shown: int) -> tuple[Sequence[P
         return processes, ""
     vaguest = max(processes, key=lambda process: process.clock.uncertainty_ns or 0)
     others = [process for process in processes if not process.owner]
-    slowest = max(others or processes, key=lambda process: _profiling_ns(process))
+    slowest = max(others or processes, key=_profiling_ns)
 
     def place(process: ProcessRow) -> tuple[bool, bool, bool]:
         wrong = process.clock.uncertainty_ns is None or not process.closed or bool(process.dropped)
@@ -71,11 +69,11 @@ def _processes(processes: Sequence[ProcessRow]) -> TextTable:
     ordered, order = worst_first(processes, 2 * LISTED)
     columns = ("process", "host", ">spans", "clock", ">open", ">close", ">export", ">in spans")
     note = " ".join(filter(None, (order, OPEN_CLOSE, say_profiled(*(row.profiled for row in processes)))))
-    return TextTable("Processes", columns, tuple(map(_process, ordered)), note, noun="process")
-
-
-def _process(row: ProcessRow) -> tuple[str, ...]:
-    return starred(row.name, row.profiled), row.host, f"{row.spans:,}", clock(row), *cost_cells(row)
+    rows = tuple(
+        (starred(row.name, row.profiled), row.host, f"{row.spans:,}", clock(row), *cost_cells(row))
+        for row in ordered
+    )
+    return TextTable("Processes", columns, rows, note, noun="process")
 
 
 def cost_cells(row: ProcessRow) -> tuple[str, ...]:
@@ -108,7 +106,6 @@ def clock_notes(health: Health) -> list[str]:
 
 
 def say_complete(health: Health) -> str:
-    """Return the sentence on a complete step."""
     until = "" if health.user_error is None else ", up to where the capture ended"
     but = f"; {count(len(health.warnings), 'warning')} below" if health.warnings else ""
     return f"Complete: nothing is missing, dropped or broken{until}{but}."

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks.block import Block, TextTable
-from stepscope.report.blocks.profiled import say_profiled, starred
-from stepscope.report.formatting import LISTED, count, duration, percents
+from stepscope.report.formatting import LISTED, count, duration, percent_of, say_profiled, starred
 from stepscope.report.model import StepReport
+from stepscope.report.table import grouped
 from stepscope.report.tables.idle import Idle
 
 
@@ -17,7 +17,8 @@ def idle_blocks(rows: Sequence[Idle], report: StepReport) -> Iterator[Block]:
     window_ns = report.breakdown.window_ns
     if not rows or not window_ns:
         return
-    shown = rows if len(rows) <= LISTED else _most_idle(rows)
+    roles = grouped(rows, lambda row: row.role).values()
+    shown = rows if len(rows) <= LISTED else [max(own, key=lambda row: row.idle_ns) for own in roles]
     note = "Likely causes: what others did while the process did nothing. In collectives: by its trace."
     if len(shown) < len(rows):
         note = f"Of each role the most idle of {count(len(rows), 'process')}. {note}"
@@ -26,17 +27,9 @@ def idle_blocks(rows: Sequence[Idle], report: StepReport) -> Iterator[Block]:
     yield TextTable("Idle", columns, tuple(_cells(row, window_ns) for row in shown), note)
 
 
-def _most_idle(rows: Sequence[Idle]) -> Sequence[Idle]:
-    by_role: dict[str, list[Idle]] = defaultdict(list)
-    for row in rows:
-        by_role[row.role].append(row)
-    return [max(group, key=lambda row: row.idle_ns) for group in by_role.values()]
-
-
 def _cells(row: Idle, window_ns: int) -> tuple[str, ...]:
-    (share,) = percents([row.idle_ns], window_ns)
-    times = (duration(row.busy_ns), duration(row.idle_ns))
-    return starred(row.process, row.profiled), *times, share, say_causes(row), say_collectives(row)
+    times = (duration(row.busy_ns), duration(row.idle_ns), percent_of(row.idle_ns, window_ns))
+    return starred(row.process, row.profiled), *times, say_causes(row), say_collectives(row)
 
 
 def say_causes(row: Idle, most: int = 3) -> str:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stepscope.report.blocks.block import Block, TextTable
-from stepscope.report.blocks.profiled import starred
-from stepscope.report.formatting import LISTED, count, duration, percents, turn
+from stepscope.report.formatting import LISTED, count, duration, few, percent_of, starred, turn
 from stepscope.report.model import StepReport
-from stepscope.report.tables.long_tail import Extreme, LongTail, SlowTrajectory, Spread
+from stepscope.report.tables.long_tail import LongTail, SlowTrajectory, Spread
 
 
 def long_tail_blocks(tail: LongTail | None, report: StepReport) -> Iterator[Block]:
     """Yield the spread of each stage inside trajectories, and the slowest ones."""
-    del report
     if tail is None:
         return
     columns = ("role", "stage", ">calls", ">p50", ">p90", ">p99", ">max", "p99 is", "max is")
@@ -25,7 +23,7 @@ def long_tail_blocks(tail: LongTail | None, report: StepReport) -> Iterator[Bloc
 
 def _spread(spread: Spread) -> tuple[str, ...]:
     times = (spread.p50_ns, spread.p90_ns, spread.p99.ns, spread.max.ns)
-    named = (name_extreme(spread.p99), name_extreme(spread.max))
+    named = (turn(extreme.trajectory, extreme.turn) for extreme in (spread.p99, spread.max))
     return spread.role, spread.title, f"{spread.calls:,}", *map(duration, times), *named
 
 
@@ -38,11 +36,6 @@ def slow_cells(slow: SlowTrajectory) -> tuple[str, str, str]:
 def waits(slow: SlowTrajectory) -> str:
     """Return the stages that took most of it."""
     return ", ".join(f"{wait.title} {duration(wait.wall_ns)}" for wait in slow.waits[:4])
-
-
-def name_extreme(extreme: Extreme) -> str:
-    """Return the trajectory and the turn that had this extreme."""
-    return turn(extreme.trajectory, extreme.turn)
 
 
 def name_slow(slow: SlowTrajectory) -> str:
@@ -61,7 +54,7 @@ def _say_held(tail: LongTail) -> str:
     """Return how long the others waited for the last ones."""
     if tail.held_ns is None or tail.rollout_ns is None:
         return ""
-    (share,) = percents([tail.held_ns], tail.rollout_ns)
+    share = percent_of(tail.held_ns, tail.rollout_ns)
     fewer = [f"{duration(hold.held_ns)} for the last {hold.trajectories:,}" for hold in tail.holds[1:]]
     return (
         f"The others waited {duration(tail.held_ns)} for the last {tail.last:,} of {tail.trajectories:,} "
@@ -81,7 +74,7 @@ def _say_bubble(tail: LongTail) -> str:
     bubble = tail.bubble
     if bubble is None or not bubble.replicas:
         return ""
-    (share,) = percents([bubble.idle_ns], bubble.tail_ns * bubble.replicas)
+    share = percent_of(bubble.idle_ns, bubble.tail_ns * bubble.replicas)
     replicas = count(bubble.replicas, "replica")
     idle = f"{replicas} did nothing for {duration(bubble.idle_ns)} in sum ({share} %)"
     return (
@@ -109,7 +102,7 @@ def _say_slowed(tail: LongTail) -> str:
     """Name the processes whose trajectories a profiler slowed. Empty if none, or all alike."""
     if not tail.profiled:
         return ""
-    names = ", ".join(tail.profiled[:LISTED]) + (" ..." if len(tail.profiled) > LISTED else "")
+    names = few(tail.profiled, LISTED)
     return f"*: served by {names}. A profiler recorded these processes and slowed them, and not the others."
 
 

@@ -22,7 +22,6 @@ _FIRST = (
 
 def metrics_blocks(metrics: Mapping[str, float], report: StepReport) -> Iterator[Block]:
     """Yield the trainer's own numbers without the extremes: those that people look for, then the others."""
-    del report
     if not metrics:
         return
     names = sorted((name for name in metrics if not _LEFT_OUT.search(name)), key=_group)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from stepscope.report.blocks.block import Block, TextTable
-from stepscope.report.blocks.profiled import say_profiled, starred
-from stepscope.report.formatting import duration, middle
+from stepscope.report.formatting import duration, middle, say_profiled, starred
 from stepscope.report.model import StepReport
+from stepscope.report.table import grouped
 from stepscope.report.tables.stages import Stage
 
 SIDE_BY_SIDE = 8
@@ -18,7 +17,6 @@ CALLS_NOTE = "A call includes those below it. The total is a sum: with concurren
 
 def stage_blocks(stages: Sequence[Stage], report: StepReport) -> Iterator[Block]:
     """Yield the calls of each stage, and for each role of several processes when these were busy."""
-    del report
     if stages:
         columns, cells = call_columns(stages)
         rows = tuple((stage.role, stage.title, *cells(stage)) for stage in stages)
@@ -27,32 +25,25 @@ def stage_blocks(stages: Sequence[Stage], report: StepReport) -> Iterator[Block]
         yield _busy_table(role, group)
 
 
-class _CallCells:
-    """The cells of one stage. `open` and `errors` are shown only if some stage has them."""
+def call_columns(stages: Sequence[Stage]) -> tuple[tuple[str, ...], Callable[[Stage], tuple[str, ...]]]:
+    """Return the columns behind a stage's name, and the function that makes their cells.
 
-    def __init__(self, extra: Sequence[str]) -> None:
-        self._extra = extra
-
-    def __call__(self, stage: Stage) -> tuple[str, ...]:
-        times = (stage.total_ns, stage.mean_ns, stage.p50_ns, stage.max_ns)
-        counts = (str(getattr(stage, name) or "") for name in self._extra)
-        return f"{stage.calls:,}", *counts, *map(duration, times)
-
-
-def call_columns(stages: Sequence[Stage]) -> tuple[tuple[str, ...], _CallCells]:
-    """Return the columns behind a stage's name, and the function that makes their cells."""
+    `open` and `errors` are shown only if some stage has them.
+    """
     extra = [name for name in ("open", "errors") if any(getattr(stage, name) for stage in stages)]
     columns = (">calls", *(f">{name}" for name in extra), ">total", ">mean", ">p50", ">max")
-    return columns, _CallCells(extra)
+
+    def cells(stage: Stage) -> tuple[str, ...]:
+        times = (stage.total_ns, stage.mean_ns, stage.p50_ns, stage.max_ns)
+        counts = (str(getattr(stage, name) or "") for name in extra)
+        return f"{stage.calls:,}", *counts, *map(duration, times)
+
+    return columns, cells
 
 
 def roles_of_several(stages: Sequence[Stage]) -> Mapping[str, Sequence[Stage]]:
     """Return the stages that several processes have, by role."""
-    roles: dict[str, list[Stage]] = defaultdict(list)
-    for stage in stages:
-        if len(stage.processes) > 1:
-            roles[stage.role].append(stage)
-    return roles
+    return grouped((stage for stage in stages if len(stage.processes) > 1), lambda stage: stage.role)
 
 
 def _busy_table(role: str, stages: Sequence[Stage]) -> TextTable:

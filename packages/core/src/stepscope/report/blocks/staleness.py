@@ -12,7 +12,6 @@ from stepscope.report.tables.staleness import Staleness, StaleTrajectory
 
 def staleness_blocks(staleness: Staleness | None, report: StepReport) -> Iterator[Block]:
     """Yield how far behind the consumed trajectories were, and the stalest ones."""
-    del report
     if staleness is None:
         return
     lags = (("steps", staleness.steps), ("policy versions", staleness.versions))

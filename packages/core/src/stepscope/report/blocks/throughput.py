@@ -16,7 +16,6 @@ _USES = ("role", "stage", "FLOPs from", ">TFLOP/s each", ">peak", ">MFU", "devic
 
 def throughput_blocks(throughput: Throughput | None, report: StepReport) -> Iterator[Block]:
     """Yield the tokens per second, and the stages whose FLOPs are known."""
-    del report
     if throughput is None:
         return
     if throughput.rates:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from stepscope.report.accounting import rank_of
 from stepscope.report.blocks.block import Block, Listing, TextTable
-from stepscope.report.formatting import LISTED, duration, percents, size
+from stepscope.report.formatting import LISTED, duration, percent_of, size
 from stepscope.report.model import StepReport
+from stepscope.report.table import grouped
 from stepscope.report.tables.stragglers import StragglerRow
 from stepscope.report.tables.traces import DeviceRow, MemoryRow, NoDevice, OperatorRow, TraceTables
 
@@ -20,8 +20,6 @@ DEVICE_NOTE = "All streams together. Exposed: communication that no computation 
 
 
 def trace_blocks(traces: TraceTables | None, report: StepReport) -> Iterator[Block]:
-    """Yield the tables of the profilers' traces."""
-    del report
     if traces is None:
         return
     for role, rows in operators_by_role(traces).items():
@@ -39,19 +37,15 @@ def trace_blocks(traces: TraceTables | None, report: StepReport) -> Iterator[Blo
 
 def operators_by_role(traces: TraceTables) -> Mapping[str, Sequence[OperatorRow]]:
     """Return the operators of each role: those of devices, then those of the host."""
-    roles: dict[str, list[OperatorRow]] = defaultdict(list)
-    for row in traces.operators:
-        roles[row.role].append(row)
+    roles = grouped(traces.operators, lambda row: row.role)
     return {role: [*on_device(rows), *on_host(rows)] for role, rows in roles.items()}
 
 
 def on_device(rows: Sequence[OperatorRow]) -> list[OperatorRow]:
-    """Return the operators that ran on a device."""
     return [row for row in rows if row.kind not in ("cpu", "mark")]
 
 
 def on_host(rows: Sequence[OperatorRow]) -> list[OperatorRow]:
-    """Return the operators and marks of the host."""
     return [row for row in rows if row.kind in ("cpu", "mark")]
 
 
@@ -97,11 +91,8 @@ def least_busy_first(rows: Sequence[DeviceRow], shown: int) -> tuple[Sequence[De
     if len(rows) <= shown:
         return rows, ""
     ordered = sorted(rows, key=lambda row: row.busy_ns / max(row.recorded_ns, 1))
-    return ordered, f"Least busy first. Busy: {_spread([_busy(row) for row in ordered])}."
-
-
-def _busy(row: DeviceRow) -> str:
-    return f"{percents([row.busy_ns], row.recorded_ns)[0]} %"
+    spread = _spread([f"{percent_of(row.busy_ns, row.recorded_ns)} %" for row in ordered])
+    return ordered, f"Least busy first. Busy: {spread}."
 
 
 def most_memory_first(rows: Sequence[MemoryRow], shown: int) -> tuple[Sequence[MemoryRow], str]:
@@ -121,7 +112,7 @@ def _spread(ascending: Sequence[str]) -> str:
 
 def _device(row: DeviceRow) -> tuple[str, ...]:
     parts = (
-        f"{duration(ns)} {percents([ns], row.recorded_ns)[0]} %"
+        f"{duration(ns)} {percent_of(ns, row.recorded_ns)} %"
         for ns in (row.busy_ns, row.compute_ns, row.exposed_ns, row.memory_ns)
     )
     return row.process, row.device, duration(row.recorded_ns), *parts

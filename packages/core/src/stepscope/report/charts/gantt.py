@@ -9,7 +9,8 @@ from itertools import chain, pairwise
 import msgspec
 
 from stepscope.report.accounting import Label
-from stepscope.report.charts.marks import Mark, blend_short, blocks, join_near, pick, resolutions, runs
+from stepscope.report.charts.marks import Mark, blend_short, blocks, fit, join_near, pick, runs
+from stepscope.report.table import grouped
 from stepscope.report.tables.stages import Stage
 from stepscope.timeline import Span, Timeline
 
@@ -22,8 +23,6 @@ STRIPS = 512
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One process."""
-
     name: str
     host: str
     aligned: bool
@@ -33,8 +32,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes of one role."""
-
     role: str
     strips: bool
     """Of each process, only the most specific stage at each instant is drawn."""
@@ -60,11 +57,7 @@ def draw_gantt(timeline: Timeline, stages: Sequence[Stage], budget: int = MARKS)
     Positions of marks are exact, except for united ones.
     """
     slowest = {stage.slowest for stage in stages if stage.slowest is not None}
-    drawn, shortest_ns = _groups(timeline, slowest), 0
-    for shortest_ns in resolutions(timeline.window.wall_ns):
-        drawn = _thin(drawn, shortest_ns)
-        if _count(drawn) <= budget:
-            break
+    drawn, shortest_ns = fit(_groups(timeline, slowest), timeline.window.wall_ns, budget, _thin, _count)
     return Gantt(
         window_ns=timeline.window.wall_ns,
         groups=drawn,
@@ -94,22 +87,14 @@ def _thin_row(row: Row, strip: bool, shortest_ns: int) -> Row:
 
 def _join_by_stage(lane: Iterable[Mark], gap_ns: int) -> list[Mark]:
     """Join the marks of each stage by itself: stages that share a lane never overlap."""
-    by_stage: dict[Label, list[Mark]] = defaultdict(list)
-    for mark in lane:
-        by_stage[mark.label].append(mark)
-    return sorted(
-        chain.from_iterable(join_near(marks, gap_ns) for marks in by_stage.values()),
-        key=lambda mark: mark.start_ns,
-    )
+    stages = grouped(lane, lambda mark: mark.label).values()
+    joined = chain.from_iterable(join_near(marks, gap_ns) for marks in stages)
+    return sorted(joined, key=lambda mark: mark.start_ns)
 
 
 def _groups(timeline: Timeline, slowest: set[str]) -> tuple[Group, ...]:
-    roles: dict[str, list[int]] = defaultdict(list)
-    for index, process in enumerate(timeline.processes):
-        roles[process.info.role].append(index)
-    spans: dict[int, list[int]] = defaultdict(list)
-    for index, span in enumerate(timeline.spans):
-        spans[span.process].append(index)
+    roles = grouped(range(len(timeline.processes)), lambda at: timeline.processes[at].info.role)
+    spans = grouped(range(len(timeline.spans)), lambda at: timeline.spans[at].process)
     return tuple(_group(timeline, role, members, spans, slowest) for role, members in roles.items())
 
 

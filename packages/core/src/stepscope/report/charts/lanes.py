@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from stepscope.report.charts.marks import Mark, blend_short, pick, resolutions, runs
+from stepscope.report.charts.marks import Mark, blend_short, fit, pick, runs
+from stepscope.report.table import grouped
 from stepscope.timeline import Timeline
 
 MARKS = 8_000
@@ -45,24 +45,27 @@ class Lanes(msgspec.Struct, frozen=True, kw_only=True):
 
 def pack_trajectories(timeline: Timeline, slowest: Iterable[str] = (), budget: int = MARKS) -> Lanes | None:
     """Return the lanes of one step; those of the `slowest` are always drawn. None without trajectories."""
-    flights = _flights(timeline)
-    if not flights:
+    members = grouped(_members(timeline), lambda index: timeline.spans[index].trajectory or "")
+    if not members:
         return None
-    slots = pack([(start_ns, end_ns) for _, start_ns, end_ns, _, _ in flights])
+    flights = [_flight(timeline, name, own) for name, own in members.items()]
+    flights.sort(key=lambda flight: flight.start_ns)
+    extents = [(flight.start_ns, flight.end_ns) for flight in flights]
+    slots = pack(extents)
     needed = max(slots) + 1
     names = set(slowest)
-    wanted = [slot for slot, (name, *_) in zip(slots, flights, strict=True) if name in names]
+    wanted = [slot for slot, flight in zip(slots, flights, strict=True) if flight.trajectory in names]
     drawn = {slot: place for place, slot in enumerate(pick(needed, LANES, wanted))}
     lanes: list[list[Flight]] = [[] for _ in drawn]
     for slot, flight in zip(slots, flights, strict=True):
         if slot in drawn:
-            lanes[drawn[slot]].append(_flight(timeline, flight))
-    thin, shortest_ns = _fit(lanes, timeline.window.wall_ns, budget)
+            lanes[drawn[slot]].append(_marked(timeline, flight, members[flight.trajectory]))
+    thin, shortest_ns = fit([*map(tuple, lanes)], timeline.window.wall_ns, budget, _thin, _count)
     return Lanes(
         trajectories=len(flights),
         needed=needed,
         lanes=tuple(thin),
-        in_flight=tuple(_in_flight(timeline, [(start, end) for _, start, end, _, _ in flights])),
+        in_flight=tuple(_in_flight(timeline.window.wall_ns, extents)),
         marks=_count(thin),
         shortest_ns=shortest_ns,
     )
@@ -85,52 +88,33 @@ def pack(intervals: Sequence[tuple[int, int]]) -> list[int]:
     return slots
 
 
-_Extent = tuple[str, int, int, bool, list[int]]
-"""(trajectory, start, end, open, its spans), in unix ns."""
-
-
-def _flights(timeline: Timeline) -> list[_Extent]:
-    """Return the trajectories by start.
-
-    Each lasts from the opening of the span `trajectory` to its end, or for the extent of all spans with its
-    id.
-    """
-    members: dict[str, list[int]] = defaultdict(list)
+def _members(timeline: Timeline) -> Iterator[int]:
     for index, span in enumerate(timeline.spans):
         if span.trajectory is not None and timeline.processes[span.process].aligned:
-            members[span.trajectory].append(index)
-    return sorted((_extent(timeline, name, indices) for name, indices in members.items()), key=lambda f: f[1])
+            yield index
 
 
-def _extent(timeline: Timeline, name: str, indices: list[int]) -> _Extent:
-    roots = [index for index in indices if timeline.spans[index].stage == "trajectory"] or indices
-    spans = [timeline.spans[index] for index in roots]
-    start_ns = min(span.start_ns for span in spans)
-    end_ns = max(timeline.until_ns(span) for span in spans)
-    return name, start_ns, end_ns, any(span.end_ns is None for span in spans), indices
+def _flight(timeline: Timeline, name: str, indices: list[int]) -> Flight:
+    """Return a trajectory without marks.
 
-
-def _flight(timeline: Timeline, extent: _Extent) -> Flight:
-    name, start_ns, end_ns, is_open, indices = extent
+    It lasts from the opening of the span `trajectory` to its end, or for the extent of all spans with its id.
+    """
+    own = [timeline.spans[index] for index in indices]
+    spans = [span for span in own if span.stage == "trajectory"] or own
     zero_ns = timeline.window.start_ns
     return Flight(
         trajectory=name,
-        start_ns=start_ns - zero_ns,
-        end_ns=end_ns - zero_ns,
-        open=is_open,
-        marks=tuple(runs(timeline, indices, start_ns, end_ns)),
+        start_ns=min(span.start_ns for span in spans) - zero_ns,
+        end_ns=max(timeline.until_ns(span) for span in spans) - zero_ns,
+        open=any(span.end_ns is None for span in spans),
+        marks=(),
     )
 
 
-def _fit(
-    lanes: Sequence[Sequence[Flight]], window_ns: int, budget: int
-) -> tuple[list[tuple[Flight, ...]], int]:
-    drawn, shortest_ns = [tuple(lane) for lane in lanes], 0
-    for shortest_ns in resolutions(window_ns):
-        drawn = _thin(drawn, shortest_ns)
-        if _count(drawn) <= budget:
-            break
-    return drawn, shortest_ns
+def _marked(timeline: Timeline, flight: Flight, indices: Sequence[int]) -> Flight:
+    zero_ns = timeline.window.start_ns
+    marks = runs(timeline, indices, flight.start_ns + zero_ns, flight.end_ns + zero_ns)
+    return msgspec.structs.replace(flight, marks=tuple(marks))
 
 
 def _thin(lanes: Sequence[Sequence[Flight]], shortest_ns: int) -> list[tuple[Flight, ...]]:
@@ -147,13 +131,12 @@ def _count(lanes: Iterable[Iterable[Flight]]) -> int:
     return sum(len(flight.marks) for lane in lanes for flight in lane)
 
 
-def _in_flight(timeline: Timeline, flights: Sequence[tuple[int, int]]) -> list[float]:
-    window = timeline.window
-    part_ns = max(1, -(-window.wall_ns // SAMPLES))
+def _in_flight(window_ns: int, flights: Sequence[tuple[int, int]]) -> list[float]:
+    part_ns = max(1, -(-window_ns // SAMPLES))
     change = [0.0] * (SAMPLES + 2)
     for start_ns, end_ns in flights:
-        _add(change, (start_ns - window.start_ns) / part_ns, 1)
-        _add(change, (end_ns - window.start_ns) / part_ns, -1)
+        _add(change, start_ns / part_ns, 1)
+        _add(change, end_ns / part_ns, -1)
     running, curve = 0.0, []
     for place in range(SAMPLES):
         running += change[place]

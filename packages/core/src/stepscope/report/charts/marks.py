@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from stepscope.report.accounting import Label, Mask, bits_of, walk
-from stepscope.report.tables.breakdown import Work, work_of
+from stepscope.report.table import grouped
+from stepscope.report.tables.breakdown import work_of
 from stepscope.timeline import Span, Timeline
+
+_Row = TypeVar("_Row")
+_Drawn = TypeVar("_Drawn")
 
 
 class Mark(msgspec.Struct, frozen=True, gc=False):
@@ -84,16 +89,14 @@ def runs(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int)
     for from_ns, until_ns, mask in walk(work.intervals, start_ns, end_ns):
         if not mask:
             continue
-        label = chosen.get(mask) or chosen.setdefault(mask, _choose(work, mask))
+        if mask not in chosen:
+            chosen[mask] = min((work.tiers[bit], work.labels[bit]) for bit in bits_of(mask))[1]
+        label = chosen[mask]
         if marks and marks[-1].label == label and marks[-1].end_ns == from_ns - zero_ns:
             marks[-1] = Mark(label, marks[-1].start_ns, until_ns - zero_ns)
         else:
             marks.append(Mark(label, from_ns - zero_ns, until_ns - zero_ns))
     return marks
-
-
-def _choose(work: Work, mask: Mask) -> Label:
-    return min((work.tiers[bit], work.labels[bit]) for bit in bits_of(mask))[1]
 
 
 def blend_short(marks: Iterable[Mark], shortest_ns: int) -> list[Mark]:
@@ -139,14 +142,24 @@ def _unite(marks: Sequence[Mark], at_once: int = 1) -> Mark:
     )
 
 
-def resolutions(window_ns: int) -> Iterator[int]:
-    """Return how short a mark may be, in ns, finest first: from below half a pixel of a laptop's screen up to
-    a tenth.
+def fit(
+    drawn: _Drawn,
+    window_ns: int,
+    budget: int,
+    thin: Callable[[_Drawn, int], _Drawn],
+    count: Callable[[_Drawn], int],
+) -> tuple[_Drawn, int]:
+    """Return a chart with as many marks as fit, and the ns below which neighbours are drawn as one.
+
+    A mark may be as short as half a pixel of a laptop's screen, up to a tenth of it.
     """
-    parts = 2048
-    while parts >= 8:
-        yield window_ns // parts
-        parts //= 2
+    shortest_ns = 0
+    for parts in (2048 >> halvings for halvings in range(9)):
+        shortest_ns = window_ns // parts
+        drawn = thin(drawn, shortest_ns)
+        if count(drawn) <= budget:
+            break
+    return drawn, shortest_ns
 
 
 def _wall_ns(mark: Mark) -> int:
@@ -157,3 +170,12 @@ def pick(count: int, limit: int, wanted: Iterable[int] = ()) -> list[int]:
     """Pick every k-th of `count` rows, so that at most `limit` are drawn, plus the wanted ones."""
     every = max(1, -(-count // limit))
     return sorted({*range(0, count, every), *(index for index in wanted if index < count)})
+
+
+def pick_of_each(
+    rows: Sequence[_Row], group: Callable[[_Row], str], size: Callable[[_Row], float], limit: int
+) -> Iterator[int]:
+    """Yield the places of the rows to draw: `limit` of each group, and its largest one."""
+    for places in grouped(range(len(rows)), lambda at: group(rows[at])).values():
+        largest = max(range(len(places)), key=lambda at: size(rows[places[at]]))
+        yield from (places[at] for at in pick(len(places), limit, [largest]))

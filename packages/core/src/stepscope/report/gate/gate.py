@@ -1,7 +1,9 @@
-"""The gate: each limit's verdict, from the change of a stage and its interval."""
+"""The gate: limits, as the command line states them, and the verdict of each by a stage's change."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
@@ -10,11 +12,20 @@ import msgspec
 
 from stepscope.errors import ConfigError
 from stepscope.report.gate.interval import ENOUGH, Interval, Sample, change_interval, relative_change
-from stepscope.report.gate.limits import Limit
 from stepscope.report.gate.steps import STEP, Durations, GateSteps
 
 Source: TypeAlias = Literal["captured", "unprofiled"]
 _NAMED = 12
+_PERCENT = re.compile(r"\+?(\d+(?:\.\d*)?|\.\d+)\s*%?")
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """The most that a stage may grow."""
+
+    stage: str
+    """A pattern of `role/stage`, as `rollout/*`; `step` is the whole step."""
+    most: float
+    """Relative: 0.05 is 5 %."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +52,6 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
-    """All limits of one comparison."""
-
     checks: tuple[Check, ...]
     failed: bool
 
@@ -116,3 +125,33 @@ def _samples(stage: str, a: GateSteps, b: GateSteps) -> tuple[Source, Sample, Sa
 
 def _times(steps: Sequence[Durations], stage: str) -> list[float]:
     return [step.get(stage, 0) for step in steps]
+
+
+def parse_limits(fail_above: Sequence[str], stages: Sequence[str]) -> list[Limit]:
+    """Return the limits of `--fail-above` and `--stage`, paired in order.
+
+    One limit more than stages: the first one is the whole step's. One limit for several stages is each one's.
+
+    Raises:
+        ConfigError: a limit is no percentage, or their number fits no pairing.
+    """
+    most = [_percentage(text) for text in fail_above]
+    if len(most) == len(stages) + 1:
+        return [Limit(STEP, most[0]), *map(Limit, stages, most[1:])]
+    if len(most) == 1:
+        return [Limit(stage, most[0]) for stage in stages]
+    if len(most) == len(stages):
+        return list(map(Limit, stages, most))
+    raise ConfigError(
+        "--fail-above",
+        list(fail_above),
+        f"one limit, one for each --stage ({len(stages)}), or one more, the first of which is the step's",
+        "--fail-above 5% --stage 'rollout/*' --fail-above 10%",
+    )
+
+
+def _percentage(text: str) -> float:
+    match = _PERCENT.fullmatch(text.strip())
+    if match is None or not math.isfinite(float(match[1])):
+        raise ConfigError("--fail-above", text, "a percentage from 0 up, as 5% or 2.5", "--fail-above 5%")
+    return float(match[1]) / 100

@@ -13,10 +13,10 @@ from stepscope.report.blocks.breakdown import (
     waiting,
 )
 from stepscope.report.charts.gantt import draw_gantt
-from stepscope.report.formatting import count, duration, percents
+from stepscope.report.formatting import count, duration, percent_of, percents
 from stepscope.report.html.colours import Colours
-from stepscope.report.html.markup import Html, join, tag
-from stepscope.report.html.page import percent, section, table
+from stepscope.report.html.markup import Html, tag
+from stepscope.report.html.page import mark, section, swatched, table
 from stepscope.report.html.timecharts import gantt
 from stepscope.report.section import Page
 from stepscope.report.tables.breakdown import Breakdown, Line
@@ -48,9 +48,8 @@ def waterfall(breakdown: Breakdown, colours: Colours) -> Html:
             at_ns, folded_ns = at_ns + folded_ns, 0
         rows.append(_row(line, share, at_ns, whole_ns, colours))
         at_ns += line.wall_ns
-    (whole,) = percents([at_ns], whole_ns)
     bar = _bar("total", 0, at_ns, whole_ns, f"step {duration(at_ns)}")
-    rows.append((tag("b", "step"), bar, tag("b", whole), duration(at_ns), "", ""))
+    rows.append((tag("b", "step"), bar, tag("b", percent_of(at_ns, whole_ns)), duration(at_ns), "", ""))
     beside_ns = breakdown.opening_ns + breakdown.closing_ns
     if beside_ns:
         rows.append((BESIDE, "", "", duration(beside_ns), "", ""))
@@ -68,29 +67,23 @@ def waterfall(breakdown: Breakdown, colours: Colours) -> Html:
 def _row(line: Line, share: str, at_ns: int, total_ns: int, colours: Colours) -> Sequence[str | Html]:
     if line.kind == "stage":
         label = (line.role or "", line.stage or "")
-        kind, name = (
-            colours.of(label),
-            join(colours.swatch(label), tag("span", " ".join(label) + waiting(line))),
-        )
+        kind, name = colours.of(label), " ".join(label) + waiting(line)
         times = (duration(line.alone_ns), duration(line.active_ns))
     else:
-        kind, name = line.kind, join(tag("i", class_=f"swatch {line.kind}"), tag("span", line.kind))
-        times = ("", "")
+        kind, name, times = line.kind, line.kind, ("", "")
     hover = f"{line.role or ''} {line.stage or line.kind} {duration(line.wall_ns)}, {share} %".strip()
     bar = _bar(kind, at_ns, line.wall_ns, total_ns, hover)
-    return (name, bar, share, duration(line.wall_ns), *times)
+    return (swatched(kind, name), bar, share, duration(line.wall_ns), *times)
 
 
 def _folded(number: int, at_ns: int, wall_ns: int, total_ns: int) -> Sequence[str | Html]:
-    (share,) = percents([wall_ns], total_ns)
-    name = join(tag("i", class_="swatch co"), tag("span", f"{number} smaller stages"))
-    bar = _bar("co", at_ns, wall_ns, total_ns, f"{number} smaller stages {duration(wall_ns)}")
-    return (name, bar, share, duration(wall_ns), "", "")
+    name = f"{number} smaller stages"
+    bar = _bar("co", at_ns, wall_ns, total_ns, f"{name} {duration(wall_ns)}")
+    return (swatched("co", name), bar, percent_of(wall_ns, total_ns), duration(wall_ns), "", "")
 
 
 def _bar(kind: str, at_ns: int, wall_ns: int, total_ns: int, hover: str) -> Html:
-    place = f"left:{percent(at_ns, total_ns)};width:{percent(wall_ns, total_ns)}"
-    return tag("div", tag("i", class_=f"m {kind}", style=place, data_t=hover), class_="fall")
+    return tag("div", mark(kind, at_ns, wall_ns, total_ns, hover), class_="fall")
 
 
 def _note(breakdown: Breakdown) -> str:
@@ -116,7 +109,6 @@ def _gaps(breakdown: Breakdown) -> Iterator[Html]:
 
 
 def _overlaps(breakdown: Breakdown) -> Iterator[Html]:
-    """Yield the stages that an instant was split among."""
     if breakdown.overlaps:
         overlaps = overlap_table(breakdown, LINES - 1)
         title = f"At the same time, split equally above: {count(len(breakdown.overlaps), 'combination')}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from stepscope.report.accounting import Label
-from stepscope.report.html.markup import Html, join, tag
+from stepscope.report.html.markup import Html
+from stepscope.report.html.page import legend, swatched
 from stepscope.report.tables.breakdown import STALLED, WINDOWS
 
 COLOURS = 14
@@ -27,16 +28,15 @@ class Colours:
             return "profiler"
         return "cw" if label in self._waiting else self._named.get(label, "co")
 
-    def swatch(self, label: Label) -> Html:
-        return tag("i", class_=f"swatch {self.of(label)}")
+    def swatched(self, label: Label, name: str) -> Html:
+        return swatched(self.of(label), name)
 
     def legend(self, used: Iterable[Label]) -> Html:
         """Return the legend of the stages used in one chart, in the page's order."""
         drawn = set(used)
         shown = [label for label in self.labels if label in drawn]
         named = [label for label in shown if self.of(label) != "co"]
-        items = [tag("span", self.swatch(label), " ".join(label)) for label in named]
+        names = [(self.of(label), " ".join(label)) for label in named]
         if len(shown) > len(named):
-            other = [label for label in shown if self.of(label) == "co"]
-            items.append(tag("span", self.swatch(other[0]), f"{len(other)} other stages"))
-        return tag("p", join(*items), class_="legend")
+            names.append(("co", f"{len(shown) - len(named)} other stages"))
+        return legend(names)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks.counters import NOTE, counter_cells, quantity, whose
-from stepscope.report.charts.marks import pick
+from stepscope.report.charts.marks import pick_of_each
 from stepscope.report.formatting import count, duration
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import percent, section, table
@@ -28,7 +27,9 @@ def draw_counters(counters: Counters | None, page: Page) -> Iterator[Html]:
         return
     timeline, window_ns = page.timeline, page.timeline.window.wall_ns
     pieces = [(counter, pieces) for counter in timeline.counters if (pieces := pieces_of(counter, timeline))]
-    shown = list(_shown(counters.rows))
+    names = len({row.name for row in counters.rows})
+    drawn = DRAWN if len(counters.rows) <= ROWS else min(DRAWN, max(4, ROWS // names))
+    shown = list(pick_of_each(counters.rows, lambda row: row.name, lambda row: row.most, drawn))
     grows = any(row.increase is not None for row in counters.rows)
     columns = (
         "counter",
@@ -46,16 +47,6 @@ def draw_counters(counters: Counters | None, page: Page) -> Iterator[Html]:
     if len(shown) < len(counters.rows):
         note += f" {len(shown):,} of {count(len(counters.rows), 'row')} are shown, and the highest of each."
     yield section("counters", "Counters", table(columns, cells, "counter-table"), note=note)
-
-
-def _shown(rows: Sequence[CounterRow]) -> Iterator[int]:
-    names: dict[str, list[int]] = defaultdict(list)
-    for at, row in enumerate(rows):
-        names[row.name].append(at)
-    drawn = DRAWN if len(rows) <= ROWS else min(DRAWN, max(4, ROWS // len(names)))
-    for places in names.values():
-        highest = max(range(len(places)), key=lambda at: rows[places[at]].most)
-        yield from (places[at] for at in pick(len(places), drawn, [highest]))
 
 
 def _cells(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks.engines import (
+    PHASES,
     REQUESTS_NOTE,
     engine_note,
     engine_times,
@@ -18,25 +19,15 @@ from stepscope.report.charts.marks import pick
 from stepscope.report.formatting import duration
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import EMPTY, Html, join, tag
-from stepscope.report.html.page import percent, section, table
-from stepscope.report.html.timecharts import axis
+from stepscope.report.html.page import legend, percent, section, stacked, table
+from stepscope.report.html.timecharts import axis, zoomed
 from stepscope.report.section import Page
 from stepscope.report.tables.engine import Engine, Load
 
 CHARTS = 16
 """Replicas whose load is drawn."""
 _PARTS = ("decode", "prefill", "queue")
-_PHASES = (
-    ("prefill", "prefill"),
-    ("decode", "decode"),
-    ("mixed", "mixed"),
-    ("held up", "held"),
-    ("paused", "paused"),
-    ("writing", "writing"),
-    ("idle", "idle"),
-)
-"""(name, class) of the times of a row, in the order of `engine_times`."""
-_TIMES = ("replica", "by", "time", ">iterations", ">recorded", *(f">{name}" for name, _ in _PHASES))
+_TIMES = ("replica", "by", "time", ">iterations", ">recorded", *(f">{phase}" for phase in PHASES))
 
 
 def draw_engines(rows: Sequence[Engine], page: Page) -> Iterator[Html]:
@@ -51,15 +42,12 @@ def draw_engines(rows: Sequence[Engine], page: Page) -> Iterator[Html]:
 
 def _engines(rows: Sequence[Engine], unnamed: Html, window_ns: int, colours: Colours) -> Html:
     chart, height = _chart([row for row in rows if row.load], window_ns, colours)
-    named = [(name, _colour(name, css, colours)) for name, css in _PHASES]
-    phases = tag(
-        "p", *(tag("span", tag("i", class_=f"swatch {css}"), name) for name, css in named), class_="legend"
-    )
+    named = [(_colour(phase, colours), phase) for phase in PHASES]
     times = table(_TIMES, [_times(name_engine(row, rows), row, named) for row in rows], "engine-table")
     asked = request_table(rows)
     requests = table(asked.columns, asked.rows, "engine-requests")
     note = f"{height} {engine_note(rows)} {REQUESTS_NOTE}".lstrip()
-    return section("engines", "Engines", chart, phases, times, requests, unnamed, note=note)
+    return section("engines", "Engines", chart, legend(named), times, requests, unnamed, note=note)
 
 
 def _chart(rows: Sequence[Engine], window_ns: int, colours: Colours) -> tuple[Html, str]:
@@ -80,23 +68,22 @@ def _chart(rows: Sequence[Engine], window_ns: int, colours: Colours) -> tuple[Ht
     return join(colours.legend([("rollout", part) for part in _PARTS]), body), note
 
 
-def _colour(name: str, css: str, colours: Colours) -> str:
+def _colour(phase: str, colours: Colours) -> str:
     """Return the class of the stage of that name, so that it looks the same all over the page."""
-    stage = "rollout", name
-    return colours.of(stage) if stage in colours.labels else f"e-{css}"
+    stage = "rollout", phase
+    return colours.of(stage) if stage in colours.labels else f"e-{phase.split()[0]}"
 
 
 def _times(name: str, row: Engine, named: Sequence[tuple[str, str]]) -> tuple[str | Html, ...]:
-    bars, at_ns = [], 0
-    shares = shares_of(row)
-    cells = []
-    for (phase, css), ns, share in zip(named, engine_times(row), shares, strict=True):
-        cells.append("-" if ns is None else f"{duration(ns)} ({share} %)")
-        if ns:
-            place = f"left:{percent(at_ns, row.recorded_ns)};width:{percent(ns, row.recorded_ns)}"
-            bars.append(tag("i", class_=f"m {css}", style=place, data_t=f"{phase} {duration(ns)}"))
-            at_ns += ns
-    bar = tag("div", *bars, class_="fall")
+    times = engine_times(row)
+    cells = [
+        "-" if ns is None else f"{duration(ns)} ({share} %)"
+        for ns, share in zip(times, shares_of(row), strict=True)
+    ]
+    parts = (
+        (css, ns, f"{phase} {duration(ns)}") for (css, phase), ns in zip(named, times, strict=True) if ns
+    )
+    bar = stacked(parts, row.recorded_ns)
     return name, row.source, bar, iterations_of(row), duration(row.recorded_ns), *cells
 
 
@@ -119,11 +106,5 @@ def _load(row: Engine, top: float, window_ns: int, colours: Colours) -> Html:
                 )
                 bars.append(tag("i", class_=f"m {colours.of(('rollout', part))}", style=place, data_t=hover))
                 below += level
-    track = tag("div", tag("div", *bars, class_="zoom"), class_="track curve")
-    return tag(
-        "div",
-        tag("span", row.replica, class_="name"),
-        track,
-        class_="row",
-        style="height:44px",
-    )
+    name, track = tag("span", row.replica, class_="name"), zoomed(bars, "track curve")
+    return tag("div", name, track, class_="row", style="height:44px")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from urllib.parse import quote
 
 from stepscope.report.blocks.health import (
     OPEN_CLOSE,
@@ -12,12 +13,10 @@ from stepscope.report.blocks.health import (
     say_complete,
     worst_first,
 )
-from stepscope.report.blocks.profiled import say_profiled, starred
-from stepscope.report.formatting import count
-from stepscope.report.html.files import file_links
+from stepscope.report.formatting import count, say_profiled, size, starred
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import ROWS, draw, section, table
-from stepscope.report.section import Page
+from stepscope.report.section import Page, StepFile
 from stepscope.report.tables.health import Health, ProcessRow
 
 LISTED = 256
@@ -30,11 +29,10 @@ def draw_health(health: Health, page: Page) -> Iterator[Html]:
     yield section("complete", "Complete, or not", *complete, *map(draw, health_lists(health)))
     yield _processes(health.processes)
     if page.files:
-        yield file_links(page.files)
+        yield _files(page.files)
 
 
 def _processes(rows: Sequence[ProcessRow]) -> Html:
-    """Return the spans, the clock and the recording's cost of each process."""
     columns = (
         "process", "host", ">pid", ">spans", ">dropped", "clock", ">open", ">close", ">export", ">in spans",
     )  # fmt: skip
@@ -56,3 +54,15 @@ def _process(row: ProcessRow) -> tuple[str | Html, ...]:
     dropped = "-" if row.dropped is None else str(row.dropped or "")
     spans = f"{row.spans:,}" if row.closed else f"{row.spans:,}, never closed"
     return (name, row.host, str(row.pid), spans, dropped, clock(row), *cost_cells(row))
+
+
+def _files(files: Sequence[StepFile]) -> Html:
+    """Return links to the step's files, relative, so that a copied folder keeps them."""
+    rows = [(_link(file.path), file.what, size(file.bytes)) for file in files]
+    note = "Spans and traces are this page's sources; stepscope report --json prints all tables."
+    return section("files", "Files", table(("file", "what", ">size"), rows), note=note)
+
+
+def _link(path: str) -> Html:
+    # "./" first: a name like `javascript:x` is a path then, and no scheme.
+    return tag("a", path, href="./" + quote(path))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from stepscope.report.blocks.idle import name_causes, say_collectives
-from stepscope.report.blocks.profiled import say_profiled, starred
-from stepscope.report.charts.marks import pick
-from stepscope.report.formatting import count, duration, percents
-from stepscope.report.html.markup import Html, join, tag
-from stepscope.report.html.page import percent, section, table
+from stepscope.report.charts.marks import pick_of_each
+from stepscope.report.formatting import count, duration, percent_of, say_profiled, starred
+from stepscope.report.html.markup import Html
+from stepscope.report.html.page import legend, section, stacked, table
 from stepscope.report.section import Page
 from stepscope.report.tables.idle import Idle, IdleKind
 
@@ -25,10 +24,9 @@ def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
     window_ns = page.report.breakdown.window_ns
     if not rows or not window_ns:
         return
-    kinds = ("busy", *_KINDS)
-    legend = tag("p", *(tag("span", _swatch(kind), kind) for kind in kinds), class_="legend")
+    key = legend((_class(kind), kind) for kind in ("busy", *_KINDS))
     columns = ("process", "busy, then what it probably waited for", ">busy", ">idle", ">%", "the most of it")
-    shown = list(_shown(rows))
+    shown = [rows[at] for at in pick_of_each(rows, lambda row: row.role, lambda row: row.idle_ns, DRAWN)]
     collectives = any(row.collective_ns is not None for row in shown)
     cells = [_row(row, window_ns, collectives) for row in shown]
     note = (
@@ -41,43 +39,27 @@ def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
     if len(shown) < len(rows):
         note += f" {len(shown):,} of {count(len(rows), 'process')} are shown, and the most idle of each role."
     head = (*columns, "in collectives") if collectives else columns
-    yield section("idle", "Idle, and why", legend, table(head, cells, "idle-table"), note=note)
-
-
-def _shown(rows: Sequence[Idle]) -> Iterator[Idle]:
-    roles: dict[str, list[Idle]] = defaultdict(list)
-    for row in rows:
-        roles[row.role].append(row)
-    for group in roles.values():
-        most = max(range(len(group)), key=lambda at: group[at].idle_ns)
-        yield from (group[at] for at in pick(len(group), DRAWN, [most]))
+    yield section("idle", "Idle, and why", key, table(head, cells, "idle-table"), note=note)
 
 
 def _row(row: Idle, window_ns: int, collectives: bool) -> tuple[str | Html, ...]:
     parts: Counter[str] = Counter({"busy": row.busy_ns})
     for cause in row.causes:
         parts[cause.kind] += cause.wall_ns
-    bars, at_ns = [], 0
-    for kind in ("busy", *_KINDS):
-        if parts[kind]:
-            place = f"left:{percent(at_ns, window_ns)};width:{percent(parts[kind], window_ns)}"
-            hover = f"{row.process}: {kind} {duration(parts[kind])}"
-            bars.append(tag("i", class_=f"m {_class(kind)}", style=place, data_t=hover))
-            at_ns += parts[kind]
-    (share,) = percents([row.idle_ns], window_ns)
+    bars = (
+        (_class(kind), parts[kind], f"{row.process}: {kind} {duration(parts[kind])}")
+        for kind in ("busy", *_KINDS)
+        if parts[kind]
+    )
     cells = (
         starred(row.process, row.profiled),
-        tag("div", *bars, class_="fall"),
+        stacked(bars, window_ns),
         duration(row.busy_ns),
         duration(row.idle_ns),
-        share,
+        percent_of(row.idle_ns, window_ns),
         ", ".join(name_causes(row, most=2)[0]),
     )
     return (*cells, say_collectives(row)) if collectives else cells
-
-
-def _swatch(kind: str) -> Html:
-    return join(tag("i", class_=f"swatch {_class(kind)}"))
 
 
 def _class(kind: str) -> str:

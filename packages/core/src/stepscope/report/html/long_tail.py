@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.blocks.long_tail import name_extreme, slow_cells, tail_sentences, waits
+from stepscope.report.blocks.long_tail import slow_cells, tail_sentences, waits
 from stepscope.report.charts.lanes import pack_trajectories
-from stepscope.report.formatting import duration
+from stepscope.report.formatting import duration, turn
 from stepscope.report.html.colours import Colours
-from stepscope.report.html.markup import EMPTY, Html, join, tag
-from stepscope.report.html.page import percent, section, table
+from stepscope.report.html.markup import EMPTY, Html, tag
+from stepscope.report.html.page import percent, section, stacked, table
 from stepscope.report.html.timecharts import lanes
 from stepscope.report.section import Page
 from stepscope.report.tables.long_tail import LongTail, SlowTrajectory, Spread
@@ -29,12 +29,9 @@ def _spreads(tail: LongTail, colours: Colours) -> Html:
     """Return percentiles of each stage inside trajectories, and the ten slowest, each divided."""
     columns = ("stage", ">calls", "p50, p90, p99, max", ">p50", ">p90", ">p99", ">max", "max is")
     spreads = table(columns, [_spread(spread, colours) for spread in tail.spreads], "spreads")
-    return section("tail", "Long tail", _tail_text(tail), spreads, *_slowest(tail.worst, colours))
-
-
-def _tail_text(tail: LongTail) -> Html:
     sentences = tail_sentences(tail)
-    return tag("p", " ".join(sentences), class_="said") if sentences else EMPTY
+    text = tag("p", " ".join(sentences), class_="said") if sentences else EMPTY
+    return section("tail", "Long tail", text, spreads, *_slowest(tail.worst, colours))
 
 
 def _spread(spread: Spread, colours: Colours) -> tuple[str | Html, ...]:
@@ -53,11 +50,11 @@ def _spread(spread: Spread, colours: Colours) -> tuple[str | Html, ...]:
         "i", class_=f"m {colours.of(label)}", style=f"left:0;width:{percent(spread.p50_ns, longest_ns)}"
     )
     return (
-        join(colours.swatch(label), tag("span", f"{spread.role} {spread.title}")),
+        colours.swatched(label, f"{spread.role} {spread.title}"),
         f"{spread.calls:,}",
         tag("div", body, *marks, class_="spread"),
         *(duration(ns) for _, ns in points),
-        name_extreme(spread.max),
+        turn(spread.max.trajectory, spread.max.turn),
     )
 
 
@@ -71,19 +68,12 @@ def _slowest(worst: Sequence[SlowTrajectory], colours: Colours) -> list[Html]:
 
 
 def _slow(slow: SlowTrajectory, longest_ns: int, colours: Colours) -> tuple[str | Html, ...]:
-    return (
-        *slow_cells(slow),
-        _waits(slow, longest_ns, colours),
-        waits(slow),
+    parts = (
+        (
+            colours.of((wait.role, wait.stage)),
+            wait.wall_ns,
+            f"{wait.role} {wait.title} {duration(wait.wall_ns)}",
+        )
+        for wait in slow.waits
     )
-
-
-def _waits(slow: SlowTrajectory, longest_ns: int, colours: Colours) -> Html:
-    bars, at_ns = [], 0
-    for wait in slow.waits:
-        label = (wait.role, wait.stage)
-        place = f"left:{percent(at_ns, longest_ns)};width:{percent(wait.wall_ns, longest_ns)}"
-        hover = f"{wait.role} {wait.title} {duration(wait.wall_ns)}"
-        bars.append(tag("i", class_=f"m {colours.of(label)}", style=place, data_t=hover))
-        at_ns += wait.wall_ns
-    return tag("div", *bars, class_="fall")
+    return *slow_cells(slow), stacked(parts, longest_ns), waits(slow)

@@ -106,6 +106,32 @@ def _bullets(lines: Sequence[str], kind: str) -> Html:
     return tag("ul", *(tag("li", line) for line in lines), class_=kind or None)
 
 
+def swatched(colour: str, name: str) -> Html:
+    """Return a name behind a swatch of its colour, a class of `page.css`."""
+    return join(tag("i", class_=f"swatch {colour}"), tag("span", name))
+
+
+def legend(names: Iterable[tuple[str, str]]) -> Html:
+    """Return a line of (colour, name)."""
+    items = (tag("span", tag("i", class_=f"swatch {colour}"), name) for colour, name in names)
+    return tag("p", *items, class_="legend")
+
+
+def mark(colour: str, at: float, part: float, whole: float, hover: str) -> Html:
+    """Return a piece of a bar, with the text under the pointer."""
+    place = f"left:{percent(at, whole)};width:{percent(part, whole)}"
+    return tag("i", class_=f"m {colour}", style=place, data_t=hover)
+
+
+def stacked(parts: Iterable[tuple[str, float, str]], whole: float) -> Html:
+    """Return a bar of (colour, length, text under the pointer), one behind the other."""
+    marks, at = [], 0.0
+    for colour, part, hover in parts:
+        marks.append(mark(colour, at, part, whole, hover))
+        at += part
+    return tag("div", *marks, class_="fall")
+
+
 def percent(part: float, whole: float) -> str:
     """Return a CSS length, to a thousandth of a pixel on a laptop's screen."""
     return f"{100 * part / whole:.6g}%" if whole else "0%"

@@ -10,12 +10,12 @@ from urllib.parse import quote
 import msgspec
 
 from stepscope.report.accounting import Label
-from stepscope.report.blocks.breakdown import BESIDE
-from stepscope.report.formatting import both, count, duration, middle, percentage, percents, signed
+from stepscope.report.blocks.breakdown import BESIDE, OVERVIEW_NOTES, overview_cells
+from stepscope.report.formatting import both, count, duration, middle, percentage, signed
 from stepscope.report.html.breakdown import LINES
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, join, tag
-from stepscope.report.html.page import listing, page, percent, section, table
+from stepscope.report.html.page import legend, listing, page, section, stacked, swatched, table
 from stepscope.report.model import StepReport
 from stepscope.report.tables.diff import Change, diff
 
@@ -26,8 +26,6 @@ CHANGES = 5
 
 
 class RunStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of a run's page."""
-
     report: StepReport
     href: str | None
     """The step's page, relative to the run's."""
@@ -77,18 +75,12 @@ def _side_by_side(steps: Sequence[RunStep], colours: Colours) -> Html:
     runs = len({step.report.run_id for step in steps}) > 1
     rows = [_step(step, longest_ns, colours, runs) for step in steps]
     columns = ("step", "", ">took", ">uncaptured", f">{BESIDE}", ">unaccounted", "complete")
-    used = [label for label in colours.labels if any(_has(step.report, label) for step in steps)]
+    lines = [line for step in steps for line in step.report.breakdown.lines]
+    used = {(line.role or "", line.stage or "") for line in lines if line.wall_ns}
     kinds = [kind for kind in OTHERS if any(_of_kind(step.report, kind) for step in steps)]
-    other = [tag("span", tag("i", class_=f"swatch {kind}"), kind) for kind in kinds]
-    legend = join(colours.legend(used), tag("p", *other, class_="legend"))
+    key = join(colours.legend(used), legend((kind, kind) for kind in kinds))
     body = tag("div", table(columns, rows, "steps-table"), class_="steps")
-    note = "%: of the step (took). uncaptured: the median of steps near it that were not captured. "
-    note += f"{BESIDE}: the capture, outside of the step."
-    return section("steps", "Where each step went", legend, body, note=note)
-
-
-def _has(report: StepReport, label: Label) -> bool:
-    return any((line.role, line.stage) == label and line.wall_ns for line in report.breakdown.lines)
+    return section("steps", "Where each step went", key, body, note=" ".join(OVERVIEW_NOTES))
 
 
 def _of_kind(report: StepReport, kind: str) -> int:
@@ -97,38 +89,24 @@ def _of_kind(report: StepReport, kind: str) -> int:
 
 def _step(step: RunStep, longest_ns: int, colours: Colours, runs: bool) -> tuple[str | Html, ...]:
     report = step.report
-    breakdown, lines = report.breakdown, report.breakdown.lines
-    shares = percents([line.wall_ns for line in lines], breakdown.window_ns)
-    other = {line.kind: f"{share} %" for line, share in zip(lines, shares, strict=True)}
+    *cells, complete = overview_cells(report)
     name = f"{report.step} ({report.run_id})" if runs else str(report.step)
-    bar = tag("div", *_bars(report, longest_ns, colours), class_="fall")
-    early = "" if report.health.user_error is None else ", ended early"
-    complete = (
-        tag("span", f"yes{early}", class_="bad" if early else "good")
-        if report.health.complete
-        else tag("span", f"no{early}", class_="bad")
-    )
+    bar = stacked(_bars(report, colours), longest_ns)
     linked = tag("a", name, href="./" + quote(step.href)) if step.href else name
-    took, usual = duration(report.breakdown.window_ns), report.baseline
-    beside = duration(None if usual is None else usual.p50_ns)
-    outside = duration(breakdown.opening_ns + breakdown.closing_ns)
-    return linked, bar, took, beside, outside, other["unaccounted"], complete
+    return linked, bar, *cells, tag("span", complete, class_="good" if complete == "yes" else "bad")
 
 
-def _bars(report: StepReport, longest_ns: int, colours: Colours) -> Iterator[Html]:
+def _bars(report: StepReport, colours: Colours) -> Iterator[tuple[str, int, str]]:
     """Yield stages in the page's order and not in the step's, so that the steps can be compared."""
     order = {label: place for place, label in enumerate(colours.labels)}
     lines = sorted(
         report.breakdown.lines, key=lambda line: order.get((line.role or "", line.stage or ""), len(order))
     )
-    at_ns = 0
     for line in lines:
         if line.wall_ns:
             kind = colours.of((line.role or "", line.stage or "")) if line.kind == "stage" else line.kind
-            place = f"left:{percent(at_ns, longest_ns)};width:{percent(line.wall_ns, longest_ns)}"
             hover = f"{line.role or ''} {line.stage or line.kind} {duration(line.wall_ns)}".strip()
-            yield tag("i", class_=f"m {kind}", style=place, data_t=hover)
-            at_ns += line.wall_ns
+            yield kind, line.wall_ns, hover
 
 
 def _by_stage(reports: Sequence[StepReport], colours: Colours) -> Html:
@@ -147,9 +125,9 @@ def _by_stage(reports: Sequence[StepReport], colours: Colours) -> Html:
 
 def _stage(label: Label, wall_ns: Sequence[int], least_ns: int, colours: Colours) -> list[str | Html]:
     median_ns = middle(wall_ns)
-    swatch = colours.swatch(label) if label[0] else tag("i", class_=f"swatch {label[1]}")
+    colour = colours.of(label) if label[0] else label[1]
     cells = [tag("span", duration(ns), class_=_shade(ns, median_ns, least_ns)) for ns in wall_ns]
-    return [join(swatch, tag("span", " ".join(filter(None, label)))), *cells, duration(median_ns)]
+    return [swatched(colour, " ".join(filter(None, label))), *cells, duration(median_ns)]
 
 
 def _shade(ns: int, median_ns: int, least_ns: int) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.blocks.profiled import say_profiled, starred
 from stepscope.report.blocks.stages import CALLS_NOTE, call_columns, ratio, roles_of_several, slowest
 from stepscope.report.charts.marks import pick
-from stepscope.report.formatting import count, duration, middle
+from stepscope.report.formatting import count, duration, middle, say_profiled, starred
 from stepscope.report.html.colours import Colours
-from stepscope.report.html.markup import Html, join, tag
+from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import section, table
 from stepscope.report.section import Page
 from stepscope.report.tables.stages import Stage
@@ -23,7 +22,6 @@ _STEPS = 5
 
 
 def draw_stages(stages: Sequence[Stage], page: Page) -> Iterator[Html]:
-    """Yield the maps of processes by stage, and the calls."""
     yield from _heat(stages, page.colours)
     if stages:
         yield _calls(stages, page.colours)
@@ -68,7 +66,7 @@ def _row(stage: Stage, names: Sequence[str], colours: Colours) -> list[str | Htm
     ]
     imbalance = ratio(stage.imbalance)
     return [
-        join(colours.swatch((stage.role, stage.stage)), tag("span", stage.title)),
+        colours.swatched((stage.role, stage.stage), stage.title),
         tag("div", *cells, class_="cells"),
         duration(median_ns),
         duration(max(busy.values())),
@@ -90,13 +88,9 @@ def _shade(part: float) -> str:
 
 
 def _calls(stages: Sequence[Stage], colours: Colours) -> Html:
-    """Return the calls of every stage."""
     columns, cells = call_columns(stages)
     rows = [
-        (
-            join(colours.swatch((stage.role, stage.stage)), tag("span", f"{stage.role} {stage.title}")),
-            *cells(stage),
-        )
+        (colours.swatched((stage.role, stage.stage), f"{stage.role} {stage.title}"), *cells(stage))
         for stage in stages
     ]
     return section("calls", "Calls", table(("stage", *columns), rows), note=CALLS_NOTE)

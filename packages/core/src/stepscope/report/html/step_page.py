@@ -3,26 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from stepscope.report.accounting import Label
 from stepscope.report.blocks.baseline import say_beside, say_usual
 from stepscope.report.blocks.health import doubts, say_again, say_ended, say_incomplete, say_recorder
 from stepscope.report.formatting import count, duration, moment, percentage, percents
-from stepscope.report.groups.drawing import draw_groups
-from stepscope.report.groups.grouping import choices_of
+from stepscope.report.groups import choices_of, draw_groups
 from stepscope.report.html.colours import Colours
-from stepscope.report.html.files import StepFile
 from stepscope.report.html.markup import Html, tag
-from stepscope.report.html.page import draw_section, page
-from stepscope.report.html.words import legend_of_words
+from stepscope.report.html.page import draw_section, page, section
 from stepscope.report.model import StepReport
-from stepscope.report.section import Page
+from stepscope.report.section import Page, StepFile
 from stepscope.report.sections import SECTIONS
 from stepscope.report.tables.health import Health
 from stepscope.report.tables.stages import Stage
 from stepscope.timeline import Timeline
 
 __all__ = ["StepFile", "render_step"]
+
+DOCS = "https://github.com/stepscope/stepscope/blob/main/docs/"
+
+
+class Word(NamedTuple):
+    name: str
+    meaning: str
+    place: str
+    """File and heading in the docs."""
+
+
+WORDS = (
+    Word("wall", "a stage's share of the step; the shares add up to the step", "report.md#where-it-went"),
+    Word("alone", "the part of wall that no other stage shared", "report.md#how-time-is-split"),
+    Word("active", "how long a stage ran, also hidden behind others", "report.md#where-it-went"),
+    Word("profiler", "time that profilers took inside the step", "report.md#where-it-went"),
+    Word("unaccounted", "time in which no span ran in any process", "report.md#where-it-went"),
+    Word("opening, closing", "time of the capture itself, outside of the step", "report.md#where-it-went"),
+    Word("uncaptured", "steps near this one that were not captured", "report.md#beside-uncaptured-steps"),
+    Word("busy", "at least one call ran in the process", "report.md#busy-time-by-process"),
+    Word("idle", "no call ran in the process, by the probable cause", "report.md#idle"),
+    Word("long tail", "the last trajectories, for which the others wait", "report.md#long-tail"),
+    Word("staleness", "steps or policy versions that a trajectory lies behind", "report.md#staleness"),
+    Word(
+        "exposed", "communication not hidden by computation", "report.md#operators-and-kernels-devices-memory"
+    ),
+    Word("clocks within", "the largest error of a process' clock", "timeline.md#clocks"),
+    Word("unaligned", "of a process whose clock is not known", "timeline.md#clocks"),
+    Word("role, stage, span", "who works, what is done, and one timed piece of it", "glossary.md"),
+)
 
 
 def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile] = ()) -> str:
@@ -38,8 +66,8 @@ def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) ->
     waiting = [(stage.role, stage.stage) for stage in report.stages if stage.waits]
     page = Page(timeline, report, Colours(_by_sight(report.stages), waiting), files)
     yield _head(timeline, report)
-    for section in sorted(SECTIONS, key=lambda section: section.page):
-        yield from section.html_of(page)
+    for part in sorted(SECTIONS, key=lambda part: part.page):
+        yield from part.html_of(page)
     yield from draw_groups(choices_of(timeline))
     for added in report.added:
         yield from draw_section(added.name, added.title, added.blocks())
@@ -59,13 +87,14 @@ def _by_sight(stages: Sequence[Stage]) -> list[Label]:
 
 
 def _head(timeline: Timeline, report: StepReport) -> Html:
+    usual = (say_usual(report.baseline), say_beside(report.baseline))
     return tag(
         "header",
         tag("h1", f"Step {report.step}"),
         tag("p", f"run {report.run_id}, {moment(report.opened_ns)}", class_="note"),
         tag("div", *(_fact(*fact) for fact in _facts(timeline, report)), class_="facts"),
         *_ended(report.health),
-        *_usual(report),
+        tag("p", ". ".join(filter(None, usual)) + ".", class_="note"),
         *_others(report),
     )
 
@@ -84,11 +113,6 @@ def _ended(health: Health) -> list[Html]:
     if again:
         parts.append(tag("p", again, class_="note"))
     return parts
-
-
-def _usual(report: StepReport) -> list[Html]:
-    sentences = filter(None, (say_usual(report.baseline), say_beside(report.baseline)))
-    return [tag("p", ". ".join(sentences) + ".", class_="note")]
 
 
 def _others(report: StepReport) -> list[Html]:
@@ -141,3 +165,12 @@ def _fact(what: str, value: str, remark: str, kind: str) -> Html:
     return tag(
         "div", tag("small", what), tag("b", value, class_=kind or None), tag("small", remark), class_="fact"
     )
+
+
+def legend_of_words() -> Html:
+    """Return the section, whose links are the only ones that leave the page."""
+    parts = list[Html]()
+    for word in WORDS:
+        link = tag("a", word.name, href=DOCS + word.place, rel="noreferrer")
+        parts += tag("dt", link), tag("dd", word.meaning)
+    return section("words", "Words", tag("dl", *parts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from stepscope.report.charts.gantt import Gantt, Group, Row
 from stepscope.report.charts.lanes import Flight, Lanes
@@ -21,7 +21,6 @@ LABELLED_STRIP = 9
 
 
 def gantt(chart: Gantt, colours: Colours) -> Html:
-    """Return a row for each process, by role."""
     groups = [part for group in chart.groups for part in _group(group, chart.window_ns, colours)]
     used = {m.label for g in chart.groups for row in g.rows for lane in row.lanes for m in lane}
     body = tag("div", axis(chart.window_ns), *groups, class_="chart", id="gantt", data_ns=chart.window_ns)
@@ -39,15 +38,11 @@ def _group(group: Group, window_ns: int, colours: Colours) -> Iterator[Html]:
     if len(group.rows) < group.processes:
         remarks.append(f"{len(group.rows):,} drawn, evenly chosen, and the slowest of each stage")
     yield tag("h3", group.role, tag("small", "; ".join(remarks)))
-    height = strip_height(len(group.rows)) if group.strips else LANE
+    strip = max(2, min(10, 640 // max(len(group.rows), 1)))  # one or two screens hold all of them
+    height = strip if group.strips else LANE
     every = 1 if height >= LABELLED_STRIP else 1 << (64 // height).bit_length() - 1
     for at, row in enumerate(group.rows):
         yield _row(row, height, window_ns, colours, named=at % every == 0)
-
-
-def strip_height(rows: int) -> int:
-    """Return the pixels of a strip, so that one or two screens hold all of them."""
-    return max(2, min(10, 640 // max(rows, 1)))
 
 
 def _row(row: Row, height: int, window_ns: int, colours: Colours, *, named: bool) -> Html:
@@ -57,15 +52,20 @@ def _row(row: Row, height: int, window_ns: int, colours: Colours, *, named: bool
         track = tag("div", tag("span", "unaligned: not drawn") if height >= LABELLED_STRIP else "",
                     class_="track unaligned", data_t=why)  # fmt: skip
     else:
-        marks = [
+        marks = (
             _mark(mark, at * height, height, window_ns, colours, f"{row.name}: ")
             for at, lane in enumerate(row.lanes)
             for mark in lane
-        ]
-        track = tag("div", tag("div", *marks, class_="zoom"), class_="track")
+        )
+        track = zoomed(marks)
     classes = "row" if height == LANE else "row strip"
     label = tag("span", row.name if named else "", class_="name", data_t=f"{row.name} on {row.host}")
     return tag("div", label, track, class_=classes, style=f"height:{pixels}px")
+
+
+def zoomed(marks: Iterable[Html], kind: str = "track") -> Html:
+    """Return the part of a row that the page's script zooms."""
+    return tag("div", tag("div", *marks, class_="zoom"), class_=kind)
 
 
 def _mark(mark: Mark, top: int, height: int, window_ns: int, colours: Colours, whose: str) -> Html:
@@ -134,8 +134,8 @@ def _lane(lane: Sequence[Flight], height: int, window_ns: int, colours: Colours)
         for flight in lane
         for mark in flight.marks
     ]
-    track = tag("div", tag("div", *marks, class_="zoom"), class_="track")
-    return tag("div", tag("span", class_="name"), track, class_="row strip", style=f"height:{height}px")
+    name, place = tag("span", class_="name"), f"height:{height}px"
+    return tag("div", name, zoomed(marks), class_="row strip", style=place)
 
 
 def _frame(flight: Flight, height: int, window_ns: int) -> Html:
@@ -165,17 +165,16 @@ def _in_flight(curve: Sequence[float]) -> Html:
         if value
     ]
     label = tag("span", f"in flight, up to {top:.0f}", class_="name")
-    track = tag("div", tag("div", *bars, class_="zoom"), class_="track curve")
+    track = zoomed(bars, "track curve")
     return tag("div", label, track, class_="row", style="height:56px", id="in-flight")
 
 
 def axis(window_ns: int) -> Html:
     """Return the row with the times, above a chart."""
-    marks = [
+    marks = (
         tag("b", duration(at_ns), style=f"left:{percent(at_ns, window_ns)}") for at_ns in ticks(window_ns)
-    ]
-    track = tag("div", tag("div", *marks, class_="zoom"), class_="track")
-    return tag("div", tag("span", class_="name"), track, class_="row axis")
+    )
+    return tag("div", tag("span", class_="name"), zoomed(marks), class_="row axis")
 
 
 def ticks(window_ns: int) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from stepscope.report.blocks.traces import (
     DEVICE_NOTE,
     least_busy_first,
@@ -15,9 +17,9 @@ from stepscope.report.blocks.traces import (
     trouble_lists,
 )
 from stepscope.report.charts.marks import pick
-from stepscope.report.formatting import count, duration, percents
+from stepscope.report.formatting import count, duration, percent_of
 from stepscope.report.html.markup import Html, tag
-from stepscope.report.html.page import ROWS, draw, percent, section, table
+from stepscope.report.html.page import ROWS, draw, percent, section, stacked, table
 from stepscope.report.section import Page
 from stepscope.report.tables.traces import DeviceRow, OperatorRow, TraceTables
 
@@ -27,7 +29,6 @@ DRAWN = 128
 
 def draw_traces(traces: TraceTables | None, page: Page) -> Iterator[Html]:
     """Yield operators, devices and memory. Nothing without a trace."""
-    del page
     if traces is not None and (traces.traces or traces.problems or traces.unread):
         yield section("kernels", "Operators and kernels", *_operators(traces), note=_note(traces))
         yield from _devices_and_memory(traces)
@@ -77,21 +78,15 @@ def _devices_and_memory(traces: TraceTables) -> Iterator[Html]:
         if len(shown) < len(ordered):
             notes.append(f"{len(shown):,} are shown: the least busy ones, and others evenly chosen.")
     if traces.stragglers:
-        late = straggler_table(traces.stragglers)
-        note = late.note
-        if len(late.rows) > DRAWN:
-            note += f" The first {DRAWN} of {len(late.rows):,} rows are shown; --json has all."
-        parts += [
-            tag("h3", late.title),
-            table(late.columns, late.rows[:DRAWN]),
-            tag("p", note, class_="note"),
-        ]
+        late = straggler_table(traces.stragglers[:DRAWN])
+        more = f" The first {DRAWN} of {len(traces.stragglers):,} rows are shown; --json has all."
+        cut = len(traces.stragglers) > DRAWN
+        parts.append(draw(msgspec.structs.replace(late, note=late.note + more * cut)))
     if traces.without_device:
         parts.append(draw(no_device_list(traces.without_device)))
     if traces.memory:
-        memory = memory_table(traces.memory)
-        title = tag("h3", "Most memory, as torch's allocators counted")
-        parts += [title, table(memory.columns, memory.rows)]
+        title = "Most memory, as torch's allocators counted"
+        parts.append(draw(msgspec.structs.replace(memory_table(traces.memory), title=title, note="")))
     if parts:
         yield section("devices", "Devices", *parts, note=" ".join(filter(None, notes)))
 
@@ -106,15 +101,10 @@ def _devices(rows: Sequence[DeviceRow]) -> Html:
 
 def _device(row: DeviceRow) -> tuple[str | Html, ...]:
     rest_ns = max(0, row.busy_ns - row.compute_ns - row.exposed_ns)
-    bars, at_ns = [], 0
-    for kind, ns in (("compute", row.compute_ns), ("communication", row.exposed_ns), ("memory", rest_ns)):
-        place = f"left:{percent(at_ns, row.recorded_ns)};width:{percent(ns, row.recorded_ns)}"
-        bars.append(
-            tag("i", class_=f"m w-{kind}", style=place, data_t=f"{row.process}: {kind} {duration(ns)}")
-        )
-        at_ns += ns
+    parts = (("compute", row.compute_ns), ("communication", row.exposed_ns), ("memory", rest_ns))
+    bars = ((f"w-{kind}", ns, f"{row.process}: {kind} {duration(ns)}") for kind, ns in parts)
     return (
-        row.process, row.device, tag("div", *bars, class_="fall"), duration(row.recorded_ns),
-        duration(row.busy_ns), percents([row.busy_ns], row.recorded_ns)[0], duration(row.compute_ns),
+        row.process, row.device, stacked(bars, row.recorded_ns), duration(row.recorded_ns),
+        duration(row.busy_ns), percent_of(row.busy_ns, row.recorded_ns), duration(row.compute_ns),
         duration(row.communication_ns), duration(row.exposed_ns), duration(row.memory_ns),
     )  # fmt: skip

@@ -15,9 +15,9 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.values import AttrValue
 from stepscope.report.advice.evidence import Advice
 from stepscope.report.brief import Briefed, Part, run_brief
-from stepscope.report.build import step_report
 from stepscope.report.model import StepReport
 from stepscope.report.opened.traces import OpenTraces
+from stepscope.report.sections import step_report
 from stepscope.report.table import Rows, Table
 from stepscope.report.tables.breakdown import Line
 from stepscope.report.tables.counters import CounterRow
@@ -34,8 +34,6 @@ from stepscope.timeline.step.traces import trace_bytes
 
 
 class _Span(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the table `spans`."""
-
     process: str
     role: str
     stage: str
@@ -70,7 +68,10 @@ class OpenStep(Briefed):
 
     Attributes:
         folder: Its folder.
+        tables: Names of its tables.
     """
+
+    tables = tuple(ROWS)
 
     def __init__(self, folder: Path, *, run: str | None = None, traces: bool = True) -> None:
         self.folder = folder
@@ -114,11 +115,6 @@ class OpenStep(Briefed):
         if name not in values:
             raise ValueError(f"table is {name!r}; use one of {', '.join(self.tables)}")
         return Rows(Table(values[name]).to_dicts())
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """Names of the tables."""
-        return tuple(ROWS)
 
     def _parts(self) -> Sequence[Part]:
         report = self.report()

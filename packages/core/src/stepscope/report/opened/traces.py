@@ -19,7 +19,10 @@ class OpenTraces(Briefed):
 
     Attributes:
         path: Their folder, or one file.
+        tables: Names of their tables.
     """
+
+    tables = ("operators", "devices", "engines", "stragglers", "memory", "traces", "processes")
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,11 +64,6 @@ class OpenTraces(Briefed):
         if name not in rows:
             rows[name] = () if report.traces is None else getattr(report.traces, name)
         return Rows(Table(rows[name]).to_dicts())
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """Names of the tables."""
-        return "operators", "devices", "engines", "stragglers", "memory", "traces", "processes"
 
     def _parts(self) -> Sequence[Part]:
         return self._plain.brief([self.path])

@@ -10,7 +10,7 @@ from stepscope.files.uncaptured import UncapturedStep
 from stepscope.report.accounting import rank_of
 from stepscope.report.formatting import middle
 from stepscope.report.tables.breakdown import Breakdown
-from stepscope.report.tables.health import is_running
+from stepscope.report.tables.health import is_running, is_truncated
 from stepscope.timeline import Timeline
 
 ENOUGH = 5
@@ -86,9 +86,5 @@ def comparable(near: Sequence[UncapturedStep]) -> Sequence[UncapturedStep]:
 def _whole(timeline: Timeline) -> bool:
     """Return whether the recording lasted as long as the step: no exception and no budget ended it."""
     parts = () if timeline.manifest is None else timeline.manifest.processes
-    cut = any(
-        part.ended_by is not None or any(item.kind == "spans" and item.truncated for item in part.expected)
-        for part in parts
-        if part.owner
-    )
+    cut = any(part.ended_by is not None or is_truncated(part) for part in parts if part.owner)
     return timeline.window.closed and not cut and not is_running(timeline.manifest)

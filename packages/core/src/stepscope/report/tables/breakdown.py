@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from stepscope.files.spans import PROFILING
 from stepscope.report.accounting import Held, Interval, Label, Mask, Shares, divide
-from stepscope.report.stage_names import TRANSFER, is_tool, is_transfer
+from stepscope.report.spans import TRANSFER, ToolNames, is_tool, is_transfer, label_of
 from stepscope.report.tables.gaps import Gap, Stretch, find_stretches, sum_up
-from stepscope.report.tool_names import ToolNames
 from stepscope.timeline import Span, Timeline
 
 LineKind: TypeAlias = Literal["stage", "profiler", "unaccounted"]
@@ -20,6 +19,7 @@ STALLED: Label = ("profiler", "engine trace")
 """Label of engines that serve nothing because of their own profiler."""
 WINDOWS: Label = ("profiler", "windows of stages")
 """Profilers that were started and stopped around stages (discrete mode)."""
+_Kind = TypeVar("_Kind", bound=Hashable)
 _ANY = -1
 _WORKER, _OWNER, _LATER_WORKER, _LATER_OWNER, WAITING = range(5)
 """Tiers of leaves: an instant is billed to the lowest."""
@@ -88,8 +88,8 @@ def step_breakdown(timeline: Timeline) -> Breakdown:
     labels = sorted(
         shares.active_ns, key=lambda label: (-shares.wall_ns[label], -shares.active_ns[label], label)
     )
-    works = {(span.role, span.stage) for span in timeline.spans if not span.waits}
-    waits = {(span.role, span.stage) for span in timeline.spans if span.waits} - works
+    works = {label_of(span) for span in timeline.spans if not span.waits}
+    waits = {label_of(span) for span in timeline.spans if span.waits} - works
     stages = [_stage(label, shares, waits=label in waits) for label in labels]
     return Breakdown(
         total_ns=opening_ns + window.wall_ns + closing_ns,
@@ -164,24 +164,14 @@ class Work(NamedTuple):
 
 
 def work_of(timeline: Timeline, indices: Sequence[int], names: ToolNames | None = None) -> Work:
-    """Return some of the spans as intervals.
+    """Return some of the spans as intervals. With `names`, tools are told apart."""
 
-    Those of unaligned processes have no length, because their place is unknown. With `names`, tools are told
-    apart.
-    """
-    kinds: dict[tuple[Label, int, int | None], int] = {}
-    places = {index: place for place, index in enumerate(indices)}
-    intervals = []
-    for index in indices:
-        span = timeline.spans[index]
-        own = (span.role, span.stage) if names is None else names.label_of(span)
+    def kind_of(span: Span) -> tuple[Label, int, int | None]:
+        own = label_of(span) if names is None else names.label_of(span)
         label = WINDOWS if span.stage == PROFILING else own
-        kind = (label, _tier(timeline, span), _engine(timeline, span))
-        bit = kinds.setdefault(kind, len(kinds))
-        parent = part_of(timeline, span)
-        above = None if parent is None else places.get(parent)
-        ends_ns = timeline.until_ns(span) if timeline.processes[span.process].aligned else span.start_ns
-        intervals.append(Interval(span.start_ns, ends_ns, above, bit))
+        return label, _tier(timeline, span), _engine(timeline, span)
+
+    intervals, kinds = intervals_of(timeline, indices, kind_of)
     return Work(
         intervals,
         [label for label, _, _ in kinds],
@@ -190,7 +180,27 @@ def work_of(timeline: Timeline, indices: Sequence[int], names: ToolNames | None 
     )
 
 
-def part_of(timeline: Timeline, span: Span) -> int | None:
+def intervals_of(
+    timeline: Timeline, indices: Sequence[int], kind_of: Callable[[Span], _Kind]
+) -> tuple[list[Interval], list[_Kind]]:
+    """Return some of the spans as intervals, and by bit their kinds.
+
+    Those of unaligned processes have no length, because their place is unknown.
+    """
+    kinds: dict[_Kind, int] = {}
+    places = {index: place for place, index in enumerate(indices)}
+    intervals = []
+    for index in indices:
+        span = timeline.spans[index]
+        bit = kinds.setdefault(kind_of(span), len(kinds))
+        parent = _part_of(timeline, span)
+        above = None if parent is None else places.get(parent)
+        ends_ns = timeline.until_ns(span) if timeline.processes[span.process].aligned else span.start_ns
+        intervals.append(Interval(span.start_ns, ends_ns, above, bit))
+    return intervals, list(kinds)
+
+
+def _part_of(timeline: Timeline, span: Span) -> int | None:
     """Return the span that a span is a part of.
 
     A later step's work is no part of this step's: who began it goes on.

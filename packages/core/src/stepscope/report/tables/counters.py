@@ -8,7 +8,8 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.files.counters import GPU, NPU, CounterKind, CounterScope
-from stepscope.report.stage_names import is_tool
+from stepscope.report.accounting import common_ns, joined
+from stepscope.report.spans import is_tool, placed
 from stepscope.report.table import Table
 from stepscope.timeline import Counter, Timeline
 
@@ -125,40 +126,12 @@ def _at_start(counter: Counter, timeline: Timeline) -> float:
 
 
 def _idle(timeline: Timeline, sampled: Sequence[tuple[Counter, list[Piece]]]) -> Iterator[IdleDevice]:
-    tools = _joined(
-        (span.start_ns, timeline.until_ns(span))
-        for span in timeline.spans
-        if is_tool(span.role, span.stage) and timeline.processes[span.process].aligned
-    )
+    tools = joined(placed(timeline, (span for span in timeline.spans if is_tool(span.role, span.stage))))
     for counter, pieces in sampled:
         idle = [(piece.start_ns, piece.end_ns) for piece in pieces if piece.value == 0]
         if counter.name in (GPU, NPU) and (idle_ns := sum(end - start for start, end in idle)):
             process = timeline.processes[counter.process]
-            tools_ns = _common_ns(idle, tools) if process.aligned else 0
+            tools_ns = common_ns(idle, tools) if process.aligned else 0
             yield IdleDevice(
                 device=counter.of or counter.name, host=process.info.host, idle_ns=idle_ns, tools_ns=tools_ns
             )
-
-
-def _joined(intervals: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of intervals, disjoint and in order."""
-    joined: list[tuple[int, int]] = []
-    for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def _common_ns(some: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> int:
-    """Return the time that both lists cover; each is disjoint and in order."""
-    common_ns = at = 0
-    for start, end in some:
-        while at < len(others) and others[at][1] <= start:
-            at += 1
-        for other_start, other_end in others[at:]:
-            if other_start >= end:
-                break
-            common_ns += max(0, min(end, other_end) - max(start, other_start))
-    return common_ns

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -96,11 +95,6 @@ def _row(timeline: Timeline, record: MemoryRecord, memory: DeviceMemory, stack: 
     )
 
 
-class _Change(NamedTuple):
-    at_ns: int
-    label: str | None
-
-
 class _Stack:
     """Innermost spans of a process, at any time."""
 
@@ -109,16 +103,18 @@ class _Stack:
         points: list[tuple[int, int, Span]] = [(span.start_ns, 1, span) for span in spans]
         points += [(timeline.until_ns(span), 0, span) for span in spans]
         running: dict[int, Span] = {}
-        self._changes: list[_Change] = []
+        self._times: list[int] = []
+        self._labels: list[str | None] = []
+        """From each time on."""
         for at_ns, begins, span in sorted(points, key=lambda point: point[:2]):
             if begins:
                 running[id(span)] = span
             else:
                 running.pop(id(span), None)
             last = next(reversed(running.values()), None)
-            self._changes.append(_Change(at_ns, None if last is None else f"{last.role} {last.stage}"))
-        self._times = [change.at_ns for change in self._changes]
+            self._times.append(at_ns)
+            self._labels.append(None if last is None else f"{last.role} {last.stage}")
 
     def at(self, at_ns: int) -> str | None:
         place = bisect_right(self._times, at_ns) - 1
-        return None if place < 0 else self._changes[place].label
+        return None if place < 0 else self._labels[place]

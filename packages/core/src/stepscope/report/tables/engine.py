@@ -12,7 +12,7 @@ import msgspec
 from stepscope.files.spans import WAITING
 from stepscope.report.table import Table
 from stepscope.report.tables.replicas import SERVED, Replica, find_replicas, mark_of
-from stepscope.timeline import Span, Timeline, TraceActivity
+from stepscope.timeline import Timeline, TraceActivity
 
 BINS = 120
 """Stretches of time that the load is averaged over."""
@@ -131,7 +131,8 @@ def phaseless_engines(timeline: Timeline, engines: Sequence[Engine]) -> Table[Ph
     seen = {name for engine in engines for name in engine.processes}
     stages: dict[int, set[str]] = defaultdict(set)
     for span in timeline.spans:
-        if span.role == "rollout" and span.stage not in _STAGES and not _is_beside(span):
+        beside = span.waits or span.stage in _STAGES or mark_of(span) is not None
+        if span.role == "rollout" and not beside:
             stages[span.process].add(span.stage)
     named = {span.process for span in timeline.spans if span.role == "rollout" and span.stage in SERVED}
     return Table(
@@ -144,10 +145,6 @@ def phaseless_engines(timeline: Timeline, engines: Sequence[Engine]) -> Table[Ph
         if index in stages and process.aligned and process.is_replica
         if index not in named and process.name not in seen
     )
-
-
-def _is_beside(span: Span) -> bool:
-    return span.waits or mark_of(span) is not None
 
 
 class _Kind(IntEnum):
@@ -291,8 +288,6 @@ _Spent: TypeAlias = Literal["prefill", "decode", "mixed", "held", "paused", "sta
 
 
 class _Times:
-    """Sums over the instants of one replica."""
-
     def __init__(self, source: Source) -> None:
         self.spent: dict[_Spent, int] = dict.fromkeys(get_args(_Spent), 0)
         self.running = self.running_ns = self.running_most = 0

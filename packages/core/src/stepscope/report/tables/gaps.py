@@ -28,8 +28,6 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stretch(NamedTuple):
-    """One stretch without an interval."""
-
     start_ns: int
     end_ns: int
     before: int | None

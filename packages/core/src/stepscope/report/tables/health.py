@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Set
 from fnmatch import fnmatchcase
 
 import msgspec
 
 from stepscope.files.manifest.records import Manifest, OpenedBy, OwnCost, ProcessPart, Recorded, State
+from stepscope.report.table import grouped
 from stepscope.timeline import FileProblem, ProcessClock, Span, Timeline
 
 
@@ -100,15 +100,16 @@ def step_health(timeline: Timeline) -> Health:
     dropped = sum(process.dropped or 0 for process in timeline.processes)
     sound = all(process.aligned and process.closed_ns is not None for process in timeline.processes)
     state = None if manifest is None else manifest.state
+    parts = () if manifest is None else manifest.processes
     return Health(
         state=state,
         missing=missing,
-        skipped=_skipped(timeline),
+        skipped=_skipped(parts),
         warnings=() if manifest is None else tuple(manifest.warnings()),
         notes=() if manifest is None else tuple(manifest.notes()),
-        uncalled=_uncalled(timeline),
+        uncalled=_uncalled(timeline, parts),
         opened_by="program" if manifest is None else manifest.opened_by,
-        user_error=_user_error(timeline),
+        user_error=next((part.error for part in parts if part.error is not None), None),
         captures=timeline.captures,
         recorder=None if manifest is None else manifest.recorder,
         broken=timeline.problems,
@@ -144,20 +145,16 @@ def cut_processes(timeline: Timeline, *, by_a_budget: bool = False) -> frozenset
         process.name
         for process in timeline.processes
         if (part := latest.get(process.info.key)) is not None
-        and (_is_truncated(part) or (not by_a_budget and _ended_with_its_process(part)))
+        and (is_truncated(part) or (not by_a_budget and part.ended_by in ("signal", "exit")))
     )
 
 
-def _is_truncated(part: ProcessPart) -> bool:
+def is_truncated(part: ProcessPart) -> bool:
+    """Return whether a budget ended the recording of spans."""
     return any(item.kind == "spans" and item.truncated for item in part.expected)
 
 
-def _ended_with_its_process(part: ProcessPart) -> bool:
-    return part.ended_by in ("signal", "exit")
-
-
-def _skipped(timeline: Timeline) -> tuple[str, ...]:
-    parts = () if timeline.manifest is None else timeline.manifest.processes
+def _skipped(parts: Iterable[ProcessPart]) -> tuple[str, ...]:
     return tuple(
         f"{part.process.key}: {item.name}: {item.reason}"
         for part in parts
@@ -166,8 +163,7 @@ def _skipped(timeline: Timeline) -> tuple[str, ...]:
     )
 
 
-def _uncalled(timeline: Timeline) -> tuple[str, ...]:
-    parts = () if timeline.manifest is None else timeline.manifest.processes
+def _uncalled(timeline: Timeline, parts: Iterable[ProcessPart]) -> tuple[str, ...]:
     replaced = {target: stages for part in parts for target, stages in part.instrumented.items()}
     if not replaced:
         return ()
@@ -182,11 +178,6 @@ def _uncalled(timeline: Timeline) -> tuple[str, ...]:
 def _is_among(labels: Set[str], stage: str) -> bool:
     """Return whether a `role/stage` is one of `labels`; a `*` in it stands for what a call decides."""
     return stage in labels or ("*" in stage and any(fnmatchcase(label, stage) for label in labels))
-
-
-def _user_error(timeline: Timeline) -> str | None:
-    parts = () if timeline.manifest is None else timeline.manifest.processes
-    return next((part.error for part in parts if part.error is not None), None)
 
 
 def _never_ended(timeline: Timeline) -> list[Span]:
@@ -221,10 +212,7 @@ def _rows(timeline: Timeline, spans: Iterable[Span]) -> tuple[SpanRow, ...]:
 
 
 def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
-    by_step: dict[int, list[Span]] = defaultdict(list)
-    for span in timeline.spans:
-        if span.step != timeline.step:
-            by_step[span.step].append(span)
+    by_step = grouped((span for span in timeline.spans if span.step != timeline.step), lambda span: span.step)
     return tuple(
         OtherStep(
             step=step,

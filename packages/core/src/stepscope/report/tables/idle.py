@@ -12,17 +12,15 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope.report.accounting import Interval, Label, bits_of, union_ns, walk
-from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER, is_tool, is_transfer
+from stepscope.report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is_transfer, label_of
 from stepscope.report.table import Table
-from stepscope.report.tables.breakdown import part_of
+from stepscope.report.tables.breakdown import intervals_of
 from stepscope.report.tables.gaps import find_stretches
-from stepscope.timeline import EngineStall, Timeline, TraceActivity
+from stepscope.timeline import EngineStall, Span, Timeline, TraceActivity
 
 IdleKind: TypeAlias = Literal[
     "rollout", "weight sync", "slowest rank", "other work", "own profiler", "unaccounted"
 ]
-ROLLOUT = frozenset({"rollout", "agent_loop", "env", "reward"})
-"""Roles whose work is the rollout."""
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,11 +77,8 @@ _Awaited: TypeAlias = "tuple[str, Label] | None"
 """(role of the process that does it, what it does). None: nothing that was recorded."""
 
 
-class _Kind(NamedTuple):
-    """The meaning of a bit of the walk."""
-
-    process: int
-    work: _Work
+_Kind: TypeAlias = tuple[int, _Work]
+"""(process, its work): the meaning of a bit of the walk."""
 
 
 def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Idle]:
@@ -96,7 +91,7 @@ def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> 
     idle, stalled = shift.run(), shift.stalled_ns
     ran: dict[int, set[Label]] = defaultdict(set)
     for span in timeline.spans:
-        ran[span.process].add((span.role, span.stage))
+        ran[span.process].add(label_of(span))
     in_collectives = _collectives(activities)
     skews = _skews(activities)
     names = [process.name for process in timeline.processes]
@@ -120,7 +115,6 @@ def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> 
 
 
 def _causes(idle: Mapping[_Awaited, int], role: str, ran: set[Label], stalled_ns: int) -> Table[Cause]:
-    """Return the causes of a process' idle time, by what others did meanwhile."""
     sums: Counter[tuple[IdleKind, Label | None]] = Counter({("own profiler", None): stalled_ns})
     for awaited, ns in idle.items():
         sums[_kind(awaited, role, ran), None if awaited is None else awaited[1]] += ns
@@ -155,7 +149,6 @@ class _Shift:
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self._kinds: dict[_Kind, int] = {}
         self._roles = sorted({process.info.role for process in timeline.processes})
         self._owners = [index for index, process in enumerate(timeline.processes) if process.owner]
         self._runs = Counter[int]()
@@ -179,8 +172,7 @@ class _Shift:
         """Return for each process its idle time, by what it waited for."""
         timeline, window = self._timeline, self._timeline.window
         idle = [Counter[_Awaited]() for _ in timeline.processes]
-        intervals = self._intervals()
-        kinds = list(self._kinds)
+        intervals, kinds = intervals_of(timeline, range(len(timeline.spans)), self._kind_of)
         transfers = self._transfers(intervals)
         before = 0
         for index in range(len(timeline.processes)):
@@ -200,18 +192,10 @@ class _Shift:
             self._end(index, idle)
         return idle
 
-    def _intervals(self) -> list[Interval]:
-        timeline, intervals = self._timeline, []
-        for span in timeline.spans:
-            process = timeline.processes[span.process]
-            later = span.step > timeline.step
-            label = span.role, span.stage
-            work = _Work(span.waits, later, process.owner, process.info.role, label)
-            kind = _Kind(span.process, work)
-            ends_ns = timeline.until_ns(span) if process.aligned else span.start_ns
-            bit = self._kinds.setdefault(kind, len(self._kinds))
-            intervals.append(Interval(span.start_ns, ends_ns, part_of(timeline, span), bit))
-        return intervals
+    def _kind_of(self, span: Span) -> _Kind:
+        process, later = self._timeline.processes[span.process], span.step > self._timeline.step
+        work = _Work(span.waits, later, process.owner, process.info.role, label_of(span))
+        return span.process, work
 
     def _transfers(self, intervals: Sequence[Interval]) -> dict[int, _Awaited]:
         """Return the stretches in which nothing runs and weights are on their way, by start."""
@@ -221,7 +205,7 @@ class _Shift:
             if stretch.before is None or stretch.after is None:
                 continue
             before, after = timeline.spans[stretch.before], timeline.spans[stretch.after]
-            if is_transfer((before.role, before.stage), (after.role, after.stage)):
+            if is_transfer(label_of(before), label_of(after)):
                 runner = timeline.processes[after.process].info.role
                 transfers[stretch.start_ns] = runner, (after.role, TRANSFER)
         return transfers
@@ -230,18 +214,17 @@ class _Shift:
         """Apply what began and ended, and return the processes that this may make busy or idle."""
         touched, workers = set(), (bool(self._workers), bool(self._workers_now))
         for bit in changed:
-            kind = kinds[bit]
+            process, work = kinds[bit]
             sign = 1 if mask >> bit & 1 else -1
-            work = kind.work
             self._labels[work] += sign
             if not self._labels[work]:
                 del self._labels[work]
             if not work.waiting:
-                self._runs[kind.process] += sign
-                self._runs_now[kind.process] += sign * (not work.later)
+                self._runs[process] += sign
+                self._runs_now[process] += sign * (not work.later)
                 self._workers += sign * (not work.owner)
                 self._workers_now += sign * (not work.owner and not work.later)
-                touched.add(kind.process)
+                touched.add(process)
         if workers != (bool(self._workers), bool(self._workers_now)):
             touched.update(self._owners)
         return touched
@@ -283,7 +266,6 @@ class _Shift:
 
 
 def _stalls_of_processes(timeline: Timeline) -> dict[int, list[EngineStall]]:
-    """Return the stalls of each process that is a replica's."""
     stalls: dict[int, list[EngineStall]] = {}
     for index, process in enumerate(timeline.processes):
         if process.info.replica is not None and process.info.role in ROLLOUT:
@@ -331,8 +313,7 @@ class _Skew(NamedTuple):
 
 
 def _skews(activities: Iterable[TraceActivity]) -> dict[int, _Skew]:
-    """Return the skew of each process that is in collectives with others."""
-    waits: dict[int, dict[int, array[int]]] = defaultdict(lambda: defaultdict(_times))
+    waits: dict[int, dict[int, array[int]]] = defaultdict(lambda: defaultdict(lambda: array("q")))
     """By process, and by the one that was last: from, until, and so on."""
     for members in _matched(activities):
         for calls in zip(*members.values(), strict=True):
@@ -362,10 +343,6 @@ def _matched(activities: Iterable[TraceActivity]) -> Iterator[dict[int, Iterator
             members = [process for process, length in lengths.items() if length == number]
             if len(members) > 1:
                 yield {process: merge(*map(_pairs, of[process])) for process in members}
-
-
-def _times() -> array[int]:
-    return array("q")
 
 
 def _pairs(flat: array[int]) -> Iterator[tuple[int, int]]:

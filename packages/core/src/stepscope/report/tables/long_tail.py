@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from stepscope.report.accounting import Label, rank_of, union_ns
+from stepscope.report.accounting import Label, clipped, rank_of, union_ns
+from stepscope.report.spans import ToolNames, placed, title
+from stepscope.report.table import grouped
 from stepscope.report.tables.breakdown import STALLED, divide_spans
-from stepscope.report.tool_names import ToolNames, title
 from stepscope.timeline import Span, Timeline
 
 WORST = 10
@@ -174,10 +175,13 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
     roots = [i for indices in members.values() for i in indices if timeline.spans[i].stage == "trajectory"]
     own = [timeline.spans[index] for index in roots if timeline.spans[index].step == timeline.step]
     ended = [span for span in own if span.end_ns is not None]
-    placed = [span for span in ended if timeline.processes[span.process].aligned]
-    last, held_ns, rollout_ns = _held(placed)
+    finished = [span for span in ended if timeline.processes[span.process].aligned]
+    finished.sort(key=lambda span: span.end_ns or 0)
+    ends = [span.end_ns or 0 for span in finished]
+    holds, last = tuple(_holds(ends)), -(-len(ends) // 10)
+    held_ns = holds[0].held_ns if holds else None
     slowed = _slowed(timeline, members)
-    latest = sorted(placed, key=lambda span: span.end_ns or 0)[len(placed) - last :]
+    latest = finished[len(finished) - last :]
     return LongTail(
         trajectories=len(ended),
         open=len(own) - len(ended),
@@ -186,25 +190,25 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
         spreads=_spreads(kinds, names),
         last=last,
         held_ns=held_ns,
-        rollout_ns=rollout_ns,
-        holds=tuple(_holds(sorted(span.end_ns or 0 for span in placed))),
-        bubble=_bubble(timeline, placed) if len(placed) > 1 else None,
+        rollout_ns=ends[-1] - min(span.start_ns for span in finished) if ends else None,
+        holds=holds,
+        bubble=_bubble(timeline, finished) if len(finished) > 1 else None,
         worst=tuple(_slow(timeline, index, members, slowed, names) for index in _worst(timeline, roots)),
         late=_late(timeline, roots),
         consumed=len({mark.trajectory for mark in timeline.consumed if mark.step == timeline.step}),
         profiled=tuple(dict.fromkeys(name for names in slowed.values() for name in names)),
         last_profiled=sum((span.trajectory or "") in slowed for span in latest),
-        excess=_excess(timeline, members, placed, names),
+        excess=_excess(timeline, members, finished, names),
         stalled_ns=_stalled_ns(timeline, members, latest[-1:], held_ns or 0),
     )
 
 
 def _excess(
-    timeline: Timeline, members: Mapping[str, list[int]], placed: Sequence[Span], names: ToolNames
+    timeline: Timeline, members: Mapping[str, list[int]], finished: Sequence[Span], names: ToolNames
 ) -> Excess | None:
-    if len(placed) < 2:
+    if len(finished) < 2:
         return None
-    *others, last = sorted(placed, key=lambda span: span.end_ns or 0)
+    *others, last = finished
     usual = sorted(others, key=lambda span: (span.end_ns or 0) - span.start_ns)[len(others) // 2]
     own, theirs = (
         divide_spans(timeline, members[span.trajectory or ""], span.start_ns, span.end_ns or 0, names).wall_ns
@@ -295,16 +299,6 @@ def _extreme(span: Span) -> Extreme:
     return Extreme(ns=span.dur_ns or 0, trajectory=span.trajectory, turn=span.turn)
 
 
-def _held(ended: Sequence[Span]) -> tuple[int, int | None, int | None]:
-    """Return (size of the last tenth, how long it held the others, the whole rollout)."""
-    if not ended:
-        return 0, None, None
-    ends = sorted(span.end_ns or 0 for span in ended)
-    last = -(-len(ends) // 10)
-    held_ns = ends[-1] - ends[-last - 1] if len(ends) > 1 else None
-    return last, held_ns, ends[-1] - min(span.start_ns for span in ended)
-
-
 def _holds(ends: Sequence[int]) -> Iterator[Hold]:
     before = len(ends)
     for percent in LAST:
@@ -314,25 +308,22 @@ def _holds(ends: Sequence[int]) -> Iterator[Hold]:
         before = last
 
 
-def _bubble(timeline: Timeline, ended: Sequence[Span]) -> Bubble:
-    ends = sorted(span.end_ns or 0 for span in ended)
-    start_ns, until_ns = min(span.start_ns for span in ended), ends[-1]
-    from_ns = ends[-1 - -(-len(ends) // 10)]
-    worked: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for span in timeline.spans:
-        process = timeline.processes[span.process]
-        if span.role == "rollout" and process.aligned and process.is_replica:
-            begins, stops = max(span.start_ns, from_ns), min(timeline.until_ns(span), until_ns)
-            ran = worked[span.process]
-            if begins < stops and not span.waits:
-                ran.append((begins, stops))
+def _bubble(timeline: Timeline, finished: Sequence[Span]) -> Bubble:
+    start_ns, until_ns = min(span.start_ns for span in finished), finished[-1].end_ns or 0
+    from_ns = finished[-1 - -(-len(finished) // 10)].end_ns or 0
+    replicas = {at for at, process in enumerate(timeline.processes) if process.aligned and process.is_replica}
+    served = (span for span in timeline.spans if span.role == "rollout" and span.process in replicas)
+    worked = {
+        index: clipped(placed(timeline, (span for span in own if not span.waits)), from_ns, until_ns)
+        for index, own in grouped(served, lambda span: span.process).items()
+    }
     tail_ns = until_ns - from_ns
     return Bubble(
         replicas=len(worked),
         tail_ns=tail_ns,
         idle_ns=sum(tail_ns - union_ns(pairs) for pairs in worked.values()),
-        in_flight_before=_in_flight(ended, start_ns, from_ns),
-        in_flight=_in_flight(ended, from_ns, until_ns),
+        in_flight_before=_in_flight(finished, start_ns, from_ns),
+        in_flight=_in_flight(finished, from_ns, until_ns),
     )
 
 
@@ -373,7 +364,6 @@ def _slow(
 
 
 def _waits(wall_ns: Counter[Label], names: ToolNames) -> tuple[Wait, ...]:
-    """Return what took the time, the longest first."""
     return tuple(
         Wait(role=label[0], stage=stage, name=name, wall_ns=ns)
         for label, ns in wall_ns.most_common()

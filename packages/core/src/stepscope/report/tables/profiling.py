@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stepscope.files.manifest.records import Expectation, ProcessPart
 from stepscope.timeline import Timeline, TraceActivity
 
 _HEAVY = {"with_stack": "stacks", "record_shapes": "shapes", "profile_memory": "memory"}
@@ -45,6 +44,8 @@ def step_profilers(timeline: Timeline, activities: Sequence[TraceActivity]) -> P
     recorded |= {activity.process for activity in activities if activity.process is not None}
     roles = Counter(timeline.processes[index].info.role for index in recorded)
     made = [item for part in parts for item in part.expected if item.artifacts]
+    tools = {artifact.tool for item in made if item.kind == "trace" for artifact in item.artifacts}
+    began = {key for part in parts for key in part.began}
     engines = any(item.kind == "engine" for item in made)
     devices = {device.name for activity in activities for device in activity.content.devices}
     named = {name for activity in activities for name in activity.content.device_names}
@@ -52,7 +53,7 @@ def step_profilers(timeline: Timeline, activities: Sequence[TraceActivity]) -> P
     return Profiling(
         ran=bool(recorded or engines),
         several=tuple(sorted(role for role, number in roles.items() if number > 1)),
-        by_torch=_by_torch(made),
+        by_torch="torch" in tools,
         heavy=tuple(
             word
             for option, word in _HEAVY.items()
@@ -63,16 +64,5 @@ def step_profilers(timeline: Timeline, activities: Sequence[TraceActivity]) -> P
         gpu=bool(devices or named) and not npu,
         npu=npu,
         prepared=any(part.prepared for part in parts if part.owner),
-        met=_met(timeline, parts),
+        met=frozenset(process.name for process in timeline.processes if process.info.key in began),
     )
-
-
-def _by_torch(made: Sequence[Expectation]) -> bool:
-    return any(
-        artifact.tool == "torch" for item in made if item.kind == "trace" for artifact in item.artifacts
-    )
-
-
-def _met(timeline: Timeline, parts: Sequence[ProcessPart]) -> frozenset[str]:
-    began = {key for part in parts for key in part.began}
-    return frozenset(process.name for process in timeline.processes if process.info.key in began)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope.files.spans import WAITING
-from stepscope.report.stage_names import MOVES_WEIGHTS
+from stepscope.report.spans import MOVES_WEIGHTS, above, whole
 from stepscope.timeline import Span, Timeline, TraceActivity
 from stepscope.timeline.activity.content import Iteration
 
@@ -53,6 +53,10 @@ class Tokens(msgspec.Struct):
     cached: int | None = None
     output: int | None = None
     preemptions: int | None = None
+
+    def add(self, field: str, number: int | None) -> None:
+        if number is not None:
+            setattr(self, field, (getattr(self, field) or 0) + number)
 
 
 class Replica(msgspec.Struct, kw_only=True):
@@ -189,18 +193,8 @@ class _Search:
 
     def _named(self, span: Span) -> int | None:
         """Return the number that the span, or one around it, gives as its attribute."""
-        above: Span | None = span
-        while above is not None:
-            number = _stated(above)
-            if number is not None:
-                return number
-            above = None if above.parent is None else self._timeline.spans[above.parent]
-        return None
-
-
-def _stated(span: Span) -> int | None:
-    value = (span.attrs or {}).get(REPLICA)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+        numbers = (whole(around, REPLICA) for around in (span, *above(self._timeline, span)))
+        return next((number for number in numbers if number is not None), None)
 
 
 def _numbers_in_spans(timeline: Timeline) -> dict[int, int]:
@@ -211,7 +205,7 @@ def _numbers_in_spans(timeline: Timeline) -> dict[int, int]:
     stated: dict[int, set[int | None]] = defaultdict(set)
     for span in timeline.spans:
         if span.role == "rollout" and span.stage in SERVED and timeline.processes[span.process].is_replica:
-            stated[span.process].add(_stated(span))
+            stated[span.process].add(whole(span, REPLICA))
     return {
         index: number
         for index, numbers in stated.items()
@@ -316,7 +310,10 @@ def _count_requests(timeline: Timeline, owner_of: Callable[[Span], _Key]) -> dic
     for index in stated:
         if index not in around:  # what stands around a request repeats it, or adds several up
             span = timeline.spans[index]
-            _add(sums[owner_of(span)], span.attrs or {})
+            tokens = sums[owner_of(span)]
+            tokens.add("requests", 1)
+            for name, field in _FACTS.items():
+                tokens.add(field, _number(span.attrs or {}, name))
     return sums
 
 
@@ -326,21 +323,13 @@ def _is_request(span: Span) -> bool:
     return own and any(_number(attrs, name) is not None for name in ("prompt_tokens", "output_tokens"))
 
 
-def _add(tokens: Tokens, attrs: Mapping[str, object]) -> None:
-    tokens.requests = (tokens.requests or 0) + 1
-    for name, field in _FACTS.items():
-        value = _number(attrs, name)
-        if value is not None:
-            setattr(tokens, field, (getattr(tokens, field) or 0) + value)
-
-
 def _count_phases(served: Iterable[Span]) -> Tokens:
     """Return the sums of `tokens` on spans `prefill` and `decode`, for engines that record nothing else."""
     tokens = Tokens()
     for span in served:
-        field, value = _PHASE_FACTS.get(span.stage), _number(span.attrs or {}, "tokens")
-        if field is not None and value is not None:
-            setattr(tokens, field, (getattr(tokens, field) or 0) + value)
+        field = _PHASE_FACTS.get(span.stage)
+        if field is not None:
+            tokens.add(field, _number(span.attrs or {}, "tokens"))
     decodes = sum(span.stage == "decode" and span.end_ns is not None for span in served)
     tokens.requests = decodes or None
     return tokens
@@ -354,7 +343,7 @@ def _count_between(activities: Iterable[TraceActivity]) -> Tokens:
         for name, field in _COUNTERS.items():
             before, after = (_number(options, f"{name}_at_{when}") for when in ("start", "stop"))
             if before is not None and after is not None and after >= before:
-                setattr(tokens, field, (getattr(tokens, field) or 0) + after - before)
+                tokens.add(field, after - before)
     return tokens
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from stepscope.files.spans import PROFILING
-from stepscope.report.accounting import Label, rank_of, union_ns
+from stepscope.report.accounting import common_ns, rank_of, union_ns
 from stepscope.report.formatting import middle
-from stepscope.report.table import Table
-from stepscope.report.tool_names import ToolNames, title
+from stepscope.report.spans import ToolNames, title
+from stepscope.report.table import Table, grouped
 from stepscope.timeline import Span, Timeline
 
 
@@ -73,10 +72,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 def stage_times(timeline: Timeline) -> Table[Stage]:
     """Return the stages of every role, the longest total first. Tools with a name are apart."""
     names = ToolNames(timeline)
-    spans: dict[Label, list[Span]] = defaultdict(list)
-    for span in timeline.spans:
-        if span.stage != PROFILING:
-            spans[names.label_of(span)].append(span)
+    spans = grouped((span for span in timeline.spans if span.stage != PROFILING), names.label_of)
     stages = [_stage(timeline, (label[0], *names.parts(label)), own) for label, own in spans.items()]
     return Table(sorted(stages, key=lambda stage: (-stage.total_ns, stage.role, stage.title)))
 
@@ -107,10 +103,8 @@ def _stage(timeline: Timeline, label: tuple[str, str, str | None], spans: Sequen
 
 def _shares(timeline: Timeline, spans: Iterable[Span]) -> tuple[Share, ...]:
     """Return the shares by process, in the timeline's order."""
-    by_process: dict[int, list[Span]] = defaultdict(list)
-    for span in spans:
-        by_process[span.process].append(span)
-    return tuple(_share(timeline, index, own) for index, own in sorted(by_process.items()))
+    by_process = sorted(grouped(spans, lambda span: span.process).items())
+    return tuple(_share(timeline, index, own) for index, own in by_process)
 
 
 def _share(timeline: Timeline, index: int, spans: Sequence[Span]) -> Share:
@@ -121,13 +115,12 @@ def _share(timeline: Timeline, index: int, spans: Sequence[Span]) -> Share:
         for stall in timeline.stalls
         if stall.replica == process.info.replica and spans[0].role == "rollout"
     ]
-    busy_ns = union_ns(running)
     return Share(
         process=process.name,
         rank=process.info.rank,
         calls=sum(span.dur_ns is not None for span in spans),
-        busy_ns=busy_ns,
+        busy_ns=union_ns(running),
         total_ns=sum(end_ns - start_ns for start_ns, end_ns in running),
-        stalled_ns=busy_ns + union_ns(stalls) - union_ns([*running, *stalls]),
+        stalled_ns=common_ns(running, stalls),
         profiled=process.profiled,
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from stepscope.report.accounting import rank_of
-from stepscope.report.stage_names import MOVES_WEIGHTS
-from stepscope.timeline import Span, Timeline
+from stepscope.report.spans import MOVES_WEIGHTS
+from stepscope.timeline import Timeline
 
 WORST = 10
 
@@ -50,8 +50,6 @@ class Staleness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Consumed:
-    """Known facts of one consumed trajectory."""
-
     def __init__(self) -> None:
         self.begun: int | None = None
         self.versions: set[int] = set()
@@ -105,15 +103,13 @@ def _consumed(timeline: Timeline) -> dict[str, _Consumed]:
 
 def _trainer_version(timeline: Timeline) -> int | None:
     """Return the policy version of the step's other work, for a `consume` inside no span that states one."""
-    return max(_versions(timeline.spans, timeline.step), default=None)
-
-
-def _versions(spans: Sequence[Span], step: int) -> Iterator[int]:
-    for span in spans:
-        if span.trajectory is not None or span.step != step or span.policy_version is None:
-            continue
-        if not MOVES_WEIGHTS.search(span.stage):  # a weight sync names the version that comes after
-            yield span.policy_version
+    versions = (
+        span.policy_version
+        for span in timeline.spans
+        if span.trajectory is None and span.step == timeline.step and span.policy_version is not None
+        if not MOVES_WEIGHTS.search(span.stage)  # a weight sync names the version that comes after
+    )
+    return max(versions, default=None)
 
 
 def _row(name: str, consumed: _Consumed, step: int, trainer: int | None) -> StaleTrajectory:

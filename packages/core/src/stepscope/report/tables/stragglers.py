@@ -23,8 +23,6 @@ _Key: TypeAlias = tuple[str, int | None, str | None, int, str, str]
 
 
 class _Entry(NamedTuple):
-    """One call in one process."""
-
     number: int
     start_ns: int
     end_ns: int

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from stepscope.report.table import Table
+from stepscope.report.table import Table, grouped
 from stepscope.report.tables.stragglers import StragglerRow, stragglers
 from stepscope.timeline import FileProblem, TraceActivity, Traces
 
@@ -222,22 +222,20 @@ def _why_no_device(activity: TraceActivity) -> tuple[str, str | None]:
 
 def memory_peaks(activities: Iterable[TraceActivity], opened_ns: int) -> Table[MemoryRow]:
     """Return the peak of each device in each process, if `profile_memory` was on."""
-    highest: dict[tuple[str, str], MemoryRow] = {}
-    for activity in activities:
-        for peak in activity.content.memory:
-            at_ns = None if activity.unaligned else activity.unix_ns(peak.allocated_at_us) - opened_ns
-            row = MemoryRow(
-                process=activity.name,
-                device=peak.device,
-                allocated_bytes=peak.allocated_bytes,
-                reserved_bytes=peak.reserved_bytes,
-                capacity_bytes=peak.capacity_bytes,
-                at_ns=at_ns,
-            )
-            known = highest.setdefault((activity.name, peak.device), row)
-            if row.allocated_bytes > known.allocated_bytes:
-                highest[activity.name, peak.device] = row
-    return Table(highest.values())
+    rows = (
+        MemoryRow(
+            process=activity.name,
+            device=peak.device,
+            allocated_bytes=peak.allocated_bytes,
+            reserved_bytes=peak.reserved_bytes,
+            capacity_bytes=peak.capacity_bytes,
+            at_ns=None if activity.unaligned else activity.unix_ns(peak.allocated_at_us) - opened_ns,
+        )
+        for activity in activities
+        for peak in activity.content.memory
+    )
+    peaks = grouped(rows, lambda row: (row.process, row.device)).values()
+    return Table(max(own, key=lambda row: row.allocated_bytes) for own in peaks)
 
 
 def _trace(activity: TraceActivity) -> TraceRow:

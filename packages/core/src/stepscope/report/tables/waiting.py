@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import msgspec
 
 from stepscope.report.accounting import Label, bits_of, walk
+from stepscope.report.spans import ROLLOUT, label_of
 from stepscope.report.table import Table
 from stepscope.report.tables.breakdown import WAITING, work_of
-from stepscope.report.tables.idle import ROLLOUT
 from stepscope.timeline import Timeline
 
 
@@ -37,7 +37,7 @@ def waits_in_vain(timeline: Timeline) -> Table[VainWait]:
     waiters: dict[Label, dict[str, None]] = defaultdict(dict)
     for span in timeline.spans:
         if span.waits:
-            waiters[span.role, span.stage][timeline.processes[span.process].name] = None
+            waiters[label_of(span)][timeline.processes[span.process].name] = None
     if not waiters or not all(process.aligned for process in timeline.processes):
         return Table()
     working = {span.role for span in timeline.spans if not span.waits}

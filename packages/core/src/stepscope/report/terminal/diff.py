@@ -16,13 +16,11 @@ from stepscope.report.tables.diff import (
     Diff,
     KernelChange,
     KernelDiff,
-    Place,
     ShapeChange,
     Side,
     diff,
 )
-from stepscope.report.terminal.layout import table
-from stepscope.report.terminal.markdown import markdown_table
+from stepscope.report.terminal.layout import markdown_table, table
 
 COLUMNS = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")
 KERNEL_COLUMNS = ("role", "stage", "operator or kernel", "kind", ">A", ">B", ">B - A", ">calls")
@@ -42,7 +40,6 @@ def render_diff(comparison: Diff) -> RenderableType:
 
 
 def diff_markdown(comparison: Diff) -> str:
-    """Return the same as Markdown."""
     head = "  \n".join(_head(comparison).plain.splitlines())
     parts = [head, markdown_table(COLUMNS, _rows(comparison)), _note(comparison)]
     grown = comparison.kernels
@@ -74,13 +71,10 @@ def _kernel_note(grown: KernelDiff) -> str:
     elif not grown.changes:
         parts.append("No operator or kernel of both sides' traces changed.")
     for side, places in (("A", grown.only_a), ("B", grown.only_b)):
-        if places:
-            parts.append(f"Not compared, as {side} alone has traces: {', '.join(map(_say_place, places))}.")
+        named = [plain(" ".join(filter(None, place))) for place in places]
+        if named:
+            parts.append(f"Not compared, as {side} alone has traces: {', '.join(named)}.")
     return " ".join(parts)
-
-
-def _say_place(place: Place) -> str:
-    return plain(" ".join(filter(None, place)))
 
 
 def _rows(comparison: Diff) -> list[tuple[str, ...]]:

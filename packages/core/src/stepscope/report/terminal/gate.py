@@ -9,8 +9,7 @@ from rich.console import RenderableType
 from stepscope.report.formatting import duration, plain
 from stepscope.report.gate.gate import Check, Gate
 from stepscope.report.gate.interval import ENOUGH, NOISE
-from stepscope.report.terminal.layout import table
-from stepscope.report.terminal.markdown import markdown_table
+from stepscope.report.terminal.layout import markdown_table, table
 
 COLUMNS = ("stage", ">A", ">B", ">change", ">interval", ">limit", ">steps", "verdict")
 NO_INTERVAL = (
@@ -20,12 +19,10 @@ NO_INTERVAL = (
 
 
 def render_gate(gate: Gate) -> RenderableType:
-    """Return the verdict of each limit, as a table."""
     return table("The gate", COLUMNS, [_row(check) for check in gate.checks], _note(gate))
 
 
 def gate_markdown(gate: Gate) -> str:
-    """Return the same as a Markdown table."""
     title = f"**stepscope: {'failed' if gate.failed else 'passed'}**"
     return f"{title}\n\n{markdown_table(COLUMNS, [_row(check) for check in gate.checks])}\n\n{_note(gate)}"
 

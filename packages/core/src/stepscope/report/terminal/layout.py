@@ -1,4 +1,4 @@
-"""Tables and lists with a title, in plain characters, for a terminal."""
+"""Tables and lists with a title, in plain characters, for a terminal, and tables as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stepscope.report.blocks.block import Block, Listing, Paragraph, Remarks, TextTable
+from stepscope.report.blocks.block import Block, Listing, Remarks, TextTable
 from stepscope.report.formatting import LISTED, count, plain
 
 _SHARE = re.compile(r" (\S+ %)$")
@@ -21,14 +21,13 @@ ROWS = 2 * LISTED
 
 
 def draw(block: Block) -> RenderableType:
-    """Return a block as the terminal shows it."""
     if isinstance(block, TextTable):
         return _cut_table(block)
     if isinstance(block, Listing):
         return listing(block.title, block.lines)
     if isinstance(block, Remarks):
         return _remarks(block)
-    return _paragraph(block)
+    return Text(f"\n{plain(block.text)}")
 
 
 def _cut_table(block: TextTable) -> RenderableType:
@@ -36,10 +35,6 @@ def _cut_table(block: TextTable) -> RenderableType:
         return table(block.title, block.columns, block.rows, block.note)
     more = f"{count(len(block.rows) - ROWS, block.noun)} more in --json."
     return table(block.title, block.columns, block.rows[:ROWS], f"{more} {block.note}".rstrip())
-
-
-def _paragraph(block: Paragraph) -> RenderableType:
-    return Text(f"\n{plain(block.text)}")
 
 
 def _remarks(block: Remarks) -> RenderableType:
@@ -133,3 +128,15 @@ def _titled(title: str, body: RenderableType, note: str) -> RenderableType:
         lines = "\n".join(map(plain, note.split("\n")))
         parts.append(Padding(Text(lines, style="dim"), (0, 0, 0, 2), expand=False))
     return Group(*parts)
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table. `>` before a column's name aligns it to the right."""
+    head = [column.removeprefix(">") for column in columns]
+    rule = ["---:" if column.startswith(">") else "---" for column in columns]
+    lines = (head, rule, *([_cell(text) for text in row] for row in rows))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return plain(text).replace("\\", "\\\\").replace("|", "\\|")

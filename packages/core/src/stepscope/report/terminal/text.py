@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain, islice
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from stepscope.report.blocks.advice import advice_blocks
 from stepscope.report.blocks.baseline import say_beside, say_usual
-from stepscope.report.blocks.block import Block
-from stepscope.report.blocks.breakdown import BESIDE, account_table
+from stepscope.report.blocks.breakdown import BESIDE, OVERVIEW_NOTES, account_table, overview_cells
 from stepscope.report.blocks.health import say_again, say_ended, say_incomplete, say_recorder
 from stepscope.report.formatting import duration, moment, percents, plain
 from stepscope.report.model import StepReport
@@ -19,15 +19,9 @@ from stepscope.report.terminal.layout import draw, table
 
 
 def render(report: StepReport) -> Group:
-    """Return all tables of one step."""
-    return Group(_head(report), *map(draw, _blocks(report)))
-
-
-def _blocks(report: StepReport) -> Iterator[Block]:
-    for section in SECTIONS:
-        yield from section.blocks_of(report)
-    for added in report.added:
-        yield from added.blocks()
+    sections = [section.blocks_of(report) for section in SECTIONS]
+    added = [section.blocks() for section in report.added]
+    return Group(_head(report), *map(draw, chain(*sections, *added)))
 
 
 def render_short(report: StepReport) -> Group:
@@ -37,29 +31,20 @@ def render_short(report: StepReport) -> Group:
 
 
 def render_overview(reports: Sequence[StepReport]) -> RenderableType:
-    """Return one line for each of several steps."""
     runs = len({report.run_id for report in reports}) > 1
     columns = (
         ">step", *(["run"] * runs), ">took", ">uncaptured", f">{BESIDE}", ">unaccounted", "largest stages",
         "complete",
     )  # fmt: skip
-    note = "%: of the step (took). uncaptured: the median of steps near it that were not captured.\n"
-    note += f"{BESIDE}: the capture, outside of the step."
-    return table("Steps", columns, [_overview(report, runs) for report in reports], note)
+    return table("Steps", columns, [_overview(report, runs) for report in reports], "\n".join(OVERVIEW_NOTES))
 
 
 def _overview(report: StepReport, runs: bool) -> list[str]:
-    breakdown, lines = report.breakdown, report.breakdown.lines
-    shares = list(zip(lines, percents([line.wall_ns for line in lines], breakdown.window_ns), strict=True))
-    other = {line.kind: f"{share} %" for line, share in shares if line.kind != "stage"}
-    most = ", ".join(f"{line.stage} {share} %" for line, share in shares[:2] if line.kind == "stage")
-    complete = "yes" if report.health.complete else "no"
-    complete += "" if report.health.user_error is None else ", ended early"
-    run = [report.run_id] * runs
-    usual_ns = None if report.baseline is None else report.baseline.p50_ns
-    beside_ns = breakdown.opening_ns + breakdown.closing_ns
-    took = duration(breakdown.window_ns), duration(usual_ns), duration(beside_ns)
-    return [str(report.step), *run, *took, other["unaccounted"], most, complete]
+    lines = report.breakdown.lines
+    shares = zip(lines, percents([line.wall_ns for line in lines], report.breakdown.window_ns), strict=True)
+    most = ", ".join(f"{line.stage} {share} %" for line, share in islice(shares, 2) if line.kind == "stage")
+    *cells, complete = overview_cells(report)
+    return [str(report.step), *[report.run_id] * runs, *cells, most, complete]
 
 
 def _head(report: StepReport) -> Text:

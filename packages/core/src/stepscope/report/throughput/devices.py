@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from stepscope.report.spans import generates
 from stepscope.report.tables.engine import Engine
-from stepscope.report.throughput.stages import generates
 from stepscope.timeline import Span, Timeline, TraceActivity
 
 _Worker: TypeAlias = tuple[str, int, tuple[tuple[str, int], ...]]
@@ -51,7 +51,7 @@ class Hardware:
             return None
         devices = [self.of_process[index] for index in indices if index in self.of_process]
         if devices:
-            return _together(devices)
+            return together(devices)
         processes = [self._timeline.processes[index] for index in indices]
         ranks = [process for process in processes if process.info.rank is not None]
         return Devices(len(ranks), "rank") if ranks else Devices(len(processes), "process")
@@ -68,13 +68,11 @@ class Hardware:
             known = [self.of_replica[number] for number in numbers if number in self.of_replica]
             same = {devices.unit for devices in known}
             return (
-                _together(known)
-                if len(known) == replicas and len(same) == 1
-                else Devices(replicas, "replica")
+                together(known) if len(known) == replicas and len(same) == 1 else Devices(replicas, "replica")
             )
         own = {span.process for span in timeline.spans if generates(span) and span.role == "rollout"}
         devices = [self.of_process[index] for index in own if index in self.of_process]
-        return _together(devices) if devices else None
+        return together(devices) if devices else None
 
     def _read_manifest(self) -> None:
         places = {process.info.key: at for at, process in enumerate(self._timeline.processes)}
@@ -128,7 +126,8 @@ def _named(number: int, names: set[str]) -> Devices:
     return Devices(number, unit, name if name and not others else None)
 
 
-def _together(devices: Sequence[Devices]) -> Devices:
+def together(devices: Sequence[Devices]) -> Devices:
+    """Return the sum. Devices of several names have none."""
     names, units = {own.name for own in devices}, [own.unit for own in devices]
     (name, *others) = names
     return Devices(sum(own.number for own in devices), units[0], None if others else name)

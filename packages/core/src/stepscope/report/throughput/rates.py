@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from stepscope.report.accounting import union_ns
+from stepscope.report.accounting import clipped, union_ns
+from stepscope.report.spans import generates, placed, trains
 from stepscope.report.tables.counters import Counters
 from stepscope.report.tables.engine import Engine
 from stepscope.report.throughput.devices import Devices, Hardware
-from stepscope.report.throughput.stages import generates, trains
 from stepscope.report.throughput.tokens import Count, rollout_tokens, train_tokens
 from stepscope.report.throughput.use import StageUse, rollout_use, stage_uses
 from stepscope.timeline import Span, Timeline, TraceActivity
@@ -89,7 +89,8 @@ def _rate(
     counts: Callable[[Span], bool],
     devices: Devices | None,
 ) -> Rate:
-    phase_ns = active_ns(timeline, counts)
+    pairs = placed(timeline, filter(counts, timeline.spans))
+    phase_ns = union_ns(clipped(pairs, timeline.window.start_ns, timeline.window.end_ns))
     per_s = _per_s(count.tokens, timeline.window.wall_ns) or 0.0
     return Rate(
         phase=phase,
@@ -103,20 +104,6 @@ def _rate(
         unit=None if devices is None else devices.unit,
         per_s_each=None if devices is None else round(per_s / devices.number, 3),
     )
-
-
-def active_ns(timeline: Timeline, counts: Callable[[Span], bool]) -> int:
-    """Return the part of the step in which any aligned process ran such a span."""
-    aligned = [process.aligned for process in timeline.processes]
-    pairs = [
-        (span.start_ns, timeline.until_ns(span))
-        for span in timeline.spans
-        if aligned[span.process] and counts(span)
-    ]
-    start_ns, end_ns = timeline.window.start_ns, timeline.window.end_ns
-    before = [(start, min(end, start_ns)) for start, end in pairs if start < start_ns]
-    after = [(max(start, end_ns), end) for start, end in pairs if end > end_ns]
-    return union_ns(pairs) - union_ns(before) - union_ns(after)
 
 
 def _per_s(tokens: int, ns: int) -> float | None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from stepscope.files.counters import GENERATION_TOKENS
 from stepscope.report.accounting import Label
+from stepscope.report.spans import above, generates, is_of, label_of, trains, whole
 from stepscope.report.tables.counters import Counters
 from stepscope.report.tables.engine import Engine
 from stepscope.report.tables.replicas import SERVED
-from stepscope.report.throughput.stages import generates, trains
 from stepscope.timeline import Span, Timeline
 
 
@@ -46,18 +46,14 @@ def stage_tokens(timeline: Timeline) -> dict[Label, int]:
     """Return the sums of the attribute `tokens` by stage. Of nested calls of a stage the outermost counts."""
     sums: Counter[Label] = Counter()
     for span in timeline.spans:
-        own = _stated(span)
-        label = span.role, span.stage
-        if own is not None and not any(
-            (above.role, above.stage) == label and _stated(above) is not None
-            for above in _above(timeline, span)
-        ):
+        own, label = _stated(span), label_of(span)
+        if own is not None and not _is_stated_above(timeline, span, is_of(label)):
             sums[label] += own
     return dict(sums)
 
 
 def _counted(timeline: Timeline, kind: str) -> Count | None:
-    numbers = [value for mark in timeline.tokens if (value := _whole(mark, kind)) is not None]
+    numbers = [value for mark in timeline.tokens if (value := _stated(mark, kind)) is not None]
     return Count(sum(numbers), "step_tokens") if numbers else None
 
 
@@ -67,9 +63,7 @@ def _of_spans(timeline: Timeline, counts: Callable[[Span], bool]) -> dict[str, C
     stages: dict[str, dict[str, None]] = defaultdict(dict)
     for span in timeline.spans:
         own = _stated(span) if counts(span) else None
-        if own is None or any(
-            counts(above) and _stated(above) is not None for above in _above(timeline, span)
-        ):
+        if own is None or _is_stated_above(timeline, span, counts):
             continue
         for role in ("", span.role):
             sums[role] += own
@@ -91,17 +85,10 @@ def _of_counters(counters: Counters | None) -> Count | None:
     return Count(round(sum(grown)), "engines' counters") if grown else None
 
 
-def _above(timeline: Timeline, span: Span) -> Iterator[Span]:
-    parent = span.parent
-    while parent is not None:
-        yield timeline.spans[parent]
-        parent = timeline.spans[parent].parent
+def _is_stated_above(timeline: Timeline, span: Span, counts: Callable[[Span], bool]) -> bool:
+    return any(counts(outer) and _stated(outer) is not None for outer in above(timeline, span))
 
 
-def _stated(span: Span) -> int | None:
-    return _whole(span, "tokens")
-
-
-def _whole(span: Span, name: str) -> int | None:
-    value = (span.attrs or {}).get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+def _stated(span: Span, name: str = "tokens") -> int | None:
+    value = whole(span, name)
+    return value if value is not None and value >= 0 else None

@@ -7,20 +7,44 @@ forward alone is a third (PaLM, appendix B), or those of the operators in traces
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from stepscope.report.accounting import Label, union_ns
-from stepscope.report.throughput.devices import Devices, Hardware
-from stepscope.report.throughput.peaks import peak_tflops
-from stepscope.report.throughput.stages import ROLLOUT, trains
+from stepscope.report.accounting import Label, Pair, clipped, joined, union_ns
+from stepscope.report.spans import ROLLOUT, above, is_of, label_of, placed, trains
+from stepscope.report.table import grouped
+from stepscope.report.throughput.devices import Devices, Hardware, together
 from stepscope.report.throughput.tokens import Count, stage_tokens
 from stepscope.timeline import Span, Timeline, TraceActivity
 
-_OTHER_MODELS = ROLLOUT | {"critic", "reward", "env"}
+_OTHER_MODELS = ROLLOUT | {"critic"}
 """Roles that `flops_per_token` says nothing of, or whose tokens are not all that they compute."""
+_TFLOPS = {
+    # nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/
+    # nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    # resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet: 1,979, 1,513 and 1,671
+    "NVIDIA H100 80GB HBM3": 989.5,
+    "NVIDIA H100 PCIe": 756.5,
+    "NVIDIA H100 NVL": 835.5,
+    # resources.nvidia.com/en-us-data-center-overview-mc/en-us-data-center-overview/hpc-datasheet-sc23-h200
+    "NVIDIA H200": 989.5,
+    "NVIDIA H200 NVL": 835.5,
+    # nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703: 4,500
+    "NVIDIA B200": 2250.0,
+    # resources.nvidia.com/en-us-l40s/l40s-datasheet-28413: 362.05, and 733 with sparsity
+    "NVIDIA L40S": 362.05,
+    # amd.com/en/products/accelerators/instinct/mi300/mi300x.html
+    "AMD Instinct MI300X": 1307.4,
+}
+"""Peak TFLOP/s by the names that torch gives devices: dense, in BF16 or FP16, from data sheets. Where these
+print the figure with sparsity, which is twice the dense one, it is halved. A slice of a device (MIG) has
+another name, and no peak. None of Huawei's was found for Ascend 910B; others name 256 to 376.
+"""
 
 
 class StageUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,13 +101,12 @@ def _given(timeline: Timeline, hardware: Hardware, trained: Count | None) -> Ite
     outermost = _outermost(timeline)
     if trained is not None and len(outermost) == 1:
         tokens.setdefault(outermost.pop(), trained.tokens)
-    by_label: dict[Label, list[Span]] = defaultdict(list)
-    for span in timeline.spans:
-        by_label[span.role, span.stage].append(span)
+    by_label = grouped(timeline.spans, label_of)
     for label, number in tokens.items():
         spans = by_label[label]
-        busy_ns = union_ns([(span.start_ns, timeline.until_ns(span)) for span in _aligned(timeline, spans)])
-        devices = hardware.of_spans(partial(_is_of, label))
+        one = ((span.start_ns, timeline.until_ns(span)) for span in spans if span.process == spans[0].process)
+        busy_ns = union_ns(placed(timeline, spans) or one)  # of one process if none is aligned
+        devices = hardware.of_spans(is_of(label))
         if label[0] in _OTHER_MODELS or devices is None or not busy_ns:
             continue
         part = 1.0 if all(map(trains, spans)) else 1 / 3
@@ -91,26 +114,10 @@ def _given(timeline: Timeline, hardware: Hardware, trained: Count | None) -> Ite
         yield _use(label, flops, "flops_per_token", busy_ns * devices.number, devices, hardware)
 
 
-def _is_of(label: Label, span: Span) -> bool:
-    return (span.role, span.stage) == label
-
-
 def _outermost(timeline: Timeline) -> set[Label]:
     """Return the stages that train and run below none that does."""
-    labels = set()
-    for span in timeline.spans:
-        above = span.parent
-        while above is not None and not trains(timeline.spans[above]):
-            above = timeline.spans[above].parent
-        if above is None and trains(span) and span.role not in _OTHER_MODELS:
-            labels.add((span.role, span.stage))
-    return labels
-
-
-def _aligned(timeline: Timeline, spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of aligned processes, or of one process if none is aligned."""
-    aligned = [span for span in spans if timeline.processes[span.process].aligned]
-    return aligned or [span for span in spans if span.process == spans[0].process]
+    training = (span for span in timeline.spans if trains(span) and span.role not in _OTHER_MODELS)
+    return {label_of(span) for span in training if not any(map(trains, above(timeline, span)))}
 
 
 def _traced(
@@ -122,14 +129,14 @@ def _traced(
     flops: dict[Label, float] = defaultdict(float)
     device_ns: dict[Label, int] = defaultdict(int)
     devices: dict[Label, dict[int, Devices]] = defaultdict(dict)
-    spans = _by_process(timeline)
+    spans = grouped(timeline.spans, lambda span: span.process)
     for activity in activities:
         index = activity.process
         if index is None or activity.unaligned is not None or not activity.content.flops.counts:
             continue
         own = hardware.of_process.get(index) or Devices(1, "process")
-        for label, pairs in spans[index].items():
-            stretches = list(_recorded(activity, pairs))
+        for label, calls in grouped(spans.get(index, ()), label_of).items():
+            stretches = _recorded(timeline, activity, calls)
             counted = sum(
                 activity.content.flops.between(_us(activity, start), _us(activity, end))
                 for start, end in stretches
@@ -139,32 +146,16 @@ def _traced(
                 device_ns[label] += own.number * sum(end - start for start, end in stretches)
                 devices[label][index] = own
     for label, number in flops.items():
-        kinds = list(devices[label].values())
-        names = {kind.name for kind in kinds}
-        together = Devices(
-            sum(kind.number for kind in kinds), kinds[0].unit, names.pop() if len(names) == 1 else None
-        )
-        yield _use(label, number, "operators", device_ns[label], together, hardware)
+        own = together(list(devices[label].values()))
+        yield _use(label, number, "operators", device_ns[label], own, hardware)
 
 
-def _by_process(timeline: Timeline) -> Mapping[int, Mapping[Label, list[tuple[int, int]]]]:
-    """Return the times of each stage in each process, disjoint and in order."""
-    times: dict[int, dict[Label, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-    for span in sorted(timeline.spans, key=lambda span: span.start_ns):
-        pairs, end_ns = times[span.process][span.role, span.stage], timeline.until_ns(span)
-        if pairs and span.start_ns <= pairs[-1][1]:
-            pairs[-1] = pairs[-1][0], max(pairs[-1][1], end_ns)
-        else:
-            pairs.append((span.start_ns, end_ns))
-    return times
-
-
-def _recorded(activity: TraceActivity, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _recorded(timeline: Timeline, activity: TraceActivity, calls: Sequence[Span]) -> list[Pair]:
+    """Return the time of the calls in which the trace recorded, disjoint and in order."""
     content = activity.content
     first_ns, last_ns = activity.unix_ns(content.first_us or 0.0), activity.unix_ns(content.last_us or 0.0)
-    for start, end in pairs:
-        if max(start, first_ns) < min(end, last_ns):
-            yield max(start, first_ns), min(end, last_ns)
+    pairs = ((span.start_ns, timeline.until_ns(span)) for span in calls)
+    return clipped(joined(pairs), first_ns, last_ns)
 
 
 def _us(activity: TraceActivity, unix_ns: int) -> float:
@@ -174,8 +165,7 @@ def _us(activity: TraceActivity, unix_ns: int) -> float:
 def _use(
     label: Label, flops: float, source: str, device_ns: int, devices: Devices, hardware: Hardware
 ) -> StageUse:
-    known = None if devices.name is None else peak_tflops(devices.name)
-    peak = hardware.peak_tflops or known
+    peak = hardware.peak_tflops or _TFLOPS.get(devices.name or "")
     tflops = flops / device_ns / 1000
     return StageUse(
         role=label[0],

@@ -7,9 +7,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepscope.files.states import EngineState, Frame, OpenSpan, ProcessState, RayCall, Stacks, Task, Thread
-from stepscope.report.formatting import duration, turn
-from stepscope.report.waiting.missing_ranks import awaited_collective
+from stepscope.files.states import (
+    EngineState,
+    Frame,
+    OpenSpan,
+    PendingCollective,
+    ProcessGroup,
+    ProcessState,
+    RayCall,
+    Stacks,
+    Task,
+    Thread,
+)
+from stepscope.report.formatting import duration, few, turn
 from stepscope.report.waiting.places import (
     asks_engine,
     collective_of,
@@ -174,7 +184,6 @@ def _runs_in(task: Task, thread: Thread) -> bool:
 
 
 def remote_call(task: RayCall) -> Call:
-    """Return a call of a Ray actor that does not record."""
     place = "" if task.pid is None else f" (pid {task.pid})"
     return Call(
         process=task.actor,
@@ -192,7 +201,7 @@ def _missing(call: Call) -> str:
     if call.group is None:
         return ""
     number = "" if call.number is None else f"{call.number} "
-    ranks = ", ".join(map(str, call.missing[:8])) + (" ..." if len(call.missing) > 8 else "")
+    ranks = few([str(rank) for rank in call.missing], 8)
     noun = "rank" if len(call.missing) == 1 else "ranks"
     return f" ({number}of {call.group}{f', without {noun} {ranks}' if call.missing else ''})"
 
@@ -211,3 +220,38 @@ def say_call(call: Call) -> str:
     if call.collective is not None:
         text += f", in the collective {call.collective}{_missing(call)}"
     return text + (f", {call.where}" if call.where else "")
+
+
+def awaited_collective(
+    state: ProcessState, states: Sequence[ProcessState]
+) -> tuple[PendingCollective | None, tuple[int, ...]]:
+    """Return the oldest open collective of a process, and the ranks that have not entered it.
+
+    Args:
+        states: Of all processes. Ranks that do not answer are not listed. Peers have the same role: a run may
+            have several jobs of torch.distributed, whose groups have the same names.
+    """
+    own = state.collectives
+    if own is None or not own.pending:
+        return None, ()
+    call = own.pending[0]
+    group = next((group for group in own.groups if group.name == call.group), None)
+    if group is None or call.number is None:
+        return call, ()
+    entered = {
+        other.collectives.rank: _entered(other, group)
+        for other in states
+        if other.collectives is not None and other.process.role == state.process.role
+    }
+    return call, tuple(rank for rank in group.ranks if entered.get(rank, call.number) < call.number)
+
+
+def _entered(state: ProcessState, group: ProcessGroup) -> int:
+    """Return the number of the last collective of a group that a process entered; -1 for none."""
+    groups = () if state.collectives is None else state.collectives.groups
+    same = (other.entered for other in groups if (other.name, other.ranks) == (group.name, group.ranks))
+    return next(same, -1)
+
+
+def rank_of(state: ProcessState) -> int | None:
+    return state.process.rank if state.collectives is None else state.collectives.rank

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import msgspec
 
 from stepscope.report.accounting import Label, union_ns
-from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER
-from stepscope.report.table import Table
+from stepscope.report.spans import MOVES_WEIGHTS, TRANSFER, above, label_of, placed
+from stepscope.report.table import Table, grouped
 from stepscope.report.tables.breakdown import Breakdown
 from stepscope.report.tables.idle import Idle
 from stepscope.timeline import Span, Timeline
@@ -81,12 +81,9 @@ def weight_sync(timeline: Timeline, breakdown: Breakdown, idle: Iterable[Idle]) 
     spans = [span for span in timeline.spans if MOVES_WEIGHTS.search(span.stage)]
     if not spans:
         return None
-    labels: dict[Label, list[Span]] = defaultdict(list)
-    for span in spans:
-        labels[span.role, span.stage].append(span)
-    phases = (_phase(timeline, label, own) for label, own in labels.items())
+    phases = (_phase(timeline, label, own) for label, own in grouped(spans, label_of).items())
     return WeightSync(
-        active_ns=_active_ns(timeline, spans),
+        active_ns=union_ns(placed(timeline, spans)),
         between_ns=sum(line.wall_ns for line in breakdown.lines if line.stage == TRANSFER),
         phases=tuple(sorted(phases, key=lambda phase: (phase.since_ns or 0, phase.role, phase.stage))),
         transfers=_transfers(timeline, spans),
@@ -104,15 +101,10 @@ def _phase(timeline: Timeline, label: Label, spans: Sequence[Span]) -> Phase:
         processes=len({span.process for span in spans}),
         calls=len(times),
         since_ns=min(starts, default=None),
-        active_ns=_active_ns(timeline, spans),
+        active_ns=union_ns(placed(timeline, spans)),
         max_ns=max(times, default=None),
         bytes=sum(sizes) if sizes else None,
     )
-
-
-def _active_ns(timeline: Timeline, spans: Sequence[Span]) -> int:
-    aligned = [span for span in spans if timeline.processes[span.process].aligned]
-    return union_ns([(span.start_ns, timeline.until_ns(span)) for span in aligned])
 
 
 def _transfers(timeline: Timeline, spans: Sequence[Span]) -> Table[Transfer]:
@@ -161,11 +153,7 @@ def _bucket(span: Span) -> str | None:
 
 def _is_inner(timeline: Timeline, span: Span, bucket: str | None = None) -> bool:
     """Return whether the bytes are those of a call above: of the same stage, and of this bucket if given."""
-    parent = span.parent
-    while parent is not None:
-        above = timeline.spans[parent]
-        same = (above.role, above.stage) == (span.role, span.stage) and bucket in (None, _bucket(above))
-        if same and _bytes(above) is not None:
-            return True
-        parent = above.parent
-    return False
+    return any(
+        label_of(outer) == label_of(span) and bucket in (None, _bucket(outer)) and _bytes(outer) is not None
+        for outer in above(timeline, span)
+    )

@@ -111,9 +111,13 @@ def _changed(option: str, value: str, now: int | None, fix: str) -> int:
         raise ConfigError(option, value, allowed, fix)
     if match["times"]:
         times = float(match["times"])
-        return max(1, round((now or 0) * times)) if times else 0
-    count = int(match["count"])
-    return (now or 0) + count if match["sign"] == "+" else (now or 0) - count if match["sign"] else count
+        size = max(1, round((now or 0) * times)) if times else 0
+    else:
+        sign = {"+": 1, "-": -1}.get(match["sign"])
+        size = int(match["count"]) if sign is None else (now or 0) + sign * int(match["count"])
+    if size < 1:
+        raise ConfigError(option, value, f"at least 1 left, from {now} now", "remove fewer")
+    return size
 
 
 def _replicas(value: str, rollout: Rollout) -> int:
@@ -124,12 +128,7 @@ def _replicas(value: str, rollout: Rollout) -> int:
             "only if the spans say which replica served each request",
             "set the attribute `replica` on generations, or record the replicas",
         )
-    count = _changed("--replicas", value, len(rollout.replicas), "for instance --replicas +2")
-    if count < 1:
-        raise ConfigError(
-            "--replicas", value, f"at least 1 left, from {len(rollout.replicas)} now", "remove fewer"
-        )
-    return count
+    return _changed("--replicas", value, len(rollout.replicas), "for instance --replicas +2")
 
 
 def _balance(value: str, rollout: Rollout, replicas: int) -> Balance:
@@ -180,12 +179,7 @@ def _pool(value: str, rollout: Rollout) -> int:
             f"a number below {most}, because no tool waited for a place and {most} ran at once",
             "omit it; if tools do wait, record that as a span `queue` below the tool's",
         )
-    size = _changed("--tool-pool", value, rollout.tool_pool, "for instance --tool-pool x2")
-    if size < 1:
-        raise ConfigError(
-            "--tool-pool", value, f"at least 1 left, from {rollout.tool_pool} now", "remove fewer"
-        )
-    return size
+    return _changed("--tool-pool", value, rollout.tool_pool, "for instance --tool-pool x2")
 
 
 def _check_staleness(value: int, step: Step) -> None:

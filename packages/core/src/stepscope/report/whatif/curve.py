@@ -119,7 +119,6 @@ def _leap(rates: Sequence[float], once: Sequence[float], twice: Sequence[float])
 def _improved(
     rates: Sequence[float], flight: Flight, written: Sequence[float], spent: Sequence[float]
 ) -> list[float]:
-    """Return the rates after one iteration."""
     served = flight.served(rates)
     least_served = _ROUNDING * sum(served)
     if min(served) < least_served:

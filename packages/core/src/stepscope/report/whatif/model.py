@@ -56,12 +56,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Time after its last phase."""
 
     def calls(self) -> Iterator[Call]:
-        """Yield its calls, phase by phase."""
         for phase in self.phases:
             yield from phase.calls
 
     def generations(self) -> list[Call]:
-        """Return its calls of replicas."""
         return [call for call in self.calls() if call.kind == "generate"]
 
     def tokens(self) -> int:
@@ -70,8 +68,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """The rollout of a step."""
-
     start_ns: int
     """Unix ns."""
     trajectories: tuple[Trajectory, ...]
@@ -89,11 +85,9 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         return max(trajectory.end_ns for trajectory in self.trajectories)
 
     def calls(self) -> list[Call]:
-        """Return the calls of all trajectories."""
         return [call for trajectory in self.trajectories for call in trajectory.calls()]
 
     def generations(self) -> list[Call]:
-        """Return the calls of replicas."""
         return [call for call in self.calls() if call.kind == "generate"]
 
 

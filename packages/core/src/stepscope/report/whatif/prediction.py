@@ -27,14 +27,13 @@ import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.report.formatting import duration
-from stepscope.report.whatif.assignment import assignment
 from stepscope.report.whatif.changes import Changes, Options, changes_of
 from stepscope.report.whatif.curve import Curve, fit, speeds
 from stepscope.report.whatif.flight import Flight
 from stepscope.report.whatif.model import Call, Step, Trajectory
 from stepscope.report.whatif.outcome import ROLLOUT, Outcome, outcome
 from stepscope.report.whatif.read import read_step
-from stepscope.report.whatif.replay import Rules, replay
+from stepscope.report.whatif.replay import Rules, assignment, replay
 from stepscope.timeline import Timeline
 
 LIMIT = 0.03
@@ -85,8 +84,6 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Played(NamedTuple):
-    """Trajectories and their servers."""
-
     trajectories: Sequence[Trajectory]
     works: Sequence[float]
     """By `Call.number`: tokens."""
@@ -192,7 +189,6 @@ class Predicting:
         raise RecordError(_misfit(self._step, tried[0]))
 
     def _replayed(self, played: _Played, changes: Changes) -> Outcome:
-        """Return the step, replayed by the rules of `changes`."""
         factors = played.speeds[: changes.replicas]
         rules = Rules(
             curve=played.curve,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
+from itertools import count, takewhile
+
+import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.files.spans import WAITING
-from stepscope.report.stage_names import is_tool
+from stepscope.report.spans import above, is_tool, whole
 from stepscope.report.tables.replicas import REPLICA, SERVED
 from stepscope.report.whatif.limits import tool_pool, trajectories_at_once
 from stepscope.report.whatif.model import Call, CallKind, Phase, Rollout, Step, Trajectory
@@ -50,20 +52,19 @@ class _Reading:
         for index, span in enumerate(timeline.spans):
             if span.parent is not None:
                 self._below[span.parent].append(index)
-            if span.trajectory is not None and self._placed(span):
+            if span.trajectory is not None and timeline.processes[span.process].aligned:
                 self._members[span.trajectory].append(index)
                 if span.stage == TRAJECTORY and span.step == timeline.step:
                     roots[span.trajectory] = index
         self._roots = sorted(roots.values(), key=lambda index: timeline.spans[index].start_ns)
         self._replicas: dict[str, int] = {}
-        self._number = 0
+        self._numbers = count()
 
     def rollout(self) -> Rollout:
         spans = [self._timeline.spans[root] for root in self._roots]
         self._check(spans)
         start_ns = spans[0].start_ns
         trajectories = tuple(self._trajectory(root, start_ns) for root in self._roots)
-        rollout = Rollout(start_ns=start_ns, trajectories=trajectories, replicas=tuple(self._replicas))
         if not self._replicas:
             raise RecordError(
                 f"step {self._timeline.step}: no trajectory has a span of role `rollout`, so there is no "
@@ -73,7 +74,7 @@ class _Reading:
         return Rollout(
             start_ns=start_ns,
             trajectories=trajectories,
-            replicas=rollout.replicas,
+            replicas=tuple(self._replicas),
             tool_pool=pool,
             at_once=trajectories_at_once(trajectories),
         )
@@ -99,9 +100,6 @@ class _Reading:
                 "wait for a rollout of their own can be replayed"
             )
 
-    def _placed(self, span: Span) -> bool:
-        return self._timeline.processes[span.process].aligned
-
     def _trajectory(self, root: int, begin_ns: int) -> Trajectory:
         span = self._timeline.spans[root]
         calls = sorted(self._calls(root, begin_ns), key=lambda call: (call.start_ns, call.number))
@@ -116,7 +114,6 @@ class _Reading:
         )
 
     def _calls(self, root: int, begin_ns: int) -> Iterator[Call]:
-        """Yield the calls of a trajectory."""
         around = self._timeline.spans[root]
         for indices in self._grouped(root):
             first, last = self._timeline.spans[indices[0]], self._timeline.spans[indices[-1]]
@@ -127,7 +124,7 @@ class _Reading:
                 continue
             generates = kind == "generate"
             yield Call(
-                number=self._count(),
+                number=next(self._numbers),
                 kind=kind,
                 start_ns=start_ns - begin_ns,
                 end_ns=end_ns - begin_ns,
@@ -154,20 +151,11 @@ class _Reading:
                 groups.append([index])
         return groups
 
-    def _count(self) -> int:
-        self._number += 1
-        return self._number - 1
-
     def _is_inside(self, index: int) -> bool:
         """Return whether a span around it is a call."""
-        around = takewhile(lambda span: span.stage != TRAJECTORY, self._above(index))
+        outer = above(self._timeline, self._timeline.spans[index])
+        around = takewhile(lambda span: span.stage != TRAJECTORY, outer)
         return any(_kind(span) is not None for span in around)
-
-    def _above(self, index: int) -> Iterator[Span]:
-        above = self._timeline.spans[index].parent
-        while above is not None:
-            yield self._timeline.spans[above]
-            above = self._timeline.spans[above].parent
 
     def _inside(self, index: int) -> Iterator[Span]:
         """Yield a span and those below it."""
@@ -183,11 +171,11 @@ class _Reading:
 
     def _tokens(self, indices: Iterable[int]) -> int | None:
         inner = [span for index in indices for span in self._inside(index)]
-        written = [_whole(span, "output_tokens") for span in inner]
+        written = [whole(span, "output_tokens") for span in inner]
         if not any(written):
-            written = [_whole(span, "tokens") for span in inner if span.stage == "decode"]
+            written = [whole(span, "tokens") for span in inner if span.stage == "decode"]
         if not any(written):
-            written = [_whole(inner[0], "tokens")]
+            written = [whole(inner[0], "tokens")]
         return max((tokens for tokens in written if tokens is not None and tokens > 0), default=None)
 
     def _replica_of(self, indices: Iterable[int]) -> int:
@@ -196,8 +184,8 @@ class _Reading:
         return self._replicas.setdefault(name, len(self._replicas))
 
     def _replica_name(self, index: int) -> str:
-        for span in (*self._inside(index), *self._above(index)):
-            number = _whole(span, REPLICA)
+        for span in (*self._inside(index), *above(self._timeline, self._timeline.spans[index])):
+            number = whole(span, REPLICA)
             if number is not None:
                 return f"replica {number}"
         for span in self._inside(index):
@@ -228,11 +216,6 @@ def _continues(before: Span, after: Span) -> bool:
     return request and before.stage != "decode"
 
 
-def _whole(span: Span, name: str) -> int | None:
-    value = (span.attrs or {}).get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
 def _phases(calls: Iterable[Call], begin_ns: int) -> tuple[tuple[Phase, ...], int]:
     """Return the calls in phases, and the end of the last. Calls that overlap are of one phase."""
     phases: list[Phase] = []
@@ -250,8 +233,6 @@ def _phases(calls: Iterable[Call], begin_ns: int) -> tuple[tuple[Phase, ...], in
 
 
 def _phase(calls: Sequence[Call], after_ns: int) -> Phase:
-    import msgspec
-
     first_ns = calls[0].start_ns
     placed = (msgspec.structs.replace(call, offset_ns=call.start_ns - first_ns) for call in calls)
     return Phase(first_ns - after_ns, tuple(placed))

@@ -8,12 +8,15 @@ and the time between calls, take as long as measured.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from heapq import heappop, heappush
+from itertools import count
 from typing import TypeAlias
 
 import msgspec
 
+from stepscope.report.whatif.changes import Changes
 from stepscope.report.whatif.curve import Curve
 from stepscope.report.whatif.model import Call, Trajectory
 
@@ -50,11 +53,11 @@ _START, _CALL, _DONE, _END = range(4)
 class _Replica:
     """A server that shares its speed among its requests."""
 
-    def __init__(self, rates: _Rates, speed: float) -> None:
+    def __init__(self, rate_of: Callable[[int], float], speed: float) -> None:
         self.ends_at = _NEVER
         """Time at which its next request ends."""
         self.requests: list[tuple[float, int, _Placed]] = []
-        self._rates, self._speed = rates, speed
+        self._rate_of, self._speed = rate_of, speed
         self._rate = 0.0
         """Of each request, now."""
         self._served, self._at = 0.0, 0.0
@@ -78,28 +81,16 @@ class _Replica:
         if not requests:
             self.ends_at = _NEVER
             return
-        self._rate = self._rates[len(requests)] * self._speed
+        self._rate = self._rate_of(len(requests)) * self._speed
         left = requests[0][0] - self._served
         self.ends_at = at + left / self._rate if left > 0.0 else at
-
-
-class _Rates(dict[int, float]):
-    """The rate of each request, by the number of requests: filled as they are asked for."""
-
-    def __init__(self, curve: Curve) -> None:
-        super().__init__()
-        self._curve = curve
-
-    def __missing__(self, requests: int) -> float:
-        self[requests] = rate = self._curve.rate(requests)
-        return rate
 
 
 class _Replay:
     def __init__(self, trajectories: Sequence[Trajectory], rules: Rules) -> None:
         self._trajectories, self._rules = trajectories, rules
-        rates = _Rates(rules.curve)
-        self._replicas = [_Replica(rates, speed) for speed in rules.speeds]
+        rate_of = cache(rules.curve.rate)
+        self._replicas = [_Replica(rate_of, speed) for speed in rules.speeds]
         self._events: list[_Event] = []
         self._order = 0
         self._phase = [0] * len(trajectories)
@@ -191,3 +182,42 @@ class _Replay:
         self._running[trajectory] -= 1
         if not self._running[trajectory]:
             self._next_phase(at, trajectory)
+
+
+def assignment(
+    trajectories: Sequence[Trajectory], works: Sequence[float], changes: Changes, replicas: int
+) -> list[list[int]] | None:
+    """Return the replica of each generation by trajectory. None: that with the fewest requests in flight.
+
+    If only the number of replicas changes, trajectories take them in turn; single generations do if the
+    measured trajectories changed theirs.
+
+    Args:
+        works: By `Call.number`: the tokens that a generation needs.
+        replicas: Their number in the measured step.
+    """
+    if changes.balance == "load":
+        return None
+    if changes.balance == "length":
+        return _by_length(trajectories, works, changes.replicas)
+    if changes.replicas == replicas:
+        return [[call.replica or 0 for call in played.generations()] for played in trajectories]
+    if all(len({call.replica for call in played.generations()}) <= 1 for played in trajectories):
+        return [
+            [place % changes.replicas] * len(played.generations())
+            for place, played in enumerate(trajectories)
+        ]
+    turn = count()
+    return [[next(turn) % changes.replicas for _ in played.generations()] for played in trajectories]
+
+
+def _by_length(trajectories: Sequence[Trajectory], works: Sequence[float], replicas: int) -> list[list[int]]:
+    """Deal whole trajectories, the longest first, each to the replica that has the fewest tokens so far."""
+    lengths = [sum(works[call.number] for call in played.generations()) for played in trajectories]
+    loads = [0.0] * replicas
+    dealt: list[list[int]] = [[] for _ in trajectories]
+    for place in sorted(range(len(trajectories)), key=lambda place: -lengths[place]):
+        replica = min(range(replicas), key=loads.__getitem__)
+        loads[replica] += lengths[place]
+        dealt[place] = [replica] * len(trajectories[place].generations())
+    return dealt

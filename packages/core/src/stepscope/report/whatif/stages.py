@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from stepscope.errors import RecordError
-from stepscope.report.stage_names import MOVES_WEIGHTS
+from stepscope.report.spans import MOVES_WEIGHTS
 from stepscope.report.whatif.model import DriverStage, StageKind
 from stepscope.timeline import Span, Timeline
 

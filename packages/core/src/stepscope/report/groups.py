@@ -1,15 +1,22 @@
-"""Times of a step's calls, grouped by an attribute of their spans: which tool is slow, which environment."""
+"""Times of a step's calls, grouped by an attribute of their spans: which tool is slow, which environment.
+
+Their tables are for the terminal, for Markdown, and for a page with a choice.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from stepscope.files.spans import PROFILING
-from stepscope.report.accounting import rank_of, union_ns
-from stepscope.report.stage_names import is_tool
+from stepscope.report.accounting import clipped, rank_of, union_ns
+from stepscope.report.blocks.block import TextTable
+from stepscope.report.formatting import duration, percent_of
+from stepscope.report.html.markup import Html, tag
+from stepscope.report.html.page import section, table
+from stepscope.report.spans import is_tool, placed
 from stepscope.timeline import Span, Timeline
 
 ALWAYS = ("name", "tool", "env", "role", "stage", "process")
@@ -19,6 +26,10 @@ _CHOICES = 10
 _ATTRIBUTES = 8
 """Attributes that a page offers."""
 _LENGTH = 80
+_TIMES = (">total", ">mean", ">p50", ">p95", ">max", ">active")
+_NOTE = (
+    "A call includes those below it. total: a sum. active: while at least one ran. %: active, of the step."
+)
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,10 +76,7 @@ def group_spans(timeline: Timeline, attribute: str) -> Grouping:
 
 def attributes_of(timeline: Timeline) -> list[str]:
     """Return the attributes that spans of the step state, by the number of these spans, the most first."""
-    counts: dict[str, int] = defaultdict(int)
-    for span in timeline.spans:
-        for name in span.attrs or ():
-            counts[name] += 1
+    counts = Counter(name for span in timeline.spans for name in span.attrs or ())
     return sorted(counts, key=lambda name: (-counts[name], name))
 
 
@@ -116,6 +124,7 @@ def _implied(timeline: Timeline, span: Span, attribute: str) -> str | None:
 
 def _group(timeline: Timeline, value: str, spans: Sequence[Span]) -> Group:
     times = sorted(span.dur_ns for span in spans if span.dur_ns is not None)
+    window = timeline.window
     return Group(
         value=value,
         calls=len(times),
@@ -126,16 +135,43 @@ def _group(timeline: Timeline, value: str, spans: Sequence[Span]) -> Group:
         p50_ns=times[rank_of(50, len(times))] if times else None,
         p95_ns=times[rank_of(95, len(times))] if times else None,
         max_ns=times[-1] if times else None,
-        active_ns=union_ns(list(_within(timeline, spans))),
+        active_ns=union_ns(clipped(placed(timeline, spans), window.start_ns, window.end_ns)),
     )
 
 
-def _within(timeline: Timeline, spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """Return the parts of spans that lie in the step, of processes whose clock is known."""
-    window = timeline.window
-    parts = [
-        (max(span.start_ns, window.start_ns), min(timeline.until_ns(span), window.end_ns))
-        for span in spans
-        if timeline.processes[span.process].aligned
-    ]
-    return [(start_ns, end_ns) for start_ns, end_ns in parts if start_ns < end_ns]
+def group_table(grouping: Grouping, title: str = "") -> TextTable:
+    """Return the groups as one table."""
+    extra = [name for name in ("open", "errors") if any(getattr(group, name) for group in grouping.groups)]
+    heads = (">calls", *(f">{name}" for name in extra), *_TIMES, ">%")
+    rows = tuple(
+        (
+            group.value,
+            f"{group.calls:,}",
+            *(str(getattr(group, name) or "") for name in extra),
+            *_times(group),
+            percent_of(group.active_ns, grouping.window_ns),  # parts that overlap do not make up the step
+        )
+        for group in grouping.groups
+    )
+    columns = (grouping.attribute, *heads)
+    return TextTable(title or f"By {grouping.attribute}", columns, rows, _NOTE, "value")
+
+
+def _times(group: Group) -> tuple[str, ...]:
+    times = (group.total_ns, group.mean_ns, group.p50_ns, group.p95_ns, group.max_ns, group.active_ns)
+    return tuple(map(duration, times))
+
+
+def draw_groups(groupings: Sequence[Grouping]) -> Iterator[Html]:
+    """Yield a section with a table for each grouping, of which the page's script shows the chosen one."""
+    if groupings:
+        parts = [
+            tag("div", *_part(grouping), class_="choice", data_choice=grouping.attribute)
+            for grouping in groupings
+        ]
+        yield section("groups", "Calls by attribute", *parts, note=_NOTE)
+
+
+def _part(grouping: Grouping) -> tuple[Html, Html]:
+    block = group_table(grouping)
+    return tag("h3", block.title), table(block.columns, block.rows)

@@ -1,1 +1,0 @@
-"""Spans of a step, grouped by a value that they state."""
