@@ -24,10 +24,10 @@ from stepscope.recording.spans import decorator, slot, wrapping
 from stepscope.recording.spans.wrapping import Attrs
 
 _lock = threading.RLock()
-_instruments: dict[tuple[str, str], Instrument] = {}
-"""(module, name) -> handle that is installed, or waits for the import. One writer: this module."""
-refusals: dict[tuple[str, str], str] = {}
-"""(module, name) -> reason why nothing is installed. One writer: this module."""
+_instruments: dict[str, Instrument] = {}
+"""`module:name` -> handle that is installed, or waits for the import. One writer: this module."""
+refusals: dict[str, str] = {}
+"""`module:name` -> reason why nothing is installed. One writer: this module."""
 missed: dict[str, str] = {}
 """Functions that presets name and this process lacks: {`instrument(...) of the preset ...`: reason}. One
 writer: `note_failure`."""
@@ -56,6 +56,7 @@ class Instrument:
     ) -> None:
         self.module = module
         self.name = name
+        self.target = f"{module}:{name}"
         self.timings = tuple(timings)
         self.boundary = boundary
         self.origin = origin
@@ -70,21 +71,17 @@ class Instrument:
     def remove(self) -> None:
         """Restore the original, or cancel the wait for the module. Idempotent."""
         with _lock:
-            if _instruments.get((self.module, self.name)) is self:
-                del _instruments[self.module, self.name]
+            if _instruments.get(self.target) is self:
+                del _instruments[self.target]
             for patched in list(self._patched):
                 if inspect.getattr_static(patched.parent, patched.attribute, None) is not patched.replacement:
-                    failures.warn("stepscope: %s was replaced again since, and stays as it is", self._target)
+                    failures.warn("stepscope: %s was replaced again since, and stays as it is", self.target)
                     continue
                 if patched.inherited:
                     delattr(patched.parent, patched.attribute)
                 else:
                     setattr(patched.parent, patched.attribute, patched.original)
                 self._patched.remove(patched)
-
-    @property
-    def _target(self) -> str:
-        return f"{self.module}:{self.name}"
 
     def install(self, module: ModuleType) -> None:
         """Replace the function in its module, which is imported.
@@ -95,7 +92,7 @@ class Instrument:
         """
         parent, attribute = parent_of(module, self.name)
         self._replace(parent, attribute)
-        refusals.pop((self.module, self.name), None)
+        refusals.pop(self.target, None)
 
     def install_on(self, cls: type) -> None:
         """Replace the method in the class of a live object that left its module: a Ray actor."""
@@ -123,7 +120,7 @@ class Instrument:
         if declared is not None and any(timing.kind in kinds.SPANS for timing in self.timings):
             role = "" if declared.role is None else f"{declared.role}/"
             fix = f"nothing to do: it is recorded as {role}{declared.stage}"
-            raise ConfigError("instrument()", self._target, "a function that is not timed yet", fix)
+            raise ConfigError("instrument()", self.target, "a function that is not timed yet", fix)
         replacement = self._replacement(original)
         inherited = attribute not in vars(parent)
         if inherited and isinstance(parent, type):
@@ -141,21 +138,21 @@ class Instrument:
         for layer in kinds.LAYERS:
             timings = [timing for timing in self.timings if timing.kind in layer]
             if timings:
-                made = _timed(made, timings, self._target)
+                made = _timed(made, timings, self.target)
         if self.boundary is not None:
-            made = step_boundaries.wrap(made, self.boundary, self._target)
+            made = step_boundaries.wrap(made, self.boundary, self.target)
         wrapping.mark_replacement(made)
         return made
 
     def _imported(self, module: ModuleType) -> None:
         with _lock:
-            if _instruments.get((self.module, self.name)) is not self:
+            if _instruments.get(self.target) is not self:
                 return  # removed while it waited
             try:
                 self.install(module)
             except Exception as error:
                 # The import is the user's: it succeeds, whatever we do not find in the module.
-                del _instruments[self.module, self.name]
+                del _instruments[self.target]
                 note_failure(self, error)
 
 
@@ -163,7 +160,7 @@ def note_failure(handle: Instrument, error: Exception) -> None:
     """Log, once per absent module, that a function is not timed here. Keep the reason for the manifest."""
     is_absent = isinstance(error, ConfigError) and error.value == handle.module
     target = repr(handle.module) if is_absent else f"{handle.module!r}, {handle.name!r}"
-    refusals[handle.module, handle.name] = str(error)
+    refusals[handle.target] = str(error)
     place = f"instrument({target}){handle.origin}"
     if handle.origin:
         missed[place] = failures.describe(error)
@@ -210,22 +207,21 @@ def place(handle: Instrument, *, early: bool = False) -> Instrument:
     """
     if switch.DISABLED:
         return handle
-    module, name = handle.module, handle.name
     with _lock:
-        known = _instruments.get((module, name))
+        known = _instruments.get(handle.target)
         if known is not None:
             if same(known, handle):
                 return known
             allowed = "one role, stage and attrs per function"
-            raise ConfigError("instrument()", handle._target, allowed, "remove() the first handle")
-        loaded = sys.modules.get(module)
+            raise ConfigError("instrument()", handle.target, allowed, "remove() the first handle")
+        loaded = sys.modules.get(handle.module)
         if loaded is not None:
             handle.install(loaded)
         else:
-            check_importable(module, early=early)
-        _instruments[module, name] = handle
+            check_importable(handle.module, early=early)
+        _instruments[handle.target] = handle
     if loaded is None:
-        when_imported(module, handle._imported)
+        when_imported(handle.module, handle._imported)
     return handle
 
 

@@ -304,20 +304,13 @@ class Session:
             self.manifest_part.update(ended_by=ending.by, error=error)
         close_spans(self.log, self.manifest_part, ended, self.config.budget.spans, discard)
         self.counters.close(self.manifest_part, ended, discard)
-        self._say_instrumented()
+        listed = sys.modules.get("stepscope.recording.instrument.configured")
+        if listed is not None and self.config.instrument:
+            listed.enter(self.manifest_part)
         if self.forks:
             forks, self.forks = self.forks, 0
             self.manifest_part.add_absent((_forked(forks),))
         self.manifest_part.write()
-
-    def _say_instrumented(self) -> None:
-        listed, part = sys.modules.get("stepscope.recording.instrument.configured"), self.manifest_part
-        if listed is not None and self.config.instrument:
-            part.update(instrumented=listed.timed(), missed=listed.missed())
-            for target, reason in listed.failed().items():
-                part.lack(f"instrument {target}", reason, kind="selection")
-            for trainer, reason in listed.uncovered_trainers().items():
-                part.skip(trainer, reason, kind="selection")
 
     def truncate(self, reason: str) -> None:
         """End the recording early; what is there is kept and marked. The owner's capture stays open for its
