@@ -16,7 +16,7 @@ from stepscope.errors import ConfigError
 from stepscope.fleet.ray_worker import Worker
 from stepscope.recording.fanout.fetch import Home
 from stepscope.recording.fanout.fleet import WorkerOutcome, not_workers
-from stepscope.recording.fanout.messages import GatherRequest, PrepareRequest, StartRequest, StopRequest
+from stepscope.recording.fanout.messages import PrepareRequest, StartRequest, StopRequest
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -100,17 +100,17 @@ class RayFleet:
         return await asyncio.gather(*(worker.drain(timeout_s) for worker in begun))
 
     async def gather(
-        self, request: GatherRequest, home: Home, left_s: Callable[[], float]
+        self, capture_id: str, engine_files: dict[str, list[str]], home: Home, left_s: Callable[[], float]
     ) -> list[WorkerOutcome]:
         """Fetch the files of the workers that are apart; one outcome each.
 
         The first worker on an engine's host also sends the engine's files.
         """
         apart = [worker for worker in self.workers if worker.begun is not None and worker.begun.apart]
-        files = dict(request.engine_files)
+        files = dict(engine_files)
         asked = [(worker, files.pop(worker.host, [])) for worker in apart]
         return await asyncio.gather(
-            *(worker.gather(request.capture_id, named, home, left_s) for worker, named in asked)
+            *(worker.gather(capture_id, named, home, left_s) for worker, named in asked)
         )
 
     def release(self, capture_id: str) -> None:

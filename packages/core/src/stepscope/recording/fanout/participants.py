@@ -12,7 +12,7 @@ from stepscope.recording.fanout.engines import EngineGroup
 from stepscope.recording.fanout.fetch import Home
 from stepscope.recording.fanout.fleet import Fleet, WorkerOutcome, load_fleet
 from stepscope.recording.fanout.given_engines import profilers_of
-from stepscope.recording.fanout.messages import GatherRequest, StartRequest, StopRequest
+from stepscope.recording.fanout.messages import StartRequest, StopRequest
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures
 from stepscope.recording.session.session import Session
@@ -81,8 +81,7 @@ class Participants:
         if len(fetched) == len(self.apart) and not remote:
             self._release(manifest_part, home)
             return
-        request = GatherRequest(capture_id=self._capture_id, engine_files=files)
-        for outcome in await self.fleet.gather(request, home, left_s):
+        for outcome in await self.fleet.gather(self._capture_id, files, home, left_s):
             if outcome.name in fetched:
                 continue  # it was asked for an engine's files; its own are here
             name = files_of(outcome.name)

@@ -53,14 +53,6 @@ class ManifestPart:
         with self._lock:
             return msgspec.structs.replace(self._part, expected=tuple(self._items.values()))
 
-    def problems(self) -> list[str]:
-        """Return a line for each thing that is missing, partial or failed."""
-        return [
-            f"{item.name}: {item.state}: {item.reason}"
-            for item in self.record.expected
-            if item.state in ("missing", "partial", "failed")
-        ]
-
     def update(self, **fields: object) -> None:
         """Replace fields of the part (`closed`, `spans`, `dropped`, `clocks`, `error`...)."""
         with self._lock:
