@@ -48,9 +48,13 @@ def prepare(
         return
     if in_event_loop():
         raise CaptureError("prepare() would block the running event loop. Fix: await aprepare(...)")
-    config = configure.current() if config is None else config
-    sigusr1.handle(config)  # on this thread: the rest runs on the loop's
-    _wait_for(_prepare(config, workers, engines, role, alone=_prepared_here(config, role)))
+    config = _configured(config)
+    alone = None
+    if _may_capture(config):
+        # On this thread: torch prints an error where its profiler first starts on another one than that which
+        # imported torch.
+        alone = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role))
+    _wait_for(_prepare(config, workers, engines, role, alone))
 
 
 async def aprepare(
@@ -63,19 +67,17 @@ async def aprepare(
     """As `prepare`, without blocking the event loop."""
     if switch.DISABLED:
         return
+    await _prepare(_configured(config), workers, engines, role, None)
+
+
+def _configured(config: ProfileConfig | None) -> ProfileConfig:
     config = configure.current() if config is None else config
-    sigusr1.handle(config)
-    await _prepare(config, workers, engines, role)
+    sigusr1.handle(config)  # on this thread: the rest of `prepare` runs on the loop's
+    return config
 
 
-def _prepared_here(config: ProfileConfig, role: str) -> PrepareAnswer | None:
-    """Prepare this process on this thread: a first start of torch's profiler on another one than that which
-    imported torch prints an error.
-    """
-    if not config.steps and not config.control.requests:
-        return None
-    selecting = config if config.steps else config.replace(steps=[0])
-    return prepare_worker(PrepareRequest(config=selecting, run_id=run.run_id(), role=role))
+def _may_capture(config: ProfileConfig) -> bool:
+    return bool(config.steps) or config.control.requests
 
 
 async def _prepare(
@@ -83,21 +85,19 @@ async def _prepare(
     workers: object,
     engines: object,
     role: str,
-    *,
-    alone: PrepareAnswer | None = None,
+    alone: PrepareAnswer | None,
 ) -> None:
     """Args: alone: The outcome of preparing this process; None if it is not prepared yet."""
     prepared.mark()
     if workers is not None and not omissions.none_meant(workers):
         omissions.workers_prepared()
-    if not config.steps and not config.control.requests:
+    if not _may_capture(config):
         return
-    if config.steps:
+    try:
         await _readiness().make_ready(config, workers, engines, role, alone=alone)
-        return
-    try:  # as a request would select it
-        await _readiness().make_ready(config.replace(steps=[0]), workers, engines, role, alone=alone)
     except StepscopeError as error:
+        if config.steps:
+            raise
         failures.warn(
             "stepscope: `steps` selects nothing, and a capture on request would not be whole: %s", error
         )

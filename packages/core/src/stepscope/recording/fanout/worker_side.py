@@ -154,8 +154,7 @@ def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareA
     recorder = None if instance is None else _record(request, process)
     if request.record_only:
         return PrepareAnswer(roles=roles, recorder=recorder)
-    step = config.steps[0].start  # every captured step records the same ranks
-    chosen = decide_process(config, step=step, roles=roles, rank=process.rank, world_size=process.world_size)
+    chosen = decide_process(config, roles=roles, rank=process.rank, world_size=process.world_size)
     warnings = tuple(f"{name}: {reason}" for name, reason in missing_ranks(config, process).items())
     problem = None
     if library_loaded(config.tool) and may_record(config, chosen):

@@ -10,7 +10,6 @@ from stepscope.engines import EngineProfiler
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.records import Expectation, State, awaited
-from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.counters.log import CounterLog
 from stepscope.recording.counters.sampler import Sampler
 from stepscope.recording.output.manifest_part import ManifestPart
@@ -24,28 +23,22 @@ class Counters:
     """The counters of one session. Without a rate, `counters: off`, there are none."""
 
     def __init__(
-        self,
-        config: ProfileConfig,
-        layout: StepLayout,
-        spans: SpanLog,
-        *,
-        process: ProcessInfo,
-        step: int,
-        run_id: str,
-        number: int,
-        owner: bool,
+        self, config: ProfileConfig, layout: StepLayout, spans: SpanLog, part: ManifestPart, number: int
     ) -> None:
+        """Args: number: Of this capture among those of this step in this process."""
         self._log: CounterLog | None = None
+        self._part = part
         self._added: set[str] = set()
         if config.counters.hz:
             from stepscope.recording.counters.catalogue import openers  # import time: 15 ms
 
+            record = part.record
             self._log = CounterLog(
-                layout.counters_of(process, run_id, number),
-                Sampler(openers(spans, str(layout.root.absolute()), owner=owner)),
-                process=process,
-                step=step,
-                run_id=run_id,
+                layout.counters_of(record.process, record.run_id, number),
+                Sampler(openers(spans, str(layout.root.absolute()), owner=record.owner)),
+                process=record.process,
+                step=record.step,
+                run_id=record.run_id,
                 hz=config.counters.hz,
             )
 
@@ -59,10 +52,10 @@ class Counters:
         """Sample the counters of an engine."""
         self.add(f"replica {profiler.replica or 0}", profiler.counters)
 
-    def prepare(self, part: ManifestPart) -> None:
+    def prepare(self) -> None:
         """Enter that there will be a file, and open the sources before the step begins."""
         if self._log is not None:
-            part.expect(awaited(NAME, "counters", "closing"))
+            self._part.expect(awaited(NAME, "counters", "closing"))
             self._log.prepare()
 
     def open(self) -> None:
@@ -80,13 +73,12 @@ class Counters:
         if self._log is not None:
             self._log.sampler.end()
 
-    def close(self, part: ManifestPart, ended: ClockAnchor, discard: str | None) -> None:
+    def close(self, ended: ClockAnchor, discard: str | None) -> None:
         """End the file, and enter its outcome into this process' part of the manifest."""
-        log = self._log
-        if log is not None:
-            log.close(ended)
-            part.expect(_outcome(log, discard))
-            part.spend(counters_ns=log.sampler.cpu_ns)
+        if self._log is not None:
+            self._log.close(ended)
+            self._part.expect(_outcome(self._log, discard))
+            self._part.spend(counters_ns=self._log.sampler.cpu_ns)
 
 
 def _outcome(log: CounterLog, discard: str | None) -> Expectation:

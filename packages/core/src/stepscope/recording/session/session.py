@@ -77,11 +77,11 @@ class Session:
         self.layout = RunLayout(config.save_path).step(step)
         self.over_budget = cache(partial(budget.over_budget, config))
         """`budget.over_budget`, as it was when it was first asked: it may walk through all of the run."""
-        self.decision = selection.decide_process(
-            config, step=step, roles=roles, rank=process.rank, world_size=process.world_size
+        self._decision = selection.decide_process(
+            config, roles=roles, rank=process.rank, world_size=process.world_size
         )
         if spans_only is not None:
-            self.decision = selection.Decision(record=False, reason=spans_only, spans=True)
+            self._decision = selection.Decision(False, spans_only)
         self._spans_only = spans_only
         self._on_artifact = on_artifact
         part = ProcessPart(
@@ -90,8 +90,8 @@ class Session:
             process=process,
             owner=owner,
             opened=clock.read_anchor(),
-            recorded=self.decision.record,
-            why=self.decision.reason,
+            recorded=self._decision.record,
+            why=self._decision.reason,
             roles=roles,
             opened_by=opened_by,
             prepared=prepared.is_prepared(),
@@ -109,16 +109,7 @@ class Session:
             limit=config.budget.spans,
             redact=config.redact,
         )
-        self.counters = Counters(
-            config,
-            self.layout,
-            self.log,
-            process=process,
-            step=step,
-            run_id=run_id,
-            number=number,
-            owner=owner,
-        )
+        self.counters = Counters(config, self.layout, self.log, self.manifest_part, number)
         self.forks = 0
         """Children forked while open: they record nothing, and the manifest says so."""
         self.switch_off: Callable[[Session], None] | None = None
@@ -157,7 +148,7 @@ class Session:
             # What nobody has flushed since the last capture must not be written inside this one.
             exporter.exporter().drain(self.config.budget.export_seconds)
         self.manifest_part.expect(awaited("spans", "spans", "closing"))
-        self.counters.prepare(self.manifest_part)
+        self.counters.prepare()
         shared = selection.is_shared(self.config, self.process.role)
         for name, why in selection.missing_ranks(self.config, self.process).items():
             (self.manifest_part.skip if shared else self.manifest_part.lack)(name, why, kind="selection")
@@ -175,8 +166,8 @@ class Session:
         """Return why no profiler runs here; None when one does."""
         if self._spans_only is not None:
             return self._spans_only
-        if not selection.may_record(self.config, self.decision):
-            return self.decision.reason
+        if not selection.may_record(self.config, self._decision):
+            return self._decision.reason
         if not library_loaded(self.config.tool):
             # A driver that only orchestrates: importing torch would cost it a second, for an empty trace.
             return f"{LIBRARY[self.config.tool]} is not imported in this process: there is nothing to record"
@@ -194,16 +185,7 @@ class Session:
             else:
                 failures.warn("stepscope: %s", error)
             return None
-        return Windows(
-            backend,
-            config=self.config,
-            layout=self.layout,
-            process=self.process,
-            step=self.step,
-            run_id=self.run_id,
-            manifest_part=self.manifest_part,
-            on_artifact=self._on_artifact,
-        )
+        return Windows(backend, self.config, self.layout, self.manifest_part, self._on_artifact)
 
     def start_profiler(self) -> None:
         """Do the part of opening that belongs on the thread whose work is recorded."""
@@ -303,7 +285,7 @@ class Session:
             error = redaction.error_of(ending.error, self.config.redact)
             self.manifest_part.update(ended_by=ending.by, error=error)
         close_spans(self.log, self.manifest_part, ended, self.config.budget.spans, discard)
-        self.counters.close(self.manifest_part, ended, discard)
+        self.counters.close(ended, discard)
         listed = sys.modules.get("stepscope.recording.instrument.configured")
         if listed is not None and self.config.instrument:
             listed.enter(self.manifest_part)
