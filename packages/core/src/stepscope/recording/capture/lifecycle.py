@@ -25,7 +25,7 @@ from stepscope.recording.capture.asked import Asked, Closing
 from stepscope.recording.capture.files import CapturedFiles
 from stepscope.recording.capture.opening import is_for_the_user, make_session, refusal
 from stepscope.recording.capture.result import CaptureResult
-from stepscope.recording.fanout.messages import StartRequest, StopRequest
+from stepscope.recording.fanout.messages import StopRequest
 from stepscope.recording.fanout.participants import Participants
 from stepscope.recording.process import failures, private_loop, run, versions
 from stepscope.recording.process.failures import describe
@@ -147,14 +147,7 @@ class Lifecycle:
         return session
 
     async def _start_participants(self, participants: Participants, session: Session) -> None:
-        request = StartRequest(
-            capture_id=session.capture_id,
-            run_id=session.run_id,
-            step=session.step,
-            config=session.config,
-            owner_part=session.part_name,
-        )
-        await participants.start(request, session.config.budget.fanout_seconds)
+        await participants.start()
         if not self._is_opening():
             # A signal's handler closed this, and the process goes on: what has started since is told too.
             part = session.manifest_part.record
