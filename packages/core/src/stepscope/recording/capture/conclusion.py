@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.storage.atomic import create_once
 from stepscope.recording.after import outcome, pipeline, retention
@@ -36,7 +35,7 @@ def conclude(asked: Asked, session: Session, participants: Participants | None) 
         is_apart = participants is not None and bool(participants.apart)
         no_profiler = None if is_apart else omissions.no_profiler(session.config, manifest.processes)
         tell_asker(asked, outcome.shortfall(manifest, no_profiler))
-    _retain(session)
+    retention.clean_up(session)
     baseline.captured(session)
     _note_among_steps(session)
     return manifest
@@ -56,7 +55,7 @@ def discard(asked: Asked, session: Session, reason: str) -> None:
     manifest = session.manifest_part.write_last(session.layout, lambda _: None)
     _log_problems(session, manifest)
     tell_asker(asked, reason)
-    _retain(session)
+    retention.clean_up(session)
 
 
 def _log_problems(session: Session, manifest: Manifest) -> None:
@@ -107,15 +106,6 @@ def _knows_all(session: Session, participants: Participants | None, parts: Seque
         return True
     ranks = {part.process.key for part in parts if part.owner}
     return len(ranks) == identity.ranks() and not outcome.is_open_elsewhere(parts, session.process)
-
-
-def _retain(session: Session) -> None:
-    """Remove the steps that `budget.keep_steps` leaves no room for."""
-    keep = session.config.budget.keep_steps
-    if keep is not None and (session.config.finish.mirror is None or pipeline.mirrors(session)):
-        layout = RunLayout(session.config.save_path)
-        busy, may_go = pipeline.busy_steps(layout), partial(pipeline.is_mirrored, session)
-        retention.retain(layout, session.run_id, keep, busy=busy, may_go=may_go)
 
 
 def _about_torch() -> str:

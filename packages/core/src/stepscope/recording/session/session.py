@@ -30,7 +30,6 @@ from stepscope.recording.process.failures import describe
 from stepscope.recording.process.hardware import read_hardware
 from stepscope.recording.session import budget, selection
 from stepscope.recording.session.counter_file import Counters
-from stepscope.recording.session.leftovers import tidy
 from stepscope.recording.session.libraries import LIBRARY, library_loaded
 from stepscope.recording.session.profiler_windows import OnArtifact, Windows
 from stepscope.recording.session.span_file import close_spans
@@ -272,9 +271,6 @@ class Session:
             except BaseException:
                 self._closed = False
                 raise
-            if self.owner:  # a walk through the run's folder: neither the opening nor the step waits for it
-                deferred = self.config.export.when == "deferred"
-                exporter.exporter().then(partial(tidy, self.config.save_path, self.layout), deferred=deferred)
             if self.when_closed is not None:
                 self.when_closed(self, discard)
 
