@@ -56,10 +56,15 @@ class CapturedFiles:
             for item in part.expected
         )
 
-    def drain_workers(self, timeout_s: float) -> None:
-        """Wait until the workers have written their files, deferred ones too."""
-        if self._participants is not None and self._participants.fleet is not None:
-            private_loop.run(self._participants.fleet.drain(max(0.0, timeout_s)))
+    def await_others(
+        self, left_s: Callable[[], float], pause: Callable[[], object], *, drain: bool
+    ) -> None:
+        """See `ClosedCapture`."""
+        if drain and self._participants is not None and self._participants.fleet is not None:
+            private_loop.run(self._participants.fleet.drain(max(0.0, left_s())))
+        self.gather(left_s)
+        while left_s() > 0 and self.unfinished():
+            pause()
 
     def gather(self, left_s: Callable[[], float]) -> None:
         """Fetch the files of workers that are apart.
