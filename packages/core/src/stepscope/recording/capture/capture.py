@@ -12,7 +12,7 @@ from stepscope import switch
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, ConfigError
 from stepscope.files.manifest.records import Ending, OpenedBy
-from stepscope.recording.capture import configure, omissions, unselected
+from stepscope.recording.capture import configure, omissions
 from stepscope.recording.capture.asked import Asked, Closing
 from stepscope.recording.capture.on_demand import wanted
 from stepscope.recording.capture.result import CaptureResult
@@ -21,9 +21,11 @@ from stepscope.recording.process import failures, run
 from stepscope.recording.process.event_loop import in_event_loop
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify
+from stepscope.recording.recorder import baseline
 from stepscope.recording.session import claims, oom
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from typing_extensions import Self
@@ -142,8 +144,10 @@ class Capture:
         self._rank = rank
         self._workers = workers
         self._engines = engines
-        self._unselected: unselected.UnselectedStep | None = None
+        self._began: baseline.Began | None = None
         """Of a step that is not selected, between its opening and its closing."""
+        self._end_kept: Callable[[object], None] | None = None
+        """Ends such a step in the flight recorder, if that is on."""
         self._life: Lifecycle | None = None
         """None for a step that is not selected."""
         if self.selected:
@@ -247,19 +251,23 @@ class Capture:
             self._life.raise_cancellation(cancelled, now=error is None)
 
     def _begin_unselected(self) -> None:
-        self._unselected = unselected.begin(
-            self.step,
-            config=self.config,
-            role=self._role,
-            rank=self._rank,
-            workers=self._workers,
-            engines=self._engines,
-        )
+        """Begin a step that no capture records: its duration counts, and the flight recorder may keep it."""
+        self._began = baseline.begin()
+        if self._began is not None and self.config.record != "off":
+            from stepscope.recording.capture import kept_steps  # import time: it reads and writes files
+
+            self._end_kept = kept_steps.begin(
+                self.step, self.config, self._role, self._rank, self._workers, self._engines
+            )
 
     def _end_unselected(self, error: object) -> None:
-        step, self._unselected = self._unselected, None
-        if step is not None:
-            step.end(error)
+        """End it. A step that an exception cut short compares with no other."""
+        began, self._began = self._began, None
+        end_kept, self._end_kept = self._end_kept, None
+        if began is not None and error is None:
+            baseline.end(began, step=self.step, save_path=self.config.save_path, role=self._role)
+        if end_kept is not None:
+            end_kept(error)
 
     def _refuse_to_block_a_loop(self, asked: Asked) -> None:
         if (asked.workers is None and asked.engines is None) or not in_event_loop():

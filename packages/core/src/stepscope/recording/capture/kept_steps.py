@@ -37,30 +37,15 @@ _EXPIRES_NS = 3600 * 10**9
 """Life of the request for the step after a slow one."""
 
 
-class KeptStep:
-    """One step, between its begin and its end."""
-
-    __slots__ = ("_recorder", "_step")
-
-    def __init__(self, recorder: Recorder, number: int) -> None:
-        self._recorder = recorder
-        self._step: RecordedStep | None = recorder.begin_step(number)
-
-    def end(self, error: object) -> None:
-        """See `unselected.Kept`."""
-        step, self._step = self._step, None
-        # The recorder that a forked child inherits has no threads, and locks that its parent may have held.
-        if step is None or self._recorder is not standing.standing():
-            return
-        trigger = self._recorder.end_step(step, _ending(error))
-        if trigger == "slow" and self._recorder.config.recorder.then_capture:
-            _in_background(partial(_capture_next, self._recorder.config, step.number))
-
-
 def begin(
     number: int, config: ProfileConfig, role: str, rank: int | None, workers: object, engines: object
-) -> KeptStep | None:
-    """Begin a step. None: the recorder could not be started, which is logged."""
+) -> Callable[[object], None] | None:
+    """Begin a step.
+
+    Returns:
+        The function that ends it, given the exception that left it, or its description; None if none did.
+        None: the recorder could not be started, which is logged.
+    """
     recorder = standing.standing()
     if recorder is None or recorder.config is not config:
         try:
@@ -68,7 +53,16 @@ def begin(
         except Exception as error:
             failures.note("starting the flight recorder", error)
             return None
-    return KeptStep(recorder, number)
+    return partial(_end, recorder, recorder.begin_step(number))
+
+
+def _end(recorder: Recorder, step: RecordedStep, error: object) -> None:
+    # The recorder that a forked child inherits has no threads, and locks that its parent may have held.
+    if recorder is not standing.standing():
+        return
+    trigger = recorder.end_step(step, _ending(error))
+    if trigger == "slow" and recorder.config.recorder.then_capture:
+        _in_background(partial(_capture_next, recorder.config, step.number))
 
 
 def _start(config: ProfileConfig, role: str, rank: int | None, workers: object, engines: object) -> Recorder:
