@@ -17,7 +17,7 @@ from stepscope.recording.capture.asked import Asked, Closing
 from stepscope.recording.capture.on_demand import wanted
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.instrument import no_step
-from stepscope.recording.process import failures, run
+from stepscope.recording.process import run
 from stepscope.recording.process.event_loop import in_event_loop
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify
@@ -69,15 +69,10 @@ def capture(
 
     With STEPSCOPE_DISABLE=1 it raises nothing, and records nothing.
     """
-    return _make(step, workers, engines, config, role, rank, "program")
+    return make_capture(step, workers, engines, config, role, rank, "program")
 
 
-def capture_unedited(step: int, *, workers: object, engines: object, role: str) -> Capture:
-    """As `capture`, for an `instrument` entry in a program that nobody edits."""
-    return _make(step, workers, engines, None, role, None, "instrument")
-
-
-def _make(
+def make_capture(
     step: int,
     workers: object,
     engines: object,
@@ -86,32 +81,18 @@ def _make(
     rank: int | None,
     opened_by: OpenedBy,
 ) -> Capture:
+    """Return the capture of a step, as `capture` says."""
     if switch.DISABLED:
         return Capture(step, None, None, ProfileConfig(), role, rank, opened_by)
     began_ns = time.monotonic_ns()
-    if isinstance(step, bool) or not isinstance(step, int):
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ConfigError(
             "capture(step)", step, "an integer, 0 or more", "pass the training loop's global step"
         )
-    if step < 0:
-        raise ConfigError("capture(step)", step, "0 or more", "pass the training loop's global step")
     config = configure.current() if config is None else config
     made = Capture(step, workers, engines, config, role, rank, opened_by)
     made._spent_ns = time.monotonic_ns() - began_ns
     return made
-
-
-def _asked_for(
-    config: ProfileConfig, step: int, role: str, rank: int | None, *, alone: bool
-) -> ProfileConfig | None:
-    """Return the configuration of a request for this step; None if there is none."""
-    if switch.DISABLED or not config.control.requests:
-        return None
-    try:
-        return wanted(config, step, role, rank, alone)
-    except Exception as error:
-        failures.note("looking for requests", error)
-        return None
 
 
 class Capture:
@@ -133,7 +114,7 @@ class Capture:
         names_workers = workers is not None
         if workers is not None and omissions.none_meant(workers):
             workers = None
-        asked = _asked_for(config, step, role, rank, alone=workers is not None or engines is not None)
+        asked = wanted(config, step, role, rank, alone=workers is not None or engines is not None)
         self.config = config if asked is None else asked
         self.selected = self.config.selects(step)
         if config.instrument:

@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import msgspec
 
+from stepscope import switch
 from stepscope.config import ProfileConfig, StepRange, check_tool
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout
@@ -36,7 +37,7 @@ from stepscope.recording.process.identity import identify, is_alone
 from stepscope.recording.spans import slot
 
 _listener: Listener | None = None
-"""Of this process. One writer: `listener_of`."""
+"""Of this process. One writer: `_listening`."""
 
 
 def apply(config: ProfileConfig, request: Request, step: int) -> ProfileConfig:
@@ -64,7 +65,7 @@ class Listener:
     """Polls one run's `control.json` for this process."""
 
     def __init__(self, config: ProfileConfig, process: ProcessInfo) -> None:
-        self._save_path = config.save_path
+        self.save_path = config.save_path
         self._layout = RunLayout(config.save_path)
         self._control = os.fspath(self._layout.control)
         self._step: int | None = None
@@ -107,24 +108,11 @@ class Listener:
                     return chosen
         return None
 
-    def tell_others(self, step: int, others: dict[str, str]) -> None:
-        """Note the answers of workers and replicas to the capture of a requested step."""
+    def amend(self, step: int, **fields: object) -> None:
+        """Replace fields of the answers whose latest step is `step`."""
         with self._lock:
             answers = {
-                name: msgspec.structs.replace(answer, others=others) if step in answer.steps[-1:] else answer
-                for name, answer in self._said.answers.items()
-            }
-            self._said = msgspec.structs.replace(self._said, answers=answers)
-
-    def tell_outcome(self, step: int, reason: str | None) -> None:
-        """Note the end of a requested capture; `reason`: the failure, or why it holds nothing."""
-        if reason is None:
-            return
-        with self._lock:
-            answers = {
-                name: msgspec.structs.replace(answer, reason=f"step {step}: {reason}")
-                if step in answer.steps[-1:]
-                else answer
+                name: msgspec.structs.replace(answer, **fields) if step in answer.steps[-1:] else answer
                 for name, answer in self._said.answers.items()
             }
             self._said = msgspec.structs.replace(self._said, answers=answers)
@@ -149,9 +137,6 @@ class Listener:
             if last != self._written and self._layout.root.is_dir():
                 write_listening(self._layout, last)
                 self._written = last
-
-    def listens_for(self, save_path: str) -> bool:
-        return self._save_path == save_path
 
     def close(self) -> None:
         self._stop.set()
@@ -191,7 +176,8 @@ class Listener:
                     return self._miss(request, "it had expired when a step began", "expired")
                 proposed = step if alone else step + 1
                 self._claimed[request.id] = claim_step(self._layout, request.id, proposed)
-            ranges: tuple[StepRange, ...] = (_just(self._claimed[request.id]),)
+            claimed = self._claimed[request.id]
+            ranges: tuple[StepRange, ...] = (StepRange(claimed, claimed + 1),)
         else:
             ranges = _ranges(request.steps)
         if any(step in steps for steps in ranges):
@@ -270,26 +256,29 @@ def _first_answer(request: Request) -> Answer:
 
 
 def wanted(
-    config: ProfileConfig, step: int, role: str, rank: int | None, alone: bool
+    config: ProfileConfig, step: int, role: str, rank: int | None, *, alone: bool
 ) -> ProfileConfig | None:
-    """See `Listener.wanted`. This process' listener is made if there is none.
+    """Return the configuration of the request for `step`; None if nobody asks for it. Never raise.
 
     Args:
         alone: Whether the process is known to decide alone.
     """
-    standing = _listener
-    if standing is None or not standing.listens_for(config.save_path):
-        standing = listener_of(config, role, rank)
-    return standing.wanted(config, step, alone=alone or is_alone())
+    if switch.DISABLED or not config.control.requests:
+        return None
+    try:
+        return _listening(config, role, rank).wanted(config, step, alone=alone or is_alone())
+    except Exception as error:
+        failures.note("looking for requests", error)
+        return None
 
 
-def listener_of(config: ProfileConfig, role: str, rank: int | None) -> Listener:
+def _listening(config: ProfileConfig, role: str, rank: int | None) -> Listener:
     """Return this process' listener at the run in `config.save_path`. One that listened elsewhere is
     closed.
     """
     global _listener
     standing = _listener
-    if standing is None or not standing.listens_for(config.save_path):
+    if standing is None or standing.save_path != config.save_path:
         if standing is not None:
             standing.close()
         standing = _listener = Listener(config, identify(role, rank=rank))
@@ -299,19 +288,19 @@ def listener_of(config: ProfileConfig, role: str, rank: int | None) -> Listener:
 
 def listens_here(save_path: str) -> bool:
     """Return whether this process listens at the run in that folder."""
-    return _listener is not None and _listener.listens_for(save_path)
+    return _listener is not None and _listener.save_path == save_path
 
 
 def tell_others(step: int, others: dict[str, str]) -> None:
-    """See `Listener.tell_others`."""
+    """Note the answers of workers and replicas to the capture of a requested step."""
     if _listener is not None:
-        _listener.tell_others(step, others)
+        _listener.amend(step, others=others)
 
 
 def tell_outcome(step: int, reason: str | None) -> None:
-    """See `Listener.tell_outcome`."""
-    if _listener is not None:
-        _listener.tell_outcome(step, reason)
+    """Note the end of a requested capture; `reason`: the failure, or why it holds nothing."""
+    if _listener is not None and reason is not None:
+        _listener.amend(step, reason=f"step {step}: {reason}")
 
 
 def end(why: str) -> None:
@@ -339,10 +328,6 @@ def _stamp(path: str) -> tuple[int, int] | None:
 def _ranges(steps: str) -> tuple[StepRange, ...]:
     """Return the steps of a request; read once, since one for a far step stands at every step until then."""
     return ProfileConfig.from_mapping({"steps": steps}).steps
-
-
-def _just(step: int) -> StepRange:
-    return StepRange(step, step + 1)
 
 
 def _forget() -> None:
