@@ -70,20 +70,14 @@ class Lifecycle:
         claim = Claim(self.asked.step, self._taker)
         try:
             session = self._take_process(claim, began_ns)
-            if session is None:
-                return
-            session.open_files()
-            if self.participants is not None:
-                private_loop.run(self._start_participants(self.participants, session))
-            self._begin(session)
-            self._end_what_opened_late()
+            if session is not None:
+                session.open_files()
+                if self.participants is not None:
+                    private_loop.run(self._start_participants(self.participants, session))
+                self._begin(session)
         except BaseException as error:
-            if self.claim is not claim:  # refused, or interrupted before there was anything to undo
-                claim.free()
-                raise
-            reason = f"opening failed: {describe(error)}"
+            reason = self._rolled_back(claim, error)
             self.close(Closing(Ending("rollback", reason), discard=reason))
-            self._end_what_opened_late()
             self._fail(error, reason)
 
     async def aopen(self, began_ns: int) -> None:
@@ -91,25 +85,27 @@ class Lifecycle:
         claim = Claim(self.asked.step, self._taker)
         try:
             session = self._take_process(claim, began_ns)
-            if session is None:
-                return
-            await own_thread(session.open_files)
-            if self.participants is not None:
-                await self._start_participants(self.participants, session)
-            self._begin(session)
-            self._end_what_opened_late()
+            if session is not None:
+                await own_thread(session.open_files)
+                if self.participants is not None:
+                    await self._start_participants(self.participants, session)
+                self._begin(session)
         except BaseException as error:
-            if self.claim is not claim:  # refused, or interrupted before there was anything to undo
-                claim.free()
-                raise
-            reason = f"opening failed: {describe(error)}"
+            reason = self._rolled_back(claim, error)
             cancelled = await self.aclose(Closing(Ending("rollback", reason), discard=reason))
-            self._end_what_opened_late()
             self._fail(error, reason)
             if cancelled is not None:
                 raise cancelled from None
 
+    def _rolled_back(self, claim: Claim, error: BaseException) -> str:
+        """Return the reason of a roll-back. Raise if there is nothing to undo."""
+        if self.claim is not claim:  # refused, or interrupted before there was anything
+            claim.free()
+            raise error
+        return f"opening failed: {describe(error)}"
+
     def _fail(self, error: BaseException, reason: str) -> None:
+        self._end_what_opened_late()
         conclusion.tell_asker(self.asked, reason)
         if is_for_the_user(error, self.asked):
             raise error
@@ -158,14 +154,14 @@ class Lifecycle:
 
     def _begin(self, session: Session) -> None:
         """Do the last part of opening, on the thread whose work is recorded."""
-        if not self._is_opening():
-            return
-        run.record(session.config, versions.versions)
-        pipeline.promise(session, alone=self.participants is None)
-        session.start_profiler()
-        activation.activate(session)
+        if self._is_opening():
+            run.record(session.config, versions.versions)
+            pipeline.promise(session, alone=self.participants is None)
+            session.start_profiler()
+            activation.activate(session)
         if self._is_opening():
             self.state = "open"
+        self._end_what_opened_late()
 
     def _end_what_opened_late(self) -> None:
         """End what was opened since a signal's handler, or another thread, closed this."""
