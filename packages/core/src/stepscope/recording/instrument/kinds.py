@@ -29,7 +29,7 @@ from stepscope.recording.instrument.call_arguments import (
 )
 from stepscope.recording.process import failures
 from stepscope.recording.spans import api, slot, wrapping
-from stepscope.recording.spans.scopes import OFF, Place, Scope, next_turn
+from stepscope.recording.spans.scopes import OFF, Scope, next_turn
 from stepscope.recording.spans.wrapping import Attrs, Declared
 
 if TYPE_CHECKING:
@@ -129,9 +129,7 @@ class Calls:
         values = {name: number for name, number in numbers.items() if number is not None}
         if values:
             scope.set(**values)
-        version = self.version(args, kwargs, (result,))
-        if version is not None and scope is not OFF:
-            scope.policy_version, scope.resolved = version, None
+        _take_version(scope, self.version(args, kwargs, (result,)))
 
     def number(
         self, field: str, path: str | None, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()
@@ -181,7 +179,10 @@ class SpanCalls(Calls):
         session = slot.active
         if session is None:
             return OFF
-        return cast("SpanMaker", session.log).begin(self.declared, _constants(self.timing))
+        version = self.version(args, kwargs)
+        scope = cast("SpanMaker", session.log).begin(self.declared, _constants(self.timing))
+        _take_version(scope, version)
+        return scope
 
 
 class ToolCalls(Calls):
@@ -232,8 +233,7 @@ class TurnCalls(Calls):
         index = next_turn() if path is None else whole(self.number("index", path, args, kwargs))
         version = self.version(args, kwargs)
         scope = api.turn(cast(int, index), attrs=_constants(self.timing)).__enter__()
-        if version is not None and scope is not OFF:
-            scope.policy_version, scope.resolved = version, None
+        _take_version(scope, version)
         return scope
 
 
@@ -264,16 +264,6 @@ class ConsumeCalls(Calls):
         versions = [None] if not read or len(read) not in (1, len(ids)) else read
         for at, name in enumerate(ids):
             session.consume(name, None, whole(versions[at % len(versions)]))
-
-
-class VersionCalls(Calls):
-    """Calls that run under a version of the weights: around their span."""
-
-    def open(self, args: Args, kwargs: Kwargs) -> Scope:
-        return Place(policy_version=self.version(args, kwargs)).__enter__()
-
-    def returned(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
-        """Read nothing: the values are the span's."""
 
 
 class EngineCalls(Calls):
@@ -340,13 +330,6 @@ def wrap(fn: FunctionType, timing: Timing, target: str) -> FunctionType:
             "or write {kind: span, role: ...} without values and policy_version"
         )
     calls = _CALLS[timing.kind](fn, timing, target)
-    made = _around(fn, calls)
-    if isinstance(calls, SpanCalls) and timing.paths.policy_version is not None:
-        made = _around(made, VersionCalls(made, timing, target))
-    return made
-
-
-def _around(fn: FunctionType, calls: Calls) -> FunctionType:
     wrapper = (_async if calls.is_async else _sync)(fn, calls)
     declared = calls.declared if isinstance(calls, SpanCalls) else wrapping.declared(fn)
     return cast(FunctionType, wrapping.wraps(fn, wrapper, declared))
@@ -392,6 +375,11 @@ def joined(parts: list[list[str]]) -> list[str]:
 
 def _items_of(value: object) -> list[Any]:
     return [item for item in (value if isinstance(value, list | tuple) else [value]) if item is not None]
+
+
+def _take_version(scope: Scope, version: int | None) -> None:
+    if version is not None and scope is not OFF:
+        scope.policy_version, scope.resolved = version, None
 
 
 def _constants(timing: Timing) -> Mapping[str, AttrValue] | None:
