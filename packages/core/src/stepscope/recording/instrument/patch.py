@@ -279,12 +279,12 @@ def parent_of(module: ModuleType, name: str) -> tuple[object, str]:
     """Return the class or module that holds `name`, and the last part of `name`."""
     *path, attribute = name.split(".")
     parent: object = module
-    for part in path:
+    for at, part in enumerate(path):
         if not hasattr(parent, part):
-            raise _missing(module, name)
+            raise _missing(module, name, parent, path[:at])
         parent = _original_class(getattr(parent, part))
     if not hasattr(parent, attribute):
-        raise _missing(module, name)
+        raise _missing(module, name, parent, path)
     return parent, attribute
 
 
@@ -337,16 +337,12 @@ def absent_part(module: str) -> str | None:
     return None
 
 
-def _missing(module: ModuleType, name: str) -> ConfigError:
+def _missing(module: ModuleType, name: str, parent: object, path: Sequence[str]) -> ConfigError:
+    """Return the error for a name of which only `path` exists, which leads to `parent`."""
     import difflib  # import time: only this error needs it
 
-    parent: object = module
-    path = ""
-    for part in name.split("."):
-        if not hasattr(parent, part):
-            break
-        parent, path = _original_class(getattr(parent, part)), f"{path}{part}."
-    names = [f"{path}{key}" for key in dir(parent) if not key.startswith("__") and _can_be_timed(parent, key)]
+    keys = [key for key in dir(parent) if not key.startswith("__") and _can_be_timed(parent, key)]
+    names = [".".join((*path, key)) for key in keys]
     close = difflib.get_close_matches(name, names, n=1)
     fix = "use one of these" if names else "correct the module"
     if module.__name__ == "__main__":

@@ -141,12 +141,7 @@ class Windows:
                 pending = self._backend.stop()
             except BackendError as error:
                 # This is the outcome: nothing was recorded, for this reason. The next window is tried.
-                if discard is None:
-                    self._manifest_part.fail(name, failures.describe(error), kind="trace")
-                else:
-                    self._manifest_part.expect(
-                        Expectation(name=name, kind="trace", state="skipped", reason=discard)
-                    )
+                self._enter_none(name, failures.describe(error), discard)
                 return
             except Exception as error:
                 self._off = failures.describe(error)
@@ -159,17 +154,21 @@ class Windows:
             finally:
                 if self.discrete and self._off is None:
                     self._manifest_part.spend(inside_ns=time.monotonic_ns() - began)
-            if discard is not None:
-                for artifact in pending:
-                    artifact.discard()
-                self._manifest_part.expect(
-                    Expectation(name=name, kind="trace", state="skipped", reason=discard)
-                )
-                return
-            if not pending:
-                self._manifest_part.fail(name, "the profiler recorded nothing", kind="trace")
+            if discard is not None or not pending:
+                self._enter_none(name, "the profiler recorded nothing", discard)
             for artifact in pending:
-                self._submit(name, artifact, closed, truncated or artifact.truncated)
+                if discard is None:
+                    self._submit(name, artifact, closed, truncated or artifact.truncated)
+                else:
+                    artifact.discard()
+
+    def _enter_none(self, name: str, reason: str, discard: str | None) -> None:
+        """Enter a window without a recording, which is no failure if the recording is unwanted."""
+        if discard is None:
+            self._manifest_part.fail(name, reason, kind="trace")
+        else:
+            item = Expectation(name=name, kind="trace", state="skipped", reason=discard)
+            self._manifest_part.expect(item)
 
     def finish(self, *, truncated: str | None = None, discard: str | None = None) -> None:
         """Close the window for good: no stage that still runs opens another."""
