@@ -188,11 +188,15 @@ class Capture:
         A cancellation does not interrupt it. It is raised when closing ends, or at the task's next await if
         `error` is given: that goes up first.
         """
+        await self._aclose(error)
+
+    async def _aclose(self, error: BaseException | str | None) -> None:
         if self._life is None:
             self._end_unselected(error)
             return
+        self._life.leave()  # before all else
         cancelled = await self._life.aclose(Closing(_raised(error)))
-        if cancelled is not None:
+        if cancelled is not None and not isinstance(error, type(cancelled)):
             self._life.raise_cancellation(cancelled, now=error is None)
 
     def end(self, ending: Ending, deadline_s: float) -> None:
@@ -215,7 +219,7 @@ class Capture:
             self._end_unselected(error)
             return
         self._life.leave()  # before all else
-        self._life.close(Closing(_raised(None if error is None else describe(error))))
+        self._life.close(Closing(_raised(error)))
 
     async def __aenter__(self) -> Self:
         return await self.aopen() if self.selected else self.open()
@@ -223,13 +227,7 @@ class Capture:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._life is None:
-            self._end_unselected(error)
-            return
-        self._life.leave()  # before all else
-        cancelled = await self._life.aclose(Closing(_raised(None if error is None else describe(error))))
-        if cancelled is not None and not isinstance(error, type(cancelled)):
-            self._life.raise_cancellation(cancelled, now=error is None)
+        await self._aclose(error)
 
     def _begin_unselected(self) -> None:
         """Begin a step that no capture records: its duration counts, and the flight recorder may keep it."""
@@ -259,5 +257,7 @@ class Capture:
         )
 
 
-def _raised(error: str | None) -> Ending | None:
-    return None if error is None else Ending("exception", error)
+def _raised(error: BaseException | str | None) -> Ending | None:
+    if error is None:
+        return None
+    return Ending("exception", error if isinstance(error, str) else describe(error))

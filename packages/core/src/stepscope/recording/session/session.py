@@ -29,10 +29,9 @@ from stepscope.recording.process import clock, failures, prepared, settings
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.hardware import read_hardware
 from stepscope.recording.session import budget, selection
-from stepscope.recording.session.counter_file import Counters
+from stepscope.recording.session.files import Counters, close_spans
 from stepscope.recording.session.libraries import LIBRARY, library_loaded
 from stepscope.recording.session.profiler_windows import OnArtifact, Windows
-from stepscope.recording.session.span_file import close_spans
 from stepscope.recording.spans import marks, redaction
 from stepscope.recording.spans.log import SpanLog
 

@@ -1,4 +1,4 @@
-"""Counters of a session: their file, and its entry in the manifest."""
+"""Files of a session, its spans and its counters, and their entries in the manifest."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from stepscope.files.manifest.records import Expectation, State, awaited
 from stepscope.recording.counters.log import CounterLog
 from stepscope.recording.counters.sampler import Sampler
 from stepscope.recording.output.manifest_part import ManifestPart
-from stepscope.recording.spans.log import SpanLog
+from stepscope.recording.spans.log import SpanLog, span_cost_ns
 
-NAME = "counters"
-"""Of the entry in the manifest."""
+COUNTERS, SPANS = "counters", "spans"
+"""Their names in the manifest."""
 
 
 class Counters:
@@ -55,7 +55,7 @@ class Counters:
     def prepare(self) -> None:
         """Enter that there will be a file, and open the sources before the step begins."""
         if self._log is not None:
-            self._part.expect(awaited(NAME, "counters", "closing"))
+            self._part.expect(awaited(COUNTERS, "counters", "closing"))
             self._log.prepare()
 
     def open(self) -> None:
@@ -77,22 +77,53 @@ class Counters:
         """End the file, and enter its outcome into this process' part of the manifest."""
         if self._log is not None:
             self._log.close(ended)
-            self._part.expect(_outcome(self._log, discard))
+            self._part.expect(_outcome_of_counters(self._log, discard))
             self._part.spend(counters_ns=self._log.sampler.cpu_ns)
 
 
-def _outcome(log: CounterLog, discard: str | None) -> Expectation:
+def _outcome_of_counters(log: CounterLog, discard: str | None) -> Expectation:
     """Return the entry. A counter that this machine lacks is a note on it, and no problem."""
     notes = tuple(
         f"no counters of {source}: {reason}" for source, reason in sorted(log.sampler.absent.items())
     )
     if log.failed is not None:
         state: State = "partial" if log.samples else "failed"
-        return Expectation(name=NAME, kind="counters", state=state, reason=log.failed, notes=notes)
+        return Expectation(name=COUNTERS, kind="counters", state=state, reason=log.failed, notes=notes)
     if not log.began:
         reason = discard or "the capture was ended before it began"
-        return Expectation(name=NAME, kind="counters", state="skipped", reason=reason, notes=notes)
+        return Expectation(name=COUNTERS, kind="counters", state="skipped", reason=reason, notes=notes)
     if log.dropped:
         reason = f"{log.dropped} samples were dropped: a file holds {log.samples}"
-        return Expectation(name=NAME, kind="counters", state="partial", reason=reason, notes=notes)
-    return Expectation(name=NAME, kind="counters", state="ok", notes=notes)
+        return Expectation(name=COUNTERS, kind="counters", state="partial", reason=reason, notes=notes)
+    return Expectation(name=COUNTERS, kind="counters", state="ok", notes=notes)
+
+
+def close_spans(
+    log: SpanLog, part: ManifestPart, ended: ClockAnchor, limit: int, discard: str | None
+) -> None:
+    """End the span file, and enter its outcome and its cost into this process' part of the manifest.
+
+    Args:
+        limit: `budget.spans`, for the reason of dropped spans.
+        discard: The reason why the recordings are unwanted; None to keep them.
+    """
+    log.close(ended)
+    # Before the outcome: an export that ends meanwhile writes the part as it is.
+    part.update(spans=log.written, dropped=log.dropped)
+    part.update(roles=tuple(dict.fromkeys((*part.record.roles, *sorted(log.roles)))))
+    if log.failed is not None:
+        part.fail(SPANS, log.failed, kind="spans")
+    else:
+        part.expect(_outcome_of_spans(log, part, limit, discard))
+    part.spend(spans_ns=log.written * span_cost_ns())
+
+
+def _outcome_of_spans(log: SpanLog, part: ManifestPart, limit: int, discard: str | None) -> Expectation:
+    truncated = next((item.truncated for item in part.record.expected if item.kind == "spans"), None)
+    if not log.began:  # rolled back, or ended by a signal, before there was a file
+        reason = discard or "the capture was ended before it began"
+        return Expectation(name=SPANS, kind="spans", state="skipped", reason=reason)
+    if log.dropped or truncated:
+        reason = truncated or f"{log.dropped} spans were dropped: budget.spans is {limit}"
+        return Expectation(name=SPANS, kind="spans", state="partial", reason=reason, truncated=truncated)
+    return Expectation(name=SPANS, kind="spans", state="ok")
