@@ -56,9 +56,7 @@ def test_the_same_arguments_decide_the_same() -> None:
 
 def test_a_process_of_several_roles_records_when_one_is_selected_and_says_which() -> None:
     decision = decide_process(CONFIG, roles=["env", "actor", "ref"], rank=8)
-    assert decision == Decision(
-        record=True, reason="role 'actor': rank 8 is in roles.actor.ranks [0, 8]"
-    )
+    assert decision == Decision(record=True, reason="role 'actor': rank 8 is in roles.actor.ranks [0, 8]")
 
 
 def test_a_process_of_several_roles_that_are_all_refused_says_why_each_is() -> None:
@@ -75,9 +73,7 @@ def test_one_reason_for_several_roles_is_said_once() -> None:
 
 
 def test_a_process_of_one_role_decides_as_that_role() -> None:
-    assert decide_process(CONFIG, roles=["actor"], rank=3) == decide(
-        CONFIG, role="actor", rank=3
-    )
+    assert decide_process(CONFIG, roles=["actor"], rank=3) == decide(CONFIG, role="actor", rank=3)
 
 
 @pytest.mark.parametrize(

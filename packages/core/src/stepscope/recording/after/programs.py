@@ -38,9 +38,7 @@ class ClosedCapture(Protocol):
         """Workers whose files are fetched."""
         ...
 
-    def await_others(
-        self, left_s: Callable[[], float], pause: Callable[[], object], *, drain: bool
-    ) -> None:
+    def await_others(self, left_s: Callable[[], float], pause: Callable[[], object], *, drain: bool) -> None:
         """Wait until the other processes have written their files, and fetch those of workers that are apart.
 
         Args:

@@ -1,6 +1,4 @@
-"""Removal of what a run no longer needs: its oldest captured steps (`budget.keep_steps`), and unfinished files
-of killed processes.
-"""
+"""Removal of the oldest captured steps (`budget.keep_steps`), and of unfinished files of killed processes."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ _tidied: dict[str, StepLayout] = {}
 
 
 def clean_up(session: Session) -> None:
-    """Remove the steps that `budget.keep_steps` leaves no room for, and unfinished files of killed processes."""
+    """Remove old steps now, and unfinished files once this process has written its own."""
     keep, url = session.config.budget.keep_steps, session.config.finish.mirror
     # Of several ranks, the one that copies a step knows when it may be removed.
     if keep is not None and (url is None or pipeline.mirrors(session)):

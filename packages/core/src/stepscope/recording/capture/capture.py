@@ -85,7 +85,7 @@ def make_capture(
     if switch.DISABLED:
         return Capture(step, None, None, ProfileConfig(), role, rank, opened_by)
     began_ns = time.monotonic_ns()
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if not _is_whole(step):
         raise ConfigError(
             "capture(step)", step, "an integer, 0 or more", "pass the training loop's global step"
         )
@@ -93,6 +93,10 @@ def make_capture(
     made = Capture(step, workers, engines, config, role, rank, opened_by)
     made._spent_ns = time.monotonic_ns() - began_ns
     return made
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 class Capture:

@@ -70,7 +70,11 @@ async def make_ready(
         failures.warn_once(warning)
     if edited and (outcomes or participants.profilers or identity.is_alone()):
         # Roles that only `span(role=)` names are not known yet: a capture warns again once it has seen them.
-        roles = {*own.roles, *(name for outcome in outcomes for name in outcome.roles), *wrapping.declared_roles}
+        roles = {
+            *own.roles,
+            *(name for outcome in outcomes for name in outcome.roles),
+            *wrapping.declared_roles,
+        }
         roles |= {"rollout"} if participants.profilers else set()
         for reason in omissions.unmatched_roles(config.roles, roles, "known before the run").values():
             failures.warn_once(reason)

@@ -26,7 +26,6 @@ from stepscope.files.sidecar import Artifact
 from stepscope.recording.after import pipeline
 from stepscope.recording.fanout import late_files
 from stepscope.recording.output.manifest_part import ManifestPart
-from stepscope.recording.process import failures
 from stepscope.recording.process.failures import describe
 
 _LATE: Pending = "late"
@@ -146,7 +145,4 @@ class EngineOutcomes:
     def _write(self) -> None:
         """Write this part and the manifest again, because the capture is closed."""
         self._manifest_part.write()
-        try:
-            self._manifest_part.fold(self._layout)
-        except OSError as error:
-            failures.note("writing the manifest", error)
+        self._manifest_part.fold(self._layout)

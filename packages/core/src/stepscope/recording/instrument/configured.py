@@ -251,5 +251,14 @@ def _timing(entry: InstrumentConfig) -> Timing:
         attrs=dict(entry.attrs) or None,
         condition=Condition(entry.where, entry.same),
         kind=entry.kind,
-        paths=Paths(*(getattr(entry, field) for field in Paths._fields)),
+        paths=Paths(
+            id=entry.id,
+            policy_version=entry.policy_version,
+            turn=entry.index,
+            tool=entry.tool,
+            values=entry.values,
+            adapter=entry.adapter,
+            engine=entry.engine,
+            replica=entry.replica,
+        ),
     )

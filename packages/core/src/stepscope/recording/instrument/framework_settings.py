@@ -35,7 +35,9 @@ def expect(presets: Iterable[Preset], installed: Callable[[str], str | None]) ->
         if preset.settings is not None:
             framework = FrameworkSettings(framework=preset.name, version=installed(preset.distribution))
             begins = (entry for entry in preset.entries if entry.step not in (None, "end"))
-            _sources.update({f"{entry.module}:{entry.name}": (framework, preset.settings) for entry in begins})
+            _sources.update(
+                {f"{entry.module}:{entry.name}": (framework, preset.settings) for entry in begins}
+            )
 
 
 def look(target: str, arguments: Arguments, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

@@ -48,7 +48,7 @@ class Paths(NamedTuple):
 
     id: tuple[str, ...] = ()
     policy_version: str | None = None
-    index: str | None = None
+    turn: str | None = None
     tool: str | None = None
     values: Mapping[str, str] = {}  # never written
     adapter: str | None = None
@@ -89,7 +89,7 @@ class Calls:
         self._logged: set[str] = set()
         """Fields whose path led nowhere."""
         paths = self.paths
-        single = (paths.policy_version, paths.index, paths.tool, paths.replica)
+        single = (paths.policy_version, paths.turn, paths.tool, paths.replica)
         texts = [path for text in (*paths.id, paths.engine or "") for path in paths_in(text)]
         for path in filter(None, (*texts, *single, *paths.values.values())):
             self.arguments.check(path, target, after=True)
@@ -229,7 +229,7 @@ class TurnCalls(Calls):
     always = True
 
     def open(self, args: Args, kwargs: Kwargs) -> Scope:
-        path = self.paths.index
+        path = self.paths.turn
         index = next_turn() if path is None else whole(self.number("index", path, args, kwargs))
         version = self.version(args, kwargs)
         scope = api.turn(cast(int, index), attrs=_constants(self.timing)).__enter__()

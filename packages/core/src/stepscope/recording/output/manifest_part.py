@@ -205,11 +205,13 @@ class ManifestPart:
     def fold(self, step: StepLayout) -> None:
         """Write `manifest.json` anew. Several threads do: at a wait, after a command, when late files come.
 
-        Raises:
-            OSError: The file cannot be written.
+        A disk that refuses is noted.
         """
         with self._folding:
-            write_manifest(step, self.manifest(step))
+            try:
+                write_manifest(step, self.manifest(step))
+            except OSError as error:
+                failures.note("writing the manifest", error)
 
     def write(self) -> None:
         """Write the whole part to disk. A disk that refuses is noted as a failure."""
