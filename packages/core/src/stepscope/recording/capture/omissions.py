@@ -40,13 +40,21 @@ def workers_prepared() -> None:
     _prepared = True
 
 
-def missing_workers(*, engines: bool, opened_by: OpenedBy = "program") -> str | None:
-    """Why a capture that was given no workers probably lacks them; None when nothing says so.
+def enter_missing_workers(manifest_part: ManifestPart, *, engines: bool, opened_by: OpenedBy) -> None:
+    """Enter that a capture that names no workers probably lacks them, if something says so.
 
     Args:
         engines: It was given engines.
         opened_by: Who opened it, and can therefore name them.
     """
+    reason = _missing_workers(engines=engines, opened_by=opened_by)
+    if reason is not None:
+        failures.warn_once(reason)
+        enter = manifest_part.lack if _prepared else manifest_part.skip
+        enter(WORKERS, reason, kind="selection")
+
+
+def _missing_workers(*, engines: bool, opened_by: OpenedBy) -> str | None:
     ray = sys.modules.get("ray")
     try:
         if ray is None or not ray.is_initialized():
@@ -108,15 +116,6 @@ def enter_left_out(manifest_part: ManifestPart, parts: Iterable[ProcessPart], *,
         failures.warn_once(f"{name}: {reason}")
         enter = manifest_part.skip if named else manifest_part.lack
         enter(f"actors of {name}", reason, kind="selection")
-
-
-def enter_missing_workers(manifest_part: ManifestPart, *, engines: bool, opened_by: OpenedBy) -> None:
-    """Enter that a capture that names no workers probably lacks them, if something says so."""
-    reason = missing_workers(engines=engines, opened_by=opened_by)
-    if reason is not None:
-        failures.warn_once(reason)
-        enter = manifest_part.lack if _prepared else manifest_part.skip
-        enter(WORKERS, reason, kind="selection")
 
 
 def tell_missed(parts: Iterable[ProcessPart]) -> None:

@@ -39,7 +39,7 @@ class Participants:
     def join(self, session: Session) -> None:
         """Connect workers and engines to the owner's session."""
         for profiler in self.profilers:
-            session.counters.add_engine(profiler)
+            session.sample_engine(profiler)
         self._session, self._group = session, EngineGroup(self.profilers, session)
 
     async def start(self) -> None:

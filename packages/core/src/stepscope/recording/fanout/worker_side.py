@@ -118,7 +118,7 @@ def _sample_engines(session: Session) -> None:
     def join(profiler: EngineProfiler) -> None:
         opened = reference()
         if opened is not None:
-            opened.counters.add_engine(profiler)
+            opened.sample_engine(profiler)
 
     driven_engines.tell(join)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
+from stepscope.engines import EngineProfiler
 from stepscope.errors import BackendError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
@@ -29,7 +30,7 @@ from stepscope.recording.process import clock, failures, prepared, settings
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.hardware import read_hardware
 from stepscope.recording.session import budget, selection
-from stepscope.recording.session.files import Counters, close_spans
+from stepscope.recording.session.files import close_counters, close_spans, counters_of
 from stepscope.recording.session.libraries import LIBRARY, library_loaded
 from stepscope.recording.session.profiler_windows import OnArtifact, Windows
 from stepscope.recording.spans import marks, redaction
@@ -107,7 +108,9 @@ class Session:
             limit=config.budget.spans,
             redact=config.redact,
         )
-        self.counters = Counters(config, self.layout, self.log, self.manifest_part, number)
+        self._counters = counters_of(config, self.layout, self.log, self.manifest_part, number)
+        self._replicas: set[str] = set()
+        """Engines whose counters are sampled."""
         self.forks = 0
         """Children forked while open: they record nothing, and the manifest says so."""
         self.switch_off: Callable[[Session], None] | None = None
@@ -146,7 +149,9 @@ class Session:
             # What nobody has flushed since the last capture must not be written inside this one.
             exporter.exporter().drain(self.config.budget.export_seconds)
         self.manifest_part.expect(awaited("spans", "spans", "closing"))
-        self.counters.prepare()
+        if self._counters is not None:
+            self.manifest_part.expect(awaited("counters", "counters", "closing"))
+            self._counters.prepare()
         shared = selection.is_shared(self.config, self.process.role)
         for name, why in selection.missing_ranks(self.config, self.process).items():
             (self.manifest_part.skip if shared else self.manifest_part.lack)(name, why, kind="selection")
@@ -198,11 +203,19 @@ class Session:
                 if not self._closed:
                     self.manifest_part.fail("spans", describe(error), kind="spans")
                     failures.note("opening the span file", error)
-            self.counters.open()
+            if self._counters is not None:
+                self._counters.open()
             self.manifest_part.write()
             if not self._closed:
                 self._watchdog = budget.Watchdog(self.config.budget, self.truncate)
                 self._watchdog.start()
+
+    def sample_engine(self, profiler: EngineProfiler) -> None:
+        """Sample the counters of an engine from now on, until the capture ends here. Once for each replica."""
+        name = f"replica {profiler.replica or 0}"
+        if self._counters is not None and name not in self._replicas:
+            self._replicas.add(name)
+            self._counters.sampler.add(name, profiler.counters)
 
     def begin(self) -> None:
         """End the opening: the step's time begins now. Waits for no disk."""
@@ -210,7 +223,8 @@ class Session:
             return
         anchor = clock.read_anchor()
         self.log.start(anchor)
-        self.counters.start(anchor)
+        if self._counters is not None:
+            self._counters.start(anchor)
         self.manifest_part.update(opened=anchor)
         self.manifest_part.spend(start_ns=anchor.mono_ns - self._began_ns)
 
@@ -280,7 +294,8 @@ class Session:
             error = redaction.error_of(ending.error, self.config.redact)
             self.manifest_part.update(ended_by=ending.by, error=error)
         close_spans(self.log, self.manifest_part, ended, self.config.budget.spans, discard)
-        self.counters.close(ended, discard)
+        if self._counters is not None:
+            close_counters(self._counters, self.manifest_part, ended, discard)
         listed = sys.modules.get("stepscope.recording.instrument.configured")
         if listed is not None and self.config.instrument:
             listed.enter(self.manifest_part)
@@ -310,7 +325,8 @@ class Session:
             self.switch_off(self)
         if self._ended is None:
             self._ended = self._closing or clock.read_anchor()
-        self.counters.end()
+        if self._counters is not None:
+            self._counters.sampler.end()
         if self._watchdog is not None:
             self._watchdog.cancel()
         if self._windows is not None:
