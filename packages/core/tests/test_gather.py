@@ -233,7 +233,7 @@ def test_an_engine_takes_part_in_a_capture_that_was_asked_for_with_its_roles_and
     assert not part_of(manifest, "host-b").recorded  # the request names the rollout alone
     listener = on_demand._listener
     assert listener is not None
-    others = listener._said.answers[request].others
+    others = listener._answers[request].others
     assert [others["replica 0"], others["replica 1"]] == ["began", "began"]
 
 
@@ -248,7 +248,7 @@ def test_a_request_for_one_replica_leaves_the_other_alone_and_says_so(
     assert states == {"replica 0": "ok", "replica 1": "skipped"}
     listener = on_demand._listener
     assert listener is not None
-    others = listener._said.answers[request].others
+    others = listener._answers[request].others
     assert others["replica 0"] == "began"
     assert "selects the first rank" in others["replica 1"]
 

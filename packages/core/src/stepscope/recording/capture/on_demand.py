@@ -75,7 +75,9 @@ class Listener:
         """The file's time and size at the last look."""
         self._requests: list[Request] = []
         self._claimed: dict[str, int] = {}
-        self._said = Listening(
+        self._answers: dict[str, Answer] = {}
+        """By request. Replaced and never changed: a signal's handler may come in between."""
+        self._itself = Listening(
             host=process.host,
             pid=process.pid,
             role=process.role,
@@ -111,32 +113,21 @@ class Listener:
     def amend(self, step: int, **fields: object) -> None:
         """Replace fields of the answers whose latest step is `step`."""
         with self._lock:
-            answers = {
+            self._answers = {
                 name: msgspec.structs.replace(answer, **fields) if step in answer.steps[-1:] else answer
-                for name, answer in self._said.answers.items()
+                for name, answer in self._answers.items()
             }
-            self._said = msgspec.structs.replace(self._said, answers=answers)
 
     def write_last(self, why: str) -> None:
-        """Return the answers for the case that no other step begins. `_said` stays: a process may survive
-        SIGTERM.
-        """
+        """Write the answers for the case that no other step begins. A process may survive SIGTERM."""
         with self._lock:
             self._look()
             answers = {
-                request.id: answer_by_now(request, self._said.answers[request.id], gone=why)
+                request.id: answer_by_now(request, self._answers[request.id], gone=why)
                 for request in self._requests
             }
-            last = msgspec.structs.replace(
-                self._said,
-                step=self._step,
-                answers=answers,
-                run_id=run.run_id(),
-                ended_ns=time.time_ns(),
-            )
-            if last != self._written and self._layout.root.is_dir():
-                write_listening(self._layout, last)
-                self._written = last
+            if self._layout.root.is_dir():
+                self._write(answers, ended_ns=time.time_ns())
 
     def close(self) -> None:
         self._stop.set()
@@ -150,7 +141,7 @@ class Listener:
     def _decide(
         self, config: ProfileConfig, request: Request, step: int, alone: bool
     ) -> ProfileConfig | None:
-        answer = self._said.answers.get(request.id)
+        answer = self._answers.get(request.id)
         if request.last is not None or answer is None or answer.state not in ("heard", "captured"):
             return None
         try:
@@ -167,7 +158,7 @@ class Listener:
 
     def _is_for(self, request: Request, step: int, alone: bool) -> bool:
         """Return whether `request` asks for `step`; answer it if all of its steps are in the past."""
-        answer = self._said.answers[request.id]
+        answer = self._answers[request.id]
         if step in answer.steps:
             return False
         if request.steps == "next":
@@ -196,7 +187,7 @@ class Listener:
             try:
                 with self._lock:
                     self._look()
-                    self._write()
+                    self._write(self._answers)
             except Exception as error:  # a disk that is full now may have room at the next look
                 failures.note("polling for requests", error)
         if _listener is not self:
@@ -217,24 +208,24 @@ class Listener:
             failures.warn("stepscope: requests are ignored until this is fixed: %s", error)
             self._requests = []
         for request in self._requests:
-            if request.id not in self._said.answers:
+            if request.id not in self._answers:
                 self._answer(request, _first_answer(request))
         asked = {request.id for request in self._requests}
-        kept = {name: answer for name, answer in self._said.answers.items() if name in asked}
-        self._said = msgspec.structs.replace(self._said, answers=kept)
+        self._answers = {name: answer for name, answer in self._answers.items() if name in asked}
 
     def _answer(self, request: Request, answer: Answer) -> None:
-        answers = {**self._said.answers, request.id: answer}
-        self._said = msgspec.structs.replace(self._said, answers=answers)
+        self._answers = {**self._answers, request.id: answer}
 
-    def _write(self) -> None:
-        """Poll and write on the thread, because nothing is written where a step begins. The run's folder is
+    def _write(self, answers: dict[str, Answer], ended_ns: int | None = None) -> None:
+        """Write on the thread that polls, because nothing is written where a step begins. The run's folder is
         made for it: an asker has no other sign of the run.
         """
-        self._said = msgspec.structs.replace(self._said, step=self._step, run_id=run.run_id())
-        if self._said != self._written:
-            write_listening(self._layout, self._said)
-            self._written = self._said
+        last = msgspec.structs.replace(
+            self._itself, step=self._step, run_id=run.run_id(), answers=answers, ended_ns=ended_ns
+        )
+        if last != self._written:
+            write_listening(self._layout, last)
+            self._written = last
 
 
 def _first_answer(request: Request) -> Answer:

@@ -211,7 +211,7 @@ class Session:
                 self._watchdog.start()
 
     def sample_engine(self, profiler: EngineProfiler) -> None:
-        """Sample the counters of an engine from now on, until the capture ends here. Once for each replica."""
+        """Sample the counters of an engine until the capture ends here. Once for each replica."""
         name = f"replica {profiler.replica or 0}"
         if self._counters is not None and name not in self._replicas:
             self._replicas.add(name)
