@@ -69,34 +69,7 @@ def capture(
 
     With STEPSCOPE_DISABLE=1 it raises nothing, and records nothing.
     """
-    return make_capture(step, workers, engines, config, role, rank, "program")
-
-
-def make_capture(
-    step: int,
-    workers: object,
-    engines: object,
-    config: ProfileConfig | None,
-    role: str,
-    rank: int | None,
-    opened_by: OpenedBy,
-) -> Capture:
-    """Return the capture of a step, as `capture` says."""
-    if switch.DISABLED:
-        return Capture(step, None, None, ProfileConfig(), role, rank, opened_by)
-    began_ns = time.monotonic_ns()
-    if not _is_whole(step):
-        raise ConfigError(
-            "capture(step)", step, "an integer, 0 or more", "pass the training loop's global step"
-        )
-    config = configure.current() if config is None else config
-    made = Capture(step, workers, engines, config, role, rank, opened_by)
-    made._spent_ns = time.monotonic_ns() - began_ns
-    return made
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return Capture(step, workers, engines, config, role, rank, "program")
 
 
 class Capture:
@@ -107,11 +80,18 @@ class Capture:
         step: int,
         workers: object,
         engines: object,
-        config: ProfileConfig,
+        config: ProfileConfig | None,
         role: str,
         rank: int | None,
-        opened_by: OpenedBy = "program",
+        opened_by: OpenedBy,
     ) -> None:
+        began_ns = time.monotonic_ns()
+        if switch.DISABLED:
+            workers, engines, config = None, None, ProfileConfig()
+        elif not _is_whole(step):
+            fix = "pass the training loop's global step"
+            raise ConfigError("capture(step)", step, "an integer, 0 or more", fix)
+        config = configure.current() if config is None else config
         self.step = step
         if config.cuda_memory.oom_any_step != "off":
             oom.watch(config, identify(role, rank=rank), run.run_id(), step)
@@ -123,8 +103,6 @@ class Capture:
         self.selected = self.config.selects(step)
         if config.instrument:
             no_step.reached(config, step, self.selected)
-        self._spent_ns = 0
-        """Time spent on making it."""
         self._role = role
         self._rank = rank
         self._workers = workers
@@ -143,6 +121,8 @@ class Capture:
                 Asked(step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by),
                 taker=self,
             )
+        self._spent_ns = time.monotonic_ns() - began_ns
+        """Time spent on making it."""
 
     @property
     def result(self) -> CaptureResult:
@@ -259,6 +239,10 @@ class Capture:
             "opening a capture with workers or engines would block the running event loop. "
             "Fix: `async with capture(step, ...)`, or `await` its aopen() and aclose()"
         )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _raised(error: BaseException | str | None) -> Ending | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stepscope.engines import instrumented_engines
 from stepscope.recording.capture import configure, prepare
-from stepscope.recording.capture.capture import Capture, make_capture, opened
+from stepscope.recording.capture.capture import Capture, opened
 from stepscope.recording.instrument import step_boundaries
 from stepscope.recording.instrument.step_boundaries import StepCapture
 from stepscope.recording.spans import slot
@@ -65,7 +65,7 @@ def new_capture(
     if other is not None and not (isinstance(closing, UneditedCapture) and closing.capture is other):
         return None
     engines = _engines(groups)
-    capture = make_capture(number, workers, _profilers(engines), None, role, None, "instrument")
+    capture = Capture(number, workers, _profilers(engines), None, role, None, "instrument")
     return UneditedCapture(capture, workers, engines, role)
 
 
