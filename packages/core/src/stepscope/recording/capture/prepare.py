@@ -110,11 +110,15 @@ def before_first_step(config: ProfileConfig, workers: object, engines: object, r
     """
     if not is_due(config):
         return
-    if workers is None and engines is None:
-        with _logged():  # on the thread that is recorded: on another one torch logs an error
-            _prepare_alone(config, role)
-    else:
-        _wait_for(abefore_first_step(config, workers, engines, role))
+    with _logged():
+        if workers is not None or engines is not None:
+            _wait_for(_readiness().make_ready(config, workers, engines, role, edited=False))
+            return
+        configure.check(config, on_ray=False)
+        # On the thread that is recorded: on another one torch logs an error.
+        problem = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role)).problem
+        if problem is not None:
+            raise CaptureError(f"profiling cannot work in this process: {problem}")
 
 
 def _wait_for(work: Coroutine[Any, Any, None]) -> None:
@@ -135,13 +139,6 @@ def _readiness() -> ModuleType:
     from stepscope.recording.capture import readiness  # import time: asyncio
 
     return readiness
-
-
-def _prepare_alone(config: ProfileConfig, role: str) -> None:
-    configure.check(config, on_ray=False)
-    answer = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role))
-    if answer.problem is not None:
-        raise CaptureError(f"profiling cannot work in this process: {answer.problem}")
 
 
 @contextmanager

@@ -28,8 +28,6 @@ from stepscope.recording.fanout import late_files
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process.failures import describe
 
-_LATE: Pending = "late"
-
 
 class EngineOutcomes:
     """Outcomes of replicas, as expectations `replica N` in the owner's part of the manifest."""
@@ -116,17 +114,16 @@ class EngineOutcomes:
             return Expectation(
                 name=label, kind="engine", state="ok", idle=True, notes=(idle,), ignored=ignored
             )
-        if not artifacts and "artifacts" in ignored:
-            reason = ignored["artifacts"]
-            return Expectation(name=label, kind="engine", state="skipped", reason=reason, ignored=ignored)
         if not artifacts:
-            reason = "the engine stopped and left no file"
-            return Expectation(name=label, kind="engine", state="missing", reason=reason, ignored=ignored)
-        trouble, pending = self._not_here(artifacts), None
+            state: State = "skipped" if "artifacts" in ignored else "missing"
+            reason = ignored.get("artifacts", "the engine stopped and left no file")
+            return Expectation(name=label, kind="engine", state=state, reason=reason, ignored=ignored)
+        pending: Pending | None = None
+        trouble = self._not_here(artifacts)
         if trouble is not None:
             self._elsewhere.add(label)
         elif LATE in ignored:
-            trouble, pending = f"{ignored[LATE]}; {AWAITED['late']}", _LATE
+            trouble, pending = f"{ignored[LATE]}; {AWAITED['late']}", "late"
             late_files.expect(partial(self.enter_given_up, label))
         return of_engine(label, artifacts, ignored, trouble, pending)
 
