@@ -187,7 +187,7 @@ class Listener:
             try:
                 with self._lock:
                     self._look()
-                    self._write(self._answers)
+                    self._write()
             except Exception as error:  # a disk that is full now may have room at the next look
                 failures.note("polling for requests", error)
         if _listener is not self:
@@ -216,16 +216,17 @@ class Listener:
     def _answer(self, request: Request, answer: Answer) -> None:
         self._answers = {**self._answers, request.id: answer}
 
-    def _write(self, answers: dict[str, Answer], ended_ns: int | None = None) -> None:
+    def _write(self, last: dict[str, Answer] | None = None, ended_ns: int | None = None) -> None:
         """Write on the thread that polls, because nothing is written where a step begins. The run's folder is
         made for it: an asker has no other sign of the run.
         """
-        last = msgspec.structs.replace(
+        answers = self._answers if last is None else last
+        said = msgspec.structs.replace(
             self._itself, step=self._step, run_id=run.run_id(), answers=answers, ended_ns=ended_ns
         )
-        if last != self._written:
-            write_listening(self._layout, last)
-            self._written = last
+        if said != self._written:
+            write_listening(self._layout, said)
+            self._written = said
 
 
 def _first_answer(request: Request) -> Answer:

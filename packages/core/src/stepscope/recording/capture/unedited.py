@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from stepscope.engines import instrumented_engines
 from stepscope.recording.capture import configure, prepare
 from stepscope.recording.capture.capture import Capture, opened
-from stepscope.recording.instrument import step_boundaries
 from stepscope.recording.instrument.step_boundaries import StepCapture
 from stepscope.recording.spans import slot
 
@@ -83,6 +82,3 @@ def _engines(groups: Mapping[str, object]) -> UneditedEngines | None:
 
 def _profilers(engines: UneditedEngines | None) -> object:
     return None if engines is None else engines.profilers
-
-
-step_boundaries.new_capture = new_capture

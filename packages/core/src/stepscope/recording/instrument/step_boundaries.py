@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from stepscope.config import InstrumentConfig
 from stepscope.recording.instrument import framework_settings, uncovered
@@ -31,15 +31,9 @@ class StepCapture(Protocol):
     async def aclose(self, error: str | None) -> None: ...
 
 
-NewCapture: TypeAlias = (
-    "Callable[[int, object, Mapping[str, object], str, StepCapture | None], StepCapture | None]"
-)
-"""(number, workers, {adapter: engines}, role, the capture that is closed first) -> the capture to open, or
-None for none."""
-new_capture: NewCapture | None = None
-"""One writer: the module `OPENER`."""
 OPENER = "stepscope.recording.capture.unedited"
-"""Imported by name when the first step begins: captures import this room, and most processes begin no step.
+"""Its `new_capture` makes the captures. Imported by name when a step begins: captures import this room, and
+most processes begin no step.
 
 A Ray worker needs it too. It unpickles a wrapper with its class, and configures nothing itself.
 """
@@ -186,11 +180,10 @@ class Call:
         return not self._boundary.counts if number is None else number == step.number
 
     def _capture(self, number: int, closing: StepCapture | None) -> StepCapture | None:
-        if new_capture is None:
-            importlib.import_module(OPENER)
-        entry = self._boundary.entry
+        entry, opener = self._boundary.entry, importlib.import_module(OPENER)
         engines, role = self._at(entry.engines), entry.role or "trainer"
-        return cast(NewCapture, new_capture)(number, self._workers(), engines, role, closing)
+        capture = opener.new_capture(number, self._workers(), engines, role, closing)
+        return cast("StepCapture | None", capture)
 
     def _workers(self) -> dict[str, object] | None:
         return self._at(self._boundary.entry.workers) or None if "ray" in sys.modules else None
