@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class UneditedCapture:
-    """A capture that prepares its program first, because no line of the loop calls `prepare`."""
+    """A `StepCapture` that prepares its program first, because no line of the loop calls `prepare`."""
 
     def __init__(self, capture: Capture, workers: object, engines: UneditedEngines | None, role: str) -> None:
         self.capture = capture
@@ -25,14 +25,12 @@ class UneditedCapture:
         self._role = role
 
     def open(self) -> None:
-        """See `StepCapture`."""
         if self._engines is not None and self._asks_engines():
             self._engines.number()
         prepare.before_first_step(self.capture.config, self._workers, _profilers(self._engines), self._role)
         self.capture.open()
 
     async def aopen(self) -> None:
-        """See `StepCapture`."""
         if self._engines is not None and self._asks_engines():
             await self._engines.anumber()
         profilers = _profilers(self._engines)
@@ -40,11 +38,9 @@ class UneditedCapture:
         await self.capture.aopen()
 
     def close(self, error: str | None) -> None:
-        """See `StepCapture`."""
         self.capture.close(error=error)
 
     async def aclose(self, error: str | None) -> None:
-        """See `StepCapture`."""
         await self.capture.aclose(error=error)
 
     def _asks_engines(self) -> bool:

@@ -99,7 +99,10 @@ class Session:
         number = next(n for n in numbers if not _exists(self.layout.part_of(process, run_id, n)))
         self.number = number
         """Number of this capture among those of this step in this process."""
-        self.manifest_part = ManifestPart(self.layout.part_of(process, run_id, number), part)
+        path = self.layout.part_of(process, run_id, number)
+        self.part_name = path.name
+        """The file name of this process' part of the manifest."""
+        self.manifest_part = ManifestPart(path, part)
         self.log = SpanLog(
             self.layout.spans_of(process, run_id, number),
             process=process,
@@ -128,11 +131,6 @@ class Session:
         self._handed_back = threading.Event()
         self._closed = False
         self._lock = threading.RLock()  # a signal may close the session while it is being closed
-
-    @property
-    def part_name(self) -> str:
-        """The file name of this process' part of the manifest."""
-        return self.layout.part_of(self.process, self.run_id, self.number).name
 
     def end_what_opened_late(self) -> None:
         """End what the opening has started since a signal's handler, or another thread, closed this."""
@@ -340,18 +338,15 @@ class Session:
         """True if recording is over: closed, or truncated."""
         return self._ended is not None
 
-    # What the recorded code calls, besides `log.new` and `log.begin`.
+    # What the recorded code calls, besides `log.new` and `log.begin`: see `ActiveSession`.
 
     def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
-        """Record that this step consumes a trajectory."""
         marks.mark_consumed(self.log, trajectory, begun, policy_version)
 
     def count_tokens(self, counts: Mapping[str, int]) -> None:
-        """Record tokens of this step."""
         marks.mark_tokens(self.log, counts)
 
     def advance(self) -> None:
-        """Take a step of the profiler's schedule, at the end of a mini-batch."""
         if self._windows is not None:
             self._windows.advance()
 
