@@ -136,10 +136,10 @@ def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
     if not (capture_hooks or _promised(session) or closed.apart):
         return
     _awaited.add(session.step)
-    _once_written(session, partial(_capture_done, closed, result, session))
+    once_written(session, partial(_capture_done, closed, result, session))
 
 
-def _once_written(session: Session, work: Callable[[], object]) -> None:
+def once_written(session: Session, work: Callable[[], object]) -> None:
     """Do work once the files of this process are written or given up."""
     exporter.exporter().then(work, deferred=session.config.export.when == "deferred")
 
@@ -155,7 +155,7 @@ def _capture_done(closed: ClosedCapture, result: object, session: Session) -> No
 def _worker_done(session: Session, discard: str | None) -> None:
     """Mirror the files of a worker's closed session once they are written."""
     if discard is None:
-        _once_written(session, partial(_start_chores, session, None))
+        once_written(session, partial(_start_chores, session, None))
     else:
         withdraw(session, discard)
         session.manifest_part.write()

@@ -15,7 +15,6 @@ from stepscope.files.mirror import is_whole
 from stepscope.files.storage.atomic import private
 from stepscope.files.storage.temporary import remove_abandoned
 from stepscope.recording.after import pipeline
-from stepscope.recording.output import exporter
 from stepscope.recording.process import failures
 
 if TYPE_CHECKING:
@@ -34,8 +33,7 @@ def clean_up(session: Session) -> None:
     if keep is not None and (url is None or pipeline.mirrors(session)):
         _retain(RunLayout(session.config.save_path), session.run_id, keep, url)
     # A walk through the run's folder: neither the opening nor the step waits for it.
-    deferred = session.config.export.when == "deferred"
-    exporter.exporter().then(partial(_tidy, session.config.save_path, session.layout), deferred=deferred)
+    pipeline.once_written(session, partial(_tidy, session.config.save_path, session.layout))
 
 
 def _retain(run: RunLayout, run_id: str, keep: int, url: str | None) -> None:

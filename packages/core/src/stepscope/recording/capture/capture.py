@@ -96,8 +96,7 @@ class Capture:
         if config.cuda_memory.oom_any_step != "off":
             oom.watch(config, identify(role, rank=rank), run.run_id(), step)
         names_workers = workers is not None
-        if workers is not None and omissions.none_meant(workers):
-            workers = None
+        workers = None if omissions.none_meant(workers) else workers
         asked = wanted(config, step, role, rank, alone=workers is not None or engines is not None)
         self.config = config if asked is None else asked
         self.selected = self.config.selects(step)

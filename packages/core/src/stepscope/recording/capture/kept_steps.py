@@ -16,7 +16,6 @@ from stepscope.files.clock import ClockOffset
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Ending
 from stepscope.files.requests import Request, change_requests
-from stepscope.recording.capture import omissions
 from stepscope.recording.capture.readiness import STARTING_S
 from stepscope.recording.fanout.fleet import WorkerOutcome
 from stepscope.recording.fanout.given_engines import profilers_of
@@ -71,10 +70,8 @@ def _start(config: ProfileConfig, role: str, rank: int | None, workers: object, 
     recorder = standing.start(config, identify(role, rank=rank), run.run_id(), owner=True)
     recorder.config = config
     recorder.later(partial(run.record, config, versions.versions))
-    if recorder is not before:
-        meant = None if workers is None or omissions.none_meant(workers) else workers
-        if meant is not None or engines is not None:
-            _in_background(partial(_tell, recorder, meant, engines))
+    if recorder is not before and (workers is not None or engines is not None):
+        _in_background(partial(_tell, recorder, workers, engines))
     return recorder
 
 

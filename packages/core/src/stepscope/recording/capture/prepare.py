@@ -89,7 +89,8 @@ async def _prepare(
 ) -> None:
     """Args: alone: The outcome of preparing this process; None if it is not prepared yet."""
     prepared.mark()
-    if workers is not None and not omissions.none_meant(workers):
+    workers = None if omissions.none_meant(workers) else workers
+    if workers is not None:
         omissions.workers_prepared()
     if not _may_capture(config):
         return

@@ -47,7 +47,7 @@ async def make_ready(
         EngineError: as a capture on opening.
         CaptureError: all that is wrong.
     """
-    participants = Participants(None if omissions.none_meant(workers) else workers, engines)
+    participants = Participants(workers, engines)
     configure.check(config, on_ray=participants.fleet is not None)
     if participants.profilers:
         warn_of_long_stops(config)
