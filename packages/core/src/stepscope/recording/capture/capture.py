@@ -97,15 +97,15 @@ class Capture:
             oom.watch(config, identify(role, rank=rank), run.run_id(), step)
         names_workers = workers is not None
         workers = None if omissions.none_meant(workers) else workers
-        asked = wanted(config, step, role, rank, alone=workers is not None or engines is not None)
-        self.config = config if asked is None else asked
+        requested = wanted(config, step, role, rank, alone=workers is not None or engines is not None)
+        self.config = config if requested is None else requested
         self.selected = self.config.selects(step)
         if config.instrument:
             no_step.reached(config, step, self.selected)
-        self._role = role
-        self._rank = rank
-        self._workers = workers
-        self._engines = engines
+        on_request = requested is not None
+        self._asked = Asked(
+            step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by
+        )
         self._began: baseline.Began | None = None
         """Of a step that is not selected, between its opening and its closing."""
         self._end_kept: Callable[[object], None] | None = None
@@ -115,11 +115,7 @@ class Capture:
         if self.selected:
             from stepscope.recording.capture.lifecycle import Lifecycle  # import time: asyncio
 
-            on_request = asked is not None
-            self._life = Lifecycle(
-                Asked(step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by),
-                taker=self,
-            )
+            self._life = Lifecycle(self._asked, taker=self)
         self._spent_ns = time.monotonic_ns() - began_ns
         """Time spent on making it."""
 
@@ -140,7 +136,7 @@ class Capture:
             self._begin_unselected()
             return self
         began_ns = time.monotonic_ns() - self._spent_ns
-        self._refuse_to_block_a_loop(self._life.asked)
+        self._refuse_to_block_a_loop()
         self._life.open(began_ns)
         return self
 
@@ -218,21 +214,19 @@ class Capture:
         if self._began is not None and self.config.record != "off":
             from stepscope.recording.capture import kept_steps  # import time: it reads and writes files
 
-            self._end_kept = kept_steps.begin(
-                self.step, self.config, self._role, self._rank, self._workers, self._engines
-            )
+            self._end_kept = kept_steps.begin(self._asked)
 
     def _end_unselected(self, error: object) -> None:
         """End it. A step that an exception cut short compares with no other."""
         began, self._began = self._began, None
         end_kept, self._end_kept = self._end_kept, None
         if began is not None and error is None:
-            baseline.end(began, step=self.step, save_path=self.config.save_path, role=self._role)
+            baseline.end(began, step=self.step, save_path=self.config.save_path, role=self._asked.role)
         if end_kept is not None:
             end_kept(error)
 
-    def _refuse_to_block_a_loop(self, asked: Asked) -> None:
-        if (asked.workers is None and asked.engines is None) or not in_event_loop():
+    def _refuse_to_block_a_loop(self) -> None:
+        if (self._asked.workers is None and self._asked.engines is None) or not in_event_loop():
             return
         raise CaptureError(
             "opening a capture with workers or engines would block the running event loop. "

@@ -16,6 +16,7 @@ from stepscope.files.clock import ClockOffset
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Ending
 from stepscope.files.requests import Request, change_requests
+from stepscope.recording.capture.asked import Asked
 from stepscope.recording.capture.readiness import STARTING_S
 from stepscope.recording.fanout.fleet import WorkerOutcome
 from stepscope.recording.fanout.given_engines import profilers_of
@@ -36,9 +37,7 @@ _EXPIRES_NS = 3600 * 10**9
 """Life of the request for the step after a slow one."""
 
 
-def begin(
-    number: int, config: ProfileConfig, role: str, rank: int | None, workers: object, engines: object
-) -> Callable[[object], None] | None:
+def begin(asked: Asked) -> Callable[[object], None] | None:
     """Begin a step.
 
     Returns:
@@ -46,13 +45,13 @@ def begin(
         None: the recorder could not be started, which is logged.
     """
     recorder = standing.standing()
-    if recorder is None or recorder.config is not config:
+    if recorder is None or recorder.config is not asked.config:
         try:
-            recorder = _start(config, role, rank, workers, engines)
+            recorder = _start(asked)
         except Exception as error:
             failures.note("starting the flight recorder", error)
             return None
-    return partial(_end, recorder, recorder.begin_step(number))
+    return partial(_end, recorder, recorder.begin_step(asked.step))
 
 
 def _end(recorder: Recorder, step: RecordedStep, error: object) -> None:
@@ -64,14 +63,14 @@ def _end(recorder: Recorder, step: RecordedStep, error: object) -> None:
         _in_background(partial(_capture_next, recorder.config, step.number))
 
 
-def _start(config: ProfileConfig, role: str, rank: int | None, workers: object, engines: object) -> Recorder:
+def _start(asked: Asked) -> Recorder:
     """Start the recorder of this process, and once, in the background, those of workers and engines."""
-    before = standing.standing()
-    recorder = standing.start(config, identify(role, rank=rank), run.run_id(), owner=True)
+    before, config = standing.standing(), asked.config
+    recorder = standing.start(config, identify(asked.role, rank=asked.rank), run.run_id(), owner=True)
     recorder.config = config
     recorder.later(partial(run.record, config, versions.versions))
-    if recorder is not before and (workers is not None or engines is not None):
-        _in_background(partial(_tell, recorder, workers, engines))
+    if recorder is not before and (asked.workers is not None or asked.engines is not None):
+        _in_background(partial(_tell, recorder, asked.workers, asked.engines))
     return recorder
 
 

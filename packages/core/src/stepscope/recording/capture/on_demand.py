@@ -221,12 +221,12 @@ class Listener:
         made for it: an asker has no other sign of the run.
         """
         answers = self._answers if last is None else last
-        said = msgspec.structs.replace(
+        record = msgspec.structs.replace(
             self._itself, step=self._step, run_id=run.run_id(), answers=answers, ended_ns=ended_ns
         )
-        if said != self._written:
-            write_listening(self._layout, said)
-            self._written = said
+        if record != self._written:
+            write_listening(self._layout, record)
+            self._written = record
 
 
 def _first_answer(request: Request) -> Answer:
