@@ -65,7 +65,7 @@ _step: Step | None = None
 _next = 0
 """The number of the next step that is counted."""
 calls: Counter[str] = Counter()
-"""Number of calls of each boundary, `module:name`, in this process. One writer: `begin`."""
+"""Number of calls of each boundary, `module:name`, in this process. One writer: `Call`."""
 
 
 def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
@@ -91,7 +91,7 @@ def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
 
 def _sync(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: str) -> Callable[..., Any]:
     def stepped(*args: Any, **kwargs: Any) -> Any:
-        call = begin(boundary, arguments, target, args, kwargs)
+        call = Call(boundary, arguments, target, args, kwargs)
         switch(call.before)
         try:
             result = fn(*args, **kwargs)
@@ -106,7 +106,7 @@ def _sync(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: st
 
 def _async(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: str) -> Callable[..., Any]:
     async def stepped(*args: Any, **kwargs: Any) -> Any:
-        call = begin(boundary, arguments, target, args, kwargs)
+        call = Call(boundary, arguments, target, args, kwargs)
         await aswitch(call.before)
         try:
             result = await fn(*args, **kwargs)
@@ -131,11 +131,18 @@ _NOTHING = Switch()
 
 
 class Call:
-    """One call of a boundary."""
+    """One call of a boundary `target`, which is about to be made."""
 
     def __init__(
-        self, boundary: Boundary, arguments: Arguments, args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        boundary: Boundary,
+        arguments: Arguments,
+        target: str,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> None:
+        calls[target] += 1
+        uncovered.look(target, args)
         self._boundary = boundary
         self._arguments = arguments
         self._given = (args, kwargs)
@@ -147,6 +154,8 @@ class Call:
             self._kind = None  # a step of its own inside one is a part of that
         elif self._kind in ("around", "begin"):
             self.before = self._start()
+        # Last: a worker's first capture configures it.
+        framework_settings.look(target, arguments, args, kwargs)
 
     def returned(self) -> Switch:
         """Return the change that the call's return makes."""
@@ -199,21 +208,6 @@ class Call:
             if value is not None and not (isinstance(value, (list, dict, tuple)) and not value):
                 values[name] = value
         return values
-
-
-def begin(
-    boundary: Boundary,
-    arguments: Arguments,
-    target: str,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-) -> Call:
-    """Count a call of a boundary that is about to be made, and return it."""
-    calls[target] += 1
-    uncovered.look(target, args)
-    call = Call(boundary, arguments, args, kwargs)
-    framework_settings.look(target, arguments, args, kwargs)  # last: a worker's first capture configures it
-    return call
 
 
 def switch(change: Switch) -> None:
