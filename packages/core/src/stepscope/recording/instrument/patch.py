@@ -13,6 +13,7 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
 from stepscope import switch
+from stepscope.config._words import closest
 from stepscope.errors import ConfigError
 from stepscope.recording.instrument import kinds, step_boundaries
 from stepscope.recording.instrument.call_arguments import Arguments, Condition
@@ -339,11 +340,9 @@ def absent_part(module: str) -> str | None:
 
 def _missing(module: ModuleType, name: str, parent: object, path: Sequence[str]) -> ConfigError:
     """Return the error for a name of which only `path` exists, which leads to `parent`."""
-    import difflib  # import time: only this error needs it
-
     keys = [key for key in dir(parent) if not key.startswith("__") and _can_be_timed(parent, key)]
     names = [".".join((*path, key)) for key in keys]
-    close = difflib.get_close_matches(name, names, n=1)
+    near = closest(name, names)
     fix = "use one of these" if names else "correct the module"
     if module.__name__ == "__main__":
         fix = (
@@ -354,7 +353,7 @@ def _missing(module: ModuleType, name: str, parent: object, path: Sequence[str])
         "instrument()",
         f"{module.__name__}:{name}",
         ", ".join(names[:20] + ["..."] * (len(names) > 20)) or "nothing: the module has no function",
-        f"did you mean {close[0]!r}?" if close else fix,
+        f"did you mean {near!r}?" if near else fix,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stepscope.config import BudgetConfig, ProfileConfig
 from stepscope.files.layout import RunLayout
+from stepscope.recording.counters.process_load import ProcessMemory
 
 POLL_S = 0.5
 """Interval between two looks at the memory of the process (20 us each)."""
@@ -62,11 +63,9 @@ class Watchdog:
 def resident_mb() -> int | None:
     """Return the resident memory of this process; None if the system does not report it."""
     try:
-        with open("/proc/self/statm", "rb") as file:
-            pages = int(file.read().split()[1])
+        return int(ProcessMemory().sample()[""]) // MB
     except OSError:
         return None
-    return pages * os.sysconf("SC_PAGE_SIZE") // MB
 
 
 def over_budget(config: ProfileConfig) -> str | None:
