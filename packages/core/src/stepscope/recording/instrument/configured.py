@@ -18,7 +18,7 @@ from stepscope.errors import ConfigError
 from stepscope.files.spans import CONSUME
 from stepscope.recording.instrument import arming, framework_settings, patch, uncovered
 from stepscope.recording.instrument.call_arguments import Condition
-from stepscope.recording.instrument.kinds import Paths, Timing
+from stepscope.recording.instrument.kinds import Timing
 from stepscope.recording.instrument.patch import Instrument
 from stepscope.recording.instrument.step_boundaries import Boundary, calls
 from stepscope.recording.process import failures
@@ -251,14 +251,12 @@ def _timing(entry: InstrumentConfig) -> Timing:
         attrs=dict(entry.attrs) or None,
         condition=Condition(entry.where, entry.same),
         kind=entry.kind,
-        paths=Paths(
-            id=entry.id,
-            policy_version=entry.policy_version,
-            turn=entry.index,
-            tool=entry.tool,
-            values=entry.values,
-            adapter=entry.adapter,
-            engine=entry.engine,
-            replica=entry.replica,
-        ),
+        id=entry.id,
+        policy_version=entry.policy_version,
+        turn=entry.index,
+        tool=entry.tool,
+        values=entry.values,
+        engine=entry.engine,
+        replica=entry.replica,
+        adapter=entry.adapter,
     )

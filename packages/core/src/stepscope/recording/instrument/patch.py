@@ -250,12 +250,7 @@ def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> Function
         condition.check(arguments, target)
 
     def version(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., Any]:
-        fitting = (
-            timed
-            for condition, timed in versions
-            if condition.any_call or condition.holds(arguments, args, kwargs)
-        )
-        return next(fitting, fn)
+        return next((timed for condition, timed in versions if condition.holds(arguments, args, kwargs)), fn)
 
     always = kinds.is_always(timings)
     if inspect.iscoroutinefunction(fn):
