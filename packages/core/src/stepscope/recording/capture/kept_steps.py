@@ -31,8 +31,6 @@ from stepscope.recording.recorder.steps import RecordedStep
 
 MEASURING_S = 1.0
 """Longest wait for workers whose clocks are compared again, when a step is written."""
-
-
 _EXPIRES_NS = 3600 * 10**9
 """Life of the request for the step after a slow one."""
 

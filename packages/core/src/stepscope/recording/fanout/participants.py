@@ -21,6 +21,10 @@ from stepscope.recording.session.session import Session
 class Participants:
     """Workers and engines of one capture. Outcomes go into the manifest, and no failure is raised."""
 
+    _session: Session
+    """Of the owner. Set by `join`, and so is `_group`."""
+    _group: EngineGroup
+
     def __init__(self, workers: object, engines: object) -> None:
         """Raises: ConfigError, EngineError: nothing installed knows a worker or an engine."""
         self.profilers = [] if engines is None else profilers_of(engines)
@@ -32,8 +36,6 @@ class Participants:
             self.fleet = load_fleet(workers, recorded)
         self.apart: list[str] = []
         """Workers whose files are to be fetched: they write to a folder that this process does not see."""
-        self._session: Session | None = None
-        self._group: EngineGroup | None = None
         self._released = False
 
     def join(self, session: Session) -> None:
@@ -44,21 +46,17 @@ class Participants:
 
     async def start(self) -> None:
         """Start all, and return once each has begun, failed, or used up its deadline."""
-        session, group = self._joined()
-        deadline_s = session.config.budget.fanout_seconds
-        await asyncio.gather(self._start_workers(session, deadline_s), group.start(deadline_s))
+        deadline_s = self._session.config.budget.fanout_seconds
+        await asyncio.gather(self._start_workers(deadline_s), self._group.start(deadline_s))
 
     async def stop(self, request: StopRequest, deadline_s: float) -> None:
         """Stop all that began, that may have begun, or that answered too late."""
-        session, group = self._joined()
-        workers = self._stop_workers(session.manifest_part, request, deadline_s)
-        await asyncio.gather(workers, group.stop(deadline_s))
+        await asyncio.gather(self._stop_workers(request, deadline_s), self._group.stop(deadline_s))
 
     async def gather(self, left_s: Callable[[], float]) -> None:
         """Fetch the files of workers that are apart, and of engines on their hosts."""
-        session, group = self._joined()
-        manifest_part = session.manifest_part
-        group.outcomes.look_again()  # a shared disk may lag
+        session, manifest_part = self._session, self._session.manifest_part
+        self._group.outcomes.look_again()  # a shared disk may lag
         if self.fleet is None:
             return
         home = Home(session.layout, session.config)
@@ -72,16 +70,16 @@ class Participants:
             for outcome in await self.fleet.gather(session.capture_id, files, home, left_s):
                 if outcome.name not in fetched:  # else it was asked for an engine's files; its own are here
                     _enter_fetched(manifest_part, outcome)
-            group.outcomes.look_again()
+            self._group.outcomes.look_again()
             manifest_part.write()
             for path in (home.path_of(artifact.path) for artifact in remote):
                 if path.exists() and sidecar_of(path).exists():
                     pipeline.artifact_done(path, None, manifest_part)
-        self._release(session, home)
+        self._release(home)
 
-    def _release(self, session: Session, home: Home) -> None:
+    def _release(self, home: Home) -> None:
         """Let the workers forget the capture once all is here, and no engine's files may still come."""
-        manifest_part = session.manifest_part
+        manifest_part = self._session.manifest_part
         items = manifest_part.record.expected
         is_over = (
             all(manifest_part.state(files_of(name)) == "ok" for name in self.apart)
@@ -90,11 +88,11 @@ class Participants:
         )
         if self.fleet is not None and is_over and not self._released:
             self._released = True
-            self.fleet.release(session.capture_id)
+            self.fleet.release(self._session.capture_id)
 
     def taking_part(self) -> dict[str, str]:
         """Return {worker or replica: `began`, or the reason why it takes no part}, after the start."""
-        part = self._joined()[0].manifest_part.record
+        part = self._session.manifest_part.record
         answers = dict.fromkeys((*part.began.values(), *self.apart), "began")
         answers |= {absent.name: absent.reason for absent in part.absent}
         for item in part.expected:
@@ -102,9 +100,10 @@ class Participants:
                 answers[item.name] = "began" if item.pending == "closing" else item.reason or item.state
         return answers
 
-    async def _start_workers(self, session: Session, deadline_s: float) -> None:
+    async def _start_workers(self, deadline_s: float) -> None:
         if self.fleet is None:
             return
+        session = self._session
         request = StartRequest(
             capture_id=session.capture_id,
             run_id=session.run_id,
@@ -121,16 +120,9 @@ class Participants:
         manifest_part.update(began={key: name for key, name in began.items() if name not in self.apart})
         _enter(manifest_part, outcomes)
 
-    async def _stop_workers(
-        self, manifest_part: ManifestPart, request: StopRequest, deadline_s: float
-    ) -> None:
+    async def _stop_workers(self, request: StopRequest, deadline_s: float) -> None:
         if self.fleet is not None:
-            _enter(manifest_part, await self.fleet.stop(request, deadline_s))
-
-    def _joined(self) -> tuple[Session, EngineGroup]:
-        if self._session is None or self._group is None:
-            raise RuntimeError("Participants.join comes first")
-        return self._session, self._group
+            _enter(self._session.manifest_part, await self.fleet.stop(request, deadline_s))
 
 
 def files_of(name: str) -> str:
