@@ -22,7 +22,6 @@ from stepscope.files.manifest.records import (
     Expectation,
     Kind,
     Manifest,
-    OwnCost,
     Pending,
     ProcessPart,
     State,
@@ -71,28 +70,12 @@ class ManifestPart:
         with self._lock:
             return self._items[name].state if name in self._items else None
 
-    def spend(
-        self,
-        *,
-        start_ns: int = 0,
-        stop_ns: int = 0,
-        inside_ns: int = 0,
-        export_ns: int = 0,
-        spans_ns: int = 0,
-        counters_ns: int = 0,
-    ) -> None:
-        """Add to the cost of profiling itself in this process."""
+    def spend(self, **ns: int) -> None:
+        """Add to the cost of profiling itself in this process: to fields of `OwnCost`."""
         with self._lock:
             cost = self._part.cost
-            total = OwnCost(
-                start_ns=cost.start_ns + start_ns,
-                stop_ns=cost.stop_ns + stop_ns,
-                inside_ns=cost.inside_ns + inside_ns,
-                export_ns=cost.export_ns + export_ns,
-                spans_ns=cost.spans_ns + spans_ns,
-                counters_ns=cost.counters_ns + counters_ns,
-            )
-            self.update(cost=total)
+            total = {name: getattr(cost, name) + more for name, more in ns.items()}
+            self.update(cost=msgspec.structs.replace(cost, **total))
 
     def expect(self, item: Expectation) -> None:
         """Promise an item, or replace it."""
