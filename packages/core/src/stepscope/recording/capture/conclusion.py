@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,41 +26,34 @@ _is_torch_explained = False
 
 def conclude(asked: Asked, session: Session, participants: Participants | None) -> Manifest:
     """Write the manifest, tell of problems, and remove steps that the budget leaves no room for."""
-    enter = partial(_enter_omissions, asked, session, participants)
-    # Before the fold: a trace that fails during it is told at least once, perhaps twice.
-    session.manifest_part.told = True
-    manifest = session.manifest_part.write_last(session.layout, enter)
-    _log_problems(session, manifest)
+    manifest = _write(session, partial(_enter_omissions, asked, session, participants))
     if asked.on_request:
         is_apart = participants is not None and bool(participants.apart)
         no_profiler = None if is_apart else omissions.no_profiler(session.config, manifest.processes)
         tell_asker(asked, outcome.shortfall(manifest, no_profiler))
     retention.clean_up(session)
     baseline.captured(session)
-    _note_among_steps(session)
-    return manifest
-
-
-def _note_among_steps(session: Session) -> None:
-    """Add the line of this step to those of the flight recorder."""
     recorder, part = standing.standing(), session.manifest_part.record
     if recorder is not None and part.closed is not None:
         recorder.captured(session.step, part.opened, part.closed, part.error)
+    return manifest
 
 
 def discard(asked: Asked, session: Session, reason: str) -> None:
     """Write the manifest of a capture whose recordings are unwanted."""
     pipeline.withdraw(session, reason)
-    session.manifest_part.told = True
-    manifest = session.manifest_part.write_last(session.layout, lambda _: None)
-    _log_problems(session, manifest)
+    _write(session, lambda _: None)
     tell_asker(asked, reason)
     retention.clean_up(session)
 
 
-def _log_problems(session: Session, manifest: Manifest) -> None:
+def _write(session: Session, enter: Callable[[Sequence[ProcessPart]], None]) -> Manifest:
+    # Before the fold: a trace that fails during it is told at least once, perhaps twice.
+    session.manifest_part.told = True
+    manifest = session.manifest_part.write_last(session.layout, enter)
     for line in outcome.problems_to_tell(manifest, session.process):
         failures.warn("stepscope: step %d: %s", session.step, line)
+    return manifest
 
 
 def tell_asker(asked: Asked, reason: str | None) -> None:
