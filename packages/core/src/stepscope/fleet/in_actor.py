@@ -18,7 +18,8 @@ from stepscope.recording.fanout.messages import (
     StartRequest,
     StopRequest,
 )
-from stepscope.recording.fanout.worker_side import drain_worker, prepare_worker, start_worker, stop_worker
+from stepscope.recording.fanout.worker_side import prepare_worker, start_worker, stop_worker
+from stepscope.recording.output import exporter
 from stepscope.recording.process import failures
 from stepscope.recording.spans import wrapping
 
@@ -82,7 +83,7 @@ def stop_here(instance: object, request: StopRequest) -> tuple[bool, int]:
 
 
 async def drain_here(instance: object, timeout_s: float) -> list[str]:
-    return await own_thread(drain_worker, timeout_s)
+    return await own_thread(exporter.exporter().drain, timeout_s)
 
 
 def call_here(instance: object, fn: Callable[..., T], *args: object) -> T:

@@ -27,7 +27,6 @@ from stepscope.recording.fanout.messages import (
     WorkerRequest,
 )
 from stepscope.recording.instrument import configured
-from stepscope.recording.output import exporter
 from stepscope.recording.process import sigusr1
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify
@@ -198,13 +197,6 @@ def _record(request: WorkerRequest, process: ProcessInfo) -> ProcessInfo | None:
         return None
     standing.start(request.config, process, request.run_id)
     return process
-
-
-def drain_worker(timeout_s: float) -> list[str]:
-    """Wait for this process' files and return those unfinished after `timeout_s`. Blocks: not for an event
-    loop.
-    """
-    return exporter.exporter().drain(timeout_s)
 
 
 def decorated_roles(cls: type) -> tuple[str, ...]:
