@@ -128,11 +128,7 @@ def withdraw(session: Session, reason: str) -> None:
 
 
 def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
-    """Begin the work after a closed capture once its files of this process are written.
-
-    Args:
-        result: Passed to the hooks.
-    """
+    """Begin the work after a closed capture once this process has written its files. Hooks get `result`."""
     if not (capture_hooks or _promised(session) or closed.apart):
         return
     _awaited.add(session.step)

@@ -41,12 +41,7 @@ def workers_prepared() -> None:
 
 
 def enter_missing_workers(manifest_part: ManifestPart, *, engines: bool, opened_by: OpenedBy) -> None:
-    """Enter that a capture that names no workers probably lacks them, if something says so.
-
-    Args:
-        engines: It was given engines.
-        opened_by: Who opened it, and can therefore name them.
-    """
+    """Enter that a capture that names no workers probably lacks them, if something says so."""
     reason = _missing_workers(engines=engines, opened_by=opened_by)
     if reason is not None:
         failures.warn_once(reason)
@@ -84,11 +79,7 @@ def _missing_workers(*, engines: bool, opened_by: OpenedBy) -> str | None:
 def enter_unmatched(
     manifest_part: ManifestPart, config: ProfileConfig, parts: Sequence[ProcessPart], *, engines: bool
 ) -> None:
-    """Enter roles of the configuration that match nothing in a whole capture, and that no profiler ran.
-
-    Args:
-        engines: It was given engines.
-    """
+    """Enter roles of the configuration that match nothing in a whole capture, and that no profiler ran."""
     roles = {role for part in parts for role in (part.process.role, *part.roles)}
     unmatched = unmatched_roles(config.roles, roles | {"rollout"} if engines else roles, "in this capture")
     for pattern, reason in unmatched.items():
@@ -167,10 +158,7 @@ def no_profiler(config: ProfileConfig, parts: Iterable[ProcessPart]) -> str | No
 
 def left_out(taking_part: Collection[str]) -> dict[str, int]:
     """Return {class: number} of this Ray job's actors whose class `profile_step` decorates, where no actor of
-    that class takes part.
-
-    Args:
-        taking_part: Ids of the actors that do.
+    that class is among the ids `taking_part`.
     """
     global _is_silent
     if "ray" not in sys.modules or not wrapping.declared_classes or _is_silent:

@@ -250,11 +250,7 @@ def _first_answer(request: Request) -> Answer:
 def wanted(
     config: ProfileConfig, step: int, role: str, rank: int | None, *, alone: bool
 ) -> ProfileConfig | None:
-    """Return the configuration of the request for `step`; None if nobody asks for it. Never raise.
-
-    Args:
-        alone: Whether the process is known to decide alone.
-    """
+    """As `Listener.wanted`, of this process' listener. Never raise."""
     if switch.DISABLED or not config.control.requests:
         return None
     try:

@@ -52,10 +52,7 @@ class UneditedEngines:
     """Profilers of the engines of one step: `profilers`, for its capture."""
 
     def __init__(self, groups: Mapping[str, object], config: ProfileConfig) -> None:
-        """
-        Args:
-            groups: {adapter: engines, URLs of servers, or Ray actors that hold an engine}.
-        """
+        """Args: groups: {adapter: engines, URLs of servers, or Ray actors that hold an engine}."""
         self._config = config
         self.profilers: list[EngineProfiler] = []
         self._rollouts: list[tuple[str, RayRollout]] = []

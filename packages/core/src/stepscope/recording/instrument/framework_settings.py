@@ -23,11 +23,7 @@ _latest: int | None = None
 
 
 def expect(presets: Iterable[Preset], installed: Callable[[str], str | None]) -> None:
-    """Read settings of the frameworks of these presets.
-
-    Args:
-        installed: Returns the installed version of a distribution.
-    """
+    """Read settings of the frameworks of these presets. `installed` returns a distribution's version."""
     global _latest
     _latest = None
     _sources.clear()

@@ -50,14 +50,12 @@ class Watchdog:
         if time.monotonic() >= self._until:
             return f"budget.seconds: open for more than {self._budget.seconds:g} s"
         limit_mb, now_mb = self._budget.memory_mb, resident_mb()
-        if (
-            limit_mb is None
-            or now_mb is None
-            or self._began_mb is None
-            or now_mb - self._began_mb <= limit_mb
-        ):
+        if limit_mb is None or now_mb is None or self._began_mb is None:
             return None
-        return f"budget.memory_mb: the process grew by {now_mb - self._began_mb} MB, {limit_mb} allowed"
+        grown_mb = now_mb - self._began_mb
+        if grown_mb <= limit_mb:
+            return None
+        return f"budget.memory_mb: the process grew by {grown_mb} MB, {limit_mb} allowed"
 
 
 def resident_mb() -> int | None:

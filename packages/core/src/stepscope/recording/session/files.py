@@ -15,11 +15,7 @@ from stepscope.recording.spans.log import SpanLog, span_cost_ns
 def counters_of(
     config: ProfileConfig, layout: StepLayout, spans: SpanLog, part: ManifestPart, number: int
 ) -> CounterLog | None:
-    """Return the counters of a session; None without a rate (`counters: off`).
-
-    Args:
-        number: Of this capture among those of this step in this process.
-    """
+    """Return the counters of a session; None without a rate (`counters: off`)."""
     if not config.counters.hz:
         return None
     from stepscope.recording.counters.catalogue import openers  # import time: 15 ms
