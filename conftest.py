@@ -95,7 +95,7 @@ PROCESS_STATE = {
     "stepscope.recording.after.pipeline": ("artifact_hooks", "capture_hooks", "report_hooks", "_failed"),
     "stepscope.recording.capture.conclusion": ("_is_torch_explained",),
     "stepscope.recording.capture.configure": ("_configured",),
-    "stepscope.recording.capture.omissions": ("_prepared",),
+    "stepscope.recording.capture.omissions": ("_prepared", "_is_silent"),
     "stepscope.recording.instrument.no_step": ("_config", "_steps", "_selected"),
     "stepscope.recording.instrument.patch": ("refusals",),
     "stepscope.recording.process.failures": ("_noted", "_warned"),

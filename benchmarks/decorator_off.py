@@ -24,7 +24,7 @@ from _peers import Peer
 from stepscope import profile_step
 from stepscope.recording.instrument import kinds
 from stepscope.recording.instrument.call_arguments import Condition
-from stepscope.recording.instrument.kinds import Paths, Timing
+from stepscope.recording.instrument.kinds import Timing
 
 CALLS = 20_000
 ANY_CALL = Condition({}, {})
@@ -152,8 +152,8 @@ def compare(
 
 
 ENTRIES = {
-    "a tool": Timing("env", None, None, ANY_CALL, "tool", Paths(tool="batch")),
-    "a trajectory": Timing("agent_loop", None, None, ANY_CALL, "trajectory", Paths(id=("batch",))),
+    "a tool": Timing("env", None, None, ANY_CALL, "tool", tool="batch"),
+    "a trajectory": Timing("agent_loop", None, None, ANY_CALL, "trajectory", ("batch",)),
     "a turn": Timing("agent_loop", None, None, ANY_CALL, "turn"),
 }
 

@@ -150,14 +150,14 @@ def test_a_process_is_a_driver_or_a_worker_and_not_both_at_once(config: ProfileC
         for cap in opened:
             cap.close()
         for name in began:
-            assert stop_worker(StopRequest(capture_id=name)).process is not None
+            assert stop_worker(StopRequest(capture_id=name))
 
 
 def test_a_worker_that_is_stopped_while_it_starts_does_not_stay_open(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def open_while_stopped(session: Session) -> None:
-        assert stop_worker(StopRequest(capture_id="c")).process is None
+        assert not stop_worker(StopRequest(capture_id="c"))
         opening(session)
 
     opening = Session.open_files

@@ -27,6 +27,7 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import Expectation, Manifest, ProcessPart
 from stepscope.files.requests import read_listening
+from stepscope.files.storage.arrival import Arrival
 from stepscope.recording.after import pipeline, programs
 from stepscope.recording.capture import on_demand
 from stepscope.recording.capture.files import CapturedFiles
@@ -232,7 +233,7 @@ def test_an_engine_takes_part_in_a_capture_that_was_asked_for_with_its_roles_and
     assert not part_of(manifest, "host-b").recorded  # the request names the rollout alone
     listener = on_demand._listener
     assert listener is not None
-    others = listener._said.answers[request].others
+    others = listener._answers[request].others
     assert [others["replica 0"], others["replica 1"]] == ["began", "began"]
 
 
@@ -247,7 +248,7 @@ def test_a_request_for_one_replica_leaves_the_other_alone_and_says_so(
     assert states == {"replica 0": "ok", "replica 1": "skipped"}
     listener = on_demand._listener
     assert listener is not None
-    others = listener._said.answers[request].others
+    others = listener._answers[request].others
     assert others["replica 0"] == "began"
     assert "selects the first rank" in others["replica 1"]
 
@@ -410,6 +411,7 @@ def test_a_link_at_home_leads_no_file_out_of_it(step: StepLayout, tmp_path: Path
 
 def test_a_file_that_is_given_up_leaves_nothing(step: StepLayout) -> None:
     arrival = fetch.Home(step, ProfileConfig()).begin(fetch.Remote(path="spans/x.jsonl", size_bytes=9))
+    assert isinstance(arrival, Arrival)
     arrival.add(b"half")
     arrival.give_up()
     assert list(step.spans.iterdir()) == []
@@ -423,7 +425,9 @@ class Fleet:
     def __init__(self) -> None:
         self.released = []
 
-    async def gather(self, request: object, home: object, left_s: object) -> list[WorkerOutcome]:
+    async def gather(
+        self, capture_id: str, engine_files: object, home: object, left_s: object
+    ) -> list[WorkerOutcome]:
         return [WorkerOutcome(name="actor[0]", state="ok", reason=None, process=None)]
 
     def release(self, capture_id: str) -> None:

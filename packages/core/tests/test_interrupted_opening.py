@@ -205,10 +205,8 @@ def test_a_signal_at_any_moment_of_a_profilers_start_and_stop_leaves_it_off(
     part = ProcessPart(run_id="r", step=1, process=process, owner=True, opened=anchor, recorded=True, why="")
     kind(config).prepare()
     for number in itertools.count():
-        windows = Windows(
-            kind(config), config=config, layout=RunLayout(tmp_path).step(1), process=process, step=1,
-            run_id="r", manifest_part=ManifestPart(tmp_path / "part", part),
-        )  # fmt: skip
+        manifest_part = ManifestPart(tmp_path / "part", part)
+        windows = Windows(kind(config), config, RunLayout(tmp_path).step(1), manifest_part, None)
         signal = Signal(number, lambda w=windows: handler(lambda: w.finish(discard="closed")))  # type: ignore[misc]  # mypy
         with under(signal):
             windows.open(None, "actor")

@@ -69,7 +69,7 @@ def train(config: ProfileConfig, steps: range) -> None:
 def answer(request: str) -> Answer:
     listener = on_demand._listener
     assert listener is not None
-    return listener._said.answers[request]
+    return listener._answers[request]
 
 
 def ask(config: ProfileConfig, steps: str = "next", *, next_run: bool = True, **other: object) -> str:

@@ -230,8 +230,8 @@ def test_somebody_asks_for_the_last_steps(tmp_path: Path) -> None:
     assert list(layout.steps()) == [5, 6, 7]
     listening = on_demand._listener
     assert listening is not None
-    assert listening._said.answers[request].state == "captured"
-    assert listening._said.answers[request].steps == [5, 6, 7]
+    assert listening._answers[request].state == "captured"
+    assert listening._answers[request].steps == [5, 6, 7]
     with capture(8, config=config):
         assert slot.session() is None, "such a request captures no step to come"
 

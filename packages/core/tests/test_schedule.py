@@ -38,75 +38,42 @@ STAR = ProfileConfig(steps=[2], roles={"*": {"ranks": "first"}})
 def test_role_and_rank_decide_at_a_captured_step(
     role: str, rank: int | None, record: bool, reason: str
 ) -> None:
-    assert decide(CONFIG, step=2, role=role, rank=rank) == Decision(record=record, reason=reason, spans=True)
-
-
-def test_a_step_that_is_not_selected_records_nothing_not_even_spans() -> None:
-    reason = "step 3 is not selected by steps [2, 10:50:10]"
-    assert decide(CONFIG, step=3, role="actor", rank=0) == Decision(record=False, reason=reason, spans=False)
-
-
-def test_without_steps_the_reason_says_so() -> None:
-    decision = decide(ProfileConfig(), step=0, role="actor", rank=0)
-    assert decision == Decision(record=False, reason="steps is empty, so no step is captured", spans=False)
-
-
-def test_spans_are_recorded_in_every_process_of_a_captured_step() -> None:
-    roles = ["actor", "rollout", "ref", "env"]
-    assert all(decide(CONFIG, step=10, role=role, rank=rank).spans for role in roles for rank in (None, 0, 5))
+    assert decide(CONFIG, role=role, rank=rank) == Decision(record=record, reason=reason)
 
 
 def test_in_a_world_of_one_an_unknown_rank_is_0() -> None:
-    decision = decide(CONFIG, step=2, role="actor", rank=None, world_size=1)
+    decision = decide(CONFIG, role="actor", rank=None, world_size=1)
     assert (decision.record, decision.reason) == (True, "rank 0 is in roles.actor.ranks [0, 8]")
 
 
 def test_a_known_rank_is_kept_in_a_world_of_one() -> None:
-    assert not decide(CONFIG, step=2, role="actor", rank=3, world_size=1).record
+    assert not decide(CONFIG, role="actor", rank=3, world_size=1).record
 
 
 def test_the_same_arguments_decide_the_same() -> None:
-    assert decide(CONFIG, step=2, role="actor", rank=8) == decide(CONFIG, step=2, role="actor", rank=8)
+    assert decide(CONFIG, role="actor", rank=8) == decide(CONFIG, role="actor", rank=8)
 
 
 def test_a_process_of_several_roles_records_when_one_is_selected_and_says_which() -> None:
-    decision = decide_process(CONFIG, step=2, roles=["env", "actor", "ref"], rank=8)
-    assert decision == Decision(
-        record=True, reason="role 'actor': rank 8 is in roles.actor.ranks [0, 8]", spans=True
-    )
+    decision = decide_process(CONFIG, roles=["env", "actor", "ref"], rank=8)
+    assert decision == Decision(record=True, reason="role 'actor': rank 8 is in roles.actor.ranks [0, 8]")
 
 
 def test_a_process_of_several_roles_that_are_all_refused_says_why_each_is() -> None:
-    decision = decide_process(CONFIG, step=2, roles=["env", "actor"], rank=3)
+    decision = decide_process(CONFIG, roles=["env", "actor"], rank=3)
     assert decision == Decision(
         record=False,
         reason="no pattern in roles matches role 'env'; rank 3 is not in roles.actor.ranks [0, 8]",
-        spans=True,
     )
 
 
 def test_one_reason_for_several_roles_is_said_once() -> None:
-    decision = decide_process(STAR, step=2, roles=["actor", "ref"], rank=3)
+    decision = decide_process(STAR, roles=["actor", "ref"], rank=3)
     assert decision.reason == "roles.* selects the first rank and this is rank 3"
 
 
 def test_a_process_of_one_role_decides_as_that_role() -> None:
-    assert decide_process(CONFIG, step=2, roles=["actor"], rank=3) == decide(
-        CONFIG, step=2, role="actor", rank=3
-    )
-
-
-def test_a_process_without_a_role_keeps_its_spans() -> None:
-    decision = decide_process(STAR, step=2, roles=[], rank=0)
-    assert decision == Decision(
-        record=False, reason="this process has no role that roles could select", spans=True
-    )
-
-
-def test_a_process_at_a_step_that_is_not_selected_does_nothing() -> None:
-    decision = decide_process(CONFIG, step=3, roles=["actor", "env"], rank=0)
-    assert (decision.record, decision.spans) == (False, False)
-    assert decision.reason == "step 3 is not selected by steps [2, 10:50:10]"
+    assert decide_process(CONFIG, roles=["actor"], rank=3) == decide(CONFIG, role="actor", rank=3)
 
 
 @pytest.mark.parametrize(

@@ -5,42 +5,38 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
 from stepscope.files.storage.processes import boot_id
-from stepscope.recording.fanout import fetch
-from stepscope.recording.fanout.fetch import Remote
 from stepscope.recording.fanout.messages import (
     PrepareAnswer,
     PrepareRequest,
     StartAnswer,
     StartRequest,
-    StopAnswer,
     StopRequest,
 )
-from stepscope.recording.fanout.worker_side import drain_worker, prepare_worker, start_worker, stop_worker
+from stepscope.recording.fanout.worker_side import prepare_worker, start_worker, stop_worker
+from stepscope.recording.output import exporter
 from stepscope.recording.process import failures
 from stepscope.recording.spans import wrapping
 
-
-class Where(NamedTuple):
-    """The process that answers."""
-
-    pid: int
-    machine: str | None
-
+T = TypeVar("T")
 
 _turn = threading.Lock()
 """Serializes starts and stops: threaded and async actors run calls side by side, in any order."""
 
 
-def start_here(instance: object, request: StartRequest, expires_ns: int) -> tuple[StartAnswer, Where]:
+def start_here(instance: object, request: StartRequest, expires_ns: int) -> tuple[StartAnswer, str | None]:
     """Open the capture in this process.
 
     Args:
         expires_ns: End of the wait for this start, on this machine's wall clock.
+
+    Returns:
+        The answer, and the id of this machine's boot.
 
     Raises:
         EngineError: the start has expired.
@@ -50,7 +46,7 @@ def start_here(instance: object, request: StartRequest, expires_ns: int) -> tupl
             raise EngineError("start expired: the worker was still busy at the deadline")
         answer = start_worker(request, instance)
         renew_methods(instance)
-        return answer, _where()
+        return answer, boot_id()
 
 
 def prepare_here(instance: object, request: PrepareRequest) -> PrepareAnswer:
@@ -80,26 +76,16 @@ def renew_methods(instance: object) -> None:
         failures.note("instrumenting the methods that Ray calls (`stepscope run` does so earlier)", error)
 
 
-def stop_here(instance: object, request: StopRequest) -> tuple[StopAnswer, Where]:
+def stop_here(instance: object, request: StopRequest) -> tuple[bool, int]:
+    """Close the capture in this process. Return whether it was open, and the id of the process."""
     with _turn:
-        return stop_worker(request), _where()
+        return stop_worker(request), os.getpid()
 
 
 async def drain_here(instance: object, timeout_s: float) -> list[str]:
-    return await own_thread(drain_worker, timeout_s)
+    return await own_thread(exporter.exporter().drain, timeout_s)
 
 
-def files_here(instance: object, capture_id: str, engine_files: list[str]) -> list[Remote]:
-    return fetch.files_of(capture_id, engine_files)
-
-
-def piece_here(instance: object, capture_id: str, path: str, offset: int) -> bytes:
-    return fetch.piece_of(capture_id, path, offset)
-
-
-def release_here(instance: object, capture_id: str) -> None:
-    fetch.release(capture_id)
-
-
-def _where() -> Where:
-    return Where(os.getpid(), boot_id())
+def call_here(instance: object, fn: Callable[..., T], *args: object) -> T:
+    """Call a function that needs no actor."""
+    return fn(*args)

@@ -16,7 +16,7 @@ from stepscope.errors import ConfigError
 from stepscope.fleet.ray_worker import Worker
 from stepscope.recording.fanout.fetch import Home
 from stepscope.recording.fanout.fleet import WorkerOutcome, not_workers
-from stepscope.recording.fanout.messages import GatherRequest, PrepareRequest, StartRequest, StopRequest
+from stepscope.recording.fanout.messages import PrepareRequest, StartRequest, StopRequest
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -70,17 +70,15 @@ def fleet_of(
 
 
 class RayFleet:
-    """The Ray actors of one capture."""
+    """The Ray actors of one capture. See `Fleet`."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers = workers
 
     async def prepare(self, request: PrepareRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Pay the profiler's one-off costs on all workers at once; one outcome each."""
         return await asyncio.gather(*(worker.prepare(request, deadline_s) for worker in self.workers))
 
     async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Open the capture on all workers at once; one outcome each. A cancelled start is taken back."""
         try:
             return await asyncio.gather(*(worker.start(request, deadline_s) for worker in self.workers))
         except BaseException:
@@ -90,31 +88,24 @@ class RayFleet:
             raise
 
     async def stop(self, request: StopRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Close the capture on the workers that began, or may have; one outcome each."""
         asked = [worker for worker in self.workers if worker.begun is not None or worker.in_doubt]
         return await asyncio.gather(*(worker.stop(request, deadline_s) for worker in asked))
 
     async def drain(self, timeout_s: float) -> list[WorkerOutcome]:
-        """Wait until the workers that began have written their files; one outcome each."""
         begun = [worker for worker in self.workers if worker.begun is not None]
         return await asyncio.gather(*(worker.drain(timeout_s) for worker in begun))
 
     async def gather(
-        self, request: GatherRequest, home: Home, left_s: Callable[[], float]
+        self, capture_id: str, engine_files: dict[str, list[str]], home: Home, left_s: Callable[[], float]
     ) -> list[WorkerOutcome]:
-        """Fetch the files of the workers that are apart; one outcome each.
-
-        The first worker on an engine's host also sends the engine's files.
-        """
         apart = [worker for worker in self.workers if worker.begun is not None and worker.begun.apart]
-        files = dict(request.engine_files)
+        files = dict(engine_files)  # the first worker on an engine's host also sends the engine's files
         asked = [(worker, files.pop(worker.host, [])) for worker in apart]
         return await asyncio.gather(
-            *(worker.gather(request.capture_id, named, home, left_s) for worker, named in asked)
+            *(worker.gather(capture_id, named, home, left_s) for worker, named in asked)
         )
 
     def release(self, capture_id: str) -> None:
-        """Let the workers that are apart forget their files, which are here. Does not wait."""
         for worker in self.workers:
             if worker.begun is not None and worker.begun.apart:
                 worker.release(capture_id)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from socket import gethostname
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,13 +21,16 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.arrival import Arrival
 from stepscope.files.storage.processes import boot_id
 from stepscope.fleet import in_actor
+from stepscope.recording.fanout import fetch
 from stepscope.recording.fanout.fetch import Home, Remote
 from stepscope.recording.fanout.fleet import WorkerOutcome
-from stepscope.recording.fanout.messages import PrepareRequest, StartRequest, StopRequest
+from stepscope.recording.fanout.messages import PrepareRequest, StartRequest, StopRequest, WorkerRequest
 from stepscope.recording.process.clock import Estimate, Exchange, estimate_offset
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+R = TypeVar("R", bound=WorkerRequest)
 
 _EXCHANGES = 3
 """Small exchanges after a start or stop, to compare clocks: the shortest one counts."""
@@ -43,7 +46,8 @@ class Begun(NamedTuple):
     """Answer of a worker to its start."""
 
     process: ProcessInfo
-    where: in_actor.Where
+    here: bool
+    """It runs on this machine."""
     apart: bool
 
 
@@ -67,33 +71,29 @@ class Worker:
     async def prepare(self, request: PrepareRequest, deadline_s: float) -> WorkerOutcome:
         if self.spans_only is not None and not request.record_only:  # its engine's own check does it
             return dataclasses.replace(self._outcome("ok"), roles=(self._role or "rollout",))
-        request = msgspec.structs.replace(
-            request,
-            role=self._role or request.role,
-            position=self._position,
-            world_size=self._world_size,
-            replica=self.replica,
-        )
-        outcome = await self._within(deadline_s, "prepare", self._prepare(request))
+        outcome = await self._within(deadline_s, "prepare", self._prepare(self._addressed(request)))
         if not request.record_only or outcome.process is None:
             return outcome
         # The flight recorder places the spans of other hosts by what is measured here.
         return await self._compared(outcome, outcome.process, f"_{gethostname()}_pid" in outcome.process)
 
     async def start(self, request: StartRequest, deadline_s: float) -> WorkerOutcome:
-        request = msgspec.structs.replace(
-            request,
-            role=self._role or request.role,
-            position=self._position,
-            world_size=self._world_size,
-            replica=self.replica,
-            spans_only=self.spans_only,
-        )
+        request = msgspec.structs.replace(self._addressed(request), spans_only=self.spans_only)
         until_s = time.monotonic() + deadline_s
         outcome = await self._within(deadline_s, "start", self._start(request, until_s))
         if outcome.state != "ok":
             self.take_back(request.capture_id, outcome.reason or outcome.state)
         return await self._with_clock(outcome)
+
+    def _addressed(self, request: R) -> R:
+        """Return the request with what says which of the workers this is."""
+        return msgspec.structs.replace(
+            request,
+            role=self._role or request.role,
+            position=self._position,
+            world_size=self._world_size,
+            replica=self.replica,
+        )
 
     def take_back(self, capture_id: str, reason: str) -> None:
         """End the capture that the worker began, or has yet to begin."""
@@ -120,7 +120,7 @@ class Worker:
         return self._outcome("ok") if left is None else self._outcome("failed", left)
 
     def release(self, capture_id: str) -> None:
-        self._line.tell(in_actor.release_here, capture_id)
+        self._line.tell(in_actor.call_here, fetch.release, capture_id)
 
     @property
     def host(self) -> str:
@@ -136,16 +136,15 @@ class Worker:
                 self._line.call(in_actor.drain_here, min(1.0, left_s())), left_s() + 1
             )
         files = await asyncio.wait_for(
-            self._line.call(in_actor.files_here, capture_id, engine_files), left_s()
+            self._line.call(in_actor.call_here, fetch.files_of, capture_id, engine_files), left_s()
         )
         refused: str | None = None
         for file in files:
-            if not await own_thread(home.lacks, file):
-                continue
-            reason = await own_thread(home.refuses, file)
-            if reason is None:
-                await self._fetch_file(capture_id, file, await own_thread(home.begin, file), left_s)
-            refused = refused or reason
+            arrival = await own_thread(home.begin, file)
+            if isinstance(arrival, Arrival):
+                await self._fetch_file(capture_id, file, arrival, left_s)
+            else:
+                refused = refused or arrival
         if refused is not None:
             return f"traces were left on {self.host}: {refused}"
         if not any(home.is_part(file) for file in files):
@@ -158,7 +157,9 @@ class Worker:
     ) -> None:
         try:
             while arrival.bytes < file.size_bytes:
-                call = self._line.call(in_actor.piece_here, capture_id, file.path, arrival.bytes)
+                call = self._line.call(
+                    in_actor.call_here, fetch.piece_of, capture_id, file.path, arrival.bytes
+                )
                 piece = await asyncio.wait_for(call, left_s())
                 if not piece:
                     raise EngineError(f"{file.path} became shorter while it was fetched")
@@ -176,12 +177,13 @@ class Worker:
             await self._line.ask(present)
             now_ns = self._line.stamps[-1].answered_ns
         expires_ns = now_ns + int((until_s - time.monotonic()) * 1e9)
-        answer, where = await self._line.call(in_actor.start_here, request, expires_ns)
-        if _is_here(where):
+        answer, machine = await self._line.call(in_actor.start_here, request, expires_ns)
+        here = machine is not None and machine == boot_id()
+        if here:
             _here.add(self.actor_id)
         if answer.refused is not None:
             return self._outcome("skipped" if answer.off else "failed", answer.refused)
-        self.begun = Begun(answer.process, where, answer.apart)
+        self.begun = Begun(answer.process, here, answer.apart)
         return dataclasses.replace(self._outcome("ok"), apart=answer.apart)
 
     async def _prepare(self, request: PrepareRequest) -> WorkerOutcome:
@@ -192,8 +194,8 @@ class Worker:
 
     async def _stop(self, request: StopRequest) -> WorkerOutcome:
         # After a timeout here it goes on in the worker: a late stop still closes.
-        answer, where = await self._line.call(in_actor.stop_here, request, keep=True)
-        if answer.process is None and self.begun is not None and self.begun.where.pid != where.pid:
+        was_open, pid = await self._line.call(in_actor.stop_here, request, keep=True)
+        if not was_open and self.begun is not None and self.begun.process.pid != pid:
             return self._outcome("missing", "the actor restarted: what it had recorded is lost")
         return self._outcome("ok")
 
@@ -222,7 +224,7 @@ class Worker:
         """Add the worker's clock to its outcome. A worker that answered in time never fails for it."""
         if self.begun is None or outcome.state != "ok":
             return outcome
-        return await self._compared(outcome, self.begun.process.key, _is_here(self.begun.where))
+        return await self._compared(outcome, self.begun.process.key, self.begun.here)
 
     async def _compared(self, outcome: WorkerOutcome, process: str, here: bool) -> WorkerOutcome:
         """Add the clock of a process to the worker's outcome. `here`: it runs on this machine."""
@@ -250,11 +252,6 @@ class Worker:
     def _outcome(self, state: State, reason: str | None = None) -> WorkerOutcome:
         process = None if self.begun is None else self.begun.process.key
         return WorkerOutcome(name=self.name, state=state, reason=reason, process=process)
-
-
-def _is_here(where: in_actor.Where) -> bool:
-    """Return whether a process is on this machine."""
-    return where.machine is not None and where.machine == boot_id()
 
 
 def _brief(actor: ActorHandle[Any]) -> str:

@@ -39,11 +39,7 @@ def problems_to_tell(manifest: Manifest, process: ProcessInfo) -> list[str]:
 
 
 def shortfall(manifest: Manifest, no_profiler: str | None) -> str | None:
-    """Return the problems of a capture in one line; None when all is well so far.
-
-    Args:
-        no_profiler: Why nothing recorded though a profiler was to run.
-    """
+    """Return the problems of a capture, or else `no_profiler`, in one line; None when all is well so far."""
     problems = manifest.problems()
     if not problems:
         return no_profiler
@@ -52,12 +48,7 @@ def shortfall(manifest: Manifest, no_profiler: str | None) -> str | None:
 
 
 def summary(manifest: Manifest, folder: Path, save_path: str, apart: Sequence[str]) -> str:
-    """Return one line for the log: participants, traces (pending ones too), and the folder.
-
-    Args:
-        folder: Of the step.
-        apart: Workers whose files are fetched.
-    """
+    """Return one line for the log: participants, traces (pending ones too), and the step's folder."""
     items = [item for part in manifest.processes for item in part.expected]
     traces = sum(len(item.artifacts) + (item.pending == "exporting") for item in items)
     processes = len(manifest.processes)

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
+from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest.records import Ending, Expectation, awaited
-from stepscope.files.mirror import is_whole
 from stepscope.files.scalars import StepScalars
 from stepscope.files.sidecar import Sidecar
 from stepscope.recording.after.programs import COMMAND, MIRROR, SCALARS, Chores, ClosedCapture
@@ -35,7 +34,7 @@ capture_hooks: list[Callable[[Any], object]] = []
 report_hooks: list[Callable[[StepScalars], object]] = []
 """These lists have one writer: `stepscope.recording.after.hooks`."""
 _awaited: set[int] = set()
-"""Closed steps whose files are being written. Writers: `hand_over`, `capture_done`, `_forget`."""
+"""Closed steps whose files are being written. Writers: `hand_over`, `_capture_done`, `_forget`."""
 _failed: set[object] = set()
 """Hooks whose failure was logged. One writer: `_Hook`."""
 
@@ -65,15 +64,14 @@ class _Hook:
             failures.warn("stepscope: the %s failed (logged once): %s", self._name, reason)
 
 
-def _new_hooks() -> WorkQueue[_Hook]:
-    return WorkQueue("stepscope-hooks", _Hook.__call__)
+def _new_queues() -> tuple[WorkQueue[_Hook], WorkQueue[Chores]]:
+    return (
+        WorkQueue("stepscope-hooks", _Hook.__call__),
+        WorkQueue("stepscope-finish", Chores.__call__),
+    )
 
 
-def _new_commands() -> WorkQueue[Chores]:
-    return WorkQueue("stepscope-finish", Chores.__call__)
-
-
-_hooks, _commands = _new_hooks(), _new_commands()
+_hooks, _commands = _new_queues()
 """One writer: this module."""
 
 
@@ -110,7 +108,7 @@ def promise_in_worker(session: Session, *, apart: bool) -> None:
     """
     if apart and session.config.finish.mirror is not None:
         _expect(session, [MIRROR])
-        session.when_closed = worker_done
+        session.when_closed = _worker_done
 
 
 def _expect(session: Session, names: Sequence[str]) -> None:
@@ -129,45 +127,42 @@ def withdraw(session: Session, reason: str) -> None:
         session.manifest_part.expect(Expectation(name=name, kind="after", state="skipped", reason=reason))
 
 
-def wanted(session: Session) -> bool:
-    """Return whether there is work after the capture."""
-    return bool(capture_hooks or _promised(session))
-
-
 def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
-    """Begin the work after a closed capture once its files of this process are written.
-
-    Args:
-        result: Passed to the hooks.
-    """
-    if not (wanted(session) or closed.apart):
+    """Begin the work after a closed capture once this process has written its files. Hooks get `result`."""
+    if not (capture_hooks or _promised(session) or closed.apart):
         return
     _awaited.add(session.step)
-    deferred = session.config.export.when == "deferred"
-    exporter.exporter().then(partial(capture_done, closed, result, session), deferred=deferred)
+    once_written(session, partial(_capture_done, closed, result, session))
 
 
-def capture_done(closed: ClosedCapture, result: object, session: Session) -> None:
-    """Queue hooks and programs, once the files of this process are written or given up."""
+def once_written(session: Session, work: Callable[[], object]) -> None:
+    """Do work once the files of this process are written or given up."""
+    exporter.exporter().then(work, deferred=session.config.export.when == "deferred")
+
+
+def _capture_done(closed: ClosedCapture, result: object, session: Session) -> None:
     for hook in tuple(capture_hooks):
         _hooks.put(_Hook("on_capture", hook, partial(hook, result), session.manifest_part))
     if _promised(session) or closed.apart:
-        _commands.put(Chores(session, closed, _tell_figures(session)))
+        _start_chores(session, closed)
     _awaited.discard(session.step)  # last: it is in the line now
 
 
-def worker_done(session: Session, discard: str | None) -> None:
+def _worker_done(session: Session, discard: str | None) -> None:
     """Mirror the files of a worker's closed session once they are written."""
-    if discard is not None:
+    if discard is None:
+        once_written(session, partial(_start_chores, session, None))
+    else:
         withdraw(session, discard)
         session.manifest_part.write()
-        return
-    deferred = session.config.export.when == "deferred"
-    exporter.exporter().then(partial(_start_chores, session), deferred=deferred)
 
 
-def _start_chores(session: Session) -> None:
-    _commands.put(Chores(session, None, _tell_figures(session)))
+def _start_chores(session: Session, closed: ClosedCapture | None) -> None:
+    def tell(scalars: StepScalars) -> None:
+        for hook in tuple(report_hooks):
+            _hooks.put(_Hook("on_report", hook, partial(hook, scalars), session.manifest_part))
+
+    _commands.put(Chores(session, closed, tell))
 
 
 def busy_steps(run: RunLayout) -> set[int]:
@@ -176,21 +171,12 @@ def busy_steps(run: RunLayout) -> set[int]:
     written = {
         at for at, step in run.steps().items() if any(file.is_relative_to(step.root) for file in files)
     }
-    return written | _awaited | {job.step for job in _unfinished_commands()}
+    return written | _awaited | {job.step for job in _commands.unfinished()}
 
 
 def mirrors(session: Session) -> bool:
     """Return whether this process copies the step. Otherwise another rank knows when it may be removed."""
     return session.manifest_part.state(MIRROR) not in (None, "skipped")
-
-
-def is_mirrored(session: Session, step: StepLayout) -> bool:
-    """Return whether the mirror has all files of a step; True without a mirror."""
-    url = session.config.finish.mirror
-    try:
-        return url is None or is_whole(step, url)
-    except OSError:
-        return False
 
 
 def artifact_done(path: Path, sidecar: Sidecar | None, manifest_part: ManifestPart) -> None:
@@ -199,14 +185,6 @@ def artifact_done(path: Path, sidecar: Sidecar | None, manifest_part: ManifestPa
     """
     for hook in tuple(artifact_hooks):
         _hooks.put(_Hook("on_artifact", hook, partial(_tell, hook, path, sidecar), manifest_part))
-
-
-def _tell_figures(session: Session) -> Callable[[StepScalars], None]:
-    def tell(scalars: StepScalars) -> None:
-        for hook in tuple(report_hooks):
-            _hooks.put(_Hook("on_report", hook, partial(hook, scalars), session.manifest_part))
-
-    return tell
 
 
 def _tell(hook: Callable[[Path, Sidecar], object], path: Path, sidecar: Sidecar | None) -> None:
@@ -230,7 +208,7 @@ def end(reason: str, deadline_s: float, *, patient: bool) -> None:
     """
     until = time.monotonic() + deadline_s
     _leave_hooks(reason, deadline_s)
-    jobs = _unfinished_commands()
+    jobs = _commands.unfinished()
     if not jobs:
         return
     left_s = max(0.0, until - time.monotonic())
@@ -242,7 +220,7 @@ def end(reason: str, deadline_s: float, *, patient: bool) -> None:
             failures.warn("stepscope: waiting for the work after captures (`finish`), at most %d s", left_s)
         _commands.drain(left_s)
     finally:  # an impatient Ctrl-C must not leave the command behind
-        for late in _unfinished_commands():
+        for late in _commands.unfinished():
             late.give_up(f"unfinished at the end: {reason}")
         _commands.drain(1)  # for its record
     _leave_hooks(reason, 1)  # those of figures that came last
@@ -253,15 +231,11 @@ def _leave_hooks(reason: str, timeout_s: float) -> None:
         call.give_up(f"unfinished at the end: {reason}")
 
 
-def _unfinished_commands() -> list[Chores]:
-    return _commands.unfinished()
-
-
 def _forget() -> None:
     # The parent's work is the parent's, and its threads are not here.
     global _hooks, _commands
     _awaited.clear()
-    _hooks, _commands = _new_hooks(), _new_commands()
+    _hooks, _commands = _new_queues()
 
 
 shutdown.on_exit("files and what comes after them", _end_of_process, order=20)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from socket import gethostname
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -37,16 +38,13 @@ class ClosedCapture(Protocol):
         """Workers whose files are fetched."""
         ...
 
-    def drain_workers(self, timeout_s: float) -> None:
-        """Wait until the workers have written their files."""
-        ...
+    def await_others(self, left_s: Callable[[], float], pause: Callable[[], object], *, drain: bool) -> None:
+        """Wait until the other processes have written their files, and fetch those of workers that are apart.
 
-    def gather(self, left_s: Callable[[], float]) -> None:
-        """Fetch the files of workers that are apart."""
-        ...
-
-    def unfinished(self) -> bool:
-        """Return whether another process still records or writes."""
+        Args:
+            pause: Called between two looks.
+            drain: Let workers write deferred files now.
+        """
         ...
 
     def fold(self) -> None:
@@ -84,6 +82,9 @@ class Chores:
         ]
         # Once more at the end, for the manifest that says that the first time went well.
         self._last = self._mirror(earlier=False)
+        self._mirrors = session.manifest_part.state(MIRROR) == "pending"
+        self.step = session.step
+        self.longest_s = session.config.finish.timeout_s * (len(self._chores) + self._mirrors)
 
     def _all(self) -> list[Chore]:
         """Run the programs in order: the mirror comes last, so it also gets the command's files and the
@@ -116,15 +117,6 @@ class Chores:
         environ = {**_environ(session), **variables}
         return Command(what, environ=environ, log=log, timeout_s=session.config.finish.timeout_s)
 
-    @property
-    def step(self) -> int:
-        return self._session.step
-
-    @property
-    def longest_s(self) -> float:
-        again = any(chore.name == MIRROR for chore in self._chores)
-        return self._session.config.finish.timeout_s * (len(self._chores) + again)
-
     def __call__(self) -> None:
         try:
             self._wait_for_files()
@@ -132,10 +124,7 @@ class Chores:
             failures.note("waiting for files of other processes", error)
         for chore in self._chores:
             self._do(chore)
-        if (
-            any(chore.name == MIRROR for chore in self._chores)
-            and self._session.manifest_part.state(MIRROR) == "ok"
-        ):
+        if self._mirrors and self._session.manifest_part.state(MIRROR) == "ok":
             reason = self._last.run()
             if reason is not None:
                 self._say(MIRROR, f"the copy of the manifest is out of date: {self._mirrored(reason)}")
@@ -187,16 +176,9 @@ class Chores:
         self._over.set()
 
     def _wait_for_files(self) -> None:
-        """Of the capture's other processes; read off the disk, because a call would hold up a busy worker."""
-        if self._result is None:
-            return  # a worker answers for its own files alone
-        if self._session.config.export.when == "deferred":
-            self._result.drain_workers(self._files_until - time.monotonic())
-        self._result.gather(self._left_s)
-        while (
-            time.monotonic() < self._files_until and self._result.unfinished() and not self._over.wait(POLL_S)
-        ):
-            pass
+        if self._result is not None:  # a worker answers for its own files alone
+            drain = self._session.config.export.when == "deferred"
+            self._result.await_others(self._left_s, partial(self._over.wait, POLL_S), drain=drain)
 
     def _left_s(self) -> float:
         return 0 if self._over.is_set() else self._files_until - time.monotonic()

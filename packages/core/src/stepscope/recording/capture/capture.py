@@ -12,18 +12,20 @@ from stepscope import switch
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, ConfigError
 from stepscope.files.manifest.records import Ending, OpenedBy
-from stepscope.recording.capture import configure, omissions, unselected
+from stepscope.recording.capture import configure, omissions
 from stepscope.recording.capture.asked import Asked, Closing
 from stepscope.recording.capture.on_demand import wanted
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.instrument import no_step
-from stepscope.recording.process import failures, run
+from stepscope.recording.process import run
 from stepscope.recording.process.event_loop import in_event_loop
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify
+from stepscope.recording.recorder import baseline
 from stepscope.recording.session import claims, oom
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from typing_extensions import Self
@@ -67,49 +69,7 @@ def capture(
 
     With STEPSCOPE_DISABLE=1 it raises nothing, and records nothing.
     """
-    return _make(step, workers, engines, config, role, rank, "program")
-
-
-def capture_unedited(step: int, *, workers: object, engines: object, role: str) -> Capture:
-    """As `capture`, for an `instrument` entry in a program that nobody edits."""
-    return _make(step, workers, engines, None, role, None, "instrument")
-
-
-def _make(
-    step: int,
-    workers: object,
-    engines: object,
-    config: ProfileConfig | None,
-    role: str,
-    rank: int | None,
-    opened_by: OpenedBy,
-) -> Capture:
-    if switch.DISABLED:
-        return Capture(step, None, None, ProfileConfig(), role, rank, opened_by)
-    began_ns = time.monotonic_ns()
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise ConfigError(
-            "capture(step)", step, "an integer, 0 or more", "pass the training loop's global step"
-        )
-    if step < 0:
-        raise ConfigError("capture(step)", step, "0 or more", "pass the training loop's global step")
-    config = configure.current() if config is None else config
-    made = Capture(step, workers, engines, config, role, rank, opened_by)
-    made._spent_ns = time.monotonic_ns() - began_ns
-    return made
-
-
-def _asked_for(
-    config: ProfileConfig, step: int, role: str, rank: int | None, *, alone: bool
-) -> ProfileConfig | None:
-    """Return the configuration of a request for this step; None if there is none."""
-    if switch.DISABLED or not config.control.requests:
-        return None
-    try:
-        return wanted(config, step, role, rank, alone)
-    except Exception as error:
-        failures.note("looking for requests", error)
-        return None
+    return Capture(step, workers, engines, config, role, rank, "program")
 
 
 class Capture:
@@ -120,40 +80,44 @@ class Capture:
         step: int,
         workers: object,
         engines: object,
-        config: ProfileConfig,
+        config: ProfileConfig | None,
         role: str,
         rank: int | None,
-        opened_by: OpenedBy = "program",
+        opened_by: OpenedBy,
     ) -> None:
+        began_ns = time.monotonic_ns()
+        if switch.DISABLED:
+            workers, engines, config = None, None, ProfileConfig()
+        elif not _is_whole(step):
+            fix = "pass the training loop's global step"
+            raise ConfigError("capture(step)", step, "an integer, 0 or more", fix)
+        config = configure.current() if config is None else config
         self.step = step
         if config.cuda_memory.oom_any_step != "off":
             oom.watch(config, identify(role, rank=rank), run.run_id(), step)
         names_workers = workers is not None
-        if workers is not None and omissions.none_meant(workers):
-            workers = None
-        asked = _asked_for(config, step, role, rank, alone=workers is not None or engines is not None)
-        self.config = config if asked is None else asked
+        workers = None if omissions.none_meant(workers) else workers
+        requested = wanted(config, step, role, rank, alone=workers is not None or engines is not None)
+        self.config = config if requested is None else requested
         self.selected = self.config.selects(step)
         if config.instrument:
             no_step.reached(config, step, self.selected)
-        self._spent_ns = 0
-        """Time spent on making it."""
-        self._role = role
-        self._rank = rank
-        self._workers = workers
-        self._engines = engines
-        self._unselected: unselected.UnselectedStep | None = None
+        on_request = requested is not None
+        self._asked = Asked(
+            step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by
+        )
+        self._began: baseline.Began | None = None
         """Of a step that is not selected, between its opening and its closing."""
+        self._end_kept: Callable[[object], None] | None = None
+        """Ends such a step in the flight recorder, if that is on."""
         self._life: Lifecycle | None = None
         """None for a step that is not selected."""
         if self.selected:
             from stepscope.recording.capture.lifecycle import Lifecycle  # import time: asyncio
 
-            on_request = asked is not None
-            self._life = Lifecycle(
-                Asked(step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by),
-                taker=self,
-            )
+            self._life = Lifecycle(self._asked, taker=self)
+        self._spent_ns = time.monotonic_ns() - began_ns
+        """Time spent on making it."""
 
     @property
     def result(self) -> CaptureResult:
@@ -172,7 +136,7 @@ class Capture:
             self._begin_unselected()
             return self
         began_ns = time.monotonic_ns() - self._spent_ns
-        self._refuse_to_block_a_loop(self._life.asked)
+        self._refuse_to_block_a_loop()
         self._life.open(began_ns)
         return self
 
@@ -203,11 +167,15 @@ class Capture:
         A cancellation does not interrupt it. It is raised when closing ends, or at the task's next await if
         `error` is given: that goes up first.
         """
+        await self._aclose(error)
+
+    async def _aclose(self, error: BaseException | str | None) -> None:
         if self._life is None:
             self._end_unselected(error)
             return
+        self._life.leave()  # before all else
         cancelled = await self._life.aclose(Closing(_raised(error)))
-        if cancelled is not None:
+        if cancelled is not None and not isinstance(error, type(cancelled)):
             self._life.raise_cancellation(cancelled, now=error is None)
 
     def end(self, ending: Ending, deadline_s: float) -> None:
@@ -230,7 +198,7 @@ class Capture:
             self._end_unselected(error)
             return
         self._life.leave()  # before all else
-        self._life.close(Closing(_raised(None if error is None else describe(error))))
+        self._life.close(Closing(_raised(error)))
 
     async def __aenter__(self) -> Self:
         return await self.aopen() if self.selected else self.open()
@@ -238,31 +206,27 @@ class Capture:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._life is None:
-            self._end_unselected(error)
-            return
-        self._life.leave()  # before all else
-        cancelled = await self._life.aclose(Closing(_raised(None if error is None else describe(error))))
-        if cancelled is not None and not isinstance(error, type(cancelled)):
-            self._life.raise_cancellation(cancelled, now=error is None)
+        await self._aclose(error)
 
     def _begin_unselected(self) -> None:
-        self._unselected = unselected.begin(
-            self.step,
-            config=self.config,
-            role=self._role,
-            rank=self._rank,
-            workers=self._workers,
-            engines=self._engines,
-        )
+        """Begin a step that no capture records: its duration counts, and the flight recorder may keep it."""
+        self._began = baseline.begin()
+        if self._began is not None and self.config.record != "off":
+            from stepscope.recording.capture import kept_steps  # import time: it reads and writes files
+
+            self._end_kept = kept_steps.begin(self._asked)
 
     def _end_unselected(self, error: object) -> None:
-        step, self._unselected = self._unselected, None
-        if step is not None:
-            step.end(error)
+        """End it. A step that an exception cut short compares with no other."""
+        began, self._began = self._began, None
+        end_kept, self._end_kept = self._end_kept, None
+        if began is not None and error is None:
+            baseline.end(began, step=self.step, save_path=self.config.save_path, role=self._asked.role)
+        if end_kept is not None:
+            end_kept(error)
 
-    def _refuse_to_block_a_loop(self, asked: Asked) -> None:
-        if (asked.workers is None and asked.engines is None) or not in_event_loop():
+    def _refuse_to_block_a_loop(self) -> None:
+        if (self._asked.workers is None and self._asked.engines is None) or not in_event_loop():
             return
         raise CaptureError(
             "opening a capture with workers or engines would block the running event loop. "
@@ -270,5 +234,11 @@ class Capture:
         )
 
 
-def _raised(error: str | None) -> Ending | None:
-    return None if error is None else Ending("exception", error)
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _raised(error: BaseException | str | None) -> Ending | None:
+    if error is None:
+        return None
+    return Ending("exception", error if isinstance(error, str) else describe(error))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.storage.atomic import create_once
 from stepscope.recording.after import outcome, pipeline, retention
@@ -27,41 +26,34 @@ _is_torch_explained = False
 
 def conclude(asked: Asked, session: Session, participants: Participants | None) -> Manifest:
     """Write the manifest, tell of problems, and remove steps that the budget leaves no room for."""
-    enter = partial(_enter_omissions, asked, session, participants)
-    # Before the fold: a trace that fails during it is told at least once, perhaps twice.
-    session.manifest_part.told = True
-    manifest = session.manifest_part.write_last(session.layout, enter)
-    _log_problems(session, manifest)
+    manifest = _write(session, partial(_enter_omissions, asked, session, participants))
     if asked.on_request:
         is_apart = participants is not None and bool(participants.apart)
         no_profiler = None if is_apart else omissions.no_profiler(session.config, manifest.processes)
         tell_asker(asked, outcome.shortfall(manifest, no_profiler))
-    _retain(session)
+    retention.clean_up(session)
     baseline.captured(session)
-    _note_among_steps(session)
-    return manifest
-
-
-def _note_among_steps(session: Session) -> None:
-    """Add the line of this step to those of the flight recorder."""
     recorder, part = standing.standing(), session.manifest_part.record
     if recorder is not None and part.closed is not None:
         recorder.captured(session.step, part.opened, part.closed, part.error)
+    return manifest
 
 
 def discard(asked: Asked, session: Session, reason: str) -> None:
     """Write the manifest of a capture whose recordings are unwanted."""
     pipeline.withdraw(session, reason)
-    session.manifest_part.told = True
-    manifest = session.manifest_part.write_last(session.layout, lambda _: None)
-    _log_problems(session, manifest)
+    _write(session, lambda _: None)
     tell_asker(asked, reason)
-    _retain(session)
+    retention.clean_up(session)
 
 
-def _log_problems(session: Session, manifest: Manifest) -> None:
+def _write(session: Session, enter: Callable[[Sequence[ProcessPart]], None]) -> Manifest:
+    # Before the fold: a trace that fails during it is told at least once, perhaps twice.
+    session.manifest_part.told = True
+    manifest = session.manifest_part.write_last(session.layout, enter)
     for line in outcome.problems_to_tell(manifest, session.process):
         failures.warn("stepscope: step %d: %s", session.step, line)
+    return manifest
 
 
 def tell_asker(asked: Asked, reason: str | None) -> None:
@@ -107,15 +99,6 @@ def _knows_all(session: Session, participants: Participants | None, parts: Seque
         return True
     ranks = {part.process.key for part in parts if part.owner}
     return len(ranks) == identity.ranks() and not outcome.is_open_elsewhere(parts, session.process)
-
-
-def _retain(session: Session) -> None:
-    """Remove the steps that `budget.keep_steps` leaves no room for."""
-    keep = session.config.budget.keep_steps
-    if keep is not None and (session.config.finish.mirror is None or pipeline.mirrors(session)):
-        layout = RunLayout(session.config.save_path)
-        busy, may_go = pipeline.busy_steps(layout), partial(pipeline.is_mirrored, session)
-        retention.retain(layout, session.run_id, keep, busy=busy, may_go=may_go)
 
 
 def _about_torch() -> str:

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from stepscope.files.manifest.parts import read_parts
-from stepscope.recording.process import failures, private_loop
+from stepscope.recording.process import private_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,10 +37,7 @@ class CapturedFiles:
 
     def fold(self) -> None:
         """Write `manifest.json` anew. A disk that refuses is noted."""
-        try:
-            self.session.manifest_part.fold(self.session.layout)
-        except OSError as error:
-            failures.note("writing the manifest", error)
+        self.session.manifest_part.fold(self.session.layout)
 
     def unfinished(self) -> bool:
         """Return whether another process, a worker or a peer of torchrun's, still records or writes.
@@ -56,10 +53,13 @@ class CapturedFiles:
             for item in part.expected
         )
 
-    def drain_workers(self, timeout_s: float) -> None:
-        """Wait until the workers have written their files, deferred ones too."""
-        if self._participants is not None and self._participants.fleet is not None:
-            private_loop.run(self._participants.fleet.drain(max(0.0, timeout_s)))
+    def await_others(self, left_s: Callable[[], float], pause: Callable[[], object], *, drain: bool) -> None:
+        """See `ClosedCapture`."""
+        if drain and self._participants is not None and self._participants.fleet is not None:
+            private_loop.run(self._participants.fleet.drain(max(0.0, left_s())))
+        self.gather(left_s)
+        while left_s() > 0 and self.unfinished():
+            pause()
 
     def gather(self, left_s: Callable[[], float]) -> None:
         """Fetch the files of workers that are apart.

@@ -16,7 +16,7 @@ from stepscope.files.clock import ClockOffset
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Ending
 from stepscope.files.requests import Request, change_requests
-from stepscope.recording.capture import omissions
+from stepscope.recording.capture.asked import Asked
 from stepscope.recording.capture.readiness import STARTING_S
 from stepscope.recording.fanout.fleet import WorkerOutcome
 from stepscope.recording.fanout.given_engines import profilers_of
@@ -31,56 +31,44 @@ from stepscope.recording.recorder.steps import RecordedStep
 
 MEASURING_S = 1.0
 """Longest wait for workers whose clocks are compared again, when a step is written."""
-
-
 _EXPIRES_NS = 3600 * 10**9
 """Life of the request for the step after a slow one."""
 
 
-class KeptStep:
-    """One step, between its begin and its end."""
+def begin(asked: Asked) -> Callable[[object], None] | None:
+    """Begin a step.
 
-    __slots__ = ("_recorder", "_step")
-
-    def __init__(self, recorder: Recorder, number: int) -> None:
-        self._recorder = recorder
-        self._step: RecordedStep | None = recorder.begin_step(number)
-
-    def end(self, error: object) -> None:
-        """See `unselected.Kept`."""
-        step, self._step = self._step, None
-        # The recorder that a forked child inherits has no threads, and locks that its parent may have held.
-        if step is None or self._recorder is not standing.standing():
-            return
-        trigger = self._recorder.end_step(step, _ending(error))
-        if trigger == "slow" and self._recorder.config.recorder.then_capture:
-            _in_background(partial(_capture_next, self._recorder.config, step.number))
-
-
-def begin(
-    number: int, config: ProfileConfig, role: str, rank: int | None, workers: object, engines: object
-) -> KeptStep | None:
-    """Begin a step. None: the recorder could not be started, which is logged."""
+    Returns:
+        The function that ends it, given the exception that left it, or its description; None if none did.
+        None: the recorder could not be started, which is logged.
+    """
     recorder = standing.standing()
-    if recorder is None or recorder.config is not config:
+    if recorder is None or recorder.config is not asked.config:
         try:
-            recorder = _start(config, role, rank, workers, engines)
+            recorder = _start(asked)
         except Exception as error:
             failures.note("starting the flight recorder", error)
             return None
-    return KeptStep(recorder, number)
+    return partial(_end, recorder, recorder.begin_step(asked.step))
 
 
-def _start(config: ProfileConfig, role: str, rank: int | None, workers: object, engines: object) -> Recorder:
+def _end(recorder: Recorder, step: RecordedStep, error: object) -> None:
+    # The recorder that a forked child inherits has no threads, and locks that its parent may have held.
+    if recorder is not standing.standing():
+        return
+    trigger = recorder.end_step(step, _ending(error))
+    if trigger == "slow" and recorder.config.recorder.then_capture:
+        _in_background(partial(_capture_next, recorder.config, step.number))
+
+
+def _start(asked: Asked) -> Recorder:
     """Start the recorder of this process, and once, in the background, those of workers and engines."""
-    before = standing.standing()
-    recorder = standing.start(config, identify(role, rank=rank), run.run_id(), owner=True)
+    before, config = standing.standing(), asked.config
+    recorder = standing.start(config, identify(asked.role, rank=asked.rank), run.run_id(), owner=True)
     recorder.config = config
     recorder.later(partial(run.record, config, versions.versions))
-    if recorder is not before:
-        meant = None if workers is None or omissions.none_meant(workers) else workers
-        if meant is not None or engines is not None:
-            _in_background(partial(_tell, recorder, meant, engines))
+    if recorder is not before and (asked.workers is not None or asked.engines is not None):
+        _in_background(partial(_tell, recorder, asked.workers, asked.engines))
     return recorder
 
 

@@ -25,7 +25,7 @@ from stepscope.recording.capture.asked import Asked, Closing
 from stepscope.recording.capture.files import CapturedFiles
 from stepscope.recording.capture.opening import is_for_the_user, make_session, refusal
 from stepscope.recording.capture.result import CaptureResult
-from stepscope.recording.fanout.messages import StartRequest, StopRequest
+from stepscope.recording.fanout.messages import StopRequest
 from stepscope.recording.fanout.participants import Participants
 from stepscope.recording.process import failures, private_loop, run, versions
 from stepscope.recording.process.failures import describe
@@ -70,20 +70,14 @@ class Lifecycle:
         claim = Claim(self.asked.step, self._taker)
         try:
             session = self._take_process(claim, began_ns)
-            if session is None:
-                return
-            session.open_files()
-            if self.participants is not None:
-                private_loop.run(self._start_participants(self.participants, session))
-            self._begin(session)
-            self._end_what_opened_late()
+            if session is not None:
+                session.open_files()
+                if self.participants is not None:
+                    private_loop.run(self._start_participants(self.participants, session))
+                self._begin(session)
         except BaseException as error:
-            if self.claim is not claim:  # refused, or interrupted before there was anything to undo
-                claim.free()
-                raise
-            reason = f"opening failed: {describe(error)}"
+            reason = self._rolled_back(claim, error)
             self.close(Closing(Ending("rollback", reason), discard=reason))
-            self._end_what_opened_late()
             self._fail(error, reason)
 
     async def aopen(self, began_ns: int) -> None:
@@ -91,25 +85,27 @@ class Lifecycle:
         claim = Claim(self.asked.step, self._taker)
         try:
             session = self._take_process(claim, began_ns)
-            if session is None:
-                return
-            await own_thread(session.open_files)
-            if self.participants is not None:
-                await self._start_participants(self.participants, session)
-            self._begin(session)
-            self._end_what_opened_late()
+            if session is not None:
+                await own_thread(session.open_files)
+                if self.participants is not None:
+                    await self._start_participants(self.participants, session)
+                self._begin(session)
         except BaseException as error:
-            if self.claim is not claim:  # refused, or interrupted before there was anything to undo
-                claim.free()
-                raise
-            reason = f"opening failed: {describe(error)}"
+            reason = self._rolled_back(claim, error)
             cancelled = await self.aclose(Closing(Ending("rollback", reason), discard=reason))
-            self._end_what_opened_late()
             self._fail(error, reason)
             if cancelled is not None:
                 raise cancelled from None
 
+    def _rolled_back(self, claim: Claim, error: BaseException) -> str:
+        """Return the reason of a roll-back. Raise if there is nothing to undo."""
+        if self.claim is not claim:  # refused, or interrupted before there was anything
+            claim.free()
+            raise error
+        return f"opening failed: {describe(error)}"
+
     def _fail(self, error: BaseException, reason: str) -> None:
+        self._end_what_opened_late()
         conclusion.tell_asker(self.asked, reason)
         if is_for_the_user(error, self.asked):
             raise error
@@ -147,14 +143,7 @@ class Lifecycle:
         return session
 
     async def _start_participants(self, participants: Participants, session: Session) -> None:
-        request = StartRequest(
-            capture_id=session.capture_id,
-            run_id=session.run_id,
-            step=session.step,
-            config=session.config,
-            owner_part=session.part_name,
-        )
-        await participants.start(request, session.config.budget.fanout_seconds)
+        await participants.start()
         if not self._is_opening():
             # A signal's handler closed this, and the process goes on: what has started since is told too.
             part = session.manifest_part.record
@@ -165,14 +154,14 @@ class Lifecycle:
 
     def _begin(self, session: Session) -> None:
         """Do the last part of opening, on the thread whose work is recorded."""
-        if not self._is_opening():
-            return
-        run.record(session.config, versions.versions)
-        pipeline.promise(session, alone=self.participants is None)
-        session.start_profiler()
-        activation.activate(session)
+        if self._is_opening():
+            run.record(session.config, versions.versions)
+            pipeline.promise(session, alone=self.participants is None)
+            session.start_profiler()
+            activation.activate(session)
         if self._is_opening():
             self.state = "open"
+        self._end_what_opened_late()
 
     def _end_what_opened_late(self) -> None:
         """End what was opened since a signal's handler, or another thread, closed this."""
@@ -181,7 +170,7 @@ class Lifecycle:
             self.state = "new"  # nothing was begun: it may be opened once more
         elif self.state == "closed":
             self.session.end_what_opened_late()
-            self._write_manifest()
+            _write_manifest(self.session)
 
     def leave(self) -> None:
         """Read the clock at which the step ends, before all else that closing does."""
@@ -226,13 +215,14 @@ class Lifecycle:
         if self.is_left_to_a_task() or not self._lock.acquire(blocking=False):
             return  # a task or another thread goes through the stages
         self._lock.release()
-        if not self._begin_closing():
+        session = self._begin_closing()
+        if session is None:
             return
         self._task, stopping = asyncio.current_task(), None
         try:
-            if self.session is not None and self.participants is not None and not self._is_told():
+            if self.participants is not None and not self._is_told():
                 self._go_through(closing, until=STAGES.index(Lifecycle.close_session))
-                stopping = asyncio.ensure_future(self._tell_to_stop(self.participants, self.session, closing))
+                stopping = asyncio.ensure_future(self._tell_to_stop(self.participants, session, closing))
                 await asyncio.sleep(0)  # the participants are told before this process pays for its own stop
                 self._go_through(closing, until=STAGES.index(Lifecycle.stop_participants))
                 await stopping
@@ -254,15 +244,15 @@ class Lifecycle:
             self._go_through(closing)
             raise
 
-    def _begin_closing(self) -> bool:
-        """Return whether there is anything to close."""
+    def _begin_closing(self) -> Session | None:
+        """Return the session to close; None if there is nothing to close."""
         if self.state == "open" or (self.state == "opening" and self.session is not None):
             self.state = "closing"
         elif self.state == "opening":
             self.state = "closed"  # who opens it sees that
         if self.state == "closing" and self._index == len(STAGES):
             self.state = "closed"  # a signal's handler closed it in the last moment of its opening
-        return self.state == "closing"
+        return self.session if self.state == "closing" else None
 
     def _go_through(self, closing: Closing, until: int | None = None) -> None:
         """Go on with the stages. A Ctrl-C is raised once they are done: it must leave nothing recording.
@@ -271,7 +261,8 @@ class Lifecycle:
             until: Index of the stage to stop before; None: all are done.
         """
         # Another thread goes on by itself. Waiting for it may deadlock: a handler holds what it interrupted.
-        if not self._begin_closing() or not self._lock.acquire(blocking=False):
+        session = self._begin_closing()
+        if session is None or not self._lock.acquire(blocking=False):
             return
         interruption: BaseException | None = None
         index, end = self._index, len(STAGES) if until is None else until
@@ -279,82 +270,73 @@ class Lifecycle:
             while True:
                 try:
                     while (index := self._index) < end:
-                        self._do(index, closing)
+                        self._do(index, session, closing)
                     break
                 except BaseException as error:
                     interruption = interruption or error
                     if self._interrupted == index == self._index:  # twice: go on with what is known
                         self._index = index + 1
                     self._interrupted = index
-            if interruption is not None:
-                self._close_session_again(closing)
+            if interruption is not None and self._index > STAGES.index(Lifecycle.close_session):
+                # A signal's handler passed over what an interrupted `close_session` left.
+                self.close_session(session, closing)
+                _write_manifest(session)
         finally:
             self._lock.release()
         if interruption is not None:
             raise interruption
 
-    def _close_session_again(self, closing: Closing) -> None:
-        """End what an interrupted `close_session` left, which a signal's handler passed over."""
-        if self.session is not None and self._index > STAGES.index(Lifecycle.close_session):
-            self.session.close(ending=closing.ending, discard=closing.discard)
-            self._write_manifest()
-
-    def _do(self, index: int, closing: Closing) -> None:
+    def _do(self, index: int, session: Session, closing: Closing) -> None:
         try:
-            STAGES[index](self, closing)
+            STAGES[index](self, session, closing)
         except Exception as error:
-            self._pass(index)
+            self._pass(index, session)
             failures.note("closing a capture", error)
         else:
-            self._pass(index)
+            self._pass(index, session)
 
-    def _pass(self, index: int) -> None:
+    def _pass(self, index: int, session: Session) -> None:
         if self._index > index:  # a signal's handler went on, on top of this
-            self._write_manifest()
+            _write_manifest(session)
         else:
             self._index = index + 1
 
-    def switch_off(self, closing: Closing) -> None:
+    def switch_off(self, session: Session, closing: Closing) -> None:
         """Accept no more spans in this process."""
-        if self.session is not None:
-            activation.deactivate(self.session)
+        activation.deactivate(session)
 
-    def close_session(self, closing: Closing) -> None:
+    def close_session(self, session: Session, closing: Closing) -> None:
         """Stop this process' profiler, and end its files."""
-        if self.session is not None:
-            self.session.close(ending=closing.ending, discard=closing.discard)
+        session.close(ending=closing.ending, discard=closing.discard)
 
-    def stop_participants(self, closing: Closing) -> None:
+    def stop_participants(self, session: Session, closing: Closing) -> None:
         """Stop the workers and engines, unless they are told already."""
-        if self.participants is None or self.session is None or self._is_told():
+        if self.participants is None or self._is_told():
             return
-        stop = self._tell_to_stop(self.participants, self.session, closing)
+        stop = self._tell_to_stop(self.participants, session, closing)
         try:
             private_loop.run(stop, keep=True)  # a Ctrl-C must not leave them recording
         except Exception as failure:
             stop.close()
             failures.note("stopping workers and engines", failure)
 
-    def conclude(self, closing: Closing) -> None:
+    def conclude(self, session: Session, closing: Closing) -> None:
         """Fold the manifest, once, and act on it."""
-        if self.session is None:
-            return
         if closing.discard is None:
-            self._manifest = conclusion.conclude(self.asked, self.session, self.participants)
+            self._manifest = conclusion.conclude(self.asked, session, self.participants)
         else:
-            conclusion.discard(self.asked, self.session, closing.discard)
+            conclusion.discard(self.asked, session, closing.discard)
 
-    def release(self, closing: Closing) -> None:
+    def release(self, session: Session, closing: Closing) -> None:
         """Free the process for the next capture, and queue the work that follows this one."""
         self._free()
         try:
-            if self.session is not None:
-                self.session.write_cost()  # before the chores, which read it
-                if self._manifest is not None and self._files is not None and not self._is_handed_over:
-                    conclusion.tell_summary(self.session, self._files, self._manifest)
-                    if not self._is_handed_over:  # a signal's handler may have come in between
-                        self._is_handed_over = True
-                        pipeline.hand_over(self._files, self.result, self.session)
+            session.write_cost()  # before the chores, which read it
+            if self._manifest is not None and self._files is not None and not self._is_handed_over:
+                conclusion.tell_summary(session, self._files, self._manifest)
+                if not self._is_handed_over:  # a signal's handler may have come in between
+                    self._is_handed_over = True
+                    pipeline.hand_over(self._files, self.result, session)
         finally:
             self.state = "closed"
 
@@ -373,12 +355,7 @@ class Lifecycle:
                 self._stop = None  # their loop is shut down: who goes on closing tells them again
             raise
         if self._index > STAGES.index(Lifecycle.conclude):  # interrupted, the caller did not wait
-            self._write_manifest()
-
-    def _write_manifest(self) -> None:
-        if self.session is not None and self._files is not None:
-            self.session.manifest_part.write()
-            self._files.fold()
+            _write_manifest(session)
 
     def _free(self) -> None:
         if self.claim is not None:
@@ -390,7 +367,12 @@ class Lifecycle:
             self.session.hand_back()
 
 
-STAGES: tuple[Callable[[Lifecycle, Closing], None], ...] = (
+def _write_manifest(session: Session) -> None:
+    session.manifest_part.write()
+    session.manifest_part.fold(session.layout)
+
+
+STAGES: tuple[Callable[[Lifecycle, Session, Closing], None], ...] = (
     Lifecycle.switch_off,
     Lifecycle.close_session,
     Lifecycle.stop_participants,

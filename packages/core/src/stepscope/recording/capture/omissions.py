@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -16,6 +15,7 @@ from stepscope.files.manifest.records import OpenedBy, ProcessPart
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures
 from stepscope.recording.process.identity import is_first
+from stepscope.recording.recorder.in_time import in_time
 from stepscope.recording.spans import wrapping
 
 WORKERS, PROFILER = "workers", "profiler"
@@ -25,8 +25,8 @@ _prepared = False
 """True if `prepare` was given workers in this process. One writer: `workers_prepared`."""
 _ASK_S = 1.0
 """The longest time for which closing a capture waits for Ray's list of actors."""
-_asking: threading.Thread | None = None
-"""The thread that asks Ray for it. One writer: `_actors_in_time`."""
+_is_silent = False
+"""True if Ray did not answer in time: it is not asked again. One writer: `left_out`."""
 
 
 def none_meant(group: object) -> bool:
@@ -40,13 +40,16 @@ def workers_prepared() -> None:
     _prepared = True
 
 
-def missing_workers(*, engines: bool, opened_by: OpenedBy = "program") -> str | None:
-    """Why a capture that was given no workers probably lacks them; None when nothing says so.
+def enter_missing_workers(manifest_part: ManifestPart, *, engines: bool, opened_by: OpenedBy) -> None:
+    """Enter that a capture that names no workers probably lacks them, if something says so."""
+    reason = _missing_workers(engines=engines, opened_by=opened_by)
+    if reason is not None:
+        failures.warn_once(reason)
+        enter = manifest_part.lack if _prepared else manifest_part.skip
+        enter(WORKERS, reason, kind="selection")
 
-    Args:
-        engines: It was given engines.
-        opened_by: Who opened it, and can therefore name them.
-    """
+
+def _missing_workers(*, engines: bool, opened_by: OpenedBy) -> str | None:
     ray = sys.modules.get("ray")
     try:
         if ray is None or not ray.is_initialized():
@@ -76,11 +79,7 @@ def missing_workers(*, engines: bool, opened_by: OpenedBy = "program") -> str | 
 def enter_unmatched(
     manifest_part: ManifestPart, config: ProfileConfig, parts: Sequence[ProcessPart], *, engines: bool
 ) -> None:
-    """Enter roles of the configuration that match nothing in a whole capture, and that no profiler ran.
-
-    Args:
-        engines: It was given engines.
-    """
+    """Enter roles of the configuration that match nothing in a whole capture, and that no profiler ran."""
     roles = {role for part in parts for role in (part.process.role, *part.roles)}
     unmatched = unmatched_roles(config.roles, roles | {"rollout"} if engines else roles, "in this capture")
     for pattern, reason in unmatched.items():
@@ -108,15 +107,6 @@ def enter_left_out(manifest_part: ManifestPart, parts: Iterable[ProcessPart], *,
         failures.warn_once(f"{name}: {reason}")
         enter = manifest_part.skip if named else manifest_part.lack
         enter(f"actors of {name}", reason, kind="selection")
-
-
-def enter_missing_workers(manifest_part: ManifestPart, *, engines: bool, opened_by: OpenedBy) -> None:
-    """Enter that a capture that names no workers probably lacks them, if something says so."""
-    reason = missing_workers(engines=engines, opened_by=opened_by)
-    if reason is not None:
-        failures.warn_once(reason)
-        enter = manifest_part.lack if _prepared else manifest_part.skip
-        enter(WORKERS, reason, kind="selection")
 
 
 def tell_missed(parts: Iterable[ProcessPart]) -> None:
@@ -168,39 +158,22 @@ def no_profiler(config: ProfileConfig, parts: Iterable[ProcessPart]) -> str | No
 
 def left_out(taking_part: Collection[str]) -> dict[str, int]:
     """Return {class: number} of this Ray job's actors whose class `profile_step` decorates, where no actor of
-    that class takes part.
-
-    Args:
-        taking_part: Ids of the actors that do.
+    that class is among the ids `taking_part`.
     """
-    if "ray" not in sys.modules or not wrapping.declared_classes:
+    global _is_silent
+    if "ray" not in sys.modules or not wrapping.declared_classes or _is_silent:
         return {}
-    names = _actors_in_time()
+    names = in_time("asking Ray for actors", _actors, _ASK_S)  # it has no deadline
+    if names is None:
+        _is_silent = True
+        failures.warn_once(f"Ray did not answer within {_ASK_S:g} s: actors that were left out are not named")
+        return {}
     present = {names[at] for at in taking_part if at in names}
     return Counter(name for name in names.values() if name in wrapping.declared_classes - present)
 
 
-def _actors_in_time() -> dict[str, str]:
-    """Return {id: class} of this job's actors; empty if Ray, which has no deadline, takes too long."""
-    global _asking
-    if _asking is not None and _asking.is_alive():
-        return {}
-    answers: list[dict[str, str]] = []
-    try:
-        _asking = threading.Thread(
-            target=lambda: answers.append(_actors()), name="stepscope-actors", daemon=True
-        )
-        _asking.start()
-        _asking.join(_ASK_S)
-    except RuntimeError:  # no thread starts: the interpreter ends
-        return {}
-    if not answers:
-        failures.warn_once(f"Ray did not answer within {_ASK_S:g} s: actors that were left out are not named")
-        return {}
-    return answers[0]
-
-
 def _actors() -> dict[str, str]:
+    """Return {id: class} of this job's actors."""
     ray: Any = sys.modules["ray"]
     try:
         if not ray.is_initialized() or ray.get_runtime_context().worker.mode != ray.SCRIPT_MODE:

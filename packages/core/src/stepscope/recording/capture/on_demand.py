@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import msgspec
 
+from stepscope import switch
 from stepscope.config import ProfileConfig, StepRange, check_tool
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout
@@ -36,7 +37,7 @@ from stepscope.recording.process.identity import identify, is_alone
 from stepscope.recording.spans import slot
 
 _listener: Listener | None = None
-"""Of this process. One writer: `listener_of`."""
+"""Of this process. One writer: `_listening`."""
 
 
 def apply(config: ProfileConfig, request: Request, step: int) -> ProfileConfig:
@@ -64,7 +65,7 @@ class Listener:
     """Polls one run's `control.json` for this process."""
 
     def __init__(self, config: ProfileConfig, process: ProcessInfo) -> None:
-        self._save_path = config.save_path
+        self.save_path = config.save_path
         self._layout = RunLayout(config.save_path)
         self._control = os.fspath(self._layout.control)
         self._step: int | None = None
@@ -74,7 +75,9 @@ class Listener:
         """The file's time and size at the last look."""
         self._requests: list[Request] = []
         self._claimed: dict[str, int] = {}
-        self._said = Listening(
+        self._answers: dict[str, Answer] = {}
+        """By request. Replaced and never changed: a signal's handler may come in between."""
+        self._itself = Listening(
             host=process.host,
             pid=process.pid,
             role=process.role,
@@ -107,51 +110,24 @@ class Listener:
                     return chosen
         return None
 
-    def tell_others(self, step: int, others: dict[str, str]) -> None:
-        """Note the answers of workers and replicas to the capture of a requested step."""
+    def amend(self, step: int, **fields: object) -> None:
+        """Replace fields of the answers whose latest step is `step`."""
         with self._lock:
-            answers = {
-                name: msgspec.structs.replace(answer, others=others) if step in answer.steps[-1:] else answer
-                for name, answer in self._said.answers.items()
+            self._answers = {
+                name: msgspec.structs.replace(answer, **fields) if step in answer.steps[-1:] else answer
+                for name, answer in self._answers.items()
             }
-            self._said = msgspec.structs.replace(self._said, answers=answers)
-
-    def tell_outcome(self, step: int, reason: str | None) -> None:
-        """Note the end of a requested capture; `reason`: the failure, or why it holds nothing."""
-        if reason is None:
-            return
-        with self._lock:
-            answers = {
-                name: msgspec.structs.replace(answer, reason=f"step {step}: {reason}")
-                if step in answer.steps[-1:]
-                else answer
-                for name, answer in self._said.answers.items()
-            }
-            self._said = msgspec.structs.replace(self._said, answers=answers)
 
     def write_last(self, why: str) -> None:
-        """Return the answers for the case that no other step begins. `_said` stays: a process may survive
-        SIGTERM.
-        """
+        """Write the answers for the case that no other step begins. A process may survive SIGTERM."""
         with self._lock:
             self._look()
             answers = {
-                request.id: answer_by_now(request, self._said.answers[request.id], gone=why)
+                request.id: answer_by_now(request, self._answers[request.id], gone=why)
                 for request in self._requests
             }
-            last = msgspec.structs.replace(
-                self._said,
-                step=self._step,
-                answers=answers,
-                run_id=run.run_id(),
-                ended_ns=time.time_ns(),
-            )
-            if last != self._written and self._layout.root.is_dir():
-                write_listening(self._layout, last)
-                self._written = last
-
-    def listens_for(self, save_path: str) -> bool:
-        return self._save_path == save_path
+            if self._layout.root.is_dir():
+                self._write(answers, ended_ns=time.time_ns())
 
     def close(self) -> None:
         self._stop.set()
@@ -165,7 +141,7 @@ class Listener:
     def _decide(
         self, config: ProfileConfig, request: Request, step: int, alone: bool
     ) -> ProfileConfig | None:
-        answer = self._said.answers.get(request.id)
+        answer = self._answers.get(request.id)
         if request.last is not None or answer is None or answer.state not in ("heard", "captured"):
             return None
         try:
@@ -182,7 +158,7 @@ class Listener:
 
     def _is_for(self, request: Request, step: int, alone: bool) -> bool:
         """Return whether `request` asks for `step`; answer it if all of its steps are in the past."""
-        answer = self._said.answers[request.id]
+        answer = self._answers[request.id]
         if step in answer.steps:
             return False
         if request.steps == "next":
@@ -191,7 +167,8 @@ class Listener:
                     return self._miss(request, "it had expired when a step began", "expired")
                 proposed = step if alone else step + 1
                 self._claimed[request.id] = claim_step(self._layout, request.id, proposed)
-            ranges: tuple[StepRange, ...] = (_just(self._claimed[request.id]),)
+            claimed = self._claimed[request.id]
+            ranges: tuple[StepRange, ...] = (StepRange(claimed, claimed + 1),)
         else:
             ranges = _ranges(request.steps)
         if any(step in steps for steps in ranges):
@@ -231,24 +208,25 @@ class Listener:
             failures.warn("stepscope: requests are ignored until this is fixed: %s", error)
             self._requests = []
         for request in self._requests:
-            if request.id not in self._said.answers:
+            if request.id not in self._answers:
                 self._answer(request, _first_answer(request))
         asked = {request.id for request in self._requests}
-        kept = {name: answer for name, answer in self._said.answers.items() if name in asked}
-        self._said = msgspec.structs.replace(self._said, answers=kept)
+        self._answers = {name: answer for name, answer in self._answers.items() if name in asked}
 
     def _answer(self, request: Request, answer: Answer) -> None:
-        answers = {**self._said.answers, request.id: answer}
-        self._said = msgspec.structs.replace(self._said, answers=answers)
+        self._answers = {**self._answers, request.id: answer}
 
-    def _write(self) -> None:
-        """Poll and write on the thread, because nothing is written where a step begins. The run's folder is
+    def _write(self, last: dict[str, Answer] | None = None, ended_ns: int | None = None) -> None:
+        """Write on the thread that polls, because nothing is written where a step begins. The run's folder is
         made for it: an asker has no other sign of the run.
         """
-        self._said = msgspec.structs.replace(self._said, step=self._step, run_id=run.run_id())
-        if self._said != self._written:
-            write_listening(self._layout, self._said)
-            self._written = self._said
+        answers = self._answers if last is None else last
+        record = msgspec.structs.replace(
+            self._itself, step=self._step, run_id=run.run_id(), answers=answers, ended_ns=ended_ns
+        )
+        if record != self._written:
+            write_listening(self._layout, record)
+            self._written = record
 
 
 def _first_answer(request: Request) -> Answer:
@@ -270,26 +248,25 @@ def _first_answer(request: Request) -> Answer:
 
 
 def wanted(
-    config: ProfileConfig, step: int, role: str, rank: int | None, alone: bool
+    config: ProfileConfig, step: int, role: str, rank: int | None, *, alone: bool
 ) -> ProfileConfig | None:
-    """See `Listener.wanted`. This process' listener is made if there is none.
+    """As `Listener.wanted`, of this process' listener. Never raise."""
+    if switch.DISABLED or not config.control.requests:
+        return None
+    try:
+        return _listening(config, role, rank).wanted(config, step, alone=alone or is_alone())
+    except Exception as error:
+        failures.note("looking for requests", error)
+        return None
 
-    Args:
-        alone: Whether the process is known to decide alone.
-    """
-    standing = _listener
-    if standing is None or not standing.listens_for(config.save_path):
-        standing = listener_of(config, role, rank)
-    return standing.wanted(config, step, alone=alone or is_alone())
 
-
-def listener_of(config: ProfileConfig, role: str, rank: int | None) -> Listener:
+def _listening(config: ProfileConfig, role: str, rank: int | None) -> Listener:
     """Return this process' listener at the run in `config.save_path`. One that listened elsewhere is
     closed.
     """
     global _listener
     standing = _listener
-    if standing is None or not standing.listens_for(config.save_path):
+    if standing is None or standing.save_path != config.save_path:
         if standing is not None:
             standing.close()
         standing = _listener = Listener(config, identify(role, rank=rank))
@@ -299,19 +276,19 @@ def listener_of(config: ProfileConfig, role: str, rank: int | None) -> Listener:
 
 def listens_here(save_path: str) -> bool:
     """Return whether this process listens at the run in that folder."""
-    return _listener is not None and _listener.listens_for(save_path)
+    return _listener is not None and _listener.save_path == save_path
 
 
 def tell_others(step: int, others: dict[str, str]) -> None:
-    """See `Listener.tell_others`."""
+    """Note the answers of workers and replicas to the capture of a requested step."""
     if _listener is not None:
-        _listener.tell_others(step, others)
+        _listener.amend(step, others=others)
 
 
 def tell_outcome(step: int, reason: str | None) -> None:
-    """See `Listener.tell_outcome`."""
-    if _listener is not None:
-        _listener.tell_outcome(step, reason)
+    """Note the end of a requested capture; `reason`: the failure, or why it holds nothing."""
+    if _listener is not None and reason is not None:
+        _listener.amend(step, reason=f"step {step}: {reason}")
 
 
 def end(why: str) -> None:
@@ -339,10 +316,6 @@ def _stamp(path: str) -> tuple[int, int] | None:
 def _ranges(steps: str) -> tuple[StepRange, ...]:
     """Return the steps of a request; read once, since one for a far step stands at every step until then."""
     return ProfileConfig.from_mapping({"steps": steps}).steps
-
-
-def _just(step: int) -> StepRange:
-    return StepRange(step, step + 1)
 
 
 def _forget() -> None:

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def make_session(asked: Asked, participants: Participants | None, began_ns: int) -> Session:
-    """Return the session of this process, with its other processes joined to it.
-
-    Args:
-        began_ns: When opening began (monotonic).
-    """
+    """Return the session of this process, with its other processes joined to it."""
     session = Session(
         config=asked.config,
         step=asked.step,

@@ -48,9 +48,13 @@ def prepare(
         return
     if in_event_loop():
         raise CaptureError("prepare() would block the running event loop. Fix: await aprepare(...)")
-    config = configure.current() if config is None else config
-    sigusr1.handle(config)  # on this thread: the rest runs on the loop's
-    _wait_for(_prepare(config, workers, engines, role, alone=_prepared_here(config, role)))
+    config = _configured(config)
+    alone = None
+    if _may_capture(config):
+        # On this thread: torch prints an error where its profiler first starts on another one than that which
+        # imported torch.
+        alone = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role))
+    _wait_for(_prepare(config, workers, engines, role, alone))
 
 
 async def aprepare(
@@ -63,19 +67,17 @@ async def aprepare(
     """As `prepare`, without blocking the event loop."""
     if switch.DISABLED:
         return
+    await _prepare(_configured(config), workers, engines, role, None)
+
+
+def _configured(config: ProfileConfig | None) -> ProfileConfig:
     config = configure.current() if config is None else config
-    sigusr1.handle(config)
-    await _prepare(config, workers, engines, role)
+    sigusr1.handle(config)  # on this thread: the rest of `prepare` runs on the loop's
+    return config
 
 
-def _prepared_here(config: ProfileConfig, role: str) -> PrepareAnswer | None:
-    """Prepare this process on this thread: a first start of torch's profiler on another one than that which
-    imported torch prints an error.
-    """
-    if not config.steps and not config.control.requests:
-        return None
-    selecting = config if config.steps else config.replace(steps=[0])
-    return prepare_worker(PrepareRequest(config=selecting, run_id=run.run_id(), role=role))
+def _may_capture(config: ProfileConfig) -> bool:
+    return bool(config.steps) or config.control.requests
 
 
 async def _prepare(
@@ -83,21 +85,20 @@ async def _prepare(
     workers: object,
     engines: object,
     role: str,
-    *,
-    alone: PrepareAnswer | None = None,
+    alone: PrepareAnswer | None,
 ) -> None:
     """Args: alone: The outcome of preparing this process; None if it is not prepared yet."""
     prepared.mark()
-    if workers is not None and not omissions.none_meant(workers):
+    workers = None if omissions.none_meant(workers) else workers
+    if workers is not None:
         omissions.workers_prepared()
-    if not config.steps and not config.control.requests:
+    if not _may_capture(config):
         return
-    if config.steps:
+    try:
         await _readiness().make_ready(config, workers, engines, role, alone=alone)
-        return
-    try:  # as a request would select it
-        await _readiness().make_ready(config.replace(steps=[0]), workers, engines, role, alone=alone)
     except StepscopeError as error:
+        if config.steps:
+            raise
         failures.warn(
             "stepscope: `steps` selects nothing, and a capture on request would not be whole: %s", error
         )
@@ -110,11 +111,15 @@ def before_first_step(config: ProfileConfig, workers: object, engines: object, r
     """
     if not is_due(config):
         return
-    if workers is None and engines is None:
-        with _logged():  # on the thread that is recorded: on another one torch logs an error
-            _prepare_alone(config, role)
-    else:
-        _wait_for(abefore_first_step(config, workers, engines, role))
+    with _logged():
+        if workers is not None or engines is not None:
+            _wait_for(_readiness().make_ready(config, workers, engines, role, edited=False))
+            return
+        configure.check(config, on_ray=False)
+        # On the thread that is recorded: on another one torch logs an error.
+        problem = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role)).problem
+        if problem is not None:
+            raise CaptureError(f"profiling cannot work in this process: {problem}")
 
 
 def _wait_for(work: Coroutine[Any, Any, None]) -> None:
@@ -135,13 +140,6 @@ def _readiness() -> ModuleType:
     from stepscope.recording.capture import readiness  # import time: asyncio
 
     return readiness
-
-
-def _prepare_alone(config: ProfileConfig, role: str) -> None:
-    configure.check(config, on_ray=False)
-    answer = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role))
-    if answer.problem is not None:
-        raise CaptureError(f"profiling cannot work in this process: {answer.problem}")
 
 
 @contextmanager

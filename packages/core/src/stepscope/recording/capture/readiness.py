@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
+
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler
 from stepscope.engines.own_thread import own_thread
@@ -45,20 +47,20 @@ async def make_ready(
         EngineError: as a capture on opening.
         CaptureError: all that is wrong.
     """
-    participants = Participants(None if omissions.none_meant(workers) else workers, engines)
+    participants = Participants(workers, engines)
     configure.check(config, on_ray=participants.fleet is not None)
     if participants.profilers:
         warn_of_long_stops(config)
-    own, outcomes, engines_problems = await asyncio.gather(
-        _this_process(config, role, alone),
-        _workers(participants, config, STARTING_S if edited else 0.0),
-        asyncio.gather(
-            *(_engine(engine, config, STARTING_S if edited else 0.0) for engine in participants.profilers)
-        ),
+    deadline_s = max(config.budget.fanout_seconds, STARTING_S if edited else 0.0)
+    request = PrepareRequest(config=config, run_id=run.run_id())
+    own, outcomes, engine_problems = await asyncio.gather(
+        _this_process(msgspec.structs.replace(request, role=role), alone),
+        _workers(participants, request, deadline_s),
+        asyncio.gather(*(_engine(engine, deadline_s) for engine in participants.profilers)),
     )
     problems = [] if own.problem is None else [own.problem]
     problems += [f"{outcome.name}: {outcome.reason}" for outcome in outcomes if outcome.state != "ok"]
-    problems += [problem for of_engine in engines_problems for problem in of_engine]
+    problems += filter(None, engine_problems)
     if problems:
         listed = "\n  ".join(problems)
         raise CaptureError(f"profiling cannot work in {len(problems)} place(s):\n  {listed}")
@@ -67,39 +69,33 @@ async def make_ready(
     ):
         failures.warn_once(warning)
     if edited and (outcomes or participants.profilers or identity.is_alone()):
-        roles = {*own.roles, *(name for outcome in outcomes for name in outcome.roles)}
-        _say_unmatched_roles(config, roles | {"rollout"} if participants.profilers else roles)
+        # Roles that only `span(role=)` names are not known yet: a capture warns again once it has seen them.
+        roles = {
+            *own.roles,
+            *(name for outcome in outcomes for name in outcome.roles),
+            *wrapping.declared_roles,
+        }
+        roles |= {"rollout"} if participants.profilers else set()
+        for reason in omissions.unmatched_roles(config.roles, roles, "known before the run").values():
+            failures.warn_once(reason)
 
 
-def _say_unmatched_roles(config: ProfileConfig, roles: set[str]) -> None:
-    """Roles that only `span(role=)` names are not known yet: a capture warns again once it has seen them."""
-    roles |= wrapping.declared_roles
-    for reason in omissions.unmatched_roles(config.roles, roles, "known before the run").values():
-        failures.warn_once(reason)
-
-
-async def _this_process(config: ProfileConfig, role: str, alone: PrepareAnswer | None) -> PrepareAnswer:
-    if alone is not None:
-        return alone
-    request = PrepareRequest(config=config, run_id=run.run_id(), role=role)
-    return await own_thread(prepare_worker, request)
+async def _this_process(request: PrepareRequest, alone: PrepareAnswer | None) -> PrepareAnswer:
+    return await own_thread(prepare_worker, request) if alone is None else alone
 
 
 async def _workers(
-    participants: Participants, config: ProfileConfig, starting_s: float
+    participants: Participants, request: PrepareRequest, deadline_s: float
 ) -> Sequence[WorkerOutcome]:
-    if participants.fleet is None:
-        return []
-    deadline_s = max(config.budget.fanout_seconds, starting_s)
-    return await participants.fleet.prepare(PrepareRequest(config=config, run_id=run.run_id()), deadline_s)
+    return [] if participants.fleet is None else await participants.fleet.prepare(request, deadline_s)
 
 
-async def _engine(engine: EngineProfiler, config: ProfileConfig, starting_s: float) -> list[str]:
-    deadline_s = max(config.budget.fanout_seconds, starting_s)
+async def _engine(engine: EngineProfiler, deadline_s: float) -> str | None:
+    """Return why the profiler of an engine cannot work."""
     try:
         await private_loop.within(own_thread(engine.check), deadline_s)
     except asyncio.TimeoutError:
-        return [f"replica {engine.replica}: no answer within {deadline_s:g} s"]
+        return f"replica {engine.replica}: no answer within {deadline_s:g} s"
     except Exception as error:
-        return [f"replica {engine.replica}: {describe(error)}"]
-    return []
+        return f"replica {engine.replica}: {describe(error)}"
+    return None

@@ -77,10 +77,11 @@ class CaptureResult:
             timeout_s = files.session.config.budget.export_seconds
         until = time.monotonic() + timeout_s
         exporter.exporter().drain(timeout_s)
-        files.drain_workers(until - time.monotonic())
-        files.gather(lambda: until - time.monotonic())
-        while files.unfinished() and (left_s := until - time.monotonic()) > 0:
-            time.sleep(min(left_s, _POLL_S))
+        files.await_others(
+            lambda: until - time.monotonic(),
+            lambda: time.sleep(max(0.0, min(until - time.monotonic(), _POLL_S))),
+            drain=True,
+        )
         files.fold()
         return files.manifest()
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from stepscope.engines import instrumented_engines
 from stepscope.recording.capture import configure, prepare
-from stepscope.recording.capture.capture import Capture, capture_unedited, opened
-from stepscope.recording.instrument import step_boundaries
+from stepscope.recording.capture.capture import Capture, opened
 from stepscope.recording.instrument.step_boundaries import StepCapture
 from stepscope.recording.spans import slot
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class UneditedCapture:
-    """A capture that prepares its program first, because no line of the loop calls `prepare`."""
+    """A `StepCapture` that prepares its program first, because no line of the loop calls `prepare`."""
 
     def __init__(self, capture: Capture, workers: object, engines: UneditedEngines | None, role: str) -> None:
         self.capture = capture
@@ -26,14 +25,12 @@ class UneditedCapture:
         self._role = role
 
     def open(self) -> None:
-        """See `StepCapture`."""
         if self._engines is not None and self._asks_engines():
             self._engines.number()
         prepare.before_first_step(self.capture.config, self._workers, _profilers(self._engines), self._role)
         self.capture.open()
 
     async def aopen(self) -> None:
-        """See `StepCapture`."""
         if self._engines is not None and self._asks_engines():
             await self._engines.anumber()
         profilers = _profilers(self._engines)
@@ -41,11 +38,9 @@ class UneditedCapture:
         await self.capture.aopen()
 
     def close(self, error: str | None) -> None:
-        """See `StepCapture`."""
         self.capture.close(error=error)
 
     async def aclose(self, error: str | None) -> None:
-        """See `StepCapture`."""
         await self.capture.aclose(error=error)
 
     def _asks_engines(self) -> bool:
@@ -65,7 +60,7 @@ def new_capture(
     if other is not None and not (isinstance(closing, UneditedCapture) and closing.capture is other):
         return None
     engines = _engines(groups)
-    capture = capture_unedited(number, workers=workers, engines=_profilers(engines), role=role)
+    capture = Capture(number, workers, _profilers(engines), None, role, None, "instrument")
     return UneditedCapture(capture, workers, engines, role)
 
 
@@ -83,6 +78,3 @@ def _engines(groups: Mapping[str, object]) -> UneditedEngines | None:
 
 def _profilers(engines: UneditedEngines | None) -> object:
     return None if engines is None else engines.profilers
-
-
-step_boundaries.new_capture = new_capture

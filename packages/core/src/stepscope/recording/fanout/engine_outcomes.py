@@ -26,10 +26,7 @@ from stepscope.files.sidecar import Artifact
 from stepscope.recording.after import pipeline
 from stepscope.recording.fanout import late_files
 from stepscope.recording.output.manifest_part import ManifestPart
-from stepscope.recording.process import failures
 from stepscope.recording.process.failures import describe
-
-_LATE: Pending = "late"
 
 
 class EngineOutcomes:
@@ -117,17 +114,16 @@ class EngineOutcomes:
             return Expectation(
                 name=label, kind="engine", state="ok", idle=True, notes=(idle,), ignored=ignored
             )
-        if not artifacts and "artifacts" in ignored:
-            reason = ignored["artifacts"]
-            return Expectation(name=label, kind="engine", state="skipped", reason=reason, ignored=ignored)
         if not artifacts:
-            reason = "the engine stopped and left no file"
-            return Expectation(name=label, kind="engine", state="missing", reason=reason, ignored=ignored)
-        trouble, pending = self._not_here(artifacts), None
+            state: State = "skipped" if "artifacts" in ignored else "missing"
+            reason = ignored.get("artifacts", "the engine stopped and left no file")
+            return Expectation(name=label, kind="engine", state=state, reason=reason, ignored=ignored)
+        pending: Pending | None = None
+        trouble = self._not_here(artifacts)
         if trouble is not None:
             self._elsewhere.add(label)
         elif LATE in ignored:
-            trouble, pending = f"{ignored[LATE]}; {AWAITED['late']}", _LATE
+            trouble, pending = f"{ignored[LATE]}; {AWAITED['late']}", "late"
             late_files.expect(partial(self.enter_given_up, label))
         return of_engine(label, artifacts, ignored, trouble, pending)
 
@@ -146,7 +142,4 @@ class EngineOutcomes:
     def _write(self) -> None:
         """Write this part and the manifest again, because the capture is closed."""
         self._manifest_part.write()
-        try:
-            self._manifest_part.fold(self._layout)
-        except OSError as error:
-            failures.note("writing the manifest", error)
+        self._manifest_part.fold(self._layout)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.engines import EngineCapture, EngineProfiler, Iterations
 from stepscope.engines.own_thread import own_thread
 from stepscope.engines.protocol import waited_s
-from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.records import LATE, awaited
 from stepscope.files.sidecar import Artifact
 from stepscope.recording.fanout import late_files
 from stepscope.recording.fanout.engine_outcomes import EngineOutcomes
-from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures, identity
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.private_loop import within
 from stepscope.recording.session import selection
+from stepscope.recording.session.session import Session
 
 ROLE = "rollout"
 """The role whose `ranks` and `engine` options apply to engines."""
@@ -44,29 +43,13 @@ def warn_of_long_stops(config: ProfileConfig) -> None:
 class EngineGroup:
     """All replicas of one capture."""
 
-    def __init__(
-        self,
-        profilers: Sequence[EngineProfiler],
-        *,
-        config: ProfileConfig,
-        layout: StepLayout,
-        manifest_part: ManifestPart,
-        step: int,
-        name: str,
-        over_budget: Callable[[], str | None],
-    ) -> None:
-        """Args: over_budget: Returns the reason against another trace in the run's folder; None if there is
-        room.
-        """
-        self._over_budget = over_budget
+    def __init__(self, profilers: Sequence[EngineProfiler], session: Session) -> None:
         self._profilers = profilers
-        self._config = config
-        self._layout = layout
-        self._manifest_part = manifest_part
-        self._step = step
-        self._name = name
+        self._session = session
+        self._config = session.config
+        self._manifest_part = session.manifest_part
         self._started: list[EngineProfiler] = []
-        self.outcomes = EngineOutcomes(layout, manifest_part)
+        self.outcomes = EngineOutcomes(session.layout, session.manifest_part)
 
     async def start(self, deadline_s: float) -> None:
         """Start the selected replicas concurrently. One that fails or hangs costs its deadline and nothing
@@ -79,7 +62,7 @@ class EngineGroup:
         full = None
         try:
             await late_files.give_up()
-            full = await own_thread(self._over_budget) if selected else None
+            full = await own_thread(self._session.over_budget) if selected else None
         except Exception as error:  # of the disk, or of a process that may have no more threads
             failures.note("looking for room before a capture", error)
         if full is not None:
@@ -175,14 +158,15 @@ class EngineGroup:
         match = self._config.role(ROLE)
         role = match[1] if match else RoleConfig()
         torch, window, replica = self._config.torch, role.engine.iterations, _number(profiler)
+        session, layout = self._session, self._session.layout
         return EngineCapture(
-            step=self._step,
-            run_id=self._manifest_part.record.run_id,
+            step=session.step,
+            run_id=session.run_id,
             seconds=self._config.budget.seconds,
             stop_seconds=self._config.budget.fanout_seconds,
-            out_dir=os.path.abspath(self._layout.engine_dir(replica)),
-            step_dir=os.path.abspath(self._layout.root),
-            name=self._name,
+            out_dir=os.path.abspath(layout.engine_dir(replica)),
+            step_dir=os.path.abspath(layout.root),
+            name=f"step_{session.step:06d}_{session.run_id}",
             replica=replica,
             activities=torch.activities,
             with_stack=torch.with_stack,

@@ -139,18 +139,18 @@ class Home:
         """Return whether it is a process' part of the manifest."""
         return self.path_of(file.path).parent == self._layout.processes
 
-    def lacks(self, file: Remote) -> bool:
-        """Return whether it is still to be fetched: a shared disk that was slow to show it has it by now."""
-        return not self.path_of(file.path).exists()
+    def begin(self, file: Remote) -> Arrival | str | None:
+        """Begin to receive a file. Blocks.
 
-    def refuses(self, file: Remote) -> str | None:
-        """Return why a trace is left where it is; None for what is small, and where there is room."""
-        if not self.path_of(file.path).is_relative_to(self._layout.traces):
+        Returns:
+            Why a trace is left where it is; None if the file is here by now, on a shared disk that was slow
+            to show it.
+        """
+        path = self.path_of(file.path)
+        if path.exists():
             return None
-        return budget.over_budget(self._config)
-
-    def begin(self, file: Remote) -> Arrival:
-        return Arrival(self.path_of(file.path))
+        refused = budget.over_budget(self._config) if path.is_relative_to(self._layout.traces) else None
+        return Arrival(path) if refused is None else refused
 
 
 def _within(layout: StepLayout, path: str) -> Path:

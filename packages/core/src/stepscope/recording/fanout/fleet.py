@@ -15,7 +15,7 @@ from stepscope.errors import ConfigError
 from stepscope.files.clock import ClockOffset
 from stepscope.files.manifest.records import State
 from stepscope.recording.fanout.fetch import Home
-from stepscope.recording.fanout.messages import GatherRequest, PrepareRequest, StartRequest, StopRequest
+from stepscope.recording.fanout.messages import PrepareRequest, StartRequest, StopRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,10 +64,13 @@ class Fleet(Protocol):
         ...
 
     async def gather(
-        self, request: GatherRequest, home: Home, left_s: Callable[[], float]
+        self, capture_id: str, engine_files: dict[str, list[str]], home: Home, left_s: Callable[[], float]
     ) -> list[WorkerOutcome]:
         """Fetch the files of the workers that are apart, until `left_s` says that no time is left. One
         outcome each.
+
+        Args:
+            engine_files: {host: paths in the step's folder} of what engines wrote there.
         """
         ...
 

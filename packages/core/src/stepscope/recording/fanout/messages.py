@@ -9,12 +9,10 @@ from stepscope.files.manifest.records import Ending
 from stepscope.files.sidecar import ProcessInfo
 
 
-class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Opens a capture in a worker. The same for all workers, but for `role`, `position` and `replica`."""
+class WorkerRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a worker for something. The same for all workers, but for what says which of them it is."""
 
-    capture_id: str
     run_id: str
-    step: int
     config: ProfileConfig
     role: str | None = None
     """None: found from the decorated methods of the worker's class, or else `worker`."""
@@ -23,6 +21,13 @@ class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int | None = None
     replica: int | None = None
     """Number of the inference replica that the worker belongs to, if any."""
+
+
+class StartRequest(WorkerRequest, frozen=True, kw_only=True):
+    """Opens a capture in a worker."""
+
+    capture_id: str
+    step: int
     spans_only: str | None = None
     """Reason why no profiler of ours starts there; None: the configuration decides."""
     owner_part: str | None = None
@@ -31,8 +36,6 @@ class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
     process: ProcessInfo
-    recorded: bool
-    why: str
     refused: str | None = None
     """Reason why no session was opened; None when one was."""
     off: bool = False
@@ -49,31 +52,9 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Reason to discard the recording (the worker started too late); None to keep it."""
 
 
-class StopAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    process: ProcessInfo | None
-    """None when no such capture was open here: the process is new (a restarted actor) or never heard of
-    it.
-    """
-    problems: tuple[str, ...] = ()
+class PrepareRequest(WorkerRequest, frozen=True, kw_only=True):
+    """Makes a worker ready for captures to come."""
 
-
-class GatherRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Fetches what workers recorded that share no folder with the owner."""
-
-    capture_id: str
-    engine_files: dict[str, list[str]]
-    """{host: paths in the step's folder} of what engines wrote there."""
-
-
-class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Makes a worker ready for captures to come. Fields as in `StartRequest`."""
-
-    config: ProfileConfig
-    run_id: str
-    role: str | None = None
-    position: int | None = None
-    world_size: int | None = None
-    replica: int | None = None
     record_only: bool = False
     """Start the flight recorder alone: no profiler is tried."""
 

@@ -12,7 +12,7 @@ from stepscope.recording.fanout.engines import EngineGroup
 from stepscope.recording.fanout.fetch import Home
 from stepscope.recording.fanout.fleet import Fleet, WorkerOutcome, load_fleet
 from stepscope.recording.fanout.given_engines import profilers_of
-from stepscope.recording.fanout.messages import GatherRequest, StartRequest, StopRequest
+from stepscope.recording.fanout.messages import StartRequest, StopRequest
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures
 from stepscope.recording.session.session import Session
@@ -20,6 +20,10 @@ from stepscope.recording.session.session import Session
 
 class Participants:
     """Workers and engines of one capture. Outcomes go into the manifest, and no failure is raised."""
+
+    _session: Session
+    """Of the owner. Set by `join`, and so is `_group`."""
+    _group: EngineGroup
 
     def __init__(self, workers: object, engines: object) -> None:
         """Raises: ConfigError, EngineError: nothing installed knows a worker or an engine."""
@@ -32,74 +36,50 @@ class Participants:
             self.fleet = load_fleet(workers, recorded)
         self.apart: list[str] = []
         """Workers whose files are to be fetched: they write to a folder that this process does not see."""
-        self._group: EngineGroup | None = None
-        self._manifest_part: ManifestPart | None = None
-        self._home: Home | None = None
-        self._capture_id = ""
         self._released = False
 
     def join(self, session: Session) -> None:
         """Connect workers and engines to the owner's session."""
-        part, layout, config = session.manifest_part.record, session.layout, session.config
-        self._manifest_part, self._home = session.manifest_part, Home(layout, config)
         for profiler in self.profilers:
-            session.counters.add_engine(profiler)
-        self._group = EngineGroup(
-            self.profilers,
-            config=config,
-            layout=layout,
-            manifest_part=session.manifest_part,
-            step=part.step,
-            name=f"step_{part.step:06d}_{part.run_id}",
-            over_budget=session.over_budget,
-        )
+            session.sample_engine(profiler)
+        self._session, self._group = session, EngineGroup(self.profilers, session)
 
-    async def start(self, request: StartRequest, deadline_s: float) -> None:
+    async def start(self) -> None:
         """Start all, and return once each has begun, failed, or used up its deadline."""
-        manifest_part, group = self._joined()
-        self._capture_id = request.capture_id
-        await asyncio.gather(self._start_workers(manifest_part, request, deadline_s), group.start(deadline_s))
+        deadline_s = self._session.config.budget.fanout_seconds
+        await asyncio.gather(self._start_workers(deadline_s), self._group.start(deadline_s))
 
     async def stop(self, request: StopRequest, deadline_s: float) -> None:
         """Stop all that began, that may have begun, or that answered too late."""
-        manifest_part, group = self._joined()
-        await asyncio.gather(self._stop_workers(manifest_part, request, deadline_s), group.stop(deadline_s))
+        await asyncio.gather(self._stop_workers(request, deadline_s), self._group.stop(deadline_s))
 
     async def gather(self, left_s: Callable[[], float]) -> None:
         """Fetch the files of workers that are apart, and of engines on their hosts."""
-        manifest_part, group = self._joined()
-        group.outcomes.look_again()  # a shared disk may lag
-        home = self._home
-        if self.fleet is None or home is None:
+        session, manifest_part = self._session, self._session.manifest_part
+        self._group.outcomes.look_again()  # a shared disk may lag
+        if self.fleet is None:
             return
+        home = Home(session.layout, session.config)
         artifacts = [artifact for item in manifest_part.record.expected for artifact in item.artifacts]
         remote = [artifact for artifact in artifacts if not home.path_of(artifact.path).exists()]
         files: dict[str, list[str]] = {}
         for artifact in remote:
             files.setdefault(artifact.host, []).append(artifact.path)
         fetched = [name for name in self.apart if manifest_part.state(files_of(name)) == "ok"]
-        if len(fetched) == len(self.apart) and not remote:
-            self._release(manifest_part, home)
-            return
-        request = GatherRequest(capture_id=self._capture_id, engine_files=files)
-        for outcome in await self.fleet.gather(request, home, left_s):
-            if outcome.name in fetched:
-                continue  # it was asked for an engine's files; its own are here
-            name = files_of(outcome.name)
-            state: State = "ok" if outcome.state == "ok" else "failed"
-            manifest_part.expect(Expectation(name=name, kind="fetch", state=state, reason=outcome.reason))
-            if state != "ok":
-                failures.warn("stepscope: step %d: %s: %s", manifest_part.record.step, name, outcome.reason)
-        group.outcomes.look_again()
-        manifest_part.write()
-        here = [path for path in (home.path_of(artifact.path) for artifact in remote) if path.exists()]
-        for path in here:
-            if sidecar_of(path).exists():
-                pipeline.artifact_done(path, None, manifest_part)
-        self._release(manifest_part, home)
+        if len(fetched) < len(self.apart) or remote:
+            for outcome in await self.fleet.gather(session.capture_id, files, home, left_s):
+                if outcome.name not in fetched:  # else it was asked for an engine's files; its own are here
+                    _enter_fetched(manifest_part, outcome)
+            self._group.outcomes.look_again()
+            manifest_part.write()
+            for path in (home.path_of(artifact.path) for artifact in remote):
+                if path.exists() and sidecar_of(path).exists():
+                    pipeline.artifact_done(path, None, manifest_part)
+        self._release(home)
 
-    def _release(self, manifest_part: ManifestPart, home: Home) -> None:
+    def _release(self, home: Home) -> None:
         """Let the workers forget the capture once all is here, and no engine's files may still come."""
+        manifest_part = self._session.manifest_part
         items = manifest_part.record.expected
         is_over = (
             all(manifest_part.state(files_of(name)) == "ok" for name in self.apart)
@@ -108,11 +88,11 @@ class Participants:
         )
         if self.fleet is not None and is_over and not self._released:
             self._released = True
-            self.fleet.release(self._capture_id)
+            self.fleet.release(self._session.capture_id)
 
     def taking_part(self) -> dict[str, str]:
         """Return {worker or replica: `began`, or the reason why it takes no part}, after the start."""
-        part = self._joined()[0].record
+        part = self._session.manifest_part.record
         answers = dict.fromkeys((*part.began.values(), *self.apart), "began")
         answers |= {absent.name: absent.reason for absent in part.absent}
         for item in part.expected:
@@ -120,34 +100,42 @@ class Participants:
                 answers[item.name] = "began" if item.pending == "closing" else item.reason or item.state
         return answers
 
-    async def _start_workers(
-        self, manifest_part: ManifestPart, request: StartRequest, deadline_s: float
-    ) -> None:
-        if self.fleet is not None:
-            outcomes = await self.fleet.start(request, deadline_s)
-            fetched = request.config.finish.fetches
-            self.apart = [outcome.name for outcome in outcomes if outcome.apart and fetched]
-            for name in self.apart:
-                manifest_part.expect(awaited(files_of(name), "fetch", "fetching"))
-            began = {outcome.process: outcome.name for outcome in outcomes if outcome.process is not None}
-            manifest_part.update(began={key: name for key, name in began.items() if name not in self.apart})
-            _enter(manifest_part, outcomes)
+    async def _start_workers(self, deadline_s: float) -> None:
+        if self.fleet is None:
+            return
+        session = self._session
+        request = StartRequest(
+            capture_id=session.capture_id,
+            run_id=session.run_id,
+            step=session.step,
+            config=session.config,
+            owner_part=session.part_name,
+        )
+        outcomes = await self.fleet.start(request, deadline_s)
+        manifest_part, fetched = session.manifest_part, session.config.finish.fetches
+        self.apart = [outcome.name for outcome in outcomes if outcome.apart and fetched]
+        for name in self.apart:
+            manifest_part.expect(awaited(files_of(name), "fetch", "fetching"))
+        began = {outcome.process: outcome.name for outcome in outcomes if outcome.process is not None}
+        manifest_part.update(began={key: name for key, name in began.items() if name not in self.apart})
+        _enter(manifest_part, outcomes)
 
-    async def _stop_workers(
-        self, manifest_part: ManifestPart, request: StopRequest, deadline_s: float
-    ) -> None:
+    async def _stop_workers(self, request: StopRequest, deadline_s: float) -> None:
         if self.fleet is not None:
-            _enter(manifest_part, await self.fleet.stop(request, deadline_s))
-
-    def _joined(self) -> tuple[ManifestPart, EngineGroup]:
-        if self._manifest_part is None or self._group is None:
-            raise RuntimeError("Participants.join comes first")
-        return self._manifest_part, self._group
+            _enter(self._session.manifest_part, await self.fleet.stop(request, deadline_s))
 
 
 def files_of(name: str) -> str:
     """Return the manifest's name for the files of a worker that is apart."""
     return f"files of {name}"
+
+
+def _enter_fetched(manifest_part: ManifestPart, outcome: WorkerOutcome) -> None:
+    name = files_of(outcome.name)
+    state: State = "ok" if outcome.state == "ok" else "failed"
+    manifest_part.expect(Expectation(name=name, kind="fetch", state=state, reason=outcome.reason))
+    if state != "ok":
+        failures.warn("stepscope: step %d: %s: %s", manifest_part.record.step, name, outcome.reason)
 
 
 def _enter(manifest_part: ManifestPart, outcomes: list[WorkerOutcome]) -> None:

@@ -52,10 +52,7 @@ class UneditedEngines:
     """Profilers of the engines of one step: `profilers`, for its capture."""
 
     def __init__(self, groups: Mapping[str, object], config: ProfileConfig) -> None:
-        """
-        Args:
-            groups: {adapter: engines, URLs of servers, or Ray actors that hold an engine}.
-        """
+        """Args: groups: {adapter: engines, URLs of servers, or Ray actors that hold an engine}."""
         self._config = config
         self.profilers: list[EngineProfiler] = []
         self._rollouts: list[tuple[str, RayRollout]] = []
@@ -89,7 +86,9 @@ class UneditedEngines:
             failures.warn_once(f"engines of {adapter!r} are not recorded: no adapter. Fix: {ADAPTERS}")
             return
         profiler = _profiler(adapter, item, self._config)
-        address = profiler.actor_id if isinstance(profiler, RayRollout) else _address(item)
+        address: object = item if isinstance(item, str) else id(item)
+        if isinstance(profiler, RayRollout):
+            address = profiler.actor_id
         if (adapter, address) in self._known:
             return
         self._known.add((adapter, address))
@@ -126,10 +125,6 @@ class UneditedEngines:
         if None in numbers or len(set(numbers)) < len(numbers):
             for profiler in self.profilers:
                 profiler.replica = None
-
-
-def _address(engine: object) -> object:
-    return engine if isinstance(engine, str) else id(engine)
 
 
 def _profiler(adapter: str, engine: object, config: ProfileConfig) -> EngineProfiler:

@@ -10,11 +10,9 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Iterable
 
 from stepscope import switch
 from stepscope.backends import load_backend
-from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler, driven_engines
 from stepscope.files.manifest.records import Ending
 from stepscope.files.sidecar import ProcessInfo
@@ -25,11 +23,10 @@ from stepscope.recording.fanout.messages import (
     PrepareRequest,
     StartAnswer,
     StartRequest,
-    StopAnswer,
     StopRequest,
+    WorkerRequest,
 )
 from stepscope.recording.instrument import configured
-from stepscope.recording.output import exporter
 from stepscope.recording.process import sigusr1
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify
@@ -52,24 +49,21 @@ _OVER = "the capture was over before it began here"
 def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
     """Open the capture in this process. Runs in the worker, and never raises for what is wrong there."""
     began_ns = time.monotonic_ns()
+    process, roles = _joined(request, instance)
     if switch.DISABLED:
-        process, _ = _who(instance, request.role, request.position, request.world_size)
-        return StartAnswer(process=process, recorded=False, why="", refused=_OFF, off=True)
-    instrument_worker(request.config, instance)
-    sigusr1.handle(request.config)
-    process, roles = _who(instance, request.role, request.position, request.world_size, request.replica)
+        return StartAnswer(process=process, refused=_OFF, off=True)
     if request.capture_id in _stopped:
         _stopped.discard(request.capture_id)
-        return StartAnswer(process=process, recorded=False, why="", refused=_OVER)
+        return StartAnswer(process=process, refused=_OVER)
     claim = Claim(request.step)
     try:
         other = claim.take()
         if other is not None:
             refused = f"a capture of step {other.step} is open in this process"
-            return StartAnswer(process=process, recorded=False, why="", refused=refused)
+            return StartAnswer(process=process, refused=refused)
         answer = _start(request, process, roles, claim, began_ns)
         if instance is not None:
-            _record(request.config, process, request.run_id)
+            _record(request, process)
         return answer
     except BaseException:
         claim.free()
@@ -93,7 +87,7 @@ def _start(
     )
     try:
         activation.hand_to_worker(claim, session)
-        _watch_memory(request.config, process, request.run_id, request.step)
+        oom.watch(request.config, process, request.run_id, request.step)
         apart = not session.layout.has_part(request.owner_part)
         pipeline.promise_in_worker(session, apart=apart)
         if apart and request.config.finish.fetches:
@@ -112,9 +106,8 @@ def _start(
     if request.capture_id in _stopped:  # meanwhile, on another thread
         _stopped.discard(request.capture_id)
         session.close(discard=_OVER)
-        return StartAnswer(process=process, recorded=False, why="", refused=_OVER)
-    decision = session.decision
-    return StartAnswer(process=process, recorded=decision.record, why=decision.reason, apart=apart)
+        return StartAnswer(process=process, refused=_OVER)
+    return StartAnswer(process=process, apart=apart)
 
 
 def _sample_engines(session: Session) -> None:
@@ -124,108 +117,93 @@ def _sample_engines(session: Session) -> None:
     def join(profiler: EngineProfiler) -> None:
         opened = reference()
         if opened is not None:
-            opened.counters.add_engine(profiler)
+            opened.sample_engine(profiler)
 
     driven_engines.tell(join)
 
 
-def stop_worker(request: StopRequest) -> StopAnswer:
-    """Close the capture in this process. Runs in the worker."""
+def stop_worker(request: StopRequest) -> bool:
+    """Close the capture in this process. Runs in the worker.
+
+    Returns:
+        False if it was not open here: the process is new (a restarted actor), or never heard of it.
+    """
     if request.discard is not None:
         fetch.release(request.capture_id)
     _stopped.add(request.capture_id)  # first, so that a start on another thread sees it and closes
     session = slot.active
     if not isinstance(session, Session) or session.capture_id != request.capture_id:
-        return StopAnswer(process=None)
+        return False
     _stopped.discard(request.capture_id)
     session.leave()
     session.close(ending=request.ending, discard=request.discard)
-    session.manifest_part.told = True  # in the answer
+    session.manifest_part.told = True  # by the owner, which reads the part
     session.write_cost()
     session.hand_back()
-    return StopAnswer(process=session.process, problems=tuple(session.manifest_part.problems()))
+    return True
 
 
 def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareAnswer:
     """Pay the profiler's one-off costs, if it will record this process. Runs in the worker."""
     config = request.config
+    process, roles = _joined(request, instance)
     if switch.DISABLED:
-        return PrepareAnswer(roles=_who(instance, request.role, request.position, request.world_size)[1])
-    instrument_worker(config, instance)
-    sigusr1.handle(config)
-    process, roles = _who(instance, request.role, request.position, request.world_size, request.replica)
-    _watch_memory(config, process, request.run_id, None)
-    recorder = None if instance is None else _record(config, process, request.run_id)
+        return PrepareAnswer(roles=roles)
+    oom.watch(config, process, request.run_id, None)
+    recorder = None if instance is None else _record(request, process)
     if request.record_only:
         return PrepareAnswer(roles=roles, recorder=recorder)
-    step = config.steps[0].start  # every captured step records the same ranks
-    chosen = decide_process(config, step=step, roles=roles, rank=process.rank, world_size=process.world_size)
+    chosen = decide_process(config, roles=roles, rank=process.rank, world_size=process.world_size)
     warnings = tuple(f"{name}: {reason}" for name, reason in missing_ranks(config, process).items())
-    if not library_loaded(config.tool) or not may_record(config, chosen):
-        return PrepareAnswer(roles=roles, recorder=recorder, warnings=warnings)
-    try:
-        backend = load_backend(config.tool, config)
-        backend.check()
-        backend.prepare()
-    except Exception as error:
-        return PrepareAnswer(roles=roles, recorder=recorder, problem=describe(error), warnings=warnings)
-    return PrepareAnswer(roles=roles, recorder=recorder, warnings=warnings)
+    problem = None
+    if library_loaded(config.tool) and may_record(config, chosen):
+        try:
+            backend = load_backend(config.tool, config)
+            backend.check()
+            backend.prepare()
+        except Exception as error:
+            problem = describe(error)
+    return PrepareAnswer(roles=roles, recorder=recorder, problem=problem, warnings=warnings)
 
 
-def instrument_worker(config: ProfileConfig, instance: object) -> None:
-    """Time the functions that `config.instrument` lists, in the class of `instance` too."""
-    if not config.instrument:
-        return
-    configured.apply(config, lenient=True)
-    if instance is not None:
-        configured.apply_to(instance)
+def _joined(request: WorkerRequest, instance: object) -> tuple[ProcessInfo, tuple[str, ...]]:
+    """Put the configuration into effect in this process, in the class of `instance` too.
 
-
-def _record(config: ProfileConfig, process: ProcessInfo, run_id: str) -> ProcessInfo | None:
-    """Start the flight recorder of this worker, if it is on. Return the process then."""
-    if config.record == "off":
-        return None
-    standing.start(config, process, run_id)
-    return process
-
-
-def _watch_memory(config: ProfileConfig, process: ProcessInfo, run_id: str, step: int | None) -> None:
-    if config.cuda_memory.oom_any_step != "off":
-        oom.watch(config, process, run_id, step)
-
-
-def drain_worker(timeout_s: float) -> list[str]:
-    """Wait for this process' files and return those unfinished after `timeout_s`. Blocks: not for an event
-    loop.
+    Returns:
+        This process, and all roles that it does the work of, its own first.
     """
-    return exporter.exporter().drain(timeout_s)
-
-
-def _who(
-    instance: object,
-    role: str | None,
-    position: int | None,
-    world_size: int | None,
-    replica: int | None = None,
-) -> tuple[ProcessInfo, tuple[str, ...]]:
-    """Return this process and all roles that it does the work of, its own first."""
+    config = request.config
+    if not switch.DISABLED:
+        if config.instrument:
+            configured.apply(config, lenient=True)
+            if instance is not None:
+                configured.apply_to(instance)
+        sigusr1.handle(config)
     declared = decorated_roles(type(instance)) if instance is not None else ()
-    role = role or next(iter(declared), "worker")
-    process = identify(role, position=position, world_size=world_size, actor_id=_actor_id(), replica=replica)
+    role = request.role or next(iter(declared), "worker")
+    process = identify(
+        role,
+        position=request.position,
+        world_size=request.world_size,
+        actor_id=_actor_id(),
+        replica=request.replica,
+    )
     return process, (role, *(other for other in declared if other != role))
+
+
+def _record(request: WorkerRequest, process: ProcessInfo) -> ProcessInfo | None:
+    """Start the flight recorder of this worker, if it is on. Return the process then."""
+    if request.config.record == "off":
+        return None
+    standing.start(request.config, process, request.run_id)
+    return process
 
 
 def decorated_roles(cls: type) -> tuple[str, ...]:
     """Return the roles that `profile_step` gave to the methods of `cls`, in order of definition."""
-    return tuple(dict.fromkeys(_roles(cls)))
-
-
-def _roles(cls: type) -> Iterable[str]:
-    for owner in reversed(cls.__mro__):
-        for member in vars(owner).values():
-            declared = wrapping.declared(member)
-            if declared is not None and declared.role is not None:
-                yield declared.role
+    members = (member for owner in reversed(cls.__mro__) for member in vars(owner).values())
+    roles = (declared.role for declared in map(wrapping.declared, members) if declared is not None)
+    return tuple(dict.fromkeys(filter(None, roles)))
 
 
 def _actor_id() -> str | None:

@@ -187,23 +187,13 @@ def name_of(value: object) -> str:
 
 
 def names_of(value: object) -> list[str]:
-    """Return the names of a list or a one-dimensional array, or the only one.
-
-    Raises:
-        LookupError: One is no name.
-    """
-    items = _items(value)
-    return [name_of(value)] if items is None else [name_of(item) for item in items]
+    """Return the names of a list or a one-dimensional array, or the only one, as `name_of` does."""
+    return [name_of(item) for item in _items(value)]
 
 
 def versions_of(value: object) -> list[Number | None]:
-    """Return the versions of a list or a one-dimensional array, or the only one.
-
-    Raises:
-        LookupError: One is no version.
-    """
-    items = _items(value)
-    return [version_of(value)] if items is None else [version_of(item) for item in items]
+    """Return the versions of a list or a one-dimensional array, or the only one, as `version_of` does."""
+    return [version_of(item) for item in _items(value)]
 
 
 def texts_of(text: str, columns: Mapping[str, Sequence[str]]) -> list[str]:
@@ -215,10 +205,10 @@ def texts_of(text: str, columns: Mapping[str, Sequence[str]]) -> list[str]:
     return filled
 
 
-def _items(value: object) -> Sequence[object] | None:
+def _items(value: object) -> Sequence[object]:
     if getattr(value, "ndim", None) == 1 and str(getattr(value, "device", "cpu")) == "cpu":
         value = value.tolist()  # type: ignore[attr-defined]  # numpy's or torch's
-    return value if isinstance(value, (list, tuple)) else None
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 def _plain(value: object) -> Number:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from stepscope import switch
 from stepscope.config import InstrumentConfig, ProfileConfig
@@ -17,13 +18,16 @@ from stepscope.errors import ConfigError
 from stepscope.files.spans import CONSUME
 from stepscope.recording.instrument import arming, framework_settings, patch, uncovered
 from stepscope.recording.instrument.call_arguments import Condition
-from stepscope.recording.instrument.kinds import Paths, Timing
+from stepscope.recording.instrument.kinds import Timing
 from stepscope.recording.instrument.patch import Instrument
-from stepscope.recording.instrument.step_boundaries import Boundary, calls_of
+from stepscope.recording.instrument.step_boundaries import Boundary, calls
 from stepscope.recording.process import failures
 
-_applied: dict[tuple[str, str], Instrument] = {}
-"""Functions that are instrumented because of a configuration. One writer: `apply`."""
+if TYPE_CHECKING:
+    from stepscope.recording.output.manifest_part import ManifestPart
+
+_applied: dict[str, Instrument] = {}
+"""Functions `module:name` that are instrumented because of a configuration. One writer: `apply`."""
 _entries: tuple[InstrumentConfig, ...] = ()
 """The list that was applied. One writer: `apply`."""
 _integrations: set[str] = set()
@@ -51,7 +55,7 @@ def apply(config: ProfileConfig, *, lenient: bool = False) -> None:
 def _apply(config: ProfileConfig, lenient: bool) -> None:
     global _entries, _adapters
     presets = _presets(config.instrument, lenient)
-    wanted = {(handle.module, handle.name): handle for handle in _handles(config.instrument, presets)}
+    wanted = {handle.target: handle for handle in _handles(config.instrument, presets)}
     uncovered.expect(presets)
     framework_settings.expect(presets, _installed)
     integrate(presets)
@@ -111,64 +115,52 @@ def apply_to(instance: object) -> None:
 def timed() -> dict[str, tuple[str, ...]]:
     """Return the functions that are replaced and recorded in this process: {`module:name`: roles/stages}."""
     return {
-        f"{handle.module}:{handle.name}": tuple(timing.label(handle.name) for timing in recorded)
+        handle.target: tuple(timing.label(handle.name) for timing in recorded)
         for handle in _applied.values()
         if handle.installed and (recorded := [timing for timing in handle.timings if timing.kind != "engine"])
     }
 
 
-def uncovered_trainers() -> dict[str, str]:
-    """Return the trainers of this process that no preset covers: {name: reason}."""
-    return uncovered.uncovered()
-
-
-def missed() -> dict[str, str]:
-    """Return the functions that presets name and this process lacks: {place: reason}."""
-    return dict(patch.missed)
-
-
-def failed() -> dict[str, str]:
-    """Return the entries that are not in effect here: {`module:name`: reason}. Presets are left out.
+def enter(part: ManifestPart) -> None:
+    """Enter what is recorded in this process, and what is not in effect here, into its manifest part.
 
     A preset lists functions of several versions of its framework, and need not find them all.
     """
-    listed = [(str(entry.module), str(entry.name)) for entry in _entries if entry.preset is None]
-    return {
-        f"{module}:{name}": patch.refusals[module, name]
-        for module, name in listed
-        if (module, name) in patch.refusals
-    }
+    part.update(instrumented=timed(), missed=dict(patch.missed))
+    for entry in _entries:
+        reason = patch.refusals.get(_target(entry))
+        if entry.preset is None and reason is not None:
+            part.lack(f"instrument {_target(entry)}", reason, kind="selection")
+    for trainer, reason in uncovered.uncovered().items():
+        part.skip(trainer, reason, kind="selection")
 
 
 def boundaries() -> list[str]:
     """Return a line for each function that was to begin a step, with its fate in this process."""
-    listed = {(handle.module, handle.name) for handle in _applied.values()}
     fates = []
-    elsewhere: set[tuple[str | None, str | None]] = set()
+    elsewhere: set[str] = set()
     for entry in _entries:
-        if entry.step not in (None, "end") and (entry.module, entry.name) not in listed:
-            fates.append(
-                f"{entry.module}:{entry.name} (step: {entry.step}) could not be patched: see the log"
-            )
+        if entry.step not in (None, "end") and _target(entry) not in _applied:
+            fates.append(f"{_target(entry)} (step: {entry.step}) could not be patched: see the log")
         elif entry.preset is not None:
             preset = read_preset(entry.preset, _installed)
             if not _is_here(preset):
                 fates.append(f"the preset {entry.preset!r}: the framework is not installed in {sys.prefix}")
-                elsewhere |= {(inner.module, inner.name) for inner in preset.entries}
+                elsewhere.update(map(_target, preset.entries))
     begins = [
-        f"{handle.module}:{handle.name} (step: {handle.boundary.kind}) {_fate(handle)}"
+        f"{handle.target} (step: {handle.boundary.entry.step}) {_fate(handle)}"
         for handle in _applied.values()
         if handle.boundary is not None
-        and handle.boundary.kind != "end"
-        and (handle.module, handle.name) not in elsewhere
+        and handle.boundary.entry.step != "end"
+        and handle.target not in elsewhere
     ]
     return begins + fates
 
 
 def _fate(handle: Instrument) -> str:
-    calls = calls_of(f"{handle.module}:{handle.name}")
     if handle.installed:
-        return f"was patched, and {f'began no step in {calls} calls' if calls else 'was never called'}"
+        count = calls[handle.target]
+        return f"was patched, and {f'began no step in {count} calls' if count else 'was never called'}"
     if handle.module in sys.modules:
         return "could not be patched: see the log"
     if handle.module == program():
@@ -190,15 +182,20 @@ def program() -> str | None:
 
 def _handles(entries: Iterable[InstrumentConfig], presets: Sequence[Preset]) -> Iterator[Instrument]:
     """Return one handle per function. Earlier entries of a function come first, and presets come last."""
-    grouped: dict[tuple[str, str], tuple[str, list[InstrumentConfig]]] = {}
+    grouped: dict[str, tuple[str, list[InstrumentConfig]]] = {}
     for origin, entry in _flat(entries, presets):
-        key = (str(entry.module), str(entry.name))
-        grouped.setdefault(key, (origin, []))[1].append(entry)
+        grouped.setdefault(_target(entry), (origin, []))[1].append(entry)
     kinds = {entry.step for _, group in grouped.values() for entry in group}
-    for (module, name), (origin, group) in grouped.items():
+    for target, (origin, group) in grouped.items():
+        module, _, name = target.partition(":")
         timings = [_timing(entry) for entry in group if entry.step is None]
-        boundary = next((_boundary(entry, kinds) for entry in group if entry.step is not None), None)
+        step = next((entry for entry in group if entry.step is not None), None)
+        boundary = None if step is None else Boundary(step, counts="next" not in kinds)
         yield Instrument(module, name, timings, boundary, origin)
+
+
+def _target(entry: InstrumentConfig) -> str:
+    return f"{entry.module}:{entry.name}"
 
 
 def _flat(
@@ -254,27 +251,12 @@ def _timing(entry: InstrumentConfig) -> Timing:
         attrs=dict(entry.attrs) or None,
         condition=Condition(entry.where, entry.same),
         kind=entry.kind,
-        paths=Paths(
-            id=entry.id,
-            policy_version=entry.policy_version,
-            turn=entry.index,
-            tool=entry.tool,
-            values=dict(entry.values),
-            adapter=entry.adapter,
-            engine=entry.engine,
-            replica=entry.replica,
-        ),
-    )
-
-
-def _boundary(entry: InstrumentConfig, kinds: Set[str | None]) -> Boundary:
-    """Return the boundary for `entry` of a list that has entries of these kinds."""
-    return Boundary(
-        kind=str(entry.step),
-        role=entry.role or "trainer",
-        number=entry.number,
-        workers=dict(entry.workers),
-        condition=Condition(entry.where, entry.same),
-        engines=dict(entry.engines),
-        counts="next" not in kinds,
+        id=entry.id,
+        policy_version=entry.policy_version,
+        turn=entry.index,
+        tool=entry.tool,
+        values=entry.values,
+        engine=entry.engine,
+        replica=entry.replica,
+        adapter=entry.adapter,
     )

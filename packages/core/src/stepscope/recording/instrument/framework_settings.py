@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+
+import msgspec
 
 from stepscope.config.presets import ListedSettings, Preset, place_of
 from stepscope.files.manifest.settings import SWITCHES, FrameworkSettings, Setting, is_number
@@ -14,56 +15,41 @@ from stepscope.recording.process import settings
 _ABSENT = object()
 
 
-class Source(NamedTuple):
-    """A framework and the settings of it that are read."""
-
-    framework: str
-    version: str | None
-    listed: ListedSettings
-
-
-_sources: dict[str, Source] = {}
-"""Function that begins a step, `module:name` -> the source. One writer: `expect`."""
+_sources: dict[str, tuple[FrameworkSettings, ListedSettings]] = {}
+"""Function that begins a step, `module:name` -> the framework, and its settings that are read. One writer:
+`expect`."""
 _latest: int | None = None
 """Id of the configuration that was read last, which no step changes. Writers: `expect`, `look`."""
 
 
 def expect(presets: Iterable[Preset], installed: Callable[[str], str | None]) -> None:
-    """Read settings of the frameworks of these presets.
-
-    Args:
-        installed: Returns the installed version of a distribution.
-    """
+    """Read settings of the frameworks of these presets. `installed` returns a distribution's version."""
     global _latest
     _latest = None
     _sources.clear()
     for preset in presets:
         if preset.settings is not None:
-            source = Source(preset.name, installed(preset.distribution), preset.settings)
+            framework = FrameworkSettings(framework=preset.name, version=installed(preset.distribution))
             begins = (entry for entry in preset.entries if entry.step not in (None, "end"))
-            _sources.update({f"{entry.module}:{entry.name}": source for entry in begins})
+            _sources.update(
+                {f"{entry.module}:{entry.name}": (framework, preset.settings) for entry in begins}
+            )
 
 
 def look(target: str, arguments: Arguments, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Keep the settings that the function `target` of a framework was called with."""
     global _latest
-    source = _sources.get(target)
-    if source is None:
+    if target not in _sources:
         return
+    framework, listed = _sources[target]
     try:
-        configuration = arguments.read(source.listed.at, args, kwargs)
+        configuration = arguments.read(listed.at, args, kwargs)
     except Exception:  # another version keeps it elsewhere: its settings are unknown
         return
-    if id(configuration) == _latest:
-        return
-    _latest = id(configuration)
-    settings.keep(
-        FrameworkSettings(
-            framework=source.framework,
-            version=source.version,
-            settings=tuple(_read(configuration, source.listed)),
-        )
-    )
+    if id(configuration) != _latest:
+        _latest = id(configuration)
+        values = tuple(_read(configuration, listed))
+        settings.keep(msgspec.structs.replace(framework, settings=values))
 
 
 def _read(configuration: object, listed: ListedSettings) -> Iterator[Setting]:

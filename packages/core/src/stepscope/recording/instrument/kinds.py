@@ -29,7 +29,7 @@ from stepscope.recording.instrument.call_arguments import (
 )
 from stepscope.recording.process import failures
 from stepscope.recording.spans import api, slot, wrapping
-from stepscope.recording.spans.scopes import OFF, Place, Scope, next_turn
+from stepscope.recording.spans.scopes import OFF, Scope, next_turn
 from stepscope.recording.spans.wrapping import Attrs, Declared
 
 if TYPE_CHECKING:
@@ -43,20 +43,6 @@ _ids = itertools.count()
 """Numbers of the trajectories that have no id. One writer: `TrajectoryCalls`."""
 
 
-class Paths(NamedTuple):
-    """Paths to what a call says of itself."""
-
-    id: tuple[str, ...] = ()
-    policy_version: str | None = None
-    turn: str | None = None
-    tool: str | None = None
-    values: Mapping[str, str] = {}  # never written
-    adapter: str | None = None
-    """Of an engine: no path, but the name of its adapter."""
-    engine: str | None = None
-    replica: str | None = None
-
-
 class Timing(NamedTuple):
     """The record of a function's calls: one entry."""
 
@@ -66,11 +52,20 @@ class Timing(NamedTuple):
     condition: Condition
     """The calls that are meant. Of several timings of one function the first that holds is used."""
     kind: str = "span"
-    paths: Paths = Paths()
+    # Paths to what a call says of itself.
+    id: tuple[str, ...] = ()
+    policy_version: str | None = None
+    turn: str | None = None
+    tool: str | None = None
+    values: Mapping[str, str] = {}  # never written
+    engine: str | None = None
+    replica: str | None = None
+    adapter: str | None = None
+    """Of an engine: no path, but the name of its adapter."""
 
     def label(self, name: str) -> str:
         """Return the `role/stage` of the spans of a function `name`, `*` for what a call decides."""
-        return f"{self.role}/{'*' if self.paths.tool else self.stage or name.rpartition('.')[2]}"
+        return f"{self.role}/{'*' if self.tool else self.stage or name.rpartition('.')[2]}"
 
 
 class Calls:
@@ -81,17 +76,15 @@ class Calls:
 
     def __init__(self, fn: FunctionType, timing: Timing, target: str) -> None:
         self.timing = timing
-        self.paths = timing.paths
         self.target = target
         self.name = fn.__name__
         self.is_async = inspect.iscoroutinefunction(fn)
         self.arguments = Arguments(fn)
         self._logged: set[str] = set()
         """Fields whose path led nowhere."""
-        paths = self.paths
-        single = (paths.policy_version, paths.turn, paths.tool, paths.replica)
-        texts = [path for text in (*paths.id, paths.engine or "") for path in paths_in(text)]
-        for path in filter(None, (*texts, *single, *paths.values.values())):
+        single = (timing.policy_version, timing.turn, timing.tool, timing.replica)
+        texts = [path for text in (*timing.id, timing.engine or "") for path in paths_in(text)]
+        for path in filter(None, (*texts, *single, *timing.values.values())):
             self.arguments.check(path, target, after=True)
 
     def enter(self, args: Args, kwargs: Kwargs) -> Scope:
@@ -124,14 +117,12 @@ class Calls:
         """Add the values that the entry reads."""
         numbers = {
             name: self.number(f"values.{name}", path, args, kwargs, (result,))
-            for name, path in self.paths.values.items()
+            for name, path in self.timing.values.items()
         }
         values = {name: number for name, number in numbers.items() if number is not None}
         if values:
             scope.set(**values)
-        version = self.version(args, kwargs, (result,))
-        if version is not None and scope is not OFF:
-            scope.policy_version, scope.resolved = version, None
+        _take_version(scope, self.version(args, kwargs, (result,)))
 
     def number(
         self, field: str, path: str | None, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()
@@ -141,7 +132,7 @@ class Calls:
 
     def version(self, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()) -> int | None:
         """Return the version of the weights, if this is the time to read it: before or after the call."""
-        path = self.paths.policy_version
+        path = self.timing.policy_version
         if path is None or is_result(path) != bool(returned):
             return None
         return whole(self._read("policy_version", path, version_of, args, kwargs, returned))
@@ -181,14 +172,17 @@ class SpanCalls(Calls):
         session = slot.active
         if session is None:
             return OFF
-        return cast("SpanMaker", session.log).begin(self.declared, _constants(self.timing))
+        version = self.version(args, kwargs)
+        scope = cast("SpanMaker", session.log).begin(self.declared, _constants(self.timing))
+        _take_version(scope, version)
+        return scope
 
 
 class ToolCalls(Calls):
     """Calls of a tool: spans of role `env` with the tool's name."""
 
     def open(self, args: Args, kwargs: Kwargs) -> Scope:
-        path = self.paths.tool
+        path = self.timing.tool
         name = None if path is None else self._read("tool", path, name_of, args, kwargs)
         stage = name or self.timing.stage or self.name
         return api.span(stage, role=self.timing.role, attrs=_constants(self.timing)).__enter__()
@@ -206,7 +200,7 @@ class TrajectoryCalls(Calls):
         ).__enter__()
 
     def _id(self, args: Args, kwargs: Kwargs) -> str:
-        names = [self._filled(text, args, kwargs) for text in self.paths.id]
+        names = [self._filled(text, args, kwargs) for text in self.timing.id]
         if names and None not in names:
             return "/".join(filter(None, names))
         return f"{self.name}-{os.uname().nodename}-{os.getpid()}-{next(_ids)}"
@@ -228,12 +222,11 @@ class TurnCalls(Calls):
     always = True
 
     def open(self, args: Args, kwargs: Kwargs) -> Scope:
-        path = self.paths.turn
+        path = self.timing.turn
         index = next_turn() if path is None else whole(self.number("index", path, args, kwargs))
         version = self.version(args, kwargs)
         scope = api.turn(cast(int, index), attrs=_constants(self.timing)).__enter__()
-        if version is not None and scope is not OFF:
-            scope.policy_version, scope.resolved = version, None
+        _take_version(scope, version)
         return scope
 
 
@@ -242,7 +235,7 @@ class ConsumeCalls(Calls):
 
     def __init__(self, fn: FunctionType, timing: Timing, target: str) -> None:
         super().__init__(fn, timing, target)
-        self.is_late = any(map(is_result, (*self.paths.id, self.paths.policy_version or "")))
+        self.is_late = any(map(is_result, (*self.timing.id, self.timing.policy_version or "")))
 
     def open(self, args: Args, kwargs: Kwargs) -> Scope:
         if not self.is_late:
@@ -255,25 +248,15 @@ class ConsumeCalls(Calls):
 
     def _consume(self, args: Args, kwargs: Kwargs, returned: tuple[object, ...]) -> None:
         session = slot.active
-        parts = [self._read("id", path, names_of, args, kwargs, returned) for path in self.paths.id]
+        parts = [self._read("id", path, names_of, args, kwargs, returned) for path in self.timing.id]
         if session is None or None in parts:
             return
         ids = joined(cast("list[list[str]]", parts))
-        path = self.paths.policy_version
+        path = self.timing.policy_version
         read = path and self._read("policy_version", path, versions_of, args, kwargs, returned)
         versions = [None] if not read or len(read) not in (1, len(ids)) else read
         for at, name in enumerate(ids):
             session.consume(name, None, whole(versions[at % len(versions)]))
-
-
-class VersionCalls(Calls):
-    """Calls that run under a version of the weights: around their span."""
-
-    def open(self, args: Args, kwargs: Kwargs) -> Scope:
-        return Place(policy_version=self.version(args, kwargs)).__enter__()
-
-    def returned(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
-        """Read nothing: the values are the span's."""
 
 
 class EngineCalls(Calls):
@@ -284,9 +267,9 @@ class EngineCalls(Calls):
     def leave(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
         """Register the engines that the call has made. A path that leads to None means none."""
         try:
-            adapter = str(self.paths.adapter)
+            adapter = str(self.timing.adapter)
             engines = self._engines(args, kwargs, result)
-            number = self.number("replica", self.paths.replica, args, kwargs, (result,))
+            number = self.number("replica", self.timing.replica, args, kwargs, (result,))
             for engine in engines:
                 instrumented_engines.register(adapter, engine, whole(number) if len(engines) == 1 else None)
             if not engines:
@@ -297,7 +280,7 @@ class EngineCalls(Calls):
             failures.note(f"the engine of {self.target}", error)
 
     def _engines(self, args: Args, kwargs: Kwargs, result: object) -> list[object]:
-        text = str(self.paths.engine)
+        text = str(self.timing.engine)
         convert = names_of if "{" in text else _items_of
         read = {path: self._read("engine", path, convert, args, kwargs, (result,)) for path in paths_in(text)}
         columns = {path: items for path, items in read.items() if items is not None}
@@ -332,7 +315,7 @@ def wrap(fn: FunctionType, timing: Timing, target: str) -> FunctionType:
         ConfigError: A path begins with no argument of `fn`.
         TypeError: `fn` is a generator, and `timing` is more than a plain span.
     """
-    if timing.kind == "span" and timing.paths == Paths():
+    if timing.kind == "span" and not (timing.values or timing.policy_version):
         return wrapping.wrap(fn, role=timing.role, stage=timing.stage, attrs=timing.attrs)
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(
@@ -340,13 +323,6 @@ def wrap(fn: FunctionType, timing: Timing, target: str) -> FunctionType:
             "or write {kind: span, role: ...} without values and policy_version"
         )
     calls = _CALLS[timing.kind](fn, timing, target)
-    made = _around(fn, calls)
-    if isinstance(calls, SpanCalls) and timing.paths.policy_version is not None:
-        made = _around(made, VersionCalls(made, timing, target))
-    return made
-
-
-def _around(fn: FunctionType, calls: Calls) -> FunctionType:
     wrapper = (_async if calls.is_async else _sync)(fn, calls)
     declared = calls.declared if isinstance(calls, SpanCalls) else wrapping.declared(fn)
     return cast(FunctionType, wrapping.wraps(fn, wrapper, declared))
@@ -392,6 +368,11 @@ def joined(parts: list[list[str]]) -> list[str]:
 
 def _items_of(value: object) -> list[Any]:
     return [item for item in (value if isinstance(value, list | tuple) else [value]) if item is not None]
+
+
+def _take_version(scope: Scope, version: int | None) -> None:
+    if version is not None and scope is not OFF:
+        scope.policy_version, scope.resolved = version, None
 
 
 def _constants(timing: Timing) -> Mapping[str, AttrValue] | None:

@@ -13,6 +13,7 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
 from stepscope import switch
+from stepscope.config._words import closest
 from stepscope.errors import ConfigError
 from stepscope.recording.instrument import kinds, step_boundaries
 from stepscope.recording.instrument.call_arguments import Arguments, Condition
@@ -24,10 +25,10 @@ from stepscope.recording.spans import decorator, slot, wrapping
 from stepscope.recording.spans.wrapping import Attrs
 
 _lock = threading.RLock()
-_instruments: dict[tuple[str, str], Instrument] = {}
-"""(module, name) -> handle that is installed, or waits for the import. One writer: this module."""
-refusals: dict[tuple[str, str], str] = {}
-"""(module, name) -> reason why nothing is installed. One writer: this module."""
+_instruments: dict[str, Instrument] = {}
+"""`module:name` -> handle that is installed, or waits for the import. One writer: this module."""
+refusals: dict[str, str] = {}
+"""`module:name` -> reason why nothing is installed. One writer: this module."""
 missed: dict[str, str] = {}
 """Functions that presets name and this process lacks: {`instrument(...) of the preset ...`: reason}. One
 writer: `note_failure`."""
@@ -56,6 +57,7 @@ class Instrument:
     ) -> None:
         self.module = module
         self.name = name
+        self.target = f"{module}:{name}"
         self.timings = tuple(timings)
         self.boundary = boundary
         self.origin = origin
@@ -70,21 +72,17 @@ class Instrument:
     def remove(self) -> None:
         """Restore the original, or cancel the wait for the module. Idempotent."""
         with _lock:
-            if _instruments.get((self.module, self.name)) is self:
-                del _instruments[self.module, self.name]
+            if _instruments.get(self.target) is self:
+                del _instruments[self.target]
             for patched in list(self._patched):
                 if inspect.getattr_static(patched.parent, patched.attribute, None) is not patched.replacement:
-                    failures.warn("stepscope: %s was replaced again since, and stays as it is", self._target)
+                    failures.warn("stepscope: %s was replaced again since, and stays as it is", self.target)
                     continue
                 if patched.inherited:
                     delattr(patched.parent, patched.attribute)
                 else:
                     setattr(patched.parent, patched.attribute, patched.original)
                 self._patched.remove(patched)
-
-    @property
-    def _target(self) -> str:
-        return f"{self.module}:{self.name}"
 
     def install(self, module: ModuleType) -> None:
         """Replace the function in its module, which is imported.
@@ -95,7 +93,7 @@ class Instrument:
         """
         parent, attribute = parent_of(module, self.name)
         self._replace(parent, attribute)
-        refusals.pop((self.module, self.name), None)
+        refusals.pop(self.target, None)
 
     def install_on(self, cls: type) -> None:
         """Replace the method in the class of a live object that left its module: a Ray actor."""
@@ -123,7 +121,7 @@ class Instrument:
         if declared is not None and any(timing.kind in kinds.SPANS for timing in self.timings):
             role = "" if declared.role is None else f"{declared.role}/"
             fix = f"nothing to do: it is recorded as {role}{declared.stage}"
-            raise ConfigError("instrument()", self._target, "a function that is not timed yet", fix)
+            raise ConfigError("instrument()", self.target, "a function that is not timed yet", fix)
         replacement = self._replacement(original)
         inherited = attribute not in vars(parent)
         if inherited and isinstance(parent, type):
@@ -141,21 +139,21 @@ class Instrument:
         for layer in kinds.LAYERS:
             timings = [timing for timing in self.timings if timing.kind in layer]
             if timings:
-                made = _timed(made, timings, self._target)
+                made = _timed(made, timings, self.target)
         if self.boundary is not None:
-            made = step_boundaries.wrap(made, self.boundary, self._target)
+            made = step_boundaries.wrap(made, self.boundary, self.target)
         wrapping.mark_replacement(made)
         return made
 
     def _imported(self, module: ModuleType) -> None:
         with _lock:
-            if _instruments.get((self.module, self.name)) is not self:
+            if _instruments.get(self.target) is not self:
                 return  # removed while it waited
             try:
                 self.install(module)
             except Exception as error:
                 # The import is the user's: it succeeds, whatever we do not find in the module.
-                del _instruments[self.module, self.name]
+                del _instruments[self.target]
                 note_failure(self, error)
 
 
@@ -163,7 +161,7 @@ def note_failure(handle: Instrument, error: Exception) -> None:
     """Log, once per absent module, that a function is not timed here. Keep the reason for the manifest."""
     is_absent = isinstance(error, ConfigError) and error.value == handle.module
     target = repr(handle.module) if is_absent else f"{handle.module!r}, {handle.name!r}"
-    refusals[handle.module, handle.name] = str(error)
+    refusals[handle.target] = str(error)
     place = f"instrument({target}){handle.origin}"
     if handle.origin:
         missed[place] = failures.describe(error)
@@ -210,22 +208,21 @@ def place(handle: Instrument, *, early: bool = False) -> Instrument:
     """
     if switch.DISABLED:
         return handle
-    module, name = handle.module, handle.name
     with _lock:
-        known = _instruments.get((module, name))
+        known = _instruments.get(handle.target)
         if known is not None:
             if same(known, handle):
                 return known
             allowed = "one role, stage and attrs per function"
-            raise ConfigError("instrument()", handle._target, allowed, "remove() the first handle")
-        loaded = sys.modules.get(module)
+            raise ConfigError("instrument()", handle.target, allowed, "remove() the first handle")
+        loaded = sys.modules.get(handle.module)
         if loaded is not None:
             handle.install(loaded)
         else:
-            check_importable(module, early=early)
-        _instruments[module, name] = handle
+            check_importable(handle.module, early=early)
+        _instruments[handle.target] = handle
     if loaded is None:
-        when_imported(module, handle._imported)
+        when_imported(handle.module, handle._imported)
     return handle
 
 
@@ -253,12 +250,7 @@ def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> Function
         condition.check(arguments, target)
 
     def version(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., Any]:
-        fitting = (
-            timed
-            for condition, timed in versions
-            if condition.any_call or condition.holds(arguments, args, kwargs)
-        )
-        return next(fitting, fn)
+        return next((timed for condition, timed in versions if condition.holds(arguments, args, kwargs)), fn)
 
     always = kinds.is_always(timings)
     if inspect.iscoroutinefunction(fn):
@@ -283,12 +275,12 @@ def parent_of(module: ModuleType, name: str) -> tuple[object, str]:
     """Return the class or module that holds `name`, and the last part of `name`."""
     *path, attribute = name.split(".")
     parent: object = module
-    for part in path:
+    for at, part in enumerate(path):
         if not hasattr(parent, part):
-            raise _missing(module, name)
+            raise _missing(module, name, parent, path[:at])
         parent = _original_class(getattr(parent, part))
     if not hasattr(parent, attribute):
-        raise _missing(module, name)
+        raise _missing(module, name, parent, path)
     return parent, attribute
 
 
@@ -341,17 +333,11 @@ def absent_part(module: str) -> str | None:
     return None
 
 
-def _missing(module: ModuleType, name: str) -> ConfigError:
-    import difflib  # import time: only this error needs it
-
-    parent: object = module
-    path = ""
-    for part in name.split("."):
-        if not hasattr(parent, part):
-            break
-        parent, path = _original_class(getattr(parent, part)), f"{path}{part}."
-    names = [f"{path}{key}" for key in dir(parent) if not key.startswith("__") and _can_be_timed(parent, key)]
-    close = difflib.get_close_matches(name, names, n=1)
+def _missing(module: ModuleType, name: str, parent: object, path: Sequence[str]) -> ConfigError:
+    """Return the error for a name of which only `path` exists, which leads to `parent`."""
+    keys = [key for key in dir(parent) if not key.startswith("__") and _can_be_timed(parent, key)]
+    names = [".".join((*path, key)) for key in keys]
+    near = closest(name, names)
     fix = "use one of these" if names else "correct the module"
     if module.__name__ == "__main__":
         fix = (
@@ -362,7 +348,7 @@ def _missing(module: ModuleType, name: str) -> ConfigError:
         "instrument()",
         f"{module.__name__}:{name}",
         ", ".join(names[:20] + ["..."] * (len(names) > 20)) or "nothing: the module has no function",
-        f"did you mean {close[0]!r}?" if close else fix,
+        f"did you mean {near!r}?" if near else fix,
     )
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, cast
 
+from stepscope.config import InstrumentConfig
 from stepscope.recording.instrument import framework_settings, uncovered
 from stepscope.recording.instrument.call_arguments import Arguments, Condition
-from stepscope.recording.process import failures
+from stepscope.recording.process import failures, fork
 from stepscope.recording.spans import wrapping
 
 
@@ -31,15 +31,9 @@ class StepCapture(Protocol):
     async def aclose(self, error: str | None) -> None: ...
 
 
-NewCapture: TypeAlias = (
-    "Callable[[int, object, Mapping[str, object], str, StepCapture | None], StepCapture | None]"
-)
-"""(number, workers, {adapter: engines}, role, the capture that is closed first) -> the capture to open, or
-None for none."""
-new_capture: NewCapture | None = None
-"""One writer: the module `OPENER`."""
 OPENER = "stepscope.recording.capture.unedited"
-"""Imported by name when the first step begins: captures import this room, and most processes begin no step.
+"""Its `new_capture` makes the captures. Imported by name when a step begins: captures import this room, and
+most processes begin no step.
 
 A Ray worker needs it too. It unpickles a wrapper with its class, and configures nothing itself.
 """
@@ -48,43 +42,30 @@ A Ray worker needs it too. It unpickles a wrapper with its class, and configures
 class Boundary(NamedTuple):
     """The meaning of one function's calls for steps."""
 
-    kind: str
-    """`around`, `begin`, `end` or `next`."""
-    role: str
-    """The role of this process."""
-    number: str | None
-    """Path to the step's number. None: steps are counted."""
-    workers: Mapping[str, str]
-    """{role: path to its Ray actors}."""
-    condition: Condition
-    engines: Mapping[str, str]
-    """{adapter: path to its engines, or to the Ray actors that hold them}."""
-    counts: bool = True
+    entry: InstrumentConfig
+    """An entry with `step`."""
+    counts: bool
     """True if each call of a `begin` without `number` begins a step: not beside a `next`, which counts."""
 
+    @property
+    def condition(self) -> Condition:
+        """The calls that are meant."""
+        return Condition(self.entry.where, self.entry.same)
 
-class Step:
+
+class Step(NamedTuple):
     """A step of the loop, captured or not."""
 
-    __slots__ = ("capture", "number", "pid")
-
-    def __init__(self, number: int, capture: StepCapture | None) -> None:
-        self.number = number
-        self.capture = capture
-        self.pid = os.getpid()
+    number: int
+    capture: StepCapture | None
 
 
 _step: Step | None = None
 """The step that this process' loop is in. One writer: this module."""
 _next = 0
 """The number of the next step that is counted."""
-_calls: Counter[str] = Counter()
-"""Number of calls of each boundary in this process. One writer: `begin`."""
-
-
-def calls_of(target: str) -> int:
-    """Return how often this process called the boundary `module:name`."""
-    return _calls[target]
+calls: Counter[str] = Counter()
+"""Number of calls of each boundary, `module:name`, in this process. One writer: `Call`."""
 
 
 def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
@@ -98,8 +79,8 @@ def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
         raise TypeError(f"{target} is a generator: take the function that consumes it as the step's boundary")
     arguments = Arguments(fn)
     boundary.condition.check(arguments, target)
-    paths = (*boundary.workers.values(), *boundary.engines.values())
-    for path in (*([boundary.number] if boundary.number else ()), *paths):
+    entry = boundary.entry
+    for path in filter(None, (entry.number, *entry.workers.values(), *entry.engines.values())):
         arguments.check(path, target)
     wrapper = (_async if inspect.iscoroutinefunction(fn) else _sync)(fn, boundary, arguments, target)
     return cast(FunctionType, wrapping.wraps(fn, wrapper, wrapping.declared(fn)))
@@ -110,7 +91,7 @@ def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
 
 def _sync(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: str) -> Callable[..., Any]:
     def stepped(*args: Any, **kwargs: Any) -> Any:
-        call = begin(boundary, arguments, target, args, kwargs)
+        call = Call(boundary, arguments, target, args, kwargs)
         switch(call.before)
         try:
             result = fn(*args, **kwargs)
@@ -125,7 +106,7 @@ def _sync(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: st
 
 def _async(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: str) -> Callable[..., Any]:
     async def stepped(*args: Any, **kwargs: Any) -> Any:
-        call = begin(boundary, arguments, target, args, kwargs)
+        call = Call(boundary, arguments, target, args, kwargs)
         await aswitch(call.before)
         try:
             result = await fn(*args, **kwargs)
@@ -150,22 +131,31 @@ _NOTHING = Switch()
 
 
 class Call:
-    """One call of a boundary."""
+    """One call of a boundary `target`, which is about to be made."""
 
     def __init__(
-        self, boundary: Boundary, arguments: Arguments, args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        boundary: Boundary,
+        arguments: Arguments,
+        target: str,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> None:
+        calls[target] += 1
+        uncovered.look(target, args)
         self._boundary = boundary
         self._arguments = arguments
         self._given = (args, kwargs)
-        self._kind = boundary.kind
+        self._kind: str | None = boundary.entry.step
         self.before = _NOTHING
-        if not (boundary.condition.any_call or boundary.condition.holds(arguments, args, kwargs)):
-            self._kind = "none"
-        elif self._kind == "around" and _here() is not None:
-            self._kind = "none"  # a step of its own inside one is a part of that
+        if not boundary.condition.holds(arguments, args, kwargs):
+            self._kind = None
+        elif self._kind == "around" and _step is not None:
+            self._kind = None  # a step of its own inside one is a part of that
         elif self._kind in ("around", "begin"):
             self.before = self._start()
+        # Last: a worker's first capture configures it.
+        framework_settings.look(target, arguments, args, kwargs)
 
     def returned(self) -> Switch:
         """Return the change that the call's return makes."""
@@ -181,9 +171,9 @@ class Call:
         global _step, _next
         finished = _NOTHING
         try:
-            number = self._number()
-            here = _here()
-            if self._kind == "begin" and here is not None and self._is_within(here, number):
+            path = self._boundary.entry.number
+            number = None if path is None else self._arguments.number(path, *self._given)
+            if self._kind == "begin" and _step is not None and self._is_within(_step, number):
                 return _NOTHING
             finished = _finish(None)
             number = _next if number is None else number
@@ -194,23 +184,18 @@ class Call:
             failures.note("beginning a step of the framework", error)
             return finished
 
-    def _is_within(self, here: Step, number: int | None) -> bool:
+    def _is_within(self, step: Step, number: int | None) -> bool:
         """Return whether a call of a `begin` belongs to the step that this process is in."""
-        return not self._boundary.counts if number is None else number == here.number
-
-    def _number(self) -> int | None:
-        if self._boundary.number is None:
-            return None
-        return self._arguments.number(self._boundary.number, *self._given)
+        return not self._boundary.counts if number is None else number == step.number
 
     def _capture(self, number: int, closing: StepCapture | None) -> StepCapture | None:
-        if new_capture is None:
-            importlib.import_module(OPENER)
-        engines = self._at(self._boundary.engines)
-        return cast(NewCapture, new_capture)(number, self._workers(), engines, self._boundary.role, closing)
+        entry, opener = self._boundary.entry, importlib.import_module(OPENER)
+        engines, role = self._at(entry.engines), entry.role or "trainer"
+        capture = opener.new_capture(number, self._workers(), engines, role, closing)
+        return cast("StepCapture | None", capture)
 
     def _workers(self) -> dict[str, object] | None:
-        return self._at(self._boundary.workers) or None if "ray" in sys.modules else None
+        return self._at(self._boundary.entry.workers) or None if "ray" in sys.modules else None
 
     def _at(self, paths: Mapping[str, str]) -> dict[str, object]:
         """Return the values at `paths`, without those that are not there or empty."""
@@ -223,21 +208,6 @@ class Call:
             if value is not None and not (isinstance(value, (list, dict, tuple)) and not value):
                 values[name] = value
         return values
-
-
-def begin(
-    boundary: Boundary,
-    arguments: Arguments,
-    target: str,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-) -> Call:
-    """Count a call of a boundary that is about to be made, and return it."""
-    _calls[target] += 1
-    uncovered.look(target, args)
-    call = Call(boundary, arguments, args, kwargs)
-    framework_settings.look(target, arguments, args, kwargs)  # last: a worker's first capture configures it
-    return call
 
 
 def switch(change: Switch) -> None:
@@ -262,12 +232,15 @@ async def aswitch(change: Switch) -> None:
         failures.note("capturing a step of the framework", error)
 
 
-def _here() -> Step | None:
-    """Return the step that this process is in. The step that a fork copied is its parent's."""
-    return _step if _step is not None and _step.pid == os.getpid() else None
-
-
 def _finish(error: str | None) -> Switch:
     global _step
-    here, _step = _here(), None
-    return _NOTHING if here is None else Switch(close=here.capture, error=error)
+    step, _step = _step, None
+    return _NOTHING if step is None else Switch(close=step.capture, error=error)
+
+
+def _forget() -> None:
+    global _step
+    _step = None  # it is the parent's
+
+
+fork.forgets("step of the framework", _forget)

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from stepscope.config.presets import Preset
 from stepscope.recording.process import failures
 
-
-class Coverage(NamedTuple):
-    """The trainers that a preset covers."""
-
-    preset: str
-    packages: frozenset[str]
-    """Top-level packages of the framework and of what it builds on."""
-    classes: tuple[str, ...]
-
-
-_covered: dict[str, Coverage] = {}
-"""Function that gets the trainer as its first argument, `module:name` -> the trainers that are covered. One
+_presets: dict[str, Preset] = {}
+"""Function that gets the trainer as its first argument, `module:name` -> the preset that covers some. One
 writer: `expect`."""
 _reasons: dict[type, str | None] = {}
 """Class of a trainer that was seen -> why it is not covered; None if it is. One writer: `look`."""
@@ -28,21 +17,19 @@ _reasons: dict[type, str | None] = {}
 
 def expect(presets: Iterable[Preset]) -> None:
     """Take the trainers of these presets for the ones that are covered."""
-    _covered.clear()
+    _presets.clear()
     _reasons.clear()
     for preset in presets:
-        for target, classes in preset.covers.items():
-            packages = frozenset((target.partition(".")[0], preset.distribution.replace("-", "_")))
-            _covered[target] = Coverage(preset.name, packages, classes)
+        _presets.update(dict.fromkeys(preset.covers, preset))
 
 
 def look(target: str, args: tuple[object, ...]) -> None:
     """Name the trainer that the function `target` was called with, if its preset does not cover it."""
-    coverage = _covered.get(target)
-    if coverage is None or not args or type(args[0]) in _reasons:
+    preset = _presets.get(target)
+    if preset is None or not args or type(args[0]) in _reasons:
         return
     cls = type(args[0])
-    reason = _reasons[cls] = None if _is_covered(cls, coverage) else _reason(cls, coverage)
+    reason = _reasons[cls] = None if _is_covered(cls, preset, target) else _reason(cls, preset)
     if reason is not None and os.environ.get("RANK", "0") == "0":
         failures.warn_once(f"{cls.__name__}: {reason}")
 
@@ -52,15 +39,17 @@ def uncovered() -> dict[str, str]:
     return {cls.__name__: reason for cls, reason in _reasons.items() if reason is not None}
 
 
-def _is_covered(cls: type, coverage: Coverage) -> bool:
+def _is_covered(cls: type, preset: Preset, target: str) -> bool:
     """Return whether the framework's class that `cls` is, or derives from first, is covered."""
-    own = (base for base in cls.__mro__ if base.__module__.partition(".")[0] in coverage.packages)
-    return next(own, cls).__name__ in coverage.classes
+    # Of the framework, and of what it builds on.
+    packages = (target.partition(".")[0], preset.distribution.replace("-", "_"))
+    own = (base for base in cls.__mro__ if base.__module__.partition(".")[0] in packages)
+    return next(own, cls).__name__ in preset.covers[target]
 
 
-def _reason(cls: type, coverage: Coverage) -> str:
+def _reason(cls: type, preset: Preset) -> str:
     return (
-        f"the preset {coverage.preset!r} does not cover this trainer. Its steps show what all trainers of "
+        f"the preset {preset.name!r} does not cover this trainer. Its steps show what all trainers of "
         f"the framework share, and no more. Fix: list functions of {cls.__module__}.{cls.__qualname__} "
         "under `instrument`"
     )

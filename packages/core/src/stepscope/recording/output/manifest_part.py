@@ -22,7 +22,6 @@ from stepscope.files.manifest.records import (
     Expectation,
     Kind,
     Manifest,
-    OwnCost,
     Pending,
     ProcessPart,
     State,
@@ -53,14 +52,6 @@ class ManifestPart:
         with self._lock:
             return msgspec.structs.replace(self._part, expected=tuple(self._items.values()))
 
-    def problems(self) -> list[str]:
-        """Return a line for each thing that is missing, partial or failed."""
-        return [
-            f"{item.name}: {item.state}: {item.reason}"
-            for item in self.record.expected
-            if item.state in ("missing", "partial", "failed")
-        ]
-
     def update(self, **fields: object) -> None:
         """Replace fields of the part (`closed`, `spans`, `dropped`, `clocks`, `error`...)."""
         with self._lock:
@@ -79,28 +70,12 @@ class ManifestPart:
         with self._lock:
             return self._items[name].state if name in self._items else None
 
-    def spend(
-        self,
-        *,
-        start_ns: int = 0,
-        stop_ns: int = 0,
-        inside_ns: int = 0,
-        export_ns: int = 0,
-        spans_ns: int = 0,
-        counters_ns: int = 0,
-    ) -> None:
-        """Add to the cost of profiling itself in this process."""
+    def spend(self, **ns: int) -> None:
+        """Add to the cost of profiling itself in this process: to fields of `OwnCost`."""
         with self._lock:
             cost = self._part.cost
-            total = OwnCost(
-                start_ns=cost.start_ns + start_ns,
-                stop_ns=cost.stop_ns + stop_ns,
-                inside_ns=cost.inside_ns + inside_ns,
-                export_ns=cost.export_ns + export_ns,
-                spans_ns=cost.spans_ns + spans_ns,
-                counters_ns=cost.counters_ns + counters_ns,
-            )
-            self.update(cost=total)
+            total = {name: getattr(cost, name) + more for name, more in ns.items()}
+            self.update(cost=msgspec.structs.replace(cost, **total))
 
     def expect(self, item: Expectation) -> None:
         """Promise an item, or replace it."""
@@ -213,11 +188,13 @@ class ManifestPart:
     def fold(self, step: StepLayout) -> None:
         """Write `manifest.json` anew. Several threads do: at a wait, after a command, when late files come.
 
-        Raises:
-            OSError: The file cannot be written.
+        A disk that refuses is noted.
         """
         with self._folding:
-            write_manifest(step, self.manifest(step))
+            try:
+                write_manifest(step, self.manifest(step))
+            except OSError as error:
+                failures.note("writing the manifest", error)
 
     def write(self) -> None:
         """Write the whole part to disk. A disk that refuses is noted as a failure."""

@@ -19,6 +19,7 @@ TABLE: dict[str, Callable[[], None] | None] = dict.fromkeys(
         "exporter",
         "hooks and programs",
         "late files",
+        "step of the framework",
         "request listener",
         "step durations",
         "counters",

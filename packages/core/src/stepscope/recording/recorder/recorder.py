@@ -333,10 +333,7 @@ class Recorder:
                 break
             time.sleep(_LOOK_S)
         for step in written:
-            try:
-                step.part.fold(step.layout)
-            except OSError as error:
-                failures.note("writing a manifest of the flight recorder", error)
+            step.part.fold(step.layout)
 
     def _is_whole(self, step: Written) -> bool:
         parts = part_files(step.layout, as_written=True)[0].values()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stepscope.config import BudgetConfig, ProfileConfig
 from stepscope.files.layout import RunLayout
+from stepscope.recording.counters.process_load import ProcessMemory
 
 POLL_S = 0.5
 """Interval between two looks at the memory of the process (20 us each)."""
@@ -49,24 +50,20 @@ class Watchdog:
         if time.monotonic() >= self._until:
             return f"budget.seconds: open for more than {self._budget.seconds:g} s"
         limit_mb, now_mb = self._budget.memory_mb, resident_mb()
-        if (
-            limit_mb is None
-            or now_mb is None
-            or self._began_mb is None
-            or now_mb - self._began_mb <= limit_mb
-        ):
+        if limit_mb is None or now_mb is None or self._began_mb is None:
             return None
-        return f"budget.memory_mb: the process grew by {now_mb - self._began_mb} MB, {limit_mb} allowed"
+        grown_mb = now_mb - self._began_mb
+        if grown_mb <= limit_mb:
+            return None
+        return f"budget.memory_mb: the process grew by {grown_mb} MB, {limit_mb} allowed"
 
 
 def resident_mb() -> int | None:
     """Return the resident memory of this process; None if the system does not report it."""
     try:
-        with open("/proc/self/statm", "rb") as file:
-            pages = int(file.read().split()[1])
+        return int(ProcessMemory().sample()[""]) // MB
     except OSError:
         return None
-    return pages * os.sysconf("SC_PAGE_SIZE") // MB
 
 
 def over_budget(config: ProfileConfig) -> str | None:

@@ -20,11 +20,7 @@ class Taker(Protocol):
         ...
 
     def end(self, ending: Ending, deadline_s: float) -> None:
-        """Close it because the process ends.
-
-        Args:
-            deadline_s: For each worker and engine.
-        """
+        """Close it because the process ends. The deadline is for each worker and engine."""
         ...
 
     def disown(self) -> None:

@@ -53,8 +53,8 @@ def watch(config: ProfileConfig, process: ProcessInfo, run_id: str, step: int | 
     try:
         if _watch is None or _watch.process.pid != os.getpid() or _watch.config != config:
             _watch = _Watch(config, process, run_id)
+            _watch.begin()
         _watch.step = step
-        _watch.begin()
     except Exception as error:
         failures.note("watching for CUDA out-of-memory errors", error)
 
@@ -65,12 +65,8 @@ class _Watch:
         self.process = process
         self.step: int | None = None
         self._run_id = run_id
-        self._begun = False
 
     def begin(self) -> None:
-        if self._begun:
-            return
-        self._begun = True
         history = self.config.cuda_memory.oom_any_step == "history"
         options = backend.history_options(self.config.cuda_memory) if history else None
         oom.watch(self.keep, options, _refused)

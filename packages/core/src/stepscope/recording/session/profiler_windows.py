@@ -17,7 +17,7 @@ from stepscope.errors import BackendError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.records import Expectation, awaited
-from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
+from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.files.spans import PROFILING
 from stepscope.files.values import AttrValue, bounded
 from stepscope.recording.output import exporter
@@ -46,24 +46,21 @@ class Windows:
     def __init__(
         self,
         backend: Backend,
-        *,
         config: ProfileConfig,
         layout: StepLayout,
-        process: ProcessInfo,
-        step: int,
-        run_id: str,
         manifest_part: ManifestPart,
-        on_artifact: OnArtifact | None = None,
+        on_artifact: OnArtifact | None,
     ) -> None:
+        part = manifest_part.record
         self.discrete = config.mode == "discrete"
         self.running: str | None = None
         """Name in the manifest of the window that is open now."""
         self._backend = backend
         self._config = config
         self._layout = layout
-        self._process = process
-        self._step = step
-        self._run_id = run_id
+        self._process = part.process
+        self._step = part.step
+        self._run_id = part.run_id
         self._manifest_part = manifest_part
         self._on_artifact = on_artifact
         self._starting = False
@@ -72,7 +69,7 @@ class Windows:
         self._warned = False
         self._opened: ClockAnchor | None = None
         self._stage: str | None = None
-        self._role = process.role
+        self._role = part.process.role
         self._indices: Counter[str | None] = Counter()
         self._lock = threading.RLock()
 
@@ -144,12 +141,7 @@ class Windows:
                 pending = self._backend.stop()
             except BackendError as error:
                 # This is the outcome: nothing was recorded, for this reason. The next window is tried.
-                if discard is None:
-                    self._manifest_part.fail(name, failures.describe(error), kind="trace")
-                else:
-                    self._manifest_part.expect(
-                        Expectation(name=name, kind="trace", state="skipped", reason=discard)
-                    )
+                self._enter_none(name, failures.describe(error), discard)
                 return
             except Exception as error:
                 self._off = failures.describe(error)
@@ -162,17 +154,21 @@ class Windows:
             finally:
                 if self.discrete and self._off is None:
                     self._manifest_part.spend(inside_ns=time.monotonic_ns() - began)
-            if discard is not None:
-                for artifact in pending:
-                    artifact.discard()
-                self._manifest_part.expect(
-                    Expectation(name=name, kind="trace", state="skipped", reason=discard)
-                )
-                return
-            if not pending:
-                self._manifest_part.fail(name, "the profiler recorded nothing", kind="trace")
+            if discard is not None or not pending:
+                self._enter_none(name, "the profiler recorded nothing", discard)
             for artifact in pending:
-                self._submit(name, artifact, closed, truncated or artifact.truncated)
+                if discard is None:
+                    self._submit(name, artifact, closed, truncated or artifact.truncated)
+                else:
+                    artifact.discard()
+
+    def _enter_none(self, name: str, reason: str, discard: str | None) -> None:
+        """Enter a window without a recording, which is no failure if the recording is unwanted."""
+        if discard is None:
+            self._manifest_part.fail(name, reason, kind="trace")
+        else:
+            item = Expectation(name=name, kind="trace", state="skipped", reason=discard)
+            self._manifest_part.expect(item)
 
     def finish(self, *, truncated: str | None = None, discard: str | None = None) -> None:
         """Close the window for good: no stage that still runs opens another."""
@@ -248,7 +244,7 @@ class Windows:
         if PROCESS_LOCK.holder is not None:
             return f"{PROCESS_LOCK.holder} records this process already"  # an engine that lives in it
         if stage is not None:
-            decision = selection.decide(self._config, step=self._step, role=role, rank=self._process.rank)
+            decision = selection.decide(self._config, role=role, rank=self._process.rank)
             return None if decision.record else decision.reason
         return None
 

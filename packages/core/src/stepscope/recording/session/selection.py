@@ -1,71 +1,52 @@
-"""Decision whether the profiler records a process at a step, and why. Pure: it depends on arguments alone."""
+"""Decision whether the profiler records a process, and why. Pure: it depends on arguments alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import msgspec
-
-from stepscope.config import ProfileConfig, RoleConfig, StepRange
+from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.files.sidecar import ProcessInfo
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Decision of what a process records at a step."""
+class Decision(NamedTuple):
+    """Decision of what a process records in a captured step. Spans it records in any case."""
 
     record: bool
     """The profiler (`tool`) records this process."""
     reason: str
     """The reason, as a sentence for the manifest."""
-    spans: bool
-    """Spans are recorded: in every process of a captured step, of any role and rank."""
 
 
-def decide(
-    config: ProfileConfig, *, step: int, role: str, rank: int | None, world_size: int | None = None
-) -> Decision:
-    """Decide whether the profiler records the process with `role` and `rank` (None: unknown) at `step`.
+def decide(config: ProfileConfig, *, role: str, rank: int | None, world_size: int | None = None) -> Decision:
+    """Decide whether the profiler records the process with `role` and `rank` (None: unknown).
 
     `first` asks for rank 0. A process whose rank is unknown cannot be told from the first one and records; in
     a world of one its rank is 0.
     """
-    if not config.selects(step):
-        return Decision(record=False, reason=_not_selected(config.steps, step), spans=False)
     match = config.role(role)
     if match is None:
-        return Decision(record=False, reason=f"no pattern in roles matches role {role!r}", spans=True)
+        return Decision(False, f"no pattern in roles matches role {role!r}")
     pattern, settings = match
     if not settings.profiler:
-        return Decision(record=False, reason=f"roles.{pattern}.profiler is off", spans=True)
+        return Decision(False, f"roles.{pattern}.profiler is off")
     if rank is None and world_size == 1:
         rank = 0
-    record, reason = _by_rank(f"roles.{pattern}", settings, rank)
-    return Decision(record=record, reason=reason, spans=True)
+    return _by_rank(f"roles.{pattern}", settings, rank)
 
 
 def decide_process(
-    config: ProfileConfig,
-    *,
-    step: int,
-    roles: Sequence[str],
-    rank: int | None,
-    world_size: int | None = None,
+    config: ProfileConfig, *, roles: Sequence[str], rank: int | None, world_size: int | None = None
 ) -> Decision:
-    """Decide for a process that does the work of several roles: one selected role is enough."""
-    if not config.selects(step):
-        return Decision(record=False, reason=_not_selected(config.steps, step), spans=False)
-    if not roles:
-        return Decision(record=False, reason="this process has no role that roles could select", spans=True)
-    decisions = {
-        role: decide(config, step=step, role=role, rank=rank, world_size=world_size) for role in roles
-    }
+    """Decide for a process that does the work of one or several roles: one selected role is enough."""
+    decisions = {role: decide(config, role=role, rank=rank, world_size=world_size) for role in roles}
     if len(decisions) == 1:
         return decisions[roles[0]]
     selected = [
         f"role {role!r}: {decision.reason}" for role, decision in decisions.items() if decision.record
     ]
     refused = dict.fromkeys(decision.reason for decision in decisions.values())
-    return Decision(record=bool(selected), reason="; ".join(selected or refused), spans=True)
+    return Decision(bool(selected), "; ".join(selected or refused))
 
 
 def may_record(config: ProfileConfig, decision: Decision) -> bool:
@@ -115,24 +96,14 @@ def unreachable_in_engines(
     return {rank: reason for rank in ranks if rank >= max(ends)}
 
 
-def _not_selected(steps: tuple[StepRange, ...], step: int) -> str:
-    if not steps:
-        return "steps is empty, so no step is captured"
-    return f"step {step} is not selected by steps [{', '.join(map(str, steps))}]"
-
-
-def _by_rank(at: str, role: RoleConfig, rank: int | None) -> tuple[bool, str]:
+def _by_rank(at: str, role: RoleConfig, rank: int | None) -> Decision:
     if role.ranks == "all":
-        return True, f"{at} selects all ranks"
+        return Decision(True, f"{at} selects all ranks")
+    if role.ranks == "first" and rank is None:
+        return Decision(True, f"{at} selects the first rank; the rank is unknown, so this may be it")
     if role.ranks == "first":
-        return _is_first(at, rank)
+        return Decision(rank == 0, f"{at} selects the first rank and this is rank {rank}")
     if rank is None:
-        return False, f"rank is unknown and {at}.ranks asks for {list(role.ranks)}"
+        return Decision(False, f"rank is unknown and {at}.ranks asks for {list(role.ranks)}")
     listed = rank in role.ranks
-    return listed, f"rank {rank} is {'in' if listed else 'not in'} {at}.ranks {list(role.ranks)}"
-
-
-def _is_first(at: str, rank: int | None) -> tuple[bool, str]:
-    if rank is None:
-        return True, f"{at} selects the first rank; the rank is unknown, so this may be it"
-    return rank == 0, f"{at} selects the first rank and this is rank {rank}"
+    return Decision(listed, f"rank {rank} is {'in' if listed else 'not in'} {at}.ranks {list(role.ranks)}")

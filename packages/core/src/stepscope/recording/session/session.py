@@ -18,6 +18,7 @@ from pathlib import Path
 
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
+from stepscope.engines import EngineProfiler
 from stepscope.errors import BackendError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
@@ -29,11 +30,9 @@ from stepscope.recording.process import clock, failures, prepared, settings
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.hardware import read_hardware
 from stepscope.recording.session import budget, selection
-from stepscope.recording.session.counter_file import Counters
-from stepscope.recording.session.leftovers import tidy
+from stepscope.recording.session.files import close_counters, close_spans, counters_of
 from stepscope.recording.session.libraries import LIBRARY, library_loaded
 from stepscope.recording.session.profiler_windows import OnArtifact, Windows
-from stepscope.recording.session.span_file import close_spans
 from stepscope.recording.spans import marks, redaction
 from stepscope.recording.spans.log import SpanLog
 
@@ -77,11 +76,11 @@ class Session:
         self.layout = RunLayout(config.save_path).step(step)
         self.over_budget = cache(partial(budget.over_budget, config))
         """`budget.over_budget`, as it was when it was first asked: it may walk through all of the run."""
-        self.decision = selection.decide_process(
-            config, step=step, roles=roles, rank=process.rank, world_size=process.world_size
+        self._decision = selection.decide_process(
+            config, roles=roles, rank=process.rank, world_size=process.world_size
         )
         if spans_only is not None:
-            self.decision = selection.Decision(record=False, reason=spans_only, spans=True)
+            self._decision = selection.Decision(False, spans_only)
         self._spans_only = spans_only
         self._on_artifact = on_artifact
         part = ProcessPart(
@@ -90,8 +89,8 @@ class Session:
             process=process,
             owner=owner,
             opened=clock.read_anchor(),
-            recorded=self.decision.record,
-            why=self.decision.reason,
+            recorded=self._decision.record,
+            why=self._decision.reason,
             roles=roles,
             opened_by=opened_by,
             prepared=prepared.is_prepared(),
@@ -100,7 +99,10 @@ class Session:
         number = next(n for n in numbers if not _exists(self.layout.part_of(process, run_id, n)))
         self.number = number
         """Number of this capture among those of this step in this process."""
-        self.manifest_part = ManifestPart(self.layout.part_of(process, run_id, number), part)
+        path = self.layout.part_of(process, run_id, number)
+        self.part_name = path.name
+        """The file name of this process' part of the manifest."""
+        self.manifest_part = ManifestPart(path, part)
         self.log = SpanLog(
             self.layout.spans_of(process, run_id, number),
             process=process,
@@ -109,16 +111,9 @@ class Session:
             limit=config.budget.spans,
             redact=config.redact,
         )
-        self.counters = Counters(
-            config,
-            self.layout,
-            self.log,
-            process=process,
-            step=step,
-            run_id=run_id,
-            number=number,
-            owner=owner,
-        )
+        self._counters = counters_of(config, self.layout, self.log, self.manifest_part, number)
+        self._replicas: set[str] = set()
+        """Engines whose counters are sampled."""
         self.forks = 0
         """Children forked while open: they record nothing, and the manifest says so."""
         self.switch_off: Callable[[Session], None] | None = None
@@ -137,11 +132,6 @@ class Session:
         self._closed = False
         self._lock = threading.RLock()  # a signal may close the session while it is being closed
 
-    @property
-    def part_name(self) -> str:
-        """The file name of this process' part of the manifest."""
-        return self.layout.part_of(self.process, self.run_id, self.number).name
-
     def end_what_opened_late(self) -> None:
         """End what the opening has started since a signal's handler, or another thread, closed this."""
         with self._lock:
@@ -157,7 +147,9 @@ class Session:
             # What nobody has flushed since the last capture must not be written inside this one.
             exporter.exporter().drain(self.config.budget.export_seconds)
         self.manifest_part.expect(awaited("spans", "spans", "closing"))
-        self.counters.prepare(self.manifest_part)
+        if self._counters is not None:
+            self.manifest_part.expect(awaited("counters", "counters", "closing"))
+            self._counters.prepare()
         shared = selection.is_shared(self.config, self.process.role)
         for name, why in selection.missing_ranks(self.config, self.process).items():
             (self.manifest_part.skip if shared else self.manifest_part.lack)(name, why, kind="selection")
@@ -175,8 +167,8 @@ class Session:
         """Return why no profiler runs here; None when one does."""
         if self._spans_only is not None:
             return self._spans_only
-        if not selection.may_record(self.config, self.decision):
-            return self.decision.reason
+        if not selection.may_record(self.config, self._decision):
+            return self._decision.reason
         if not library_loaded(self.config.tool):
             # A driver that only orchestrates: importing torch would cost it a second, for an empty trace.
             return f"{LIBRARY[self.config.tool]} is not imported in this process: there is nothing to record"
@@ -194,16 +186,7 @@ class Session:
             else:
                 failures.warn("stepscope: %s", error)
             return None
-        return Windows(
-            backend,
-            config=self.config,
-            layout=self.layout,
-            process=self.process,
-            step=self.step,
-            run_id=self.run_id,
-            manifest_part=self.manifest_part,
-            on_artifact=self._on_artifact,
-        )
+        return Windows(backend, self.config, self.layout, self.manifest_part, self._on_artifact)
 
     def start_profiler(self) -> None:
         """Do the part of opening that belongs on the thread whose work is recorded."""
@@ -218,11 +201,19 @@ class Session:
                 if not self._closed:
                     self.manifest_part.fail("spans", describe(error), kind="spans")
                     failures.note("opening the span file", error)
-            self.counters.open()
+            if self._counters is not None:
+                self._counters.open()
             self.manifest_part.write()
             if not self._closed:
                 self._watchdog = budget.Watchdog(self.config.budget, self.truncate)
                 self._watchdog.start()
+
+    def sample_engine(self, profiler: EngineProfiler) -> None:
+        """Sample the counters of an engine until the capture ends here. Once for each replica."""
+        name = f"replica {profiler.replica or 0}"
+        if self._counters is not None and name not in self._replicas:
+            self._replicas.add(name)
+            self._counters.sampler.add(name, profiler.counters)
 
     def begin(self) -> None:
         """End the opening: the step's time begins now. Waits for no disk."""
@@ -230,7 +221,8 @@ class Session:
             return
         anchor = clock.read_anchor()
         self.log.start(anchor)
-        self.counters.start(anchor)
+        if self._counters is not None:
+            self._counters.start(anchor)
         self.manifest_part.update(opened=anchor)
         self.manifest_part.spend(start_ns=anchor.mono_ns - self._began_ns)
 
@@ -290,9 +282,6 @@ class Session:
             except BaseException:
                 self._closed = False
                 raise
-            if self.owner:  # a walk through the run's folder: neither the opening nor the step waits for it
-                deferred = self.config.export.when == "deferred"
-                exporter.exporter().then(partial(tidy, self.config.save_path, self.layout), deferred=deferred)
             if self.when_closed is not None:
                 self.when_closed(self, discard)
 
@@ -303,21 +292,15 @@ class Session:
             error = redaction.error_of(ending.error, self.config.redact)
             self.manifest_part.update(ended_by=ending.by, error=error)
         close_spans(self.log, self.manifest_part, ended, self.config.budget.spans, discard)
-        self.counters.close(self.manifest_part, ended, discard)
-        self._say_instrumented()
+        if self._counters is not None:
+            close_counters(self._counters, self.manifest_part, ended, discard)
+        listed = sys.modules.get("stepscope.recording.instrument.configured")
+        if listed is not None and self.config.instrument:
+            listed.enter(self.manifest_part)
         if self.forks:
             forks, self.forks = self.forks, 0
             self.manifest_part.add_absent((_forked(forks),))
         self.manifest_part.write()
-
-    def _say_instrumented(self) -> None:
-        listed, part = sys.modules.get("stepscope.recording.instrument.configured"), self.manifest_part
-        if listed is not None and self.config.instrument:
-            part.update(instrumented=listed.timed(), missed=listed.missed())
-            for target, reason in listed.failed().items():
-                part.lack(f"instrument {target}", reason, kind="selection")
-            for trainer, reason in listed.uncovered_trainers().items():
-                part.skip(trainer, reason, kind="selection")
 
     def truncate(self, reason: str) -> None:
         """End the recording early; what is there is kept and marked. The owner's capture stays open for its
@@ -340,7 +323,8 @@ class Session:
             self.switch_off(self)
         if self._ended is None:
             self._ended = self._closing or clock.read_anchor()
-        self.counters.end()
+        if self._counters is not None:
+            self._counters.sampler.end()
         if self._watchdog is not None:
             self._watchdog.cancel()
         if self._windows is not None:
@@ -354,18 +338,15 @@ class Session:
         """True if recording is over: closed, or truncated."""
         return self._ended is not None
 
-    # What the recorded code calls, besides `log.new` and `log.begin`.
+    # What the recorded code calls, besides `log.new` and `log.begin`: see `ActiveSession`.
 
     def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
-        """Record that this step consumes a trajectory."""
         marks.mark_consumed(self.log, trajectory, begun, policy_version)
 
     def count_tokens(self, counts: Mapping[str, int]) -> None:
-        """Record tokens of this step."""
         marks.mark_tokens(self.log, counts)
 
     def advance(self) -> None:
-        """Take a step of the profiler's schedule, at the end of a mini-batch."""
         if self._windows is not None:
             self._windows.advance()
 
