@@ -194,3 +194,20 @@ def test_on_a_device_only_exposed_communication_counts(tmp_path: Path) -> None:
         kernel("gemm", 600_000, 30_000), kernel("ncclDevKernel_AllReduce_Sum", 620_000, 30_000, stream=9),
     ])  # fmt: skip
     assert rows(folder, traces=True)["actor 0"].collective_ns == 20 * MS
+
+
+def test_ranks_wait_only_for_those_of_their_process_group(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    for rank in range(4):
+        actor = folder.process("actor", rank, owner=rank == 0)
+        actor.span("update_actor", 600 * MS, 900 * MS)
+        pair = [0, 1] if rank < 2 else [2, 3]
+        enters = 610_000 if rank < 2 else 650_000  # the other pair works longer
+        reduce = kernel("ncclDevKernel_AllReduce_Sum", enters, 50_000, stream=9)
+        reduce["args"] = {
+            "Collective name": "allreduce", "In msg nelems": 5,
+            "Process Group Name": "1", "Process Group Ranks": str(pair),
+        }  # fmt: skip
+        add_trace(folder, actor, [reduce])
+        actor.close(1000 * MS)
+    assert [row.skew_ns for row in rows(folder, traces=True).values()] == [0] * 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from heapq import merge
 from itertools import chain
+from operator import itemgetter
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -16,6 +16,7 @@ from stepscope.report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is
 from stepscope.report.table import Table
 from stepscope.report.tables.breakdown import intervals_of
 from stepscope.report.tables.gaps import find_stretches
+from stepscope.report.tables.stragglers import matched_calls
 from stepscope.timeline import EngineStall, Span, Timeline, TraceActivity
 
 IdleKind: TypeAlias = Literal[
@@ -315,34 +316,15 @@ class _Skew(NamedTuple):
 def _skews(activities: Iterable[TraceActivity]) -> dict[int, _Skew]:
     waits: dict[int, dict[int, array[int]]] = defaultdict(lambda: defaultdict(lambda: array("q")))
     """By process, and by the one that was last: from, until, and so on."""
-    for members in _matched(activities):
-        for calls in zip(*members.values(), strict=True):
-            last_ns, awaited = max(zip((start_ns for start_ns, _ in calls), members, strict=True))
-            for process, (start_ns, end_ns) in zip(members, calls, strict=True):
+    for _, _, calls in matched_calls(activity for activity in activities if activity.process is not None):
+        for members in calls:
+            own = [(start_ns, end_ns, activity.process or 0) for _, start_ns, end_ns, activity in members]
+            last_ns, _, awaited = max(own, key=itemgetter(0, 2))
+            for start_ns, end_ns, process in own:
                 of = waits[process]  # also of one that waits for nobody
                 if start_ns < min(last_ns, end_ns):
                     of[awaited].extend((start_ns, min(last_ns, end_ns)))
     return {process: _skew(process, of) for process, of in waits.items()}
-
-
-def _matched(activities: Iterable[TraceActivity]) -> Iterator[dict[int, Iterator[tuple[int, int]]]]:
-    """Ranks' calls of one collective, in order: (start, end) by process. With `mode: discrete` a process may
-    have several traces of a stage.
-    """
-    calls_of: dict[tuple[str, str | None, str], dict[int, list[array[int]]]] = {}
-    for activity in activities:
-        if activity.unaligned is not None or activity.process is None:
-            continue
-        for collective in activity.content.collectives:
-            of = calls_of.setdefault((activity.info.role, activity.stage, collective.name), defaultdict(list))
-            us = chain.from_iterable(collective.calls())
-            of[activity.process].append(array("q", map(activity.unix_ns, us)))
-    for of in calls_of.values():
-        lengths = {process: sum(map(len, traces)) for process, traces in of.items()}
-        for number in set(lengths.values()):
-            members = [process for process, length in lengths.items() if length == number]
-            if len(members) > 1:
-                yield {process: merge(*map(_pairs, of[process])) for process in members}
 
 
 def _pairs(flat: array[int]) -> Iterator[tuple[int, int]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -20,13 +21,16 @@ _Call: TypeAlias = tuple[int, tuple[float, float]]
 """Number, and start and end in us of the trace."""
 _Key: TypeAlias = tuple[str, int | None, str | None, int, str, str]
 """(role, replica, stage, how many traces of the stage the process has before, collective, group)."""
+_NUMBER = attrgetter("number")
 
 
-class _Entry(NamedTuple):
+class Member(NamedTuple):
+    """A process in a call of a collective."""
+
     number: int
     start_ns: int
     end_ns: int
-    process: str
+    activity: TraceActivity
 
 
 class StragglerRow(msgspec.Struct, kw_only=True):
@@ -46,62 +50,63 @@ class StragglerRow(msgspec.Struct, kw_only=True):
 
 
 def stragglers(activities: Iterable[TraceActivity]) -> Table[StragglerRow]:
-    """Return a row for each process and collective, the process that others waited for longest first.
+    """Return a row for each process and collective, the process that others waited for longest first."""
+    rows: dict[tuple[str, str, str], StragglerRow] = {}
+    for role, collective, calls in matched_calls(activities):
+        for members in calls:
+            _count(rows, role, collective, members)
+    return Table(
+        sorted(rows.values(), key=lambda row: (-row.others_waited_ns, row.role, row.collective, row.process))
+    )
+
+
+def _count(
+    rows: dict[tuple[str, str, str], StragglerRow], role: str, collective: str, members: Sequence[Member]
+) -> None:
+    """Add one call, with the times of each process in it."""
+    last_ns, latest = max((member.start_ns, member.activity.name) for member in members)
+    waited_ns = 0
+    for _, start_ns, end_ns, activity in members:
+        key = role, collective, activity.name
+        row = rows.get(key)
+        if row is None:
+            row = rows[key] = StragglerRow(
+                role=role, collective=collective, process=activity.name, rank=activity.info.rank
+            )
+        ns = max(0, min(last_ns, end_ns) - start_ns)
+        row.calls += 1
+        row.waited_ns += ns
+        waited_ns += ns
+    if waited_ns:
+        rows[role, collective, latest].last += 1
+        rows[role, collective, latest].others_waited_ns += waited_ns
+
+
+def matched_calls(
+    activities: Iterable[TraceActivity],
+) -> Iterator[tuple[str, str, Iterator[list[Member]]]]:
+    """Yield (role, collective, calls) for each process group of several processes. A call is the list of its
+    members, at least two.
 
     Calls are matched by process group and by torch's number. Traces without groups are matched by name and
     order, if several processes made equally many. Traces that are unaligned are left out.
     """
-    rows: dict[tuple[str, str, str], StragglerRow] = {}
-    for (role, *_, collective, _), members in _matched(activities):
-        own = {
-            process: rows.setdefault(
-                (role, collective, process),
-                StragglerRow(role=role, collective=collective, process=process, rank=rank),
-            )
-            for (process, rank) in members
-        }
-        for _, entries in groupby(merge(*members.values()), key=lambda entry: entry.number):
-            _count(own, list(entries))
-    called = (row for row in rows.values() if row.calls)
-    return Table(
-        sorted(called, key=lambda row: (-row.others_waited_ns, row.role, row.collective, row.process))
-    )
-
-
-def _count(rows: Mapping[str, StragglerRow], entries: Sequence[_Entry]) -> None:
-    """Add one call, with the times of each process in it."""
-    if len(entries) < 2:
-        return
-    last_ns, latest = max((entry.start_ns, entry.process) for entry in entries)
-    waited_ns = 0
-    for _, start_ns, end_ns, process in entries:
-        ns = max(0, min(last_ns, end_ns) - start_ns)
-        rows[process].calls += 1
-        rows[process].waited_ns += ns
-        waited_ns += ns
-    if waited_ns:
-        rows[latest].last += 1
-        rows[latest].others_waited_ns += waited_ns
-
-
-def _matched(
-    activities: Iterable[TraceActivity],
-) -> Iterator[tuple[_Key, dict[tuple[str, int | None], Iterator[_Entry]]]]:
-    """Yield the calls of each process in each group, by their numbers, for groups of several processes."""
-    matched: dict[_Key, dict[tuple[str, int | None], Iterator[_Entry]]] = defaultdict(dict)
+    groups: dict[_Key, dict[str, Iterator[Member]]] = defaultdict(dict)
     before = Counter[tuple[str, str | None]]()
     for activity in activities:
         if activity.unaligned is not None:
             continue
-        info, process = activity.info, (activity.name, activity.info.rank)
+        info = activity.info
         place = before[activity.name, activity.stage]
         before[activity.name, activity.stage] += 1
         for collective, group, calls in _calls(activity):
             key = info.role, info.replica, activity.stage, place, collective, group
-            matched[key][process] = _entries(activity, calls)
-    for key, members in matched.items():
+            groups[key][activity.name] = _members(activity, calls)
+    for (role, *_, collective, _), members in groups.items():
         if len(members) > 1:
-            yield key, members
+            entered = groupby(merge(*members.values(), key=_NUMBER), key=_NUMBER)
+            calls_of = (list(call) for _, call in entered)
+            yield role, collective, (call for call in calls_of if len(call) > 1)
 
 
 def _calls(activity: TraceActivity) -> Iterator[tuple[str, str, Iterable[_Call]]]:
@@ -117,6 +122,6 @@ def _calls(activity: TraceActivity) -> Iterator[tuple[str, str, Iterable[_Call]]
             yield name, group, enumerate(collective.calls())
 
 
-def _entries(activity: TraceActivity, calls: Iterable[_Call]) -> Iterator[_Entry]:
+def _members(activity: TraceActivity, calls: Iterable[_Call]) -> Iterator[Member]:
     for number, (start_us, end_us) in calls:
-        yield _Entry(number, activity.unix_ns(start_us), activity.unix_ns(end_us), activity.name)
+        yield Member(number, activity.unix_ns(start_us), activity.unix_ns(end_us), activity)
