@@ -25,13 +25,14 @@ from stepscope.timeline.merge.row_writer import (
     show,
     write_row,
 )
-from stepscope.timeline.merge.tracks import Event
+from stepscope.timeline.merge.tracks import Event, Tracks
 from stepscope.timeline.merge.write import TimelineFile, timeline_file
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.blocks import keep_memory
 from stepscope.timeline.selection import Selection
 from stepscope.timeline.step.load import load_step, span_bytes
 from stepscope.timeline.step.plain import read_plain
+from stepscope.timeline.step.rows import Row
 from stepscope.timeline.step.traces import trace_bytes
 
 EVERYTHING = Selection()
@@ -160,30 +161,29 @@ def _write_rows(
 
 def write_spans(plan: Plan, out: Objects, outcome: RowOutcome) -> int:
     """Write the spans of a plan's rows, and the arrows between them. Return their number."""
-    tracks, written = plan.common.tracks, 0
+    tracks, drawn, written = plan.common.tracks, plan.drawn, 0
     for row in plan.rows:
-        drawn = chain(
-            plan.spans.of(row, tracks), plan.spans.consumed(row, tracks), plan.spans.stalls(row, tracks)
-        )
-        for batch in _batches(drawn):
-            show(row, tracks, out)
-            out.objects(batch)
-            written += len(batch)
-    for batch in _batches(chain(tracks.take(), plan.spans.arrows(FlowIds(0, plan.common.files)))):
+        events = chain(drawn.of(row, tracks), drawn.consumed(row, tracks), drawn.stalls(row, tracks))
+        written += _write_own(events, row, tracks, out)
+    for batch in _batches(chain(tracks.take(), drawn.arrows(FlowIds(0, plan.common.files)))):
         out.objects(batch)
-    if plan.spans.outside:
-        outcome.left_out.append(f"{plan.spans.outside} spans outside the selected time")
+    if drawn.outside:
+        outcome.left_out.append(f"{drawn.outside} spans outside the selected time")
     return written
 
 
 def write_counters(plan: Plan, out: Objects) -> int:
     """Write the counters of a plan's rows, and return the number of values."""
+    tracks = plan.common.tracks
+    return sum(_write_own(plan.drawn.counters(row), row, tracks, out) for row in plan.rows)
+
+
+def _write_own(events: Iterable[Event], row: Row, tracks: Tracks, out: Objects) -> int:
     written = 0
-    for row in plan.rows:
-        for batch in _batches(plan.counters.of(row)):
-            show(row, plan.common.tracks, out)
-            out.objects(batch)
-            written += len(batch)
+    for batch in _batches(events):
+        show(row, tracks, out)
+        out.objects(batch)
+        written += len(batch)
     return written
 
 

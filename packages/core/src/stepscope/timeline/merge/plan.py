@@ -14,9 +14,8 @@ from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout
 from stepscope.timeline.execution.near import NearFiles, files_elsewhere
 from stepscope.timeline.execution.parts import Lost, results
-from stepscope.timeline.merge.counter_events import CounterTracks
 from stepscope.timeline.merge.row_writer import Common, RowTrace, RowTraces
-from stepscope.timeline.merge.span_events import Drawn
+from stepscope.timeline.merge.step_events import Drawn
 from stepscope.timeline.merge.time_mapping import Cut
 from stepscope.timeline.merge.tracks import Tracks
 from stepscope.timeline.model import FileProblem, Timeline
@@ -60,8 +59,7 @@ class Plan(NamedTuple):
     selection: Selection
     rows: list[Row]
     """All rows, from top to bottom."""
-    spans: Drawn
-    counters: CounterTracks
+    drawn: Drawn
     traces: list[RowTraces]
     recordings: list[Recording]
     common: Common
@@ -130,8 +128,7 @@ def plan_merge(timeline: Timeline, sources: Sources, selection: Selection) -> Pl
         timeline=timeline,
         selection=selection,
         rows=order,
-        spans=Drawn(timeline, rows, axis, selection, common.cut),
-        counters=CounterTracks(timeline, axis, selection, common.cut),
+        drawn=Drawn(timeline, rows, axis, selection, common.cut),
         traces=_selected_traces(traces, order, selection, numbers, left_out),
         recordings=_selected_recordings(sources, selection, numbers, left_out),
         common=common,

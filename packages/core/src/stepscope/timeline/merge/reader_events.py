@@ -132,8 +132,7 @@ class Drawing:
         if position is None:
             self.notes.events(NOT_THEN)
             return
-        start, end = self._cut
-        if (end is not None and position > end) or (start is not None and position + dur_ns < start):
+        if not self._cut.holds(position, position + dur_ns):
             self.outside += 1
             return
         made = self._json(event, line, position, dur_ns)

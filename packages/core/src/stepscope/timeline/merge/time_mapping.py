@@ -18,6 +18,10 @@ class Cut(NamedTuple):
     start: int | None
     end: int | None
 
+    def holds(self, first: int, last: int) -> bool:
+        """Return whether it selects a part of this time."""
+        return (self.end is None or first <= self.end) and (self.start is None or last >= self.start)
+
 
 class Place:
     """Time mapping of one file. Positions are ns since the axis' base; a `ts` is decimal text in us."""
