@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import metadata
 from typing import cast
 
+from stepscope.errors import RecordError
 from stepscope.timeline.model import FileProblem
+from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.contract import Claim, FoundFile, Reader, Track
 
 GROUP = "stepscope.readers"
@@ -58,6 +61,17 @@ class Readers:
 def undeclared(track: Track) -> ValueError:
     """Return the error of a track whose process the recording does not name."""
     return ValueError(f"track {track.name!r} is of process {track.pid}, which is not in Origin.processes")
+
+
+@contextmanager
+def failure_noted(reader: Reader, notes: Notes) -> Iterator[None]:
+    """Note what a reader raises in the block, and end the block there."""
+    try:
+        yield
+    except RecordError as error:
+        notes.file(str(error))
+    except Exception as error:
+        notes.file(f"reader {reader.name!r} failed: {reason(error)}; what it gave before is used")
 
 
 def reason(error: Exception) -> str:
