@@ -47,7 +47,7 @@ READ = ("activity.reading", "read_part")
 
 
 def part_of(path: Path) -> TracePart:
-    return TracePart(path=os.fsencode(path), name=path.name, sidecar=None, torch=True)
+    return TracePart(path=path, name=path.name, sidecar=None, torch=True)
 
 
 def patched(of: tuple[str, str], body: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
@@ -24,8 +23,7 @@ class WorldTraces(msgspec.Struct, frozen=True, kw_only=True):
     """The traces of one process."""
 
     world: str
-    paths: list[bytes]
-    """The system's bytes."""
+    paths: list[Path]
 
 
 def collectives_of(
@@ -50,7 +48,7 @@ def _world(source: Source) -> str:
 
 def read_world(part: WorldTraces) -> Collectives:
     """Return the collectives of one process, where its traces are."""
-    return list(read_collectives(part.world, [Path(os.fsdecode(path)) for path in part.paths]).items())
+    return list(read_collectives(part.world, part.paths).items())
 
 
 def collectives_elsewhere(
@@ -61,10 +59,7 @@ def collectives_elsewhere(
     far = {index: paths for index, paths in traces.items() if not elsewhere.isdisjoint(paths)}
     if executor is None or not far:
         return {}
-    parts = [
-        WorldTraces(world=_world(sources[index]), paths=list(map(os.fsencode, paths)))
-        for index, paths in far.items()
-    ]
+    parts = [WorldTraces(world=_world(sources[index]), paths=paths) for index, paths in far.items()]
     with closing(results(executor, read_world, parts, list(far.values()))) as read:
         return {
             index: {} if isinstance(collectives, Lost) else dict(collectives)

@@ -1,18 +1,37 @@
-"""Calls of functions in other processes, as JSON of the types in their annotations: nothing is unpickled."""
+"""Calls of functions in other processes, as JSON of the types in their annotations: nothing is unpickled.
+
+A path travels as the system's bytes, which may be no UTF-8.
+"""
 
 from __future__ import annotations
 
 import os
 import traceback
+from base64 import b64decode
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
+from functools import partial
 from importlib import import_module
-from typing import TypeVar, cast, get_type_hints
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_type_hints
 
 import msgspec
 
 _T = TypeVar("_T")
-_encode = msgspec.json.Encoder().encode
+
+
+def _sent(value: object) -> bytes:
+    if not isinstance(value, Path):
+        raise NotImplementedError(f"{type(value).__name__} cannot be sent")
+    return os.fsencode(value)
+
+
+def _received(kind: type[object], value: Any) -> object:
+    return kind(os.fsdecode(b64decode(value))) if issubclass(kind, Path) else value
+
+
+_encode = msgspec.json.Encoder(enc_hook=_sent).encode
+_decode = partial(msgspec.json.decode, dec_hook=_received)
 
 
 class WorkerDiedError(BrokenExecutor):
@@ -69,7 +88,7 @@ def result_of(text: bytes, fn: Callable[..., _T]) -> _T:
         raise OSError(answer.errno, os.strerror(answer.errno), name)
     if answer.traceback is not None:
         raise WorkerFailedError(answer.traceback)
-    return cast(_T, msgspec.json.decode(answer.result, type=get_type_hints(fn)["return"]))
+    return cast(_T, _decode(answer.result, type=get_type_hints(fn)["return"]))
 
 
 def _do(call: _Call) -> _Answer:
@@ -78,7 +97,7 @@ def _do(call: _Call) -> _Answer:
         hints = get_type_hints(fn)
         types = tuple(kind for name, kind in hints.items() if name != "return")
         count = len(msgspec.json.decode(call.arguments))
-        args = msgspec.json.decode(call.arguments, type=tuple[types[:count]])  # type: ignore[misc] # made here
+        args = _decode(call.arguments, type=tuple[types[:count]])  # type: ignore[misc] # made here
         return _Answer(result=msgspec.Raw(_encode(fn(*args))))
     except MemoryError:
         return _Answer(memory=True)

@@ -37,8 +37,7 @@ from stepscope.timeline.step.rows import Axis, Row
 class NodePart(msgspec.Struct, frozen=True, kw_only=True):
     """The part of one machine, and all that it needs to write it."""
 
-    to: bytes
-    """The system's bytes."""
+    to: Path
     jobs: int | None
     spans: str
     """JSON of the events that are of no trace, without brackets."""
@@ -163,7 +162,7 @@ def _places(plan: Plan, executor: NearFiles) -> tuple[dict[int, str], list[FileP
     """Return the node that writes each row, by the row's place, and the traces that no node has."""
     node_of, of_host, problems = dict[int, str](), dict[str, str](), list[FileProblem]()
     for traces in plan.traces:
-        row, files = traces.row, [Path(os.fsdecode(trace.path)) for trace in traces.traces]
+        row, files = traces.row, [trace.path for trace in traces.traces]
         node = executor.node_with(files, row.info.host)
         if node is None:
             what = "left out: no node has all traces of its process"
@@ -206,7 +205,7 @@ def _part(
     counters = write_counters(plan, out)
     common = plan.common
     return NodePart(
-        to=os.fsencode(to),
+        to=to,
         jobs=jobs,
         spans=b",\n".join(out.texts).decode(),
         traces=plan.traces,
@@ -234,25 +233,24 @@ def _part(
 def write_node(part: NodePart) -> WrittenNode:
     """Write a part on the machine that has its traces."""
     keep_memory()
-    path, outcome = Path(os.fsdecode(part.to)), RowOutcome()
-    tracks = Tracks(part.pids)
+    outcome, tracks = RowOutcome(), Tracks(part.pids)
     for traces, known in zip(part.traces, part.tracks, strict=True):
         tracks.adopt(traces.row, known)
     common = Common(part.axis, part.cut, part.files, tracks)
     size = sum(size_of(trace.path) for traces in part.traces for trace in traces.traces)
-    with timeline_file(path, part.axis.base_ns) as out, workers(part.jobs, size) as executor:
+    with timeline_file(part.to, part.axis.base_ns) as out, workers(part.jobs, size) as executor:
         out.events(part.spans.encode())
         if executor is None:
             for traces in part.traces:
                 with out.piece() as piece:
                     outcome.add(write_row(traces, common, piece))
         else:
-            with closing(write_rows(part.traces, common, out, executor, path.parent)) as rows:
+            with closing(write_rows(part.traces, common, out, executor, part.to.parent)) as rows:
                 for written in rows:
                     outcome.add(written)
         merged = _merged(part, outcome)
         out.finish(merged)
-    return WrittenNode(merged=merged, size_bytes=path.stat().st_size)
+    return WrittenNode(merged=merged, size_bytes=part.to.stat().st_size)
 
 
 def _merged(part: NodePart, outcome: RowOutcome) -> Merged:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import closing
@@ -86,20 +85,19 @@ def sources_of(files: StepFiles, executor: Executor | None = None) -> Sources:
     return Sources(chrome, recordings, list(files.unread), list(files.problems))
 
 
-def read_beginning(path: bytes) -> TraceFields:
-    """Read the beginning of the trace in `path`, which are the system's bytes."""
-    return ChromeTrace(Path(os.fsdecode(path))).fields()
+def read_beginning(path: Path) -> TraceFields:
+    """Read the beginning of a trace."""
+    return ChromeTrace(path).fields()
 
 
 def _beginnings(paths: list[Path], executor: Executor | None) -> Iterator[TraceFields]:
     remote = [path for path in paths if not path.exists()] if isinstance(executor, NearFiles) else []
     fields = dict[Path, TraceFields | Lost]()
     if executor is not None and remote:
-        encoded = [os.fsencode(path) for path in remote]
-        with closing(results(executor, read_beginning, encoded, [[path] for path in remote])) as read:
+        with closing(results(executor, read_beginning, remote, [[path] for path in remote])) as read:
             fields.update(zip(remote, read, strict=True))
     for path in paths:
-        known = fields.get(path) or read_beginning(os.fsencode(path))
+        known = fields.get(path) or read_beginning(path)
         # Nor will a lost trace itself be read, which names it among the problems.
         nothing = TraceFields(base_ns=None, distributed=None, host=None)
         yield nothing if isinstance(known, Lost) else known
@@ -167,8 +165,8 @@ def _selected_traces(
         number = next(numbers) if row.place in firsts else row.place
         firsts.add(row.place)
         if _is_wanted(trace, row, selection):
-            path = os.fsencode(trace.path)
-            chosen.setdefault(row.place, []).append(RowTrace(path, trace.name, number, fields.base_ns))
+            found = RowTrace(trace.path, trace.name, number, fields.base_ns)
+            chosen.setdefault(row.place, []).append(found)
         else:
             left_out.append(f"{trace.name}: {NOT_SELECTED}")
     return [RowTraces(row, tuple(chosen[row.place])) for row in order if row.place in chosen]

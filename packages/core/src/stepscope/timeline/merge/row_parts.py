@@ -41,8 +41,8 @@ class RowPart(msgspec.Struct, frozen=True, kw_only=True):
     cut: Cut
     files: int
     tracks: RowTracks
-    to: bytes | None
-    """Path of the piece, the system's bytes. None: it is returned."""
+    to: Path | None
+    """Path of the piece. None: it is returned."""
     token: bytes
     """Content of that file, by which a process knows that it sees the merging one's disk."""
 
@@ -67,7 +67,7 @@ def write_part(part: RowPart) -> WrittenRow:
     """Write the traces of a row into the file of their piece, or return it if that is not here."""
     keep_memory()
     if part.to is not None:
-        with piece_file(Path(os.fsdecode(part.to)), part.token) as out:
+        with piece_file(part.to, part.token) as out:
             if out is not None:
                 return _written(part, out)
     piece = BytesIO()
@@ -107,7 +107,7 @@ def write_rows(
     Args:
         folder: Folder of the temporary files. None remains, whatever happens.
     """
-    files = [[Path(os.fsdecode(trace.path)) for trace in traces.traces] for traces in rows]
+    files = [[trace.path for trace in traces.traces] for traces in rows]
     token = os.urandom(16)
     with _pieces(folder, len(rows), token) as paths:
         parts = [
@@ -117,7 +117,7 @@ def write_rows(
                 cut=common.cut,
                 files=common.files,
                 tracks=common.tracks.known(traces.row),
-                to=os.fsencode(path),
+                to=path,
                 token=token,
             )
             for traces, path in zip(rows, paths, strict=True)

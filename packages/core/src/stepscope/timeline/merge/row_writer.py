@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -36,8 +35,7 @@ class Output(Objects, Protocol):
 class RowTrace(NamedTuple):
     """A Chrome trace of a row."""
 
-    path: bytes
-    """The system's bytes, which may be no UTF-8."""
+    path: Path
     name: str
     """Relative to the step's folder."""
     number: int
@@ -92,7 +90,7 @@ def write_row(
     """
     row, outcome = traces.row, RowOutcome()
     for trace in traces.traces:
-        file = ChromeTrace(Path(os.fsdecode(trace.path)))
+        file = ChromeTrace(trace.path)
         place = Place(row, trace.base_ns, common.axis)
         ids = FlowIds(trace.number, common.files)
         rewriter = Rewriter(row, place, ids, common.tracks, common.cut, file.notes)
