@@ -16,17 +16,9 @@ from stepscope.timeline.merge.merged import Merged, MergedFile, duplicate_ranks,
 from stepscope.timeline.merge.plan import Plan, Recording, Sources, plan_merge, read_sources, sources_of
 from stepscope.timeline.merge.reader_events import Drawing
 from stepscope.timeline.merge.row_parts import write_rows
-from stepscope.timeline.merge.row_writer import (
-    Objects,
-    Output,
-    RowOutcome,
-    TraceTexts,
-    noted,
-    show,
-    write_row,
-)
+from stepscope.timeline.merge.row_writer import Objects, RowOutcome, noted, show, write_row, write_texts
 from stepscope.timeline.merge.tracks import Event, Tracks
-from stepscope.timeline.merge.write import TimelineFile, timeline_file
+from stepscope.timeline.merge.write import EventWriter, TimelineFile, timeline_file
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.blocks import keep_memory
 from stepscope.timeline.selection import Selection
@@ -115,12 +107,12 @@ def _merge(
     plan = plan_merge(timeline, sources, selection)
     with timeline_file(target, plan.common.axis.base_ns) as out:
         if executor is None or selection.max_mb is not None:  # what a trace may take depends on those before
-            merged = write_timeline(plan, out, on_read)
+            written = write_timeline(plan, out, on_read)
         else:
             with closing(write_rows(plan.traces, plan.common, out, executor, target.parent, on_read)) as rows:
-                merged = write_timeline(plan, out, on_read, rows)
-        out.finish(merged)
-    return merged
+                written = write_timeline(plan, out, on_read, rows)
+        out.finish(written)
+    return written
 
 
 def write_timeline(
@@ -145,13 +137,13 @@ def write_timeline(
         outcome.add(_write_recording(recording, plan, out, limit_of(out)))
         if on_read is not None:
             on_read(recording.trace.path.stat().st_size)
-    return _merged(plan, spans, counters, outcome)
+    return merged(plan, spans, counters, outcome)
 
 
 def _write_rows(
     plan: Plan,
     out: TimelineFile,
-    limit_of: Callable[[Output], int | None],
+    limit_of: Callable[[EventWriter], int | None],
     on_read: Callable[[int], None] | None,
 ) -> Iterator[RowOutcome]:
     for traces in plan.traces:
@@ -192,15 +184,16 @@ def _write_recording(recording: Recording, plan: Plan, out: TimelineFile, limit:
     if recording.rows:
         ids = FlowIds(recording.number, common.files)
         drawing = Drawing(recording.recorded, recording.rows, ids, common.tracks, common.axis, common.cut)
-        texts = TraceTexts(name, drawing.texts(), drawing, lambda: drawing.touched)
-        outcome.left_out += texts.write(out, common.tracks, limit)
+        outcome.left_out += write_texts(
+            name, drawing.texts(), drawing, lambda: drawing.touched, common.tracks, out, limit
+        )
         counts = sorted(drawing.events.items())
         outcome.files += [MergedFile(file=name, row=pid, events=events) for pid, events in counts]
     outcome.problems += noted(name, recording.recorded.notes)
     return outcome
 
 
-def _limit(max_mb: float | None, shares: Iterator[int], out: Output) -> int | None:
+def _limit(max_mb: float | None, shares: Iterator[int], out: EventWriter) -> int | None:
     """Return the size of the file at which the next trace ends: what is left is shared equally."""
     share = next(shares)
     if max_mb is None:
@@ -209,7 +202,8 @@ def _limit(max_mb: float | None, shares: Iterator[int], out: Output) -> int | No
     return written + max(0, int(max_mb * 1_000_000) - _RESERVE - written) // share
 
 
-def _merged(plan: Plan, spans: int, counters: int, outcome: RowOutcome) -> Merged:
+def merged(plan: Plan, spans: int, counters: int, outcome: RowOutcome) -> Merged:
+    """Return the record of what was written of a plan."""
     timeline = plan.timeline
     shown = [row for row in plan.rows if row.shown]
     unaligned = [

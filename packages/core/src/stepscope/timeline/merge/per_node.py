@@ -19,7 +19,7 @@ from stepscope.files.storage.atomic import write_atomic
 from stepscope.timeline.execution.calls import WorkerDiedError
 from stepscope.timeline.execution.near import NearFiles, size_of
 from stepscope.timeline.execution.workers import workers
-from stepscope.timeline.merge.merge import EVERYTHING, write_counters, write_spans
+from stepscope.timeline.merge.merge import EVERYTHING, merged, write_counters, write_spans
 from stepscope.timeline.merge.merged import Merged, MergedRow, merged_row
 from stepscope.timeline.merge.plan import Plan, Sources, plan_merge, read_sources
 from stepscope.timeline.merge.row_parts import write_rows
@@ -123,27 +123,27 @@ def merge_per_node(
     pending = dict[str, Future[WrittenNode]]()
     for node in dict.fromkeys(node_of.values()):
         places = {place for place, name in node_of.items() if name == node}
-        part = _part(layout.timeline_of(node), timeline, sources, selection, places, jobs)
-        pending[node] = executor.submit_at(node, write_node, part)
+        task = _part(layout.timeline_of(node), timeline, sources, selection, places, jobs)
+        pending[node] = executor.submit_at(node, write_node, task)
     parts, left_out = [], [*plan.left_out, *recordings]
     for node, written in _written(pending, problems):
-        merged = written.merged
-        rows = [row for row in plan.rows if row.pid in {one.pid for one in merged.rows}]
+        part = written.merged
+        rows = [row for row in plan.rows if row.pid in {one.pid for one in part.rows}]
         first_ns, last_ns = _extent(rows, timeline)
         parts.append(
             NodeTimeline(
                 node=node,
                 path=str(layout.timeline_of(node)),
                 size_bytes=written.size_bytes,
-                events=merged.events,
-                ranks=tuple(sorted({row.rank for row in merged.rows if row.rank is not None})),
-                roles=tuple(dict.fromkeys(row.role for row in merged.rows)),
+                events=part.events,
+                ranks=tuple(sorted({row.rank for row in part.rows if row.rank is not None})),
+                roles=tuple(dict.fromkeys(row.role for row in part.rows)),
                 first_ns=first_ns,
                 last_ns=last_ns,
             )
         )
-        left_out += merged.left_out
-        problems += merged.problems
+        left_out += part.left_out
+        problems += part.problems
     index = NodeIndex(
         step=timeline.step,
         run_id=timeline.run_id,
@@ -197,6 +197,7 @@ def _part(
     """Return the part with the rows at these places. It has a plan of its own, as drawing changes a plan."""
     whole = plan_merge(timeline, sources, selection)
     plan = whole._replace(
+        left_out=[],  # the index names it
         rows=[row for row in whole.rows if row.place in places],
         traces=[traces for traces in whole.traces if traces.row.place in places],
     )
@@ -214,19 +215,7 @@ def _part(
         axis=common.axis,
         cut=common.cut,
         files=common.files,
-        merged=Merged(
-            step=timeline.step,
-            run_id=timeline.run_id,
-            base_ns=common.axis.base_ns,
-            window_ns=(timeline.window.start_ns, timeline.window.end_ns),
-            rows=tuple(merged_row(row) for row in plan.rows if row.shown),
-            files=(),
-            spans=spans,
-            counters=counters,
-            selection=selection.words(),
-            left_out=tuple(outcome.left_out),
-            problems=(),
-        ),
+        merged=merged(plan, spans, counters, outcome),
     )
 
 
@@ -246,11 +235,11 @@ def write_node(part: NodePart) -> WrittenNode:
                     outcome.add(write_row(traces, common, piece))
         else:
             with closing(write_rows(part.traces, common, out, executor, part.to.parent)) as rows:
-                for written in rows:
-                    outcome.add(written)
-        merged = _merged(part, outcome)
-        out.finish(merged)
-    return WrittenNode(merged=merged, size_bytes=part.to.stat().st_size)
+                for row in rows:
+                    outcome.add(row)
+        written = _merged(part, outcome)
+        out.finish(written)
+    return WrittenNode(merged=written, size_bytes=part.to.stat().st_size)
 
 
 def _merged(part: NodePart, outcome: RowOutcome) -> Merged:

@@ -16,7 +16,6 @@ from stepscope.files.storage.atomic import private
 from stepscope.files.storage.temporary import temporary
 from stepscope.timeline.execution.near import size_of
 from stepscope.timeline.execution.parts import Lost, results
-from stepscope.timeline.merge.merged import MergedFile
 from stepscope.timeline.merge.row_writer import Common, RowOutcome, RowTraces, write_row
 from stepscope.timeline.merge.time_mapping import Cut
 from stepscope.timeline.merge.tracks import RowTracks, Tracks
@@ -56,9 +55,7 @@ class WrittenRow(msgspec.Struct, frozen=True, kw_only=True):
     shown: bool
     shift_ns: int | None
     tracks: RowTracks
-    files: list[MergedFile]
-    problems: list[FileProblem]
-    left_out: list[str]
+    outcome: RowOutcome
     piece: bytes | None = None
     """None: it is in its file."""
 
@@ -86,9 +83,7 @@ def _written(part: RowPart, out: EventWriter) -> WrittenRow:
         shown=row.shown,
         shift_ns=row.shift_ns,
         tracks=common.tracks.known(row),
-        files=outcome.files,
-        problems=outcome.problems,
-        left_out=outcome.left_out,
+        outcome=outcome,
     )
 
 
@@ -127,10 +122,13 @@ def write_rows(
         with closing(results(executor, write_part, parts, files, keep, _without_file)) as written:
             for traces, path, result in zip(rows, paths, written, strict=True):
                 if isinstance(result, Lost):
-                    yield _lost(traces, result)
+                    what = f"left out: twice, {result.why}"
+                    yield RowOutcome(problems=[FileProblem(file=t.name, what=what) for t in traces.traces])
                 else:
                     out.append(path, keep(result).text)
-                    yield _adopted(traces, common, result)
+                    traces.row.shown, traces.row.shift_ns = result.shown, result.shift_ns
+                    common.tracks.adopt(traces.row, result.tracks)
+                    yield result.outcome
                 path.unlink(missing_ok=True)
                 if on_read is not None:
                     on_read(sum(size_of(trace.path, executor) for trace in traces.traces))
@@ -153,24 +151,6 @@ def _with_piece(places: Mapping[int, Path], row: WrittenRow) -> WrittenRow:
 def _create(path: Path, content: bytes) -> None:
     with full_disk_names(path), open(path, "xb", opener=private) as file:
         file.write(content)
-
-
-def _adopted(traces: RowTraces, common: Common, part: WrittenRow) -> RowOutcome:
-    row, outcome = traces.row, RowOutcome()
-    row.shown, row.shift_ns = part.shown, part.shift_ns
-    common.tracks.adopt(row, part.tracks)
-    outcome.files += part.files
-    outcome.problems += part.problems
-    outcome.left_out += part.left_out
-    return outcome
-
-
-def _lost(traces: RowTraces, lost: Lost) -> RowOutcome:
-    outcome = RowOutcome()
-    outcome.problems += [
-        FileProblem(file=trace.name, what=f"left out: twice, {lost.why}") for trace in traces.traces
-    ]
-    return outcome
 
 
 @contextmanager

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.merged import MergedFile
 from stepscope.timeline.merge.rewrite import Rewriter, Text
 from stepscope.timeline.merge.time_mapping import Cut, Place
 from stepscope.timeline.merge.tracks import Tracks, row_metadata
+from stepscope.timeline.merge.write import EventWriter
 from stepscope.timeline.model import FileProblem
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace
@@ -21,15 +24,6 @@ class Objects(Protocol):
     """Destination of events that are not JSON yet."""
 
     def objects(self, events: list[dict[str, object]]) -> None: ...
-
-
-class Output(Objects, Protocol):
-    """Destination of events."""
-
-    @property
-    def written(self) -> int: ...
-    def events(self, text: bytes | memoryview) -> None: ...
-    def flush(self) -> int: ...
 
 
 class RowTrace(NamedTuple):
@@ -60,13 +54,12 @@ class Common(NamedTuple):
     tracks: Tracks
 
 
-class RowOutcome:
+class RowOutcome(msgspec.Struct):
     """Results of writing traces: their counts, their problems, and what the selection left out."""
 
-    def __init__(self) -> None:
-        self.files: list[MergedFile] = []
-        self.problems: list[FileProblem] = []
-        self.left_out: list[str] = []
+    files: list[MergedFile] = []
+    problems: list[FileProblem] = []
+    left_out: list[str] = []
 
     def add(self, other: RowOutcome) -> None:
         self.files += other.files
@@ -77,9 +70,9 @@ class RowOutcome:
 def write_row(
     traces: RowTraces,
     common: Common,
-    out: Output,
+    out: EventWriter,
     *,
-    limit_of: Callable[[Output], int | None] = lambda out: None,
+    limit_of: Callable[[EventWriter], int | None] = lambda out: None,
     on_read: Callable[[int], None] | None = None,
 ) -> RowOutcome:
     """Write the traces of a row, in their order.
@@ -94,8 +87,10 @@ def write_row(
         place = Place(row, trace.base_ns, common.axis)
         ids = FlowIds(trace.number, common.files)
         rewriter = Rewriter(row, place, ids, common.tracks, common.cut, file.notes)
-        texts = TraceTexts(trace.name, file.texts(rewriter.rewrite, on_read), rewriter, lambda: [row])
-        outcome.left_out += texts.write(out, common.tracks, limit_of(out))
+        texts = file.texts(rewriter.rewrite, on_read)
+        outcome.left_out += write_texts(
+            trace.name, texts, rewriter, lambda: [row], common.tracks, out, limit_of(out)
+        )
         outcome.files.append(MergedFile(file=trace.name, row=row.pid, events=rewriter.written))
         outcome.problems += noted(trace.name, file.notes)
     return outcome
@@ -110,35 +105,37 @@ class Counts(Protocol):
     def outside(self) -> int: ...
 
 
-class TraceTexts(NamedTuple):
-    """Events of a file, some at a time."""
+def write_texts(
+    name: str,
+    texts: Iterable[Text],
+    counts: Counts,
+    rows: Callable[[], list[Row]],
+    tracks: Tracks,
+    out: EventWriter,
+    limit: int | None,
+) -> list[str]:
+    """Write the events of a file up to the limit. Return what the limit and the selected time left out.
 
-    name: str
-    texts: Iterable[Text]
-    counts: Counts
-    rows: Callable[[], list[Row]]
-    """Rows with an event so far."""
-
-    def write(self, out: Output, tracks: Tracks, limit: int | None) -> list[str]:
-        """Write events up to the limit. Return what the limit and the selected time left out."""
-        left_out = list[str]()
-        latest = 0
-        for text in self.texts:
-            if limit is not None and out.flush() + latest > limit:
-                left_out.append(
-                    f"{self.name}: what follows its first {self.counts.written} events, for its size"
-                )
-                break
-            if text:
-                for row in self.rows():
-                    show(row, tracks, out)
-                before = out.written
-                out.events(text)
-                latest = 0 if limit is None else out.flush() - before
-        out.objects(tracks.take() + tracks.take_unnamed())
-        if self.counts.outside:
-            left_out.append(f"{self.name}: {self.counts.outside} events outside the selected time")
-        return left_out
+    Args:
+        texts: Some events at a time.
+        rows: Returns the rows with an event so far.
+    """
+    left_out = list[str]()
+    latest = 0
+    for text in texts:
+        if limit is not None and out.flush() + latest > limit:
+            left_out.append(f"{name}: what follows its first {counts.written} events, for its size")
+            break
+        if text:
+            for row in rows():
+                show(row, tracks, out)
+            before = out.written
+            out.events(text)
+            latest = 0 if limit is None else out.flush() - before
+    out.objects(tracks.take() + tracks.take_unnamed())
+    if counts.outside:
+        left_out.append(f"{name}: {counts.outside} events outside the selected time")
+    return left_out
 
 
 def show(row: Row, tracks: Tracks, out: Objects) -> None:
