@@ -39,6 +39,8 @@ class RowPart(msgspec.Struct, frozen=True, kw_only=True):
     axis: Axis
     cut: Cut
     files: int
+    pids: list[int]
+    """Of all rows."""
     tracks: RowTracks
     to: Path | None
     """Path of the piece. None: it is returned."""
@@ -74,7 +76,8 @@ def write_part(part: RowPart) -> WrittenRow:
 
 def _written(part: RowPart, out: EventWriter) -> WrittenRow:
     row = part.traces.row
-    common = Common(part.axis, part.cut, part.files, Tracks.of(row, part.tracks))
+    common = Common(part.axis, part.cut, part.files, Tracks(part.pids))
+    common.tracks.adopt(row, part.tracks)
     outcome = write_row(part.traces, common, out)
     text = out.end()
     return WrittenRow(
@@ -111,6 +114,7 @@ def write_rows(
                 axis=common.axis,
                 cut=common.cut,
                 files=common.files,
+                pids=common.tracks.pids,
                 tracks=common.tracks.known(traces.row),
                 to=path,
                 token=token,
