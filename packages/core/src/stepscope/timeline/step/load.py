@@ -114,7 +114,7 @@ def _assemble(
     parts = [source.part for source in sources if source.part is not None]
     profiled = profiled_keys(parts)
     processes = tuple(
-        _process(source, name, placed, opened, source.info.key in profiled)
+        process_of(source, name, placed, opened, source.info.key in profiled)
         for source, name, placed, opened in zip(sources, names, aligned, records, strict=True)
     )
     spans = _spans(sources, records, [placed.place for placed in aligned], step)
@@ -123,7 +123,7 @@ def _assemble(
         step=step,
         run_id=run_id,
         runs=runs,
-        window=_window(processes),
+        window=window_of(processes),
         processes=processes,
         spans=spans,
         counters=tuple(counters_of(sources, [placed.place for placed in aligned])),
@@ -158,9 +158,7 @@ def _align(
     """Align each source, in order. The first one is the owner unless the owner left no files."""
     owner = sources[0]
     if not owner.owner or owner.part is None:
-        (host, _), *_ = Counter(source.info.host for source in sources).most_common(1)
-        reference = Reference(host, place=None, uncertainty_ns=0, offsets=())
-        aligned = [_align_one(source, reference) for source in sources]
+        aligned, reference = align_without_owner(sources)
     else:
         placed = align_owner(owner.opened, owner.closed)
         reference = Reference(
@@ -176,6 +174,13 @@ def _align(
     return refine(sources, aligned, reference, layout, earlier_files, digests=digests, executor=executor)
 
 
+def align_without_owner(sources: Sequence[Source]) -> tuple[list[Aligned], Reference]:
+    """Align each source with the host of most of them, and return that host's clock."""
+    ((host, _),) = Counter(source.info.host for source in sources).most_common(1)
+    reference = Reference(host, place=None, uncertainty_ns=0, offsets=())
+    return [_align_one(source, reference) for source in sources], reference
+
+
 def _align_one(source: Source, reference: Reference) -> Aligned:
     latest_ns = None if source.file is None else source.file.latest_ns
     return align(source.info.key, source.info.host, source.opened, source.closed, reference, latest_ns)
@@ -188,7 +193,10 @@ def _lasted_ns(source: Source) -> int:
     return 0 if end_ns is None else max(0, end_ns - source.opened.mono_ns)
 
 
-def _process(source: Source, name: str, aligned: Aligned, records: Sequence[Open], profiled: bool) -> Process:
+def process_of(
+    source: Source, name: str, aligned: Aligned, records: Sequence[Open], profiled: bool
+) -> Process:
+    """Return a source in a timeline, with its times on the owner's clock."""
     place, file, part = aligned.place, source.file, source.part
     closed_ns = None if source.closed is None else place(source.closed.mono_ns)
     opened_ns = place(source.opened.mono_ns)
@@ -282,7 +290,8 @@ def _begun(record: Open, step: int) -> int | None:
     return None if record.link is None or record.link.step == step else record.link.step
 
 
-def _window(processes: Sequence[Process]) -> Window:
+def window_of(processes: Sequence[Process]) -> Window:
+    """Return the time of the step. The owner is the first process, unless it left no files."""
     owner = processes[0]
     aligned = [process for process in processes if process.aligned]
     last_ns = max((process.last_ns for process in aligned), default=owner.last_ns)
