@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -14,8 +15,7 @@ from stepscope.files.manifest.records import Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import Header
 from stepscope.timeline.model import FileProblem
-from stepscope.timeline.readers.counters import CounterFile, read_counters
-from stepscope.timeline.readers.spans import SpanFile, read_spans
+from stepscope.timeline.record_files import CounterFile, RecordFile, SpanFile, read_counters, read_spans
 
 
 class Source(NamedTuple):
@@ -58,9 +58,11 @@ def read_sources(
             capture = _number(layout, source, name)
             sources.append(source._replace(capture=capture))
         if name in files:
-            problems += _problems(layout, files[name], used=source is not None)
+            spans = len(files[name].spans) or None
+            problems += _problems(layout.spans, files[name], None if source is not None else spans)
     for name, counters in counted.items():
-        problems += _counter_problems(layout, counters, used=name in left or name in files)
+        used = name in left or name in files
+        problems += _problems(layout.counters, counters, None if used else len(counters.samples))
     return sources, problems
 
 
@@ -109,19 +111,14 @@ def _unknown(item: Expectation) -> Expectation:
     return msgspec.structs.replace(item, state="missing", pending=None, reason=reason)
 
 
-def _problems(layout: StepLayout, file: SpanFile, *, used: bool) -> list[FileProblem]:
-    name = f"{layout.spans.name}/{file.path.name}"
-    problems = [FileProblem(file=name, what=what, lines=lines) for what, lines in file.problems.items()]
-    if not used and file.spans:
-        problems.append(
-            FileProblem(file=name, what="left out: nothing says whose it is", lines=len(file.spans))
-        )
-    return problems
+def _problems(folder: Path, file: RecordFile, unowned: int | None) -> Iterator[FileProblem]:
+    """Yield the problems of a file.
 
-
-def _counter_problems(layout: StepLayout, file: CounterFile, *, used: bool) -> Iterator[FileProblem]:
-    name = f"{layout.counters.name}/{file.path.name}"
+    Args:
+        unowned: Its lines, if nothing says whose they are.
+    """
+    name = f"{folder.name}/{file.path.name}"
     for what, lines in file.problems.items():
         yield FileProblem(file=name, what=what, lines=lines)
-    if not used:
-        yield FileProblem(file=name, what="left out: nothing says whose it is", lines=len(file.samples))
+    if unowned is not None:
+        yield FileProblem(file=name, what="left out: nothing says whose it is", lines=unowned)

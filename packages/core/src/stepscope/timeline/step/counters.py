@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.timeline.clocks.align import Placement
 from stepscope.timeline.model import Counter
-from stepscope.timeline.readers.counters import CounterFile
+from stepscope.timeline.record_files import CounterFile
 from stepscope.timeline.sources import Source
 
 

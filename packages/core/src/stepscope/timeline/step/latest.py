@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from stepscope.files.layout import StepLayout
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import RECENT_NS, CounterNow
-from stepscope.timeline.readers.counters import CounterFile, read_counters
+from stepscope.timeline.record_files import CounterFile, read_counters
 
 
 def latest_counters(step: StepLayout) -> list[tuple[ProcessInfo, tuple[CounterNow, ...]]]:
