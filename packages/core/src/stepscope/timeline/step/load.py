@@ -25,8 +25,7 @@ from stepscope.timeline.sources import Source, read_sources
 from stepscope.timeline.step.captures import of_the_last
 from stepscope.timeline.step.counters import counters_of
 from stepscope.timeline.step.foreign import add_foreign
-from stepscope.timeline.step.profiled import profiled_keys
-from stepscope.timeline.step.stalls import replicas_of, stalls_of
+from stepscope.timeline.step.profilers import profiled_keys, replicas_of, stalls_of
 from stepscope.timeline.step.tree import parents_of
 
 
