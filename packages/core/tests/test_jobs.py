@@ -23,10 +23,9 @@ from packages.core.tests.traces import op, write_trace
 from stepscope.cli.app import app
 from stepscope.timeline import Merged, load_step, load_traces, merge_bytes, merge_step
 from stepscope.timeline.activity.reading import TracePart, read_part
-from stepscope.timeline.children import command_of
 from stepscope.timeline.execution import workers
 from stepscope.timeline.execution.calls import WorkerDiedError, WorkerFailedError
-from stepscope.timeline.execution.child_processes import CODE, ChildProcesses
+from stepscope.timeline.execution.child_processes import CODE, ChildProcesses, command_of
 
 PATCHED = """
 import functools, os, signal, time

@@ -35,8 +35,7 @@ from stepscope.timeline.activity.content import (
 from stepscope.timeline.activity.event_names import is_collective, iteration_of, work_of
 from stepscope.timeline.activity.flops import SHAPES, FlopCounter
 from stepscope.timeline.activity.intervals import Cover, Stretches, length, unpacked
-from stepscope.timeline.activity.nesting import Nesting, Unordered
-from stepscope.timeline.activity.shapes import NONE, name_and_shapes, operator_key
+from stepscope.timeline.activity.operators import NONE, Nesting, Unordered, name_and_shapes, operator_key
 from stepscope.timeline.clocks.collectives import calls_in
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
