@@ -16,7 +16,7 @@ from stepscope.timeline.merge.merged import Merged, MergedFile, duplicate_ranks,
 from stepscope.timeline.merge.plan import Plan, Recording, Sources, plan_merge, read_sources, sources_of
 from stepscope.timeline.merge.reader_events import Drawing
 from stepscope.timeline.merge.row_parts import write_rows
-from stepscope.timeline.merge.row_writer import Objects, RowOutcome, noted, show, write_row, write_texts
+from stepscope.timeline.merge.row_writer import Objects, RowOutcome, noted, show, write_texts
 from stepscope.timeline.merge.tracks import Event, Tracks
 from stepscope.timeline.merge.write import EventWriter, TimelineFile, timeline_file
 from stepscope.timeline.model import FileProblem, Timeline
@@ -105,50 +105,35 @@ def _merge(
     executor: Executor | None,
 ) -> Merged:
     plan = plan_merge(timeline, sources, selection)
+    if selection.max_mb is not None:  # what a trace may take depends on those before
+        executor = None
     with timeline_file(target, plan.common.axis.base_ns) as out:
-        if executor is None or selection.max_mb is not None:  # what a trace may take depends on those before
-            written = write_timeline(plan, out, on_read)
-        else:
-            with closing(write_rows(plan.traces, plan.common, out, executor, target.parent, on_read)) as rows:
-                written = write_timeline(plan, out, on_read, rows)
+        written = _write(plan, out, target.parent, on_read, executor)
         out.finish(written)
     return written
 
 
-def write_timeline(
+def _write(
     plan: Plan,
     out: TimelineFile,
-    on_read: Callable[[int], None] | None = None,
-    rows: Iterator[RowOutcome] | None = None,
+    folder: Path,
+    on_read: Callable[[int], None] | None,
+    executor: Executor | None,
 ) -> Merged:
-    """Write the events of a plan and return what was written. Rows depend on no other row.
-
-    Args:
-        rows: Writes the traces of the rows when it is read. None: they are written here.
-    """
+    """Write the events of a plan and return what was written. Rows depend on no other row."""
     outcome = RowOutcome()
     spans = write_spans(plan, out, outcome)
     counters = write_counters(plan, out)
     shares = iter(range(sum(len(row.traces) for row in plan.traces) + len(plan.recordings), 0, -1))
     limit_of = partial(_limit, plan.selection.max_mb, shares)
-    for part in _write_rows(plan, out, limit_of, on_read) if rows is None else rows:
-        outcome.add(part)
+    with closing(write_rows(plan.traces, plan.common, out, executor, folder, on_read, limit_of)) as rows:
+        for row in rows:
+            outcome.add(row)
     for recording in plan.recordings:
         outcome.add(_write_recording(recording, plan, out, limit_of(out)))
         if on_read is not None:
             on_read(recording.trace.path.stat().st_size)
     return merged(plan, spans, counters, outcome)
-
-
-def _write_rows(
-    plan: Plan,
-    out: TimelineFile,
-    limit_of: Callable[[EventWriter], int | None],
-    on_read: Callable[[int], None] | None,
-) -> Iterator[RowOutcome]:
-    for traces in plan.traces:
-        with out.piece() as piece:
-            yield write_row(traces, plan.common, piece, limit_of=limit_of, on_read=on_read)
 
 
 def write_spans(plan: Plan, out: Objects, outcome: RowOutcome) -> int:

@@ -23,7 +23,7 @@ from stepscope.timeline.merge.merge import EVERYTHING, merged, write_counters, w
 from stepscope.timeline.merge.merged import Merged, MergedRow, merged_row
 from stepscope.timeline.merge.plan import Plan, Sources, plan_merge, read_sources
 from stepscope.timeline.merge.row_parts import write_rows
-from stepscope.timeline.merge.row_writer import Common, RowOutcome, RowTraces, write_row
+from stepscope.timeline.merge.row_writer import Common, RowOutcome, RowTraces
 from stepscope.timeline.merge.time_mapping import Cut
 from stepscope.timeline.merge.tracks import RowTracks, Tracks
 from stepscope.timeline.merge.write import timeline_file
@@ -229,14 +229,9 @@ def write_node(part: NodePart) -> WrittenNode:
     size = sum(size_of(trace.path) for traces in part.traces for trace in traces.traces)
     with timeline_file(part.to, part.axis.base_ns) as out, workers(part.jobs, size) as executor:
         out.events(part.spans.encode())
-        if executor is None:
-            for traces in part.traces:
-                with out.piece() as piece:
-                    outcome.add(write_row(traces, common, piece))
-        else:
-            with closing(write_rows(part.traces, common, out, executor, part.to.parent)) as rows:
-                for row in rows:
-                    outcome.add(row)
+        with closing(write_rows(part.traces, common, out, executor, part.to.parent)) as rows:
+            for row in rows:
+                outcome.add(row)
         written = _merged(part, outcome)
         out.finish(written)
     return WrittenNode(merged=written, size_bytes=part.to.stat().st_size)

@@ -16,7 +16,7 @@ from stepscope.files.storage.atomic import private
 from stepscope.files.storage.temporary import temporary
 from stepscope.timeline.execution.near import size_of
 from stepscope.timeline.execution.parts import Lost, results
-from stepscope.timeline.merge.row_writer import Common, RowOutcome, RowTraces, write_row
+from stepscope.timeline.merge.row_writer import Common, RowOutcome, RowTraces, unlimited, write_row
 from stepscope.timeline.merge.time_mapping import Cut
 from stepscope.timeline.merge.tracks import RowTracks, Tracks
 from stepscope.timeline.merge.write import (
@@ -94,17 +94,25 @@ def write_rows(
     rows: list[RowTraces],
     common: Common,
     out: TimelineFile,
-    executor: Executor,
+    executor: Executor | None,
     folder: Path,
     on_read: Callable[[int], None] | None = None,
+    limit_of: Callable[[EventWriter], int | None] = unlimited,
 ) -> Generator[RowOutcome, None, None]:
-    """Write rows in processes, append them in their order, and yield what came of each.
+    """Write rows, append them in their order, and yield what came of each.
 
     A row whose worker dies twice is left out and named.
 
     Args:
+        executor: Processes that write them. None: this one does.
         folder: Folder of the temporary files. None remains, whatever happens.
+        limit_of: As in `write_row`, for this process.
     """
+    if executor is None:
+        for traces in rows:
+            with out.piece() as piece:
+                yield write_row(traces, common, piece, limit_of=limit_of, on_read=on_read)
+        return
     files = [[trace.path for trace in traces.traces] for traces in rows]
     token = os.urandom(16)
     with _pieces(folder, len(rows), token) as paths:

@@ -67,12 +67,17 @@ class RowOutcome(msgspec.Struct):
         self.left_out += other.left_out
 
 
+def unlimited(out: EventWriter) -> int | None:
+    """Return the limit on the size of a file that has none."""
+    return None
+
+
 def write_row(
     traces: RowTraces,
     common: Common,
     out: EventWriter,
     *,
-    limit_of: Callable[[EventWriter], int | None] = lambda out: None,
+    limit_of: Callable[[EventWriter], int | None] = unlimited,
     on_read: Callable[[int], None] | None = None,
 ) -> RowOutcome:
     """Write the traces of a row, in their order.
