@@ -133,8 +133,9 @@ def _placed(
 ) -> Iterator[_Placed]:
     if trace.reader is None:
         for one in held:
-            row = _row(rows, trace, one.content)
-            yield _Placed(trace, one.content, row, one.content.base_ns or 0)
+            base_ns, distributed, host = one.content.base_ns, one.content.distributed, one.content.host
+            row = rows.of_chrome(trace, TraceFields(base_ns=base_ns, distributed=distributed, host=host))
+            yield _Placed(trace, one.content, row, base_ns or 0)
         return
     recorded = Recorded(trace.reader, trace.found_file, trace.role)
     recorded.place(rows)
@@ -146,13 +147,6 @@ def _placed(
         if known is not None and one.content.events:
             wall_ns = base_ns if recorded.wall is None else recorded.wall(base_ns)
             yield _Placed(trace, one.content, known, wall_ns)
-
-
-def _row(rows: Rows, trace: TraceFile, content: TraceContent) -> Row:
-    fields = TraceFields(base_ns=content.base_ns, distributed=content.distributed, host=content.host)
-    reason = None if content.base_ns is not None else "the trace has no baseTimeNanoseconds"
-    key = None if trace.sidecar is None else trace.sidecar.process
-    return rows.of_trace(trace.whose(fields), key, unaligned=reason)
 
 
 def _activity(timeline: Timeline, placed: _Placed) -> TraceActivity:

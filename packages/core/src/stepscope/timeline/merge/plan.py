@@ -111,7 +111,7 @@ def plan_merge(timeline: Timeline, sources: Sources, selection: Selection) -> Pl
     """
     axis = axis_of(timeline, [fields.base_ns or 0 for _, fields in sources.chrome])
     rows = Rows(timeline, axis)
-    traces = [(trace, fields, _row_of(trace, fields, rows)) for trace, fields in sources.chrome]
+    traces = [(trace, fields, rows.of_chrome(trace, fields)) for trace, fields in sources.chrome]
     for _, recorded in sources.recordings:
         recorded.place(rows)
     order = rows.number()
@@ -133,14 +133,6 @@ def plan_merge(timeline: Timeline, sources: Sources, selection: Selection) -> Pl
         left_out=left_out,
         problems=[*timeline.problems, *sources.problems],
     )
-
-
-def _row_of(trace: TraceFile, fields: TraceFields, rows: Rows) -> Row:
-    key = None if trace.sidecar is None else trace.sidecar.process
-    reason = None if fields.base_ns is not None else "the trace has no baseTimeNanoseconds"
-    row = rows.of_trace(trace.whose(fields), key, unaligned=reason)
-    row.seen_pid = row.seen_pid or fields.pid
-    return row
 
 
 def _check_roles(timeline: Timeline, rows: Iterable[Row], selection: Selection) -> None:

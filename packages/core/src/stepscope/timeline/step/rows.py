@@ -12,6 +12,8 @@ import msgspec
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.timeline.model import Process, Timeline
 from stepscope.timeline.names import names_of
+from stepscope.timeline.readers.chrome import TraceFields
+from stepscope.timeline.step.traces import TraceFile
 
 ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")
 """From top to bottom; others follow by name."""
@@ -111,6 +113,14 @@ class Rows:
         self._rows: dict[tuple[object, ...], Row] = {}
         self.of_process = [self._of_process(index, axis) for index in range(len(timeline.processes))]
         self._by_key = {row.info.key: row for row in reversed(self.of_process)}
+
+    def of_chrome(self, trace: TraceFile, fields: TraceFields) -> Row:
+        """Return the row of a Chrome trace."""
+        key = None if trace.sidecar is None else trace.sidecar.process
+        reason = None if fields.base_ns is not None else "the trace has no baseTimeNanoseconds"
+        row = self.of_trace(trace.whose(fields), key, unaligned=reason)
+        row.seen_pid = row.seen_pid or fields.pid
+        return row
 
     def of_trace(self, info: ProcessInfo, key: str | None, *, unaligned: str | None) -> Row:
         """Return the row of a trace that `info` wrote.
