@@ -20,11 +20,11 @@ from stepscope.files.uncaptured import uncaptured_near
 from stepscope.timeline.clocks.align import Aligned, Placement, Reference, align, align_owner
 from stepscope.timeline.clocks.refine import refine
 from stepscope.timeline.model import FileProblem, Process, Span, Timeline, Window
-from stepscope.timeline.names import names_of
 from stepscope.timeline.sources import Source, of_the_last, read_sources
 from stepscope.timeline.step.counters import counters_of
 from stepscope.timeline.step.foreign import add_foreign
 from stepscope.timeline.step.profilers import profiled_keys, replicas_of, stalls_of
+from stepscope.timeline.step.rows import names_of
 from stepscope.timeline.step.tree import parents_of
 
 

@@ -27,13 +27,13 @@ from stepscope.timeline.activity.recordings import ProcessContent
 from stepscope.timeline.clocks.align import Aligned
 from stepscope.timeline.clocks.refine import refine_by
 from stepscope.timeline.model import FileProblem, Timeline, Window
-from stepscope.timeline.names import names_of
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace
 from stepscope.timeline.readers.contract import FoundFile, Origin
 from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.sources import Source
 from stepscope.timeline.step.load import align_without_owner, process_of, window_of
+from stepscope.timeline.step.rows import names_of
 from stepscope.timeline.step.traces import StepFiles, TraceFile
 
 _SUFFIXES = (".json", ".json.gz")
