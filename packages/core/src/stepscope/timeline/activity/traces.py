@@ -19,7 +19,6 @@ from stepscope.timeline.digests import Digests
 from stepscope.timeline.execution.near import files_elsewhere
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.chrome import TraceFields
-from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.step.recorded import Recorded
 from stepscope.timeline.step.rows import Row, Rows, axis_of, offset_at
 from stepscope.timeline.step.traces import StepFiles, TraceFile, find_traces
@@ -88,7 +87,7 @@ def load_traces(
     """
     layout = StepLayout(path)
     without, elsewhere = timeline.earlier_files, files_elsewhere(executor)
-    files = find_traces(layout, timeline.run_id, Readers.installed(), without, elsewhere)
+    files = find_traces(layout, timeline.run_id, without, elsewhere)
     contents = read_all(files.traces, on_read, executor, Digests(layout) if digests else None)
     return place_traces(files, contents, timeline)
 

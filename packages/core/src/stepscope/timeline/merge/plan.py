@@ -19,7 +19,6 @@ from stepscope.timeline.merge.time_mapping import Cut
 from stepscope.timeline.merge.tracks import Tracks
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
-from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.selection import Selection
 from stepscope.timeline.step.recorded import Recorded
 from stepscope.timeline.step.rows import Row, Rows, axis_of
@@ -69,7 +68,7 @@ class Plan(NamedTuple):
 def read_sources(layout: StepLayout, timeline: Timeline, executor: Executor | None = None) -> Sources:
     """Find the traces of a step and read the beginning of each."""
     without, elsewhere = timeline.earlier_files, files_elsewhere(executor)
-    files = find_traces(layout, timeline.run_id, Readers.installed(), without, elsewhere)
+    files = find_traces(layout, timeline.run_id, without, elsewhere)
     return sources_of(files, executor)
 
 

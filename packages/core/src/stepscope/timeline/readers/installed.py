@@ -20,16 +20,14 @@ _METHODS = ("claims", "open")
 
 
 class Readers:
-    """Readers in the order in which they are asked, with the problems of those that fail."""
+    """Readers in the order in which they are asked, with the problems of those that fail.
 
-    def __init__(self, readers: Iterable[Reader] = ()) -> None:
-        self._readers = list(readers)
+    Those of packages come first, by name, because they know their files better.
+    """
+
+    def __init__(self) -> None:
+        self._readers: list[Reader] = []
         self.problems: list[FileProblem] = []
-
-    @classmethod
-    def installed(cls) -> Readers:
-        """Load the readers. Those of packages come first, by name, because they know their files better."""
-        readers = cls()
         for point in _points(metadata.entry_points, tuple(map(_changed, sys.path))):
             try:
                 reader = cast(Callable[[], Reader], point.load())()
@@ -38,11 +36,10 @@ class Readers:
                     raise TypeError(f"{type(reader).__qualname__} lacks {', '.join(lacking)}")
             except Exception as error:
                 what = f"this reader ({point.value}) cannot be used: {reason(error)}"
-                readers.problems.append(FileProblem(file=f"{GROUP}: {point.name}", what=what))
+                self.problems.append(FileProblem(file=f"{GROUP}: {point.name}", what=what))
             else:
-                readers._readers.append(reader)
-        readers._readers += _own()
-        return readers
+                self._readers.append(reader)
+        self._readers += _own()
 
     def claim(self, file: FoundFile) -> tuple[Reader, Claim] | tuple[None, None]:
         """Return the reader that knows the file, and its answer."""

@@ -72,7 +72,7 @@ class _Trace(NamedTuple):
 
 def has_traces(path: Path) -> bool:
     """Return whether a path is, or has below it, a trace, or a recording that could be read."""
-    readers = Readers.installed()
+    readers = Readers()
     files = (FoundFile(path=file, name=file.name) for file in _below(path))
     return any(_is_trace(file) or _is_claimed(file, readers) for file in files)
 
@@ -124,7 +124,7 @@ def read_plain(
 def _found(paths: Sequence[Path], root: Path) -> StepFiles:
     """Return the traces below the paths, each with its reader, and the files that are not read."""
     files = StepFiles([], [], [], [])
-    readers = Readers.installed()
+    readers = Readers()
     for path in sorted({file.absolute() for given in paths for file in _below(given)}):
         file = FoundFile(path=path, name=path.relative_to(root).as_posix())
         reader, claim = readers.claim(file)

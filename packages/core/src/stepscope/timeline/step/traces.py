@@ -75,7 +75,6 @@ class StepFiles(NamedTuple):
 def find_traces(
     layout: StepLayout,
     run_id: str | None,
-    readers: Readers,
     without: Collection[str] = (),
     elsewhere: Collection[Path] = (),
 ) -> StepFiles:
@@ -85,7 +84,7 @@ def find_traces(
         without: Files and folders to leave out, relative to the step's folder.
         elsewhere: Absolute paths of traces that other machines have.
     """
-    files = StepFiles([], [], [], [])
+    files, readers = StepFiles([], [], [], []), Readers()
     described = [path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)) for path in layout.sidecars()]
     sidecars = {path: _read(sidecar_of(path)) for path in described}
     for path in sorted({*_files(layout), *(path for path in described if not path.is_dir())}):
@@ -117,7 +116,7 @@ def _upwards(path: Path, layout: StepLayout) -> list[Path]:
 
 def trace_bytes(layout: StepLayout) -> int:
     """Return the bytes of traces that a merge will read."""
-    files = find_traces(layout, None, Readers.installed())
+    files = find_traces(layout, None)
     return sum(trace.path.stat().st_size for trace in files.traces)
 
 
