@@ -16,7 +16,7 @@ from stepscope.timeline.merge.merged import Merged, MergedFile, duplicate_ranks,
 from stepscope.timeline.merge.plan import Plan, Recording, Sources, plan_merge, read_sources, sources_of
 from stepscope.timeline.merge.reader_events import Drawing
 from stepscope.timeline.merge.row_parts import write_rows
-from stepscope.timeline.merge.row_writer import Objects, RowOutcome, noted, show, write_texts
+from stepscope.timeline.merge.row_writer import RowOutcome, Write, noted, show, write_texts
 from stepscope.timeline.merge.tracks import Event, Tracks
 from stepscope.timeline.merge.write import EventWriter, TimelineFile, timeline_file
 from stepscope.timeline.model import FileProblem, Timeline
@@ -122,8 +122,8 @@ def _write(
 ) -> Merged:
     """Write the events of a plan and return what was written. Rows depend on no other row."""
     outcome = RowOutcome()
-    spans = write_spans(plan, out, outcome)
-    counters = write_counters(plan, out)
+    spans = write_spans(plan, out.objects, outcome)
+    counters = write_counters(plan, out.objects)
     shares = iter(range(sum(len(row.traces) for row in plan.traces) + len(plan.recordings), 0, -1))
     limit_of = partial(_limit, plan.selection.max_mb, shares)
     with closing(write_rows(plan.traces, plan.common, out, executor, folder, on_read, limit_of)) as rows:
@@ -136,30 +136,30 @@ def _write(
     return merged(plan, spans, counters, outcome)
 
 
-def write_spans(plan: Plan, out: Objects, outcome: RowOutcome) -> int:
+def write_spans(plan: Plan, write: Write, outcome: RowOutcome) -> int:
     """Write the spans of a plan's rows, and the arrows between them. Return their number."""
     tracks, drawn, written = plan.common.tracks, plan.drawn, 0
     for row in plan.rows:
         events = chain(drawn.of(row, tracks), drawn.consumed(row, tracks), drawn.stalls(row, tracks))
-        written += _write_own(events, row, tracks, out)
+        written += _write_own(events, row, tracks, write)
     for batch in _batches(chain(tracks.take(), drawn.arrows(FlowIds(0, plan.common.files)))):
-        out.objects(batch)
+        write(batch)
     if drawn.outside:
         outcome.left_out.append(f"{drawn.outside} spans outside the selected time")
     return written
 
 
-def write_counters(plan: Plan, out: Objects) -> int:
+def write_counters(plan: Plan, write: Write) -> int:
     """Write the counters of a plan's rows, and return the number of values."""
     tracks = plan.common.tracks
-    return sum(_write_own(plan.drawn.counters(row), row, tracks, out) for row in plan.rows)
+    return sum(_write_own(plan.drawn.counters(row), row, tracks, write) for row in plan.rows)
 
 
-def _write_own(events: Iterable[Event], row: Row, tracks: Tracks, out: Objects) -> int:
+def _write_own(events: Iterable[Event], row: Row, tracks: Tracks, write: Write) -> int:
     written = 0
     for batch in _batches(events):
-        show(row, tracks, out)
-        out.objects(batch)
+        show(row, tracks, write)
+        write(batch)
         written += len(batch)
     return written
 

@@ -25,7 +25,7 @@ from stepscope.timeline.merge.plan import Plan, Sources, plan_merge, read_source
 from stepscope.timeline.merge.row_parts import write_rows
 from stepscope.timeline.merge.row_writer import Common, RowOutcome, RowTraces
 from stepscope.timeline.merge.time_mapping import Cut
-from stepscope.timeline.merge.tracks import RowTracks, Tracks
+from stepscope.timeline.merge.tracks import Event, RowTracks, Tracks
 from stepscope.timeline.merge.write import timeline_file
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.blocks import keep_memory
@@ -176,16 +176,6 @@ def _places(plan: Plan, executor: NearFiles) -> tuple[dict[int, str], list[FileP
     return node_of, problems
 
 
-class _Texts:
-    """Events as JSON in memory."""
-
-    def __init__(self) -> None:
-        self.texts: list[bytes] = []
-
-    def objects(self, events: list[dict[str, object]]) -> None:
-        self.texts.extend(map(msgspec.json.encode, events))
-
-
 def _part(
     to: Path,
     timeline: Timeline,
@@ -201,14 +191,17 @@ def _part(
         rows=[row for row in whole.rows if row.place in places],
         traces=[traces for traces in whole.traces if traces.row.place in places],
     )
-    out, outcome = _Texts(), RowOutcome()
-    spans = write_spans(plan, out, outcome)
-    counters = write_counters(plan, out)
+    texts, outcome = list[bytes](), RowOutcome()
+
+    def write(events: list[Event]) -> None:
+        texts.extend(map(msgspec.json.encode, events))
+
+    spans, counters = write_spans(plan, write, outcome), write_counters(plan, write)
     common = plan.common
     return NodePart(
         to=to,
         jobs=jobs,
-        spans=b",\n".join(out.texts).decode(),
+        spans=b",\n".join(texts).decode(),
         traces=plan.traces,
         tracks=[common.tracks.known(traces.row) for traces in plan.traces],
         pids=common.tracks.pids,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -12,18 +12,18 @@ from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.merged import MergedFile
 from stepscope.timeline.merge.rewrite import Rewriter, Text
 from stepscope.timeline.merge.time_mapping import Cut, Place
-from stepscope.timeline.merge.tracks import Tracks, row_metadata
+from stepscope.timeline.merge.tracks import Event, Tracks, row_metadata
 from stepscope.timeline.merge.write import EventWriter
 from stepscope.timeline.model import FileProblem
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace
 from stepscope.timeline.step.rows import Axis, Row
 
+if TYPE_CHECKING:
+    from stepscope.timeline.merge.reader_events import Drawing
 
-class Objects(Protocol):
-    """Destination of events that are not JSON yet."""
-
-    def objects(self, events: list[dict[str, object]]) -> None: ...
+Write: TypeAlias = Callable[[list[Event]], None]
+"""Writes events that are not JSON yet."""
 
 
 class RowTrace(NamedTuple):
@@ -101,19 +101,10 @@ def write_row(
     return outcome
 
 
-class Counts(Protocol):
-    """Counts of a file's events."""
-
-    @property
-    def written(self) -> int: ...
-    @property
-    def outside(self) -> int: ...
-
-
 def write_texts(
     name: str,
     texts: Iterable[Text],
-    counts: Counts,
+    counts: Rewriter | Drawing,
     rows: Callable[[], list[Row]],
     tracks: Tracks,
     out: EventWriter,
@@ -123,6 +114,7 @@ def write_texts(
 
     Args:
         texts: Some events at a time.
+        counts: Counts them.
         rows: Returns the rows with an event so far.
     """
     left_out = list[str]()
@@ -133,7 +125,7 @@ def write_texts(
             break
         if text:
             for row in rows():
-                show(row, tracks, out)
+                show(row, tracks, out.objects)
             before = out.written
             out.events(text)
             latest = 0 if limit is None else out.flush() - before
@@ -143,12 +135,12 @@ def write_texts(
     return left_out
 
 
-def show(row: Row, tracks: Tracks, out: Objects) -> None:
+def show(row: Row, tracks: Tracks, write: Write) -> None:
     """Write the metadata of the row before its first event."""
     if not row.shown:
         row.shown = True
-        out.objects(list(row_metadata(row)))
-    out.objects(tracks.take())
+        write(list(row_metadata(row)))
+    write(tracks.take())
 
 
 def noted(name: str, notes: Notes) -> list[FileProblem]:
