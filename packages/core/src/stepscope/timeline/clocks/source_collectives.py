@@ -7,8 +7,6 @@ from concurrent.futures import Executor
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
-
 from stepscope.timeline.clocks.collectives import Collectives, Kind, Refused, Series, read_collectives
 from stepscope.timeline.digests import Digests
 from stepscope.timeline.execution.near import files_elsewhere
@@ -17,13 +15,6 @@ from stepscope.timeline.sources import Source
 
 Known = Mapping[int, Mapping[Kind, Series | Refused]]
 """Collectives of each source, by its index."""
-
-
-class WorldTraces(msgspec.Struct, frozen=True, kw_only=True):
-    """The traces of one process."""
-
-    world: str
-    paths: list[Path]
 
 
 def collectives_of(
@@ -46,9 +37,9 @@ def _world(source: Source) -> str:
     return source.info.role + replica
 
 
-def read_world(part: WorldTraces) -> Collectives:
-    """Return the collectives of one process, where its traces are."""
-    return list(read_collectives(part.world, part.paths).items())
+def read_world(part: tuple[str, list[Path]]) -> Collectives:
+    """Return the collectives of one process, of this world and in these traces, where its traces are."""
+    return list(read_collectives(*part).items())
 
 
 def collectives_elsewhere(
@@ -59,7 +50,7 @@ def collectives_elsewhere(
     far = {index: paths for index, paths in traces.items() if not elsewhere.isdisjoint(paths)}
     if executor is None or not far:
         return {}
-    parts = [WorldTraces(world=_world(sources[index]), paths=paths) for index, paths in far.items()]
+    parts = [(_world(sources[index]), paths) for index, paths in far.items()]
     with closing(results(executor, read_world, parts, list(far.values()))) as read:
         return {
             index: {} if isinstance(collectives, Lost) else dict(collectives)
