@@ -132,7 +132,7 @@ def _write(
     for recording in plan.recordings:
         outcome.add(_write_recording(recording, plan, out, limit_of(out)))
         if on_read is not None:
-            on_read(recording.trace.path.stat().st_size)
+            on_read(recording.recorded.file.path.stat().st_size)
     return merged(plan, spans, counters, outcome)
 
 
@@ -165,7 +165,7 @@ def _write_own(events: Iterable[Event], row: Row, tracks: Tracks, write: Write) 
 
 
 def _write_recording(recording: Recording, plan: Plan, out: TimelineFile, limit: int | None) -> RowOutcome:
-    outcome, common, name = RowOutcome(), plan.common, recording.trace.name
+    outcome, common, name = RowOutcome(), plan.common, recording.recorded.file.name
     if recording.rows:
         ids = FlowIds(recording.number, common.files)
         drawing = Drawing(recording.recorded, recording.rows, ids, common.tracks, common.axis, common.cut)

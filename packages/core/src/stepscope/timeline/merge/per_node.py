@@ -115,7 +115,8 @@ def merge_per_node(
     timeline = load_step(path, run_id=run_id, executor=executor)
     sources = read_sources(layout, timeline, executor)
     recordings = [
-        f"{trace.name}: in no node's part; merge without --per-node" for trace, _ in sources.recordings
+        f"{recorded.file.name}: in no node's part; merge without --per-node"
+        for recorded in sources.recordings
     ]
     sources = sources._replace(recordings=[])
     plan = plan_merge(timeline, sources, selection)

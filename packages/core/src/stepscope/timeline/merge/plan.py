@@ -31,8 +31,8 @@ class Sources(NamedTuple):
     """Traces of a step's folder, with the facts that a merge needs before it places any."""
 
     chrome: list[tuple[TraceFile, TraceFields]]
-    recordings: list[tuple[TraceFile, Recorded]]
-    """Files of other formats, with their readers."""
+    recordings: list[Recorded]
+    """Files of other formats."""
     unread: list[str]
     problems: list[FileProblem]
 
@@ -40,7 +40,6 @@ class Sources(NamedTuple):
 class Recording(NamedTuple):
     """A file that a reader turns into events, and the rows in which they are wanted."""
 
-    trace: TraceFile
     recorded: Recorded
     rows: dict[int | None, Row]
     number: int
@@ -77,7 +76,7 @@ def sources_of(files: StepFiles, executor: Executor | None = None) -> Sources:
     traces = [trace for trace in files.traces if trace.reader is None]
     chrome = list(zip(traces, _beginnings([trace.path for trace in traces], executor), strict=True))
     recordings = [
-        (trace, Recorded(trace.reader, trace.found_file, trace.role))
+        Recorded(trace.reader, trace.found_file, trace.role)
         for trace in files.traces
         if trace.reader is not None
     ]
@@ -111,7 +110,7 @@ def plan_merge(timeline: Timeline, sources: Sources, selection: Selection) -> Pl
     axis = axis_of(timeline, [fields.base_ns or 0 for _, fields in sources.chrome])
     rows = Rows(timeline, axis)
     traces = [(trace, fields, rows.of_chrome(trace, fields)) for trace, fields in sources.chrome]
-    for _, recorded in sources.recordings:
+    for recorded in sources.recordings:
         recorded.place(rows)
     order = rows.number()
     _check_roles(timeline, order, selection)
@@ -155,9 +154,9 @@ def _selected_traces(
         # A row's first trace has the row's number: a late file of another process leaves the others' numbers.
         number = next(numbers) if row.place in firsts else row.place
         firsts.add(row.place)
-        if _is_wanted(trace, row, selection):
-            found = RowTrace(trace.path, trace.name, number, fields.base_ns)
-            chosen.setdefault(row.place, []).append(found)
+        if _is_wanted(trace.role, row, selection):
+            row_trace = RowTrace(trace.path, trace.name, number, fields.base_ns)
+            chosen.setdefault(row.place, []).append(row_trace)
         else:
             left_out.append(f"{trace.name}: {NOT_SELECTED}")
     return [RowTraces(row, tuple(chosen[row.place])) for row in order if row.place in chosen]
@@ -167,14 +166,14 @@ def _selected_recordings(
     sources: Sources, selection: Selection, numbers: Iterator[int], left_out: list[str]
 ) -> list[Recording]:
     recordings = []
-    for trace, recorded in sources.recordings:
-        rows = {pid: row for pid, row in recorded.rows.items() if _is_wanted(trace, row, selection)}
+    for recorded in sources.recordings:
+        rows = {pid: row for pid, row in recorded.rows.items() if _is_wanted(recorded.role, row, selection)}
         number = next(numbers) if rows else 0
-        recordings.append(Recording(trace, recorded, rows, number))
+        recordings.append(Recording(recorded, rows, number))
         if len(rows) < len(recorded.rows):
-            left_out.append(f"{trace.name}: {'' if not rows else 'what is '}{NOT_SELECTED}")
+            left_out.append(f"{recorded.file.name}: {'' if not rows else 'what is '}{NOT_SELECTED}")
     return recordings
 
 
-def _is_wanted(trace: TraceFile, row: Row, selection: Selection) -> bool:
-    return selection.role(trace.role, row.info.role) and selection.rank(row.info.rank)
+def _is_wanted(role: str, row: Row, selection: Selection) -> bool:
+    return selection.role(role, row.info.role) and selection.rank(row.info.rank)

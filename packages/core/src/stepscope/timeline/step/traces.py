@@ -147,19 +147,20 @@ def _take(
 ) -> None:
     name = _name(path, layout)
     sidecar = described if isinstance(described, Sidecar) else None
+    file = FoundFile(path=path, name=name, sidecar=sidecar)
     if not path.is_file():
         files.problems.append(FileProblem(file=name, what="missing: only its sidecar exists"))
         return
-    if sidecar is not None and sidecar.artifact.kind == MERGED:
+    if file.kind == MERGED:
         files.unread.append(f"{name}: an engine merged it out of the traces beside it")
         return
-    if sidecar is not None and sidecar.artifact.kind in (SUMMARY, OOM_SUMMARY):
+    if file.kind in (SUMMARY, OOM_SUMMARY):
         files.summaries.append(TraceFile(path, name, sidecar))
         return
-    if sidecar is not None and sidecar.artifact.kind in _SNAPSHOTS:
+    if file.kind in _SNAPSHOTS:
         files.unread.append(f"{name}: for pytorch.org/memory_viz; the report reads the summary beside it")
         return
-    reader, claim = readers.claim(FoundFile(path=path, name=name, sidecar=sidecar))
+    reader, claim = readers.claim(file)
     if claim is not None and not claim.read:
         if claim.why is not None:
             files.unread.append(f"{name}: {claim.why}")
@@ -168,8 +169,7 @@ def _take(
             files.problems.append(FileProblem(file=name, what=_NO_SIDECAR))
         files.traces.append(TraceFile(path, name, sidecar, reader))
     elif described is not None:
-        kind = path.suffix if sidecar is None else sidecar.artifact.kind
-        files.unread.append(f"{name}: nothing here reads {kind}")
+        files.unread.append(f"{name}: nothing here reads {file.kind or path.suffix}")
 
 
 def _take_elsewhere(
