@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -49,10 +48,8 @@ def refine(
     sources: Sequence[Source],
     aligned: Sequence[Aligned],
     reference: Reference,
-    layout: StepLayout,
-    earlier_files: Collection[str] = (),
-    *,
-    digests: bool = True,
+    traces_of: Callable[[], Mapping[int, list[Path]]],
+    digests: Digests | None = None,
     executor: Executor | None = None,
 ) -> list[Aligned]:
     """Return the placements, improved for hosts whose traces hold collectives with other hosts.
@@ -60,27 +57,9 @@ def refine(
     If all processes are on one host, no trace is read. Traces are searched for collectives, not parsed.
 
     Args:
-        earlier_files: Artifacts of earlier captures of the step, relative to its folder. They are not read.
-        digests: Whether traces that were searched before need not be searched again.
-        executor: Its workers search the traces that only they have.
-    """
-    kept = Digests(layout) if digests else None
-    traces_of = partial(_traces, sources, layout, earlier_files)
-    return refine_by(sources, aligned, reference, traces_of, kept, executor)
-
-
-def refine_by(
-    sources: Sequence[Source],
-    aligned: Sequence[Aligned],
-    reference: Reference,
-    traces_of: Callable[[], Mapping[int, list[Path]]],
-    digests: Digests | None = None,
-    executor: Executor | None = None,
-) -> list[Aligned]:
-    """Return the placements as `refine` does.
-
-    Args:
         traces_of: Returns the traces of each source, by its index. It is called only if there are two clocks.
+        digests: Has what was found in traces that were searched before. None: all are searched.
+        executor: Its workers search the traces that only they have.
     """
     clocks = list(clocks_of(sources, aligned, reference))
     if len(clocks) < 2 or aligned[0].clock.jumped:
@@ -100,10 +79,14 @@ def refine_by(
     return refined
 
 
-def _traces(
+def traces_by_source(
     sources: Sequence[Source], layout: StepLayout, earlier_files: Collection[str]
 ) -> dict[int, list[Path]]:
-    """Return the traces of each source, by its index. Traces without the sidecar of a source are left out."""
+    """Return the traces of each source, by its index. Traces without the sidecar of a source are left out.
+
+    Args:
+        earlier_files: Artifacts of earlier captures of the step, relative to its folder. They are left out.
+    """
     by_key = {source.info.key: index for index, source in enumerate(sources)}
     traces: dict[int, list[Path]] = {}
     for path in sorted(layout.sidecars()):

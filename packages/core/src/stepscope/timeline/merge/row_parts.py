@@ -131,7 +131,8 @@ def write_rows(
         ]
         places = {traces.row.pid: path for traces, path in zip(rows, paths, strict=True)}
         keep = partial(_with_piece, places)
-        with closing(results(executor, write_part, parts, files, keep, _without_file)) as written:
+        elsewhere = partial(msgspec.structs.replace, to=None)  # where the file of the piece is not
+        with closing(results(executor, write_part, parts, files, keep, elsewhere)) as written:
             for traces, path, result in zip(rows, paths, written, strict=True):
                 if isinstance(result, Lost):
                     what = f"left out: twice, {result.why}"
@@ -144,10 +145,6 @@ def write_rows(
                 path.unlink(missing_ok=True)
                 if on_read is not None:
                     on_read(sum(size_of(trace.path, executor) for trace in traces.traces))
-
-
-def _without_file(part: RowPart) -> RowPart:
-    return msgspec.structs.replace(part, to=None)
 
 
 def _with_piece(places: Mapping[int, Path], row: WrittenRow) -> WrittenRow:

@@ -18,7 +18,8 @@ from stepscope.files.spans import CONSUME, STEP_TOKENS, WAIT, WAITING, Open
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.uncaptured import uncaptured_near
 from stepscope.timeline.clocks.align import Aligned, Placement, Reference, align, align_owner
-from stepscope.timeline.clocks.refine import refine
+from stepscope.timeline.clocks.refine import refine, traces_by_source
+from stepscope.timeline.digests import Digests
 from stepscope.timeline.model import FileProblem, Process, Span, Timeline, Window
 from stepscope.timeline.sources import Source, of_the_last, read_sources
 from stepscope.timeline.step.counters import counters_of
@@ -169,7 +170,8 @@ def _align(
             jump_ns=placed.clock.drift_ns if placed.clock.jumped else 0,
         )
         aligned = [placed, *(_align_one(source, reference) for source in sources[1:])]
-    return refine(sources, aligned, reference, layout, earlier_files, digests=digests, executor=executor)
+    traces_of = partial(traces_by_source, sources, layout, earlier_files)
+    return refine(sources, aligned, reference, traces_of, Digests(layout) if digests else None, executor)
 
 
 def align_without_owner(sources: Sequence[Source]) -> tuple[list[Aligned], Reference]:

@@ -25,7 +25,7 @@ from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.reading import read_all
 from stepscope.timeline.activity.recordings import ProcessContent
 from stepscope.timeline.clocks.align import Aligned
-from stepscope.timeline.clocks.refine import refine_by
+from stepscope.timeline.clocks.refine import refine
 from stepscope.timeline.model import FileProblem, Timeline, Window
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace
@@ -322,7 +322,7 @@ def _align(sources: Sequence[Source], groups: Sequence[Sequence[_Trace]]) -> lis
         index: [trace.file.path for trace in group if trace.file.reader is None]
         for index, group in enumerate(groups)
     }
-    refined = refine_by(sources, aligned, reference, lambda: paths)
+    refined = refine(sources, aligned, reference, lambda: paths)
     return [
         _assumed(placed) if source.info.host == _NO_HOST else placed
         for source, placed in zip(sources, refined, strict=True)
