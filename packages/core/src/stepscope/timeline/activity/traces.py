@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
 import msgspec
 
+from stepscope.files.cuda_memory import OOM_SUMMARY, MemorySummary
 from stepscope.files.layout import StepLayout
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.timeline.activity.content import TraceContent
-from stepscope.timeline.activity.memory import MemoryRecord, read_memory
 from stepscope.timeline.activity.reading import read_all
 from stepscope.timeline.activity.recordings import ProcessContent
 from stepscope.timeline.digests import Digests
@@ -22,6 +24,9 @@ from stepscope.timeline.readers.chrome import TraceFields
 from stepscope.timeline.step.recorded import Recorded
 from stepscope.timeline.step.rows import Row, Rows, axis_of, offset_at
 from stepscope.timeline.step.traces import StepFiles, TraceFile, find_traces
+
+_LARGEST = 64 << 20
+"""Largest number of bytes that are read of a summary. A few hundred kB are usual."""
 
 
 class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +59,22 @@ class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
     def unix_ns(self, us: float) -> int:
         """Return a time of the trace on the owner's clock. It is meaningless if `unaligned` is set."""
         return round(us * 1000) + self.shift_ns
+
+
+class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Summary of one snapshot, with its process."""
+
+    file: str
+    """Relative to the step's folder."""
+    process: int
+    """Index in `Timeline.processes`."""
+    stage: str | None
+    """None: the snapshot is of the whole capture."""
+    oom: bool
+    """True if it was taken because CUDA was out of memory."""
+    summary: MemorySummary
+    ahead_ns: int
+    """Lead of the process' wall clock, which the summary uses, over the owner's."""
 
 
 class Traces(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +135,7 @@ def place_traces(
     activities = [(one.row.pid, _activity(timeline, one)) for one in placed]
     memory = []
     for file in files.summaries:
-        record = read_memory(file, timeline)
+        record = _read_memory(file, timeline)
         if isinstance(record, FileProblem):
             problems.append(record)
         else:
@@ -180,3 +201,26 @@ def _problems(traces: Sequence[TraceFile], contents: Sequence[Sequence[ProcessCo
         for one in held
         for what, events in one.content.problems.items()
     ]
+
+
+def _read_memory(file: TraceFile, timeline: Timeline) -> MemoryRecord | FileProblem:
+    """Return the record of a summary, or the problem of its file."""
+    sidecar = file.sidecar
+    keys = [process.info.key for process in timeline.processes]
+    if sidecar is None or sidecar.process not in keys:
+        return FileProblem(file=file.name, what="it is of no process of this step")
+    try:
+        with gzip.open(file.path) as packed:
+            summary = msgspec.json.decode(packed.read(_LARGEST), type=MemorySummary)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError, msgspec.DecodeError) as error:
+        return FileProblem(file=file.name, what=f"no summary of CUDA memory: {type(error).__name__}: {error}")
+    index = keys.index(sidecar.process)
+    process = timeline.processes[index]
+    return MemoryRecord(
+        file=file.name,
+        process=index,
+        stage=sidecar.artifact.stage,
+        oom=sidecar.artifact.kind == OOM_SUMMARY,
+        summary=summary,
+        ahead_ns=offset_at(process, process.opened_ns) if process.aligned else 0,
+    )

@@ -16,8 +16,8 @@ from stepscope.timeline.merge.time_mapping import Cut
 from stepscope.timeline.merge.tracks import Event, Tracks, microseconds
 from stepscope.timeline.model import Counter, Span, Timeline
 from stepscope.timeline.selection import Selection
-from stepscope.timeline.step.requests import requests
 from stepscope.timeline.step.rows import Axis, Row, Rows
+from stepscope.timeline.step.tree import requests
 
 _TOP = -1_000_000
 """Sort index of a row's first track of spans: above threads, whose index is their tid."""
