@@ -68,7 +68,7 @@ def nothing_read(why: str) -> TraceContent:
     """Return the content of a file that could not be read."""
     notes = Notes()
     notes.file(why)
-    return Reading(notes, frozenset()).finish(TraceFields(base_ns=None, distributed=None, host=None))
+    return Reading(notes, frozenset()).finish(TraceFields())
 
 
 _FARTHEST_US = 4e15

@@ -84,7 +84,6 @@ def sources_of(files: StepFiles, executor: Executor | None = None) -> Sources:
 
 
 def read_beginning(path: Path) -> TraceFields:
-    """Read the beginning of a trace."""
     return ChromeTrace(path).fields()
 
 
@@ -97,8 +96,7 @@ def _beginnings(paths: list[Path], executor: Executor | None) -> Iterator[TraceF
     for path in paths:
         known = fields.get(path) or read_beginning(path)
         # Nor will a lost trace itself be read, which names it among the problems.
-        nothing = TraceFields(base_ns=None, distributed=None, host=None)
-        yield nothing if isinstance(known, Lost) else known
+        yield TraceFields() if isinstance(known, Lost) else known
 
 
 def plan_merge(timeline: Timeline, sources: Sources, selection: Selection) -> Plan:

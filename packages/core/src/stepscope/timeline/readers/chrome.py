@@ -59,9 +59,9 @@ class DeviceProperties(msgspec.Struct, frozen=True):
 class TraceFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields around the events. None: the file does not contain the field."""
 
-    base_ns: int | None
-    distributed: Distributed | None
-    host: str | None
+    base_ns: int | None = None
+    distributed: Distributed | None = None
+    host: str | None = None
     devices: tuple[DeviceProperties, ...] = ()
     pid: int | None = None
     """Pid of the first event. In all known files of Kineto it is the process that wrote the file."""
