@@ -50,7 +50,6 @@ class Stretches:
 
     @property
     def length(self) -> float:
-        """Return the time that they cover."""
         return sum(map(sub, self._flat[1::2], self._flat[::2]), 0.0)
 
     def leave(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
@@ -98,7 +97,6 @@ class Cover:
             self._pack()
 
     def stretches(self) -> Stretches:
-        """Return the time that is covered."""
         self._pack()
         return Stretches.of(self._chunks)
 
@@ -127,7 +125,6 @@ def united(ascending: Iterable[Pair]) -> Iterator[Pair]:
 
 
 def length(pairs: Iterable[Pair]) -> float:
-    """Return the sum of the lengths of intervals."""
     return sum((end - start for start, end in pairs), 0.0)
 
 

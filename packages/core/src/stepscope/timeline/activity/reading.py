@@ -31,7 +31,6 @@ class TracePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_part(part: TracePart) -> list[ProcessContent]:
-    """Read one file."""
     trace = TraceFile(part.path, part.name, part.sidecar)
     reader = None if part.torch else Readers().claim(trace.found_file)[0]
     return _read_here(trace._replace(reader=reader), None)

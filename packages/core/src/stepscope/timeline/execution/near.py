@@ -89,7 +89,6 @@ class NodeFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def own_version() -> str:
-    """Return the version of stepscope that runs."""
     return version("stepscope")
 
 

@@ -114,7 +114,7 @@ def merge_per_node(
     layout = StepLayout(path)
     timeline = load_step(path, run_id=run_id, executor=executor)
     sources = read_sources(layout, timeline, executor)
-    recordings = [
+    left_out = [
         f"{recorded.file.name}: in no node's part; merge without --per-node"
         for recorded in sources.recordings
     ]
@@ -126,7 +126,7 @@ def merge_per_node(
         places = {place for place, name in node_of.items() if name == node}
         task = _part(layout.timeline_of(node), timeline, sources, selection, places, jobs)
         pending[node] = executor.submit_at(node, write_node, task)
-    parts, left_out = [], [*plan.left_out, *recordings]
+    parts, left_out = [], [*plan.left_out, *left_out]
     for node, written in _written(pending, problems):
         part = written.merged
         rows = [row for row in plan.rows if row.pid in {one.pid for one in part.rows}]

@@ -144,5 +144,4 @@ def show(row: Row, tracks: Tracks, write: Write) -> None:
 
 
 def noted(name: str, notes: Notes) -> list[FileProblem]:
-    """Return the problems that reading a file noted."""
     return [FileProblem(file=name, what=what, events=events) for what, events in notes.counts.items()]

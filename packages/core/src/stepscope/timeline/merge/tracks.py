@@ -39,7 +39,6 @@ class Tracks:
     def __init__(self, pids: Iterable[int]) -> None:
         """`pids`: of all rows."""
         self.pids = list(pids)
-        """Of the rows."""
         self._pids = set(self.pids)
         self._rows: dict[int, RowTracks] = defaultdict(RowTracks)
         """By pid."""

@@ -114,7 +114,6 @@ class Rows:
         self._by_key = {row.info.key: row for row in reversed(self.of_process)}
 
     def of_chrome(self, trace: TraceFile, fields: TraceFields) -> Row:
-        """Return the row of a Chrome trace."""
         key = None if trace.sidecar is None else trace.sidecar.process
         reason = None if fields.base_ns is not None else "the trace has no baseTimeNanoseconds"
         row = self.of_trace(trace.whose(fields), key, unaligned=reason)

@@ -76,7 +76,6 @@ def is_request(span: OtlpSpan) -> bool:
 
 
 def is_of_engine(span: OtlpSpan) -> bool:
-    """Return whether an inference engine made the span."""
     return span.scope == _SGLANG or is_request(span)
 
 
