@@ -70,47 +70,36 @@ def size_of(path: str | bytes | os.PathLike[str], executor: Executor | None = No
         return files_elsewhere(executor).get(Path(os.fsdecode(path)), 0)
 
 
-class NodeFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file on a node."""
-
-    path: bytes
-    """The system's bytes."""
-    size_bytes: int
-    mtime_ns: int
-
-
 class NodeFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Files of a step on a node, and how many processes it can run."""
 
     version: str
     """Of stepscope."""
     idle_cores: int
-    files: list[NodeFile]
+    files: list[tuple[Path, int]]
+    """With their sizes in bytes."""
 
 
 def own_version() -> str:
     return version("stepscope")
 
 
-def list_files(step: bytes) -> NodeFiles:
+def list_files(step: Path) -> NodeFiles:
     """List the files of a step's folder, `step` being its absolute path."""
-    layout = StepLayout(os.fsdecode(step))
+    layout = StepLayout(step)
     folders = (layout.spans, layout.counters, layout.traces, layout.processes)
-    files = [path for folder in folders for path in sorted(folder.rglob("*"))]
+    paths = [path for folder in folders for path in sorted(folder.rglob("*"))]
     return NodeFiles(
         version=own_version(),
         idle_cores=idle_cores(),
-        files=[_described(path) for path in files if path.is_file() and not path.name.startswith(".")],
+        files=[
+            (path, path.stat().st_size) for path in paths if path.is_file() and not path.name.startswith(".")
+        ],
     )
 
 
-def read_piece(path: bytes, offset: int) -> bytes:
+def read_piece(path: Path, offset: int) -> bytes:
     """Return at most `PIECE` bytes of a file, from `offset` on."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         file.seek(offset)
         return file.read(PIECE)
-
-
-def _described(path: Path) -> NodeFile:
-    state = path.stat()
-    return NodeFile(path=os.fsencode(path), size_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
