@@ -88,9 +88,8 @@ def find_traces(
     described = [path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)) for path in layout.sidecars()]
     sidecars = {path: _read(sidecar_of(path)) for path in described}
     for path in sorted({*_files(layout), *(path for path in described if not path.is_dir())}):
-        if without and any(
-            parent.relative_to(layout.root).as_posix() in without for parent in _upwards(path, layout)
-        ):
+        inside = path.relative_to(layout.root).as_posix()
+        if any(inside == left_out or inside.startswith(f"{left_out}/") for left_out in without):
             continue
         sidecar = _speaks_for(path, sidecars, layout)
         if isinstance(sidecar, str):
@@ -107,11 +106,6 @@ def find_traces(
 def _name(path: Path, layout: StepLayout) -> str:
     """Return the name relative to the step's folder. Bytes that are no UTF-8 are replaced, for JSON."""
     return os.fsencode(path.relative_to(layout.root).as_posix()).decode(errors="replace")
-
-
-def _upwards(path: Path, layout: StepLayout) -> list[Path]:
-    """Return the file and its parent folders below the step's folder."""
-    return [path, *(folder for folder in path.parents if layout.root in folder.parents)]
 
 
 def trace_bytes(layout: StepLayout) -> int:
