@@ -38,9 +38,19 @@ class Recorded:
 
     def place(self, rows: Rows) -> None:
         """Ask for the rows of the file's processes."""
-        if self._origin is not None:
-            with self._failure_noted():
-                self._place(rows, self._origin)
+        origin, sidecar = self._origin, self.file.sidecar
+        if origin is None:
+            return
+        with self._failure_noted():
+            self.wall, unaligned = _to_wall(origin, sidecar)
+            process = _process_of(origin, sidecar, self.role)
+            key = None if sidecar is None else sidecar.process
+            main = rows.of_trace(process, key, unaligned=unaligned)
+            for pid in origin.processes:
+                other = ProcessInfo(role=self.role, rank=None, world_size=None, host=process.host, pid=pid)
+                is_main = pid in (process.pid, main.info.pid)
+                self.rows[pid] = main if is_main else rows.of_trace(other, None, unaligned=unaligned)
+            self.rows[None] = main
 
     @contextmanager
     def _failure_noted(self) -> Iterator[None]:
@@ -50,18 +60,6 @@ class Recorded:
             self.notes.file(f"left out: {error}")
         except Exception as error:
             self.notes.file(f"left out: reader {self.reader.name!r} failed: {reason(error)}")
-
-    def _place(self, rows: Rows, origin: Origin) -> None:
-        sidecar = self.file.sidecar
-        self.wall, unaligned = _to_wall(origin, sidecar)
-        process = _process_of(origin, sidecar, self.role)
-        key = None if sidecar is None else sidecar.process
-        main = rows.of_trace(process, key, unaligned=unaligned)
-        for pid in origin.processes:
-            other = ProcessInfo(role=self.role, rank=None, world_size=None, host=process.host, pid=pid)
-            is_main = pid in (process.pid, main.info.pid)
-            self.rows[pid] = main if is_main else rows.of_trace(other, None, unaligned=unaligned)
-        self.rows[None] = main
 
 
 def _process_of(origin: Origin, sidecar: Sidecar | None, role: str) -> ProcessInfo:
