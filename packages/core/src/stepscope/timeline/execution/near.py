@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -19,7 +18,6 @@ from stepscope.timeline.execution.workers import idle_cores
 
 _P = TypeVar("_P")
 _T = TypeVar("_T")
-_NOTHING: Mapping[Path, int] = MappingProxyType({})
 
 
 class NearFiles(Executor):
@@ -59,7 +57,7 @@ class NearFiles(Executor):
 
 def files_elsewhere(executor: Executor | None) -> Mapping[Path, int]:
     """Return the traces that only workers of the executor see, with their sizes."""
-    return executor.elsewhere if isinstance(executor, NearFiles) else _NOTHING
+    return executor.elsewhere if isinstance(executor, NearFiles) else {}
 
 
 def size_of(path: str | bytes | os.PathLike[str], executor: Executor | None = None) -> int:
