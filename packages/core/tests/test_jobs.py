@@ -68,6 +68,32 @@ def merged(path: Path, to: Path, executor: Executor | None = None) -> tuple[Merg
     return outcome, to.read_bytes()
 
 
+TOGETHER = """
+import sys, threading
+from pathlib import Path
+from stepscope.timeline.activity.reading import TracePart, read_part
+from stepscope.timeline.execution.calls import answer_to, call_of, result_of
+
+sys.setswitchinterval(1e-6)
+part = TracePart(path=Path(sys.argv[1]), name="t.json", sidecar=None, torch=True)
+answer, ready = answer_to(call_of(read_part, (part,))), threading.Barrier(6)
+
+def read():
+    ready.wait()
+    result_of(answer, read_part)
+
+threads = [threading.Thread(target=read) for _ in range(6)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+def test_answers_of_a_new_type_that_come_together_do_not_crash(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t.json", [op("aten::mm", 1000, 5)])
+    command = [sys.executable, "-c", TOGETHER, str(path)]
+    assert [subprocess.run(command, timeout=60).returncode for _ in range(8)] == [0] * 8
+
+
 @pytest.mark.parametrize("name", golden.steps())
 def test_a_recorded_step_gives_the_same_bytes_in_two_processes(
     name: str, two: ChildProcesses, tmp_path: Path

@@ -10,9 +10,10 @@ import traceback
 from base64 import b64decode
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
-from functools import partial
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar, cast, get_type_hints
 
 import msgspec
@@ -31,7 +32,8 @@ def _received(kind: type[object], value: Any) -> object:
 
 
 _encode = msgspec.json.Encoder(enc_hook=_sent).encode
-_decode = partial(msgspec.json.decode, dec_hook=_received)
+_making = Lock()
+"""msgspec reads the fields of a type when it is first used, and crashes if two threads do so at once."""
 
 
 class WorkerDiedError(BrokenExecutor):
@@ -69,7 +71,7 @@ def call_of(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
 
 def answer_to(text: bytes) -> bytes:
     """Do a call in this process, and return the text of its answer, an error too."""
-    return _encode(_do(msgspec.json.decode(text, type=_Call)))
+    return _encode(_do(_decode(text, _Call)))
 
 
 def result_of(text: bytes, fn: Callable[..., _T]) -> _T:
@@ -80,7 +82,7 @@ def result_of(text: bytes, fn: Callable[..., _T]) -> _T:
         OSError: as the call did.
         WorkerFailedError: the call raised another error.
     """
-    answer = msgspec.json.decode(text, type=_Answer)
+    answer: _Answer = _decode(text, _Answer)
     if answer.memory:
         raise WorkerDiedError("its process had too little memory")
     if answer.errno is not None:
@@ -88,7 +90,7 @@ def result_of(text: bytes, fn: Callable[..., _T]) -> _T:
         raise OSError(answer.errno, os.strerror(answer.errno), name)
     if answer.traceback is not None:
         raise WorkerFailedError(answer.traceback)
-    return cast(_T, _decode(answer.result, type=get_type_hints(fn)["return"]))
+    return cast(_T, _decode(answer.result, get_type_hints(fn)["return"]))
 
 
 def _do(call: _Call) -> _Answer:
@@ -97,7 +99,7 @@ def _do(call: _Call) -> _Answer:
         hints = get_type_hints(fn)
         types = tuple(kind for name, kind in hints.items() if name != "return")
         count = len(msgspec.json.decode(call.arguments))
-        args = _decode(call.arguments, type=tuple[types[:count]])  # type: ignore[misc] # made here
+        args = _decode(call.arguments, tuple[types[:count]])  # type: ignore[misc] # made here
         return _Answer(result=msgspec.Raw(_encode(fn(*args))))
     except MemoryError:
         return _Answer(memory=True)
@@ -106,3 +108,14 @@ def _do(call: _Call) -> _Answer:
         return _Answer(errno=error.errno, file=file, traceback=str(error))
     except Exception:
         return _Answer(traceback=traceback.format_exc())
+
+
+def _decode(text: bytes | msgspec.Raw, kind: Any) -> Any:
+    with _making:
+        decoder = _decoder(kind)
+    return decoder.decode(text)
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind, dec_hook=_received)
