@@ -39,7 +39,7 @@ def _targets(atheris: Any, folder: Path) -> dict[str, Callable[[bytes], object]]
         from stepscope.timeline.readers.chrome import ChromeTrace
         from stepscope.timeline.readers.contract import FoundFile
         from stepscope.timeline.readers.nsys import NsysReader
-        from stepscope.timeline.readers.spans import read_spans
+        from stepscope.timeline.record_files import read_spans
 
     def spans(data: bytes) -> None:
         read_spans(_put(folder / "a.jsonl", data))

@@ -23,7 +23,7 @@ from stepscope.files.manifest.records import Expectation
 from stepscope.recording.counters import log as log_module
 from stepscope.recording.counters import nvml as nvml_module
 from stepscope.timeline import load_step
-from stepscope.timeline.readers.counters import CounterFile, read_counters
+from stepscope.timeline.record_files import CounterFile, read_counters
 
 
 def config(folder: Path, **settings: object) -> ProfileConfig:

@@ -23,10 +23,9 @@ from packages.core.tests.traces import op, write_trace
 from stepscope.cli.app import app
 from stepscope.timeline import Merged, load_step, load_traces, merge_bytes, merge_step
 from stepscope.timeline.activity.reading import TracePart, read_part
-from stepscope.timeline.children import command_of
 from stepscope.timeline.execution import workers
 from stepscope.timeline.execution.calls import WorkerDiedError, WorkerFailedError
-from stepscope.timeline.execution.child_processes import CODE, ChildProcesses
+from stepscope.timeline.execution.child_processes import CODE, ChildProcesses, command_of
 
 PATCHED = """
 import functools, os, signal, time
@@ -47,7 +46,7 @@ READ = ("activity.reading", "read_part")
 
 
 def part_of(path: Path) -> TracePart:
-    return TracePart(path=os.fsencode(path), name=path.name, sidecar=None, torch=True)
+    return TracePart(path=path, name=path.name, sidecar=None, torch=True)
 
 
 def patched(of: tuple[str, str], body: str) -> list[str]:
@@ -67,6 +66,32 @@ def two() -> Iterator[ChildProcesses]:
 def merged(path: Path, to: Path, executor: Executor | None = None) -> tuple[Merged, bytes]:
     outcome = merge_step(path, to=to, executor=executor)
     return outcome, to.read_bytes()
+
+
+TOGETHER = """
+import sys, threading
+from pathlib import Path
+from stepscope.timeline.activity.reading import TracePart, read_part
+from stepscope.timeline.execution.calls import answer_to, call_of, result_of
+
+sys.setswitchinterval(1e-6)
+part = TracePart(path=Path(sys.argv[1]), name="t.json", sidecar=None, torch=True)
+answer, ready = answer_to(call_of(read_part, (part,))), threading.Barrier(6)
+
+def read():
+    ready.wait()
+    result_of(answer, read_part)
+
+threads = [threading.Thread(target=read) for _ in range(6)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+def test_answers_of_a_new_type_that_come_together_do_not_crash(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t.json", [op("aten::mm", 1000, 5)])
+    command = [sys.executable, "-c", TOGETHER, str(path)]
+    assert [subprocess.run(command, timeout=60).returncode for _ in range(8)] == [0] * 8
 
 
 @pytest.mark.parametrize("name", golden.steps())

@@ -60,7 +60,7 @@ def wait(seconds: float) -> float:
 
 def beside(part: RowPart, name: str) -> Path:
     assert part.to is not None
-    return Path(os.fsdecode(part.to)).parent / name
+    return part.to.parent / name
 
 
 def write_half_once(part: RowPart) -> WrittenRow:

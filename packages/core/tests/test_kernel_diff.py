@@ -14,7 +14,7 @@ from stepscope.cli import run
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step, load_traces
 from stepscope.timeline.activity.content_reader import read_trace
-from stepscope.timeline.activity.shapes import KEPT, OTHERS
+from stepscope.timeline.activity.operators import KEPT, OTHERS
 from stepscope.timeline.activity.stages import by_stage
 
 MS = 1_000_000

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from packages.core.tests.traces import add_trace, event, kernel, memory, op, trace_text, write_trace
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import Requests, load_step, load_traces
-from stepscope.timeline.activity import event_names, nesting
+from stepscope.timeline.activity import event_names, operators
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.content_reader import read_trace
 from stepscope.timeline.activity.event_names import iteration_of, work_of
@@ -271,7 +271,7 @@ def test_operators_in_any_order_take_few_bytes_each_until_they_are_sorted() -> N
     count = 4 * CHUNK
     tracemalloc.start()
     try:
-        unordered = nesting.Unordered()
+        unordered = operators.Unordered()
         for at in range(count):
             unordered.add(float(count - at), 0.5, f"op {at % 7}")
         held, _ = tracemalloc.get_traced_memory()

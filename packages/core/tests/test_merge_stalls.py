@@ -12,7 +12,7 @@ from packages.core.tests.test_report_breakdown import close, driver_of
 from packages.core.tests.test_report_stalls import MS, expect, recorded
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import Selection, merge_step
-from stepscope.timeline.merge.span_events import STALL
+from stepscope.timeline.merge.step_events import STALL
 
 
 def step(tmp_path: Path) -> Path:

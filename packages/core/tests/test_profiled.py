@@ -12,7 +12,7 @@ from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.report import StepReport, step_report
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
-from stepscope.timeline.step.profiled import profiled_keys
+from stepscope.timeline.step.profilers import profiled_keys
 
 MS = 1_000_000
 

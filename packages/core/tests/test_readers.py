@@ -375,7 +375,7 @@ def test_a_recording_that_was_read_and_cannot_be_placed_is_named(
     recorded(folder, [STREAM, *slices(("gemm", MS))])
     path = folder.write()
     timeline = load_step(path)
-    files = find_traces(folder.layout, timeline.run_id, Readers.installed())
+    files = find_traces(folder.layout, timeline.run_id)
     contents = read_all(files.traces)
     (folder.layout.traces / "actor" / "t.lines").unlink()
     (problem,) = place_traces(files, contents, timeline).problems
@@ -472,7 +472,7 @@ def test_a_reader_is_found_when_its_package_comes_and_gone_with_it(
 
     def missed() -> list[str]:
         """The readers that are registered, and cannot be imported. What comes next comes on another day."""
-        files = [problem.file for problem in Readers.installed().problems]
+        files = [problem.file for problem in Readers().problems]
         os.utime(site, (day := next(days) * 86_400, day))
         return files
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import load_step, merge_step
-from stepscope.timeline.step.requests import requests
+from stepscope.timeline.step.tree import requests
 
 MS = 1_000_000
 

@@ -33,7 +33,7 @@ from stepscope.recording.spans.log import SpanLog
 from stepscope.recording.spans.scopes import Place, Scope
 from stepscope.recording.spans.span import Span as LiveSpan
 from stepscope.testing.fake_clock import START_NS, FakeClock
-from stepscope.timeline.readers.spans import read_spans
+from stepscope.timeline.record_files import read_spans
 
 ACTOR = ProcessInfo(role="actor", rank=0, world_size=2, host="h", pid=7)
 

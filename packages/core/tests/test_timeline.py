@@ -13,7 +13,7 @@ from stepscope.files.spans import SpanLink
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import Timeline, load_step
 from stepscope.timeline.clocks.align import Reference, align, align_owner
-from stepscope.timeline.names import names_of
+from stepscope.timeline.step.rows import names_of
 from stepscope.timeline.step.tree import cut_cycles
 
 MS = 1_000_000

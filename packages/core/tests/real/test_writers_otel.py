@@ -24,7 +24,7 @@ from stepscope.files.trace_context import parse_traceparent
 from stepscope.recording.output import exporter as export
 from stepscope.report import step_report, to_scalars
 from stepscope.timeline import Timeline, load_step
-from stepscope.timeline.readers.spans import read_spans
+from stepscope.timeline.record_files import read_spans
 from stepscope.writers.otel import send
 from stepscope.writers.protocol import ReportedStep
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from stepscope.config import ProfileConfig, resolve
 from stepscope.recording.capture import configure
@@ -15,22 +15,24 @@ if TYPE_CHECKING:
     from stepscope.config import Settings
 
 
-def capture_steps(
-    entries: Iterable[Mapping[str, object]],
-    source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None,
-    **settings: Unpack[Settings],
-) -> ProfileConfig:
-    """Configure this process as `configure` does, and add entries of `instrument` that bound the steps.
+class StepsCallback:
+    """Base of the callbacks: it captures the steps that its methods bound."""
 
-    Args:
-        entries: Methods of a callback, with `step`, and functions of its framework.
-        source: As for `configure`. None without settings: the configuration that stands.
+    entries: ClassVar[tuple[Mapping[str, object], ...]]
+    """Entries of `instrument`: methods of the callback, with `step`, and functions of its framework."""
 
-    Raises:
-        ConfigError: as `configure`.
-    """
-    standing = source is None and not settings
-    config = configure.current() if standing else resolve(source, None, **settings)
-    listed = {(entry.module, entry.name) for entry in config.instrument}
-    missing = [entry for entry in entries if (entry["module"], entry["name"]) not in listed]
-    return configure.configure(config.replace(instrument=[*config.instrument, *missing]))
+    def __init__(
+        self,
+        source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        """Configure this process. Arguments are those of `stepscope.configure`; none: what is configured.
+
+        Raises:
+            ConfigError: as `stepscope.configure`.
+        """
+        standing = source is None and not settings
+        config = configure.current() if standing else resolve(source, None, **settings)
+        listed = {(entry.module, entry.name) for entry in config.instrument}
+        missing = [entry for entry in self.entries if (entry["module"], entry["name"]) not in listed]
+        configure.configure(config.replace(instrument=[*config.instrument, *missing]))

@@ -5,11 +5,9 @@ Trainer(..., callbacks=[StepscopeCallback(steps=[2])])
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from stepscope.integrations.callback_steps import capture_steps
+from stepscope.integrations.callback_steps import StepsCallback
 
 try:
     from lightning.pytorch import Callback
@@ -19,11 +17,6 @@ except ImportError:
     except ImportError as error:
         message = "stepscope.integrations.lightning needs lightning. Fix: pip install lightning"
         raise ImportError(message) from error
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from stepscope.config import ProfileConfig, Settings
 
 _PACKAGE = Callback.__module__.removesuffix(".callbacks.callback")
 _STRATEGY = {"module": f"{_PACKAGE}.strategies.strategy", "role": "actor"}
@@ -50,24 +43,14 @@ class Trainer(Protocol):
     def global_step(self) -> int: ...
 
 
-class StepscopeCallback(Callback):  # type: ignore[misc]  # mypy does not see lightning
+class StepscopeCallback(StepsCallback, Callback):  # type: ignore[misc]  # mypy does not see lightning
     """Captures the selected steps of the optimizer on every rank, numbered by `trainer.global_step`.
 
     Batches whose gradients are accumulated belong to one step.
     """
 
-    def __init__(
-        self,
-        source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None = None,
-        **settings: Unpack[Settings],
-    ) -> None:
-        """Configure this process. Arguments are those of `stepscope.configure`; none: what is configured.
-
-        Raises:
-            ConfigError: as `stepscope.configure`.
-        """
-        capture_steps(_ENTRIES, source, **settings)
-        self._step: int | None = None
+    entries = _ENTRIES
+    _step: int | None = None
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: object, batch: object, batch_idx: int

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -14,8 +15,7 @@ from stepscope.files.manifest.records import Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import Header
 from stepscope.timeline.model import FileProblem
-from stepscope.timeline.readers.counters import CounterFile, read_counters
-from stepscope.timeline.readers.spans import SpanFile, read_spans
+from stepscope.timeline.record_files import CounterFile, RecordFile, SpanFile, read_counters, read_spans
 
 
 class Source(NamedTuple):
@@ -58,10 +58,49 @@ def read_sources(
             capture = _number(layout, source, name)
             sources.append(source._replace(capture=capture))
         if name in files:
-            problems += _problems(layout, files[name], used=source is not None)
+            spans = len(files[name].spans) or None
+            problems += _problems(layout.spans, files[name], None if source is not None else spans)
     for name, counters in counted.items():
-        problems += _counter_problems(layout, counters, used=name in left or name in files)
+        used = name in left or name in files
+        problems += _problems(layout.counters, counters, None if used else len(counters.samples))
     return sources, problems
+
+
+def of_the_last(sources: Sequence[Source]) -> tuple[list[Source], list[Source]]:
+    """Return the sources of the last capture, and those of earlier ones. `sources` are of one run.
+
+    The last capture of each process counts. If the owner tried again, a worker counts only if it took part
+    again. On another host, the owner's measurement of its clock decides that; else its opening time does.
+    """
+    last: dict[str, Source] = {}
+    for source in sorted(sources, key=lambda source: source.capture):
+        last[source.info.key] = source
+    again = [source for source in last.values() if source.owner and source.capture > 1]
+    for owner in again:
+        before = max(
+            (s for s in sources if s.info.key == owner.info.key and s.capture < owner.capture),
+            key=lambda source: source.capture,
+            default=None,
+        )
+        if before is not None:
+            last = {
+                key: worker
+                for key, worker in last.items()
+                if worker.owner or _took_part(worker, owner, before)
+            }
+    chosen = [source for source in sources if last.get(source.info.key) is source]
+    return chosen, [source for source in sources if last.get(source.info.key) is not source]
+
+
+def _took_part(worker: Source, owner: Source, before: Source) -> bool:
+    """Return whether the worker took part in the owner's last capture, and not only in the one before."""
+    if worker.info.host == owner.info.host:
+        ended = before.closed or before.opened
+        return worker.opened.wall_ns > ended.wall_ns
+    measured = () if owner.part is None else owner.part.clocks
+    measured_before = () if before.part is None else before.part.clocks
+    key = worker.info.key
+    return any(c.process == key for c in measured) or all(c.process != key for c in measured_before)
 
 
 def _number(layout: StepLayout, source: Source, name: str) -> int:
@@ -109,19 +148,14 @@ def _unknown(item: Expectation) -> Expectation:
     return msgspec.structs.replace(item, state="missing", pending=None, reason=reason)
 
 
-def _problems(layout: StepLayout, file: SpanFile, *, used: bool) -> list[FileProblem]:
-    name = f"{layout.spans.name}/{file.path.name}"
-    problems = [FileProblem(file=name, what=what, lines=lines) for what, lines in file.problems.items()]
-    if not used and file.spans:
-        problems.append(
-            FileProblem(file=name, what="left out: nothing says whose it is", lines=len(file.spans))
-        )
-    return problems
+def _problems(folder: Path, file: RecordFile, unowned: int | None) -> Iterator[FileProblem]:
+    """Yield the problems of a file.
 
-
-def _counter_problems(layout: StepLayout, file: CounterFile, *, used: bool) -> Iterator[FileProblem]:
-    name = f"{layout.counters.name}/{file.path.name}"
+    Args:
+        unowned: Its lines, if nothing says whose they are.
+    """
+    name = f"{folder.name}/{file.path.name}"
     for what, lines in file.problems.items():
         yield FileProblem(file=name, what=what, lines=lines)
-    if not used:
-        yield FileProblem(file=name, what="left out: nothing says whose it is", lines=len(file.samples))
+    if unowned is not None:
+        yield FileProblem(file=name, what="left out: nothing says whose it is", lines=unowned)

@@ -2,12 +2,18 @@
 
 Where to, and with which headers, is what the OTEL_EXPORTER_OTLP_* variables say. Ids follow from run, step
 and span: a step that is sent again is the same trace.
+
+Of the names of attributes, `gen_ai.*` are the semantic conventions for generative AI, of status Development
+(https://opentelemetry.io/docs/specs/semconv/gen-ai/). `rl.*` are proposed
+(https://github.com/open-telemetry/semantic-conventions-genai/issues/88). Others begin with `stepscope.`, or
+are the user's own.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -24,13 +30,22 @@ from opentelemetry.trace import (
 )
 
 from stepscope.files.trace_context import SpanIds, parse_traceparent, trace_id_of
-from stepscope.timeline import Span, Timeline
-from stepscope.writers.otel_names import ITERATION, RUN_ID, attributes_of
+from stepscope.timeline import Process, Span, Timeline
 from stepscope.writers.protocol import ReportedStep
 
 MOST_SPANS = 10_000
 """Largest number of spans of a step. Beyond it the shortest are left out, and the root counts them."""
 BATCH = 500
+Value: TypeAlias = str | int | float | bool | Sequence[str]
+RUN_ID = "rl.run.id"
+ITERATION = "rl.loop.iteration"
+_FACTS = {
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "output_tokens": "gen_ai.usage.output_tokens",
+    "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
+}
+"""Attributes that `record_request` sets."""
+_TOKENS = ("prompt_tokens", "output_tokens")
 
 
 def on_report(step: ReportedStep) -> None:
@@ -88,7 +103,7 @@ def _spans_of(step: ReportedStep) -> Iterator[ReadableSpan]:
 
 
 def _record(tracer: Tracer, timeline: Timeline, span: Span, above: SpanContext) -> None:
-    attributes = attributes_of(span, timeline.processes[span.process])
+    attributes = _attributes(span, timeline.processes[span.process])
     made = tracer.start_span(
         span.stage,
         context=set_span_in_context(NonRecordingSpan(above)),
@@ -142,3 +157,50 @@ class _Ended(SpanProcessor):  # type: ignore[misc]  # likewise
 
     def on_end(self, span: ReadableSpan) -> None:
         self.spans.append(span)
+
+
+def _attributes(span: Span, process: Process) -> dict[str, Value]:
+    """Return the attributes of a span under their names in OpenTelemetry."""
+    values: dict[str, Value | None] = {
+        "stepscope.role": span.role,
+        "stepscope.process": process.name,
+        "stepscope.rank": process.info.rank,
+        "host.name": process.info.host,
+        "process.pid": process.info.pid,
+        ITERATION: span.step,
+        "stepscope.policy_version": span.policy_version,
+        "gen_ai.conversation.id": span.trajectory,
+        "stepscope.turn": span.turn,
+        "gen_ai.operation.name": _operation(span),
+        **_own(span),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _operation(span: Span) -> str | None:
+    """Return the operation: a rollout, a tool, or a call of the model, which states its tokens."""
+    attrs = span.attrs or {}
+    if span.stage == "trajectory":
+        return "invoke_agent"
+    if _is_tool(span):
+        return "execute_tool"
+    return "chat" if any(name in attrs for name in _TOKENS) else None
+
+
+def _is_tool(span: Span) -> bool:
+    return span.role == "env" or span.stage.startswith("tool")
+
+
+def _own(span: Span) -> Mapping[str, Value | None]:
+    """Return the span's own attributes, and the name of the tool that it ran."""
+    attrs: dict[str, Value | None] = {
+        _FACTS.get(name, name): value for name, value in (span.attrs or {}).items()
+    }
+    reason = attrs.pop("finish_reason", None)
+    if isinstance(reason, str):
+        attrs["gen_ai.response.finish_reasons"] = reason.split(",")
+    if _is_tool(span):
+        attrs.setdefault("gen_ai.tool.name", attrs.pop("name", None) or span.stage)
+    if span.stage == "sync_weights" and "bytes" in attrs:
+        attrs["rl.sync.bytes"] = attrs.pop("bytes")
+    return attrs

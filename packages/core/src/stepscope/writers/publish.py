@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import cast
 
-from stepscope.errors import StepscopeError
+from stepscope.config import WRITERS
+from stepscope.config._words import closest
+from stepscope.errors import ConfigError, StepscopeError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.scalars import StepScalars, write_scalars
 from stepscope.report import step_report, to_scalars
 from stepscope.timeline import load_step
-from stepscope.writers.installed import load_writer
 from stepscope.writers.protocol import ReportedStep, ReportWriter
+
+GROUP = "stepscope.writers"
 
 
 def main(save_path: str, step: str, run_id: str, writers: str) -> int:
@@ -36,7 +42,25 @@ def load_writers(names: Iterable[str]) -> dict[str, ReportWriter]:
     Raises:
         ConfigError: There is no such writer, or a package that it needs is not installed.
     """
-    return {name.strip(): load_writer(name.strip()) for name in names if name.strip()}
+    return {name.strip(): _load_writer(name.strip()) for name in names if name.strip()}
+
+
+def _load_writer(name: str) -> ReportWriter:
+    """Return a writer: ours, or that of another package through entry points."""
+    try:
+        if name in WRITERS:
+            return cast(ReportWriter, import_module(f"stepscope.writers.{name}").on_report)
+        known = {point.name: point for point in entry_points(group=GROUP)}
+        if name in known:
+            return cast(ReportWriter, known[name].load())
+    except ImportError as error:
+        allowed = f"a writer whose package is installed ({error})"
+        package = f"'stepscope[{name}]'" if name in WRITERS else "what it needs"
+        raise ConfigError("finish.report_to", name, allowed, f"pip install {package}") from None
+    names = sorted({*WRITERS, *known})
+    near = closest(name, names)
+    fix = f"did you mean {near!r}?" if near else "install the package that brings it"
+    raise ConfigError("finish.report_to", name, f"a writer: {', '.join(names)}", fix)
 
 
 def publish_step(

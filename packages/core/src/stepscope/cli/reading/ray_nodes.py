@@ -20,8 +20,13 @@ from stepscope.errors import RecordError
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
 from stepscope.files.storage.arrival import Arrival
 from stepscope.timeline.execution.calls import WorkerDiedError, answer_to, call_of, result_of
-from stepscope.timeline.execution.near import NearFiles
-from stepscope.timeline.execution.on_node import NodeFile, NodeFiles, list_files, own_version, read_piece
+from stepscope.timeline.execution.near import (
+    NearFiles,
+    NodeFiles,
+    list_files,
+    own_version,
+    read_piece,
+)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -83,7 +88,7 @@ class RayNodes(NearFiles):
             RecordError: a node has another version of stepscope, or none.
             OSError: a file cannot be written here.
         """
-        root = os.fsencode(os.path.abspath(layout.root))
+        root = Path(os.path.abspath(layout.root))
         listings = {node: node.call(list_files, root) for node in self._nodes}
         for node, listing in listings.items():
             try:
@@ -91,9 +96,9 @@ class RayNodes(NearFiles):
             except WorkerDiedError:
                 continue  # its files stay missing, as those of a node that died before
         for node in self._nodes:
-            for path, file in node.files.items():
+            for path, size in node.files.items():
                 if not path.exists():
-                    self._take(node, path, file, layout)
+                    self._take(node, path, size, layout)
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Call a function on any node. Its arguments are positional."""
@@ -150,13 +155,13 @@ class RayNodes(NearFiles):
         for node in self._nodes:
             node.kill()
 
-    def _take(self, node: _Node, path: Path, file: NodeFile, layout: StepLayout) -> None:
+    def _take(self, node: _Node, path: Path, size: int, layout: StepLayout) -> None:
         in_traces = path.is_relative_to(os.path.abspath(layout.traces))
-        if in_traces and not path.name.endswith(SIDECAR_SUFFIX) and file.size_bytes > _SMALL:
-            self.elsewhere[path] = file.size_bytes
+        if in_traces and not path.name.endswith(SIDECAR_SUFFIX) and size > _SMALL:
+            self.elsewhere[path] = size
             return
         with suppress(WorkerDiedError):
-            _fetch(node, path, file)
+            _fetch(node, path, size)
 
 
 class _Node:
@@ -168,7 +173,8 @@ class _Node:
         self.here = here
         self._id = node_id
         self.gone = False
-        self.files: dict[Path, NodeFile] = {}
+        self.files: dict[Path, int] = {}
+        """With their sizes in bytes."""
         self.threads = _threads(jobs or 1)
         """Each waits for one task."""
         self._jobs = jobs
@@ -199,7 +205,7 @@ class _Node:
                 f"the Ray node {self.name} has stepscope {listing.version}, and this machine {here}: "
                 "install the same version on both"
             )
-        self.files.update((Path(os.fsdecode(file.path)), file) for file in listing.files)
+        self.files.update(listing.files)
         if self._jobs is None:
             self._jobs = listing.idle_cores
             self.threads.shutdown(wait=False)
@@ -266,12 +272,12 @@ def _is_alive(node_id: str) -> bool:
     return any(node["NodeID"] == node_id and node["Alive"] for node in _nodes())
 
 
-def _fetch(node: _Node, path: Path, file: NodeFile) -> None:
+def _fetch(node: _Node, path: Path, size: int) -> None:
     """Copy a file here, under its name once it is whole."""
     arrival = Arrival(path)
     try:
-        while arrival.bytes < file.size_bytes:
-            piece = node.call(read_piece, file.path, arrival.bytes).result()
+        while arrival.bytes < size:
+            piece = node.call(read_piece, path, arrival.bytes).result()
             if not piece:
                 raise WorkerDiedError(f"{path} became shorter while it was fetched")
             arrival.add(piece)

@@ -25,7 +25,7 @@ from stepscope.report.fleet import COLUMNS, Fleet, Sampled
 from stepscope.report.formatting import count, duration, turn
 from stepscope.report.live import Live, live
 from stepscope.report.terminal.layout import listing, table
-from stepscope.timeline.step.latest import latest_counters
+from stepscope.timeline.step.counters import latest_counters
 
 BARS = " ▁▂▃▄▅▆▇█"
 _WRITTEN = 5

@@ -11,7 +11,7 @@ import msgspec
 from stepscope.files.cuda_memory import DeviceMemory
 from stepscope.report.table import Table
 from stepscope.timeline import Span, Timeline
-from stepscope.timeline.activity.memory import MemoryRecord
+from stepscope.timeline.activity.traces import MemoryRecord
 
 TOP = 10
 """Holders that are named."""

@@ -101,7 +101,6 @@ class Collective(msgspec.Struct):
     """Start and end of each call in us, as doubles: 16 bytes for each, of the many ranks in a report."""
 
     def calls(self) -> Iterator[Pair]:
-        """Yield the start and the end of each call."""
         return unpacked(memoryview(self.times).cast("d"))
 
 

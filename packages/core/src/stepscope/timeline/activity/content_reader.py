@@ -35,8 +35,7 @@ from stepscope.timeline.activity.content import (
 from stepscope.timeline.activity.event_names import is_collective, iteration_of, work_of
 from stepscope.timeline.activity.flops import SHAPES, FlopCounter
 from stepscope.timeline.activity.intervals import Cover, Stretches, length, unpacked
-from stepscope.timeline.activity.nesting import Nesting, Unordered
-from stepscope.timeline.activity.shapes import NONE, name_and_shapes, operator_key
+from stepscope.timeline.activity.operators import NONE, Nesting, Unordered, name_and_shapes, operator_key
 from stepscope.timeline.clocks.collectives import calls_in
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
@@ -69,7 +68,7 @@ def nothing_read(why: str) -> TraceContent:
     """Return the content of a file that could not be read."""
     notes = Notes()
     notes.file(why)
-    return Reading(notes, frozenset()).finish(TraceFields(base_ns=None, distributed=None, host=None))
+    return Reading(notes, frozenset()).finish(TraceFields())
 
 
 _FARTHEST_US = 4e15
@@ -124,18 +123,6 @@ _raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
 Thread: TypeAlias = tuple[int | str, int | str]
 
 
-def _doubles() -> array[float]:
-    return array("d")
-
-
-def _calls() -> tuple[array[float], array[int]]:
-    return array("d"), array("q")
-
-
-def _covers() -> dict[Work, Cover]:
-    return defaultdict(Cover)
-
-
 class Reading:
     """State of one pass over one file."""
 
@@ -147,10 +134,12 @@ class Reading:
         """By `operator_key`."""
         self.kernels: dict[str, Kernel] = {}
         self.ran = Cover()
-        self.devices: dict[int | str, dict[Work, Cover]] = defaultdict(_covers)
-        self.collectives: dict[str, array[float]] = defaultdict(_doubles)
+        self.devices: dict[int | str, dict[Work, Cover]] = defaultdict(lambda: defaultdict(Cover))
+        self.collectives: dict[str, array[float]] = defaultdict(lambda: array("d"))
         """Start and end of each call in turn. Lists would scatter the memory with floats that stay."""
-        self.grouped: dict[tuple[str, str], tuple[array[float], array[int]]] = defaultdict(_calls)
+        self.grouped: dict[tuple[str, str], tuple[array[float], array[int]]] = defaultdict(
+            lambda: (array("d"), array("q"))
+        )
         self.iterations: dict[tuple[str, int | str, int | str], list[Iteration]] = defaultdict(list)
         self.peaks: dict[tuple[int, int], Peak] = {}
         self.flops = FlopCounter()
@@ -191,7 +180,7 @@ class Reading:
             **dict.fromkeys(_OPERATORS, self._operator),
             **dict.fromkeys(DEVICE, self._kernel),
             **dict.fromkeys(_ANNOTATIONS, self._annotation),
-            "Trace": self._window,
+            "Trace": lambda event: self.seen(event.ts, event.ts + event.dur),
         }.get
         for event in events:
             if isinstance(event, Complete):
@@ -276,9 +265,6 @@ class Reading:
             peak.allocated_bytes, peak.allocated_at_us = args.allocated, ts
         peak.reserved_bytes = max(peak.reserved_bytes, args.reserved or 0)
 
-    def _window(self, event: Complete) -> None:
-        self.seen(event.ts, event.ts + event.dur)
-
     def seen(self, start: float, end: float) -> None:
         """Take in that something was recorded from `start` to `end`."""
         self.first, self.last = min(self.first, start), max(self.last, end)
@@ -293,18 +279,11 @@ class Reading:
         devices = [_device(key, covers) for key, covers in sorted(self.devices.items(), key=_by_name)]
         for device in devices:
             self.seen(device.first_us, device.last_us)
-        on_cpu = Stretches(
-            sorted(
-                chain.from_iterable(
-                    unpacked(times) for name, times in self.collectives.items() if ":" in name
-                )
-            )
-        )
+        calls = (unpacked(times) for name, times in self.collectives.items() if ":" in name)
+        on_cpu = Stretches(sorted(chain.from_iterable(calls)))
         for (kind, number), peak in self.peaks.items():
-            total = [
-                properties.total_bytes for properties in fields.devices if properties.id == number and kind
-            ]
-            peak.capacity_bytes = total[0] if total else None
+            total = (device.total_bytes for device in fields.devices if device.id == number and kind)
+            peak.capacity_bytes = next(total, None)
         return TraceContent(
             base_ns=fields.base_ns,
             distributed=fields.distributed,

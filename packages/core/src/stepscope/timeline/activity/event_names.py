@@ -62,18 +62,14 @@ def iteration_of(name: str, start_us: float = 0.0, dur_us: float = 0.0) -> Itera
 def requests_of(name: str) -> Requests | None:
     """Return the requests that the installed packages, or else the patterns here, read from a name."""
     for read in (*_installed(), _of_vllm, _of_sglang):
-        requests = _ask(read, name)
+        try:
+            requests = read(name)
+        except Exception as error:
+            _warn(f"{GROUP}: {read!r} failed: {error!r}")
+            continue
         if requests is not None:
             return requests if requests.prefills or requests.decodes else None
     return None
-
-
-def _ask(read: IterationName, name: str) -> Requests | None:
-    try:
-        return read(name)
-    except Exception as error:
-        _warn(f"{GROUP}: {read!r} failed: {error!r}")
-        return None
 
 
 @cache

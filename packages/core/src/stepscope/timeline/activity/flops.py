@@ -61,7 +61,6 @@ class Flops(msgspec.Struct, frozen=True):
 
     @property
     def counts(self) -> Sequence[float]:
-        """Return the FLOPs of each operator."""
         return memoryview(self.pairs).cast("d")[1::2]
 
     def between(self, first_us: float, last_us: float) -> float:

@@ -24,14 +24,6 @@ class Stretches:
         """Args: ascending: Intervals in the order of their starts. Those that touch become one."""
         self._flat = array("d", chain.from_iterable(united(ascending)))
 
-    @classmethod
-    def of(cls, chunks: Iterable[array[float]]) -> Stretches:
-        """Return the union of chunks: each has starts and ends in turn, of ascending intervals."""
-        made = cls()
-        for chunk in sorted(filter(None, chunks), key=lambda chunk: chunk[0]):
-            made._take(chunk)
-        return made
-
     def __bool__(self) -> bool:
         return bool(self._flat)
 
@@ -50,7 +42,6 @@ class Stretches:
 
     @property
     def length(self) -> float:
-        """Return the time that they cover."""
         return sum(map(sub, self._flat[1::2], self._flat[::2]), 0.0)
 
     def leave(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
@@ -66,8 +57,8 @@ class Stretches:
             if start < end:
                 yield start, end
 
-    def _take(self, chunk: array[float]) -> None:
-        """Add intervals of which none starts before the first of these."""
+    def take(self, chunk: array[float]) -> None:
+        """Add starts and ends in turn of ascending intervals. None starts before the first of these."""
         flat = self._flat
         if flat and chunk[0] <= flat[-1]:
             touched = 2 * bisect_left(flat[1::2], chunk[0])
@@ -98,9 +89,11 @@ class Cover:
             self._pack()
 
     def stretches(self) -> Stretches:
-        """Return the time that is covered."""
         self._pack()
-        return Stretches.of(self._chunks)
+        covered = Stretches()
+        for chunk in sorted(filter(None, self._chunks), key=lambda chunk: chunk[0]):
+            covered.take(chunk)
+        return covered
 
     def _pack(self) -> None:
         self._latest.sort()
@@ -127,7 +120,6 @@ def united(ascending: Iterable[Pair]) -> Iterator[Pair]:
 
 
 def length(pairs: Iterable[Pair]) -> float:
-    """Return the sum of the lengths of intervals."""
     return sum((end - start for start, end in pairs), 0.0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
@@ -17,7 +16,6 @@ from stepscope.timeline.activity.recordings import ProcessContent, read_recordin
 from stepscope.timeline.digests import Digests
 from stepscope.timeline.execution.near import size_of
 from stepscope.timeline.execution.parts import Lost, results
-from stepscope.timeline.readers.contract import FoundFile
 from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.step.traces import TraceFile
 
@@ -25,8 +23,7 @@ from stepscope.timeline.step.traces import TraceFile
 class TracePart(msgspec.Struct, frozen=True, kw_only=True):
     """A file, for another process."""
 
-    path: bytes
-    """The system's bytes."""
+    path: Path
     name: str
     sidecar: Sidecar | None
     torch: bool
@@ -34,11 +31,9 @@ class TracePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_part(part: TracePart) -> list[ProcessContent]:
-    """Read one file."""
-    path = Path(os.fsdecode(part.path))
-    file = FoundFile(path=path, name=part.name, sidecar=part.sidecar)
-    reader = None if part.torch else Readers.installed().claim(file)[0]
-    return _read_here(TraceFile(path, part.name, part.sidecar, reader), None)
+    trace = TraceFile(part.path, part.name, part.sidecar)
+    reader = None if part.torch else Readers().claim(trace.found_file)[0]
+    return _read_here(trace._replace(reader=reader), None)
 
 
 def read_all(
@@ -87,7 +82,7 @@ def _read(
             yield _read_here(trace, on_read)
         return
     parts = [
-        TracePart(path=os.fsencode(path), name=name, sidecar=sidecar, torch=reader is None)
+        TracePart(path=path, name=name, sidecar=sidecar, torch=reader is None)
         for path, name, sidecar, reader in traces
     ]
     with closing(results(executor, read_part, parts, [[trace.path] for trace in traces])) as contents:

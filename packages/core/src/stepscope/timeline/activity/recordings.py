@@ -7,13 +7,12 @@ from contextlib import closing
 
 import msgspec
 
-from stepscope.errors import RecordError
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.content_reader import DEVICE, Complete, Reading, Thread
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import Distributed, TraceFields
 from stepscope.timeline.readers.contract import FoundFile, Origin, Reader, Slice, Track
-from stepscope.timeline.readers.installed import reason, undeclared
+from stepscope.timeline.readers.installed import failure_noted, undeclared
 
 _BATCH = 2000
 
@@ -47,16 +46,7 @@ class _Contents:
         self._tracks: dict[int, Track] = {}
         self._pending: dict[int | None, list[Complete]] = defaultdict(list)
         self.readings: dict[int | None, Reading] = {}
-        try:
-            self._read(reader, file)
-        except RecordError as error:
-            self._notes.file(str(error))
-        except Exception as error:
-            what = f"reader {reader.name!r} failed: {reason(error)}; what it gave before is used"
-            self._notes.file(what)
-
-    def _read(self, reader: Reader, file: FoundFile) -> None:
-        with closing(reader.open(file, self._notes)) as recording:
+        with failure_noted(reader, self._notes), closing(reader.open(file, self._notes)) as recording:
             self._origin = recording.origin
             for event in recording.events():
                 if isinstance(event, Track):

@@ -123,40 +123,29 @@ def _innermost(stages: Sequence[_Stage]) -> Iterator[Stretch]:
             yield Stretch(start_us, end_us, still[0][3])
 
 
-class _Split:
-    """Reader of one trace that keeps each stage apart."""
+def _read(path: Path, stretches: Sequence[Stretch]) -> dict[Label | None, TraceContent]:
+    contents, unordered = _split(path, stretches, frozenset())
+    # As `read_trace`: threads whose operators are not in order are sorted.
+    return _split(path, stretches, unordered)[0] if unordered else contents
 
-    def __init__(self, path: Path, stretches: Sequence[Stretch], sort: frozenset[Thread]) -> None:
-        self._trace = ChromeTrace(path)
-        self._stretches = stretches
-        self._starts = [stretch.start_us for stretch in stretches]
-        self._sort = sort
-        self._parser = self._reading()
-        self.parts: dict[Label | None, Reading] = defaultdict(self._reading)
 
-    def _reading(self) -> Reading:
-        return Reading(self._trace.notes, self._sort)
+def _split(
+    path: Path, stretches: Sequence[Stretch], sort: frozenset[Thread]
+) -> tuple[dict[Label | None, TraceContent], frozenset[Thread]]:
+    """Return the content of each stage, and the threads whose operators are not in order."""
+    trace, starts = ChromeTrace(path), [stretch.start_us for stretch in stretches]
+    parts = defaultdict[Label | None, Reading](lambda: Reading(trace.notes, sort))
 
-    def read(self) -> dict[Label | None, TraceContent]:
-        fields = self._trace.read(self._parser.parse, self._take)
-        return {label: part.finish(fields) for label, part in self.parts.items()}
-
-    def _take(self, events: Sequence[Event]) -> None:
-        own: dict[Label | None, list[Event]] = defaultdict(list)
+    def take(events: Sequence[Event]) -> None:
+        own = defaultdict[Label | None, list[Event]](list)
         for event in events:
             if isinstance(event, Complete):
-                own[self._label(event.ts)].append(event)
-        for label, part in own.items():
-            self.parts[label].take(part)
+                at = bisect_right(starts, event.ts) - 1
+                inside = at >= 0 and event.ts < stretches[at].end_us
+                own[stretches[at].label if inside else None].append(event)
+        for label, some in own.items():
+            parts[label].take(some)
 
-    def _label(self, us: float) -> Label | None:
-        at = bisect_right(self._starts, us) - 1
-        return None if at < 0 or us >= self._stretches[at].end_us else self._stretches[at].label
-
-
-def _read(path: Path, stretches: Sequence[Stretch]) -> dict[Label | None, TraceContent]:
-    split = _Split(path, stretches, frozenset())
-    contents = split.read()
-    unordered = frozenset(thread for part in split.parts.values() for thread in part.unordered)
-    # As `read_trace`: threads whose operators are not in order are sorted.
-    return _Split(path, stretches, unordered).read() if unordered else contents
+    fields = trace.read(Reading(trace.notes, sort).parse, take)
+    unordered = frozenset(thread for part in parts.values() for thread in part.unordered)
+    return {label: part.finish(fields) for label, part in parts.items()}, unordered

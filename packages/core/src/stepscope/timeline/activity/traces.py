@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import gzip
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
 import msgspec
 
+from stepscope.files.cuda_memory import OOM_SUMMARY, MemorySummary
 from stepscope.files.layout import StepLayout
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.timeline.activity.content import TraceContent
-from stepscope.timeline.activity.memory import MemoryRecord, read_memory
 from stepscope.timeline.activity.reading import read_all
 from stepscope.timeline.activity.recordings import ProcessContent
 from stepscope.timeline.digests import Digests
 from stepscope.timeline.execution.near import files_elsewhere
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.chrome import TraceFields
-from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.step.recorded import Recorded
 from stepscope.timeline.step.rows import Row, Rows, axis_of, offset_at
 from stepscope.timeline.step.traces import StepFiles, TraceFile, find_traces
+
+_LARGEST = 64 << 20
+"""Largest number of bytes that are read of a summary. A few hundred kB are usual."""
 
 
 class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +61,22 @@ class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
         return round(us * 1000) + self.shift_ns
 
 
+class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Summary of one snapshot, with its process."""
+
+    file: str
+    """Relative to the step's folder."""
+    process: int
+    """Index in `Timeline.processes`."""
+    stage: str | None
+    """None: the snapshot is of the whole capture."""
+    oom: bool
+    """True if it was taken because CUDA was out of memory."""
+    summary: MemorySummary
+    ahead_ns: int
+    """Lead of the process' wall clock, which the summary uses, over the owner's."""
+
+
 class Traces(msgspec.Struct, frozen=True, kw_only=True):
     """Activity of all traces of a step."""
 
@@ -88,7 +108,7 @@ def load_traces(
     """
     layout = StepLayout(path)
     without, elsewhere = timeline.earlier_files, files_elsewhere(executor)
-    files = find_traces(layout, timeline.run_id, Readers.installed(), without, elsewhere)
+    files = find_traces(layout, timeline.run_id, without, elsewhere)
     contents = read_all(files.traces, on_read, executor, Digests(layout) if digests else None)
     return place_traces(files, contents, timeline)
 
@@ -115,7 +135,7 @@ def place_traces(
     activities = [(one.row.pid, _activity(timeline, one)) for one in placed]
     memory = []
     for file in files.summaries:
-        record = read_memory(file, timeline)
+        record = _read_memory(file, timeline)
         if isinstance(record, FileProblem):
             problems.append(record)
         else:
@@ -133,8 +153,9 @@ def _placed(
 ) -> Iterator[_Placed]:
     if trace.reader is None:
         for one in held:
-            row = _row(rows, trace, one.content)
-            yield _Placed(trace, one.content, row, one.content.base_ns or 0)
+            base_ns, distributed, host = one.content.base_ns, one.content.distributed, one.content.host
+            row = rows.of_chrome(trace, TraceFields(base_ns=base_ns, distributed=distributed, host=host))
+            yield _Placed(trace, one.content, row, base_ns or 0)
         return
     recorded = Recorded(trace.reader, trace.found_file, trace.role)
     recorded.place(rows)
@@ -146,13 +167,6 @@ def _placed(
         if known is not None and one.content.events:
             wall_ns = base_ns if recorded.wall is None else recorded.wall(base_ns)
             yield _Placed(trace, one.content, known, wall_ns)
-
-
-def _row(rows: Rows, trace: TraceFile, content: TraceContent) -> Row:
-    fields = TraceFields(base_ns=content.base_ns, distributed=content.distributed, host=content.host)
-    reason = None if content.base_ns is not None else "the trace has no baseTimeNanoseconds"
-    key = None if trace.sidecar is None else trace.sidecar.process
-    return rows.of_trace(trace.whose(fields), key, unaligned=reason)
 
 
 def _activity(timeline: Timeline, placed: _Placed) -> TraceActivity:
@@ -187,3 +201,26 @@ def _problems(traces: Sequence[TraceFile], contents: Sequence[Sequence[ProcessCo
         for one in held
         for what, events in one.content.problems.items()
     ]
+
+
+def _read_memory(file: TraceFile, timeline: Timeline) -> MemoryRecord | FileProblem:
+    """Return the record of a summary, or the problem of its file."""
+    sidecar = file.sidecar
+    keys = [process.info.key for process in timeline.processes]
+    if sidecar is None or sidecar.process not in keys:
+        return FileProblem(file=file.name, what="it is of no process of this step")
+    try:
+        with gzip.open(file.path) as packed:
+            summary = msgspec.json.decode(packed.read(_LARGEST), type=MemorySummary)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError, msgspec.DecodeError) as error:
+        return FileProblem(file=file.name, what=f"no summary of CUDA memory: {type(error).__name__}: {error}")
+    index = keys.index(sidecar.process)
+    process = timeline.processes[index]
+    return MemoryRecord(
+        file=file.name,
+        process=index,
+        stage=sidecar.artifact.stage,
+        oom=sidecar.artifact.kind == OOM_SUMMARY,
+        summary=summary,
+        ahead_ns=offset_at(process, process.opened_ns) if process.aligned else 0,
+    )

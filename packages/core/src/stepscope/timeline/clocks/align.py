@@ -11,16 +11,12 @@ from itertools import product
 from typing import NamedTuple
 
 from stepscope.files.clock import DRIFT_PPM, ClockAnchor, ClockOffset
-from stepscope.timeline.clocks.drift_bounds import Band
+from stepscope.timeline.clocks.drift_bounds import Line, Sample, fitted
 from stepscope.timeline.model import ProcessClock
 
 _JUMP_NS = 1_000_000
 _JUMP_PPM = 1000
 """A wall clock that gains more than both limits was set: kernels slew clocks by at most 500 ppm."""
-WANDER_PPM = (0, 1, 15)
-"""Deviations from a steady drift, tried in turn, relative to the step's length: up to PHI of RFC 5905."""
-REACH_NS = 3_600_000_000_000
-"""Largest error of a sample, or of the first collective."""
 _MOST_SAMPLES = 8
 """Number of outermost samples used of a clock that was set. Each may be from before or after the jump."""
 
@@ -100,23 +96,21 @@ def align(
         latest_ns: Latest time of the process on its monotonic clock.
     """
     knots, drift_ns, jumped = _knots(opened, closed)
-    samples = _samples(key, reference)
+    samples = samples_of(key, reference)
     same_host = host == reference.host
     if same_host and (
         jumped or reference.jump_ns or all(abs(offset) <= within for _, offset, within in samples)
     ):
         samples = []
-    line = None
+    line, within_ns = Line(0, 1, 0, 0), 0
     if samples:
         end_ns = max(latest_ns or opened.mono_ns, opened.mono_ns) if closed is None else closed.mono_ns
         extent = opened.wall_ns, knots[-1][1] if len(knots) > 1 else opened.wall_ns + end_ns - opened.mono_ns
-        line = _fit(samples, extent, reference, drift_ns if jumped else 0)
-    offsets_ns = [0 if line is None else line.at(wall_ns) for _, wall_ns in knots]
-    known_ns = anchored(opened, closed) + reference.uncertainty_ns
-    if line is not None:
-        known_ns += line.within_ns
-        if len(knots) == 1:  # its positions follow its own pace from its opening on
-            known_ns += abs(line.last_offset_ns - line.first_offset_ns)
+        line, within_ns = _fit(samples, extent, reference, drift_ns if jumped else 0)
+    offsets_ns = [line.at(wall_ns) for _, wall_ns in knots]
+    known_ns = anchored(opened, closed) + reference.uncertainty_ns + within_ns
+    if len(knots) == 1:  # its positions follow its own pace from its opening on
+        known_ns += abs(line.last_offset_ns - line.first_offset_ns)
     clock = ProcessClock(
         alignment="measured" if samples else "same host" if same_host else "unaligned",
         offset_ns=offsets_ns[0],
@@ -129,36 +123,22 @@ def align(
     return Aligned(_moved(knots, offsets_ns), clock)
 
 
-class _Offset(NamedTuple):
-    """Lead of a clock: it changes steadily between two times of that clock, and is true within a bound."""
-
-    first_ns: int
-    last_ns: int
-    first_offset_ns: int
-    last_offset_ns: int
-    within_ns: int
-
-    def at(self, wall_ns: int) -> int:
-        change_ns = self.last_offset_ns - self.first_offset_ns
-        return self.first_offset_ns + (wall_ns - self.first_ns) * change_ns // (self.last_ns - self.first_ns)
-
-
-_Sample = tuple[int, int, int]
-"""(time on the owner's clock, lead of the other clock, uncertainty), ns."""
-
-
-def _samples(key: str, reference: Reference) -> list[_Sample]:
+def samples_of(key: str, reference: Reference) -> list[Sample]:
+    """Return the owner's samples of a process' clock, by the owner's time."""
     place = reference.place
     if place is None:
         return []
-    offsets = [offset for offset in reference.offsets if offset.process == key]
     return sorted(
-        (place(measured.at_mono_ns), measured.offset_ns, measured.uncertainty_ns) for measured in offsets
+        Sample(place(offset.at_mono_ns), offset.offset_ns, offset.uncertainty_ns)
+        for offset in reference.offsets
+        if offset.process == key
     )
 
 
-def _fit(samples: list[_Sample], extent: tuple[int, int], reference: Reference, jump_ns: int) -> _Offset:
-    """Return the offset during the process' life and the owner's capture.
+def _fit(
+    samples: list[Sample], extent: tuple[int, int], reference: Reference, jump_ns: int
+) -> tuple[Line, int]:
+    """Return the lead during the process' life and the owner's capture, and its uncertainty.
 
     Args:
         extent: First and last time of the process, as its clock would have shown them without a jump.
@@ -166,7 +146,7 @@ def _fit(samples: list[_Sample], extent: tuple[int, int], reference: Reference, 
     """
     if jump_ns or reference.jump_ns:
         samples = samples[: _MOST_SAMPLES // 2] + samples[max(_MOST_SAMPLES // 2, len(samples) - 4) :]
-    near_ns = min(samples, key=lambda sample: sample[2])[1]
+    near_ns = min(samples, key=lambda sample: sample.within_ns).offset_ns
     first_ns, last_ns = extent
     if reference.last_ns > reference.first_ns:
         drift_ns = (reference.last_ns - reference.first_ns) * DRIFT_PPM // 1_000_000
@@ -174,7 +154,9 @@ def _fit(samples: list[_Sample], extent: tuple[int, int], reference: Reference, 
         last_ns = max(last_ns, reference.last_ns + near_ns + drift_ns)
     last_ns = max(last_ns, first_ns + 1)
     cases = list(_without_steps(samples, reference, jump_ns))
-    fits = [fit for case in cases if (fit := _steady(case, first_ns, last_ns)) is not None]
+    change_ns = (last_ns - first_ns) * DRIFT_PPM / (1_000_000 - DRIFT_PPM)  # its time, which drifts too
+    lines = (fitted(list(map(_on_its_clock, case)), first_ns, last_ns, change_ns) for case in cases)
+    fits = [(*line[2:], within_ns) for line, within_ns in filter(None, lines)]
     if not fits:  # the samples contradict each other, so any value between them is possible
         offsets = [(offset - within, offset + within) for case in cases for _, offset, within in case]
         fits = [(*bounds, DRIFT_PPM * (last_ns - first_ns) // 1_000_000) for bounds in offsets]
@@ -183,26 +165,28 @@ def _fit(samples: list[_Sample], extent: tuple[int, int], reference: Reference, 
         lowest, highest = min(fit[end] - fit[2] for fit in fits), max(fit[end] + fit[2] for fit in fits)
         ends.append(((lowest + highest) // 2, (highest - lowest + 1) // 2))
     (first_offset_ns, one_ns), (last_offset_ns, other_ns) = ends
-    return _Offset(first_ns, last_ns, first_offset_ns, last_offset_ns, max(one_ns, other_ns))
+    return Line(first_ns, last_ns, first_offset_ns, last_offset_ns), max(one_ns, other_ns)
 
 
-def _without_steps(samples: list[_Sample], reference: Reference, jump_ns: int) -> Iterator[list[_Sample]]:
+def _on_its_clock(sample: Sample) -> Sample:
+    """Return a sample by the time that the other clock showed, with the drift during its uncertain time."""
+    owner_ns, offset_ns, within_ns = sample
+    return Sample(owner_ns + offset_ns, offset_ns, within_ns + within_ns * DRIFT_PPM // 1_000_000)
+
+
+def _without_steps(samples: list[Sample], reference: Reference, jump_ns: int) -> Iterator[list[Sample]]:
     """Yield the samples as they would be without jumps: one case for each possible place of a jump."""
     many = len(samples)
     own = range(many + 1) if jump_ns else (many,)
     owners = range(many + 1) if reference.jump_ns else (many,)
     for before_own, before_owners in product(own, owners):
-        if (
-            any(
-                (number < before_owners and at_ns > reference.last_ns)
-                or (number >= before_owners and at_ns < reference.first_ns)
-                for number, (at_ns, _, _) in enumerate(samples)
-            )
-            and reference.jump_ns
+        if reference.jump_ns and any(
+            at_ns > reference.last_ns if number < before_owners else at_ns < reference.first_ns
+            for number, (at_ns, _, _) in enumerate(samples)
         ):
             continue
         yield [
-            (
+            Sample(
                 at_ns,
                 offset_ns
                 - (jump_ns if number >= before_own else 0)
@@ -211,26 +195,6 @@ def _without_steps(samples: list[_Sample], reference: Reference, jump_ns: int) -
             )
             for number, (at_ns, offset_ns, within_ns) in enumerate(samples)
         ]
-
-
-def _steady(samples: list[_Sample], first_ns: int, last_ns: int) -> tuple[int, int, int] | None:
-    """Return (offset at the first time, at the last, uncertainty). None: no steady drift fits the samples."""
-    lasted_ns, near_ns = last_ns - first_ns, samples[0][1]
-    for ppm in WANDER_PPM:
-        slack_ns = lasted_ns * ppm // 1_000_000
-        band = Band(REACH_NS, lasted_ns * DRIFT_PPM / (1_000_000 - DRIFT_PPM))  # its time, which drifts too
-        for at_ns, offset_ns, within_ns in samples:
-            apart_ns, timed_ns = offset_ns - near_ns, with_time(within_ns) + slack_ns
-            band.cut((at_ns + offset_ns - first_ns) / lasted_ns, apart_ns - timed_ns, apart_ns + timed_ns)
-        if band:
-            fit = band.fit()
-            return near_ns + fit.first_ns, near_ns + fit.last_ns, fit.within_ns + slack_ns
-    return None
-
-
-def with_time(uncertainty_ns: int) -> int:
-    """Add the drift during the uncertain time of a measurement to its uncertainty."""
-    return uncertainty_ns + uncertainty_ns * DRIFT_PPM // 1_000_000
 
 
 def align_at(
@@ -276,17 +240,3 @@ def _knots(opened: ClockAnchor, closed: ClockAnchor | None) -> tuple[list[tuple[
     if not jumped:
         knots.append((closed.mono_ns, closed.wall_ns))
     return knots, drift_ns, jumped
-
-
-def sampled(key: str, reference: Reference) -> dict[int, ClockOffset]:
-    """Return the samples of a process' clock, by the time on that clock."""
-    place = reference.place
-    if place is None:
-        return {}
-    offsets = (offset for offset in reference.offsets if offset.process == key)
-    return {place(offset.at_mono_ns) + offset.offset_ns: offset for offset in offsets}
-
-
-def aged(uncertainty_ns: int, age_ns: int) -> int:
-    """Return the uncertainty of an offset `age_ns` before or after its measurement."""
-    return uncertainty_ns + abs(age_ns) * DRIFT_PPM // 1_000_000

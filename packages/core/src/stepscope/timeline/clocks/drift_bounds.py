@@ -1,12 +1,57 @@
-"""Set of all straight lines that fit the known bounds of the offset between two clocks."""
+"""Straight lines that fit the known bounds of the offset between two clocks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+WANDER_PPM = (0, 1, 15)
+"""Deviations from a steady drift, tried in turn, relative to the step's length: up to PHI of RFC 5905."""
+REACH_NS = 3_600_000_000_000
+"""Largest error of a sample, or of the first collective."""
 _ROUNDING_NS = 1.0
 """Times are whole ns, so a bound can be off by one."""
 _Corner = tuple[float, float]
+
+
+class Line(NamedTuple):
+    """Lead of a wall clock over another: it changes steadily between two times of that clock."""
+
+    first_ns: int
+    last_ns: int
+    first_offset_ns: int
+    last_offset_ns: int
+
+    def at(self, wall_ns: int) -> int:
+        change_ns = self.last_offset_ns - self.first_offset_ns
+        lasted_ns = max(self.last_ns - self.first_ns, 1)
+        return self.first_offset_ns + (wall_ns - self.first_ns) * change_ns // lasted_ns
+
+    def inverse(self, first_ns: int, last_ns: int) -> Line:
+        """Return the lead of the other clock over this one, by times that the other shows."""
+        return Line(first_ns, last_ns, -self._of_other(first_ns), -self._of_other(last_ns))
+
+    def then(self, other: Line) -> Line:
+        """Return its lead over a third clock, where `other` is the second's lead over the third."""
+        first, last = (at - offset for at, offset in zip(self[:2], self[2:], strict=True))
+        return self._replace(
+            first_offset_ns=self.first_offset_ns + other.at(first),
+            last_offset_ns=self.last_offset_ns + other.at(last),
+        )
+
+    def _of_other(self, other_ns: int) -> int:
+        wall_ns = other_ns
+        for _ in range(4):  # each time 2,000 times more exact
+            wall_ns = other_ns + self.at(wall_ns)
+        return self.at(wall_ns)
+
+
+class Sample(NamedTuple):
+    """Lead of a clock over the owner's when it showed `wall_ns`, true within +- `within_ns`."""
+
+    wall_ns: int
+    offset_ns: int
+    within_ns: int
 
 
 class Fit(NamedTuple):
@@ -56,13 +101,6 @@ class Band:
             round(max(halves)) + 1,
         )
 
-    def holds(self, first_ns: float, last_ns: float) -> bool:
-        """Return whether this line is one of those left."""
-        band = self.copy()
-        band.cut(0, first_ns, first_ns)
-        band.cut(1, last_ns, last_ns)
-        return bool(band)
-
     def _keep(self, by_first: float, by_last: float, least: float) -> None:
         """Keep lines with `by_first * first + by_last * last + least` of at least 0 (Sutherland-Hodgman)."""
         corners = self._corners
@@ -84,3 +122,28 @@ class Band:
                     )
                 )
         self._corners = kept
+
+
+def fitted(
+    samples: Sequence[Sample], first_ns: int, last_ns: int, change_ns: float
+) -> tuple[Line, int] | None:
+    """Return the middle line of those that fit the samples, and the largest distance of the true one in ns.
+
+    None: no line fits.
+
+    Args:
+        first_ns: First and last time of the line, on the clock of the samples.
+        change_ns: Largest change of the offset between these.
+    """
+    lasted_ns, near_ns = max(last_ns - first_ns, 1), samples[0].offset_ns
+    for ppm in WANDER_PPM:
+        slack_ns = lasted_ns * ppm // 1_000_000
+        band = Band(REACH_NS, change_ns)
+        for at_ns, offset_ns, within_ns in samples:
+            apart_ns, known_ns = offset_ns - near_ns, within_ns + slack_ns
+            band.cut((at_ns - first_ns) / lasted_ns, apart_ns - known_ns, apart_ns + known_ns)
+        if band:
+            fit = band.fit()
+            line = Line(first_ns, last_ns, near_ns + fit.first_ns, near_ns + fit.last_ns)
+            return line, fit.within_ns + slack_ns
+    return None

@@ -4,55 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import msgspec
 
-from stepscope.timeline.clocks.align import Aligned, Reference, aged, sampled
+from stepscope.files.clock import DRIFT_PPM
+from stepscope.timeline.clocks.align import Aligned, Reference, samples_of
+from stepscope.timeline.clocks.drift_bounds import Sample
 from stepscope.timeline.sources import Source
 
 MOST_DRIFT_PPM = 500
 """Largest drift at which collectives are matched: as fast as kernels slew a clock."""
-
-
-class Line(NamedTuple):
-    """Lead of a wall clock over another: it changes steadily between two times of that clock."""
-
-    first_ns: int
-    last_ns: int
-    first_offset_ns: int
-    last_offset_ns: int
-
-    def at(self, wall_ns: int) -> int:
-        change_ns = self.last_offset_ns - self.first_offset_ns
-        lasted_ns = max(self.last_ns - self.first_ns, 1)
-        return self.first_offset_ns + (wall_ns - self.first_ns) * change_ns // lasted_ns
-
-    def inverse(self, first_ns: int, last_ns: int) -> Line:
-        """Return the lead of the other clock over this one, by times that the other shows."""
-        return Line(first_ns, last_ns, -self._of_other(first_ns), -self._of_other(last_ns))
-
-    def then(self, other: Line) -> Line:
-        """Return its lead over a third clock, where `other` is the second's lead over the third."""
-        first, last = (at - offset for at, offset in zip(self[:2], self[2:], strict=True))
-        return self._replace(
-            first_offset_ns=self.first_offset_ns + other.at(first),
-            last_offset_ns=self.last_offset_ns + other.at(last),
-        )
-
-    def _of_other(self, other_ns: int) -> int:
-        wall_ns = other_ns
-        for _ in range(4):  # each time 2,000 times more exact
-            wall_ns = other_ns + self.at(wall_ns)
-        return self.at(wall_ns)
-
-
-class Sample(NamedTuple):
-    """Lead of a clock over the owner's when it showed `wall_ns`, true within +- `within_ns`."""
-
-    wall_ns: int
-    offset_ns: int
-    within_ns: int
 
 
 class Clock(msgspec.Struct, eq=False):
@@ -70,7 +31,7 @@ class Clock(msgspec.Struct, eq=False):
 
     def guess(self, wall_ns: int) -> Sample | None:
         """Return the offset at this time by the sample that is most exact there. None: no sample."""
-        known = ((aged(s.within_ns, wall_ns - s.wall_ns), s) for s in self.samples)
+        known = ((s.within_ns + abs(wall_ns - s.wall_ns) * DRIFT_PPM // 1_000_000, s) for s in self.samples)
         best = min(known, default=None)
         return None if best is None else Sample(wall_ns, best[1].offset_ns, best[0])
 
@@ -88,9 +49,9 @@ def clocks_of(sources: Sequence[Source], aligned: Sequence[Aligned], reference: 
         if not indices:
             continue
         samples = [
-            Sample(at_ns, offset.offset_ns, _with_time(offset.uncertainty_ns))
+            Sample(owner_ns + offset_ns, offset_ns, _with_time(within_ns))
             for index in indices
-            for at_ns, offset in sampled(sources[index].info.key, reference).items()
+            for owner_ns, offset_ns, within_ns in samples_of(sources[index].info.key, reference)
             if host != reference.host
         ]
         extents = [extent(sources[index], aligned[index], reference) for index in indices]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -21,17 +20,10 @@ from stepscope.errors import RecordError
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
 from stepscope.files.sidecar import Sidecar
 from stepscope.files.storage.reading import read_record
-from stepscope.timeline.clocks.align import REACH_NS, WANDER_PPM, Aligned, Reference, align_at, anchored
-from stepscope.timeline.clocks.collectives import (
-    Kind,
-    Refused,
-    Series,
-    Times,
-    join,
-    match,
-)
-from stepscope.timeline.clocks.drift_bounds import Band
-from stepscope.timeline.clocks.hosts import MOST_DRIFT_PPM, Clock, Line, Sample, clocks_of, extent
+from stepscope.timeline.clocks.align import Aligned, Reference, align_at, anchored
+from stepscope.timeline.clocks.collectives import Kind, Refused, Series, Times, join, match
+from stepscope.timeline.clocks.drift_bounds import REACH_NS, WANDER_PPM, Band, Line, Sample, fitted
+from stepscope.timeline.clocks.hosts import MOST_DRIFT_PPM, Clock, clocks_of, extent
 from stepscope.timeline.clocks.source_collectives import Known, collectives_elsewhere, collectives_of
 from stepscope.timeline.digests import Digests
 from stepscope.timeline.sources import Source
@@ -56,10 +48,8 @@ def refine(
     sources: Sequence[Source],
     aligned: Sequence[Aligned],
     reference: Reference,
-    layout: StepLayout,
-    earlier_files: Collection[str] = (),
-    *,
-    digests: bool = True,
+    traces_of: Callable[[], Mapping[int, list[Path]]],
+    digests: Digests | None = None,
     executor: Executor | None = None,
 ) -> list[Aligned]:
     """Return the placements, improved for hosts whose traces hold collectives with other hosts.
@@ -67,27 +57,9 @@ def refine(
     If all processes are on one host, no trace is read. Traces are searched for collectives, not parsed.
 
     Args:
-        earlier_files: Artifacts of earlier captures of the step, relative to its folder. They are not read.
-        digests: Whether traces that were searched before need not be searched again.
-        executor: Its workers search the traces that only they have.
-    """
-    kept = Digests(layout) if digests else None
-    traces_of = partial(_traces, sources, layout, earlier_files)
-    return refine_by(sources, aligned, reference, traces_of, kept, executor)
-
-
-def refine_by(
-    sources: Sequence[Source],
-    aligned: Sequence[Aligned],
-    reference: Reference,
-    traces_of: Callable[[], Mapping[int, list[Path]]],
-    digests: Digests | None = None,
-    executor: Executor | None = None,
-) -> list[Aligned]:
-    """Return the placements as `refine` does.
-
-    Args:
         traces_of: Returns the traces of each source, by its index. It is called only if there are two clocks.
+        digests: Has what was found in traces that were searched before. None: all are searched.
+        executor: Its workers search the traces that only they have.
     """
     clocks = list(clocks_of(sources, aligned, reference))
     if len(clocks) < 2 or aligned[0].clock.jumped:
@@ -107,10 +79,14 @@ def refine_by(
     return refined
 
 
-def _traces(
+def traces_by_source(
     sources: Sequence[Source], layout: StepLayout, earlier_files: Collection[str]
 ) -> dict[int, list[Path]]:
-    """Return the traces of each source, by its index. Traces without the sidecar of a source are left out."""
+    """Return the traces of each source, by its index. Traces without the sidecar of a source are left out.
+
+    Args:
+        earlier_files: Artifacts of earlier captures of the step, relative to its folder. They are left out.
+    """
     by_key = {source.info.key: index for index, source in enumerate(sources)}
     traces: dict[int, list[Path]] = {}
     for path in sorted(layout.sidecars()):
@@ -245,13 +221,9 @@ class _Search:
 
     def _lead(self, bands: Sequence[Band]) -> Lead:
         band, slack_ns = next((b, slack) for b, slack in zip(bands, self._slacks, strict=True) if b)
-        return _lead(self._clock, band, self._near_ns, slack_ns, self._matched)
-
-
-def _lead(clock: Clock, band: Band, near_ns: int, slack_ns: int, matched: int) -> Lead:
-    fit = band.fit()
-    line = Line(clock.first_ns, clock.last_ns, near_ns + fit.first_ns, near_ns + fit.last_ns)
-    return Lead(line, fit.within_ns + slack_ns, matched)
+        fit, near_ns, clock = band.fit(), self._near_ns, self._clock
+        line = Line(clock.first_ns, clock.last_ns, near_ns + fit.first_ns, near_ns + fit.last_ns)
+        return Lead(line, fit.within_ns + slack_ns, self._matched)
 
 
 def _unsure(match: tuple[Kind, Series | Refused, Series | Refused]) -> tuple[bool, int]:
@@ -329,16 +301,10 @@ def _anchored(root: Clock, known: Mapping[Clock, Lead]) -> Lead | str:
     ]
     if not samples:
         return "collectives align it to other hosts, but nothing to the owner's"
-    lasted_ns = max(root.last_ns - root.first_ns, 1)
-    near_ns = samples[0].offset_ns
-    for ppm in WANDER_PPM:
-        slack_ns = lasted_ns * ppm // 1_000_000
-        band = Band(REACH_NS, lasted_ns * MOST_DRIFT_PPM // 1_000_000)
-        for at_ns, offset_ns, within_ns in samples:
-            low_ns, high_ns = offset_ns - within_ns - slack_ns, offset_ns + within_ns + slack_ns
-            band.cut((at_ns - root.first_ns) / lasted_ns, low_ns - near_ns, high_ns - near_ns)
-        if band:
-            return _lead(root, band, near_ns, slack_ns, 0)
+    change_ns = max(root.last_ns - root.first_ns, 1) * MOST_DRIFT_PPM // 1_000_000
+    fit = fitted(samples, root.first_ns, root.last_ns, change_ns)
+    if fit is not None:
+        return Lead(*fit, matched=0)
     return "its host's clock samples contradict those of hosts that it had collectives with"
 
 

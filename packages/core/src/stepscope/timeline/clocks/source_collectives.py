@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
 from pathlib import Path
-
-import msgspec
 
 from stepscope.timeline.clocks.collectives import Collectives, Kind, Refused, Series, read_collectives
 from stepscope.timeline.digests import Digests
@@ -18,14 +15,6 @@ from stepscope.timeline.sources import Source
 
 Known = Mapping[int, Mapping[Kind, Series | Refused]]
 """Collectives of each source, by its index."""
-
-
-class WorldTraces(msgspec.Struct, frozen=True, kw_only=True):
-    """The traces of one process."""
-
-    world: str
-    paths: list[bytes]
-    """The system's bytes."""
 
 
 def collectives_of(
@@ -48,9 +37,9 @@ def _world(source: Source) -> str:
     return source.info.role + replica
 
 
-def read_world(part: WorldTraces) -> Collectives:
-    """Return the collectives of one process, where its traces are."""
-    return list(read_collectives(part.world, [Path(os.fsdecode(path)) for path in part.paths]).items())
+def read_world(part: tuple[str, list[Path]]) -> Collectives:
+    """Return the collectives of one process, of this world and in these traces, where its traces are."""
+    return list(read_collectives(*part).items())
 
 
 def collectives_elsewhere(
@@ -61,10 +50,7 @@ def collectives_elsewhere(
     far = {index: paths for index, paths in traces.items() if not elsewhere.isdisjoint(paths)}
     if executor is None or not far:
         return {}
-    parts = [
-        WorldTraces(world=_world(sources[index]), paths=list(map(os.fsencode, paths)))
-        for index, paths in far.items()
-    ]
+    parts = [(_world(sources[index]), paths) for index, paths in far.items()]
     with closing(results(executor, read_world, parts, list(far.values()))) as read:
         return {
             index: {} if isinstance(collectives, Lost) else dict(collectives)

@@ -1,18 +1,39 @@
-"""Calls of functions in other processes, as JSON of the types in their annotations: nothing is unpickled."""
+"""Calls of functions in other processes, as JSON of the types in their annotations: nothing is unpickled.
+
+A path travels as the system's bytes, which may be no UTF-8.
+"""
 
 from __future__ import annotations
 
 import os
 import traceback
+from base64 import b64decode
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
+from functools import cache
 from importlib import import_module
-from typing import TypeVar, cast, get_type_hints
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar, cast, get_type_hints
 
 import msgspec
 
 _T = TypeVar("_T")
-_encode = msgspec.json.Encoder().encode
+
+
+def _sent(value: object) -> bytes:
+    if not isinstance(value, Path):
+        raise NotImplementedError(f"{type(value).__name__} cannot be sent")
+    return os.fsencode(value)
+
+
+def _received(kind: type[object], value: Any) -> object:
+    return kind(os.fsdecode(b64decode(value))) if issubclass(kind, Path) else value
+
+
+_encode = msgspec.json.Encoder(enc_hook=_sent).encode
+_making = Lock()
+"""msgspec reads the fields of a type when it is first used, and crashes if two threads do so at once."""
 
 
 class WorkerDiedError(BrokenExecutor):
@@ -50,7 +71,7 @@ def call_of(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
 
 def answer_to(text: bytes) -> bytes:
     """Do a call in this process, and return the text of its answer, an error too."""
-    return _encode(_do(msgspec.json.decode(text, type=_Call)))
+    return _encode(_do(_decode(text, _Call)))
 
 
 def result_of(text: bytes, fn: Callable[..., _T]) -> _T:
@@ -61,7 +82,7 @@ def result_of(text: bytes, fn: Callable[..., _T]) -> _T:
         OSError: as the call did.
         WorkerFailedError: the call raised another error.
     """
-    answer = msgspec.json.decode(text, type=_Answer)
+    answer: _Answer = _decode(text, _Answer)
     if answer.memory:
         raise WorkerDiedError("its process had too little memory")
     if answer.errno is not None:
@@ -69,7 +90,7 @@ def result_of(text: bytes, fn: Callable[..., _T]) -> _T:
         raise OSError(answer.errno, os.strerror(answer.errno), name)
     if answer.traceback is not None:
         raise WorkerFailedError(answer.traceback)
-    return cast(_T, msgspec.json.decode(answer.result, type=get_type_hints(fn)["return"]))
+    return cast(_T, _decode(answer.result, get_type_hints(fn)["return"]))
 
 
 def _do(call: _Call) -> _Answer:
@@ -78,7 +99,7 @@ def _do(call: _Call) -> _Answer:
         hints = get_type_hints(fn)
         types = tuple(kind for name, kind in hints.items() if name != "return")
         count = len(msgspec.json.decode(call.arguments))
-        args = msgspec.json.decode(call.arguments, type=tuple[types[:count]])  # type: ignore[misc] # made here
+        args = _decode(call.arguments, tuple[types[:count]])  # type: ignore[misc] # made here
         return _Answer(result=msgspec.Raw(_encode(fn(*args))))
     except MemoryError:
         return _Answer(memory=True)
@@ -87,3 +108,14 @@ def _do(call: _Call) -> _Answer:
         return _Answer(errno=error.errno, file=file, traceback=str(error))
     except Exception:
         return _Answer(traceback=traceback.format_exc())
+
+
+def _decode(text: bytes | msgspec.Raw, kind: Any) -> Any:
+    with _making:
+        decoder = _decoder(kind)
+    return decoder.decode(text)
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind, dec_hook=_received)

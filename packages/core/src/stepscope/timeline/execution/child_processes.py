@@ -16,7 +16,6 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import IO, ParamSpec, TypeVar, cast
 
-from stepscope.timeline.children import command_of
 from stepscope.timeline.execution.calls import WorkerDiedError, answer_to, call_of, result_of
 
 CODE = "from stepscope.timeline.execution.child_processes import serve; serve()"
@@ -140,3 +139,20 @@ def _receive(pipe: IO[bytes]) -> bytes | None:
     size = pipe.read(8)
     message = pipe.read(int.from_bytes(size, "big")) if len(size) == 8 else b""
     return message if len(size) == 8 and len(message) == int.from_bytes(size, "big") else None
+
+
+def command_of(code: str) -> list[str] | None:
+    """Return the command of a child that runs `code`. None: no interpreter can be started.
+
+    An embedded interpreter may have no executable. The executable of a frozen application is the application,
+    which would start again.
+    """
+    if not sys.executable or hasattr(sys, "frozen"):
+        return None
+    # Imports ignore entries that are no text, such as a `Path`. ASCII works in any locale.
+    path = ascii(list(filter(_is_text, sys.path)))
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {path}; {code}"]
+
+
+def _is_text(entry: object) -> bool:
+    return isinstance(entry, str)

@@ -1,4 +1,4 @@
-"""Executors of several machines, which run a call where its files lie."""
+"""Executors of several machines, which run a call where its files lie, and what they run to find these."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
+
+import msgspec
+
+from stepscope.files.layout import StepLayout
+from stepscope.files.storage.arrival import PIECE
+from stepscope.timeline.execution.workers import idle_cores
 
 _P = TypeVar("_P")
 _T = TypeVar("_T")
-_NOTHING: Mapping[Path, int] = MappingProxyType({})
 
 
 class NearFiles(Executor):
@@ -52,7 +57,7 @@ class NearFiles(Executor):
 
 def files_elsewhere(executor: Executor | None) -> Mapping[Path, int]:
     """Return the traces that only workers of the executor see, with their sizes."""
-    return executor.elsewhere if isinstance(executor, NearFiles) else _NOTHING
+    return executor.elsewhere if isinstance(executor, NearFiles) else {}
 
 
 def size_of(path: str | bytes | os.PathLike[str], executor: Executor | None = None) -> int:
@@ -61,3 +66,38 @@ def size_of(path: str | bytes | os.PathLike[str], executor: Executor | None = No
         return os.stat(path).st_size
     except OSError:
         return files_elsewhere(executor).get(Path(os.fsdecode(path)), 0)
+
+
+class NodeFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Files of a step on a node, and how many processes it can run."""
+
+    version: str
+    """Of stepscope."""
+    idle_cores: int
+    files: list[tuple[Path, int]]
+    """With their sizes in bytes."""
+
+
+def own_version() -> str:
+    return version("stepscope")
+
+
+def list_files(step: Path) -> NodeFiles:
+    """List the files of a step's folder, `step` being its absolute path."""
+    layout = StepLayout(step)
+    folders = (layout.spans, layout.counters, layout.traces, layout.processes)
+    paths = [path for folder in folders for path in sorted(folder.rglob("*"))]
+    return NodeFiles(
+        version=own_version(),
+        idle_cores=idle_cores(),
+        files=[
+            (path, path.stat().st_size) for path in paths if path.is_file() and not path.name.startswith(".")
+        ],
+    )
+
+
+def read_piece(path: Path, offset: int) -> bytes:
+    """Return at most `PIECE` bytes of a file, from `offset` on."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(PIECE)

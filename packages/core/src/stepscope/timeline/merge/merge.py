@@ -16,22 +16,15 @@ from stepscope.timeline.merge.merged import Merged, MergedFile, duplicate_ranks,
 from stepscope.timeline.merge.plan import Plan, Recording, Sources, plan_merge, read_sources, sources_of
 from stepscope.timeline.merge.reader_events import Drawing
 from stepscope.timeline.merge.row_parts import write_rows
-from stepscope.timeline.merge.row_writer import (
-    Objects,
-    Output,
-    RowOutcome,
-    TraceTexts,
-    noted,
-    show,
-    write_row,
-)
-from stepscope.timeline.merge.tracks import Event
-from stepscope.timeline.merge.write import TimelineFile, timeline_file
+from stepscope.timeline.merge.row_writer import RowOutcome, Write, noted, show, write_texts
+from stepscope.timeline.merge.tracks import Event, Tracks
+from stepscope.timeline.merge.write import EventWriter, TimelineFile, timeline_file
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.blocks import keep_memory
 from stepscope.timeline.selection import Selection
 from stepscope.timeline.step.load import load_step, span_bytes
 from stepscope.timeline.step.plain import read_plain
+from stepscope.timeline.step.rows import Row
 from stepscope.timeline.step.traces import trace_bytes
 
 EVERYTHING = Selection()
@@ -112,95 +105,80 @@ def _merge(
     executor: Executor | None,
 ) -> Merged:
     plan = plan_merge(timeline, sources, selection)
+    if selection.max_mb is not None:  # what a trace may take depends on those before
+        executor = None
     with timeline_file(target, plan.common.axis.base_ns) as out:
-        if executor is None or selection.max_mb is not None:  # what a trace may take depends on those before
-            merged = write_timeline(plan, out, on_read)
-        else:
-            with closing(write_rows(plan.traces, plan.common, out, executor, target.parent, on_read)) as rows:
-                merged = write_timeline(plan, out, on_read, rows)
-        out.finish(merged)
-    return merged
-
-
-def write_timeline(
-    plan: Plan,
-    out: TimelineFile,
-    on_read: Callable[[int], None] | None = None,
-    rows: Iterator[RowOutcome] | None = None,
-) -> Merged:
-    """Write the events of a plan and return what was written. Rows depend on no other row.
-
-    Args:
-        rows: Writes the traces of the rows when it is read. None: they are written here.
-    """
-    outcome = RowOutcome()
-    spans = write_spans(plan, out, outcome)
-    counters = write_counters(plan, out)
-    shares = iter(range(sum(len(row.traces) for row in plan.traces) + len(plan.recordings), 0, -1))
-    limit_of = partial(_limit, plan.selection.max_mb, shares)
-    for part in _write_rows(plan, out, limit_of, on_read) if rows is None else rows:
-        outcome.add(part)
-    for recording in plan.recordings:
-        outcome.add(_write_recording(recording, plan, out, limit_of(out)))
-        if on_read is not None:
-            on_read(recording.trace.path.stat().st_size)
-    return _merged(plan, spans, counters, outcome)
-
-
-def _write_rows(
-    plan: Plan,
-    out: TimelineFile,
-    limit_of: Callable[[Output], int | None],
-    on_read: Callable[[int], None] | None,
-) -> Iterator[RowOutcome]:
-    for traces in plan.traces:
-        with out.piece() as piece:
-            yield write_row(traces, plan.common, piece, limit_of=limit_of, on_read=on_read)
-
-
-def write_spans(plan: Plan, out: Objects, outcome: RowOutcome) -> int:
-    """Write the spans of a plan's rows, and the arrows between them. Return their number."""
-    tracks, written = plan.common.tracks, 0
-    for row in plan.rows:
-        drawn = chain(
-            plan.spans.of(row, tracks), plan.spans.consumed(row, tracks), plan.spans.stalls(row, tracks)
-        )
-        for batch in _batches(drawn):
-            show(row, tracks, out)
-            out.objects(batch)
-            written += len(batch)
-    for batch in _batches(chain(tracks.take(), plan.spans.arrows(FlowIds(0, plan.common.files)))):
-        out.objects(batch)
-    if plan.spans.outside:
-        outcome.left_out.append(f"{plan.spans.outside} spans outside the selected time")
+        written = _write(plan, out, target.parent, on_read, executor)
+        out.finish(written)
     return written
 
 
-def write_counters(plan: Plan, out: Objects) -> int:
-    """Write the counters of a plan's rows, and return the number of values."""
-    written = 0
+def _write(
+    plan: Plan,
+    out: TimelineFile,
+    folder: Path,
+    on_read: Callable[[int], None] | None,
+    executor: Executor | None,
+) -> Merged:
+    """Write the events of a plan and return what was written. Rows depend on no other row."""
+    outcome = RowOutcome()
+    spans = write_spans(plan, out.objects, outcome)
+    counters = write_counters(plan, out.objects)
+    shares = iter(range(sum(len(row.traces) for row in plan.traces) + len(plan.recordings), 0, -1))
+    limit_of = partial(_limit, plan.selection.max_mb, shares)
+    with closing(write_rows(plan.traces, plan.common, out, executor, folder, on_read, limit_of)) as rows:
+        for row in rows:
+            outcome.add(row)
+    for recording in plan.recordings:
+        outcome.add(_write_recording(recording, plan, out, limit_of(out)))
+        if on_read is not None:
+            on_read(recording.recorded.file.path.stat().st_size)
+    return merged(plan, spans, counters, outcome)
+
+
+def write_spans(plan: Plan, write: Write, outcome: RowOutcome) -> int:
+    """Write the spans of a plan's rows, and the arrows between them. Return their number."""
+    tracks, drawn, written = plan.common.tracks, plan.drawn, 0
     for row in plan.rows:
-        for batch in _batches(plan.counters.of(row)):
-            show(row, plan.common.tracks, out)
-            out.objects(batch)
-            written += len(batch)
+        events = chain(drawn.of(row, tracks), drawn.consumed(row, tracks), drawn.stalls(row, tracks))
+        written += _write_own(events, row, tracks, write)
+    for batch in _batches(chain(tracks.take(), drawn.arrows(FlowIds(0, plan.common.files)))):
+        write(batch)
+    if drawn.outside:
+        outcome.left_out.append(f"{drawn.outside} spans outside the selected time")
+    return written
+
+
+def write_counters(plan: Plan, write: Write) -> int:
+    """Write the counters of a plan's rows, and return the number of values."""
+    tracks = plan.common.tracks
+    return sum(_write_own(plan.drawn.counters(row), row, tracks, write) for row in plan.rows)
+
+
+def _write_own(events: Iterable[Event], row: Row, tracks: Tracks, write: Write) -> int:
+    written = 0
+    for batch in _batches(events):
+        show(row, tracks, write)
+        write(batch)
+        written += len(batch)
     return written
 
 
 def _write_recording(recording: Recording, plan: Plan, out: TimelineFile, limit: int | None) -> RowOutcome:
-    outcome, common, name = RowOutcome(), plan.common, recording.trace.name
+    outcome, common, name = RowOutcome(), plan.common, recording.recorded.file.name
     if recording.rows:
         ids = FlowIds(recording.number, common.files)
         drawing = Drawing(recording.recorded, recording.rows, ids, common.tracks, common.axis, common.cut)
-        texts = TraceTexts(name, drawing.texts(), drawing, lambda: drawing.touched)
-        outcome.left_out += texts.write(out, common.tracks, limit)
+        outcome.left_out += write_texts(
+            name, drawing.texts(), drawing, lambda: drawing.touched, common.tracks, out, limit
+        )
         counts = sorted(drawing.events.items())
         outcome.files += [MergedFile(file=name, row=pid, events=events) for pid, events in counts]
     outcome.problems += noted(name, recording.recorded.notes)
     return outcome
 
 
-def _limit(max_mb: float | None, shares: Iterator[int], out: Output) -> int | None:
+def _limit(max_mb: float | None, shares: Iterator[int], out: EventWriter) -> int | None:
     """Return the size of the file at which the next trace ends: what is left is shared equally."""
     share = next(shares)
     if max_mb is None:
@@ -209,7 +187,8 @@ def _limit(max_mb: float | None, shares: Iterator[int], out: Output) -> int | No
     return written + max(0, int(max_mb * 1_000_000) - _RESERVE - written) // share
 
 
-def _merged(plan: Plan, spans: int, counters: int, outcome: RowOutcome) -> Merged:
+def merged(plan: Plan, spans: int, counters: int, outcome: RowOutcome) -> Merged:
+    """Return the record of what was written of a plan."""
     timeline = plan.timeline
     shown = [row for row in plan.rows if row.shown]
     unaligned = [

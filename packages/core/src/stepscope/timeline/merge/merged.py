@@ -80,7 +80,11 @@ class Merged(msgspec.Struct, frozen=True, kw_only=True):
 
 def merged_row(row: Row) -> MergedRow:
     """Return the description of a row that was written."""
-    info, clock = row.info, None if row.clock is None or row.unaligned is not None else row.clock.clock
+    info, clock = row.info, ProcessClock(alignment="unaligned")
+    if row.clock is not None and row.unaligned is None:
+        clock = row.clock.clock
+    # A process that left nothing itself has the owner's clock at best.
+    shared = clock.alignment == "owner" and row.process is None
     return MergedRow(
         pid=row.pid,
         name=row.name,
@@ -89,11 +93,11 @@ def merged_row(row: Row) -> MergedRow:
         replica=info.replica,
         host=info.host,
         native_pid=info.pid or None,
-        alignment="unaligned" if clock is None else _alignment(row, clock),
-        uncertainty_ns=None if clock is None else clock.uncertainty_ns,
-        offset_ns=0 if clock is None else clock.offset_ns,
-        drift_ppm=None if clock is None else clock.drift_ppm,
-        matched=0 if clock is None else clock.matched,
+        alignment="same host" if shared else clock.alignment,
+        uncertainty_ns=clock.uncertainty_ns,
+        offset_ns=clock.offset_ns,
+        drift_ppm=clock.drift_ppm,
+        matched=clock.matched,
         note=None if row.clock is None else row.clock.clock.note,
         reason=row.unaligned,
         shift_ns=row.shift_ns or 0,
@@ -112,8 +116,3 @@ def duplicate_ranks(rows: Iterable[Row]) -> Iterator[FileProblem]:
             whose = role if replica is None else f"{role} replica {replica}"
             what = f"several processes say they are this rank; each has a row: {', '.join(sorted(processes))}"
             yield FileProblem(file=f"{whose} rank {rank}", what=what)
-
-
-def _alignment(row: Row, clock: ProcessClock) -> str:
-    """Return how the row was aligned. A process that left nothing itself has the owner's clock at best."""
-    return "same host" if clock.alignment == "owner" and row.process is None else clock.alignment

@@ -19,13 +19,13 @@ from stepscope.files.storage.atomic import write_atomic
 from stepscope.timeline.execution.calls import WorkerDiedError
 from stepscope.timeline.execution.near import NearFiles, size_of
 from stepscope.timeline.execution.workers import workers
-from stepscope.timeline.merge.merge import EVERYTHING, write_counters, write_spans
+from stepscope.timeline.merge.merge import EVERYTHING, merged, write_counters, write_spans
 from stepscope.timeline.merge.merged import Merged, MergedRow, merged_row
 from stepscope.timeline.merge.plan import Plan, Sources, plan_merge, read_sources
 from stepscope.timeline.merge.row_parts import write_rows
-from stepscope.timeline.merge.row_writer import Common, RowOutcome, RowTraces, write_row
+from stepscope.timeline.merge.row_writer import Common, RowOutcome, RowTraces
 from stepscope.timeline.merge.time_mapping import Cut
-from stepscope.timeline.merge.tracks import RowTracks, Tracks
+from stepscope.timeline.merge.tracks import Event, RowTracks, Tracks
 from stepscope.timeline.merge.write import timeline_file
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.blocks import keep_memory
@@ -37,8 +37,7 @@ from stepscope.timeline.step.rows import Axis, Row
 class NodePart(msgspec.Struct, frozen=True, kw_only=True):
     """The part of one machine, and all that it needs to write it."""
 
-    to: bytes
-    """The system's bytes."""
+    to: Path
     jobs: int | None
     spans: str
     """JSON of the events that are of no trace, without brackets."""
@@ -115,8 +114,9 @@ def merge_per_node(
     layout = StepLayout(path)
     timeline = load_step(path, run_id=run_id, executor=executor)
     sources = read_sources(layout, timeline, executor)
-    recordings = [
-        f"{trace.name}: in no node's part; merge without --per-node" for trace, _ in sources.recordings
+    left_out = [
+        f"{recorded.file.name}: in no node's part; merge without --per-node"
+        for recorded in sources.recordings
     ]
     sources = sources._replace(recordings=[])
     plan = plan_merge(timeline, sources, selection)
@@ -124,27 +124,27 @@ def merge_per_node(
     pending = dict[str, Future[WrittenNode]]()
     for node in dict.fromkeys(node_of.values()):
         places = {place for place, name in node_of.items() if name == node}
-        part = _part(layout.timeline_of(node), timeline, sources, selection, places, jobs)
-        pending[node] = executor.submit_at(node, write_node, part)
-    parts, left_out = [], [*plan.left_out, *recordings]
+        task = _part(layout.timeline_of(node), timeline, sources, selection, places, jobs)
+        pending[node] = executor.submit_at(node, write_node, task)
+    parts, left_out = [], [*plan.left_out, *left_out]
     for node, written in _written(pending, problems):
-        merged = written.merged
-        rows = [row for row in plan.rows if row.pid in {one.pid for one in merged.rows}]
+        part = written.merged
+        rows = [row for row in plan.rows if row.pid in {one.pid for one in part.rows}]
         first_ns, last_ns = _extent(rows, timeline)
         parts.append(
             NodeTimeline(
                 node=node,
                 path=str(layout.timeline_of(node)),
                 size_bytes=written.size_bytes,
-                events=merged.events,
-                ranks=tuple(sorted({row.rank for row in merged.rows if row.rank is not None})),
-                roles=tuple(dict.fromkeys(row.role for row in merged.rows)),
+                events=part.events,
+                ranks=tuple(sorted({row.rank for row in part.rows if row.rank is not None})),
+                roles=tuple(dict.fromkeys(row.role for row in part.rows)),
                 first_ns=first_ns,
                 last_ns=last_ns,
             )
         )
-        left_out += merged.left_out
-        problems += merged.problems
+        left_out += part.left_out
+        problems += part.problems
     index = NodeIndex(
         step=timeline.step,
         run_id=timeline.run_id,
@@ -163,7 +163,7 @@ def _places(plan: Plan, executor: NearFiles) -> tuple[dict[int, str], list[FileP
     """Return the node that writes each row, by the row's place, and the traces that no node has."""
     node_of, of_host, problems = dict[int, str](), dict[str, str](), list[FileProblem]()
     for traces in plan.traces:
-        row, files = traces.row, [Path(os.fsdecode(trace.path)) for trace in traces.traces]
+        row, files = traces.row, [trace.path for trace in traces.traces]
         node = executor.node_with(files, row.info.host)
         if node is None:
             what = "left out: no node has all traces of its process"
@@ -177,16 +177,6 @@ def _places(plan: Plan, executor: NearFiles) -> tuple[dict[int, str], list[FileP
     return node_of, problems
 
 
-class _Texts:
-    """Events as JSON in memory."""
-
-    def __init__(self) -> None:
-        self.texts: list[bytes] = []
-
-    def objects(self, events: list[dict[str, object]]) -> None:
-        self.texts.extend(map(msgspec.json.encode, events))
-
-
 def _part(
     to: Path,
     timeline: Timeline,
@@ -198,61 +188,47 @@ def _part(
     """Return the part with the rows at these places. It has a plan of its own, as drawing changes a plan."""
     whole = plan_merge(timeline, sources, selection)
     plan = whole._replace(
+        left_out=[],  # the index names it
         rows=[row for row in whole.rows if row.place in places],
         traces=[traces for traces in whole.traces if traces.row.place in places],
     )
-    out, outcome = _Texts(), RowOutcome()
-    spans = write_spans(plan, out, outcome)
-    counters = write_counters(plan, out)
+    texts, outcome = list[bytes](), RowOutcome()
+
+    def write(events: list[Event]) -> None:
+        texts.extend(map(msgspec.json.encode, events))
+
+    spans, counters = write_spans(plan, write, outcome), write_counters(plan, write)
     common = plan.common
     return NodePart(
-        to=os.fsencode(to),
+        to=to,
         jobs=jobs,
-        spans=b",\n".join(out.texts).decode(),
+        spans=b",\n".join(texts).decode(),
         traces=plan.traces,
         tracks=[common.tracks.known(traces.row) for traces in plan.traces],
         pids=common.tracks.pids,
         axis=common.axis,
         cut=common.cut,
         files=common.files,
-        merged=Merged(
-            step=timeline.step,
-            run_id=timeline.run_id,
-            base_ns=common.axis.base_ns,
-            window_ns=(timeline.window.start_ns, timeline.window.end_ns),
-            rows=tuple(merged_row(row) for row in plan.rows if row.shown),
-            files=(),
-            spans=spans,
-            counters=counters,
-            selection=selection.words(),
-            left_out=tuple(outcome.left_out),
-            problems=(),
-        ),
+        merged=merged(plan, spans, counters, outcome),
     )
 
 
 def write_node(part: NodePart) -> WrittenNode:
     """Write a part on the machine that has its traces."""
     keep_memory()
-    path, outcome = Path(os.fsdecode(part.to)), RowOutcome()
-    tracks = Tracks(part.pids)
+    outcome, tracks = RowOutcome(), Tracks(part.pids)
     for traces, known in zip(part.traces, part.tracks, strict=True):
         tracks.adopt(traces.row, known)
     common = Common(part.axis, part.cut, part.files, tracks)
     size = sum(size_of(trace.path) for traces in part.traces for trace in traces.traces)
-    with timeline_file(path, part.axis.base_ns) as out, workers(part.jobs, size) as executor:
+    with timeline_file(part.to, part.axis.base_ns) as out, workers(part.jobs, size) as executor:
         out.events(part.spans.encode())
-        if executor is None:
-            for traces in part.traces:
-                with out.piece() as piece:
-                    outcome.add(write_row(traces, common, piece))
-        else:
-            with closing(write_rows(part.traces, common, out, executor, path.parent)) as rows:
-                for written in rows:
-                    outcome.add(written)
-        merged = _merged(part, outcome)
-        out.finish(merged)
-    return WrittenNode(merged=merged, size_bytes=path.stat().st_size)
+        with closing(write_rows(part.traces, common, out, executor, part.to.parent)) as rows:
+            for row in rows:
+                outcome.add(row)
+        written = _merged(part, outcome)
+        out.finish(written)
+    return WrittenNode(merged=written, size_bytes=part.to.stat().st_size)
 
 
 def _merged(part: NodePart, outcome: RowOutcome) -> Merged:

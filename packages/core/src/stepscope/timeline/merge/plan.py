@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import closing
@@ -14,14 +13,12 @@ from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout
 from stepscope.timeline.execution.near import NearFiles, files_elsewhere
 from stepscope.timeline.execution.parts import Lost, results
-from stepscope.timeline.merge.counter_events import CounterTracks
 from stepscope.timeline.merge.row_writer import Common, RowTrace, RowTraces
-from stepscope.timeline.merge.span_events import Drawn
+from stepscope.timeline.merge.step_events import Drawn
 from stepscope.timeline.merge.time_mapping import Cut
 from stepscope.timeline.merge.tracks import Tracks
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
-from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.selection import Selection
 from stepscope.timeline.step.recorded import Recorded
 from stepscope.timeline.step.rows import Row, Rows, axis_of
@@ -34,8 +31,8 @@ class Sources(NamedTuple):
     """Traces of a step's folder, with the facts that a merge needs before it places any."""
 
     chrome: list[tuple[TraceFile, TraceFields]]
-    recordings: list[tuple[TraceFile, Recorded]]
-    """Files of other formats, with their readers."""
+    recordings: list[Recorded]
+    """Files of other formats."""
     unread: list[str]
     problems: list[FileProblem]
 
@@ -43,7 +40,6 @@ class Sources(NamedTuple):
 class Recording(NamedTuple):
     """A file that a reader turns into events, and the rows in which they are wanted."""
 
-    trace: TraceFile
     recorded: Recorded
     rows: dict[int | None, Row]
     number: int
@@ -60,8 +56,7 @@ class Plan(NamedTuple):
     selection: Selection
     rows: list[Row]
     """All rows, from top to bottom."""
-    spans: Drawn
-    counters: CounterTracks
+    drawn: Drawn
     traces: list[RowTraces]
     recordings: list[Recording]
     common: Common
@@ -72,7 +67,7 @@ class Plan(NamedTuple):
 def read_sources(layout: StepLayout, timeline: Timeline, executor: Executor | None = None) -> Sources:
     """Find the traces of a step and read the beginning of each."""
     without, elsewhere = timeline.earlier_files, files_elsewhere(executor)
-    files = find_traces(layout, timeline.run_id, Readers.installed(), without, elsewhere)
+    files = find_traces(layout, timeline.run_id, without, elsewhere)
     return sources_of(files, executor)
 
 
@@ -81,30 +76,27 @@ def sources_of(files: StepFiles, executor: Executor | None = None) -> Sources:
     traces = [trace for trace in files.traces if trace.reader is None]
     chrome = list(zip(traces, _beginnings([trace.path for trace in traces], executor), strict=True))
     recordings = [
-        (trace, Recorded(trace.reader, trace.found_file, trace.role))
+        Recorded(trace.reader, trace.found_file, trace.role)
         for trace in files.traces
         if trace.reader is not None
     ]
     return Sources(chrome, recordings, list(files.unread), list(files.problems))
 
 
-def read_beginning(path: bytes) -> TraceFields:
-    """Read the beginning of the trace in `path`, which are the system's bytes."""
-    return ChromeTrace(Path(os.fsdecode(path))).fields()
+def read_beginning(path: Path) -> TraceFields:
+    return ChromeTrace(path).fields()
 
 
 def _beginnings(paths: list[Path], executor: Executor | None) -> Iterator[TraceFields]:
     remote = [path for path in paths if not path.exists()] if isinstance(executor, NearFiles) else []
     fields = dict[Path, TraceFields | Lost]()
     if executor is not None and remote:
-        encoded = [os.fsencode(path) for path in remote]
-        with closing(results(executor, read_beginning, encoded, [[path] for path in remote])) as read:
+        with closing(results(executor, read_beginning, remote, [[path] for path in remote])) as read:
             fields.update(zip(remote, read, strict=True))
     for path in paths:
-        known = fields.get(path) or read_beginning(os.fsencode(path))
+        known = fields.get(path) or read_beginning(path)
         # Nor will a lost trace itself be read, which names it among the problems.
-        nothing = TraceFields(base_ns=None, distributed=None, host=None)
-        yield nothing if isinstance(known, Lost) else known
+        yield TraceFields() if isinstance(known, Lost) else known
 
 
 def plan_merge(timeline: Timeline, sources: Sources, selection: Selection) -> Plan:
@@ -115,8 +107,8 @@ def plan_merge(timeline: Timeline, sources: Sources, selection: Selection) -> Pl
     """
     axis = axis_of(timeline, [fields.base_ns or 0 for _, fields in sources.chrome])
     rows = Rows(timeline, axis)
-    traces = [(trace, fields, _row_of(trace, fields, rows)) for trace, fields in sources.chrome]
-    for _, recorded in sources.recordings:
+    traces = [(trace, fields, rows.of_chrome(trace, fields)) for trace, fields in sources.chrome]
+    for recorded in sources.recordings:
         recorded.place(rows)
     order = rows.number()
     _check_roles(timeline, order, selection)
@@ -130,22 +122,13 @@ def plan_merge(timeline: Timeline, sources: Sources, selection: Selection) -> Pl
         timeline=timeline,
         selection=selection,
         rows=order,
-        spans=Drawn(timeline, rows, axis, selection, common.cut),
-        counters=CounterTracks(timeline, axis, selection, common.cut),
+        drawn=Drawn(timeline, rows, axis, selection, common.cut),
         traces=_selected_traces(traces, order, selection, numbers, left_out),
         recordings=_selected_recordings(sources, selection, numbers, left_out),
         common=common,
         left_out=left_out,
         problems=[*timeline.problems, *sources.problems],
     )
-
-
-def _row_of(trace: TraceFile, fields: TraceFields, rows: Rows) -> Row:
-    key = None if trace.sidecar is None else trace.sidecar.process
-    reason = None if fields.base_ns is not None else "the trace has no baseTimeNanoseconds"
-    row = rows.of_trace(trace.whose(fields), key, unaligned=reason)
-    row.seen_pid = row.seen_pid or fields.pid
-    return row
 
 
 def _check_roles(timeline: Timeline, rows: Iterable[Row], selection: Selection) -> None:
@@ -169,9 +152,9 @@ def _selected_traces(
         # A row's first trace has the row's number: a late file of another process leaves the others' numbers.
         number = next(numbers) if row.place in firsts else row.place
         firsts.add(row.place)
-        if _is_wanted(trace, row, selection):
-            path = os.fsencode(trace.path)
-            chosen.setdefault(row.place, []).append(RowTrace(path, trace.name, number, fields.base_ns))
+        if _is_wanted(trace.role, row, selection):
+            row_trace = RowTrace(trace.path, trace.name, number, fields.base_ns)
+            chosen.setdefault(row.place, []).append(row_trace)
         else:
             left_out.append(f"{trace.name}: {NOT_SELECTED}")
     return [RowTraces(row, tuple(chosen[row.place])) for row in order if row.place in chosen]
@@ -181,14 +164,14 @@ def _selected_recordings(
     sources: Sources, selection: Selection, numbers: Iterator[int], left_out: list[str]
 ) -> list[Recording]:
     recordings = []
-    for trace, recorded in sources.recordings:
-        rows = {pid: row for pid, row in recorded.rows.items() if _is_wanted(trace, row, selection)}
+    for recorded in sources.recordings:
+        rows = {pid: row for pid, row in recorded.rows.items() if _is_wanted(recorded.role, row, selection)}
         number = next(numbers) if rows else 0
-        recordings.append(Recording(trace, recorded, rows, number))
+        recordings.append(Recording(recorded, rows, number))
         if len(rows) < len(recorded.rows):
-            left_out.append(f"{trace.name}: {'' if not rows else 'what is '}{NOT_SELECTED}")
+            left_out.append(f"{recorded.file.name}: {'' if not rows else 'what is '}{NOT_SELECTED}")
     return recordings
 
 
-def _is_wanted(trace: TraceFile, row: Row, selection: Selection) -> bool:
-    return selection.role(trace.role, row.info.role) and selection.rank(row.info.rank)
+def _is_wanted(role: str, row: Row, selection: Selection) -> bool:
+    return selection.role(role, row.info.role) and selection.rank(row.info.rank)

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Literal
 
 import msgspec
 
-from stepscope.errors import RecordError
 from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.rewrite import NOT_THEN
 from stepscope.timeline.merge.time_mapping import Cut, Place
 from stepscope.timeline.merge.tracks import Event as Json
 from stepscope.timeline.merge.tracks import Tracks, microseconds
-from stepscope.timeline.readers.contract import (
-    Counter,
-    Flow,
-    Instant,
-    Slice,
-    Track,
-)
-from stepscope.timeline.readers.installed import reason, undeclared
+from stepscope.timeline.readers.contract import Counter, Flow, Instant, Slice, Track
+from stepscope.timeline.readers.installed import failure_noted, undeclared
 from stepscope.timeline.step.recorded import Recorded
 from stepscope.timeline.step.rows import Axis, Row
 
@@ -70,41 +63,24 @@ class Drawing:
 
     def texts(self) -> Iterator[bytes]:
         """Yield some events at a time, without brackets. A reader that raises ends it, with a note."""
-        with closing(self._drawn()) as drawing:
-            while self._more(drawing):
-                yield self._taken()
-        if self._pending:
-            yield self._taken()
-
-    def _more(self, drawing: Iterator[None]) -> bool:
-        try:
-            next(drawing)
-        except StopIteration:
-            return False
-        except RecordError as error:
-            self.notes.file(str(error))
-            return False
-        except Exception as error:
-            name = self._recorded.reader.name
-            self.notes.file(f"reader {name!r} failed: {reason(error)}; what it gave before is used")
-            return False
-        return True
-
-    def _taken(self) -> bytes:
-        taken, self._pending = self._pending, []
-        return b",\n".join(taken)
-
-    def _drawn(self) -> Generator[None, None, None]:
-        """Draw the events, and yield when enough of them are pending."""
         recorded = self._recorded
-        with closing(recorded.reader.open(recorded.file, self.notes)) as recording:
+        with (
+            failure_noted(recorded.reader, self.notes),
+            closing(recorded.reader.open(recorded.file, self.notes)) as recording,
+        ):
             for event in recording.events():
                 if isinstance(event, Track):
                     self._declare(event)
                 elif (line := self._lines[event.track]) is not None:
                     self._draw(event, line)
                 if len(self._pending) >= _BATCH:
-                    yield
+                    yield self._taken()
+        if self._pending:
+            yield self._taken()
+
+    def _taken(self) -> bytes:
+        taken, self._pending = self._pending, []
+        return b",\n".join(taken)
 
     def _declare(self, track: Track) -> None:
         known = self._lines.get(track.track)
@@ -132,8 +108,7 @@ class Drawing:
         if position is None:
             self.notes.events(NOT_THEN)
             return
-        start, end = self._cut
-        if (end is not None and position > end) or (start is not None and position + dur_ns < start):
+        if not self._cut.holds(position, position + dur_ns):
             self.outside += 1
             return
         made = self._json(event, line, position, dur_ns)

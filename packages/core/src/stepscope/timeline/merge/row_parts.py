@@ -16,8 +16,7 @@ from stepscope.files.storage.atomic import private
 from stepscope.files.storage.temporary import temporary
 from stepscope.timeline.execution.near import size_of
 from stepscope.timeline.execution.parts import Lost, results
-from stepscope.timeline.merge.merged import MergedFile
-from stepscope.timeline.merge.row_writer import Common, RowOutcome, RowTraces, write_row
+from stepscope.timeline.merge.row_writer import Common, RowOutcome, RowTraces, unlimited, write_row
 from stepscope.timeline.merge.time_mapping import Cut
 from stepscope.timeline.merge.tracks import RowTracks, Tracks
 from stepscope.timeline.merge.write import (
@@ -40,9 +39,11 @@ class RowPart(msgspec.Struct, frozen=True, kw_only=True):
     axis: Axis
     cut: Cut
     files: int
+    pids: list[int]
+    """Of all rows."""
     tracks: RowTracks
-    to: bytes | None
-    """Path of the piece, the system's bytes. None: it is returned."""
+    to: Path | None
+    """Path of the piece. None: it is returned."""
     token: bytes
     """Content of that file, by which a process knows that it sees the merging one's disk."""
 
@@ -56,9 +57,7 @@ class WrittenRow(msgspec.Struct, frozen=True, kw_only=True):
     shown: bool
     shift_ns: int | None
     tracks: RowTracks
-    files: list[MergedFile]
-    problems: list[FileProblem]
-    left_out: list[str]
+    outcome: RowOutcome
     piece: bytes | None = None
     """None: it is in its file."""
 
@@ -67,7 +66,7 @@ def write_part(part: RowPart) -> WrittenRow:
     """Write the traces of a row into the file of their piece, or return it if that is not here."""
     keep_memory()
     if part.to is not None:
-        with piece_file(Path(os.fsdecode(part.to)), part.token) as out:
+        with piece_file(part.to, part.token) as out:
             if out is not None:
                 return _written(part, out)
     piece = BytesIO()
@@ -77,7 +76,8 @@ def write_part(part: RowPart) -> WrittenRow:
 
 def _written(part: RowPart, out: EventWriter) -> WrittenRow:
     row = part.traces.row
-    common = Common(part.axis, part.cut, part.files, Tracks.of(row, part.tracks))
+    common = Common(part.axis, part.cut, part.files, Tracks(part.pids))
+    common.tracks.adopt(row, part.tracks)
     outcome = write_row(part.traces, common, out)
     text = out.end()
     return WrittenRow(
@@ -86,9 +86,7 @@ def _written(part: RowPart, out: EventWriter) -> WrittenRow:
         shown=row.shown,
         shift_ns=row.shift_ns,
         tracks=common.tracks.known(row),
-        files=outcome.files,
-        problems=outcome.problems,
-        left_out=outcome.left_out,
+        outcome=outcome,
     )
 
 
@@ -96,18 +94,26 @@ def write_rows(
     rows: list[RowTraces],
     common: Common,
     out: TimelineFile,
-    executor: Executor,
+    executor: Executor | None,
     folder: Path,
     on_read: Callable[[int], None] | None = None,
+    limit_of: Callable[[EventWriter], int | None] = unlimited,
 ) -> Generator[RowOutcome, None, None]:
-    """Write rows in processes, append them in their order, and yield what came of each.
+    """Write rows, append them in their order, and yield what came of each.
 
     A row whose worker dies twice is left out and named.
 
     Args:
+        executor: Processes that write them. None: this one does.
         folder: Folder of the temporary files. None remains, whatever happens.
+        limit_of: As in `write_row`, for this process.
     """
-    files = [[Path(os.fsdecode(trace.path)) for trace in traces.traces] for traces in rows]
+    if executor is None:
+        for traces in rows:
+            with out.piece() as piece:
+                yield write_row(traces, common, piece, limit_of=limit_of, on_read=on_read)
+        return
+    files = [[trace.path for trace in traces.traces] for traces in rows]
     token = os.urandom(16)
     with _pieces(folder, len(rows), token) as paths:
         parts = [
@@ -116,28 +122,29 @@ def write_rows(
                 axis=common.axis,
                 cut=common.cut,
                 files=common.files,
+                pids=common.tracks.pids,
                 tracks=common.tracks.known(traces.row),
-                to=os.fsencode(path),
+                to=path,
                 token=token,
             )
             for traces, path in zip(rows, paths, strict=True)
         ]
         places = {traces.row.pid: path for traces, path in zip(rows, paths, strict=True)}
         keep = partial(_with_piece, places)
-        with closing(results(executor, write_part, parts, files, keep, _without_file)) as written:
+        elsewhere = partial(msgspec.structs.replace, to=None)  # where the file of the piece is not
+        with closing(results(executor, write_part, parts, files, keep, elsewhere)) as written:
             for traces, path, result in zip(rows, paths, written, strict=True):
                 if isinstance(result, Lost):
-                    yield _lost(traces, result)
+                    what = f"left out: twice, {result.why}"
+                    yield RowOutcome(problems=[FileProblem(file=t.name, what=what) for t in traces.traces])
                 else:
                     out.append(path, keep(result).text)
-                    yield _adopted(traces, common, result)
+                    traces.row.shown, traces.row.shift_ns = result.shown, result.shift_ns
+                    common.tracks.adopt(traces.row, result.tracks)
+                    yield result.outcome
                 path.unlink(missing_ok=True)
                 if on_read is not None:
                     on_read(sum(size_of(trace.path, executor) for trace in traces.traces))
-
-
-def _without_file(part: RowPart) -> RowPart:
-    return msgspec.structs.replace(part, to=None)
 
 
 def _with_piece(places: Mapping[int, Path], row: WrittenRow) -> WrittenRow:
@@ -153,24 +160,6 @@ def _with_piece(places: Mapping[int, Path], row: WrittenRow) -> WrittenRow:
 def _create(path: Path, content: bytes) -> None:
     with full_disk_names(path), open(path, "xb", opener=private) as file:
         file.write(content)
-
-
-def _adopted(traces: RowTraces, common: Common, part: WrittenRow) -> RowOutcome:
-    row, outcome = traces.row, RowOutcome()
-    row.shown, row.shift_ns = part.shown, part.shift_ns
-    common.tracks.adopt(row, part.tracks)
-    outcome.files += part.files
-    outcome.problems += part.problems
-    outcome.left_out += part.left_out
-    return outcome
-
-
-def _lost(traces: RowTraces, lost: Lost) -> RowOutcome:
-    outcome = RowOutcome()
-    outcome.problems += [
-        FileProblem(file=trace.name, what=f"left out: twice, {lost.why}") for trace in traces.traces
-    ]
-    return outcome
 
 
 @contextmanager

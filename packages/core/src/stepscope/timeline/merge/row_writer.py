@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import msgspec
 
 from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.merged import MergedFile
 from stepscope.timeline.merge.rewrite import Rewriter, Text
 from stepscope.timeline.merge.time_mapping import Cut, Place
-from stepscope.timeline.merge.tracks import Tracks, row_metadata
+from stepscope.timeline.merge.tracks import Event, Tracks, row_metadata
+from stepscope.timeline.merge.write import EventWriter
 from stepscope.timeline.model import FileProblem
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace
 from stepscope.timeline.step.rows import Axis, Row
 
+if TYPE_CHECKING:
+    from stepscope.timeline.merge.reader_events import Drawing
 
-class Objects(Protocol):
-    """Destination of events that are not JSON yet."""
-
-    def objects(self, events: list[dict[str, object]]) -> None: ...
-
-
-class Output(Objects, Protocol):
-    """Destination of events."""
-
-    @property
-    def written(self) -> int: ...
-    def events(self, text: bytes | memoryview) -> None: ...
-    def flush(self) -> int: ...
+Write: TypeAlias = Callable[[list[Event]], None]
+"""Writes events that are not JSON yet."""
 
 
 class RowTrace(NamedTuple):
     """A Chrome trace of a row."""
 
-    path: bytes
-    """The system's bytes, which may be no UTF-8."""
+    path: Path
     name: str
     """Relative to the step's folder."""
     number: int
@@ -62,13 +54,12 @@ class Common(NamedTuple):
     tracks: Tracks
 
 
-class RowOutcome:
+class RowOutcome(msgspec.Struct):
     """Results of writing traces: their counts, their problems, and what the selection left out."""
 
-    def __init__(self) -> None:
-        self.files: list[MergedFile] = []
-        self.problems: list[FileProblem] = []
-        self.left_out: list[str] = []
+    files: list[MergedFile] = []
+    problems: list[FileProblem] = []
+    left_out: list[str] = []
 
     def add(self, other: RowOutcome) -> None:
         self.files += other.files
@@ -76,12 +67,17 @@ class RowOutcome:
         self.left_out += other.left_out
 
 
+def unlimited(out: EventWriter) -> int | None:
+    """Return the limit on the size of a file that has none."""
+    return None
+
+
 def write_row(
     traces: RowTraces,
     common: Common,
-    out: Output,
+    out: EventWriter,
     *,
-    limit_of: Callable[[Output], int | None] = lambda out: None,
+    limit_of: Callable[[EventWriter], int | None] = unlimited,
     on_read: Callable[[int], None] | None = None,
 ) -> RowOutcome:
     """Write the traces of a row, in their order.
@@ -92,65 +88,60 @@ def write_row(
     """
     row, outcome = traces.row, RowOutcome()
     for trace in traces.traces:
-        file = ChromeTrace(Path(os.fsdecode(trace.path)))
+        file = ChromeTrace(trace.path)
         place = Place(row, trace.base_ns, common.axis)
         ids = FlowIds(trace.number, common.files)
         rewriter = Rewriter(row, place, ids, common.tracks, common.cut, file.notes)
-        texts = TraceTexts(trace.name, file.texts(rewriter.rewrite, on_read), rewriter, lambda: [row])
-        outcome.left_out += texts.write(out, common.tracks, limit_of(out))
+        texts = file.texts(rewriter.rewrite, on_read)
+        outcome.left_out += write_texts(
+            trace.name, texts, rewriter, lambda: [row], common.tracks, out, limit_of(out)
+        )
         outcome.files.append(MergedFile(file=trace.name, row=row.pid, events=rewriter.written))
         outcome.problems += noted(trace.name, file.notes)
     return outcome
 
 
-class Counts(Protocol):
-    """Counts of a file's events."""
+def write_texts(
+    name: str,
+    texts: Iterable[Text],
+    counts: Rewriter | Drawing,
+    rows: Callable[[], list[Row]],
+    tracks: Tracks,
+    out: EventWriter,
+    limit: int | None,
+) -> list[str]:
+    """Write the events of a file up to the limit. Return what the limit and the selected time left out.
 
-    @property
-    def written(self) -> int: ...
-    @property
-    def outside(self) -> int: ...
-
-
-class TraceTexts(NamedTuple):
-    """Events of a file, some at a time."""
-
-    name: str
-    texts: Iterable[Text]
-    counts: Counts
-    rows: Callable[[], list[Row]]
-    """Rows with an event so far."""
-
-    def write(self, out: Output, tracks: Tracks, limit: int | None) -> list[str]:
-        """Write events up to the limit. Return what the limit and the selected time left out."""
-        left_out = list[str]()
-        latest = 0
-        for text in self.texts:
-            if limit is not None and out.flush() + latest > limit:
-                left_out.append(
-                    f"{self.name}: what follows its first {self.counts.written} events, for its size"
-                )
-                break
-            if text:
-                for row in self.rows():
-                    show(row, tracks, out)
-                before = out.written
-                out.events(text)
-                latest = 0 if limit is None else out.flush() - before
-        out.objects(tracks.take() + tracks.take_unnamed())
-        if self.counts.outside:
-            left_out.append(f"{self.name}: {self.counts.outside} events outside the selected time")
-        return left_out
+    Args:
+        texts: Some events at a time.
+        counts: Counts them.
+        rows: Returns the rows with an event so far.
+    """
+    left_out = list[str]()
+    latest = 0
+    for text in texts:
+        if limit is not None and out.flush() + latest > limit:
+            left_out.append(f"{name}: what follows its first {counts.written} events, for its size")
+            break
+        if text:
+            for row in rows():
+                show(row, tracks, out.objects)
+            before = out.written
+            out.events(text)
+            latest = 0 if limit is None else out.flush() - before
+    out.objects(tracks.take() + tracks.take_unnamed())
+    if counts.outside:
+        left_out.append(f"{name}: {counts.outside} events outside the selected time")
+    return left_out
 
 
-def show(row: Row, tracks: Tracks, out: Objects) -> None:
+def show(row: Row, tracks: Tracks, write: Write) -> None:
     """Write the metadata of the row before its first event."""
     if not row.shown:
         row.shown = True
-        out.objects(list(row_metadata(row)))
-    out.objects(tracks.take())
+        write(list(row_metadata(row)))
+    write(tracks.take())
 
 
 def noted(name: str, notes: Notes) -> list[FileProblem]:
-    """Return the problems that reading a file noted."""
     return [FileProblem(file=name, what=what, events=events) for what, events in notes.counts.items()]

@@ -18,6 +18,10 @@ class Cut(NamedTuple):
     start: int | None
     end: int | None
 
+    def holds(self, first: int, last: int) -> bool:
+        """Return whether it selects a part of this time."""
+        return (self.end is None or first <= self.end) and (self.start is None or last >= self.start)
+
 
 class Place:
     """Time mapping of one file. Positions are ns since the axis' base; a `ts` is decimal text in us."""
@@ -44,8 +48,11 @@ class Place:
 
     def at(self, ts_ns: int) -> int | None:
         """Return the position of a time in ns since the file's base. None: it is no time of this step."""
-        position = ts_ns + self._shift(ts_ns)
-        return position if self._believed(position) else None
+        if self._row.shift_ns is None:
+            self._row.shift_ns = self._axis.shift_of(ts_ns + self._base_ns - self._axis.base_ns)
+        position = ts_ns + self._shift_at(ts_ns)
+        first, last = self.believed
+        return position if first <= position and (last is None or position <= last) else None
 
     def of(self, ts: str) -> tuple[int, str] | None:
         """Return (position, decimals below a ns). None: `ts` is no time of this step."""
@@ -64,15 +71,6 @@ class Place:
     def believed(self) -> tuple[int, int | None]:
         """First and last position of this step. None: any later one is."""
         return (0, None) if self._row.unaligned is not None else (self._axis.first, self._axis.last)
-
-    def _believed(self, position: int) -> bool:
-        first, last = self.believed
-        return first <= position and (last is None or position <= last)
-
-    def _shift(self, ts_ns: int) -> int:
-        if self._row.shift_ns is None:
-            self._row.shift_ns = self._axis.shift_of(ts_ns + self._base_ns - self._axis.base_ns)
-        return self._shift_at(ts_ns)
 
     def _shift_at(self, ts_ns: int) -> int:
         offset_ns = 0 if self._clock is None else offset_at(self._clock, ts_ns + self._base_ns)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from itertools import count
 from typing import TypeAlias
 
@@ -15,8 +16,6 @@ from stepscope.timeline.step.rows import Row
 Event: TypeAlias = dict[str, object]
 _OWN = "\0stepscope"
 """In the place of a file's pid: no file has this one."""
-
-
 _FURTHER = 1 << 30
 """Further pids, above all of Linux: so many, in equal shares for the rows. All are below 2^31, as Perfetto's
 own format wants."""
@@ -24,16 +23,14 @@ _OF_A_ROW = 1 << 11
 """Tids of a row, before they are another row's as well."""
 
 
-class RowTracks(msgspec.Struct, frozen=True, kw_only=True):
-    """Tracks of one row, as far as they are known: its share of the state of `Tracks`."""
+class RowTracks(msgspec.Struct):
+    """Tracks of one row, as far as they are known."""
 
-    pids: list[int]
-    """Of all rows."""
-    tids: list[tuple[str, str, int]]
-    """(pid, tid) in a file, and the tid in the timeline."""
-    labels: list[tuple[str, str]]
-    counters: list[tuple[str, int]]
-    first: str | None
+    tids: dict[str, dict[str, int]] = {}
+    """The tid in the timeline, by the pid and the tid in a file."""
+    labels: dict[str, str] = {}
+    counters: dict[str, int] = {}
+    first: str | None = None
 
 
 class Tracks:
@@ -42,53 +39,34 @@ class Tracks:
     def __init__(self, pids: Iterable[int]) -> None:
         """`pids`: of all rows."""
         self.pids = list(pids)
-        """Of the rows."""
         self._pids = set(self.pids)
-        self._tids: dict[tuple[int, str, str], int] = {}
+        self._rows: dict[int, RowTracks] = defaultdict(RowTracks)
+        """By pid."""
         self._count = Counter[int]()
         """Tracks by row. They are numbered within a row, so that no row changes the numbers of another."""
         self._taken: set[tuple[int, int]] = set()
         """(pid, tid) in the timeline of all that has a track."""
         self._unnamed: dict[tuple[int, int], str] = {}
-        self._labels: dict[tuple[int, str], str] = {}
-        self._counters: dict[tuple[int, str], int] = {}
-        self._first: dict[int, str] = {}
         self.metadata: list[Event] = []
         """Written since somebody last took them from here."""
 
-    @classmethod
-    def of(cls, row: Row, known: RowTracks) -> Tracks:
-        """Return the tracks of one row, with which `adopt` ends."""
-        tracks = cls(known.pids)
-        tracks.adopt(row, known)
-        return tracks
-
     def known(self, row: Row) -> RowTracks:
-        """Return what is known of a row's tracks, once all their metadata is written."""
-        return RowTracks(
-            pids=self.pids,
-            tids=[(pid, tid, taken) for (at, pid, tid), taken in self._tids.items() if at == row.pid],
-            labels=[(pid, label) for (at, pid), label in self._labels.items() if at == row.pid],
-            counters=[(pid, taken) for (at, pid), taken in self._counters.items() if at == row.pid],
-            first=self._first.get(row.pid),
-        )
+        """Return a copy of what is known of a row's tracks, once all their metadata is written."""
+        return deepcopy(self._rows[row.pid])
 
     def adopt(self, row: Row, known: RowTracks) -> None:
         """Take over what is known of a row's tracks."""
-        self._pids.update(taken for _, taken in known.counters)
-        self._tids.update({(row.pid, pid, tid): taken for pid, tid, taken in known.tids})
-        self._taken.update((row.pid, taken) for _, _, taken in known.tids)
-        self._count[row.pid] = len(known.tids)
-        self._labels.update({(row.pid, pid): label for pid, label in known.labels})
-        self._counters.update({(row.pid, pid): taken for pid, taken in known.counters})
-        if known.first is not None:
-            self._first[row.pid] = known.first
+        taken = [tid for tids in known.tids.values() for tid in tids.values()]
+        self._rows[row.pid] = known
+        self._pids.update(known.counters.values())
+        self._taken.update((row.pid, tid) for tid in taken)
+        self._count[row.pid] = len(taken)
 
     def own(self, row: Row, name: str, sort: int, owner: str = _OWN) -> int:
         """Return the tid of the track that `owner` (stepscope or a reader) calls by this name."""
-        known = len(self._tids)
-        tid = self._tid(row, owner, name)
-        if len(self._tids) > known:
+        tid = self._rows[row.pid].tids.get(owner, {}).get(name)
+        if tid is None:
+            tid = self._new(row, owner, name)
             self.call(row, tid, name, sort)
         return tid
 
@@ -98,11 +76,12 @@ class Tracks:
 
     def foreign(self, row: Row, pid: str, tid: str) -> int:
         """Return the tid of a thread that a file names by `pid` and `tid` (as text, without quotes)."""
-        key = (row.pid, pid, tid)
-        if key not in self._tids:
+        known = self._rows[row.pid].tids.get(pid, {}).get(tid)
+        if known is None:
             name = f"thread {tid}" if tid.lstrip("-").isdigit() else tid or "no thread"
-            self._unnamed[row.pid, self._tid(row, pid, tid)] = self.prefixed(row, pid, name)
-        return self._tids[key]
+            known = self._new(row, pid, tid)
+            self._unnamed[row.pid, known] = self.prefixed(row, pid, name)
+        return known
 
     def name_known(self, row: Row, tid: int) -> None:
         """Note that a file names this track itself."""
@@ -114,27 +93,28 @@ class Tracks:
         Returns:
             Whether it was not known.
         """
-        key = (row.pid, pid)
-        before = self._labels.get(key)
+        known = self._rows[row.pid]
+        before = known.labels.get(pid)
         if field == "labels":
-            self._labels[key] = "" if value == "CPU" else value
-        elif self._first.setdefault(row.pid, pid) != pid:
-            self._labels.setdefault(key, value)
-        return self._labels.get(key) != before
+            known.labels[pid] = "" if value == "CPU" else value
+        elif known.first is None:
+            known.first = pid
+        elif known.first != pid:
+            known.labels.setdefault(pid, value)
+        return known.labels.get(pid) != before
 
     def prefixed(self, row: Row, pid: str, name: str) -> str:
         """Return a thread's name behind the device's: the row is the whole process."""
         name = name.strip()  # Kineto's are `stream 7 `
-        label = self._labels.get((row.pid, pid), "")
+        label = self._rows[row.pid].labels.get(pid, "")
         return f"{label} {name}" if label and label not in name else name
 
     def counters(self, row: Row, pid: str) -> int:
         """Return the pid for counters of one of a file's pids: viewers know a counter by pid and name."""
-        key = (row.pid, pid)
-        if key not in self._counters:
-            first = all(taken != row.pid for taken, _ in self._counters)
-            self._counters[key] = row.pid if first else self._further(row, pid)
-        return self._counters[key]
+        known = self._rows[row.pid].counters
+        if pid not in known:
+            known[pid] = self._further(row, pid) if known else row.pid
+        return known[pid]
 
     def take(self) -> list[Event]:
         """Take the metadata that is still to be written."""
@@ -156,20 +136,18 @@ class Tracks:
         self.metadata += named("process", further, 0, f"{row.name}: {name}", row.place * 10 + 1)
         return further
 
-    def _tid(self, row: Row, pid: str, tid: str) -> int:
-        key = (row.pid, pid, tid)
-        if key not in self._tids:
-            # Its own, so that its events need no change, unless that is another's of this row. Not 0, which
-            # ROCm calls a stream: Perfetto takes that for the machine's idle thread, which gets no name.
-            own = int(tid) if tid.isascii() and tid.isdigit() and len(tid) < 10 else FIRST_TID
-            first = FIRST_TID + row.place * _OF_A_ROW + self._count[row.pid]
-            free = own if 0 < own < FIRST_TID else first
-            while (row.pid, free) in self._taken:
-                free = max(free, first - 1) + 1
-            self._taken.add((row.pid, free))
-            self._count[row.pid] += 1
-            self._tids[key] = free
-        return self._tids[key]
+    def _new(self, row: Row, pid: str, tid: str) -> int:
+        # Its own, so that its events need no change, unless that is another's of this row. Not 0, which
+        # ROCm calls a stream: Perfetto takes that for the machine's idle thread, which gets no name.
+        own = int(tid) if tid.isascii() and tid.isdigit() and len(tid) < 10 else FIRST_TID
+        first = FIRST_TID + row.place * _OF_A_ROW + self._count[row.pid]
+        free = own if 0 < own < FIRST_TID else first
+        while (row.pid, free) in self._taken:
+            free = max(free, first - 1) + 1
+        self._taken.add((row.pid, free))
+        self._count[row.pid] += 1
+        self._rows[row.pid].tids.setdefault(pid, {})[tid] = free
+        return free
 
 
 def row_metadata(row: Row) -> Iterator[Event]:

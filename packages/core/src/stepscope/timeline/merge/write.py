@@ -76,7 +76,6 @@ class EventWriter:
             self._between = b",\n"
 
     def objects(self, events: list[dict[str, object]]) -> None:
-        """Encode and write events."""
         self.events(b",\n".join(map(msgspec.json.encode, events)))
 
     def flush(self) -> int:

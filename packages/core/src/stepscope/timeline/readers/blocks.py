@@ -63,8 +63,9 @@ def read_blocks(
                 notes.file("empty")
             if first.startswith(_GZIP):
                 yield from _gunzip(first, size, read, partial(_slowly, path), notes)
-            else:
-                yield from _plain(first, read)
+            elif first:
+                yield first
+                yield from iter(read, b"")
     except OSError as error:
         notes.file(f"cannot be read: {error.strerror or error}")
 
@@ -74,13 +75,6 @@ def _read(file: BinaryIO, size: int, on_read: Callable[[int], None] | None) -> b
     if on_read is not None and data:
         on_read(len(data))
     return data
-
-
-def _plain(first: bytes, read: Callable[[], bytes]) -> Iterator[bytes]:
-    data = first
-    while data:
-        yield data
-        data = read()
 
 
 def _gunzip(

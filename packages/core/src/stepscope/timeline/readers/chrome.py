@@ -59,9 +59,9 @@ class DeviceProperties(msgspec.Struct, frozen=True):
 class TraceFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields around the events. None: the file does not contain the field."""
 
-    base_ns: int | None
-    distributed: Distributed | None
-    host: str | None
+    base_ns: int | None = None
+    distributed: Distributed | None = None
+    host: str | None = None
     devices: tuple[DeviceProperties, ...] = ()
     pid: int | None = None
     """Pid of the first event. In all known files of Kineto it is the process that wrote the file."""
@@ -74,9 +74,9 @@ class _OfProcess(msgspec.Struct):
 class ChromeTrace:
     """One file. Damage or absence raises no exception; `notes` names the parts that could not be used."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, notes: Notes | None = None) -> None:
         self.path = path
-        self.notes = Notes()
+        self.notes = notes or Notes()
 
     def fields(self) -> TraceFields:
         """Read the fields before the events, or the whole file if the base is not before them."""
@@ -169,9 +169,7 @@ class ChromeTrace:
 
 def chrome_events(path: Path, notes: Notes) -> Iterator[msgspec.Raw]:
     """Yield each event of a Chrome trace as JSON, for readers of similar formats."""
-    trace = ChromeTrace(path)
-    trace.notes = notes
-    for events in trace.texts(raw_elements):
+    for events in ChromeTrace(path, notes).texts(raw_elements):
         yield from events
 
 

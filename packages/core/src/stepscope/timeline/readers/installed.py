@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import metadata
 from typing import cast
 
+from stepscope.errors import RecordError
 from stepscope.timeline.model import FileProblem
+from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.contract import Claim, FoundFile, Reader, Track
 
 GROUP = "stepscope.readers"
@@ -17,16 +20,14 @@ _METHODS = ("claims", "open")
 
 
 class Readers:
-    """Readers in the order in which they are asked, with the problems of those that fail."""
+    """Readers in the order in which they are asked, with the problems of those that fail.
 
-    def __init__(self, readers: Iterable[Reader] = ()) -> None:
-        self._readers = list(readers)
+    Those of packages come first, by name, because they know their files better.
+    """
+
+    def __init__(self) -> None:
+        self._readers: list[Reader] = []
         self.problems: list[FileProblem] = []
-
-    @classmethod
-    def installed(cls) -> Readers:
-        """Load the readers. Those of packages come first, by name, because they know their files better."""
-        readers = cls()
         for point in _points(metadata.entry_points, tuple(map(_changed, sys.path))):
             try:
                 reader = cast(Callable[[], Reader], point.load())()
@@ -35,11 +36,10 @@ class Readers:
                     raise TypeError(f"{type(reader).__qualname__} lacks {', '.join(lacking)}")
             except Exception as error:
                 what = f"this reader ({point.value}) cannot be used: {reason(error)}"
-                readers.problems.append(FileProblem(file=f"{GROUP}: {point.name}", what=what))
+                self.problems.append(FileProblem(file=f"{GROUP}: {point.name}", what=what))
             else:
-                readers._readers.append(reader)
-        readers._readers += _own()
-        return readers
+                self._readers.append(reader)
+        self._readers += _own()
 
     def claim(self, file: FoundFile) -> tuple[Reader, Claim] | tuple[None, None]:
         """Return the reader that knows the file, and its answer."""
@@ -58,6 +58,17 @@ class Readers:
 def undeclared(track: Track) -> ValueError:
     """Return the error of a track whose process the recording does not name."""
     return ValueError(f"track {track.name!r} is of process {track.pid}, which is not in Origin.processes")
+
+
+@contextmanager
+def failure_noted(reader: Reader, notes: Notes) -> Iterator[None]:
+    """Note what a reader raises in the block, and end the block there."""
+    try:
+        yield
+    except RecordError as error:
+        notes.file(str(error))
+    except Exception as error:
+        notes.file(f"reader {reader.name!r} failed: {reason(error)}; what it gave before is used")
 
 
 def reason(error: Exception) -> str:

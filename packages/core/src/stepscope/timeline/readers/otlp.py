@@ -20,6 +20,7 @@ import msgspec
 
 from stepscope.files.storage.reading import MAX_BYTES, open_file
 from stepscope.files.values import MAX_TEXT, AttrValue, bounded
+from stepscope.timeline.record_files import RecordFile
 
 MOST_SPANS = 200_000
 """Spans taken from one file."""
@@ -86,15 +87,10 @@ class OtlpSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The type of the error that ended it; its message could quote a user."""
 
 
-class OtlpFile(msgspec.Struct):
+class OtlpFile(RecordFile):
     """Usable content of one file."""
 
-    spans: list[OtlpSpan] = []
-    problems: dict[str, int] = {}
-    """Each kind of damage, with the number of spans or lines."""
-
-    def note(self, what: str) -> None:
-        self.problems[what] = self.problems.get(what, 0) + 1
+    spans: list[OtlpSpan] = msgspec.field(default_factory=list)
 
 
 class FieldError(ValueError):
@@ -103,7 +99,7 @@ class FieldError(ValueError):
 
 def read_otlp(path: Path, wanted: Callable[[OtlpSpan], bool]) -> OtlpFile:
     """Return the wanted spans of a file. Damage is noted and ends no reading."""
-    file = OtlpFile()
+    file = OtlpFile(path)
     try:
         with open_file(path) as stream:
             for request in _requests(stream, file):

@@ -17,11 +17,9 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import WAITING
 from stepscope.files.trace_context import SpanIds, TraceContext, parse_traceparent, trace_id_of
 from stepscope.timeline.model import FileProblem, Process, ProcessClock, Span, Timeline
-from stepscope.timeline.names import names_of
 from stepscope.timeline.readers.otlp import OtlpSpan, Resource, read_otlp
-from stepscope.timeline.step.engine_requests import is_of_engine, is_request, phases, without_copies
-from stepscope.timeline.step.rows import clock_of, offset_at
-from stepscope.timeline.step.tracer_names import naming
+from stepscope.timeline.step.rows import clock_of, names_of, offset_at
+from stepscope.timeline.step.tracer_spans import is_of_engine, is_request, naming, phases, without_copies
 from stepscope.timeline.step.tree import cut_cycles
 
 _SUFFIXES = (".json", ".jsonl")

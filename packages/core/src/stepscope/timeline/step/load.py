@@ -18,15 +18,14 @@ from stepscope.files.spans import CONSUME, STEP_TOKENS, WAIT, WAITING, Open
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.uncaptured import uncaptured_near
 from stepscope.timeline.clocks.align import Aligned, Placement, Reference, align, align_owner
-from stepscope.timeline.clocks.refine import refine
+from stepscope.timeline.clocks.refine import refine, traces_by_source
+from stepscope.timeline.digests import Digests
 from stepscope.timeline.model import FileProblem, Process, Span, Timeline, Window
-from stepscope.timeline.names import names_of
-from stepscope.timeline.sources import Source, read_sources
-from stepscope.timeline.step.captures import of_the_last
+from stepscope.timeline.sources import Source, of_the_last, read_sources
 from stepscope.timeline.step.counters import counters_of
 from stepscope.timeline.step.foreign import add_foreign
-from stepscope.timeline.step.profiled import profiled_keys
-from stepscope.timeline.step.stalls import replicas_of, stalls_of
+from stepscope.timeline.step.profilers import profiled_keys, replicas_of, stalls_of
+from stepscope.timeline.step.rows import names_of
 from stepscope.timeline.step.tree import parents_of
 
 
@@ -114,7 +113,7 @@ def _assemble(
     parts = [source.part for source in sources if source.part is not None]
     profiled = profiled_keys(parts)
     processes = tuple(
-        _process(source, name, placed, opened, source.info.key in profiled)
+        process_of(source, name, placed, opened, source.info.key in profiled)
         for source, name, placed, opened in zip(sources, names, aligned, records, strict=True)
     )
     spans = _spans(sources, records, [placed.place for placed in aligned], step)
@@ -123,7 +122,7 @@ def _assemble(
         step=step,
         run_id=run_id,
         runs=runs,
-        window=_window(processes),
+        window=window_of(processes),
         processes=processes,
         spans=spans,
         counters=tuple(counters_of(sources, [placed.place for placed in aligned])),
@@ -158,9 +157,7 @@ def _align(
     """Align each source, in order. The first one is the owner unless the owner left no files."""
     owner = sources[0]
     if not owner.owner or owner.part is None:
-        (host, _), *_ = Counter(source.info.host for source in sources).most_common(1)
-        reference = Reference(host, place=None, uncertainty_ns=0, offsets=())
-        aligned = [_align_one(source, reference) for source in sources]
+        aligned, reference = align_without_owner(sources)
     else:
         placed = align_owner(owner.opened, owner.closed)
         reference = Reference(
@@ -173,7 +170,15 @@ def _align(
             jump_ns=placed.clock.drift_ns if placed.clock.jumped else 0,
         )
         aligned = [placed, *(_align_one(source, reference) for source in sources[1:])]
-    return refine(sources, aligned, reference, layout, earlier_files, digests=digests, executor=executor)
+    traces_of = partial(traces_by_source, sources, layout, earlier_files)
+    return refine(sources, aligned, reference, traces_of, Digests(layout) if digests else None, executor)
+
+
+def align_without_owner(sources: Sequence[Source]) -> tuple[list[Aligned], Reference]:
+    """Align each source with the host of most of them, and return that host's clock."""
+    ((host, _),) = Counter(source.info.host for source in sources).most_common(1)
+    reference = Reference(host, place=None, uncertainty_ns=0, offsets=())
+    return [_align_one(source, reference) for source in sources], reference
 
 
 def _align_one(source: Source, reference: Reference) -> Aligned:
@@ -188,7 +193,10 @@ def _lasted_ns(source: Source) -> int:
     return 0 if end_ns is None else max(0, end_ns - source.opened.mono_ns)
 
 
-def _process(source: Source, name: str, aligned: Aligned, records: Sequence[Open], profiled: bool) -> Process:
+def process_of(
+    source: Source, name: str, aligned: Aligned, records: Sequence[Open], profiled: bool
+) -> Process:
+    """Return a source in a timeline, with its times on the owner's clock."""
     place, file, part = aligned.place, source.file, source.part
     closed_ns = None if source.closed is None else place(source.closed.mono_ns)
     opened_ns = place(source.opened.mono_ns)
@@ -282,7 +290,8 @@ def _begun(record: Open, step: int) -> int | None:
     return None if record.link is None or record.link.step == step else record.link.step
 
 
-def _window(processes: Sequence[Process]) -> Window:
+def window_of(processes: Sequence[Process]) -> Window:
+    """Return the time of the step. The owner is the first process, unless it left no files."""
     owner = processes[0]
     aligned = [process for process in processes if process.aligned]
     last_ns = max((process.last_ns for process in aligned), default=owner.last_ns)

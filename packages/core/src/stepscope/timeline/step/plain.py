@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
@@ -25,15 +24,16 @@ from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.reading import read_all
 from stepscope.timeline.activity.recordings import ProcessContent
-from stepscope.timeline.clocks.align import Aligned, Reference, align
-from stepscope.timeline.clocks.refine import refine_by
-from stepscope.timeline.model import FileProblem, Process, Timeline, Window
-from stepscope.timeline.names import names_of
+from stepscope.timeline.clocks.align import Aligned
+from stepscope.timeline.clocks.refine import refine
+from stepscope.timeline.model import FileProblem, Timeline, Window
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace
 from stepscope.timeline.readers.contract import FoundFile, Origin
 from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.sources import Source
+from stepscope.timeline.step.load import align_without_owner, process_of, window_of
+from stepscope.timeline.step.rows import names_of
 from stepscope.timeline.step.traces import StepFiles, TraceFile
 
 _SUFFIXES = (".json", ".json.gz")
@@ -72,7 +72,7 @@ class _Trace(NamedTuple):
 
 def has_traces(path: Path) -> bool:
     """Return whether a path is, or has below it, a trace, or a recording that could be read."""
-    readers = Readers.installed()
+    readers = Readers()
     files = (FoundFile(path=file, name=file.name) for file in _below(path))
     return any(_is_trace(file) or _is_claimed(file, readers) for file in files)
 
@@ -124,7 +124,7 @@ def read_plain(
 def _found(paths: Sequence[Path], root: Path) -> StepFiles:
     """Return the traces below the paths, each with its reader, and the files that are not read."""
     files = StepFiles([], [], [], [])
-    readers = Readers.installed()
+    readers = Readers()
     for path in sorted({file.absolute() for given in paths for file in _below(given)}):
         file = FoundFile(path=path, name=path.relative_to(root).as_posix())
         reader, claim = readers.claim(file)
@@ -274,12 +274,15 @@ def _timeline(root: Path, traces: Sequence[_Trace]) -> Timeline:
     sources = [_source(group) for group in groups]
     aligned = _align(sources, groups)
     names = names_of([source.info for source in sources])
-    processes = tuple(map(_process, sources, names, aligned))
+    processes = tuple(
+        msgspec.structs.replace(process_of(source, name, placed, (), profiled=True), dropped=0)
+        for source, name, placed in zip(sources, names, aligned, strict=True)
+    )
     return Timeline(
         step=0,
         run_id=root.name,
         runs=(root.name,),
-        window=_window(processes, traces),
+        window=window_of(processes) if processes else _window(traces),
         processes=processes,
         spans=[],
         manifest=None,
@@ -314,41 +317,24 @@ def _align(sources: Sequence[Source], groups: Sequence[Sequence[_Trace]]) -> lis
     """Align by wall clocks, and hosts with each other by the collectives that both took part in."""
     if not sources:
         return []
-    ((host, _),) = Counter(source.info.host for source in sources).most_common(1)
-    reference = Reference(host, place=None, uncertainty_ns=0, offsets=())
-    aligned = [align(s.info.key, s.info.host, s.opened, s.closed, reference) for s in sources]
+    aligned, reference = align_without_owner(sources)
     paths = {
         index: [trace.file.path for trace in group if trace.file.reader is None]
         for index, group in enumerate(groups)
     }
-    return refine_by(sources, aligned, reference, lambda: paths)
+    refined = refine(sources, aligned, reference, lambda: paths)
+    return [
+        _assumed(placed) if source.info.host == _NO_HOST else placed
+        for source, placed in zip(sources, refined, strict=True)
+    ]
 
 
-def _process(source: Source, name: str, aligned: Aligned) -> Process:
-    opened_ns, closed_ns = (
-        aligned.place(source.opened.mono_ns),
-        aligned.place((source.closed or source.opened).mono_ns),
-    )
-    clock = aligned.clock
-    if source.info.host == _NO_HOST:
-        clock = msgspec.structs.replace(clock, alignment="assumed", uncertainty_ns=None, note=_ASSUMED)
-    return Process(
-        name=name,
-        info=source.info,
-        owner=False,
-        opened_ns=opened_ns,
-        closed_ns=closed_ns,
-        last_ns=closed_ns,
-        clock=clock,
-        spans=0,
-        dropped=0,
-        cost=None,
-        profiled=True,
-    )
+def _assumed(placed: Aligned) -> Aligned:
+    clock = msgspec.structs.replace(placed.clock, alignment="assumed", uncertainty_ns=None, note=_ASSUMED)
+    return placed._replace(clock=clock)
 
 
-def _window(processes: Sequence[Process], traces: Sequence[_Trace]) -> Window:
-    times = [(p.opened_ns, p.last_ns) for p in processes if p.aligned]
-    times = times or [_extent(trace.content) for trace in traces]
+def _window(traces: Sequence[_Trace]) -> Window:
+    times = [_extent(trace.content) for trace in traces]
     start_ns, end_ns = min(first for first, _ in times), max(last for _, last in times)
     return Window(start_ns=start_ns, end_ns=end_ns, opened=False, closed=False)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 import msgspec
 
@@ -17,8 +16,6 @@ from stepscope.timeline.readers.contract import FoundFile, Origin, Reader
 from stepscope.timeline.readers.installed import reason
 from stepscope.timeline.step.rows import Row, Rows
 
-_T = TypeVar("_T")
-
 
 class Recorded:
     """A file, its reader, and the rows of its tracks. A reader that raises leaves no rows and a note."""
@@ -28,43 +25,41 @@ class Recorded:
         self.reader = reader
         self.file = file
         self.notes = Notes()
-        self._role = role
+        self.role = role
         self.rows: dict[int | None, Row] = {}
         """By `Track.pid`."""
         self.wall: Callable[[int], int] | None = None
         """Function from the file's times to unix ns of its host. None: not needed, or not possible."""
-        self._origin = self._tried(self._read_origin)
+        self._origin: Origin | None = None
+        with self._failure_noted():
+            with closing(reader.open(file, Notes())) as recording:
+                origin = recording.origin
+            self._origin = origin
 
     def place(self, rows: Rows) -> None:
         """Ask for the rows of the file's processes."""
-        self._tried(lambda: self._place(rows))
+        origin, sidecar = self._origin, self.file.sidecar
+        if origin is None:
+            return
+        with self._failure_noted():
+            self.wall, unaligned = _to_wall(origin, sidecar)
+            process = _process_of(origin, sidecar, self.role)
+            key = None if sidecar is None else sidecar.process
+            main = rows.of_trace(process, key, unaligned=unaligned)
+            for pid in origin.processes:
+                other = ProcessInfo(role=self.role, rank=None, world_size=None, host=process.host, pid=pid)
+                is_main = pid in (process.pid, main.info.pid)
+                self.rows[pid] = main if is_main else rows.of_trace(other, None, unaligned=unaligned)
+            self.rows[None] = main
 
-    def _tried(self, read: Callable[[], _T]) -> _T | None:
+    @contextmanager
+    def _failure_noted(self) -> Iterator[None]:
         try:
-            return read()
+            yield
         except RecordError as error:
             self.notes.file(f"left out: {error}")
         except Exception as error:
             self.notes.file(f"left out: reader {self.reader.name!r} failed: {reason(error)}")
-        return None
-
-    def _read_origin(self) -> Origin:
-        with closing(self.reader.open(self.file, Notes())) as recording:
-            return recording.origin
-
-    def _place(self, rows: Rows) -> None:
-        origin, sidecar = self._origin, self.file.sidecar
-        if origin is None:
-            return
-        self.wall, unaligned = _to_wall(origin, sidecar)
-        process = _process_of(origin, sidecar, self._role)
-        key = None if sidecar is None else sidecar.process
-        main = rows.of_trace(process, key, unaligned=unaligned)
-        for pid in origin.processes:
-            other = ProcessInfo(role=self._role, rank=None, world_size=None, host=process.host, pid=pid)
-            is_main = pid in (process.pid, main.info.pid)
-            self.rows[pid] = main if is_main else rows.of_trace(other, None, unaligned=unaligned)
-        self.rows[None] = main
 
 
 def _process_of(origin: Origin, sidecar: Sidecar | None, role: str) -> ProcessInfo:

@@ -11,7 +11,8 @@ import msgspec
 
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.timeline.model import Process, Timeline
-from stepscope.timeline.names import names_of
+from stepscope.timeline.readers.chrome import TraceFields
+from stepscope.timeline.step.traces import TraceFile
 
 ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")
 """From top to bottom; others follow by name."""
@@ -112,6 +113,13 @@ class Rows:
         self.of_process = [self._of_process(index, axis) for index in range(len(timeline.processes))]
         self._by_key = {row.info.key: row for row in reversed(self.of_process)}
 
+    def of_chrome(self, trace: TraceFile, fields: TraceFields) -> Row:
+        key = None if trace.sidecar is None else trace.sidecar.process
+        reason = None if fields.base_ns is not None else "the trace has no baseTimeNanoseconds"
+        row = self.of_trace(trace.whose(fields), key, unaligned=reason)
+        row.seen_pid = row.seen_pid or fields.pid
+        return row
+
     def of_trace(self, info: ProcessInfo, key: str | None, *, unaligned: str | None) -> Row:
         """Return the row of a trace that `info` wrote.
 
@@ -142,7 +150,7 @@ class Rows:
             if 0 < row.wanted_pid < _PIDS and row.wanted_pid not in taken:
                 row.pid = row.wanted_pid
                 taken.add(row.pid)
-            row.name = next(aligned) if row.unaligned is None else f"{_name(row.info)} (unaligned)"
+            row.name = next(aligned) if row.unaligned is None else f"{_short_name(row.info)} (unaligned)"
         for row in rows:
             if row.pid == 0:
                 row.pid = next(free for free in count(row.wanted_pid % _PIDS or 1) if free not in taken)
@@ -177,11 +185,6 @@ def _or_first(number: int | None) -> int:
     return -1 if number is None else number
 
 
-def _name(info: ProcessInfo) -> str:
-    (name,) = names_of([info])
-    return name
-
-
 def clock_of(host: str, processes: Sequence[Process]) -> Process | None:
     """Return the aligned process on `host` with the smallest uncertainty, which is known."""
     aligned = [
@@ -206,3 +209,21 @@ def offset_at(process: Process, wall_ns: int) -> int:
 def steady(process: Process) -> bool:
     """Return whether that lead is one number all the time."""
     return process.closed_ns is None or process.clock.offset_ns == process.clock.closing_offset_ns
+
+
+def names_of(infos: Sequence[ProcessInfo]) -> list[str]:
+    """Return a short, unique name for each process: `actor 0`, `rollout replica 1`, or with pid and host."""
+    names = [_short_name(info) for info in infos]
+    for longer in (" pid {0.pid}", " on {0.host}", " #{1}"):
+        count = Counter(names)
+        names = [
+            name if count[name] == 1 else name + longer.format(info, number)
+            for number, (name, info) in enumerate(zip(names, infos, strict=True))
+        ]
+    return names
+
+
+def _short_name(info: ProcessInfo) -> str:
+    if info.rank is not None:
+        return f"{info.role} {info.rank}"
+    return info.role if info.replica is None else f"{info.role} replica {info.replica}"

@@ -75,7 +75,6 @@ class StepFiles(NamedTuple):
 def find_traces(
     layout: StepLayout,
     run_id: str | None,
-    readers: Readers,
     without: Collection[str] = (),
     elsewhere: Collection[Path] = (),
 ) -> StepFiles:
@@ -85,13 +84,12 @@ def find_traces(
         without: Files and folders to leave out, relative to the step's folder.
         elsewhere: Absolute paths of traces that other machines have.
     """
-    files = StepFiles([], [], [], [])
+    files, readers = StepFiles([], [], [], []), Readers()
     described = [path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)) for path in layout.sidecars()]
     sidecars = {path: _read(sidecar_of(path)) for path in described}
     for path in sorted({*_files(layout), *(path for path in described if not path.is_dir())}):
-        if without and any(
-            parent.relative_to(layout.root).as_posix() in without for parent in _upwards(path, layout)
-        ):
+        inside = path.relative_to(layout.root).as_posix()
+        if any(inside == left_out or inside.startswith(f"{left_out}/") for left_out in without):
             continue
         sidecar = _speaks_for(path, sidecars, layout)
         if isinstance(sidecar, str):
@@ -110,14 +108,9 @@ def _name(path: Path, layout: StepLayout) -> str:
     return os.fsencode(path.relative_to(layout.root).as_posix()).decode(errors="replace")
 
 
-def _upwards(path: Path, layout: StepLayout) -> list[Path]:
-    """Return the file and its parent folders below the step's folder."""
-    return [path, *(folder for folder in path.parents if layout.root in folder.parents)]
-
-
 def trace_bytes(layout: StepLayout) -> int:
     """Return the bytes of traces that a merge will read."""
-    files = find_traces(layout, None, Readers.installed())
+    files = find_traces(layout, None)
     return sum(trace.path.stat().st_size for trace in files.traces)
 
 
@@ -148,19 +141,20 @@ def _take(
 ) -> None:
     name = _name(path, layout)
     sidecar = described if isinstance(described, Sidecar) else None
+    file = FoundFile(path=path, name=name, sidecar=sidecar)
     if not path.is_file():
         files.problems.append(FileProblem(file=name, what="missing: only its sidecar exists"))
         return
-    if sidecar is not None and sidecar.artifact.kind == MERGED:
+    if file.kind == MERGED:
         files.unread.append(f"{name}: an engine merged it out of the traces beside it")
         return
-    if sidecar is not None and sidecar.artifact.kind in (SUMMARY, OOM_SUMMARY):
+    if file.kind in (SUMMARY, OOM_SUMMARY):
         files.summaries.append(TraceFile(path, name, sidecar))
         return
-    if sidecar is not None and sidecar.artifact.kind in _SNAPSHOTS:
+    if file.kind in _SNAPSHOTS:
         files.unread.append(f"{name}: for pytorch.org/memory_viz; the report reads the summary beside it")
         return
-    reader, claim = readers.claim(FoundFile(path=path, name=name, sidecar=sidecar))
+    reader, claim = readers.claim(file)
     if claim is not None and not claim.read:
         if claim.why is not None:
             files.unread.append(f"{name}: {claim.why}")
@@ -169,8 +163,7 @@ def _take(
             files.problems.append(FileProblem(file=name, what=_NO_SIDECAR))
         files.traces.append(TraceFile(path, name, sidecar, reader))
     elif described is not None:
-        kind = path.suffix if sidecar is None else sidecar.artifact.kind
-        files.unread.append(f"{name}: nothing here reads {kind}")
+        files.unread.append(f"{name}: nothing here reads {file.kind or path.suffix}")
 
 
 def _take_elsewhere(

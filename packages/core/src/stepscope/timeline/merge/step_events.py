@@ -1,7 +1,11 @@
-"""Spans as events of a merged timeline: on tracks above the profilers', with arrows between."""
+"""Spans and counters as events of a merged timeline.
+
+Spans are on tracks above the profilers', with arrows between. Each counter is a track in its process' row.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -10,10 +14,10 @@ from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.lanes import Interval, pack
 from stepscope.timeline.merge.time_mapping import Cut
 from stepscope.timeline.merge.tracks import Event, Tracks, microseconds
-from stepscope.timeline.model import Span, Timeline
+from stepscope.timeline.model import Counter, Span, Timeline
 from stepscope.timeline.selection import Selection
-from stepscope.timeline.step.requests import requests
 from stepscope.timeline.step.rows import Axis, Row, Rows
+from stepscope.timeline.step.tree import requests
 
 _TOP = -1_000_000
 """Sort index of a row's first track of spans: above threads, whose index is their tid."""
@@ -22,7 +26,7 @@ STALL = "profiler: engine writes its trace"
 
 
 class Drawn:
-    """The spans of one timeline that are selected."""
+    """The spans and counters of one timeline that are selected."""
 
     def __init__(self, timeline: Timeline, rows: Rows, axis: Axis, selection: Selection, cut: Cut) -> None:
         self._timeline = timeline
@@ -31,9 +35,12 @@ class Drawn:
         self._selection = selection
         self._cut = cut
         self._tids: dict[int, int] = {}
-        self._spans_of: dict[int, list[int]] = {}
+        self._spans_of = defaultdict[int | None, list[int]](list)
         for index, span in enumerate(timeline.spans):
-            self._spans_of.setdefault(span.process, []).append(index)
+            self._spans_of[span.process].append(index)
+        self._counters_of = defaultdict[int | None, list[Counter]](list)
+        for counter in timeline.counters:
+            self._counters_of[counter.process].append(counter)
         self._stalled: set[int] = set()
         """Replicas whose stalls are drawn: each in its first row."""
         self.outside = 0
@@ -41,9 +48,7 @@ class Drawn:
 
     def of(self, row: Row, tracks: Tracks) -> Iterator[Event]:
         """Yield a row's spans. Draw the rows from top to bottom."""
-        if row.process is None:
-            return
-        chosen = [index for index in self._spans_of.get(row.process, ()) if self._chosen(index, row)]
+        chosen = [index for index in self._spans_of[row.process] if self._chosen(index, row)]
         for group, members in self._groups(chosen).items():
             lanes = pack(self._intervals(members))
             tids = _tracks(row, group, lanes, tracks)
@@ -71,7 +76,7 @@ class Drawn:
         replica = row.info.replica
         if replica is None or replica in self._stalled or row.unaligned is not None:
             return
-        if not (self._selection.rank(row.info.rank) and self._selection.role(row.info.role)):
+        if not self._is_wanted(row):
             return
         self._stalled.add(replica)
         for stall in self._timeline.stalls:
@@ -82,6 +87,20 @@ class Drawn:
                     "tid": tracks.own(row, "engine's profiler", _TOP // 2 - 2), "ts": microseconds(start),
                     "dur": microseconds(end - start), "args": {"role": row.info.role, "replica": replica},
                 }  # fmt: skip
+
+    def counters(self, row: Row) -> Iterator[Event]:
+        """Yield the values of a row's counters. A value that stays the same is one event."""
+        for counter in self._counters_of[row.process] if self._is_wanted(row) else ():
+            name, last = _name(counter), None
+            for at_ns, value in _points(counter):
+                position = at_ns + (row.shift_ns or 0) - self._axis.base_ns
+                # Below 0: of a clock that is far off. Viewers drop it.
+                if value != last and position >= 0 and self._cut.holds(position, position):
+                    last = value
+                    yield {
+                        "ph": "C", "cat": "stepscope", "name": name, "pid": row.pid, "tid": 0,
+                        "ts": microseconds(position), "args": {"value": value},
+                    }  # fmt: skip
 
     def arrows(self, ids: FlowIds) -> Iterator[Event]:
         """Yield arrows from spans to those that they caused in other processes. Call it after all rows."""
@@ -104,18 +123,17 @@ class Drawn:
         return one is not other and one.unaligned is None and other.unaligned is None
 
     def _chosen(self, index: int, row: Row) -> bool:
-        span = self._timeline.spans[index]
-        if not (self._selection.rank(row.info.rank) and self._selection.role(row.info.role, span.role)):
-            return False
-        return self._is_inside(*self._positions(index))
+        wanted = self._is_wanted(row, self._timeline.spans[index].role)
+        return wanted and self._is_inside(*self._positions(index))
+
+    def _is_wanted(self, row: Row, *roles: str) -> bool:
+        return self._selection.rank(row.info.rank) and self._selection.role(row.info.role, *roles)
 
     def _is_inside(self, start: int, end: int) -> bool:
         """Return whether this is in the selected time, and count it if not."""
-        cut = self._cut
-        if (cut.end is not None and start > cut.end) or (cut.start is not None and end < cut.start):
-            self.outside += 1
-            return False
-        return True
+        inside = self._cut.holds(start, end)
+        self.outside += not inside
+        return inside
 
     def _groups(self, chosen: Sequence[int]) -> dict[str, list[int]]:
         """Return the spans that share tracks: each thread's, but all of a process' trajectories together."""
@@ -187,3 +205,22 @@ def _args(span: Span, step: int) -> Event:
 
 def _plain(value: object) -> object:
     return str(value) if isinstance(value, float) and not msgspec.json.encode(value)[:1].isdigit() else value
+
+
+def _name(counter: Counter) -> str:
+    """Return `GPU 3: GPU power [W]`, `process memory [B]`."""
+    unit = f" [{counter.unit}]" if counter.unit else ""
+    return f"{counter.of}: {counter.name}{unit}" if counter.of else f"{counter.name}{unit}"
+
+
+def _points(counter: Counter) -> Iterator[tuple[int, float]]:
+    """Yield (time from which a value holds, value).
+
+    A value of an interval holds from the sample before it; the first has none. A total is drawn from 0.
+    """
+    times, values = counter.times_ns, counter.values
+    if counter.kind == "interval":
+        yield from zip(times[:-1], values[1:], strict=True)
+        return
+    first = values[0] if counter.kind == "total" else 0
+    yield from zip(times, (value - first for value in values), strict=True)

@@ -1,14 +1,20 @@
-"""Spans of inference engines in OpenTelemetry: vLLM's `llm_request`, SGLang's `Req` and those below it."""
+"""Spans of other tracers under the names of stepscope.
+
+Of inference engines, these are vLLM's `llm_request`, and SGLang's `Req` with those below it. Of agents'
+tracers, those of OpenInference and of the `gen_ai` conventions. The tables hold what the recordings in
+`tests/recorded_otel` have. Any other span keeps its name, and has its process' role.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from stepscope.files.spans import WAITING
 from stepscope.files.trace_context import TraceContext
-from stepscope.files.values import AttrValue
+from stepscope.files.values import AttrValue, bounded
 from stepscope.timeline.model import Span
 from stepscope.timeline.readers.otlp import OtlpSpan
 
@@ -48,6 +54,20 @@ _FACTS = {
     "llm.token_count.prompt_details.cache_read": "cached_tokens",
 }
 """Attributes, and their names in stepscope (`record_request`)."""
+_GENERATE, _TOOL, _AGENT = "generate", "tool", "agent"
+_KINDS = {
+    "openinference.span.kind": {"LLM": _GENERATE, "TOOL": _TOOL, "AGENT": _AGENT},
+    "gen_ai.operation.name": {
+        "chat": _GENERATE,
+        "generate_content": _GENERATE,
+        "text_completion": _GENERATE,
+        "execute_tool": _TOOL,
+        "invoke_agent": _AGENT,
+    },
+}
+"""Attribute -> its value -> the kind of work."""
+_ROLES = {_GENERATE: "rollout", _TOOL: "env", _AGENT: "agent_loop"}
+_TOOL_NAMES = ("gen_ai.tool.name", "tool.name")
 
 
 def is_request(span: OtlpSpan) -> bool:
@@ -56,11 +76,10 @@ def is_request(span: OtlpSpan) -> bool:
 
 
 def is_of_engine(span: OtlpSpan) -> bool:
-    """Return whether an inference engine made the span."""
     return span.scope == _SGLANG or is_request(span)
 
 
-def engine_stage(span: OtlpSpan) -> str | None:
+def _engine_stage(span: OtlpSpan) -> str | None:
     """Return the stage of a span that an engine made; None for any other."""
     if is_request(span):
         return "request"
@@ -96,7 +115,7 @@ def without_copies(spans: Sequence[OtlpSpan]) -> list[OtlpSpan]:
     return [span for span in spans if span.scope != _SGLANG or not is_copy(span)]
 
 
-def with_our_names(attrs: Mapping[str, AttrValue]) -> dict[str, AttrValue]:
+def _with_our_names(attrs: Mapping[str, AttrValue]) -> dict[str, AttrValue]:
     """Return the attributes of a request, with the names of stepscope where there are any."""
     named: dict[str, AttrValue] = {}
     for name, value in attrs.items():
@@ -139,3 +158,38 @@ def _until_ns(attrs: Mapping[str, AttrValue], dur_ns: int) -> int:
     """Return the time from the arrival to the last token, or to the end of the span if it is not stated."""
     seconds = attrs.get(f"{_LATENCY}e2e")
     return min(round(seconds * 1e9), dur_ns) if isinstance(seconds, float) and 0 < seconds < 1e6 else dur_ns
+
+
+class Naming(NamedTuple):
+    """The role, the stage and the attributes of a span in a step's timeline."""
+
+    role: str | None
+    """None: that of its process."""
+    stage: str
+    attrs: dict[str, AttrValue]
+
+
+def naming(span: OtlpSpan, *, alone: bool) -> Naming:
+    """Return what stepscope calls a span.
+
+    Args:
+        alone: No engine's own request is known, so that tokens are counted where an agent asks for them.
+    """
+    stage = _engine_stage(span)
+    if stage is not None:
+        return Naming(None, stage, _with_our_names(span.attrs))
+    kind = _kind(span.attrs)
+    if kind == _GENERATE:
+        return Naming(_ROLES[kind], kind, _with_our_names(span.attrs) if alone else span.attrs)
+    stage = _tool(span.attrs) if kind == _TOOL else None
+    return Naming(_ROLES.get(kind or ""), stage or span.name, span.attrs)
+
+
+def _kind(attrs: Mapping[str, AttrValue]) -> str | None:
+    kinds = (table.get(str(attrs.get(name))) for name, table in _KINDS.items())
+    return next(filter(None, kinds), None)
+
+
+def _tool(attrs: Mapping[str, AttrValue]) -> str | None:
+    names = (attrs.get(name) for name in _TOOL_NAMES)
+    return next((bounded(name) for name in names if isinstance(name, str) and name), None)

@@ -1,0 +1,152 @@
+"""Files of spans and of counters, one JSON object a line, as killed processes and full disks leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import isfinite
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from stepscope.files import counters as counter_lines
+from stepscope.files import spans as span_lines
+from stepscope.files.storage.reading import lines_of, open_file
+
+_R = TypeVar("_R")
+_span_line = msgspec.json.Decoder(span_lines.Line).decode
+_counter_line = msgspec.json.Decoder(counter_lines.Line).decode
+_FARTHEST_NS = 1 << 62
+"""Times beyond 146 years (of uptime, or since 1970) are garbage."""
+
+
+class RecordFile(msgspec.Struct):
+    """Usable content of one file."""
+
+    path: Path
+    problems: dict[str, int | None] = {}
+    """Unusable parts, with the number of lines (None: the file)."""
+
+    def note(self, problem: str, lines: int | None = 1) -> None:
+        """Count lines that have a problem."""
+        before = self.problems.get(problem)
+        self.problems[problem] = lines if before is None or lines is None else before + lines
+
+    def records(self, decode: Callable[[bytes], _R], on_read: Callable[[int], None] | None) -> Iterator[_R]:
+        """Yield the records, and note the lines that hold none. Damage or absence raises no exception.
+
+        Args:
+            on_read: Called with the number of bytes of each read.
+        """
+        try:
+            with open_file(self.path) as stream:
+                for line, whole in lines_of(stream):
+                    if on_read is not None:
+                        on_read(len(line))
+                    try:
+                        record = decode(line)
+                    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                        cut = "last line cut off: its writer was killed, or the disk full"
+                        self.note("lines that are no record" if whole else cut)
+                    else:
+                        yield record
+        except OSError as error:
+            self.note(f"cannot be read: {error.strerror or error}", lines=None)
+
+
+class SpanFile(RecordFile):
+    """Usable content of one file of spans."""
+
+    header: span_lines.Header | None = None
+    end: span_lines.End | None = None
+    spans: dict[int, span_lines.Open] = msgspec.field(default_factory=dict)
+    """Records by id: a `Span`, or an `Open` without an end."""
+    latest_ns: int | None = None
+    """The latest monotonic time in the file."""
+
+
+class CounterFile(RecordFile):
+    """Usable content of one file of counters."""
+
+    header: counter_lines.Header | None = None
+    end: counter_lines.End | None = None
+    series: dict[int, counter_lines.Series] = msgspec.field(default_factory=dict)
+    """By number."""
+    samples: list[counter_lines.Sample] = msgspec.field(default_factory=list)
+    """In the order of their times."""
+
+
+def read_spans(path: Path, on_read: Callable[[int], None] | None = None) -> SpanFile:
+    """Return the records of a file of spans. Damage or absence raises no exception."""
+    file = SpanFile(path)
+    for record in file.records(_span_line, on_read):
+        _take(file, record)
+    if file.header is None:
+        something = file.spans or file.end or file.problems
+        file.note("no header" if something else "empty", lines=None)
+    finished = sum(isinstance(span, span_lines.Span) for span in file.spans.values())
+    if file.end is not None and finished < file.end.spans:
+        file.note(f"spans lost: its end counts {file.end.spans}", lines=file.end.spans - finished)
+    return file
+
+
+def _take(file: SpanFile, record: span_lines.Line) -> None:
+    if isinstance(record, span_lines.Open):
+        _take_span(file, record)
+    elif not (_possible(record.anchor.mono_ns) and _possible(record.anchor.wall_ns)):
+        file.note("clock readings that are impossible")
+    elif isinstance(record, span_lines.End):
+        file.end = record
+        _seen(file, record.anchor.mono_ns)
+    elif file.header is None:
+        file.header = record
+    else:
+        file.note("further headers")
+
+
+def _take_span(file: SpanFile, record: span_lines.Open) -> None:
+    dur_ns = record.dur_ns if isinstance(record, span_lines.Span) else 0
+    if not (_possible(dur_ns) and _possible(record.start_ns)):
+        file.note("spans with impossible times")
+        return
+    if isinstance(file.spans.get(record.span), span_lines.Span):
+        if isinstance(record, span_lines.Span):
+            file.note("spans whose number another one has")
+        return
+    file.spans[record.span] = record
+    _seen(file, record.start_ns + dur_ns)
+
+
+def _possible(time_ns: int) -> bool:
+    return 0 <= time_ns < _FARTHEST_NS
+
+
+def _seen(file: SpanFile, mono_ns: int) -> None:
+    file.latest_ns = mono_ns if file.latest_ns is None else max(file.latest_ns, mono_ns)
+
+
+def read_counters(path: Path, on_read: Callable[[int], None] | None = None) -> CounterFile:
+    """Return the records of a file of counters. Damage or absence raises no exception."""
+    file = CounterFile(path)
+    for record in file.records(_counter_line, on_read):
+        match record:
+            case counter_lines.Sample():
+                if _possible(record.at_ns) and all(map(isfinite, record.values.values())):
+                    file.samples.append(record)
+                else:
+                    file.note("samples that are impossible")
+            case counter_lines.Series():
+                file.series.setdefault(record.series, record)
+            case counter_lines.End():
+                file.end = record
+            case counter_lines.Header() if file.header is None:
+                file.header = record
+            case _:
+                file.note("further headers")
+    file.samples.sort(key=lambda sample: sample.at_ns)
+    if file.header is None:
+        file.note("no header" if file.samples or file.problems else "empty", lines=None)
+    if file.end is not None and len(file.samples) < file.end.samples:
+        lost = file.end.samples - len(file.samples)
+        file.note(f"samples lost: its end counts {file.end.samples}", lines=lost)
+    return file
