@@ -39,3 +39,19 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
                 msgspec.structs.force_setattr(self, field, _shown(text))
         if self.state == "red" and not self.fix:
             raise ValueError(f"the red row {self.subject!r} needs a fix")
+
+
+def green(subject: str, found: str) -> Row:
+    return Row(subject=subject, state="green", found=found)
+
+
+def amber(subject: str, found: str, fix: str) -> Row:
+    return Row(subject=subject, state="amber", found=found, fix=fix)
+
+
+def red(subject: str, found: str, fix: str) -> Row:
+    return Row(subject=subject, state="red", found=found, fix=fix)
+
+
+def absent(subject: str, found: str) -> Row:
+    return Row(subject=subject, state="absent", found=found)
