@@ -9,7 +9,7 @@ import asyncio
 from types import SimpleNamespace
 
 from stepscope_vllm._driving.engine_calls import EngineCalls
-from stepscope_vllm._driving.frontend import FrontendProfiler
+from stepscope_vllm._driving.in_process import FrontendProfiler
 
 
 class Frontend:

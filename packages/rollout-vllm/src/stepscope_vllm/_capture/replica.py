@@ -5,8 +5,7 @@ from __future__ import annotations
 from stepscope.engines import EngineCapture, EngineProfilerBase
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
-from stepscope_vllm._capture.desk import Desk
-from stepscope_vllm._capture.session import Session
+from stepscope_vllm._capture.session import Desk, Session
 from stepscope_vllm._driving import work_loop
 from stepscope_vllm._driving.target import Target
 
@@ -24,7 +23,7 @@ class ReplicaProfiler(EngineProfilerBase):
         if session is None:
             return []
         artifacts = await work_loop.result_of(session.end())
-        self._ignored = session.ignored
+        self._ignored = session.recording.ignored
         return artifacts
 
     async def _begin(self, target: Target, capture: EngineCapture, ignored: dict[str, str]) -> None:

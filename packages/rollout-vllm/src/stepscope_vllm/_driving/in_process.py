@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from stepscope.engines.artifacts import Option
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
 from stepscope_vllm._driving import ascend_profiler, built_settings, facts, remote_disks
-from stepscope_vllm._driving.engine_calls import TAKEN, EngineCalls
-from stepscope_vllm._driving.frontend import FrontendProfiler
+from stepscope_vllm._driving.engine_calls import TAKEN, EngineCalls, described
 from stepscope_vllm._driving.target import Started
 from stepscope_vllm._engine_side import extension
 from stepscope_vllm._files.ranks import Layout
@@ -22,6 +22,8 @@ from stepscope_vllm._versions import Dialect
 
 _FRONTEND_STARTS_S = 0.5
 """For the AsyncLLM's own profiler, whose start may be under way on a thread."""
+_FRONTEND_STOPS_S = 60.0
+"""For its trace; an event loop that has ended would never write it."""
 
 
 class InProcessTarget:
@@ -208,3 +210,42 @@ def options_of(capture: EngineCapture, settings: Mapping[str, object]) -> dict[s
         "profile_memory": capture.profile_memory,
         "with_flops": bool(capture.extra.get(flops, settings.get(flops, False))),
     }
+
+
+class FrontendProfiler:
+    """Profiler of one AsyncLLM's process. An LLM has none."""
+
+    def __init__(self, calls: EngineCalls) -> None:
+        self._calls = calls
+
+    def records(self) -> bool | None:
+        """Return whether it records; None where the engine has no such profiler."""
+        engine = self._calls.engine
+        profiler = getattr(engine, "profiler", None) if self._calls.asynchronous else None
+        if profiler is None:
+            return None
+        # A wrapper around a torch.profiler.profile around torch's own, or from the second on.
+        while profiler is not None and not hasattr(profiler, "kineto_results"):
+            profiler = getattr(profiler, "profiler", None)
+        return profiler is not None and bool(profiler.entered) and profiler.kineto_results is None
+
+    async def stop(self) -> str | None:
+        """Stop it if it records, also when the engine is dead.
+
+        A process that leaves it running ends in a segmentation fault at its exit. So does one in which a
+        torch.profiler is stopped on another thread than it was started on; vLLM starts this one on a thread
+        of its event loop.
+
+        Returns:
+            The reason if that failed. The other traces of the capture are still usable then.
+        """
+        if not self.records():
+            return None
+        try:
+            work = self._calls.run(partial(asyncio.to_thread, self._calls.engine.profiler.stop))
+            await asyncio.wait_for(work, _FRONTEND_STOPS_S)
+        except asyncio.TimeoutError:
+            return f"the AsyncLLM's own profiler did not stop within {_FRONTEND_STOPS_S:g} s: its trace is missing"
+        except Exception as error:
+            return f"the AsyncLLM's own profiler did not stop, so its trace is missing: {described(error)}"
+        return None

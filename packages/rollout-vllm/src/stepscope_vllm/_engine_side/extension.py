@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from stepscope_vllm._engine_side.trace_writer import drop, probe, writer
-from stepscope_vllm._engine_side.undo import Undo
 
 Spec = dict[str, Any]
 """Values that travel to a worker. They are plain, because vLLM packs them with msgpack.
@@ -242,3 +241,32 @@ def _activities(wanted: list[str]) -> list[Any]:
 
     named = [getattr(ProfilerActivity, name.upper(), None) for name in wanted]
     return [kind for kind in named if kind in supported_activities()]  # type: ignore[no-untyped-call]  # torch
+
+
+class Undo:
+    """Attributes of vLLM's objects that were changed for a capture, with their earlier values."""
+
+    def __init__(self) -> None:
+        self._was: list[tuple[Any, str, Any]] = []
+        self._shadows: list[tuple[Any, str]] = []
+
+    def set(self, target: Any, name: str, value: Any, *, back_only: bool = False) -> None:
+        """Set an attribute until `run`.
+
+        Args:
+            back_only: Leave it for now, and set it to `value` in `run`.
+        """
+        self._was.append((target, name, value if back_only else getattr(target, name, None)))
+        if not back_only:
+            setattr(target, name, value)
+
+    def shadow(self, target: Any, name: str, method: Callable[..., Any]) -> None:
+        """Put a method before that of the object's class."""
+        setattr(target, name, method)
+        self._shadows.append((target, name))
+
+    def run(self) -> None:
+        for target, name in self._shadows:
+            vars(target).pop(name, None)
+        for target, name, value in reversed(self._was):
+            setattr(target, name, value)
