@@ -28,7 +28,7 @@ def owe(session: Session) -> None:
 
 def owed_by(engine: object) -> list[Session]:
     """Return the kept sessions of an engine, in the order in which they ended."""
-    return [session for session in tuple(_owed) if session.engine == engine]
+    return [session for session in tuple(_owed) if session.target.engine == engine]
 
 
 def hand_in_late() -> None:
@@ -39,4 +39,5 @@ def hand_in_late() -> None:
                 if not session.hand_in():
                     _owed.remove(session)
             except Exception as error:  # the next capture tries again
-                log.warning("stepscope: could not publish late files of step %d: %s", session.step, error)
+                step = session.recording.capture.step
+                log.warning("stepscope: could not publish late files of step %d: %s", step, error)
