@@ -18,12 +18,12 @@ CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 def _be_quiet(wanted: bool) -> None:
     if wanted:
-        screen.set_loudness(screen.Loudness.QUIET)
+        screen.be_quiet()
 
 
 def _be_verbose(wanted: bool) -> None:
     if wanted:
-        screen.set_loudness(screen.Loudness.VERBOSE)
+        screen.be_verbose()
 
 
 _options = typer.Typer(add_completion=False)

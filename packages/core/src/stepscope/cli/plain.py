@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 from rich.text import Text
@@ -28,16 +28,9 @@ def is_plain(paths: Sequence[Path]) -> bool:
     return not is_ours(path) and has_traces(path)
 
 
-class Form(Enum):
-    """The form in which a report is printed."""
-
-    TABLES = auto()
-    JSON = auto()
-    BRIEF = auto()
-    BRIEF_MARKDOWN = auto()
-
-
-def report_plain(paths: Sequence[Path], form: Form, output: Path | None, jobs: int | None = None) -> None:
+def report_plain(
+    paths: Sequence[Path], output: Path | None, jobs: int | None, *, json: bool, brief: bool, markdown: bool
+) -> NoReturn:
     """Print the report of traces, write its page to `output` if it is named, and exit.
 
     Raises:
@@ -50,12 +43,10 @@ def report_plain(paths: Sequence[Path], form: Form, output: Path | None, jobs: i
     with screen.progress("reading traces", total) as done, workers(jobs, total) as executor:
         step = read_plain(paths, done, executor)
     report = Plain(step)
-    if form is Form.JSON:
+    if json:
         screen.show_json(report.to_json())
-    elif form is Form.BRIEF:
-        screen.show_unwrapped(brief_text(report.brief(paths)))
-    elif form is Form.BRIEF_MARKDOWN:
-        screen.show_unwrapped(brief_markdown(report.brief(paths)))
+    elif brief:
+        screen.show_unwrapped((brief_markdown if markdown else brief_text)(report.brief(paths)))
     else:
         screen.show(Text("\n".join(map(plain, report.head())), style="bold"), *map(draw, report.blocks()))
     if output is not None:

@@ -15,7 +15,7 @@ from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import STEPS_HELP, find_run, find_steps, is_step
 from stepscope.cli.grouped import report_groups
 from stepscope.cli.pages import Pages
-from stepscope.cli.plain import Form, is_plain, report_plain
+from stepscope.cli.plain import is_plain, report_plain
 from stepscope.cli.reading.readers import RayAddress, absolute, readers
 from stepscope.demo.sample import unpack_sample
 from stepscope.errors import RecordError
@@ -127,11 +127,9 @@ def report(
     if by and (brief or html or short or ray):
         raise typer.BadParameter("--by goes without --brief, --html, --short and --ray")
     if paths and not sample and is_plain(paths):
-        options = {"--step": step, "--run": run, "--html": html, "--by": by or None}
-        options["--ray"] = ray
+        options = {"--step": step, "--run": run, "--html": html, "--by": by or None, "--ray": ray}
         _refuse([name for name, value in options.items() if value is not None], paths)
-        form = (Form.BRIEF_MARKDOWN if markdown else Form.BRIEF) if brief else Form.TABLES
-        report_plain(paths, Form.JSON if json else form, output, jobs)
+        report_plain(paths, output, jobs, json=json, brief=brief, markdown=markdown)
     if output is not None:
         raise typer.BadParameter("--output is for traces that stepscope did not write")
     if by:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -56,11 +56,12 @@ def watch(
     if json:
         screen.show_json(look(layout, every))
     elif html is not None:
-        _follow_in_page(layout, html, every, once=once)
+        _show_in_page(layout, html, every, once=once)
     elif once:
         screen.show(*render(layout, look(layout, every)))
     else:
-        _follow(layout, every)
+        with Screen(screen=False, auto_refresh=False) as terminal:
+            _follow(layout, every, lambda view: terminal.update(Group(*render(layout, view)), refresh=True))
 
 
 def look(layout: RunLayout, every: float) -> Live:
@@ -78,27 +79,25 @@ def _last_counters(layout: RunLayout) -> tuple[int | None, list[Sampled]]:
     return None, []
 
 
-def _follow(layout: RunLayout, every: float) -> None:
-    try:
-        with Screen(screen=False, auto_refresh=False) as view:
-            while True:
-                began = time.monotonic()
-                view.update(Group(*render(layout, look(layout, every))), refresh=True)
-                time.sleep(max(0.0, every - (time.monotonic() - began)))
-    except KeyboardInterrupt:
-        raise typer.Exit(Exit.OK) from None
-
-
-def _follow_in_page(layout: RunLayout, page: Path, every: float, *, once: bool) -> None:
+def _follow(layout: RunLayout, every: float, show: Callable[[Live], None]) -> None:
+    """Show the run again and again, until Ctrl-C."""
     try:
         while True:
             began = time.monotonic()
-            write_atomic(page, page_of(layout, look(layout, every), every).encode())
-            if once:
-                return
+            show(look(layout, every))
             time.sleep(max(0.0, every - (time.monotonic() - began)))
     except KeyboardInterrupt:
         raise typer.Exit(Exit.OK) from None
+
+
+def _show_in_page(layout: RunLayout, page: Path, every: float, *, once: bool) -> None:
+    def write(view: Live) -> None:
+        write_atomic(page, page_of(layout, view, every).encode())
+
+    if once:
+        write(look(layout, every))
+    else:
+        _follow(layout, every, write)
 
 
 def page_of(layout: RunLayout, view: Live, every: float) -> str:
