@@ -22,8 +22,7 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope_vllm._capture import options
-from stepscope_vllm._capture.replica import ReplicaProfiler
-from stepscope_vllm._capture.session import Desk
+from stepscope_vllm._capture.session import Desk, ReplicaProfiler
 from stepscope_vllm._driving import ascend_profiler
 from stepscope_vllm._driving.in_process import InProcessTarget
 from stepscope_vllm._driving.target import Started

@@ -17,8 +17,7 @@ from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
 from stepscope_vllm._capture import options
-from stepscope_vllm._capture.replica import ReplicaProfiler
-from stepscope_vllm._capture.session import Desk
+from stepscope_vllm._capture.session import Desk, ReplicaProfiler
 from stepscope_vllm._driving.http import ASK_S, BUILT, ServerTarget, as_object, counters_of
 from stepscope_vllm._engine_side import plugin
 from stepscope_vllm._files.ranks import Layout

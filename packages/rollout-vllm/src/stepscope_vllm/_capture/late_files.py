@@ -18,7 +18,7 @@ from stepscope.files.manifest.late import take_in, waiting
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.manifest.records import ProcessPart
 from stepscope.files.storage.processes import is_running
-from stepscope_vllm._capture.publishing import adopt
+from stepscope_vllm._capture.collection import adopt
 from stepscope_vllm._capture.recording import Recording
 from stepscope_vllm._driving.target import Target
 from stepscope_vllm._files import engine_folder, names, traces

@@ -14,7 +14,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
-from stepscope.engines import EngineCapture, refuse_second_start
+from stepscope.engines import EngineCapture, EngineProfilerBase, refuse_second_start
 from stepscope.engines.artifacts import read_anchor
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
@@ -131,3 +131,36 @@ class Session:
         if folder is not None:
             late_files.bring_home(self._target, self.recording.capture, folder)
         return engine_folder.listed(folder) | engine_folder.listed(Path(self.recording.capture.out_dir))
+
+
+class ReplicaProfiler(EngineProfilerBase):
+    """Profiler of one replica, whose captures are those of one desk: the base of VllmProfiler and VllmServer."""
+
+    def __init__(self, replica: int | None, desk: Desk) -> None:
+        super().__init__(replica)
+        self._desk = desk
+
+    async def stop(self) -> list[Artifact]:
+        """Return the artifacts of the running capture. If this is cancelled, they still come, later."""
+        session = self._desk.give_back()
+        if session is None:
+            return []
+        artifacts = await work_loop.result_of(session.end())
+        self._ignored = session.recording.ignored
+        return artifacts
+
+    async def _begin(self, target: Target, capture: EngineCapture, ignored: dict[str, str]) -> None:
+        """Return when every worker has begun. If cancelled or failed, nothing is left running."""
+        self._ignored = ignored
+        session = Session(self._desk, target, capture, ignored)
+        self._desk.take(session)
+        try:
+            await work_loop.result_of(work_loop.submit(session.begin()))
+        except BaseException as error:
+            self._desk.give_back()
+            session.give_up()
+            if isinstance(error, Exception) and not isinstance(error, EngineError):
+                raise EngineError(
+                    f"the profiler of vLLM did not start: {type(error).__name__}: {error}"
+                ) from error
+            raise

@@ -109,10 +109,6 @@ class InProcessTarget:
     def facts(self) -> dict[str, Option]:
         return {**facts.of_config(self.config, self.layout.size), **facts.scheduler_here()}
 
-    def dead(self) -> str | None:
-        """Return the reason why it will not answer any more; None while it lives."""
-        return self.calls.dead()
-
     # Its profiler.
 
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
