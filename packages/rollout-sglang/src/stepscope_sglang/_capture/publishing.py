@@ -14,8 +14,7 @@ from stepscope_sglang._capture.options import UNBOUNDED
 from stepscope_sglang._capture.recording import Recording
 from stepscope_sglang._driving.facts import EngineFacts
 from stepscope_sglang._files.capture_folder import File
-from stepscope_sglang._files.names import Stage, TraceName
-from stepscope_sglang._files.traces import Content
+from stepscope_sglang._files.traces import Content, Stage, TraceName
 
 
 def publish_files(recording: Recording, *, complete_only: bool) -> list[Artifact]:

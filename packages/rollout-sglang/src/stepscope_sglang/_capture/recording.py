@@ -13,7 +13,7 @@ from stepscope_sglang._capture.options import Plan
 from stepscope_sglang._driving.facts import EngineFacts
 from stepscope_sglang._engine_side.states import Stamp, counts_in, stamps_in
 from stepscope_sglang._files.capture_folder import CaptureFolder, File
-from stepscope_sglang._files.names import TraceName
+from stepscope_sglang._files.traces import TraceName
 
 State: TypeAlias = Literal["armed", "stopped", "by itself", "by others", "unused"]
 """

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepscope.errors import EngineError
-from stepscope_sglang._files.names import TraceName, parse_name
-from stepscope_sglang._files.traces import Content, read
+from stepscope_sglang._files.traces import Content, TraceName, parse_name, read
 
 
 _LOOK_S = 0.05
