@@ -68,8 +68,3 @@ class GroupWithDefault(TyperGroup):
                 raise CommandError(f"there is no `{ctx.command_path} {args[0]}`: did you mean {near!r}?")
             args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)
-
-
-def group_with_default(effect: str) -> typer.Typer:
-    """Return an empty group; `effect` is its help."""
-    return typer.Typer(cls=GroupWithDefault, help=effect, no_args_is_help=True, add_completion=False)

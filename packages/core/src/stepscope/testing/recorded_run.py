@@ -38,7 +38,8 @@ class RecordedRun:
 
     def spans(self, step: int | None = None) -> list[Span]:
         """Return the finished spans of closed captures, of one step or of all, by their start."""
-        spans = [span for number in self._steps(step) for span in _spans_in(self.layout.step(number).spans)]
+        steps = self.layout.steps() if step is None else [step]
+        spans = [span for number in steps for span in _spans_in(self.layout.step(number).spans)]
         return sorted(spans, key=lambda span: span.start_ns)
 
     def stages(self, step: int | None = None) -> list[str]:
@@ -56,9 +57,6 @@ class RecordedRun:
             captured = ", ".join(map(str, self.layout.steps())) or "none"
             raise RecordError(f"step {step} was not captured; captured: {captured}")
         return fold(parts)
-
-    def _steps(self, step: int | None) -> list[int]:
-        return list(self.layout.steps()) if step is None else [step]
 
 
 def _spans_in(folder: Path) -> list[Span]:

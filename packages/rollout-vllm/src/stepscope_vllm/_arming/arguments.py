@@ -90,7 +90,7 @@ def folder_of(config: ProfileConfig, replica: int) -> str:
 def _profiler_config(
     config: ProfileConfig, replica: int, release: str, extension: bool
 ) -> dict[str, Value | list[str]]:
-    role = _role(config)
+    _, role = config.role("rollout") or ("", RoleConfig())
     torch, window = config.torch, role.engine.iterations
     if torch.with_stack and config.tool != "nsys" and window.count is None:
         log.warning(_STACKS)
@@ -141,8 +141,3 @@ def _fields() -> frozenset[str] | None:
     except ImportError:
         return None
     return frozenset(ProfilerConfig.__dataclass_fields__)
-
-
-def _role(config: ProfileConfig) -> RoleConfig:
-    role = config.role("rollout")
-    return RoleConfig() if role is None else role[1]

@@ -32,7 +32,6 @@ class InProcessTarget:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.calls = EngineCalls(engine)
-        self.frontend = FrontendProfiler(self.calls)
         asynchronous = self.calls.asynchronous
         self.config: Any = engine.vllm_config if asynchronous else engine.llm_engine.vllm_config
         self.reports: Sequence[Mapping[str, Any]] = ()
@@ -114,14 +113,14 @@ class InProcessTarget:
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
         dialect = self.dialect
         aimed = await self._aim(capture, name, ranks)
-        if not dialect.guarded and self.frontend.records():
+        if not dialect.guarded and frontend_records(self.calls):
             raise EngineError(f"start_profile: the AsyncLLM's own profiler records. {TAKEN}")
         try:
             await self.calls.call("start_profile", **_start_arguments(capture, name, dialect))
         except EngineError:
-            if self.frontend.records() is not None:
+            if frontend_records(self.calls) is not None:
                 await asyncio.sleep(_FRONTEND_STARTS_S)
-            await self.frontend.stop()
+            await stop_frontend(self.calls)
             raise
         if aimed:
             return Started(Path(capture.out_dir), named=True, aimed=True)
@@ -132,10 +131,10 @@ class InProcessTarget:
     async def stop(self) -> dict[str, str]:
         """Stop the recording; return {part that failed: reason}."""
         failures: dict[str, str] = {}
-        if not self.dialect.guarded and self.frontend.records() is not None:
+        if not self.dialect.guarded and frontend_records(self.calls) is not None:
             # The steps of stop_profile, one after the other, and only for profilers that record: one stop too
             # many, or two at once, end this very process.
-            trouble = await self.frontend.stop()
+            trouble = await stop_frontend(self.calls)
             await self.calls.call("collective_rpc", "profile", args=(False,))
             if trouble is not None:
                 failures["frontend"] = trouble
@@ -143,7 +142,7 @@ class InProcessTarget:
             try:
                 await self.calls.call("stop_profile")
             except EngineError:
-                await self.frontend.stop()
+                await stop_frontend(self.calls)
                 raise
         return {**await self._release(), **failures}
 
@@ -208,40 +207,37 @@ def options_of(capture: EngineCapture, settings: Mapping[str, object]) -> dict[s
     }
 
 
-class FrontendProfiler:
-    """Profiler of one AsyncLLM's process. An LLM has none."""
+def frontend_records(calls: EngineCalls) -> bool | None:
+    """Return whether the AsyncLLM's own profiler records; None where the engine has none, such as an LLM.
 
-    def __init__(self, calls: EngineCalls) -> None:
-        self._calls = calls
-
-    def records(self) -> bool | None:
-        """Return whether it records; None where the engine has no such profiler."""
-        engine = self._calls.engine
-        profiler = getattr(engine, "profiler", None) if self._calls.asynchronous else None
-        if profiler is None:
-            return None
-        # A wrapper around a torch.profiler.profile around torch's own, or from the second on.
-        while profiler is not None and not hasattr(profiler, "kineto_results"):
-            profiler = getattr(profiler, "profiler", None)
-        return profiler is not None and bool(profiler.entered) and profiler.kineto_results is None
-
-    async def stop(self) -> str | None:
-        """Stop it if it records, also when the engine is dead.
-
-        A process that leaves it running ends in a segmentation fault at its exit. So does one in which a
-        torch.profiler is stopped on another thread than it was started on; vLLM starts this one on a thread
-        of its event loop.
-
-        Returns:
-            The reason if that failed. The other traces of the capture are still usable then.
-        """
-        if not self.records():
-            return None
-        try:
-            work = self._calls.run(partial(asyncio.to_thread, self._calls.engine.profiler.stop))
-            await asyncio.wait_for(work, _FRONTEND_STOPS_S)
-        except asyncio.TimeoutError:
-            return f"the AsyncLLM's own profiler did not stop within {_FRONTEND_STOPS_S:g} s: its trace is missing"
-        except Exception as error:
-            return f"the AsyncLLM's own profiler did not stop, so its trace is missing: {described(error)}"
+    It records the process in which the AsyncLLM lives.
+    """
+    profiler = getattr(calls.engine, "profiler", None) if calls.asynchronous else None
+    if profiler is None:
         return None
+    # A wrapper around a torch.profiler.profile around torch's own, or from the second on.
+    while profiler is not None and not hasattr(profiler, "kineto_results"):
+        profiler = getattr(profiler, "profiler", None)
+    return profiler is not None and bool(profiler.entered) and profiler.kineto_results is None
+
+
+async def stop_frontend(calls: EngineCalls) -> str | None:
+    """Stop the AsyncLLM's own profiler if it records, also when the engine is dead.
+
+    A process that leaves it running ends in a segmentation fault at its exit. So does one in which a
+    torch.profiler is stopped on another thread than it was started on; vLLM starts this one on a thread
+    of its event loop.
+
+    Returns:
+        The reason if that failed. The other traces of the capture are still usable then.
+    """
+    if not frontend_records(calls):
+        return None
+    try:
+        work = calls.run(partial(asyncio.to_thread, calls.engine.profiler.stop))
+        await asyncio.wait_for(work, _FRONTEND_STOPS_S)
+    except asyncio.TimeoutError:
+        return f"the AsyncLLM's own profiler did not stop within {_FRONTEND_STOPS_S:g} s: its trace is missing"
+    except Exception as error:
+        return f"the AsyncLLM's own profiler did not stop, so its trace is missing: {described(error)}"
+    return None

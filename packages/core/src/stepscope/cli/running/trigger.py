@@ -15,7 +15,7 @@ from rich.text import Text
 
 from stepscope import request_capture, switch
 from stepscope.cli import screen
-from stepscope.cli.command import Command, group_with_default
+from stepscope.cli.command import Command, GroupWithDefault
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import no_run
 from stepscope.errors import CaptureError
@@ -33,8 +33,11 @@ from stepscope.report.formatting import moment
 from stepscope.report.terminal.layout import listing, table
 
 POLL_S = 0.2
-trigger = group_with_default(
-    "Ask a live run for captures (`trigger RUN`), list what was asked for, or take it back."
+trigger = typer.Typer(
+    cls=GroupWithDefault,
+    help="Ask a live run for captures (`trigger RUN`), list what was asked for, or take it back.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 
