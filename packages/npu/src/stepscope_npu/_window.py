@@ -178,7 +178,6 @@ class NpuWindow:
         self.phase = to.phase
 
     def _open(self) -> None:
-        """Make the handler and the profile, and start it."""
         torch_npu = self.options.torch_npu
         foreign = _recordings.busy(torch_npu) or torch_busy()
         if foreign is not None:

@@ -147,7 +147,6 @@ def _merge_nodes(
 
 
 def _step_of(path: Path, step: str | None) -> Path:
-    """Return the folder of the step that is meant."""
     if step is not None:
         wanted = find_steps(path, step)
         if len(wanted) > 1:

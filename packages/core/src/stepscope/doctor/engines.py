@@ -57,7 +57,6 @@ def _range(point: metadata.EntryPoint) -> Supported | None:
 
 
 def _engine(name: str, versions: Mapping[str, str], supported: Supported | None) -> Row:
-    """Compare the installed engine with the range of its adapter."""
     known = f"the adapter supports {supported}" if supported else "the adapter states no range"
     if not versions:
         finding = f"not installed in this environment; {known}. Servers elsewhere can be driven from here"

@@ -141,7 +141,8 @@ def why_no_stages(facts: EngineFacts, states: Sequence[object]) -> str | None:
             "way, and torch then writes into freed memory: the scheduler dies at the next "
             f"capture. {_what_pipelines_take(facts, states)}"
         )
-    if not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE) and not all_show(states, SCOPES_END):
+    scoped = not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE)
+    if scoped and not all_show(states, SCOPES_END):
         return (
             f"sglang {facts.version} stops the profile of one stage and starts the next inside of a "
             "record_function, and torch then writes into freed memory: the scheduler dies, some captures "

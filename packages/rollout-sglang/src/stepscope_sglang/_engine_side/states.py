@@ -58,7 +58,6 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def own_version() -> str:
-    """Return the version of this package."""
     return metadata.version("stepscope-rollout-sglang")
 
 
@@ -89,7 +88,7 @@ def stages_in(states: Sequence[object]) -> list[Mapping[str, int] | None]:
 
 
 def all_show(states: Sequence[object], name: str) -> bool:
-    """Return whether every data-parallel scheduler shows a state that is true: `SCOPES_END`, `SENDS_QUIET`."""
+    """Return whether `SCOPES_END` or `SENDS_QUIET` is true in every data-parallel scheduler."""
     values = _shown(states, name)
     return bool(values) and all(values)
 

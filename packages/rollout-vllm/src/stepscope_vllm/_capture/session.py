@@ -134,7 +134,7 @@ class Session:
 
 
 class ReplicaProfiler(EngineProfilerBase):
-    """Profiler of one replica, whose captures are those of one desk: the base of VllmProfiler and VllmServer."""
+    """Base of VllmProfiler and VllmServer: the profiler of one replica, whose captures are one desk's."""
 
     def __init__(self, replica: int | None, desk: Desk) -> None:
         super().__init__(replica)

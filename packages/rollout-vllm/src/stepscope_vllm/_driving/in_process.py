@@ -22,7 +22,7 @@ from stepscope_vllm._versions import Dialect
 
 _FRONTEND_STARTS_S = 0.5
 """For the AsyncLLM's own profiler, whose start may be under way on a thread."""
-_FRONTEND_STOPS_S = 60.0
+_FRONTEND_S = 60.0
 """For its trace; an event loop that has ended would never write it."""
 
 
@@ -235,9 +235,9 @@ async def stop_frontend(calls: EngineCalls) -> str | None:
         return None
     try:
         work = calls.run(partial(asyncio.to_thread, calls.engine.profiler.stop))
-        await asyncio.wait_for(work, _FRONTEND_STOPS_S)
+        await asyncio.wait_for(work, _FRONTEND_S)
     except asyncio.TimeoutError:
-        return f"the AsyncLLM's own profiler did not stop within {_FRONTEND_STOPS_S:g} s: its trace is missing"
+        return f"the AsyncLLM's own profiler did not stop within {_FRONTEND_S:g} s: its trace is missing"
     except Exception as error:
         return f"the AsyncLLM's own profiler did not stop, so its trace is missing: {described(error)}"
     return None

@@ -146,7 +146,6 @@ def _layout(run: Path) -> RunLayout:
 
 
 def _show(layout: RunLayout, *, json: bool) -> Status:
-    """Print the requests and their answers, and return them."""
     requests = read_requests(layout.control)
     listening = [answers_by_now(process, requests) for process in read_listening(layout)]
     status = Status(requests=requests, listening=listening)

@@ -114,7 +114,6 @@ def page_of(layout: RunLayout, view: Live, every: float) -> str:
 
 
 def render(layout: RunLayout, view: Live) -> Iterator[RenderableType]:
-    """Yield the view for a terminal."""
     yield Text(_head(view), style="bold")
     yield Text(f"  {_bars(view)}")
     if view.tokens_per_s:
