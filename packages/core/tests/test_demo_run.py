@@ -13,12 +13,10 @@ from pathlib import Path
 
 import pytest
 import ray
-import torch
 
-from stepscope.demo import run
 from stepscope.demo.run import DemoResult, run_demo
 from stepscope.demo.trainer import ACTORS, GROUP, REPLICAS, Choice, choices
-from stepscope.errors import ConfigError, StepscopeError
+from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.timeline import Span, Timeline, load_step
 

@@ -98,6 +98,7 @@ class FakeEngineProfiler(EngineProfilerBase):
     def __init__(self, engine: FakeEngine, replica: int | None = None) -> None:
         super().__init__(replica)
         self.engine = engine
+        self._workers = range(engine.workers)
         self._capture: EngineCapture | None = None
         self._opened: ClockAnchor | None = None
 
@@ -114,8 +115,7 @@ class FakeEngineProfiler(EngineProfilerBase):
         _know(capture.extra)
         self._capture, self._ignored = capture, _unable(capture)
         try:
-            workers = range(self.engine.workers)
-            await _all([self.engine.start_worker(worker, capture.iterations) for worker in workers])
+            await _all([self.engine.start_worker(worker, capture.iterations) for worker in self._workers])
         except BaseException as error:
             self._capture = None
             self.engine.abort()
@@ -129,7 +129,7 @@ class FakeEngineProfiler(EngineProfilerBase):
         if capture is None:
             return []
         try:
-            recordings = await _all([self.engine.stop_worker(worker) for worker in range(self.engine.workers)])
+            recordings = await _all([self.engine.stop_worker(worker) for worker in self._workers])
         except Exception as error:
             raise EngineError(f"the engine's profiler did not stop: {error}") from error
         finally:

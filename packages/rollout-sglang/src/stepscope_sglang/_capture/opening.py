@@ -18,7 +18,6 @@ from stepscope_sglang._driving.target import Target
 from stepscope_sglang._engine_side.states import counts_in
 from stepscope_sglang._files.capture_folder import CaptureFolder
 
-
 log = logging.getLogger("stepscope")
 _warned: set[str] = set()
 """Logged warnings. One writer: `warn`."""

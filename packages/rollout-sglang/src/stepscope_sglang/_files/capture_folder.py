@@ -13,7 +13,6 @@ from typing import NamedTuple
 from stepscope.errors import EngineError
 from stepscope_sglang._files.traces import Content, TraceName, parse_name, read
 
-
 _LOOK_S = 0.05
 
 

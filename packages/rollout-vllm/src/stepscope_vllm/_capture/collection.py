@@ -133,9 +133,7 @@ def adopt(recording: Recording, files: set[str], folder: Path) -> None:
     publish_traces(late, [path for path in moved if names.is_trace(path.name)])
 
 
-def _publish(
-    recording: Recording, trace: Trace, rank: int | None, options: dict[str, Option]
-) -> Artifact:
+def _publish(recording: Recording, trace: Trace, rank: int | None, options: dict[str, Option]) -> Artifact:
     layout, ending = recording.target.layout, outcome.ending(recording, trace)
     return publish(
         trace.path,

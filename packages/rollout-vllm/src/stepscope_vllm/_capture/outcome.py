@@ -13,7 +13,6 @@ from stepscope_vllm._capture.recording import Recording
 from stepscope_vllm._files import engine_folder
 from stepscope_vllm._files.traces import Trace
 
-
 _SCHEDULES = ("wait_iterations", "warmup_iterations")
 """Settings with which an engine begins and ends recordings by itself."""
 
