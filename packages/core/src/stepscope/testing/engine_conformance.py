@@ -54,7 +54,7 @@ def _on_the_loop(
     """Make a test of a coroutine, which `EngineConformance.run` runs."""
 
     @wraps(scenario)
-    def test(suite: EngineConformance, *args: P.args, **kwargs: P.kwargs) -> None:
+    def test(suite: EngineConformance, /, *args: P.args, **kwargs: P.kwargs) -> None:
         suite.run(scenario(suite, *args, **kwargs))
 
     return test
