@@ -15,7 +15,7 @@ import typer
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run, find_steps, is_step
-from stepscope.cli.plain import is_plain, target_of
+from stepscope.cli.plain import expect_traces, is_plain
 from stepscope.cli.reading.readers import RayAddress, absolute, cluster, readers
 from stepscope.config._ranges import parse_ranges
 from stepscope.files.layout import StepLayout
@@ -104,7 +104,10 @@ def merge(
     if is_plain(paths):
         if step is not None or run is not None:
             raise CommandError(f"--step and --run are for runs of stepscope, and {paths[0]} is none")
-        steps, target = list[StepLayout](), target_of(paths, output)
+        expect_traces(paths)
+        if output is None:  # folders of others are left as they are
+            raise CommandError("stepscope did not write these traces: say where to write with --output")
+        steps, target = list[StepLayout](), output
         size_of, write = partial(plain_bytes, paths), partial(merge_plain, paths, target)
     else:
         path = absolute(_step_of(paths[0], step), ray)

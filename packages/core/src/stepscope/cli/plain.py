@@ -38,7 +38,7 @@ def report_plain(
         RecordError: no path holds an event of a trace.
         OSError: the page cannot be written.
     """
-    _check(paths)
+    expect_traces(paths)
     total = plain_bytes(paths)
     with screen.progress("reading traces", total) as done, workers(jobs, total) as executor:
         step = read_plain(paths, done, executor)
@@ -55,19 +55,8 @@ def report_plain(
     raise typer.Exit(Exit.OK if report.complete else Exit.INCOMPLETE)
 
 
-def target_of(paths: Sequence[Path], output: Path | None) -> Path:
-    """Return the file to merge into. Folders of others are left as they are.
-
-    Raises:
-        CommandError: a path does not exist, or no file is named.
-    """
-    _check(paths)
-    if output is None:
-        raise CommandError("stepscope did not write these traces: say where to write with --output")
-    return output
-
-
-def _check(paths: Sequence[Path]) -> None:
+def expect_traces(paths: Sequence[Path]) -> None:
+    """Raise `CommandError` for a path that does not exist, or is stepscope's own among others."""
     for path in paths:
         if not path.exists():
             raise CommandError(f"{path} does not exist")

@@ -9,6 +9,7 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import safe, sidecar_of
 from stepscope.files.manifest.records import IDLE, LATE
 from stepscope.files.sidecar import Artifact
+from stepscope_sglang import _versions
 from stepscope_sglang._capture import outcome
 from stepscope_sglang._capture.options import UNBOUNDED
 from stepscope_sglang._capture.recording import Recording
@@ -55,7 +56,8 @@ def publish_late(recording: Recording, *, wanted: bool) -> bool:
             file.path.unlink()
     recording.published += [file.name for file in files]
     traces = sum(name.kind == "torch_trace" for name in recording.published)
-    return traces < recording.facts.world_size * recording.stages and folder.exists()
+    stages = 2 if recording.plan.by_stage else 1
+    return traces < recording.facts.world_size * stages and folder.exists()
 
 
 def _why_nothing(recording: Recording) -> str:
@@ -149,6 +151,7 @@ def _take(recording: Recording, file: File, content: Content, stage: Stage | Non
     file.path.rename(final)
     note = outcome.note(recording, content, stage)  # it may add to what is ignored
     facts, name, merged = recording.facts, file.name, file.name.kind == "merged_trace"
+    named = not _versions.older(facts.version, _versions.STEPS_NAMED_SINCE)
     return publish(
         final,
         recording.capture,
@@ -166,7 +169,7 @@ def _take(recording: Recording, file: File, content: Content, stage: Stage | Non
         versions={} if facts.version is None else {"sglang": facts.version},
         options=_options(recording, content),
         stalls=() if merged else outcome.stalls(recording, final, content),
-        iterations=content.passes if recording.names_passes and file.is_trace else None,
+        iterations=content.passes if named and file.is_trace else None,
         iterations_asked=recording.plan.count,
         ended=outcome.ended_by(recording),
         note=note if file.is_trace else None,

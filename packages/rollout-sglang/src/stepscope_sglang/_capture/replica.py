@@ -18,9 +18,8 @@ from stepscope.engines import (
 from stepscope.engines.own_thread import WorkThread
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
-from stepscope_sglang._capture.late_files import hand_in_late
 from stepscope_sglang._capture.opening import prepared
-from stepscope_sglang._capture.session import Session
+from stepscope_sglang._capture.session import Session, hand_in_late
 from stepscope_sglang._driving.target import Target
 
 T = TypeVar("T")

@@ -10,6 +10,10 @@ failed. What comes into it later is published by the next capture of this proces
 
 from __future__ import annotations
 
+import atexit
+import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -18,12 +22,19 @@ from stepscope.errors import EngineError
 from stepscope.files.manifest.records import LATE
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang import _versions
-from stepscope_sglang._capture import late_files, opening, outcome
+from stepscope_sglang._capture import opening, outcome
 from stepscope_sglang._capture.publishing import publish_files, publish_late
 from stepscope_sglang._capture.recording import Recording
 from stepscope_sglang._driving.target import AlreadyRecordingError, EngineDiedError, RefusedError, Target
 from stepscope_sglang._files.capture_folder import CaptureFolder, File, wait_until
 
+log = logging.getLogger("stepscope")
+_owed: deque[Session] = deque(maxlen=16)
+"""Sessions whose files may still come: their stops failed, or not all ranks of a pipeline wrote in time.
+
+Writers: `owe` and `hand_in_late`, under `_entering`.
+"""
+_entering = threading.RLock()
 _PATIENCE_S = (5.0, 30.0)
 """Time for a file to become complete once SGLang says it is: here, and on a disk that is shared."""
 _PIPELINE_S = 300.0
@@ -73,7 +84,7 @@ class Session:
         try:
             self.target.start(request)
         except AlreadyRecordingError as error:
-            unstopped = [session for session in late_files.owed_by(self.target.engine) if session.unstopped]
+            unstopped = [session for session in owed_by(self.target.engine) if session.unstopped]
             if not unstopped:
                 raise EngineError(
                     f"{str(error).rstrip('.')}. If it is running, and not for us, somebody started it by "
@@ -81,7 +92,7 @@ class Session:
                 ) from error
             unstopped[-1]._stop_again(self.target)
             self.target.start(request)
-        for session in late_files.owed_by(self.target.engine):
+        for session in owed_by(self.target.engine):
             session.unstopped = False
 
     def _stop_again(self, target: Target) -> None:
@@ -99,7 +110,7 @@ class Session:
                 f"and again: {error}. Fix: call stop_profile on the engine"
             ) from error
         wait_until(lambda: bool(recording.files()), self.patience_s)
-        late_files.hand_in_late()
+        hand_in_late()
 
     # The end.
 
@@ -157,7 +168,7 @@ class Session:
                 why = recording.failure or f"not all ranks had written within {_PIPELINE_S:g} s"
                 name = recording.folder.path.name
                 recording.ignored[LATE] = f"{why}. {name} is left for a scheduler that writes later"
-                late_files.owe(self)
+                owe(self)
 
     def drop(self) -> None:
         """End the recording and leave nothing of it.
@@ -175,7 +186,7 @@ class Session:
         finally:
             self._remove_folder()
             if self._left:
-                late_files.owe(self)
+                owe(self)
 
     def hand_in(self) -> bool:
         """Publish files that came since the close; return whether more may still come."""
@@ -240,3 +251,29 @@ class Session:
     def _remove_folder(self) -> None:
         if not self._left:
             self.recording.folder.remove()
+
+
+def owe(session: Session) -> None:
+    """Keep a session, so that the next capture or the end of this process publishes its files."""
+    with _entering:
+        if not _owed:
+            atexit.unregister(hand_in_late)
+            atexit.register(hand_in_late)
+        _owed.append(session)
+
+
+def owed_by(engine: object) -> list[Session]:
+    """Return the kept sessions of an engine, in the order in which they ended."""
+    return [session for session in tuple(_owed) if session.target.engine == engine]
+
+
+def hand_in_late() -> None:
+    """Publish files that came after their captures. An error of one session does not stop the others."""
+    with _entering:
+        for session in tuple(_owed):
+            try:
+                if not session.hand_in():
+                    _owed.remove(session)
+            except Exception as error:  # the next capture tries again
+                step = session.recording.capture.step
+                log.warning("stepscope: could not publish late files of step %d: %s", step, error)
