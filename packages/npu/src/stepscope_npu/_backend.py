@@ -137,14 +137,10 @@ class NpuBackend:
             raise BackendError("this recording of the NPU was written or discarded already")
         _disk.place(recorded.folder, path)
         if self._config.npu.analysis:
-            self._analyse(path, ignored)
-
-    def _analyse(self, path: Path, ignored: dict[str, str]) -> None:
-        """Analyse the recording in a process beside the training. A failure costs the analysis alone."""
-        try:
-            _analysis.analyse(path, timeout_s=self._config.budget.export_seconds)
-        except Exception as error:
-            ignored["npu.analysis"] = str(error)  # in time: the sidecar is written after this
+            try:  # in a process beside the training; a failure costs the analysis alone
+                _analysis.analyse(path, timeout_s=self._config.budget.export_seconds)
+            except Exception as error:
+                ignored["npu.analysis"] = str(error)  # in time: the sidecar is written after this
 
     def _late_artifact(self, window: NpuWindow, late: Late) -> PendingArtifact:
         """Return the artifact of a window whose thread has not ended it yet."""

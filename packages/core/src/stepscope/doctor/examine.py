@@ -45,16 +45,13 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
         yield from _check("cluster", partial(cluster.nodes, ray_address))
 
 
-def _rows_of(point: EntryPoint, tool: str) -> Iterable[Row]:
-    rows: Iterable[Row] = point.load()()
-    return [_needed(row) if tool == "npu" and row.subject == "torch_npu" else row for row in rows]
-
-
-def _needed(row: Row) -> Row:
-    """Return `row`, in red if it reports that the library of the configured `tool` is absent."""
-    if row.state != "absent":
-        return row
-    return red(row.subject, "not installed, and `tool` is npu", INSTALL_TORCH_NPU)
+def _rows_of(point: EntryPoint, tool: str) -> Iterator[Row]:
+    """Yield a package's rows. What the configured `tool` needs and nobody installed is red."""
+    for row in point.load()():
+        if (tool, row.subject, row.state) == ("npu", "torch_npu", "absent"):
+            yield red(row.subject, "not installed, and `tool` is npu", INSTALL_TORCH_NPU)
+        else:
+            yield row
 
 
 def _configuration(file: Path | None) -> ProfileConfig | ConfigError:

@@ -157,7 +157,8 @@ class InProcessTarget:
             raise refusal(str(error), str(error)) from error
 
     def _wait(self, loop: asyncio.AbstractEventLoop, answer: Future[object], patience_s: float) -> object:
-        schedulers = self._processes()
+        tell = getattr(self._engine, "get_all_child_pids", None)  # absent before 0.5.12
+        schedulers = [] if tell is None else list(tell())
         until = time.monotonic() + patience_s
         while not answer.done():
             if time.monotonic() > until:  # it is answered later, and nobody listens: it is not cancelled
@@ -170,11 +171,6 @@ class InProcessTarget:
             if dead and not answer.done():
                 raise EngineDiedError(f"the engine has died (process {dead[0]} is gone)")
         return answer.result()
-
-    def _processes(self) -> Sequence[int]:
-        """Return the pids of the engine; empty before 0.5.12, and for a bare TokenizerManager."""
-        tell = getattr(self._engine, "get_all_child_pids", None)
-        return [] if tell is None else list(tell())
 
 
 def _lives(pid: int) -> bool:

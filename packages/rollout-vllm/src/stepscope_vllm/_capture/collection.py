@@ -111,7 +111,8 @@ def publish_traces(recording: Recording, paths: Sequence[Path]) -> list[Artifact
     written = [traces.read(path) for path in paths]
     _note_contradictions(recording, written)
     placed = [(trace, ranks.global_rank(trace, layout, capture.replica)) for trace in written]
-    unwanted = [(trace, rank) for trace, rank in placed if _is_unwanted(recording, rank)]
+    wanted = None if capture.ranks is None else {None, *capture.ranks}  # what names no rank is kept
+    unwanted = [pair for pair in placed if wanted is not None and pair[1] not in wanted]
     for trace, _ in unwanted:
         engine_folder.remove(trace.path)
     kept = [pair for pair in placed if pair not in unwanted]
@@ -165,11 +166,6 @@ def _kind(trace: Trace) -> str:
     return "vllm_frontend_trace" if trace.frontend else "vllm_trace"
 
 
-def _is_unwanted(recording: Recording, rank: int | None) -> bool:
-    wanted = recording.capture.ranks
-    return wanted is not None and rank is not None and rank not in wanted
-
-
 def _note_contradictions(recording: Recording, written: Sequence[Trace]) -> None:
     reasons = (ranks.contradiction(trace, recording.target.layout) for trace in written)
     reason = next(filter(None, reasons), None)
@@ -215,4 +211,5 @@ def _left_aside(recording: Recording, removed: set[int], layout: Layout | None) 
     wanted = recording.capture.ranks
     if wanted is None or layout is None or layout.external:
         return sorted(removed)
-    return sorted(removed | ranks.unwanted(wanted, layout, recording.capture.replica))
+    first = recording.capture.replica * layout.size
+    return sorted(removed | (set(range(first, first + layout.size)) - set(wanted)))
