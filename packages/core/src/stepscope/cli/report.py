@@ -181,13 +181,8 @@ def read_reports(
     """
     measure = merge_bytes if traces else span_bytes
     what = "reading spans and traces" if traces else "reading spans"
-    with (
-        readers(jobs if traces else 1, ray, steps, lambda: sum(measure(step.root) for step in steps)) as (
-            executor,
-            total,
-        ),
-        screen.progress(what, total) as done,
-    ):
+    processes = readers(jobs if traces else 1, ray, steps, lambda: sum(measure(step.root) for step in steps))
+    with processes as (executor, total), screen.progress(what, total) as done:
         load = partial(load_step, run_id=run, on_read=done, digests=digests, executor=executor)
         traces_of = partial(load_traces, on_read=done, executor=executor, digests=digests) if traces else None
         read = {step.root.name: _read(step, load, pages, traces_of, on_traces) for step in steps}

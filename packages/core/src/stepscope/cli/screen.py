@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -107,13 +107,10 @@ def _exact(data: object) -> object:
     whole: dict[object, object] = {}
     for key, value in data.items():
         whole[key] = _exact(value)
-        if any(isinstance(number, int) and abs(number) > _EXACT for number in _flat(value)):
+        numbers = value if isinstance(value, list | tuple) else (value,)
+        if any(isinstance(number, int) and abs(number) > _EXACT for number in numbers):
             whole[f"{key}_text"] = [*map(str, value)] if isinstance(value, list | tuple) else str(value)
     return whole
-
-
-def _flat(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _escaped_in_json(match: re.Match[str]) -> str:

@@ -119,16 +119,6 @@ def _limits(fail_above: Sequence[str], stages: Sequence[str], junit: Path | None
     return []
 
 
-def _ranges(path: Path, steps: str | None, option: str) -> tuple[StepRange, ...] | None:
-    if steps is None:
-        return None
-    if is_step(path):
-        raise ConfigError(
-            option, steps, "only for a run", f"omit it, or give the run's folder: {path.parent}"
-        )
-    return parse_steps(steps, option)
-
-
 def read_side(
     option: str,
     path: Path,
@@ -151,7 +141,10 @@ def read_side(
         CommandError: there are no such steps, or none can be read.
         ConfigError: `steps` is no range, or names no step.
     """
-    side = Side(option, path, run, _ranges(path, steps, option))
+    if steps is not None and is_step(path):
+        fix = f"omit it, or give the run's folder: {path.parent}"
+        raise ConfigError(option, steps, "only for a run", fix)
+    side = Side(option, path, run, None if steps is None else parse_steps(steps, option))
     recorded = gated and bool(recorded_runs(path))
     try:
         wanted = _wanted(side)

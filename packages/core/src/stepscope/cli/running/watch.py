@@ -148,29 +148,18 @@ def _fleet(fleet: Fleet) -> RenderableType:
     title = f"{count(fleet.number, fleet.group[:-1])}, over 10 s{of}"
     if fleet.spreads:
         units = {column.title: column.unit for column in columns}
-        spreads = [
-            (
-                spread.column,
-                *(
-                    quantity(value, units[spread.column])
-                    for value in (spread.p10, spread.median, spread.p90, spread.worst)
-                ),
-                spread.whose,
-            )
-            for spread in fleet.spreads
-        ]
+        spreads = []
+        for spread in fleet.spreads:
+            values = (spread.p10, spread.median, spread.p90, spread.worst)
+            cells = (quantity(value, units[spread.column]) for value in values)
+            spreads.append((spread.column, *cells, spread.whose))
         return table(title, ("", ">p10", ">median", ">p90", ">worst", "whose"), spreads)
     known = [column for column in columns if any(column.title in row.values for row in fleet.rows)]
-    rows = [
-        (
-            row.name,
-            *(
-                quantity(row.values[column.title], column.unit) if column.title in row.values else "-"
-                for column in known
-            ),
-        )
-        for row in fleet.rows
-    ]
+    rows = []
+    for row in fleet.rows:
+        measured = [(row.values.get(column.title), column.unit) for column in known]
+        cells = ("-" if value is None else quantity(value, unit) for value, unit in measured)
+        rows.append((row.name, *cells))
     return table(title, (fleet.group[:-1], *(f">{column.title}" for column in known)), rows)
 
 
