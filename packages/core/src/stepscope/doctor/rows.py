@@ -41,17 +41,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"the red row {self.subject!r} needs a fix")
 
 
-def green(subject: str, found: str) -> Row:
-    return Row(subject=subject, state="green", found=found)
+def green(subject: str, finding: str) -> Row:
+    return Row(subject=subject, state="green", found=finding)
 
 
-def amber(subject: str, found: str, fix: str) -> Row:
-    return Row(subject=subject, state="amber", found=found, fix=fix)
+def amber(subject: str, finding: str, fix: str) -> Row:
+    return Row(subject=subject, state="amber", found=finding, fix=fix)
 
 
-def red(subject: str, found: str, fix: str) -> Row:
-    return Row(subject=subject, state="red", found=found, fix=fix)
+def red(subject: str, finding: str, fix: str) -> Row:
+    return Row(subject=subject, state="red", found=finding, fix=fix)
 
 
-def absent(subject: str, found: str) -> Row:
-    return Row(subject=subject, state="absent", found=found)
+def absent(subject: str, finding: str) -> Row:
+    return Row(subject=subject, state="absent", found=finding)

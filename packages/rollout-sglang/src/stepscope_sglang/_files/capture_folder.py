@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -95,9 +94,8 @@ class CaptureFolder:
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     """Return whether the condition came true in time: writers answer before the last byte is on the disk."""
     deadline = time.monotonic() + seconds
-    never = threading.Event()
     while not condition():
         if time.monotonic() > deadline:
             return False
-        never.wait(_LOOK_S)
+        time.sleep(_LOOK_S)
     return True
