@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -84,7 +84,8 @@ def diff(
             "--kernels needs captured steps on both sides; one side has only steps of the flight recorder"
         )
     if json:
-        screen.show_json(_document(change, gate))
+        document = {"format": 1} if change is None else msgspec.to_builtins(change)
+        screen.show_json(document if gate is None else {**document, "gate": gate})
     else:
         _show(change, gate, markdown=markdown)
     if junit is not None and gate is not None:
@@ -187,11 +188,6 @@ def _gate_steps(side: Side) -> GateSteps:
     whole = not is_step(side.path)
     folder = side.path if whole else side.path.absolute().parent
     return read_gate_steps(folder, runs, reports, side.wants, whole=whole)
-
-
-def _document(change: Diff | None, gate: Gate | None) -> dict[str, Any]:
-    document = {"format": 1} if change is None else msgspec.to_builtins(change)
-    return document if gate is None else {**document, "gate": gate}
 
 
 def _show(change: Diff | None, gate: Gate | None, *, markdown: bool) -> None:
