@@ -61,7 +61,7 @@ def engine_recorded(case: Case) -> None:
 
 
 def dear(case: Case) -> None:
-    case.driver._cost = OwnCost(start_ns=100 * MS, stop_ns=300 * MS)
+    case.driver.cost = OwnCost(start_ns=100 * MS, stop_ns=300 * MS)
 
 
 def with_stacks(case: Case) -> None:

@@ -15,7 +15,7 @@ import stepscope
 from packages.core.tests.simulated import Rollout
 from packages.core.tests.test_cli import a_run
 from stepscope.cli import run
-from stepscope.cli.stores.parquet import write_tables
+from stepscope.cli.stores.export import write_tables
 from stepscope.report.opened.runs import ROWS, OpenStep, _values
 from stepscope.testing.steps import StepFolder
 

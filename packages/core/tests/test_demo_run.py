@@ -13,12 +13,10 @@ from pathlib import Path
 
 import pytest
 import ray
-import torch
 
-from stepscope.demo import run
 from stepscope.demo.run import DemoResult, run_demo
 from stepscope.demo.trainer import ACTORS, GROUP, REPLICAS, Choice, choices
-from stepscope.errors import ConfigError, StepscopeError
+from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.timeline import Span, Timeline, load_step
 
@@ -117,17 +115,6 @@ def test_engines_are_named_with_the_pythons_that_they_run_on() -> None:
     assert choices("vllm") == [Choice("vllm", None)]
     both = choices("vllm=/a/bin/python,sglang=/b/bin/python")
     assert both == [Choice("vllm", "/a/bin/python"), Choice("sglang", "/b/bin/python")]
-
-
-@pytest.mark.parametrize("name", ["torch", "ray"])
-def test_what_is_not_installed_is_named_with_the_command(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "find_spec", lambda asked: None if asked == name else torch)
-    with pytest.raises(
-        StepscopeError, match=rf"not installed: {name}\. Fix: pip install torch 'stepscope\[ray\]'"
-    ):
-        run_demo(tmp_path, on_progress=print)
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_anything_starts(tmp_path: Path) -> None:

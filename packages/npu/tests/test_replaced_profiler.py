@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from stepscope_npu._engines import sglang_profiler
+from stepscope_npu._backend import sglang_profiler
 
 
 def modules(monkeypatch: pytest.MonkeyPatch, profile_of: str, **torch_npu: object) -> None:

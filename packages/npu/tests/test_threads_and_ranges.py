@@ -123,7 +123,7 @@ def test_a_thread_stays_while_anything_records_since_its_leaving_would_end_that(
         if whose == "ours":
             PROCESS_LOCK.acquire("the NPU recording in step 7")
         else:
-            busy.setattr(_recordings, "_theirs_open", True)
+            busy.setattr(_recordings, "theirs_open", True)
         _operators.leave(torch_npu)
         PROCESS_LOCK.release()
         assert torch_npu.stops == 0

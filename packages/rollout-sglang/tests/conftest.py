@@ -11,14 +11,14 @@ from fake_sglang import ProfileReq
 from tiny_sglang import settings, write_model
 
 from stepscope_sglang import _versions
-from stepscope_sglang._capture import late_files
+from stepscope_sglang._capture import session
 
 
 @pytest.fixture(autouse=True)
 def _requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "real" not in request.path.parts:
         monkeypatch.setattr(_versions, "profile_request", lambda: ProfileReq)
-    monkeypatch.setattr(late_files, "_owed", deque(maxlen=16))
+    monkeypatch.setattr(session, "_owed", deque(maxlen=16))
 
 
 @pytest.fixture(scope="session")

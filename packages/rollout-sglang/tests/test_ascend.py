@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepscope.errors import EngineError
-from stepscope_sglang._capture.checks import check_facts
+from stepscope_sglang._capture.opening import check_facts
 from stepscope_sglang._driving.facts import EngineFacts
 
 

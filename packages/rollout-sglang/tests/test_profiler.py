@@ -23,7 +23,7 @@ from stepscope.files.manifest.records import IDLE
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.engine_conformance import files_below
 from stepscope_sglang import SglangProfiler
-from stepscope_sglang._capture import checks, session
+from stepscope_sglang._capture import opening, session
 
 
 def options_of(artifact: Artifact, capture: EngineCapture) -> dict[str, object]:
@@ -274,7 +274,7 @@ async def test_a_folder_that_is_cleared_in_stays_until_the_whole_pipeline_has_wr
 async def test_a_pipeline_without_the_plugin_is_recorded_and_the_log_says_once_what_it_needs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "_warned", set())
+    monkeypatch.setattr(opening, "_warned", set())
     manager = FakeManager(pp=2)
     assert len(await recorded(manager, asked(tmp_path), 4)) == 2
     assert not caplog.records

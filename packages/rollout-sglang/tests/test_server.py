@@ -22,7 +22,7 @@ from stepscope.files.manifest.records import IDLE, LATE
 from stepscope.files.sidecar import Sidecar
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
 from stepscope_sglang import SglangServer
-from stepscope_sglang._capture import late_files
+from stepscope_sglang._capture import session
 from stepscope_sglang._engine_side.states import PROFILE_V2, RPD
 
 
@@ -194,7 +194,7 @@ async def test_a_stop_that_fails_keeps_what_is_complete_and_the_folder_that_is_w
     assert "504" in (artifact.truncated or "")
     assert "is left for a scheduler that writes later" in profiler.ignored[LATE]
     assert server.scheduler.stop() is None  # it finds its folder
-    late_files.hand_in_late()  # as at the end of the process
+    session.hand_in_late()  # as at the end of the process
     (late,) = (
         path
         for path in files_below(str(tmp_path))

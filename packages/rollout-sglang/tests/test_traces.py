@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from fake_sglang import trace
 
-from stepscope_sglang._capture.ranks import rank_of
+from stepscope_sglang._capture.publishing import rank_of
 from stepscope_sglang._driving.facts import EngineFacts, facts_of
-from stepscope_sglang._files.names import TraceName, parse_name
-from stepscope_sglang._files.traces import Content, read
+from stepscope_sglang._files.traces import Content, TraceName, parse_name, read
 
 COMPLETE = Content(complete=True)
 EVERY = {"tp": 3, "dp": 1, "pp": 2, "ep": 3}

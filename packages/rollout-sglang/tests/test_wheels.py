@@ -8,7 +8,8 @@ from functools import cache
 
 import pytest
 
-from stepscope_sglang._versions import PLUGINS_SINCE, SCOPED_BATCHES_SINCE, SINCE, number, options_of
+from stepscope.engines.supported import numbers
+from stepscope_sglang._versions import PLUGINS_SINCE, SCOPED_BATCHES_SINCE, SINCE, options_of
 from tests.downloads import members, wheel
 
 VERSIONS = ("0.5.3", "0.5.4", "0.5.5", "0.5.6", "0.5.14", "0.5.15", "0.5.19")
@@ -54,7 +55,7 @@ def test_the_options_of_a_version_are_those_of_the_table(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_start_is_one_object_from_0_5_15_on(version: str) -> None:
-    assert (start_profile(version) == ["req"]) == (number(version) >= (0, 5, 15))
+    assert (start_profile(version) == ["req"]) == (numbers(version) >= (0, 5, 15))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -87,7 +88,7 @@ def test_names_say_their_axes_in_the_order_in_which_they_are_read(version: str) 
     """Why `parse_name` reads -TP-, -DP-, -PP-, -EP-; 0.5.3 says only -TP-, so its ranks may be None."""
     text = "\n".join(ast.unparse(module) for name, module in modules(version).items() if "profiler" in name)
     axes = re.findall(r"f['\"]([A-Z]{2})-{", text)
-    assert axes == (["TP", "DP", "PP", "EP"] if number(version) >= (0, 5, 4) else [])
+    assert axes == (["TP", "DP", "PP", "EP"] if numbers(version) >= (0, 5, 4) else [])
     assert "f'-TP-{" in text
 
 

@@ -22,8 +22,7 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope_vllm._capture import options
-from stepscope_vllm._capture.desk import Desk
-from stepscope_vllm._capture.replica import ReplicaProfiler
+from stepscope_vllm._capture.session import Desk, ReplicaProfiler
 from stepscope_vllm._driving import ascend_profiler
 from stepscope_vllm._driving.in_process import InProcessTarget
 from stepscope_vllm._driving.target import Started
@@ -130,7 +129,8 @@ def test_the_code_of_vllm_ascend_is_read_once_and_not_on_the_event_loop(
     tmp_path: Path, readers: list[threading.Thread]
 ) -> None:
     profiler = object.__new__(VllmProfiler)
-    engine = SimpleNamespace(version="0.32.0", dialect=None, dead=lambda: "the engine is dead")
+    calls = SimpleNamespace(dead=lambda: "the engine is dead")
+    engine = SimpleNamespace(version="0.32.0", dialect=None, calls=calls)
     profiler._target = engine  # type: ignore[assignment]  # as much of one as is asked here
     for _ in range(2):
         with pytest.raises(EngineError, match="the engine is dead"):

@@ -9,7 +9,7 @@ import asyncio
 from types import SimpleNamespace
 
 from stepscope_vllm._driving.engine_calls import EngineCalls
-from stepscope_vllm._driving.frontend import FrontendProfiler
+from stepscope_vllm._driving.in_process import stop_frontend
 
 
 class Frontend:
@@ -35,7 +35,7 @@ def stopped(profiler: object) -> str | None:
         calls = EngineCalls(engine)
         calls.bind(asyncio.get_running_loop())
         try:
-            return await FrontendProfiler(calls).stop()
+            return await stop_frontend(calls)
         finally:
             task.cancel()
 

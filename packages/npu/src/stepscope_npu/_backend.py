@@ -5,6 +5,7 @@ No NPU has run it so far: docs/npu.md lists the runs over stand-ins, and the way
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,7 +18,6 @@ from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.files.layout import RunLayout
 from stepscope_npu import _analysis, _disk, _operators, _process, _versions
-from stepscope_npu._engines import sglang_profiler
 from stepscope_npu._options import Options, resolve
 from stepscope_npu._window import NpuWindow, Recorded
 
@@ -129,7 +129,7 @@ class NpuBackend:
                 "operators_of": window.operators_of,
                 "sglang_profiler": sglang_profiler(),
             },
-            versions={**window.options.versions, **({} if cann is None else {"cann": cann})},
+            versions={**window.options.torch_npu.versions, **({} if cann is None else {"cann": cann})},
         )
 
     def _write(self, recorded: Recorded, ignored: dict[str, str], path: Path) -> None:
@@ -137,14 +137,10 @@ class NpuBackend:
             raise BackendError("this recording of the NPU was written or discarded already")
         _disk.place(recorded.folder, path)
         if self._config.npu.analysis:
-            self._analyse(path, ignored)
-
-    def _analyse(self, path: Path, ignored: dict[str, str]) -> None:
-        """Analyse the recording in a process beside the training. A failure costs the analysis alone."""
-        try:
-            _analysis.analyse(path, timeout_s=self._config.budget.export_seconds)
-        except Exception as error:
-            ignored["npu.analysis"] = str(error)  # in time: the sidecar is written after this
+            try:  # in a process beside the training; a failure costs the analysis alone
+                _analysis.analyse(path, timeout_s=self._config.budget.export_seconds)
+            except Exception as error:
+                ignored["npu.analysis"] = str(error)  # in time: the sidecar is written after this
 
     def _late_artifact(self, window: NpuWindow, late: Late) -> PendingArtifact:
         """Return the artifact of a window whose thread has not ended it yet."""
@@ -164,5 +160,26 @@ class NpuBackend:
             truncated=late.truncated,
             ignored=dict(window.ignored),
             options=dict(window.options.recorded),
-            versions=dict(window.options.versions),
+            versions=dict(window.options.torch_npu.versions),
         )
+
+
+def sglang_profiler() -> str | None:
+    """Describe SGLang's change of torch's profiler in this process, or its failure; None if there is none.
+
+    On an NPU, the import of SGLang replaces `torch.profiler.profile` by torch_npu's, and
+    `ProfilerActivity.CPU` and `.CUDA` by torch_npu's activities. That breaks torch's own profiler, so
+    `tool: torch` is refused there. The npu backend does not use `torch.profiler` and works either way.
+    """
+    torch, torch_npu = sys.modules.get("torch"), sys.modules.get("torch_npu")
+    if torch is None or torch_npu is None:
+        return None
+    if str(getattr(torch.profiler.profile, "__module__", "")).startswith("torch_npu"):
+        return "torch.profiler.profile is torch_npu's (SGLang replaces it on NPUs)"
+    if "sglang" in sys.modules and not hasattr(torch_npu, "_apply_patches"):
+        return (
+            "this torch_npu has no _apply_patches, with which SGLang replaces torch.profiler.profile: "
+            "SGLang's profiler runs torch's, and fails at its stop with AttributeError: prof_if. Fix: "
+            "record with tool: npu"
+        )
+    return None

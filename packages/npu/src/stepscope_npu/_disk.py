@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -77,10 +76,7 @@ def make_folder(above: Path) -> Path:
 
 def place(folder: Path, target: Path) -> None:
     """Move a recording to `target`, and remove the folder in which it was made."""
-    try:
-        os.rename(folder, target)
-    except OSError:  # another file system
-        shutil.move(folder, target)
+    shutil.move(folder, target)
     remove(folder.parent)
 
 

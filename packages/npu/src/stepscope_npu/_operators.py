@@ -43,7 +43,7 @@ def join(torch_npu: TorchNpu, flags: Mapping[str, bool]) -> str | None:
 
 def leave(torch_npu: TorchNpu) -> None:
     """Stop recording the calling thread's operators. Do nothing while a recording runs."""
-    if not getattr(_here, "joined", False) or PROCESS_LOCK.holder is not None or _recordings.theirs_open():
+    if not getattr(_here, "joined", False) or PROCESS_LOCK.holder is not None or _recordings.theirs_open:
         return
     _here.joined = False
     if not running(on_this_thread=True):

@@ -38,7 +38,6 @@ class Options:
     markers: bool
     ignored: dict[str, str]
     recorded: Recorded
-    versions: dict[str, str]
 
 
 def resolve(config: NpuConfig, torch_npu: TorchNpu) -> Options:
@@ -76,7 +75,6 @@ def resolve(config: NpuConfig, torch_npu: TorchNpu) -> Options:
         markers=config.markers,
         ignored=ignored,
         recorded=_recorded(config, contents),
-        versions=dict(torch_npu.versions),
     )
 
 

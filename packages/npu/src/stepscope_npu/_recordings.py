@@ -22,7 +22,7 @@ _MADE_IN = "_prof_path"
 
 _ours_on: int | None = None
 """The thread that drives a recording of stepscope. One writer: `ours`."""
-_theirs_open = False
+theirs_open = False
 """True while a recording of other code is open. One writer: the watched calls."""
 
 
@@ -52,13 +52,14 @@ def _watched(
     name: str, original: Callable[..., Any], before_theirs: Callable[[], None]
 ) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
+        global theirs_open
         if threading.get_ident() == _ours_on:
             return _call_ours(name, original, arguments)
         if name == "_init_profiler":
             before_theirs()
         result = original(*arguments)
         if name in ("_init_profiler", "_finalize_profiler"):
-            _note_theirs(name == "_init_profiler")
+            theirs_open = name == "_init_profiler"
         return result
 
     return call
@@ -73,11 +74,6 @@ def _call_ours(name: str, original: Callable[..., Any], arguments: tuple[Any, ..
         raise
 
 
-def _note_theirs(is_open: bool) -> None:
-    global _theirs_open
-    _theirs_open = is_open
-
-
 @contextmanager
 def ours(calls: Calls) -> Iterator[None]:
     """Mark the calls inside as those of a stepscope recording. The caller holds the process lock."""
@@ -89,13 +85,9 @@ def ours(calls: Calls) -> Iterator[None]:
         _ours_on = None
 
 
-def theirs_open() -> bool:
-    return _theirs_open
-
-
 def busy(torch_npu: TorchNpu) -> str | None:
     """Return the reason why no recording can start; None if it can."""
-    if _theirs_open or _paths(torch_npu).is_prof_inited:
+    if theirs_open or _paths(torch_npu).is_prof_inited:
         return "a torch_npu.profiler recording that is not stepscope's is open (running or warming up)"
     return None
 

@@ -30,7 +30,7 @@ from stepscope.timeline.readers import (
     Track,
     chrome_events,
 )
-from stepscope_npu._layers import layer_category
+from stepscope_npu._reader import layer_category
 
 NOT_UNDERSTOOD = "events that are not of the form that trace_view.json has"
 NO_TIME = "events without a time"
@@ -163,7 +163,8 @@ class TraceView:
             values = {
                 name: value for name, value in (entry.args or {}).items() if isinstance(value, int | float)
             }
-            return Counter(track=track, name=self._counter(entry), at_ns=at_ns, values=values)
+            name = f"{self._labels.get(entry.pid, '')} {entry.name}".strip()
+            return Counter(track=track, name=name, at_ns=at_ns, values=values)
         if entry.ph in _POINTS and entry.id is not None:
             return Flow(
                 track=track, at_ns=at_ns, id=f"{entry.cat}:{entry.id}", point=_POINTS[entry.ph],
@@ -171,9 +172,6 @@ class TraceView:
             )  # fmt: skip
         self._notes.events(NOT_UNDERSTOOD)
         return None
-
-    def _counter(self, entry: Entry) -> str:
-        return f"{self._labels.get(entry.pid, '')} {entry.name}".strip()
 
     def _category(self, entry: Entry) -> str | None:
         if entry.cat is not None:

@@ -178,7 +178,6 @@ class NpuWindow:
         self.phase = to.phase
 
     def _open(self) -> None:
-        """Make the handler and the profile, and start it."""
         torch_npu = self.options.torch_npu
         foreign = _recordings.busy(torch_npu) or torch_busy()
         if foreign is not None:
@@ -192,18 +191,17 @@ class NpuWindow:
         self._calls = _recordings.Calls()
         self._output = _recordings.OutputFolder(torch_npu)
         try:
-            self._start()
+            self._start(self._output)
         except BaseException:
             self._abandon()
             raise
         self._verify_start()
 
-    def _start(self) -> None:
+    def _start(self, output: _recordings.OutputFolder) -> None:
         profiler, schedule = self.options.torch_npu.profiler, self._schedule or ScheduleConfig()
         with _recordings.ours(self._calls):
             handler = profiler.tensorboard_trace_handler(str(self._made_in), analyse_flag=False)
-            if self._output is not None:
-                self._output.taken()
+            output.taken()
             self._profile = self.options.make_profile(
                 on_trace_ready=handler,
                 schedule=Cycle(profiler.ProfilerAction, warmup=schedule.warmup, active=schedule.active),
@@ -298,19 +296,16 @@ class NpuWindow:
             return None
         return never_active(self._schedule, self._mini_batch, "npu.schedule")
 
-    def forget(self) -> None:
-        """Drop the recording in the child of a fork: it belongs to the parent."""
-        _parents.append(self._profile)
-        if self._profile is not None:
-            self._profile.stopped = True
-        self._profile, self._output = None, None
-        self.phase, self.over = "off", True
-        self._kept.recorded.clear()
-
 
 def forget() -> None:
-    """Drop the parent's window in the child of a fork."""
+    """Drop the window in the child of a fork: it belongs to the parent."""
     global current
     window, current = current, None
-    if window is not None:
-        window.forget()
+    if window is None:
+        return
+    _parents.append(window._profile)
+    if window._profile is not None:
+        window._profile.stopped = True
+    window._profile = window._output = None
+    window.phase, window.over = "off", True
+    window._kept.recorded.clear()

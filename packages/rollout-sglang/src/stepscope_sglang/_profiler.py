@@ -22,10 +22,9 @@ from stepscope.engines import (
 )
 from stepscope.engines.metrics import UNFINISHED, EngineMetrics
 from stepscope.engines.own_thread import is_ours
-from stepscope_sglang._capture.checks import check_facts
+from stepscope_sglang._capture.opening import check_facts
 from stepscope_sglang._capture.replica import ReplicaProfiler
-from stepscope_sglang._driving.counters import counters_here
-from stepscope_sglang._driving.facts import EngineFacts
+from stepscope_sglang._driving.facts import EngineFacts, counters_here
 from stepscope_sglang._driving.in_process import Engine, InProcessTarget, TokenizerManager
 from stepscope_sglang._driving.target import Target
 

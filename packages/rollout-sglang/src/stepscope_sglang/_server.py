@@ -8,9 +8,9 @@ from functools import partial
 from stepscope.counters import CounterSource
 from stepscope.engines.http import Server, workers_of
 from stepscope.engines.metrics import EngineMetrics
-from stepscope_sglang._capture.checks import check_facts
+from stepscope_sglang._capture.opening import check_facts
 from stepscope_sglang._capture.replica import ReplicaProfiler
-from stepscope_sglang._driving.counters import counters_of
+from stepscope_sglang._driving.facts import counters_of
 from stepscope_sglang._driving.http import ServerTarget
 from stepscope_sglang._driving.target import Target
 

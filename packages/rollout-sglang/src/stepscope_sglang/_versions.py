@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from typing import NamedTuple, cast
 
-from stepscope.engines.supported import expect_supported, supported_by
+from stepscope.engines.supported import expect_supported, numbers, supported_by
 from stepscope.errors import EngineError
 
 ADAPTER = "stepscope-rollout-sglang"
@@ -58,20 +57,15 @@ class Dialect(NamedTuple):
     options: frozenset[str]
 
 
-def number(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version: (0, 5, 23) of `0.5.23.post1+cpu`; empty if it has none (`main`)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
-
-
 def older(version: str | None, than: str) -> bool:
     """Return whether `version` is below `than`; an unknown version is not."""
-    return version is not None and bool(number(version)) and number(version) < number(than)
+    return version is not None and bool(numbers(version)) and numbers(version) < numbers(than)
 
 
 def may_crash_soon(version: str | None) -> bool:
     """Return whether a version is one of `MANY_CAPTURES`."""
-    first, last = map(number, MANY_CAPTURES)
-    return version is not None and first <= number(version) <= last
+    first, last = map(numbers, MANY_CAPTURES)
+    return version is not None and first <= numbers(version) <= last
 
 
 def installed() -> str | None:

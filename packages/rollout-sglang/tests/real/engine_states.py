@@ -24,6 +24,7 @@ from tiny_sglang import generate, on_its_loop
 from stepscope import ProfileConfig, capture, span
 from stepscope.cli.running.why import ask
 from stepscope.engines.protocol import EngineCapture, Iterations
+from stepscope.engines.supported import numbers
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest.late import waiting
@@ -38,9 +39,9 @@ from stepscope.testing.engine_conformance import a_capture, assert_complete, fil
 from stepscope.timeline import load_step
 from stepscope_sglang import SglangProfiler
 from stepscope_sglang._driving.in_process import InProcessTarget
-from stepscope_sglang._versions import PLUGINS_SINCE, number
+from stepscope_sglang._versions import PLUGINS_SINCE
 
-VERSION = number(sglang.__version__)
+VERSION = numbers(sglang.__version__)
 SLACK_NS = 50_000_000
 """Between the scheduler and whoever gets its tokens."""
 NAMES_STEPS = VERSION >= (0, 5, 11)
@@ -167,7 +168,7 @@ def test_a_count_that_is_not_reached_ends_with_the_capture(engine: Any, tmp_path
     assert_works(engine, tmp_path)
 
 
-COUNTS = number(PLUGINS_SINCE) <= VERSION
+COUNTS = numbers(PLUGINS_SINCE) <= VERSION
 """True if schedulers load plugins: ours shows their count of passes."""
 
 

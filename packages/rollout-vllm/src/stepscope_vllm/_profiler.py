@@ -13,10 +13,9 @@ from stepscope.engines.metrics import EngineMetrics
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
-from stepscope_vllm._arming import folders, unedited
+from stepscope_vllm._arming import unedited
 from stepscope_vllm._capture import options
-from stepscope_vllm._capture.desk import Desk
-from stepscope_vllm._capture.replica import ReplicaProfiler
+from stepscope_vllm._capture.session import Desk, ReplicaProfiler
 from stepscope_vllm._driving import ascend_profiler, discovery, facts
 from stepscope_vllm._driving.in_process import InProcessTarget
 from stepscope_vllm._engine_side import plugin
@@ -63,7 +62,7 @@ class VllmProfiler(ReplicaProfiler):
         target = self._target
         _versions.expect_supported(target.version)
         _ = target.dialect
-        why = target.dead()
+        why = target.calls.dead()
         if why is not None:
             raise EngineError(f"{why}. Fix: start a new engine")
         options.refuse_disabled(target.settings)
@@ -118,7 +117,7 @@ class VllmFactory(EngineFactory):
     def serving(self, url: str, config: ProfileConfig) -> EngineProfiler:
         from stepscope_vllm._server import VllmServer  # import time: for servers alone
 
-        return VllmServer(url, folders.of_unedited(config))
+        return VllmServer(url, unedited.folder_of(config))
 
     def owned(self) -> Sequence[object]:
         return discovery.owned()

@@ -17,8 +17,7 @@ from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
 from stepscope_vllm._capture import options
-from stepscope_vllm._capture.desk import Desk
-from stepscope_vllm._capture.replica import ReplicaProfiler
+from stepscope_vllm._capture.session import Desk, ReplicaProfiler
 from stepscope_vllm._driving.http import ASK_S, BUILT, ServerTarget, as_object, counters_of
 from stepscope_vllm._engine_side import plugin
 from stepscope_vllm._files.ranks import Layout
@@ -162,7 +161,7 @@ class VllmServer(ReplicaProfiler):
     def _refuse_a_shared_folder(self, folder: Path) -> None:
         for url, desk in _desks.items():
             other = desk.current
-            if desk is not self._desk and other is not None and other.folder == folder:
+            if desk is not self._desk and other is not None and other.recording.target.folder == folder:
                 raise EngineError(
                     f"{url} is recorded and writes to {folder} too, and {self._unnamed()}. Fix: serve each "
                     "with a torch_profiler_dir of its own"

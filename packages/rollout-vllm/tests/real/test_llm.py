@@ -27,7 +27,7 @@ from stepscope.report import step_report
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
 from stepscope.timeline import load_step
 from stepscope_vllm import VllmProfiler, _versions
-from stepscope_vllm._capture.desk import Desk
+from stepscope_vllm._capture.session import Desk
 from stepscope_vllm._driving import work_loop
 
 MODERN = _versions.dialect_of_engine(LLM).bounds

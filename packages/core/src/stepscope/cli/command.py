@@ -18,12 +18,12 @@ CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 def _be_quiet(wanted: bool) -> None:
     if wanted:
-        screen.set_loudness(screen.Loudness.QUIET)
+        screen.be_quiet()
 
 
 def _be_verbose(wanted: bool) -> None:
     if wanted:
-        screen.set_loudness(screen.Loudness.VERBOSE)
+        screen.be_verbose()
 
 
 _options = typer.Typer(add_completion=False)
@@ -68,8 +68,3 @@ class GroupWithDefault(TyperGroup):
                 raise CommandError(f"there is no `{ctx.command_path} {args[0]}`: did you mean {near!r}?")
             args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)
-
-
-def group_with_default(effect: str) -> typer.Typer:
-    """Return an empty group; `effect` is its help."""
-    return typer.Typer(cls=GroupWithDefault, help=effect, no_args_is_help=True, add_completion=False)

@@ -131,16 +131,15 @@ def no_run(path: Path) -> str:
     below = [child.name for child in path.iterdir() if child.is_dir() and RunLayout(child).steps()]
     if below:
         return f"{path} is no run, but there are runs in it: {_some(sorted(below))}"
+    traces = "It holds no trace either."
+    if has_traces(path):
+        traces = f"`stepscope report {path}` reads its traces."
     return (
         f"{path} holds no captured step: looked for run.json and folders like step_000002; it holds: "
-        f"{_names(path)}. {_say_traces(path)} If a run should write here: is `save_path` this folder, does "
+        f"{_names(path)}. {traces} If a run should write here: is `save_path` this folder, does "
         "the training loop open `capture(step)`, and does `steps` select any that it reaches (see "
         "`stepscope validate`)?"
     )
-
-
-def _say_traces(path: Path) -> str:
-    return f"`stepscope report {path}` reads its traces." if has_traces(path) else "It holds no trace either."
 
 
 def _names(folder: Path) -> str:

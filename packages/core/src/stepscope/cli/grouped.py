@@ -51,7 +51,9 @@ def report_groups(
     ]
     for index, name in enumerate(by):
         if not any(step.by[index].groups for step in grouped):
-            raise CommandError(_none(name, timelines))
+            stated = (attribute for line in timelines for attribute in attributes_of(line))
+            allowed = ", ".join(dict.fromkeys((*ALWAYS, *stated)))
+            raise CommandError(f"no span has an attribute {name!r}. Allowed: {allowed}")
     if json:
         screen.show_json(GroupedSteps(steps=grouped, unreadable=unreadable))
     else:
@@ -72,11 +74,6 @@ def _read(steps: Sequence[StepLayout], run: str | None) -> tuple[list[Timeline],
     if not timelines:
         raise CommandError("\n".join(unreadable.values()), Exit.ERROR)
     return timelines, unreadable
-
-
-def _none(name: str, timelines: Sequence[Timeline]) -> str:
-    stated = dict.fromkeys(attribute for line in timelines for attribute in attributes_of(line))
-    return f"no span has an attribute {name!r}. Allowed: {', '.join(dict.fromkeys((*ALWAYS, *stated)))}"
 
 
 def _show(grouped: Sequence[GroupedStep], *, markdown: bool) -> None:

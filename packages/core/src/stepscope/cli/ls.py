@@ -93,7 +93,6 @@ def collect(
 
 
 def _show_pending(run: Path, *, json: bool) -> NoReturn:
-    """Print what is still waited for and end the command."""
     awaited = [item for layout in find_numbered(run).values() for item in waiting(layout)]
     if json:
         screen.show_json(awaited)

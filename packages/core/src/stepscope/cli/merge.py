@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import shlex
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median_low
 from typing import Annotated
 
 import typer
@@ -12,20 +15,23 @@ import typer
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run, find_steps, is_step
-from stepscope.cli.plain import is_plain, target_of
-from stepscope.cli.reading.proposal import EVENTS, proposal
+from stepscope.cli.plain import expect_traces, is_plain
 from stepscope.cli.reading.readers import RayAddress, absolute, cluster, readers
 from stepscope.config._ranges import parse_ranges
 from stepscope.files.layout import StepLayout
+from stepscope.report.sections import step_report
 from stepscope.report.formatting import count, size
+from stepscope.report.tables.stages import Share, Stage
 from stepscope.report.terminal.layout import listing
-from stepscope.timeline import Merged, Selection, merge_bytes, merge_step
+from stepscope.timeline import Merged, Selection, load_step, merge_bytes, merge_step
 from stepscope.timeline.merge.merge import merge_plain
 from stepscope.timeline.merge.per_node import merge_per_node
 from stepscope.timeline.model import FileProblem
 from stepscope.timeline.step.plain import plain_bytes
 
 _SHOWN = 20
+EVENTS = 6_000_000
+"""Some 1.5 GB of JSON, for a viewer in WebAssembly, which has 4 GB. Chosen, not measured."""
 
 
 def merge(
@@ -98,7 +104,10 @@ def merge(
     if is_plain(paths):
         if step is not None or run is not None:
             raise CommandError(f"--step and --run are for runs of stepscope, and {paths[0]} is none")
-        steps, target = list[StepLayout](), target_of(paths, output)
+        expect_traces(paths)
+        if output is None:  # folders of others are left as they are
+            raise CommandError("stepscope did not write these traces: say where to write with --output")
+        steps, target = list[StepLayout](), output
         size_of, write = partial(plain_bytes, paths), partial(merge_plain, paths, target)
     else:
         path = absolute(_step_of(paths[0], step), ray)
@@ -141,7 +150,6 @@ def _merge_nodes(
 
 
 def _step_of(path: Path, step: str | None) -> Path:
-    """Return the folder of the step that is meant."""
     if step is not None:
         wanted = find_steps(path, step)
         if len(wanted) > 1:
@@ -189,3 +197,33 @@ def _count(number: int | None, what: str) -> str:
 def _some(lines: tuple[str, ...] | list[str]) -> list[str]:
     more = len(lines) - _SHOWN
     return [*lines[:_SHOWN], *([f"and {more} more: see `stepscope merge --json`"] if more > 0 else [])]
+
+
+def proposal(step: Path, run_id: str) -> str:
+    """Return what to merge if a browser cannot open so much: two ranks of the most uneven stage."""
+    stages = step_report(load_step(step, run_id=run_id)).stages
+    start = "A browser may not open so many events."
+    uneven = max(filter(_ranked, stages), key=_spread_ns, default=None)
+    command = f"stepscope merge {shlex.quote(str(step))}"
+    if uneven is None or not _spread_ns(uneven):
+        return f"{start} Smaller: {command} --max-mb 200"
+    slowest, median = _slowest_and_median(uneven.processes)
+    what = f"{uneven.role} {uneven.title}: the slowest rank is {slowest.rank}, the median {median.rank}"
+    return f"{start} Smaller: {command} --ranks {slowest.rank},{median.rank} ({what})"
+
+
+def _ranked(stage: Stage) -> bool:
+    ranks = {share.rank for share in stage.processes}
+    return not stage.waits and None not in ranks and len(ranks) > 1
+
+
+def _spread_ns(stage: Stage) -> int:
+    """Return how much longer the slowest process was busy than the median one."""
+    slowest, median = _slowest_and_median(stage.processes)
+    return slowest.worked_ns - median.worked_ns
+
+
+def _slowest_and_median(shares: Sequence[Share]) -> tuple[Share, Share]:
+    middle = median_low(share.worked_ns for share in shares)
+    slowest = max(shares, key=lambda share: share.worked_ns)
+    return slowest, next(share for share in shares if share.worked_ns == middle)

@@ -27,7 +27,6 @@ class Pages:
         """Pages that could not be written, each with the reason."""
 
     def add_step(self, layout: StepLayout, timeline: Timeline, report: StepReport) -> None:
-        """Write a step's page into its folder."""
         self._write(layout.report, render_step(timeline, report, files_of(layout, timeline)))
 
     def add_run(

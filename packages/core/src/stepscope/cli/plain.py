@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 from rich.text import Text
@@ -28,16 +28,9 @@ def is_plain(paths: Sequence[Path]) -> bool:
     return not is_ours(path) and has_traces(path)
 
 
-class Form(Enum):
-    """The form in which a report is printed."""
-
-    TABLES = auto()
-    JSON = auto()
-    BRIEF = auto()
-    BRIEF_MARKDOWN = auto()
-
-
-def report_plain(paths: Sequence[Path], form: Form, output: Path | None, jobs: int | None = None) -> None:
+def report_plain(
+    paths: Sequence[Path], output: Path | None, jobs: int | None, *, json: bool, brief: bool, markdown: bool
+) -> NoReturn:
     """Print the report of traces, write its page to `output` if it is named, and exit.
 
     Raises:
@@ -45,17 +38,15 @@ def report_plain(paths: Sequence[Path], form: Form, output: Path | None, jobs: i
         RecordError: no path holds an event of a trace.
         OSError: the page cannot be written.
     """
-    _check(paths)
+    expect_traces(paths)
     total = plain_bytes(paths)
     with screen.progress("reading traces", total) as done, workers(jobs, total) as executor:
         step = read_plain(paths, done, executor)
     report = Plain(step)
-    if form is Form.JSON:
+    if json:
         screen.show_json(report.to_json())
-    elif form is Form.BRIEF:
-        screen.show_unwrapped(brief_text(report.brief(paths)))
-    elif form is Form.BRIEF_MARKDOWN:
-        screen.show_unwrapped(brief_markdown(report.brief(paths)))
+    elif brief:
+        screen.show_unwrapped((brief_markdown if markdown else brief_text)(report.brief(paths)))
     else:
         screen.show(Text("\n".join(map(plain, report.head())), style="bold"), *map(draw, report.blocks()))
     if output is not None:
@@ -64,19 +55,8 @@ def report_plain(paths: Sequence[Path], form: Form, output: Path | None, jobs: i
     raise typer.Exit(Exit.OK if report.complete else Exit.INCOMPLETE)
 
 
-def target_of(paths: Sequence[Path], output: Path | None) -> Path:
-    """Return the file to merge into. Folders of others are left as they are.
-
-    Raises:
-        CommandError: a path does not exist, or no file is named.
-    """
-    _check(paths)
-    if output is None:
-        raise CommandError("stepscope did not write these traces: say where to write with --output")
-    return output
-
-
-def _check(paths: Sequence[Path]) -> None:
+def expect_traces(paths: Sequence[Path]) -> None:
+    """Raise `CommandError` for a path that does not exist, or is stepscope's own among others."""
     for path in paths:
         if not path.exists():
             raise CommandError(f"{path} does not exist")

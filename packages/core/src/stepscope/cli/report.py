@@ -15,7 +15,7 @@ from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import STEPS_HELP, find_run, find_steps, is_step
 from stepscope.cli.grouped import report_groups
 from stepscope.cli.pages import Pages
-from stepscope.cli.plain import Form, is_plain, report_plain
+from stepscope.cli.plain import is_plain, report_plain
 from stepscope.cli.reading.readers import RayAddress, absolute, readers
 from stepscope.demo.sample import unpack_sample
 from stepscope.errors import RecordError
@@ -114,11 +114,15 @@ def report(
     ] = None,
 ) -> None:
     """Show where each captured step went: tables by role and stage, ranks, long tail, and what is missing."""
-    path = paths[0] if paths else None
-    path = sample_in(path or SAMPLE) if sample else path
+    path = paths[0] if paths else SAMPLE if sample else None
     if path is None:
         raise typer.BadParameter(
             "name the folder of a run, or traces, or use --sample", param_hint="RUN_OR_STEP"
+        )
+    if sample:
+        unpack_sample(path)
+        screen.say(
+            f"The sample is in {path}: a run of `stepscope demo`, recorded on CPUs, with two captured steps"
         )
     if markdown and not (brief or by):
         raise typer.BadParameter("--markdown needs --brief or --by")
@@ -127,11 +131,11 @@ def report(
     if by and (brief or html or short or ray):
         raise typer.BadParameter("--by goes without --brief, --html, --short and --ray")
     if paths and not sample and is_plain(paths):
-        options = {"--step": step, "--run": run, "--html": html, "--by": by or None}
-        options["--ray"] = ray
-        _refuse([name for name, value in options.items() if value is not None], paths)
-        form = (Form.BRIEF_MARKDOWN if markdown else Form.BRIEF) if brief else Form.TABLES
-        report_plain(paths, Form.JSON if json else form, output, jobs)
+        options = {"--step": step, "--run": run, "--html": html, "--by": by or None, "--ray": ray}
+        if given := [name for name, value in options.items() if value is not None]:
+            needed = f"{', '.join(given)}: only of a run or a step of stepscope"
+            raise typer.BadParameter(f"{needed}, and {path} is none; --output FILE writes the page")
+        report_plain(paths, output, jobs, json=json, brief=brief, markdown=markdown)
     if output is not None:
         raise typer.BadParameter("--output is for traces that stepscope did not write")
     if by:
@@ -150,22 +154,6 @@ def report(
     failed = False if pages is None else say_pages(pages)
     complete = all(result.health.complete and not trouble(result) for result in reports.steps)
     raise typer.Exit(Exit.OK if complete and not (reports.unreadable or failed) else Exit.INCOMPLETE)
-
-
-def _refuse(options: list[str], paths: list[Path]) -> None:
-    """Refuse options that need spans or a folder of stepscope."""
-    if options:
-        needed = f"{', '.join(options)}: only of a run or a step of stepscope"
-        raise typer.BadParameter(f"{needed}, and {paths[0]} is none; --output FILE writes the page")
-
-
-def sample_in(folder: Path) -> Path:
-    """Unpack the sample run into `folder`, say so, and return the folder."""
-    unpack_sample(folder)
-    screen.say(
-        f"The sample is in {folder}: a run of `stepscope demo`, recorded on CPUs, with two captured steps"
-    )
-    return folder
 
 
 def read_reports(
@@ -193,13 +181,8 @@ def read_reports(
     """
     measure = merge_bytes if traces else span_bytes
     what = "reading spans and traces" if traces else "reading spans"
-    with (
-        readers(jobs if traces else 1, ray, steps, lambda: sum(measure(step.root) for step in steps)) as (
-            executor,
-            total,
-        ),
-        screen.progress(what, total) as done,
-    ):
+    processes = readers(jobs if traces else 1, ray, steps, lambda: sum(measure(step.root) for step in steps))
+    with processes as (executor, total), screen.progress(what, total) as done:
         load = partial(load_step, run_id=run, on_read=done, digests=digests, executor=executor)
         traces_of = partial(load_traces, on_read=done, executor=executor, digests=digests) if traces else None
         read = {step.root.name: _read(step, load, pages, traces_of, on_traces) for step in steps}

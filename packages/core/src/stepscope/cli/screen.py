@@ -11,9 +11,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import NoReturn
 
 import msgspec
@@ -31,18 +30,8 @@ _EXACT = (1 << 53) - 1
 log = logging.getLogger("stepscope")
 
 
-class Loudness(Enum):
-    """Amount of what a command prints on stderr."""
-
-    QUIET = "quiet"
-    """Errors, and what is missing."""
-    NORMAL = "normal"
-    VERBOSE = "verbose"
-    """The package's log as well, at debug."""
-
-
-_loudness = Loudness.NORMAL
-"""Of the command that runs. One writer: `set_loudness`."""
+_quiet = False
+"""True if the command that runs prints only its answer, errors, and what is missing. Writers: those below."""
 
 
 class _Handler(logging.Handler):
@@ -55,24 +44,30 @@ class _Handler(logging.Handler):
 _HANDLER = _Handler()
 
 
-def set_loudness(loudness: Loudness) -> None:
-    """Make the command that runs quiet or verbose, until the end of `one_command`."""
-    global _loudness
-    _loudness = loudness
-    if loudness is not Loudness.NORMAL:
-        log.setLevel(logging.DEBUG if loudness is Loudness.VERBOSE else logging.WARNING)
-    if loudness is Loudness.VERBOSE:
-        log.addHandler(_HANDLER)
+def be_quiet() -> None:
+    """Print only the answer, errors, and what is missing, until the end of `one_command`."""
+    global _quiet
+    _quiet = True
+    log.setLevel(logging.WARNING)
+
+
+def be_verbose() -> None:
+    """Print the package's log as well, at debug, until the end of `one_command`."""
+    global _quiet
+    _quiet = False
+    log.setLevel(logging.DEBUG)
+    log.addHandler(_HANDLER)
 
 
 @contextmanager
 def one_command() -> Iterator[None]:
-    """Undo at the end what `set_loudness` did."""
+    """Undo at the end what `be_quiet` and `be_verbose` did."""
+    global _quiet
     level = log.level
     try:
         yield
     finally:
-        set_loudness(Loudness.NORMAL)
+        _quiet = False
         log.removeHandler(_HANDLER)
         log.setLevel(level)
 
@@ -112,13 +107,10 @@ def _exact(data: object) -> object:
     whole: dict[object, object] = {}
     for key, value in data.items():
         whole[key] = _exact(value)
-        if any(isinstance(number, int) and abs(number) > _EXACT for number in _flat(value)):
+        numbers = value if isinstance(value, list | tuple) else (value,)
+        if any(isinstance(number, int) and abs(number) > _EXACT for number in numbers):
             whole[f"{key}_text"] = [*map(str, value)] if isinstance(value, list | tuple) else str(value)
     return whole
-
-
-def _flat(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _escaped_in_json(match: re.Match[str]) -> str:
@@ -128,7 +120,7 @@ def _escaped_in_json(match: re.Match[str]) -> str:
 
 def say(message: str) -> None:
     """Print a line on stderr, unless the command is to be quiet."""
-    if _loudness is not Loudness.QUIET:
+    if not _quiet:
         warn(message)
 
 
@@ -140,7 +132,7 @@ def warn(message: str) -> None:
 @contextmanager
 def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on stderr, if that is a terminal. Call the value with every number of bytes done."""
-    if not sys.stderr.isatty() or _loudness is Loudness.QUIET:
+    if _quiet or not sys.stderr.isatty():
         yield lambda done: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -152,7 +144,7 @@ def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 @contextmanager
 def waiting(title: str) -> Iterator[None]:
     """Show on stderr, if that is a terminal, that work is under way that may take seconds."""
-    if not sys.stderr.isatty() or _loudness is Loudness.QUIET:
+    if _quiet or not sys.stderr.isatty():
         yield
         return
     with _console(stderr=True).status(title):

@@ -69,11 +69,8 @@ def _show(validated: Validated) -> None:
     screen.show(Text(yaml.safe_dump(validated.config, sort_keys=False).rstrip()))
     if validated.environment:
         screen.show(listing("Set by the environment, over the file", validated.environment))
-    steps = ", ".join(map(str, validated.steps)) or f"none below {validated.below}"
-    screen.show(
-        listing(
-            "Selected steps", [f"{steps} (of those below {validated.below})" if validated.steps else steps]
-        )
-    )
+    steps, below = ", ".join(map(str, validated.steps)), validated.below
+    line = f"{steps} (of those below {below})" if steps else f"none below {below}"
+    screen.show(listing("Selected steps", [line]))
     if not validated.config["steps"]:
         screen.say("`steps` selects nothing: a run with this configuration records nothing.")

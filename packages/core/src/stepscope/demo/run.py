@@ -8,11 +8,9 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from stepscope import Capture, ProfileConfig, aprepare, capture
-from stepscope.errors import StepscopeError
 from stepscope.recording.capture.configure import check
 
 WARM_UP = 30
@@ -52,15 +50,8 @@ def run_demo(
         iterations: Forward passes of each replica that its profiler records.
 
     Raises:
-        StepscopeError: torch or Ray is not installed.
         ConfigError: `save_path` cannot be written.
     """
-    missing = [name for name in ("torch", "ray") if find_spec(name) is None]
-    if missing:
-        raise StepscopeError(
-            f"the demo trains a model with torch on Ray; not installed: {', '.join(missing)}. "
-            "Fix: pip install torch 'stepscope[ray]'"
-        )
     import ray
 
     began = time.perf_counter()

@@ -73,7 +73,6 @@ class Trainer:
         ]
 
     def replica_class(self, engine: str) -> type:
-        """Return the class of a replica of `engine`."""
         return replica_class(engine)
 
     @property

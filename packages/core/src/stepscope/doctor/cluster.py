@@ -9,26 +9,22 @@ from importlib import import_module
 from typing import Any
 
 from stepscope.doctor.machine import installed
-from stepscope.doctor.rows import Row
+from stepscope.doctor.rows import Row, amber, green, red
 from stepscope.recording.process.clock import Exchange, estimate_offset
 
+ANSWER_S = 30.0
 EXCHANGES = 20
 TOLERABLE_NS = 50_000_000
 """Largest tolerable offset of a clock. Beyond it, the logs of two nodes visibly disagree."""
 
 
-def nodes(address: str, timeout_s: float = 30.0) -> Iterator[Row]:
+def nodes(address: str) -> Iterator[Row]:
     """Yield a row for each node of the cluster at `address` (`auto`, `host:port`).
 
     Joins the cluster and leaves it afterwards, unless this process has joined it before.
     """
     if installed("ray") is None:
-        yield Row(
-            subject="cluster",
-            state="red",
-            found="ray is not installed here",
-            fix="pip install 'stepscope[ray]'",
-        )
+        yield red("cluster", "ray is not installed here", "pip install 'stepscope[ray]'")
         return
     ray: Any = import_module("ray")
     joined = not ray.is_initialized()
@@ -36,13 +32,13 @@ def nodes(address: str, timeout_s: float = 30.0) -> Iterator[Row]:
         if joined:
             ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
         alive = [node for node in ray.nodes() if node["Alive"]]
-        yield Row(subject="cluster", state="green", found=f"{len(alive)} node(s) at {address}")
+        yield green("cluster", f"{len(alive)} node(s) at {address}")
         probes = [_start(node) for node in alive]
         for node, probe in zip(alive, probes, strict=True):
-            yield _row(node, probe, timeout_s)
+            yield _row(node, probe)
     except ConnectionError as error:
         fix = "ray start --head on one node, and --ray auto on that node or --ray HOST:6379"
-        yield Row(subject="cluster", state="red", found=f"no cluster answers at {address}: {error}", fix=fix)
+        yield red("cluster", f"no cluster answers at {address}: {error}", fix)
     finally:
         if joined:
             ray.shutdown()
@@ -56,45 +52,43 @@ def _start(node: Mapping[str, Any]) -> Any:
     return ray.remote(_Probe).options(num_cpus=0, scheduling_strategy=here).remote()
 
 
-def _row(node: Mapping[str, Any], probe: Any, timeout_s: float) -> Row:
+def _row(node: Mapping[str, Any], probe: Any) -> Row:
     import ray
 
     name = f"node {node['NodeManagerHostname']} {node['NodeManagerAddress']}"
     try:
-        versions = ray.get(probe.versions.remote(), timeout=timeout_s)
-        estimate = estimate_offset([_exchange(probe, timeout_s) for _ in range(EXCHANGES)])
+        versions = ray.get(probe.versions.remote(), timeout=ANSWER_S)
+        estimate = estimate_offset([_exchange(probe) for _ in range(EXCHANGES)])
     except Exception as error:
         reason = str(error).strip().splitlines()
         fix = "`ray status` and the node's logs say more; a worker there could not start"
-        return Row(
-            subject=name, state="red", found=f"no answer: {reason[-1] if reason else error!r}", fix=fix
-        )
+        return red(name, f"no answer: {reason[-1] if reason else error!r}", fix)
     finally:
         ray.kill(probe)
     ours = _Probe().versions()
     if versions != ours:
         fix = "the same versions on all nodes: captures are sent there by pickle"
-        return Row(subject=name, state="red", found=f"{versions}, and {ours} here", fix=fix)
+        return red(name, f"{versions}, and {ours} here", fix)
     return _clock(name, None if estimate is None else (estimate.offset_ns, estimate.within_ns))
 
 
 def _clock(name: str, offset: tuple[int, int] | None) -> Row:
     if offset is None:
         fix = "run it again; if the row stays, check the node's NTP or chrony"
-        return Row(subject=name, state="amber", found="its clock was set while it was measured", fix=fix)
+        return amber(name, "its clock was set while it was measured", fix)
     offset_ms, uncertainty_ms = offset[0] / 1e6, offset[1] / 1e6
     text = f"clock {offset_ms:+.3f} ms against this one, within {uncertainty_ms:.3f} ms"
     if abs(offset[0]) > TOLERABLE_NS:
         fix = "chronyc tracking (or timedatectl) on that node; timelines are corrected by this all the same"
-        return Row(subject=name, state="amber", found=text, fix=fix)
-    return Row(subject=name, state="green", found=text)
+        return amber(name, text, fix)
+    return green(name, text)
 
 
-def _exchange(probe: Any, timeout_s: float) -> Exchange:
+def _exchange(probe: Any) -> Exchange:
     import ray
 
     sent_ns = time.time_ns()
-    heard_ns, answered_ns = ray.get(probe.now.remote(), timeout=timeout_s)
+    heard_ns, answered_ns = ray.get(probe.now.remote(), timeout=ANSWER_S)
     return Exchange(sent_ns, heard_ns, answered_ns, time.time_ns())
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import cast
 
 from stepscope.doctor.machine import DAMAGED, OURS, entry_points, installed
-from stepscope.doctor.rows import Row
+from stepscope.doctor.rows import Row, absent, amber, green, red
 from stepscope.engines.protocol import EngineFactory
 from stepscope.engines.supported import Supported, numbers, stated_in
 
@@ -30,10 +30,9 @@ def _without_adapter(name: str) -> Row:
     except (ImportError, ValueError):  # a module that was put into sys.modules by hand
         is_here = True
     if not is_here:
-        finding = "neither the engine nor its adapter is installed here"
-        return Row(subject=name, state="absent", found=finding)
+        return absent(name, "neither the engine nor its adapter is installed here")
     fix = f"pip install 'stepscope[{name}]', in the environment of the engine and of the driver"
-    return Row(subject=name, state="amber", found=f"{name} is installed, without its adapter", fix=fix)
+    return amber(name, f"{name} is installed, without its adapter", fix)
 
 
 def _of_adapter(point: metadata.EntryPoint) -> Iterator[Row]:
@@ -41,8 +40,7 @@ def _of_adapter(point: metadata.EntryPoint) -> Iterator[Row]:
         factory = cast(EngineFactory, point.load())
     except Exception as error:
         finding = f"the adapter cannot be loaded: {type(error).__name__}: {error}"
-        fix = f"install the package that brings {point.value} again"
-        yield Row(subject=point.name, state="red", found=finding, fix=fix)
+        yield red(point.name, finding, f"install the package that brings {point.value} again")
         return
     if factory.distributions:
         versions = {
@@ -59,21 +57,19 @@ def _range(point: metadata.EntryPoint) -> Supported | None:
 
 
 def _engine(name: str, versions: Mapping[str, str], supported: Supported | None) -> Row:
-    """Compare the installed engine with the range of its adapter."""
     known = f"the adapter supports {supported}" if supported else "the adapter states no range"
     if not versions:
         finding = f"not installed in this environment; {known}. Servers elsewhere can be driven from here"
-        return Row(subject=name, state="absent", found=finding)
+        return absent(name, finding)
     package, version = next(iter(versions.items()))
     if version == DAMAGED or not numbers(version):
         fix = f"pip install --force-reinstall {package}"
-        return Row(subject=name, state="red", found=f"the metadata of {package} names no version", fix=fix)
+        return red(name, f"the metadata of {package} names no version", fix)
     installed_ones = ", ".join(f"{package} {version}" for package, version in versions.items())
     if supported and supported.is_older(version):
-        fix = f"pip install '{supported.requirement}'"
-        return Row(subject=name, state="red", found=f"{installed_ones}: too old; {known}", fix=fix)
+        return red(name, f"{installed_ones}: too old; {known}", f"pip install '{supported.requirement}'")
     if supported and supported.is_newer(version):
         finding = f"{installed_ones}: newer than any that was tested; {known}"
         fix = "prepare() checks it before the run; if it refuses, install an engine of that range"
-        return Row(subject=name, state="amber", found=finding, fix=fix)
-    return Row(subject=name, state="green", found=f"{installed_ones}; {known}")
+        return amber(name, finding, fix)
+    return green(name, f"{installed_ones}; {known}")

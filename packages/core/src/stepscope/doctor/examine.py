@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stepscope.config import INSTALL_TORCH_NPU, ProfileConfig, check_finish, check_tool, resolve
 from stepscope.doctor import cluster, engines, libraries, machine
-from stepscope.doctor.rows import Row
+from stepscope.doctor.rows import Row, red
 from stepscope.errors import ConfigError
 
 GROUP = "stepscope.doctor"
@@ -45,17 +45,13 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
         yield from _check("cluster", partial(cluster.nodes, ray_address))
 
 
-def _rows_of(point: EntryPoint, tool: str) -> Iterable[Row]:
-    rows: Iterable[Row] = point.load()()
-    return [_needed(row) if tool == "npu" and row.subject == "torch_npu" else row for row in rows]
-
-
-def _needed(row: Row) -> Row:
-    """Return `row`, in red if it reports that the library of the configured `tool` is absent."""
-    if row.state != "absent":
-        return row
-    finding = "not installed, and `tool` is npu"
-    return Row(subject=row.subject, state="red", found=finding, fix=INSTALL_TORCH_NPU)
+def _rows_of(point: EntryPoint, tool: str) -> Iterator[Row]:
+    """Yield a package's rows. What the configured `tool` needs and nobody installed is red."""
+    for row in point.load()():
+        if (tool, row.subject, row.state) == ("npu", "torch_npu", "absent"):
+            yield red(row.subject, "not installed, and `tool` is npu", INSTALL_TORCH_NPU)
+        else:
+            yield row
 
 
 def _configuration(file: Path | None) -> ProfileConfig | ConfigError:
@@ -79,4 +75,4 @@ def _check(subject: str, rows: Callable[[], Row | Iterable[Row]]) -> Iterator[Ro
         yield from (outcome,) if isinstance(outcome, Row) else outcome
     except Exception as error:
         failure = f"the check failed: {type(error).__name__}: {error}"
-        yield Row(subject=subject, state="red", found=failure, fix="please report it, with this line")
+        yield red(subject, failure, "please report it, with this line")

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.doctor import torch_probe
-from stepscope.doctor.machine import DAMAGED, installed
-from stepscope.doctor.rows import Row, State
+from stepscope.doctor.machine import DAMAGED, damaged, installed
+from stepscope.doctor.rows import Row, absent, amber, green, red
+from stepscope.engines.supported import numbers
 from stepscope.recording.counters.nvml import DRIVER
 
 INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
@@ -28,13 +29,13 @@ SAMPLED_UP_TO = 2
 def torch(environ: Mapping[str, str]) -> Iterator[Row]:
     """Yield rows on torch, the device, and a profiler window that should record both."""
     try:
-        absent = find_spec("torch") is None
+        missing = find_spec("torch") is None
     except (ImportError, ValueError) as error:
         yield _broken_torch(f"{type(error).__name__}: {error}")
         return
-    if absent:
+    if missing:
         finding = "not installed in this environment: tool torch and cuda_memory record nothing here"
-        yield Row(subject="torch", state="absent", found=finding)
+        yield absent("torch", finding)
         return
     try:
         seen = torch_probe.ask()
@@ -42,7 +43,7 @@ def torch(environ: Mapping[str, str]) -> Iterator[Row]:
         yield _broken_torch(str(error))
         return
     built = f"built for {seen['built_for']}" if seen["built_for"] else "a CPU build"
-    yield Row(subject="torch", state="green", found=f"{seen['version']}, {built}")
+    yield green("torch", f"{seen['version']}, {built}")
     yield _window(seen)
     yield from _device(seen, environ)
 
@@ -52,42 +53,32 @@ def _broken_torch(words: str) -> Row:
         fix = "TORCH_DEVICE_BACKEND_AUTOLOAD=0, or source CANN's set_env.sh: torch_npu is loaded with torch"
     else:
         fix = "python -c 'import torch' shows the same; reinstall torch for this Python and driver"
-    return Row(subject="torch", state="red", found=f"cannot be used: {words}", fix=fix)
+    return red("torch", f"cannot be used: {words}", fix)
 
 
 def _window(seen: Mapping[str, Any]) -> Row:
     if seen["cpu_events"]:
-        return Row(subject="torch.profiler", state="green", found=f"records {seen['activities']}")
+        return green("torch.profiler", f"records {seen['activities']}")
     fix = "KINETO_LOG_LEVEL=0 says why; another profiler in the process is the usual cause"
-    return Row(subject="torch.profiler", state="red", found="a window around one operator is empty", fix=fix)
+    return red("torch.profiler", "a window around one operator is empty", fix)
 
 
 def _device(seen: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Row]:
     if not seen["cuda"]:
         if seen["built_for"]:
             fix = "nvidia-smi shows whether the driver sees one; in a container: --gpus all"
-            yield Row(
-                subject="CUDA", state="amber", found="torch is built for it and finds no device", fix=fix
-            )
+            yield amber("CUDA", "torch is built for it and finds no device", fix)
         else:
-            yield Row(
-                subject="CUDA", state="absent", found="a CPU build of torch: traces hold CPU work alone"
-            )
+            yield absent("CUDA", "a CPU build of torch: traces hold CPU work alone")
         return
-    yield Row(
-        subject="CUDA",
-        state="green",
-        found=f"{len(seen['devices'])} device(s): {', '.join(sorted(set(seen['devices'])))}",
-    )
-    injected = [name for name in INJECTED if environ.get(name)]
+    yield green("CUDA", f"{len(seen['devices'])} device(s): {', '.join(sorted(set(seen['devices'])))}")
     if seen["device_events"]:
-        yield Row(subject="CUPTI", state="green", found="a window saw the kernels of one operator")
+        yield green("CUPTI", "a window saw the kernels of one operator")
         return
+    injected = [name for name in INJECTED if environ.get(name)]
     why = f"; {', '.join(injected)} is set: another tool records this process" if injected else ""
     fix = "CUPTI serves one subscriber: not nsys, DCGM profiling or an NCCL profiler beside torch.profiler"
-    yield Row(
-        subject="CUPTI", state="red", found=f"a window around a kernel holds no device activity{why}", fix=fix
-    )
+    yield red("CUPTI", f"a window around a kernel holds no device activity{why}", fix)
 
 
 def nsys(tool: str) -> Row:
@@ -95,10 +86,10 @@ def nsys(tool: str) -> Row:
     path = shutil.which("nsys")
     if path is None:
         if tool != "nsys":
-            return Row(subject="nsys", state="absent", found="not on PATH; only `tool: nsys` needs it")
+            return absent("nsys", "not on PATH; only `tool: nsys` needs it")
         fix = "install Nsight Systems and put `nsys` on PATH, on every node"
-        return Row(subject="nsys", state="red", found="not on PATH, and `tool` is nsys", fix=fix)
-    state: State = "red" if tool == "nsys" else "amber"
+        return red("nsys", "not on PATH, and `tool` is nsys", fix)
+    broken = red if tool == "nsys" else amber
     try:
         done = subprocess.run(
             [path, "--version"],
@@ -109,16 +100,14 @@ def nsys(tool: str) -> Row:
             timeout=NSYS_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Row(subject="nsys", state=state, found=f"{path}: {error}", fix="run `nsys --version` by hand")
+        return broken("nsys", f"{path}: {error}", "run `nsys --version` by hand")
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
     version = next((line for line in lines if re.search(r"version\s+\d{4}\.\d", line)), None)
     if done.returncode or version is None:
-        finding = (
-            f"{path} --version ended with {done.returncode}: {lines[-1] if lines else 'it printed nothing'}"
-        )
+        last = lines[-1] if lines else "it printed nothing"
         fix = "it does not work here: install Nsight Systems again, or take it off PATH"
-        return Row(subject="nsys", state=state, found=finding, fix=fix)
-    return Row(subject="nsys", state="green", found=f"{version.strip()}, {path}")
+        return broken("nsys", f"{path} --version ended with {done.returncode}: {last}", fix)
+    return green("nsys", f"{version.strip()}, {path}")
 
 
 def nsys_permissions() -> Iterator[Row]:
@@ -132,51 +121,38 @@ def nsys_permissions() -> Iterator[Row]:
     if level > SAMPLED_UP_TO:
         finding = f"{PARANOID} is {level}: nsys traces CUDA and NVTX here and samples no CPU"
         fix = f"sysctl kernel.perf_event_paranoid={SAMPLED_UP_TO}; or nsys: {{extra: {{sample: none}}}}"
-        yield Row(subject="nsys permissions", state="amber", found=finding, fix=fix)
+        yield amber("nsys permissions", finding, fix)
 
 
 def nvtx() -> Row:
     version = installed("nvtx")
     if version is None:
-        return Row(subject="nvtx", state="absent", found="not installed; only `tool: nsys` uses it")
-    if version == DAMAGED:
-        return _damaged("nvtx", "nvtx")
-    return Row(subject="nvtx", state="green", found=version)
+        return absent("nvtx", "not installed; only `tool: nsys` uses it")
+    return damaged("nvtx") if version == DAMAGED else green("nvtx", version)
 
 
 def nvml() -> Iterator[Row]:
     """Yield a row on the package that reads GPUs' counters, where NVIDIA's driver is loaded."""
     if not os.path.exists(DRIVER):
         return
-    version = installed("nvidia-ml-py")
+    package = "nvidia-ml-py"
+    version = installed(package)
     if version is None:
         finding = "not installed: captures have no counters of GPUs"
-        yield Row(
-            subject="nvidia-ml-py", state="amber", found=finding, fix="pip install 'stepscope[counters]'"
-        )
-    elif version == DAMAGED:
-        yield _damaged("nvidia-ml-py", "nvidia-ml-py")
+        yield amber(package, finding, "pip install 'stepscope[counters]'")
     else:
-        yield Row(subject="nvidia-ml-py", state="green", found=version)
+        yield damaged(package) if version == DAMAGED else green(package, version)
 
 
 def ray() -> Row:
     version = installed("ray")
     if version is None:
-        return Row(
-            subject="ray", state="absent", found="not installed; capture(workers=...) of actors needs it"
-        )
-    if version == DAMAGED or not _numbers(version):
-        return _damaged("ray", "ray")
-    if _numbers(version) < OLDEST_RAY:
-        fix = "pip install 'ray>=2.47': older ones lose the spans of async actors"
-        return Row(subject="ray", state="red", found=version, fix=fix)
-    return Row(subject="ray", state="green", found=version)
-
-
-def _damaged(subject: str, distribution: str) -> Row:
-    fix = f"pip install --force-reinstall {distribution}"
-    return Row(subject=subject, state="red", found="installed, and its metadata names no version", fix=fix)
+        return absent("ray", "not installed; capture(workers=...) of actors needs it")
+    if version == DAMAGED or not numbers(version):
+        return damaged("ray")
+    if numbers(version) < OLDEST_RAY:
+        return red("ray", version, "pip install 'ray>=2.47': older ones lose the spans of async actors")
+    return green("ray", version)
 
 
 def recorded_from_outside(environ: Mapping[str, str]) -> Iterator[Row]:
@@ -187,15 +163,7 @@ def recorded_from_outside(environ: Mapping[str, str]) -> Iterator[Row]:
             continue
         if name.endswith("_PATH") and not os.path.exists(value):
             fix = f"unset {name}: every CUDA and NVTX call of a process uses that path and may crash"
-            yield Row(subject=name, state="red", found=f"{value} is not there", fix=fix)
+            yield red(name, f"{value} is not there", fix)
         else:
             fix = "one at a time: torch.profiler sees no kernels while nsys records"
-            yield Row(
-                subject=name, state="amber", found=f"{value}: nsys records processes of this shell", fix=fix
-            )
-
-
-def _numbers(version: str, parts: int = 2) -> tuple[int, ...]:
-    """Return the first numbers of a version, or () if it begins with none."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(number) for number in match[0].split(".")[:parts]) if match else ()
+            yield amber(name, f"{value}: nsys records processes of this shell", fix)

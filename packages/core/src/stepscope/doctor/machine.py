@@ -11,10 +11,9 @@ from pathlib import Path
 
 from stepscope import switch
 from stepscope.config import ProfileConfig, check_save_path
-from stepscope.doctor.rows import Row
+from stepscope.doctor.rows import Row, absent, amber, green, red
 from stepscope.errors import ConfigError
 
-OLDEST_PYTHON = (3, 10)
 OURS = ("stepscope", "stepscope-rollout-vllm", "stepscope-rollout-sglang", "stepscope-npu")
 GIB = 1 << 30
 SHARED_MEMORY = "/dev/shm"
@@ -22,10 +21,7 @@ DAMAGED = "damaged"
 
 
 def python() -> Row:
-    version = sys.version.split()[0]
-    if sys.version_info < OLDEST_PYTHON:
-        return Row(subject="python", state="red", found=version, fix="use Python 3.10 or newer")
-    return Row(subject="python", state="green", found=f"{version}, {sys.executable}")
+    return green("python", f"{sys.version.split()[0]}, {sys.executable}")
 
 
 def own_packages() -> Row:
@@ -35,16 +31,15 @@ def own_packages() -> Row:
     listed += f"; used from {Path(__file__).parent.parent}"
     if not versions:
         fix = "pip install stepscope, or `pip install -e packages/core` in a checkout"
-        return Row(subject="stepscope", state="red", found=listed, fix=fix)
+        return red("stepscope", listed, fix)
     if len(set(versions.values())) > 1:
-        names = " ".join(
-            f"{name}=={versions.get('stepscope') or max(versions.values())}" for name in versions
-        )
-        return Row(subject="stepscope", state="red", found=listed, fix=f"pip install {names}")
+        wanted = versions.get("stepscope") or max(versions.values())
+        names = " ".join(f"{name}=={wanted}" for name in versions)
+        return red("stepscope", listed, f"pip install {names}")
     if switch.DISABLED:
         disabled = f"{listed}; {switch.VARIABLE} is set, so nothing is recorded"
-        return Row(subject="stepscope", state="amber", found=disabled, fix=f"unset {switch.VARIABLE}")
-    return Row(subject="stepscope", state="green", found=listed)
+        return amber("stepscope", disabled, f"unset {switch.VARIABLE}")
+    return green("stepscope", listed)
 
 
 def damaged_packages() -> Iterator[Row]:
@@ -59,12 +54,8 @@ def damaged_packages() -> Iterator[Row]:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         where = getattr(distribution, "_path", None)
-        yield Row(
-            subject="packages",
-            state="red",
-            found=f"the metadata of an installed package is damaged: {where or distribution!r}: {why}",
-            fix="remove that folder and install the package again",
-        )
+        finding = f"the metadata of an installed package is damaged: {where or distribution!r}: {why}"
+        yield red("packages", finding, "remove that folder and install the package again")
 
 
 def entry_points(group: str) -> list[metadata.EntryPoint]:
@@ -94,17 +85,13 @@ def configuration(config: ProfileConfig | ConfigError) -> Iterator[Row]:
     if isinstance(config, ConfigError):
         for error in (config, *config.also):
             finding = f"{error.field} is {error.value!r}; allowed: {error.allowed}"
-            yield Row(subject="configuration", state="red", found=finding, fix=error.fix)
+            yield red("configuration", finding, error.fix)
+    elif config.steps:
+        steps = ", ".join(str(spec.spelled) for spec in config.steps)
+        yield green("configuration", f"valid: {config.tool}, steps {steps}")
     else:
-        yield _valid(config)
-
-
-def _valid(config: ProfileConfig) -> Row:
-    if not config.steps:
         fix = 'set steps: [2, "10:50:10"] in the file that STEPSCOPE_CONFIG names, or STEPSCOPE_STEPS=2'
-        return Row(subject="configuration", state="amber", found="valid; steps selects nothing", fix=fix)
-    steps = ", ".join(str(spec.spelled) for spec in config.steps)
-    return Row(subject="configuration", state="green", found=f"valid: {config.tool}, steps {steps}")
+        yield amber("configuration", "valid; steps selects nothing", fix)
 
 
 def save_path(config: ProfileConfig) -> Row:
@@ -112,9 +99,7 @@ def save_path(config: ProfileConfig) -> Row:
     try:
         check_save_path(config, on_ray=False)
     except ConfigError as error:
-        return Row(
-            subject="save_path", state="red", found=f"{config.save_path}: {error.allowed}", fix=error.fix
-        )
+        return red("save_path", f"{config.save_path}: {error.allowed}", error.fix)
     folder = Path(config.save_path).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -123,8 +108,8 @@ def save_path(config: ProfileConfig) -> Row:
     if free < allowed:
         fix = "free some, choose another save_path, or set a smaller budget.trace_mb"
         finding += f"; one process may write {allowed / GIB:.1f} GiB per capture (budget.trace_mb)"
-        return Row(subject="save_path", state="red" if free < GIB else "amber", found=finding, fix=fix)
-    return Row(subject="save_path", state="green", found=finding)
+        return (red if free < GIB else amber)("save_path", finding, fix)
+    return green("save_path", finding)
 
 
 def shared_memory() -> Row:
@@ -135,23 +120,23 @@ def shared_memory() -> Row:
         writable = os.access(where, os.W_OK | os.X_OK) and os.path.isdir(where)
     except FileNotFoundError:
         if sys.platform != "linux":
-            return Row(subject=where, state="absent", found="not on this system")
+            return absent(where, "not on this system")
         fix = "mount it (`mount -t tmpfs tmpfs /dev/shm`); in a container: --shm-size=16g"
         finding = "not there: Ray falls back to the disk, and engines fail to start"
-        return Row(subject=where, state="amber", found=finding, fix=fix)
+        return amber(where, finding, fix)
     except OSError as error:
         fix = "make it a tmpfs that all users can write to: mode 1777"
-        return Row(subject=where, state="amber", found=f"cannot be examined: {error}", fix=fix)
+        return amber(where, f"cannot be examined: {error}", fix)
     if not writable:
         fix = "make it writable for all users: chmod 1777 /dev/shm"
-        return Row(subject=where, state="red", found="this user cannot write there", fix=fix)
+        return red(where, "this user cannot write there", fix)
     finding = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
     if usage.free < GIB:
         fix = (
             "docker run --shm-size=16g (or --ipc=host); Ray falls back to the disk, and engines fail to start"
         )
-        return Row(subject=where, state="amber", found=finding, fix=fix)
-    return Row(subject=where, state="green", found=finding)
+        return amber(where, finding, fix)
+    return green(where, finding)
 
 
 def installed(distribution: str) -> str | None:
@@ -162,3 +147,8 @@ def installed(distribution: str) -> str | None:
         return None
     except Exception:
         return DAMAGED
+
+
+def damaged(distribution: str) -> Row:
+    fix = f"pip install --force-reinstall {distribution}"
+    return red(distribution, "installed, and its metadata names no version", fix)

@@ -39,3 +39,19 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
                 msgspec.structs.force_setattr(self, field, _shown(text))
         if self.state == "red" and not self.fix:
             raise ValueError(f"the red row {self.subject!r} needs a fix")
+
+
+def green(subject: str, finding: str) -> Row:
+    return Row(subject=subject, state="green", found=finding)
+
+
+def amber(subject: str, finding: str, fix: str) -> Row:
+    return Row(subject=subject, state="amber", found=finding, fix=fix)
+
+
+def red(subject: str, finding: str, fix: str) -> Row:
+    return Row(subject=subject, state="red", found=finding, fix=fix)
+
+
+def absent(subject: str, finding: str) -> Row:
+    return Row(subject=subject, state="absent", found=finding)

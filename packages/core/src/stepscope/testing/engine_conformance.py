@@ -21,8 +21,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 import pytest
@@ -32,6 +33,7 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import StepLayout, sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 MakeProfiler: TypeAlias = Callable[[Path, int], EngineProfiler]
 
@@ -44,6 +46,18 @@ _OPTIONS: Mapping[str, object] = {
     "merge": True,
 }
 """All options of a capture that an engine may be unable to honour, switched on."""
+
+
+def _on_the_loop(
+    scenario: Callable[Concatenate[EngineConformance, P], Coroutine[None, None, None]],
+) -> Callable[Concatenate[EngineConformance, P], None]:
+    """Make a test of a coroutine, which `EngineConformance.run` runs."""
+
+    @wraps(scenario)
+    def test(suite: EngineConformance, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        suite.run(scenario(suite, *args, **kwargs))
+
+    return test
 
 
 class EngineConformance:
@@ -103,16 +117,14 @@ class EngineConformance:
 
     # The contract.
 
-    def test_it_is_an_engine_profiler_and_its_check_passes(
+    @_on_the_loop
+    async def test_it_is_an_engine_profiler_and_its_check_passes(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 3)
-            assert isinstance(profiler, EngineProfiler)
-            assert profiler.replica == 3
-            await asyncio.to_thread(profiler.check)
-
-        self.run(scenario())
+        profiler = make_profiler(tmp_path, 3)
+        assert isinstance(profiler, EngineProfiler)
+        assert profiler.replica == 3
+        await asyncio.to_thread(profiler.check)
 
     def test_its_counters_can_be_sampled_and_closed(
         self, make_profiler: MakeProfiler, tmp_path: Path
@@ -123,132 +135,117 @@ class EngineConformance:
             source.close()
         assert all(of.startswith("replica 0") for of in sampled)
 
-    def test_artifacts_are_complete_when_stop_returns(
+    @_on_the_loop
+    async def test_artifacts_are_complete_when_stop_returns(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 1)
-            capture = a_capture(tmp_path, step=2, replica=1)
-            assert not files_below(capture.step_dir)
-            artifacts = await self._record(profiler, capture)
-            assert artifacts, "a capture with work in it has artifacts"
-            for artifact in artifacts:
-                assert_complete(artifact, capture)
+        profiler = make_profiler(tmp_path, 1)
+        capture = a_capture(tmp_path, step=2, replica=1)
+        assert not files_below(capture.step_dir)
+        artifacts = await self._record(profiler, capture)
+        assert artifacts, "a capture with work in it has artifacts"
+        for artifact in artifacts:
+            assert_complete(artifact, capture)
 
-        self.run(scenario())
-
-    def test_a_rank_is_stated_or_none_and_no_two_files_of_a_kind_share_one(
+    @_on_the_loop
+    async def test_a_rank_is_stated_or_none_and_no_two_files_of_a_kind_share_one(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
-        async def scenario() -> None:
-            artifacts = await self._record(make_profiler(tmp_path, 1), a_capture(tmp_path, replica=1))
-            stated = [
-                (artifact.kind, artifact.stage, artifact.rank)
-                for artifact in artifacts
-                if artifact.rank is not None
-            ]
-            assert all(type(rank) is int and rank >= 0 for _, _, rank in stated)
-            assert len(stated) == len(set(stated)), "a rank that no engine stated was made up"
+        artifacts = await self._record(make_profiler(tmp_path, 1), a_capture(tmp_path, replica=1))
+        stated = [
+            (artifact.kind, artifact.stage, artifact.rank)
+            for artifact in artifacts
+            if artifact.rank is not None
+        ]
+        assert all(type(rank) is int and rank >= 0 for _, _, rank in stated)
+        assert len(stated) == len(set(stated)), "a rank that no engine stated was made up"
 
-        self.run(scenario())
-
-    def test_stop_without_start_returns_nothing(self, make_profiler: MakeProfiler, tmp_path: Path) -> None:
-        async def scenario() -> None:
-            assert await make_profiler(tmp_path, 0).stop() == []
-
-        self.run(scenario())
-
-    def test_a_second_stop_returns_nothing(self, make_profiler: MakeProfiler, tmp_path: Path) -> None:
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 0)
-            await self._record(profiler, a_capture(tmp_path))
-            assert await profiler.stop() == []
-
-        self.run(scenario())
-
-    def test_a_double_start_is_an_error_and_the_first_capture_survives_it(
+    @_on_the_loop
+    async def test_stop_without_start_returns_nothing(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 0)
-            first, second = a_capture(tmp_path, step=1), a_capture(tmp_path, step=2)
-            await profiler.start(first)
-            await self.work(profiler, 2)
-            with pytest.raises(EngineError):
-                await profiler.start(second)
-            await self.work(profiler, 2)
-            artifacts = await profiler.stop()
-            assert artifacts
-            for artifact in artifacts:
-                assert_complete(artifact, first)
-            assert not files_below(second.step_dir)
+        assert await make_profiler(tmp_path, 0).stop() == []
 
-        self.run(scenario())
+    @_on_the_loop
+    async def test_a_second_stop_returns_nothing(self, make_profiler: MakeProfiler, tmp_path: Path) -> None:
+        profiler = make_profiler(tmp_path, 0)
+        await self._record(profiler, a_capture(tmp_path))
+        assert await profiler.stop() == []
 
-    def test_two_starts_at_once_are_one_capture_and_one_error(
+    @_on_the_loop
+    async def test_a_double_start_is_an_error_and_the_first_capture_survives_it(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 0)
-            captures = [a_capture(tmp_path, step=1), a_capture(tmp_path, step=2)]
-            starts = [profiler.start(capture) for capture in captures]
-            results = await asyncio.gather(*starts, return_exceptions=True)
-            assert [type(result) for result in results].count(type(None)) == 1
-            assert isinstance(results[0] or results[1], EngineError)
-            await self.work(profiler, 4)
-            won = captures[0] if results[0] is None else captures[1]
-            for artifact in await profiler.stop():
-                assert_complete(artifact, won)
+        profiler = make_profiler(tmp_path, 0)
+        first, second = a_capture(tmp_path, step=1), a_capture(tmp_path, step=2)
+        await profiler.start(first)
+        await self.work(profiler, 2)
+        with pytest.raises(EngineError):
+            await profiler.start(second)
+        await self.work(profiler, 2)
+        artifacts = await profiler.stop()
+        assert artifacts
+        for artifact in artifacts:
+            assert_complete(artifact, first)
+        assert not files_below(second.step_dir)
 
-        self.run(scenario())
-
-    def test_two_captures_never_mix_their_files(self, make_profiler: MakeProfiler, tmp_path: Path) -> None:
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 0)
-            first, second = a_capture(tmp_path, step=1), a_capture(tmp_path, step=2)
-            early = await self._record(profiler, first)
-            before = contents(first.step_dir)
-            late = await self._record(profiler, second)
-            assert early
-            assert late
-            assert contents(first.step_dir) == before, "a later capture changed the files of an earlier one"
-            for artifact in late:
-                assert_complete(artifact, second)
-
-        self.run(scenario())
-
-    def test_two_captures_of_one_step_never_overwrite_each_other(
+    @_on_the_loop
+    async def test_two_starts_at_once_are_one_capture_and_one_error(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 0)
-            first, second = a_capture(tmp_path, name="run-a"), a_capture(tmp_path, name="run-b")
-            early = await self._record(profiler, first)
-            before = contents(first.step_dir)
-            late = await self._record(profiler, second)
-            after = contents(first.step_dir)
-            assert {name: after[name] for name in before} == before
-            assert {artifact.path for artifact in early}.isdisjoint({artifact.path for artifact in late})
+        profiler = make_profiler(tmp_path, 0)
+        captures = [a_capture(tmp_path, step=1), a_capture(tmp_path, step=2)]
+        starts = [profiler.start(capture) for capture in captures]
+        results = await asyncio.gather(*starts, return_exceptions=True)
+        assert [type(result) for result in results].count(type(None)) == 1
+        assert isinstance(results[0] or results[1], EngineError)
+        await self.work(profiler, 4)
+        won = captures[0] if results[0] is None else captures[1]
+        for artifact in await profiler.stop():
+            assert_complete(artifact, won)
 
-        self.run(scenario())
+    @_on_the_loop
+    async def test_two_captures_never_mix_their_files(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        profiler = make_profiler(tmp_path, 0)
+        first, second = a_capture(tmp_path, step=1), a_capture(tmp_path, step=2)
+        early = await self._record(profiler, first)
+        before = contents(first.step_dir)
+        late = await self._record(profiler, second)
+        assert early
+        assert late
+        assert contents(first.step_dir) == before, "a later capture changed the files of an earlier one"
+        for artifact in late:
+            assert_complete(artifact, second)
 
-    def test_two_replicas_of_one_step_never_mix_their_files(
+    @_on_the_loop
+    async def test_two_captures_of_one_step_never_overwrite_each_other(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        profiler = make_profiler(tmp_path, 0)
+        first, second = a_capture(tmp_path, name="run-a"), a_capture(tmp_path, name="run-b")
+        early = await self._record(profiler, first)
+        before = contents(first.step_dir)
+        late = await self._record(profiler, second)
+        after = contents(first.step_dir)
+        assert {name: after[name] for name in before} == before
+        assert {artifact.path for artifact in early}.isdisjoint({artifact.path for artifact in late})
+
+    @_on_the_loop
+    async def test_two_replicas_of_one_step_never_mix_their_files(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
         if not self.side_by_side:
             pytest.skip("one replica at a time can record in this process")
-
-        async def scenario() -> None:
-            profilers = [make_profiler(tmp_path, replica) for replica in (0, 1)]
-            captures = [a_capture(tmp_path, replica=replica) for replica in (0, 1)]
-            recorded = await asyncio.gather(*map(self._record, profilers, captures))
-            for artifacts, capture in zip(recorded, captures, strict=True):
-                for artifact in artifacts:
-                    assert_complete(artifact, capture)
-            paths = [{artifact.path for artifact in artifacts} for artifacts in recorded]
-            assert paths[0].isdisjoint(paths[1])
-
-        self.run(scenario())
+        profilers = [make_profiler(tmp_path, replica) for replica in (0, 1)]
+        captures = [a_capture(tmp_path, replica=replica) for replica in (0, 1)]
+        recorded = await asyncio.gather(*map(self._record, profilers, captures))
+        for artifacts, capture in zip(recorded, captures, strict=True):
+            for artifact in artifacts:
+                assert_complete(artifact, capture)
+        paths = [{artifact.path for artifact in artifacts} for artifacts in recorded]
+        assert paths[0].isdisjoint(paths[1])
 
     def test_captures_may_come_from_different_event_loops(
         self, make_profiler: MakeProfiler, tmp_path: Path
@@ -265,150 +262,129 @@ class EngineConformance:
         assert self.run(self._record(profiler, a_capture(tmp_path, step=2)))
 
     @pytest.mark.parametrize("option", sorted(_OPTIONS))
-    def test_an_option_is_honoured_or_reported_as_ignored(
+    @_on_the_loop
+    async def test_an_option_is_honoured_or_reported_as_ignored(
         self, make_profiler: MakeProfiler, tmp_path: Path, option: str
     ) -> None:
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 0)
-            capture = msgspec.structs.replace(a_capture(tmp_path), **{option: _OPTIONS[option]})
-            await self._record(profiler, capture)
-            reported = option in profiler.ignored
-            assert reported != (option in self.honours), f"{option}; ignored: {profiler.ignored}"
-            assert all(profiler.ignored.values()), "every ignored option has a reason"
-            if not reported:
-                return
-            await self._record(profiler, a_capture(tmp_path, step=3))
-            assert option not in profiler.ignored, "`ignored` is of the latest capture"
+        profiler = make_profiler(tmp_path, 0)
+        capture = msgspec.structs.replace(a_capture(tmp_path), **{option: _OPTIONS[option]})
+        await self._record(profiler, capture)
+        reported = option in profiler.ignored
+        assert reported != (option in self.honours), f"{option}; ignored: {profiler.ignored}"
+        assert all(profiler.ignored.values()), "every ignored option has a reason"
+        if not reported:
+            return
+        await self._record(profiler, a_capture(tmp_path, step=3))
+        assert option not in profiler.ignored, "`ignored` is of the latest capture"
 
-        self.run(scenario())
-
-    def test_an_option_the_engine_does_not_know_is_an_error_or_reported(
+    @_on_the_loop
+    async def test_an_option_the_engine_does_not_know_is_an_error_or_reported(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 0)
-            capture = msgspec.structs.replace(a_capture(tmp_path), extra={"no_such_option": 1})
-            try:
-                await profiler.start(capture)
-                await profiler.stop()
-                report = str(dict(profiler.ignored))
-            except EngineError as error:
-                report = str(error)
-            assert "no_such_option" in report
-            assert await profiler.stop() == []
-            assert not await self.recording(profiler)
-
-        self.run(scenario())
+        profiler = make_profiler(tmp_path, 0)
+        capture = msgspec.structs.replace(a_capture(tmp_path), extra={"no_such_option": 1})
+        try:
+            await profiler.start(capture)
+            await profiler.stop()
+            report = str(dict(profiler.ignored))
+        except EngineError as error:
+            report = str(error)
+        assert "no_such_option" in report
+        assert await profiler.stop() == []
+        assert not await self.recording(profiler)
 
     @pytest.mark.parametrize("awaits", [0, 1, 2, 3, 5, 8])
-    def test_a_cancelled_start_leaves_nothing_running(
+    @_on_the_loop
+    async def test_a_cancelled_start_leaves_nothing_running(
         self, make_profiler: MakeProfiler, tmp_path: Path, awaits: int
     ) -> None:
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 0)
-            starting = asyncio.create_task(profiler.start(a_capture(tmp_path, step=1)))
-            for _ in range(awaits):
-                await asyncio.sleep(0)
-            starting.cancel()
-            await asyncio.wait([starting])
-            if not starting.cancelled():  # it was through before
-                starting.result()
-                await profiler.stop()
-            await self._assert_idle_and_usable(profiler, tmp_path)
+        profiler = make_profiler(tmp_path, 0)
+        starting = asyncio.create_task(profiler.start(a_capture(tmp_path, step=1)))
+        for _ in range(awaits):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting])
+        if not starting.cancelled():  # it was through before
+            starting.result()
+            await profiler.stop()
+        await self._assert_idle_and_usable(profiler, tmp_path)
 
-        self.run(scenario())
-
-    def test_a_start_that_fails_halfway_leaves_nothing_running(
+    @_on_the_loop
+    async def test_a_start_that_fails_halfway_leaves_nothing_running(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
         self._needs("fail_halfway")
+        profiler = make_profiler(tmp_path, 0)
+        await self.fail_halfway(profiler)
+        with pytest.raises(EngineError):
+            await profiler.start(a_capture(tmp_path, step=1))
+        await self.repair(profiler)
+        await self._assert_idle_and_usable(profiler, tmp_path)
 
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 0)
-            await self.fail_halfway(profiler)
-            with pytest.raises(EngineError):
-                await profiler.start(a_capture(tmp_path, step=1))
-            await self.repair(profiler)
-            await self._assert_idle_and_usable(profiler, tmp_path)
-
-        self.run(scenario())
-
-    def test_a_start_that_hangs_ends_at_the_callers_deadline(
+    @_on_the_loop
+    async def test_a_start_that_hangs_ends_at_the_callers_deadline(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
         self._needs("hang_on_start")
+        profiler = make_profiler(tmp_path, 0)
+        await self.hang_on_start(profiler)
+        with pytest.raises(asyncio.TimeoutError):
+            await self._quickly(asyncio.wait_for(profiler.start(a_capture(tmp_path, step=1)), 0.2))
+        await self.repair(profiler)
+        await self._assert_idle_and_usable(profiler, tmp_path)
 
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 0)
-            await self.hang_on_start(profiler)
-            with pytest.raises(asyncio.TimeoutError):
-                await self._quickly(asyncio.wait_for(profiler.start(a_capture(tmp_path, step=1)), 0.2))
-            await self.repair(profiler)
-            await self._assert_idle_and_usable(profiler, tmp_path)
-
-        self.run(scenario())
-
-    def test_a_stop_that_hangs_ends_at_the_callers_deadline(
+    @_on_the_loop
+    async def test_a_stop_that_hangs_ends_at_the_callers_deadline(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
         self._needs("hang_on_stop")
+        profiler = make_profiler(tmp_path, 0)
+        await profiler.start(a_capture(tmp_path, step=1))
+        await self.work(profiler, 2)
+        await self.hang_on_stop(profiler)
+        with pytest.raises(asyncio.TimeoutError):
+            await self._quickly(asyncio.wait_for(profiler.stop(), 0.2))
+        await self.repair(profiler)
+        await self._assert_idle_and_usable(profiler, tmp_path)
 
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 0)
-            await profiler.start(a_capture(tmp_path, step=1))
-            await self.work(profiler, 2)
-            await self.hang_on_stop(profiler)
-            with pytest.raises(asyncio.TimeoutError):
-                await self._quickly(asyncio.wait_for(profiler.stop(), 0.2))
-            await self.repair(profiler)
-            await self._assert_idle_and_usable(profiler, tmp_path)
-
-        self.run(scenario())
-
-    def test_stop_after_the_engine_died_is_an_error_at_once(
+    @_on_the_loop
+    async def test_stop_after_the_engine_died_is_an_error_at_once(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
         self._needs("die")
+        profiler = make_profiler(tmp_path, 0)
+        await profiler.start(a_capture(tmp_path))
+        await self.work(profiler, 2)
+        await self.die(profiler)
+        with pytest.raises(EngineError):
+            await self._quickly(profiler.stop())
+        assert await profiler.stop() == [], "a dead engine's capture is over"
 
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 0)
-            await profiler.start(a_capture(tmp_path))
-            await self.work(profiler, 2)
-            await self.die(profiler)
-            with pytest.raises(EngineError):
-                await self._quickly(profiler.stop())
-            assert await profiler.stop() == [], "a dead engine's capture is over"
-
-        self.run(scenario())
-
-    def test_start_on_a_dead_engine_is_an_error_at_once(
+    @_on_the_loop
+    async def test_start_on_a_dead_engine_is_an_error_at_once(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
         self._needs("die")
+        profiler = make_profiler(tmp_path, 0)
+        await self.die(profiler)
+        with pytest.raises(EngineError):
+            await self._quickly(profiler.start(a_capture(tmp_path)))
+        assert await profiler.stop() == []
 
-        async def scenario() -> None:
-            profiler = make_profiler(tmp_path, 0)
-            await self.die(profiler)
-            with pytest.raises(EngineError):
-                await self._quickly(profiler.start(a_capture(tmp_path)))
-            assert await profiler.stop() == []
-
-        self.run(scenario())
-
-    def test_the_event_loop_keeps_beating_v10(self, make_profiler: MakeProfiler, tmp_path: Path) -> None:
-        async def scenario() -> float:
-            profiler = make_profiler(tmp_path, 0)
-            await asyncio.to_thread(profiler.check)
-            heart = asyncio.create_task(longest_gap_s())
-            await asyncio.sleep(0)
-            await profiler.start(a_capture(tmp_path))
-            await self.work(profiler, 2)
-            await profiler.stop()
-            heart.cancel()
-            await asyncio.wait([heart])
-            return heart.result()
-
-        assert self.run(scenario()) < self.longest_block_s, "start or stop blocked the event loop"
+    @_on_the_loop
+    async def test_the_event_loop_keeps_beating_v10(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        profiler = make_profiler(tmp_path, 0)
+        await asyncio.to_thread(profiler.check)
+        heart = asyncio.create_task(longest_gap_s())
+        await asyncio.sleep(0)
+        await profiler.start(a_capture(tmp_path))
+        await self.work(profiler, 2)
+        await profiler.stop()
+        heart.cancel()
+        await asyncio.wait([heart])
+        assert heart.result() < self.longest_block_s, "start or stop blocked the event loop"
 
     # Steps that tests share.
 

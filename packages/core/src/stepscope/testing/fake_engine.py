@@ -98,6 +98,7 @@ class FakeEngineProfiler(EngineProfilerBase):
     def __init__(self, engine: FakeEngine, replica: int | None = None) -> None:
         super().__init__(replica)
         self.engine = engine
+        self._workers = range(engine.workers)
         self._capture: EngineCapture | None = None
         self._opened: ClockAnchor | None = None
 
@@ -114,7 +115,7 @@ class FakeEngineProfiler(EngineProfilerBase):
         _know(capture.extra)
         self._capture, self._ignored = capture, _unable(capture)
         try:
-            await _all([self.engine.start_worker(rank, capture.iterations) for rank in self._workers])
+            await _all([self.engine.start_worker(worker, capture.iterations) for worker in self._workers])
         except BaseException as error:
             self._capture = None
             self.engine.abort()
@@ -128,7 +129,7 @@ class FakeEngineProfiler(EngineProfilerBase):
         if capture is None:
             return []
         try:
-            recordings = await _all([self.engine.stop_worker(rank) for rank in self._workers])
+            recordings = await _all([self.engine.stop_worker(worker) for worker in self._workers])
         except Exception as error:
             raise EngineError(f"the engine's profiler did not stop: {error}") from error
         finally:
@@ -144,7 +145,8 @@ class FakeEngineProfiler(EngineProfilerBase):
             if capture.ranks is not None and self._rank(capture, worker) not in capture.ranks:
                 continue
             path = folder / f"{capture.name}_worker{worker}.json"
-            path.write_bytes(msgspec.json.encode(_trace(recording)))
+            trace = {"schemaVersion": 1, "baseTimeNanoseconds": 0, "traceEvents": recording.events}
+            path.write_bytes(msgspec.json.encode(trace))
             artifacts.append(
                 publish(
                     path,
@@ -159,10 +161,6 @@ class FakeEngineProfiler(EngineProfilerBase):
                 )
             )
         return artifacts
-
-    @property
-    def _workers(self) -> range:
-        return range(self.engine.workers)
 
     def _rank(self, capture: EngineCapture, worker: int) -> int:
         return capture.replica * self.engine.workers + worker
@@ -186,7 +184,3 @@ def _know(extra: Mapping[str, object]) -> None:
 def _unable(capture: EngineCapture) -> dict[str, str]:
     options = ("with_stack", "record_shapes", "profile_memory", "by_stage", "merge")
     return {option: _UNABLE for option in options if getattr(capture, option)}
-
-
-def _trace(recording: Recording) -> dict[str, object]:
-    return {"schemaVersion": 1, "baseTimeNanoseconds": 0, "traceEvents": recording.events}

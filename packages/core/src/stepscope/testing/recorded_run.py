@@ -38,8 +38,11 @@ class RecordedRun:
 
     def spans(self, step: int | None = None) -> list[Span]:
         """Return the finished spans of closed captures, of one step or of all, by their start."""
-        spans = [span for number in self._steps(step) for span in _spans_in(self.layout.step(number).spans)]
-        return sorted(spans, key=lambda span: span.start_ns)
+        steps = self.layout.steps() if step is None else [step]
+        files = [file for number in steps for file in sorted(self.layout.step(number).spans.glob("*.jsonl"))]
+        decoder = msgspec.json.Decoder(Line)
+        lines = [line for file in files for line in decoder.decode_lines(file.read_bytes())]
+        return sorted((line for line in lines if isinstance(line, Span)), key=lambda span: span.start_ns)
 
     def stages(self, step: int | None = None) -> list[str]:
         """Return `role/stage` of each of `spans`."""
@@ -56,14 +59,3 @@ class RecordedRun:
             captured = ", ".join(map(str, self.layout.steps())) or "none"
             raise RecordError(f"step {step} was not captured; captured: {captured}")
         return fold(parts)
-
-    def _steps(self, step: int | None) -> list[int]:
-        return list(self.layout.steps()) if step is None else [step]
-
-
-def _spans_in(folder: Path) -> list[Span]:
-    decoder = msgspec.json.Decoder(Line)
-    lines = [
-        line for file in sorted(folder.glob("*.jsonl")) for line in decoder.decode_lines(file.read_bytes())
-    ]
-    return [line for line in lines if isinstance(line, Span)]

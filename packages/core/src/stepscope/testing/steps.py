@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -70,7 +71,7 @@ class StepFolder:
         pid = 1000 + len(self.processes) if pid is None else pid
         info = ProcessInfo(role=role, rank=rank, world_size=None, host=host, pid=pid, replica=replica)
         process = FakeProcess(
-            self, info, owner=owner, skew_ns=skew_ns, drift_ppm=drift_ppm, mono_ppm=mono_ppm,
+            folder=self, info=info, owner=owner, skew_ns=skew_ns, drift_ppm=drift_ppm, mono_ppm=mono_ppm,
             cost=cost or OwnCost(),
         )  # fmt: skip
         self.processes.append(process)
@@ -83,56 +84,46 @@ class StepFolder:
         return self.layout.root
 
 
+@dataclass(kw_only=True, eq=False)
 class FakeProcess:
     """One process of a `StepFolder`. Until it is closed it counts as killed."""
 
-    def __init__(
-        self,
-        folder: StepFolder,
-        info: ProcessInfo,
-        *,
-        owner: bool,
-        skew_ns: int,
-        drift_ppm: int,
-        mono_ppm: int,
-        cost: OwnCost,
-    ) -> None:
-        self.info = info
-        self.expected: list[Expectation] = []
-        self.absent: list[Absent] = []
-        self.began: dict[str, str] = {}
-        """Owner only: {`ProcessInfo.key`: name} of its workers."""
-        self.clocks: list[ClockOffset] = []
-        self.dropped = 0
-        self.error: str | None = None
-        self.ended_by: EndedBy | None = None
-        """The cause of an early end of its capture."""
-        self.opened_by: OpenedBy = "program"
-        self.prepared = False
-        self.profiled = False
-        """True if a profiler ran in it."""
-        self.hardware = Hardware()
-        self.settings: tuple[FrameworkSettings, ...] = ()
-        self.closed_ns: int | None = None
-        self._folder = folder
-        self._owner = owner
-        self._skew_ns = skew_ns
-        self._drift_ppm = drift_ppm
-        self._mono_ppm = mono_ppm
-        self._cost = cost
-        self._records: list[Open] = []
-        self._series: list[counter_files.Series] = []
-        self._samples: list[counter_files.Sample] = []
+    info: ProcessInfo
+    folder: StepFolder
+    owner: bool
+    skew_ns: int
+    drift_ppm: int
+    mono_ppm: int
+    cost: OwnCost
+    expected: list[Expectation] = field(default_factory=list)
+    absent: list[Absent] = field(default_factory=list)
+    began: dict[str, str] = field(default_factory=dict)
+    """Owner only: {`ProcessInfo.key`: name} of its workers."""
+    clocks: list[ClockOffset] = field(default_factory=list)
+    dropped: int = 0
+    error: str | None = None
+    ended_by: EndedBy | None = None
+    """The cause of an early end of its capture."""
+    opened_by: OpenedBy = "program"
+    prepared: bool = False
+    profiled: bool = False
+    """True if a profiler ran in it."""
+    hardware: Hardware = field(default_factory=Hardware)
+    settings: tuple[FrameworkSettings, ...] = ()
+    closed_ns: int | None = None
+    _records: list[Open] = field(default_factory=list)
+    _series: list[counter_files.Series] = field(default_factory=list)
+    _samples: list[counter_files.Sample] = field(default_factory=list)
 
     def anchor(self, at_ns: int) -> ClockAnchor:
         """Return the readings of its clocks at one moment of true time."""
         return ClockAnchor(wall_ns=self.wall_ns(at_ns), mono_ns=self.mono_ns(at_ns))
 
     def mono_ns(self, at_ns: int) -> int:
-        return 1_000_000_000 * self.info.pid + at_ns + at_ns * self._mono_ppm // 1_000_000
+        return 1_000_000_000 * self.info.pid + at_ns + at_ns * self.mono_ppm // 1_000_000
 
     def wall_ns(self, at_ns: int) -> int:
-        return self._folder.opened_ns + at_ns + self._skew_ns + at_ns * self._drift_ppm // 1_000_000
+        return self.folder.opened_ns + at_ns + self.skew_ns + at_ns * self.drift_ppm // 1_000_000
 
     def span(
         self, stage: str, start_ns: int, end_ns: int | None, *, role: str | None = None,
@@ -174,7 +165,7 @@ class FakeProcess:
 
     def link(self, span: int) -> SpanLink:
         """Return the link that a carrier makes of one of its spans."""
-        return SpanLink(process=self.info.key, span=span, step=self._folder.step)
+        return SpanLink(process=self.info.key, span=span, step=self.folder.step)
 
     def measures(self, other: FakeProcess, at_ns: int, uncertainty_ns: int = 0, error_ns: int = 0) -> None:
         """Let the owner measure the other's clock with an error of `error_ns` (the way back took longer)."""
@@ -192,15 +183,15 @@ class FakeProcess:
 
     @property
     def part_path(self) -> Path:
-        return self._folder.layout.part_of(self.info, self._folder.run_id, self._folder.capture)
+        return self.folder.layout.part_of(self.info, self.folder.run_id, self.folder.capture)
 
     @property
     def span_path(self) -> Path:
-        return self._folder.layout.spans_of(self.info, self._folder.run_id, self._folder.capture)
+        return self.folder.layout.spans_of(self.info, self.folder.run_id, self.folder.capture)
 
     @property
     def counter_path(self) -> Path:
-        return self._folder.layout.counters_of(self.info, self._folder.run_id, self._folder.capture)
+        return self.folder.layout.counters_of(self.info, self.folder.run_id, self.folder.capture)
 
     def write(self) -> None:
         if self._series:
@@ -213,7 +204,7 @@ class FakeProcess:
         self.span_path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in self._lines()))
 
     def _counter_lines(self) -> Iterator[counter_files.Line]:
-        anchor, folder = self.anchor(0), self._folder
+        anchor, folder = self.anchor(0), self.folder
         yield counter_files.Header(
             step=folder.step, run_id=folder.run_id, process=self.info, anchor=anchor, hz=10
         )
@@ -227,10 +218,10 @@ class FakeProcess:
         if self.closed_ns is None:
             spans = awaited("spans", "spans", "closing")
         return ProcessPart(
-            run_id=self._folder.run_id, step=self._folder.step, process=self.info, owner=self._owner,
+            run_id=self.folder.run_id, step=self.folder.step, process=self.info, owner=self.owner,
             opened=self.anchor(0), closed=None if self.closed_ns is None else self.anchor(self.closed_ns),
             recorded=True, why="every rank", expected=(spans, *self.expected), spans=self._finished,
-            dropped=self.dropped, cost=self._cost, clocks=tuple(self.clocks), absent=tuple(self.absent),
+            dropped=self.dropped, cost=self.cost, clocks=tuple(self.clocks), absent=tuple(self.absent),
             ended_by=self.ended_by or ("exception" if self.error else None), error=self.error,
             opened_by=self.opened_by, prepared=self.prepared,
             profiled=self.profiled, began=self.began, hardware=self.hardware, settings=self.settings,
@@ -242,7 +233,7 @@ class FakeProcess:
 
     def _lines(self) -> list[Header | Open | End]:
         header = Header(
-            step=self._folder.step, run_id=self._folder.run_id, process=self.info, anchor=self.anchor(0)
+            step=self.folder.step, run_id=self.folder.run_id, process=self.info, anchor=self.anchor(0)
         )
         lines: list[Header | Open | End] = [header, *self._records]
         if self.closed_ns is not None:

@@ -1,21 +1,60 @@
-"""The opening of a recording: the request for the engine, and whether it can still be met in time."""
+"""The opening of a recording: checks of its engine, the request to it, and whether that came in time."""
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
-from stepscope_sglang._capture.checks import warn
-from stepscope_sglang._capture.options import plan
+from stepscope_sglang import _versions
+from stepscope_sglang._capture.abilities import lacks_plugin, risk_of_whole_captures, stages_end_in_scopes
+from stepscope_sglang._capture.options import expect_first_profiler, plan
 from stepscope_sglang._capture.recording import Recording
-from stepscope_sglang._capture.stages import lacks_plugin, risk_of_whole_captures, stages_end_in_scopes
 from stepscope_sglang._driving.facts import EngineFacts
 from stepscope_sglang._driving.target import Target
 from stepscope_sglang._engine_side.states import counts_in
 from stepscope_sglang._files.capture_folder import CaptureFolder
+
+log = logging.getLogger("stepscope")
+_warned: set[str] = set()
+"""Logged warnings. One writer: `warn`."""
+
+
+def check_facts(facts: EngineFacts) -> None:
+    """Raise EngineError for an engine that cannot be recorded at all; warn of one that may die."""
+    _versions.check(facts.version)
+    expect_first_profiler(facts, ())
+    if facts.device == "npu":
+        raise EngineError(
+            "on npu SGLang writes the folders of the Ascend profiler, which this adapter does not read. "
+            "Fix: record those processes with the tool npu"
+        )
+    since = _versions.DP_ATTENTION_SINCE
+    if facts.dp_attention and _versions.older(facts.version, since):
+        raise EngineError(
+            f"with attention data-parallel sglang {facts.version} never answers a start. "
+            f"Fix: sglang {since} or later"
+        )
+    if _versions.may_crash_soon(facts.version):
+        warn(
+            f"sglang {facts.version} may crash after a few captures (0.5.14 at the fifth, 0.5.16 before the "
+            "fourteenth). Fix: sglang 0.5.18 or later"
+        )
+    if not facts.sleep_on_idle:
+        warn(
+            "the idle schedulers of this SGLang engine spin, and every turn is recorded (43000 events a "
+            "second). Fix: start the engine with sleep_on_idle=True (--sleep-on-idle)"
+        )
+
+
+def warn(text: str) -> None:
+    """Log a warning, once in each process."""
+    if text not in _warned:
+        _warned.add(text)
+        log.warning("stepscope: %s", text)
 
 
 def prepared(target: Target, capture: EngineCapture, label: str | None) -> Recording:

@@ -18,8 +18,7 @@ from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
 from stepscope.files.layout import safe
 from stepscope_sglang import _versions
-from stepscope_sglang._capture.activities import recorded_activities
-from stepscope_sglang._capture.stages import why_no_stages
+from stepscope_sglang._capture.abilities import recorded_activities, why_no_stages
 from stepscope_sglang._driving.facts import EngineFacts
 from stepscope_sglang._engine_side.states import (
     counts_in,

@@ -11,8 +11,7 @@ from stepscope.engines.artifacts import stalls_of
 from stepscope.files.sidecar import Ended, Stall
 from stepscope_sglang._capture.recording import Recording, State
 from stepscope_sglang._engine_side.states import counts_in, stages_in
-from stepscope_sglang._files.names import Stage
-from stepscope_sglang._files.traces import Content
+from stepscope_sglang._files.traces import Content, Stage
 
 _ENDED: dict[State, Ended] = {"stopped": "capture", "by itself": "count", "by others": "others"}
 _ONE_AT_A_TIME = "SGLang ends the recording of prefill when decoding begins"

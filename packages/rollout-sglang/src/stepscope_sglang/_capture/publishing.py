@@ -9,13 +9,13 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import safe, sidecar_of
 from stepscope.files.manifest.records import IDLE, LATE
 from stepscope.files.sidecar import Artifact
+from stepscope_sglang import _versions
 from stepscope_sglang._capture import outcome
 from stepscope_sglang._capture.options import UNBOUNDED
-from stepscope_sglang._capture.ranks import rank_of
 from stepscope_sglang._capture.recording import Recording
+from stepscope_sglang._driving.facts import EngineFacts
 from stepscope_sglang._files.capture_folder import File
-from stepscope_sglang._files.names import Stage, TraceName
-from stepscope_sglang._files.traces import Content
+from stepscope_sglang._files.traces import Content, Stage, TraceName
 
 
 def publish_files(recording: Recording, *, complete_only: bool) -> list[Artifact]:
@@ -56,7 +56,8 @@ def publish_late(recording: Recording, *, wanted: bool) -> bool:
             file.path.unlink()
     recording.published += [file.name for file in files]
     traces = sum(name.kind == "torch_trace" for name in recording.published)
-    return traces < recording.facts.world_size * recording.stages and folder.exists()
+    stages = 2 if recording.plan.by_stage else 1
+    return traces < recording.facts.world_size * stages and folder.exists()
 
 
 def _why_nothing(recording: Recording) -> str:
@@ -94,6 +95,27 @@ def _rank(recording: Recording, name: TraceName, content: Content) -> int | None
     return rank_of(name, content, recording.facts, recording.capture.replica)
 
 
+def rank_of(name: TraceName, content: Content, facts: EngineFacts, replica: int) -> int | None:
+    """Return the global rank of the GPU.
+
+    It is None if the name leaves out an axis that the engine has, or contradicts the content.
+
+    SGLang numbers its processes pp-major, `pp * tp_size + tp`, in each data-parallel copy of the model; with
+    attention data-parallel the dp ranks are among the tp ranks.
+    """
+    at = name.topology
+    tp, pp, dp = at.get("tp"), at.get("pp", 0), at.get("dp", 0)
+    if tp is None or tp >= facts.tp or pp >= facts.pp or dp >= facts.dp:
+        return None
+    if (facts.pp > 1 and "pp" not in at) or (facts.dp > 1 and not facts.dp_attention and "dp" not in at):
+        return None
+    inside = pp * facts.tp + tp
+    if content.rank is not None and content.rank != inside:
+        return None
+    copy = 0 if facts.dp_attention else dp
+    return replica * facts.world_size + copy * facts.tp * facts.pp + inside
+
+
 def _note_absent_ranks(recording: Recording, files: list[File]) -> None:
     ranks = {tuple(sorted(file.name.topology.items())) for file in files if file.is_trace}
     if len(ranks) < recording.facts.world_size:
@@ -129,6 +151,7 @@ def _take(recording: Recording, file: File, content: Content, stage: Stage | Non
     file.path.rename(final)
     note = outcome.note(recording, content, stage)  # it may add to what is ignored
     facts, name, merged = recording.facts, file.name, file.name.kind == "merged_trace"
+    named = not _versions.older(facts.version, _versions.STEPS_NAMED_SINCE)
     return publish(
         final,
         recording.capture,
@@ -146,7 +169,7 @@ def _take(recording: Recording, file: File, content: Content, stage: Stage | Non
         versions={} if facts.version is None else {"sglang": facts.version},
         options=_options(recording, content),
         stalls=() if merged else outcome.stalls(recording, final, content),
-        iterations=content.passes if recording.names_passes and file.is_trace else None,
+        iterations=content.passes if named and file.is_trace else None,
         iterations_asked=recording.plan.count,
         ended=outcome.ended_by(recording),
         note=note if file.is_trace else None,

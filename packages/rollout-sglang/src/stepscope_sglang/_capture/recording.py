@@ -8,12 +8,11 @@ from typing import Literal, TypeAlias
 
 from stepscope.engines import EngineCapture
 from stepscope.files.clock import ClockAnchor
-from stepscope_sglang import _versions
 from stepscope_sglang._capture.options import Plan
 from stepscope_sglang._driving.facts import EngineFacts
 from stepscope_sglang._engine_side.states import Stamp, counts_in, stamps_in
 from stepscope_sglang._files.capture_folder import CaptureFolder, File
-from stepscope_sglang._files.names import TraceName
+from stepscope_sglang._files.traces import TraceName
 
 State: TypeAlias = Literal["armed", "stopped", "by itself", "by others", "unused"]
 """
@@ -59,16 +58,6 @@ class Recording:
     def is_bounded(self) -> bool:
         """Return whether SGLang stops by itself after a number of iterations."""
         return self.plan.count is not None
-
-    @property
-    def stages(self) -> int:
-        """Return the number of traces that each rank writes."""
-        return 2 if self.plan.by_stage else 1
-
-    @property
-    def names_passes(self) -> bool:
-        """Return whether its traces name their forward passes."""
-        return not _versions.older(self.facts.version, _versions.STEPS_NAMED_SINCE)
 
     @property
     def is_idle(self) -> bool:

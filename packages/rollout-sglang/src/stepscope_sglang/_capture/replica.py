@@ -18,7 +18,8 @@ from stepscope.engines import (
 from stepscope.engines.own_thread import WorkThread
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
-from stepscope_sglang._capture.session import Session
+from stepscope_sglang._capture.opening import prepared
+from stepscope_sglang._capture.session import Session, hand_in_late
 from stepscope_sglang._driving.target import Target
 
 T = TypeVar("T")
@@ -84,9 +85,10 @@ class ReplicaProfiler(EngineProfilerBase, ABC):
 
     def _open(self, capture: EngineCapture) -> list[Session]:
         self._sessions = []
+        hand_in_late()
         try:
             for target, label in self._targets():
-                session = Session(target, capture, label)
+                session = Session(target, prepared(target, capture, label))
                 session.open()
                 self._sessions.append(session)
         except BaseException:
@@ -143,4 +145,4 @@ class ReplicaProfiler(EngineProfilerBase, ABC):
 
 
 def _joined(sessions: Sequence[Session]) -> dict[str, str]:
-    return {option: why for session in sessions for option, why in session.ignored.items()}
+    return {option: why for session in sessions for option, why in session.recording.ignored.items()}

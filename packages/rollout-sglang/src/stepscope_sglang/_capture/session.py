@@ -10,22 +10,31 @@ failed. What comes into it later is published by the next capture of this proces
 
 from __future__ import annotations
 
+import atexit
+import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from stepscope.engines import EngineCapture
 from stepscope.engines.artifacts import read_anchor
 from stepscope.errors import EngineError
 from stepscope.files.manifest.records import LATE
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang import _versions
-from stepscope_sglang._capture import late_files, opening, outcome
+from stepscope_sglang._capture import opening, outcome
 from stepscope_sglang._capture.publishing import publish_files, publish_late
 from stepscope_sglang._capture.recording import Recording
-from stepscope_sglang._capture.waiting import are_complete, are_of_all_ranks, wait_until
 from stepscope_sglang._driving.target import AlreadyRecordingError, EngineDiedError, RefusedError, Target
-from stepscope_sglang._files.capture_folder import CaptureFolder, File
+from stepscope_sglang._files.capture_folder import CaptureFolder, File, wait_until
 
+log = logging.getLogger("stepscope")
+_owed: deque[Session] = deque(maxlen=16)
+"""Sessions whose files may still come: their stops failed, or not all ranks of a pipeline wrote in time.
+
+Writers: `owe` and `hand_in_late`, under `_entering`.
+"""
+_entering = threading.RLock()
 _PATIENCE_S = (5.0, 30.0)
 """Time for a file to become complete once SGLang says it is: here, and on a disk that is shared."""
 _PIPELINE_S = 300.0
@@ -37,42 +46,20 @@ _SCRAP: Mapping[str, object] = {"activities": ["CPU"], "with_stack": False, "rec
 class Session:
     """One capture on one engine. Used on one thread."""
 
-    def __init__(self, target: Target, capture: EngineCapture, label: str | None = None) -> None:
+    def __init__(self, target: Target, recording: Recording) -> None:
         """
         Args:
-            label: Tells this engine's files from those of the others of a replica.
+            recording: As `opening.prepared` plans it.
         """
+        self.target = target
+        self.recording = recording
         self.patience_s = _PATIENCE_S[target.remote]
         self.unstopped = False
         """The engine may still record for it: its stop failed, and no start was accepted since."""
-        self._target = target
-        self._capture = capture
-        self._label = label
-        self._opened: Recording | None = None
         self._unwanted = False
         """It was given up: its files are thrown away."""
         self._left = False
         """A rank may still write, and dies if it finds no folder."""
-
-    @property
-    def engine(self) -> object:
-        """Return the engine; equal for two sessions of one engine."""
-        return self._target.engine
-
-    @property
-    def step(self) -> int:
-        return self._capture.step
-
-    @property
-    def ignored(self) -> dict[str, str]:
-        """Return {option or part that is absent: reason}."""
-        return {} if self._opened is None else self._opened.ignored
-
-    @property
-    def _recording(self) -> Recording:
-        if self._opened is None:
-            raise RuntimeError("Session.open comes first")
-        return self._opened
 
     # The start.
 
@@ -82,31 +69,30 @@ class Session:
         Raises:
             EngineError: it was refused, here or by the engine. Nothing is armed then.
         """
-        late_files.hand_in_late()
-        self._opened = recording = opening.prepared(self._target, self._capture, self._label)
-        recording.folder.make(open_to_all=self._target.remote)
+        recording = self.recording
+        recording.folder.make(open_to_all=recording.remote)
         try:
             self._start({**recording.plan.request, "output_dir": str(recording.folder.path)})
         except BaseException:
             recording.folder.remove()
             raise
         recording.opened = read_anchor()
-        if self._capture.iterations.start > 0:
-            opening.note_late_start(recording, self._target)
+        if recording.capture.iterations.start > 0:
+            opening.note_late_start(recording, self.target)
 
     def _start(self, request: Mapping[str, object]) -> None:
         try:
-            self._target.start(request)
+            self.target.start(request)
         except AlreadyRecordingError as error:
-            unstopped = [session for session in late_files.owed_by(self.engine) if session.unstopped]
+            unstopped = [session for session in owed_by(self.target.engine) if session.unstopped]
             if not unstopped:
                 raise EngineError(
                     f"{str(error).rstrip('.')}. If it is running, and not for us, somebody started it by "
                     "hand, or the process that did has died. Fix: call stop_profile on the engine"
                 ) from error
-            unstopped[-1]._stop_again(self._target)
-            self._target.start(request)
-        for session in late_files.owed_by(self.engine):
+            unstopped[-1]._stop_again(self.target)
+            self.target.start(request)
+        for session in owed_by(self.target.engine):
             session.unstopped = False
 
     def _stop_again(self, target: Target) -> None:
@@ -115,22 +101,22 @@ class Session:
         Args:
             target: The engine, as the session that starts now reaches it.
         """
-        recording = self._recording
+        recording = self.recording
         try:
             target.stop()
         except EngineError as error:
             raise EngineError(
-                f"this engine's profiler still runs for step {self.step}: {recording.failure}; and "
-                f"again: {error}. Fix: call stop_profile on the engine"
+                f"this engine's profiler still runs for step {recording.capture.step}: {recording.failure}; "
+                f"and again: {error}. Fix: call stop_profile on the engine"
             ) from error
         wait_until(lambda: bool(recording.files()), self.patience_s)
-        late_files.hand_in_late()
+        hand_in_late()
 
     # The end.
 
     def expire(self, reason: str) -> None:
         """End the recording before the capture does."""
-        recording = self._recording
+        recording = self.recording
         if recording.state == "armed":
             recording.expired = reason
             try:
@@ -140,7 +126,7 @@ class Session:
 
     def end(self) -> None:
         """Stop the engine's recording, and disarm it."""
-        recording = self._recording
+        recording = self.recording
         if recording.state != "armed":
             return
         recording.state = "stopped"  # also where the next line raises: there is no second stop
@@ -149,7 +135,7 @@ class Session:
             return
         self._left = True  # also where the next line raises: it may be writing all the same
         try:
-            self._target.stop()
+            self.target.stop()
         except RefusedError:
             recording.state = outcome.state_before_stop(recording)
         except EngineDiedError:
@@ -166,7 +152,7 @@ class Session:
         Raises:
             EngineError: nothing was recorded, and why.
         """
-        recording = self._recording
+        recording = self.recording
         try:
             try:
                 self.end()
@@ -182,7 +168,7 @@ class Session:
                 why = recording.failure or f"not all ranks had written within {_PIPELINE_S:g} s"
                 name = recording.folder.path.name
                 recording.ignored[LATE] = f"{why}. {name} is left for a scheduler that writes later"
-                late_files.owe(self)
+                owe(self)
 
     def drop(self) -> None:
         """End the recording and leave nothing of it.
@@ -200,34 +186,34 @@ class Session:
         finally:
             self._remove_folder()
             if self._left:
-                late_files.owe(self)
+                owe(self)
 
     def hand_in(self) -> bool:
         """Publish files that came since the close; return whether more may still come."""
-        recording = self._recording
+        recording = self.recording
         self._left = publish_late(recording, wanted=not self._unwanted)
         if not self._left:
             recording.folder.remove()
         return self._left
 
     def _fail(self, error: EngineError) -> None:
-        recording = self._recording
+        recording = self.recording
         recording.expired = recording.failure = f"the stop failed: {error}"
         self.unstopped = True
 
     def _disarm(self) -> None:
         """Clear whatever is still armed."""
-        recording = self._recording
+        recording = self.recording
         if outcome.is_disarmed(recording):
             return
         folder = recording.folder.path
         scrap = CaptureFolder(folder.with_name(f"{folder.name}-scrap"))
         used = False  # by a scheduler, which dies if it finds no folder
         try:
-            scrap.make(open_to_all=self._target.remote)
+            scrap.make(open_to_all=self.target.remote)
             used = True
-            self._target.start({"output_dir": str(scrap.path), **_SCRAP})
-            self._target.stop()
+            self.target.start({"output_dir": str(scrap.path), **_SCRAP})
+            self.target.stop()
             used = False
             self._await_pipeline(scrap, scrap.files)
         except (EngineError, OSError) as error:
@@ -239,26 +225,55 @@ class Session:
 
     def _wait(self) -> None:
         """Wait until the files are complete or time is up: a shared disk may lag."""
-        recording = self._recording
+        recording = self.recording
         if recording.state == "unused" and not recording.files():  # nor did a pass begin it behind our stop
             self._left = False
             return
-        wait_until(lambda: are_complete(recording.folder, recording.files()), self.patience_s)
+        wait_until(
+            lambda: bool(files := recording.files()) and recording.folder.traces_are_complete(files),
+            self.patience_s,
+        )
         self._await_pipeline(recording.folder, recording.files)
 
     def _await_pipeline(self, folder: CaptureFolder, files: Callable[[], list[File]]) -> None:
         """Wait for the later ranks of a pipeline, which hear of a stop after the first one's answer."""
-        pp = self._recording.facts.pp
+        pp = self.recording.facts.pp
         if pp > 1:
-            self._left = not wait_until(lambda: are_of_all_ranks(folder, files(), pp), _PIPELINE_S)
+            self._left = not wait_until(lambda: folder.are_of_all_ranks(files(), pp), _PIPELINE_S)
 
     def _ask_schedulers(self) -> None:
         """Ask for their times and counts. Without our plugin they show neither."""
-        recording = self._recording
+        recording = self.recording
         if not _versions.older(recording.facts.version, _versions.PLUGINS_SINCE):
             with suppress(Exception):  # of any library: what is not shown is derived from the files
-                recording.states = self._target.states(self.patience_s)
+                recording.states = self.target.states(self.patience_s)
 
     def _remove_folder(self) -> None:
         if not self._left:
-            self._recording.folder.remove()
+            self.recording.folder.remove()
+
+
+def owe(session: Session) -> None:
+    """Keep a session, so that the next capture or the end of this process publishes its files."""
+    with _entering:
+        if not _owed:
+            atexit.unregister(hand_in_late)
+            atexit.register(hand_in_late)
+        _owed.append(session)
+
+
+def owed_by(engine: object) -> list[Session]:
+    """Return the kept sessions of an engine, in the order in which they ended."""
+    return [session for session in tuple(_owed) if session.target.engine == engine]
+
+
+def hand_in_late() -> None:
+    """Publish files that came after their captures. An error of one session does not stop the others."""
+    with _entering:
+        for session in tuple(_owed):
+            try:
+                if not session.hand_in():
+                    _owed.remove(session)
+            except Exception as error:  # the next capture tries again
+                step = session.recording.capture.step
+                log.warning("stepscope: could not publish late files of step %d: %s", step, error)

@@ -1,13 +1,20 @@
-"""Facts of one SGLang engine: its version, its device, its parallel layout."""
+"""Facts of one SGLang engine: its version, its device, its parallel layout; and its counters."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
 
 import msgspec
 
 from stepscope import name_settings
+from stepscope.engines import metrics
 from stepscope.engines.artifacts import Option
+from stepscope.engines.http import Server
+from stepscope.files.counters import KV_CACHE, PREEMPTIONS
 from stepscope.files.manifest.settings import Knob, Named, is_number
 
 SETTINGS: Mapping[Knob, tuple[str, bool]] = {
@@ -20,6 +27,26 @@ SETTINGS: Mapping[Knob, tuple[str, bool]] = {
     "tensor_parallel": ("tp_size", True),
 }
 """Knob -> (field of `ServerArgs`, the value that turns it on)."""
+
+
+_ASK_S = 10.0
+_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+"""The variable with the folder in which SGLang's processes keep their metrics. SGLang sets it."""
+_NAMES = {
+    "sglang:num_running_reqs": metrics.RUNNING,
+    "sglang:num_queue_reqs": metrics.WAITING,
+    "sglang:num_requests_total": metrics.FINISHED,
+    "sglang:token_usage": KV_CACHE,
+    "sglang:num_retracted_requests_total": PREEMPTIONS,
+    "sglang:prompt_tokens_total": metrics.PROMPT_TOKENS,
+    "sglang:generation_tokens_total": metrics.GENERATION_TOKENS,
+    "sglang:cached_tokens_total": metrics.PREFIX_HITS,
+    "sglang_num_running_reqs": metrics.RUNNING,
+    "sglang_num_waiting_reqs": metrics.WAITING,
+    "sglang_token_usage": KV_CACHE,
+    "sglang_cache_hit_rate": metrics.HITS,
+}
+"""Names on the page `/metrics`, and below them those of `/v1/loads` -> those of counters."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,3 +134,34 @@ def settings_of(settings: Mapping[str, object]) -> dict[Knob, Named]:
 def _size(settings: Mapping[str, object], name: str) -> int:
     value = settings.get(name)
     return value if isinstance(value, int) and value > 0 else 1
+
+
+def counters(page: str) -> dict[str, float]:
+    """Read the counters from a page. SGLang looks up every prompt token in its prefix cache."""
+    values = metrics.read_page(page, _NAMES)
+    if metrics.PROMPT_TOKENS in values and metrics.PREFIX_HITS in values:
+        values[metrics.PREFIX_QUERIES] = values[metrics.PROMPT_TOKENS]
+    return values
+
+
+def counters_here() -> dict[str, float]:
+    """Read the counters of this process' engines; empty if they keep no metrics (`enable_metrics`)."""
+    client = sys.modules.get("prometheus_client")
+    if client is None or _FOLDER not in os.environ:
+        return {}
+    multiprocess: Any = import_module("prometheus_client.multiprocess")
+    registry = client.CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    return counters(client.generate_latest(registry).decode())
+
+
+def counters_of(server: Server) -> dict[str, float]:
+    """Ask a server for its counters, also one that was launched without `--enable-metrics`.
+
+    Raises:
+        EngineError: it does not answer.
+    """
+    answer = server.request_now("GET", "/metrics", timeout_s=_ASK_S)
+    if answer.status != 200:
+        answer = server.request_now("GET", "/v1/loads?format=prometheus&include=core", timeout_s=_ASK_S)
+    return counters(answer.body.decode(errors="replace")) if answer.status == 200 else {}

@@ -35,27 +35,24 @@ class ServerTarget:
     def __init__(self, server: Server) -> None:
         self._server = server
         self.engine: object = server.url
-        self._facts: EngineFacts | None = None
-
-    @property
-    def known(self) -> EngineFacts | None:
-        return self._facts
+        self.known: EngineFacts | None = None
+        """Its facts, once they were asked for."""
 
     def facts(self) -> EngineFacts:
-        if self._facts is None:
+        if self.known is None:
             info = self._ask()
             version = info.get("version")
             version = version if isinstance(version, str) else None
             states = info.get("internal_states")
             states = states if isinstance(states, list) else ()
-            self._facts = facts_of(
+            self.known = facts_of(
                 info,
                 version=version,
                 options=_versions.options_of(version),
                 profile_v2=v2_in(states),
                 rpd=rpd_in(states),
             )
-        return self._facts
+        return self.known
 
     def start(self, request: Mapping[str, object]) -> None:
         answer = self._server.request_now("POST", "/start_profile", request, timeout_s=_REPLY_S)

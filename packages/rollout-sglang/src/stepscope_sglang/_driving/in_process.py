@@ -10,22 +10,31 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
-from stepscope_sglang._driving import foreign_loop, settings
 from stepscope_sglang._driving.facts import EngineFacts, facts_of
 from stepscope_sglang._driving.target import EngineDiedError, refusal
 from stepscope_sglang._engine_side.states import RPD_LIBRARY, profile_v2
 
 _LOOK_S = 0.5
 """Interval at which a wait for an answer looks whether the engine still lives."""
+
+
+_MOMENT_S = 0.05
+"""Time for which a loop of a caller that waits for us is run at once."""
+_SWITCHES = ("SGLANG_PROFILE_WITH_STACK", "SGLANG_PROFILE_RECORD_SHAPES")
+_settings: WeakKeyDictionary[object, Mapping[str, object]] = WeakKeyDictionary()
+"""Cache of `settings_of`, its only writer."""
 
 
 class TokenizerManager(Protocol):
@@ -68,10 +77,10 @@ class InProcessTarget:
                     "Fix: pass the Engine or its tokenizer_manager"
                 )
             self._facts = facts_of(
-                settings.of_manager(self.manager),
+                settings_of(self.manager),
                 version=_versions.installed(),
                 options=_versions.dialect_of(start).options,
-                forced_off=settings.switched_off(),
+                forced_off=switched_off(),
                 profile_v2=profile_v2(),
                 rpd=find_spec(RPD_LIBRARY) is not None,
             )
@@ -148,12 +157,13 @@ class InProcessTarget:
             raise refusal(str(error), str(error)) from error
 
     def _wait(self, loop: asyncio.AbstractEventLoop, answer: Future[object], patience_s: float) -> object:
-        schedulers = self._processes()
+        tell = getattr(self._engine, "get_all_child_pids", None)  # absent before 0.5.12
+        schedulers = [] if tell is None else list(tell())
         until = time.monotonic() + patience_s
         while not answer.done():
             if time.monotonic() > until:  # it is answered later, and nobody listens: it is not cancelled
                 raise EngineError("the engine does not answer now")
-            if time.monotonic() > self.waited_until or not foreign_loop.run_for_a_moment(loop, answer):
+            if time.monotonic() > self.waited_until or not run_for_a_moment(loop, answer):
                 wait([answer], _LOOK_S)
             dead = [pid for pid in schedulers if not _lives(pid)]
             if loop.is_closed() and not answer.done():
@@ -162,11 +172,6 @@ class InProcessTarget:
                 raise EngineDiedError(f"the engine has died (process {dead[0]} is gone)")
         return answer.result()
 
-    def _processes(self) -> Sequence[int]:
-        """Return the pids of the engine; empty before 0.5.12, and for a bare TokenizerManager."""
-        tell = getattr(self._engine, "get_all_child_pids", None)
-        return [] if tell is None else list(tell())
-
 
 def _lives(pid: int) -> bool:
     try:
@@ -174,3 +179,48 @@ def _lives(pid: int) -> bool:
     except (OSError, IndexError):
         return not Path("/proc").is_dir()
     return state not in ("Z", "X")
+
+
+def settings_of(manager: Any) -> Mapping[str, object]:
+    """Return the resolved arguments of a TokenizerManager.
+
+    Newer versions keep them apart from the given ones. Resolving 500 of them takes 5 ms of CPU, so it is done
+    once. Those that a capture needs never change.
+    """
+    known = _settings.get(manager)
+    if known is None:
+        resolved = getattr(manager.server_args, "resolved_dict", None)
+        known = _settings[manager] = vars(manager.server_args) if resolved is None else resolved()
+    return known
+
+
+def switched_off() -> frozenset[str]:
+    """Return the variables of this process's environment that switch an option of the profiler off."""
+    off = ("0", "false", "no", "n")
+    return frozenset(name for name in _SWITCHES if os.environ.get(name, "").lower() in off)
+
+
+def run_for_a_moment(loop: asyncio.AbstractEventLoop, answer: Future[object]) -> bool:
+    """Run the loop for a moment, or until the answer is there. Return False if somebody else runs it.
+
+    It is only a moment, because the loop is the caller's: as soon as the caller stops waiting, it needs it.
+    """
+    if loop.is_running():
+        return False
+    over: asyncio.Future[None] = loop.create_future()
+
+    def end() -> None:
+        if not over.done():
+            over.set_result(None)
+
+    def end_soon(_: Future[object]) -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(end)
+
+    answer.add_done_callback(end_soon)
+    try:
+        loop.call_soon_threadsafe(loop.call_later, _MOMENT_S, end)
+        loop.run_until_complete(over)
+    except RuntimeError:  # somebody else began to run it, or closed it
+        return False
+    return True

@@ -58,7 +58,6 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def own_version() -> str:
-    """Return the version of this package."""
     return metadata.version("stepscope-rollout-sglang")
 
 
@@ -88,14 +87,10 @@ def stages_in(states: Sequence[object]) -> list[Mapping[str, int] | None]:
     return [shown if isinstance(shown, dict) else None for shown in _shown(states, STAGES)]
 
 
-def scopes_end_in(states: Sequence[object]) -> bool:
-    """Return whether scopes end with their session in every data-parallel scheduler."""
-    return _all_show(states, SCOPES_END)
-
-
-def sends_quiet_in(states: Sequence[object]) -> bool:
-    """Return whether sends are left out in every data-parallel scheduler."""
-    return _all_show(states, SENDS_QUIET)
+def all_show(states: Sequence[object], name: str) -> bool:
+    """Return whether `SCOPES_END` or `SENDS_QUIET` is true in every data-parallel scheduler."""
+    values = _shown(states, name)
+    return bool(values) and all(values)
 
 
 def v2_in(states: Sequence[object]) -> bool:
@@ -123,11 +118,6 @@ def why_not_shown(states: Sequence[object]) -> str:
         f"These schedulers have loaded stepscope-rollout-sglang {older[0]}, which is too old for it; this "
         f"process has {own_version()}. Fix: install the same version where the engine runs"
     )
-
-
-def _all_show(states: Sequence[object], name: str) -> bool:
-    values = _shown(states, name)
-    return bool(values) and all(values)
 
 
 def _shown(states: Sequence[object], name: str) -> list[object]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from stepscope.errors import EngineError
-from stepscope_sglang._files.names import TraceName, parse_name
-from stepscope_sglang._files.traces import Content, read
+from stepscope_sglang._files.traces import Content, TraceName, parse_name, read
+
+_LOOK_S = 0.05
 
 
 class File(NamedTuple):
@@ -80,3 +83,19 @@ class CaptureFolder:
     def traces_are_complete(self, files: Iterable[File]) -> bool:
         """Return whether the traces of single ranks among these files are complete."""
         return all(self.is_complete(file) for file in files if file.is_trace)
+
+    def are_of_all_ranks(self, files: Sequence[File], pp: int) -> bool:
+        """Return whether all pipeline ranks wrote the files that one of them wrote."""
+        names = [file.name for file in files if file.is_trace]
+        ranks = Counter((name.topology.get("tp"), name.topology.get("dp"), name.stage) for name in names)
+        return all(count >= pp for count in ranks.values()) and self.traces_are_complete(files)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Return whether the condition came true in time: writers answer before the last byte is on the disk."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True

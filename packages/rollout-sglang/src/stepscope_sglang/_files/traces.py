@@ -1,4 +1,10 @@
-"""Contents of the traces that SGLang writes."""
+"""Names and contents of the files that SGLang writes. Names are read from their end.
+
+[<prefix>-]<id>-TP-0[-DP-0][-PP-0][-EP-0][-EXTEND|-DECODE].trace.json.gz
+[<prefix>-]<time>-TP-0-memory[-EXTEND|-DECODE].pickle      no -DP-, -PP-, -EP-
+rpd-<time>-TP-0.trace.json.gz                              likewise
+merged-<id>.trace.json.gz                                  of all ranks, beside their own files
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,24 @@ import re
 import zlib
 from collections import Counter
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from stepscope.engines.artifacts import recorded_window
-from stepscope_sglang._files.names import Stage
 
+Stage: TypeAlias = Literal["prefill", "decode"]
+Kind: TypeAlias = Literal["torch_trace", "merged_trace", "cuda_memory_snapshot"]
+_NAME = re.compile(
+    r"-?TP-(?P<tp>\d+)(?:-DP-(?P<dp>\d+))?(?:-PP-(?P<pp>\d+))?(?:-EP-(?P<ep>\d+))?"
+    r"(?P<memory>-memory)?(?:-(?P<stage>EXTEND|DECODE|prefill|decode))?\.(?:trace\.json\.gz|pickle)\Z"
+)
+_STAGES: dict[str, Stage] = {
+    "EXTEND": "prefill",
+    "prefill": "prefill",
+    "DECODE": "decode",
+    "decode": "decode",
+}
 _CHUNK = 1 << 20
 _HEAD = 1 << 16
 """Bytes before the events, with the list of process groups in it."""
@@ -24,6 +42,14 @@ _PID = re.compile(rb'"process_name",[^{}]*?"pid": (\d+)')
 _STEP = b'"name": "step['
 _PREFILL, _DECODE = (b"EXTEND", b"MIXED", b"SPLIT_PREFILL"), b"DECODE"
 """Words after `_STEP`."""
+
+
+class TraceName(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts in a file's name."""
+
+    kind: Kind
+    topology: dict[str, int]
+    stage: Stage | None
 
 
 class Content(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +68,19 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def passes(self) -> int:
         return self.prefills + self.decodes
+
+
+def parse_name(name: str) -> TraceName | None:
+    """Read the facts in a file's name; None if SGLang's profiler did not write it."""
+    if name.startswith("merged-") and name.endswith(".trace.json.gz"):
+        return TraceName(kind="merged_trace", topology={}, stage=None)
+    match = _NAME.search(name)
+    if match is None:
+        return None
+    topology = {axis: int(match[axis]) for axis in ("tp", "dp", "pp", "ep") if match[axis] is not None}
+    stage = _STAGES[match["stage"]] if match["stage"] else None
+    kind: Kind = "cuda_memory_snapshot" if name.endswith(".pickle") else "torch_trace"
+    return TraceName(kind=kind, topology=topology, stage=stage)
 
 
 def read(path: Path) -> Content:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +12,14 @@ from stepscope import ProfileConfig, switch
 from stepscope.config import RoleConfig
 from stepscope.errors import ConfigError
 from stepscope_vllm import _versions
-from stepscope_vllm._arming import folders
 
 log = logging.getLogger("stepscope")
 EXTENSION = "stepscope_vllm.WorkerExtension"
+HIDDEN = ".vllm"
+"""Folder for traces of engines, in that of the run. Captures move traces out of it.
+
+A trace stays there if it belongs to no capture, or came too late for its own.
+"""
 Value = str | int | float | bool | None
 _STACKS = (
     "torch.with_stack with vLLM: workers poll for work in Python. Each second without work records up to 2.7 "
@@ -77,10 +82,15 @@ def server_args(config: ProfileConfig, replica: int = 0, *, installed: str | Non
     return words
 
 
+def folder_of(config: ProfileConfig, replica: int) -> str:
+    """Return the folder for traces of one replica."""
+    return os.path.join(os.path.abspath(config.save_path), HIDDEN, f"replica{replica}")
+
+
 def _profiler_config(
     config: ProfileConfig, replica: int, release: str, extension: bool
 ) -> dict[str, Value | list[str]]:
-    role = _role(config)
+    _, role = config.role("rollout") or ("", RoleConfig())
     torch, window = config.torch, role.engine.iterations
     if torch.with_stack and config.tool != "nsys" and window.count is None:
         log.warning(_STACKS)
@@ -89,7 +99,7 @@ def _profiler_config(
         if config.tool == "nsys"
         else {
             "profiler": "torch",
-            "torch_profiler_dir": folders.of_replica(config, replica),
+            "torch_profiler_dir": folder_of(config, replica),
             "torch_profiler_with_stack": torch.with_stack,
             "torch_profiler_record_shapes": torch.record_shapes,
             "torch_profiler_with_memory": torch.profile_memory,
@@ -131,8 +141,3 @@ def _fields() -> frozenset[str] | None:
     except ImportError:
         return None
     return frozenset(ProfilerConfig.__dataclass_fields__)
-
-
-def _role(config: ProfileConfig) -> RoleConfig:
-    role = config.role("rollout")
-    return RoleConfig() if role is None else role[1]

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from stepscope import ProfileConfig, switch
 from stepscope.errors import ConfigError
 from stepscope_vllm import _versions
-from stepscope_vllm._arming import folders
+from stepscope_vllm._arming.arguments import folder_of
 from stepscope_vllm._driving.built_settings import CUDA_VARIABLE, FOLDER_VARIABLE, VARIABLES, building
 from stepscope_vllm._driving.discovery import owned
 
@@ -41,7 +41,7 @@ def engine_env(config: ProfileConfig, replica: int = 0, *, installed: str | None
         "torch_profiler_with_flops": torch.with_flops,
     }
     named = {VARIABLES[field]: str(int(value)) for field, value in options.items()}
-    return {FOLDER_VARIABLE: folders.of_replica(config, replica), **named}
+    return {FOLDER_VARIABLE: folder_of(config, replica), **named}
 
 
 @contextmanager

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from stepscope import ProfileConfig
-from stepscope_vllm._arming import arguments, folders, joined_extension
+from stepscope_vllm._arming import arguments, joined_extension
 
 BUILDER = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
 """Called for an LLM, an AsyncLLM and a server, before any of its processes starts."""
+
+
+def folder_of(config: ProfileConfig) -> str:
+    """Return the folder for traces of all engines that an unedited program builds."""
+    return os.path.join(os.path.abspath(config.save_path), arguments.HIDDEN, "unedited")
 
 
 def arm(config: ProfileConfig, settings: Any) -> None:
@@ -23,7 +29,7 @@ def arm(config: ProfileConfig, settings: Any) -> None:
     wanted = ours["profiler_config"]
     if wanted["profiler"] == "torch":
         # One folder for all: the replica is not known yet, and captures name folders of their own.
-        wanted["torch_profiler_dir"] = folders.of_unedited(config)
+        wanted["torch_profiler_dir"] = folder_of(config)
     checked = type(profiler)(**wanted)
     for name in wanted:  # in place: a server reads this object to decide about routes for its profiler
         setattr(profiler, name, getattr(checked, name))
@@ -35,4 +41,4 @@ def arm(config: ProfileConfig, settings: Any) -> None:
 
 def _is_chosen(profiler: Any, config: ProfileConfig) -> bool:
     """Return whether somebody else has set a profiler. Several engines of a process may share the object."""
-    return profiler.profiler is not None and profiler.torch_profiler_dir != folders.of_unedited(config)
+    return profiler.profiler is not None and profiler.torch_profiler_dir != folder_of(config)

@@ -1,18 +1,25 @@
-"""Collection of a recording's files: told apart from those of others, complete, moved and published."""
+"""Collection of a recording's files: told apart from those of others, complete, moved, and published with
+ranks and sidecars.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from stepscope.engines.artifacts import Option, publish
 from stepscope.errors import EngineError
 from stepscope.files.manifest.records import IDLE
 from stepscope.files.sidecar import Artifact
-from stepscope_vllm._capture.outcome import is_idle
-from stepscope_vllm._capture.publishing import adopt, publish_traces
+from stepscope_vllm._capture import outcome
 from stepscope_vllm._capture.recording import Recording
+from stepscope_vllm._driving import ascend_profiler
+from stepscope_vllm._driving.facts import between, steady
 from stepscope_vllm._driving.target import Started
-from stepscope_vllm._files import engine_folder, names, traces
+from stepscope_vllm._files import engine_folder, names, ranks, traces
+from stepscope_vllm._files.ranks import Layout
+from stepscope_vllm._files.traces import Trace
 
 
 def collect(recording: Recording, late: Recording | None) -> list[Artifact]:
@@ -30,7 +37,7 @@ def collect(recording: Recording, late: Recording | None) -> list[Artifact]:
     if started.by_others:
         return []
     files = files_of(recording, started, late)
-    if not any(map(names.is_trace, files)) and is_idle(recording.target.reports):
+    if not any(map(names.is_trace, files)) and outcome.is_idle(recording.target.reports):
         recording.ignored[IDLE] = "the engine ran no iteration during the capture"
         return []
     _expect_complete(started.folder, files)
@@ -96,3 +103,113 @@ def _at_home(recording: Recording, started: Started, files: set[str]) -> Sequenc
         traces.wait_until_complete(folder / name for name in own)
         paths += engine_folder.move(own, folder, home, recording.prefix)
     return paths
+
+
+def publish_traces(recording: Recording, paths: Sequence[Path]) -> list[Artifact]:
+    """Write a sidecar beside each trace; remove traces of ranks that the capture does not want."""
+    capture, layout = recording.capture, recording.target.layout
+    written = [traces.read(path) for path in paths]
+    _note_contradictions(recording, written)
+    placed = [(trace, ranks.global_rank(trace, layout, capture.replica)) for trace in written]
+    wanted = None if capture.ranks is None else {None, *capture.ranks}  # what names no rank is kept
+    unwanted = [pair for pair in placed if wanted is not None and pair[1] not in wanted]
+    for trace, _ in unwanted:
+        engine_folder.remove(trace.path)
+    kept = [pair for pair in placed if pair not in unwanted]
+    ascend = _ascend_options(recording, [trace for trace, _ in kept])
+    _note_absent_workers(recording, written)
+    options = _options(recording, {rank for _, rank in unwanted if rank is not None})
+    return [
+        _publish(recording, trace, rank, {**options, **ascend.get(trace.path, {})}) for trace, rank in kept
+    ]
+
+
+def adopt(recording: Recording, files: set[str], folder: Path) -> None:
+    """Publish files that came after the end of their capture had given them up.
+
+    The clock and the facts at that end say nothing about them.
+    """
+    moved = engine_folder.move(files, folder, Path(recording.capture.out_dir), recording.prefix)
+    late = replace(recording, closed=None, facts_at_stop={})
+    publish_traces(late, [path for path in moved if names.is_trace(path.name)])
+
+
+def _publish(recording: Recording, trace: Trace, rank: int | None, options: dict[str, Option]) -> Artifact:
+    layout, ending = recording.target.layout, outcome.ending(recording, trace)
+    return publish(
+        trace.path,
+        recording.capture,
+        kind=_kind(trace),
+        tool="vllm",
+        rank=rank,
+        world_size=None if layout is None else layout.size,
+        topology=ranks.topology(trace, layout),
+        pid=trace.pid,
+        host=trace.host,
+        truncated=ending.truncated,
+        ignored=recording.ignored,
+        opened=recording.opened,
+        closed=recording.closed,
+        versions={"vllm": recording.target.version},
+        options=options,
+        stalls=outcome.stalls(recording, trace),
+        iterations=outcome.iterations(recording, trace),
+        iterations_asked=None if trace.frontend else recording.iterations_asked,
+        ended=ending.ended,
+        note=ending.note,
+    )
+
+
+def _kind(trace: Trace) -> str:
+    if trace.is_recording:
+        return "npu_recording"  # as stepscope-npu names its own
+    return "vllm_frontend_trace" if trace.frontend else "vllm_trace"
+
+
+def _note_contradictions(recording: Recording, written: Sequence[Trace]) -> None:
+    reasons = (ranks.contradiction(trace, recording.target.layout) for trace in written)
+    reason = next(filter(None, reasons), None)
+    if reason is not None:
+        recording.ignored["ranks"] = reason
+
+
+def _note_absent_workers(recording: Recording, written: Sequence[Trace]) -> None:
+    layout = recording.target.layout
+    if layout is None or layout.external:
+        return
+    workers, expected = sum(not trace.frontend for trace in written), recording.workers_expected(layout)
+    if workers < expected:
+        recording.ignored["workers"] = f"{workers} of {expected} workers left a trace"
+
+
+def _ascend_options(recording: Recording, kept: Sequence[Trace]) -> dict[Path, dict[str, Option]]:
+    """Read the options of recordings of vllm-ascend, and note those that it did not honour.
+
+    Of a server, nothing else says that it is vllm-ascend's.
+    """
+    options: dict[Path, dict[str, Option]] = {}
+    for trace in kept:
+        if trace.is_recording:
+            ascend = ascend_profiler.of_recording(trace.path)
+            options[trace.path] = ascend_profiler.options_of(ascend)
+            if ascend is not None:
+                recording.ignored = {**ascend.unable(recording.capture), **recording.ignored}
+    return options
+
+
+def _options(recording: Recording, removed: set[int]) -> dict[str, Option]:
+    after = recording.facts_at_stop
+    options: dict[str, Option] = {**steady(after), **between(recording.facts_at_start, after)}
+    left = _left_aside(recording, removed, recording.target.layout)
+    if left:
+        options["left_aside"] = ", ".join(f"rank {rank}" for rank in left)
+    return options
+
+
+def _left_aside(recording: Recording, removed: set[int], layout: Layout | None) -> list[int]:
+    """Return the unwanted global ranks of this engine, whether they wrote a file or not."""
+    wanted = recording.capture.ranks
+    if wanted is None or layout is None or layout.external:
+        return sorted(removed)
+    first = recording.capture.replica * layout.size
+    return sorted(removed | (set(range(first, first + layout.size)) - set(wanted)))

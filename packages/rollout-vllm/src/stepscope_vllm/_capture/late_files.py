@@ -18,7 +18,7 @@ from stepscope.files.manifest.late import take_in, waiting
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.manifest.records import ProcessPart
 from stepscope.files.storage.processes import is_running
-from stepscope_vllm._capture.publishing import adopt
+from stepscope_vllm._capture.collection import adopt
 from stepscope_vllm._capture.recording import Recording
 from stepscope_vllm._driving.target import Target
 from stepscope_vllm._files import engine_folder, names, traces
@@ -53,6 +53,7 @@ def _enter(late: EngineCapture) -> None:
 def _late(capture: EngineCapture, folder: Path) -> Iterator[tuple[EngineCapture, set[str]]]:
     """Yield each capture that is over, with its complete files."""
     run = RunLayout(Path(capture.step_dir).parent)
+    other = re.search(r"_replica\d+$", capture.name)  # tells it from those of other servers
     present = {name for name in engine_folder.listed(folder) if not names.is_recording(name)}
     steps = {name: step for name in present if (step := names.step_of(name)) is not None}
     for step in sorted(set(steps.values())):
@@ -62,7 +63,7 @@ def _late(capture: EngineCapture, folder: Path) -> Iterator[tuple[EngineCapture,
                 capture,
                 step=step,
                 run_id=run_id,
-                name=f"step_{step:06d}_{run_id}{_suffix(capture.name)}",
+                name=f"step_{step:06d}_{run_id}{other[0] if other else ''}",
                 out_dir=str(layout.engine_dir(capture.replica)),
                 step_dir=str(layout.root),
                 ranks=None,
@@ -75,12 +76,6 @@ def _late(capture: EngineCapture, folder: Path) -> Iterator[tuple[EngineCapture,
 
 def _is_complete(path: Path) -> bool:
     return not (names.is_trace(path.name) and traces.unfinished(path))
-
-
-def _suffix(name: str) -> str:
-    """Return the end of a capture's name that tells it from those of other servers; empty without one."""
-    match = re.search(r"_replica\d+$", name)
-    return match[0] if match else ""
 
 
 def runs_that_are_over(parts: Sequence[ProcessPart]) -> set[str]:

@@ -90,7 +90,7 @@ def unable(
             "artifacts": "CUDA profiler ranges were opened and closed: the nsys that started the engine "
             "writes its report where it was told to"
         }
-    reasons = _asked(capture, _NEVER)
+    reasons = {option: why for option, why in _NEVER.items() if getattr(capture, option)}
     if not aimed:
         reasons.update(_fixed(capture, settings))
         reasons.update(_iterations(capture, settings, dialect))
@@ -101,10 +101,6 @@ def unable(
     if why is not None:
         reasons["version"] = why
     return reasons
-
-
-def _asked(capture: EngineCapture, unable: Mapping[str, str]) -> dict[str, str]:
-    return {option: why for option, why in unable.items() if getattr(capture, option)}
 
 
 def _fixed(capture: EngineCapture, settings: Mapping[str, object]) -> dict[str, str]:

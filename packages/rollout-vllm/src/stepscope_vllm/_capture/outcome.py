@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from stepscope.engines.artifacts import Option, stalls_of
+from stepscope.engines.artifacts import stalls_of
 from stepscope.files.sidecar import Ended, Stall
+from stepscope_vllm import _versions
+from stepscope_vllm._capture.recording import Recording
 from stepscope_vllm._files import engine_folder
 from stepscope_vllm._files.traces import Trace
+
+_SCHEDULES = ("wait_iterations", "warmup_iterations")
+"""Settings with which an engine begins and ends recordings by itself."""
 
 
 class Ending(NamedTuple):
@@ -65,73 +69,60 @@ def is_idle(reports: Sequence[Mapping[str, Any]]) -> bool:
     return bool(counts) and all(count == 0 for count in counts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The end of one capture of an engine, from which each of its traces is judged."""
+def iterations(recording: Recording, trace: Trace) -> int | None:
+    """Return the engine iterations in a trace; None if it does not name them."""
+    if trace.frontend or trace.is_recording:
+        return None
+    named = _versions.names_iterations(recording.target.version)
+    return trace.iterations if named or trace.iterations else None
 
-    start: int
-    """Engine iterations that were to pass first."""
-    asked: int | None
-    """Engine iterations that were to be recorded. None: all until the end of the capture."""
-    named: bool
-    """This vLLM names iterations in its traces."""
-    reports: Sequence[Mapping[str, Any]]
-    """Reports of the workers after the stop (`WorkerExtension.stepscope_release`)."""
-    before: Mapping[str, Option]
-    """Facts of the engine at the start."""
-    after: Mapping[str, Option]
-    stopped_ns: int | None
-    """Time of our stop; unix ns. None: there was none."""
-    early: bool
-    """A trace was there before our stop."""
-    expired: str | None
-    """Reason why our stop came before the end of the capture."""
-    certain: bool
-    """Nothing but a stop or `asked` ends this engine's recordings."""
 
-    def iterations(self, trace: Trace) -> int | None:
-        """Return the engine iterations in a trace; None if it does not name them."""
-        if trace.frontend or trace.is_recording:
-            return None
-        return trace.iterations if self.named or trace.iterations else None
+def ending(recording: Recording, trace: Trace) -> Ending:
+    """Return who ended a trace."""
+    stop_ns = None if recording.started is None else recording.stop_ns
+    if trace.frontend or trace.is_recording or stop_ns is None:
+        return Ending(None, recording.expired, None)
+    here = trace.window is not None and trace.host == socket.gethostname()
+    before = trace.window is not None and trace.window[1] < stop_ns
+    return ending_of(
+        recorded=iterations(recording, trace),
+        asked=recording.iterations_asked,
+        early=before if here else recording.is_early,
+        ran=_ran(recording, trace),
+        expired=recording.expired,
+        certain=_is_certain(recording),
+    )
 
-    def ending(self, trace: Trace) -> Ending:
-        """Return who ended a trace."""
-        if trace.frontend or trace.is_recording or self.stopped_ns is None:
-            return Ending(None, self.expired, None)
-        here = trace.window is not None and trace.host == socket.gethostname()
-        before = trace.window is not None and trace.window[1] < self.stopped_ns
-        return ending_of(
-            recorded=self.iterations(trace),
-            asked=self.asked,
-            early=before if here else self.early,
-            ran=self._ran(trace),
-            expired=self.expired,
-            certain=self.certain,
-        )
 
-    def stalls(self, trace: Trace, changed_ns: Mapping[str, int]) -> tuple[Stall, ...]:
-        """Return the times at which the engine served nothing because of a trace.
+def stalls(recording: Recording, trace: Trace) -> tuple[Stall, ...]:
+    """Return the times at which the engine served nothing because of a trace."""
+    if trace.frontend:
+        return ()
+    stamped = [
+        Stall(start_ns=start_ns, end_ns=end_ns, doing=doing, source="stamps")
+        for worker in recording.target.reports
+        if worker.get("pid") == trace.pid and worker.get("host") == trace.host
+        for doing, start_ns, end_ns in worker.get("stalls", ())
+    ]
+    return stalls_of(trace.window, stamped, engine_folder.whole_ns(recording.changed_ns, trace.path.name))
 
-        Args:
-            changed_ns: `engine_folder.changed_ns` of the recording's files; unix ns.
-        """
-        stamped = [
-            Stall(start_ns=start_ns, end_ns=end_ns, doing=doing, source="stamps")
-            for worker in self.reports
-            if worker.get("pid") == trace.pid and worker.get("host") == trace.host
-            for doing, start_ns, end_ns in worker.get("stalls", ())
-        ]
-        return stalls_of(trace.window, stamped, engine_folder.whole_ns(changed_ns, trace.path.name))
 
-    def _ran(self, trace: Trace) -> int | None:
-        """Return the iterations in the capture, as counted by the worker, or else by the server's metrics."""
-        for worker in self.reports:
-            if worker.get("pid") == trace.pid and isinstance(ran := worker.get("ran"), int):
-                return max(ran - self.start, 0)
-        before, after = self.before.get("iterations"), self.after.get("iterations")
-        if not isinstance(before, (int, float)) or not isinstance(after, (int, float)):
-            return None
-        if "url" not in self.after:
-            return None  # of engines in this process there may be several, whose numbers are one
-        return max(int(after - before) - self.start, 0)
+def _is_certain(recording: Recording) -> bool:
+    """Return whether nothing but a stop, or the count that was asked for, ends this engine's recordings."""
+    started, settings = recording.started, {**recording.target.settings, **recording.capture.extra}
+    scheduled = any(settings.get(name) for name in _SCHEDULES)
+    return started is not None and (started.aimed or started.named) and not scheduled
+
+
+def _ran(recording: Recording, trace: Trace) -> int | None:
+    """Return the iterations in the capture, as counted by the worker, or else by the server's metrics."""
+    start = recording.capture.iterations.start
+    for worker in recording.target.reports:
+        if worker.get("pid") == trace.pid and isinstance(ran := worker.get("ran"), int):
+            return max(ran - start, 0)
+    if "url" not in recording.facts_at_stop:
+        return None  # of engines in this process there may be several, whose numbers are one
+    before, after = recording.facts_at_start.get("iterations"), recording.facts_at_stop.get("iterations")
+    if not isinstance(before, (int, float)) or not isinstance(after, (int, float)):
+        return None
+    return max(int(after - before) - start, 0)

@@ -8,14 +8,9 @@ from dataclasses import dataclass, field
 from stepscope.engines import EngineCapture
 from stepscope.engines.artifacts import Option
 from stepscope.files.clock import ClockAnchor
-from stepscope_vllm import _versions
-from stepscope_vllm._capture.outcome import Outcome
 from stepscope_vllm._driving.target import Started, Target
 from stepscope_vllm._files import names, ranks
 from stepscope_vllm._files.ranks import Layout
-
-_SCHEDULES = ("wait_iterations", "warmup_iterations")
-"""Settings with which an engine begins and ends recordings by itself."""
 
 
 @dataclass(kw_only=True)
@@ -55,6 +50,11 @@ class Recording:
         """Return the wanted ranks as its engine numbers them; None for all."""
         return ranks.local_ranks(self.capture.ranks, self.target.layout, self.capture.replica)
 
+    @property
+    def iterations_asked(self) -> int | None:
+        """Return the engine iterations to be recorded. None: all until the end of the capture."""
+        return None if "iterations" in self.ignored else self.capture.iterations.count
+
     def is_named(self, name: str) -> bool:
         """Return whether a file has the prefix of this recording."""
         return name.startswith(f"{self.prefix}_")
@@ -65,21 +65,3 @@ class Recording:
         if self.started is None or not self.started.aimed or local is None:
             return layout.size
         return len(local) * layout.dp
-
-    def outcome(self) -> Outcome:
-        """Return what the engine and its clocks say about the end of this recording."""
-        target, started = self.target, self.started
-        settings = {**target.settings, **self.capture.extra}
-        scheduled = any(settings.get(name) for name in _SCHEDULES)
-        return Outcome(
-            start=self.capture.iterations.start,
-            asked=None if "iterations" in self.ignored else self.capture.iterations.count,
-            named=_versions.names_iterations(target.version),
-            reports=target.reports,
-            before=self.facts_at_start,
-            after=self.facts_at_stop,
-            stopped_ns=None if started is None else self.stop_ns,
-            early=self.is_early,
-            expired=self.expired,
-            certain=started is not None and (started.aimed or started.named) and not scheduled,
-        )

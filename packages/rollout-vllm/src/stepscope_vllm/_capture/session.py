@@ -1,4 +1,4 @@
-"""One capture of one engine, from its start to its files.
+"""The captures of one engine: one at a time, each from its start to its files.
 
 Life of a session: begun -> ending -> ended, or given up, which is ending without files. Everything happens on
 the work loop, so nothing depends on the caller. If it gives up, what it began is stopped. Files of a stop
@@ -14,58 +14,68 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
-from stepscope.engines import EngineCapture
+from stepscope.engines import EngineCapture, EngineProfilerBase, refuse_second_start
 from stepscope.engines.artifacts import read_anchor
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope_vllm._capture import collection, late_files
-from stepscope_vllm._capture.desk import Desk
 from stepscope_vllm._capture.recording import Recording
 from stepscope_vllm._driving import work_loop
 from stepscope_vllm._driving.target import Target
 from stepscope_vllm._files import engine_folder
 
 
+class Desk:
+    """The captures of one engine. Outlives the profilers that are made for it, one for each capture."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.turn = asyncio.Lock()
+        """Held on the work loop during calls to the engine."""
+        self.current: Session | None = None
+        """The running capture. Callers of any thread set it and take it back, under `lock`."""
+        self.owed: Recording | None = None
+        """The latest recording that got no files. Files that come late are its own."""
+
+    def take(self, session: Session) -> None:
+        """Reserve the engine for a session. Raises EngineError while another one has it."""
+        with self.lock:
+            refuse_second_start(None if self.current is None else self.current.recording.capture)
+            self.current = session
+
+    def give_back(self) -> Session | None:
+        """Free the engine. Return the session that had it, if any."""
+        with self.lock:
+            session, self.current = self.current, None
+            return session
+
+
 class Session:
     """One capture of one engine."""
 
     def __init__(self, desk: Desk, target: Target, capture: EngineCapture, ignored: dict[str, str]) -> None:
+        self.recording = Recording(target=target, capture=capture, ignored=ignored)
         self._desk = desk
         self._target = target
-        self._recording = Recording(target=target, capture=capture, ignored=ignored)
         self._given_up = False
         self._ending: Future[list[Artifact]] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.over = threading.Event()
         """Set once somebody has begun to end it."""
 
-    @property
-    def capture(self) -> EngineCapture:
-        return self._recording.capture
-
-    @property
-    def ignored(self) -> dict[str, str]:
-        """Return {option or part that is absent: reason}."""
-        return self._recording.ignored
-
-    @property
-    def folder(self) -> Path | None:
-        """Return the folder that its engine writes to by default."""
-        return self._target.folder
-
     async def begin(self) -> None:
         async with self._desk.turn:
             if self._given_up:
                 return
-            recording = self._recording
+            recording = self.recording
             recording.files_before = await asyncio.to_thread(self._files_before)
             recording.facts_at_start = await asyncio.to_thread(self._target.facts)
-            started = await self._target.start(self.capture, recording.prefix, recording.local_ranks)
+            capture = recording.capture
+            started = await self._target.start(capture, recording.prefix, recording.local_ranks)
             recording.started, recording.opened = started, read_anchor()
             recording.files_at_start = await asyncio.to_thread(engine_folder.listed, started.folder)
-            if self.capture.seconds is not None:
-                loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(self.capture.seconds, self._expire)
+            if capture.seconds is not None:
+                self._timer = asyncio.get_running_loop().call_later(capture.seconds, self._expire)
 
     def give_up(self) -> None:
         """Stop what has begun, and remove its files: the caller that asked for it is gone."""
@@ -81,44 +91,76 @@ class Session:
             return self._ending
 
     def _expire(self) -> None:
-        self._recording.expired = f"open for more than {self.capture.seconds:g} s"
+        self.recording.expired = f"open for more than {self.recording.capture.seconds:g} s"
         self.end()
 
     async def _undo(self) -> None:
         async with self._desk.turn:
-            if self._recording.started is None:
+            if self.recording.started is None:
                 return
             with contextlib.suppress(EngineError):  # its caller is gone, and the next start says why it fails
                 await self._stop_target()
-            await asyncio.to_thread(collection.remove, self._recording)
+            await asyncio.to_thread(collection.remove, self.recording)
 
     async def _end(self) -> list[Artifact]:
         async with self._desk.turn:
             if self._timer is not None:
                 self._timer.cancel()
-            recording, before = self._recording, self._desk.owed
-            self._desk.owed = self
+            recording, before = self.recording, self._desk.owed
+            self._desk.owed = recording
             recording.is_early = await asyncio.to_thread(collection.has_ended, recording)
             recording.stop_ns = time.time_ns()
             recording.ignored |= await self._stop_target()
             recording.closed = read_anchor()
             recording.facts_at_stop = await asyncio.to_thread(self._target.facts)
-            late = None if before is None else before._recording
-            artifacts = await asyncio.to_thread(collection.collect, recording, late)
+            artifacts = await asyncio.to_thread(collection.collect, recording, before)
             self._desk.owed = None
             return artifacts
 
     async def _stop_target(self) -> dict[str, str]:
         failures = await self._target.stop()
-        started, folder = self._recording.started, self._target.folder
+        started, folder = self.recording.started, self._target.folder
         if started is not None and not started.aimed and folder is not None:
             # Of several folders, only the files show which is the engine's.
-            self._recording.started = started._replace(folder=folder)
+            self.recording.started = started._replace(folder=folder)
         return failures
 
     def _files_before(self) -> set[str]:
         """Return the names of files before the start, also those of this step's earlier captures."""
         folder = self._target.folder
         if folder is not None:
-            late_files.bring_home(self._target, self.capture, folder)
-        return engine_folder.listed(folder) | engine_folder.listed(Path(self.capture.out_dir))
+            late_files.bring_home(self._target, self.recording.capture, folder)
+        return engine_folder.listed(folder) | engine_folder.listed(Path(self.recording.capture.out_dir))
+
+
+class ReplicaProfiler(EngineProfilerBase):
+    """Base of VllmProfiler and VllmServer: the profiler of one replica, whose captures are one desk's."""
+
+    def __init__(self, replica: int | None, desk: Desk) -> None:
+        super().__init__(replica)
+        self._desk = desk
+
+    async def stop(self) -> list[Artifact]:
+        """Return the artifacts of the running capture. If this is cancelled, they still come, later."""
+        session = self._desk.give_back()
+        if session is None:
+            return []
+        artifacts = await work_loop.result_of(session.end())
+        self._ignored = session.recording.ignored
+        return artifacts
+
+    async def _begin(self, target: Target, capture: EngineCapture, ignored: dict[str, str]) -> None:
+        """Return when every worker has begun. If cancelled or failed, nothing is left running."""
+        self._ignored = ignored
+        session = Session(self._desk, target, capture, ignored)
+        self._desk.take(session)
+        try:
+            await work_loop.result_of(work_loop.submit(session.begin()))
+        except BaseException as error:
+            self._desk.give_back()
+            session.give_up()
+            if isinstance(error, Exception) and not isinstance(error, EngineError):
+                raise EngineError(
+                    f"the profiler of vLLM did not start: {type(error).__name__}: {error}"
+                ) from error
+            raise

@@ -169,14 +169,6 @@ def check(settings: Mapping[str, object], environment: Mapping[str, object]) -> 
     ascend = installed()
     if ascend is None:
         return {}
-    _refuse_unread(ascend, settings, environment)
-    if not _told:
-        _told = True
-        log.warning("stepscope: engines of this environment: %s", "; ".join(ascend.fixed().values()))
-    return ascend.fixed()
-
-
-def _refuse_unread(ascend: Ascend, settings: Mapping[str, object], environment: Mapping[str, object]) -> None:
     if ascend.by_environment and not environment.get("torch_profiler_dir"):
         folder = settings.get("torch_profiler_dir")
         raise EngineError(
@@ -184,6 +176,10 @@ def _refuse_unread(ascend: Ascend, settings: Mapping[str, object], environment: 
             f"set. Fix: build the engine in `with engine_environment(config, replica):`, or export "
             f"{FOLDER_VARIABLE}={folder} before, or vllm-ascend 0.14 or later"
         )
+    if not _told:
+        _told = True
+        log.warning("stepscope: engines of this environment: %s", "; ".join(ascend.fixed().values()))
+    return ascend.fixed()
 
 
 def _arguments(module: ast.Module) -> dict[str, str]:

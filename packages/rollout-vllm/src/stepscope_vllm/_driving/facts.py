@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from stepscope.engines import metrics
@@ -49,7 +48,6 @@ SETTINGS: Mapping[Knob, tuple[str, str]] = {
     "tensor_parallel": ("parallel_config", "tensor_parallel_size"),
 }
 """Knob -> (part of a `VllmConfig`, its field): also an argument of vLLM, of the same name."""
-_SAMPLE = re.compile(r"^(vllm:\w+)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
 
 def of_config(config: Any, world_size: int) -> dict[str, Fact]:
@@ -106,26 +104,23 @@ def counters(page: str) -> dict[str, float]:
     return metrics.read_page(page, _COUNTERS)
 
 
-def scheduler(text: str) -> dict[str, Fact]:
+def scheduler(page: str) -> dict[str, Fact]:
     """Read the scheduler's metrics from a Prometheus page of vLLM, summed over its data-parallel engines."""
-    totals: dict[str, float] = {}
-    for name, value in _SAMPLE.findall(text):
-        if name in _METRICS:
-            totals[_METRICS[name]] = totals.get(_METRICS[name], 0.0) + float(value)
-    return {name: round(value, 6) for name, value in totals.items()}
+    sums = metrics.read_page(page, _METRICS, percents=())
+    return {name: round(value, 6) for name, value in sums.items()}
 
 
 def between(before: Mapping[str, Fact], after: Mapping[str, Fact]) -> dict[str, Fact]:
     """Join both readings for a sidecar: `requests_running_at_start`, `requests_running_at_stop`..."""
-    return {**_suffixed(before, "at_start"), **_suffixed(after, "at_stop")}
-
-
-def _suffixed(facts: Mapping[str, Fact], when: str) -> dict[str, Fact]:
-    counted: Iterable[str] = set(_METRICS.values())
-    return {f"{name}_{when}": value for name, value in facts.items() if name in counted}
+    readings = (("at_start", before), ("at_stop", after))
+    return {
+        f"{name}_{when}": value
+        for when, facts in readings
+        for name, value in facts.items()
+        if name in _METRICS.values()
+    }
 
 
 def steady(facts: Mapping[str, Fact]) -> dict[str, Fact]:
     """Return the facts that do not change while an engine lives."""
-    counted = set(_METRICS.values())
-    return {name: value for name, value in facts.items() if name not in counted}
+    return {name: value for name, value in facts.items() if name not in _METRICS.values()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from stepscope.engines.artifacts import Option
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
 from stepscope_vllm._driving import ascend_profiler, built_settings, facts, remote_disks
-from stepscope_vllm._driving.engine_calls import TAKEN, EngineCalls
-from stepscope_vllm._driving.frontend import FrontendProfiler
+from stepscope_vllm._driving.engine_calls import TAKEN, EngineCalls, described
 from stepscope_vllm._driving.target import Started
 from stepscope_vllm._engine_side import extension
 from stepscope_vllm._files.ranks import Layout
@@ -22,6 +22,8 @@ from stepscope_vllm._versions import Dialect
 
 _FRONTEND_STARTS_S = 0.5
 """For the AsyncLLM's own profiler, whose start may be under way on a thread."""
+_FRONTEND_S = 60.0
+"""For its trace; an event loop that has ended would never write it."""
 
 
 class InProcessTarget:
@@ -30,7 +32,6 @@ class InProcessTarget:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.calls = EngineCalls(engine)
-        self.frontend = FrontendProfiler(self.calls)
         asynchronous = self.calls.asynchronous
         self.config: Any = engine.vllm_config if asynchronous else engine.llm_engine.vllm_config
         self.reports: Sequence[Mapping[str, Any]] = ()
@@ -107,23 +108,19 @@ class InProcessTarget:
     def facts(self) -> dict[str, Option]:
         return {**facts.of_config(self.config, self.layout.size), **facts.scheduler_here()}
 
-    def dead(self) -> str | None:
-        """Return the reason why it will not answer any more; None while it lives."""
-        return self.calls.dead()
-
     # Its profiler.
 
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
         dialect = self.dialect
         aimed = await self._aim(capture, name, ranks)
-        if not dialect.guarded and self.frontend.records():
+        if not dialect.guarded and frontend_records(self.calls):
             raise EngineError(f"start_profile: the AsyncLLM's own profiler records. {TAKEN}")
         try:
             await self.calls.call("start_profile", **_start_arguments(capture, name, dialect))
         except EngineError:
-            if self.frontend.records() is not None:
+            if frontend_records(self.calls) is not None:
                 await asyncio.sleep(_FRONTEND_STARTS_S)
-            await self.frontend.stop()
+            await stop_frontend(self.calls)
             raise
         if aimed:
             return Started(Path(capture.out_dir), named=True, aimed=True)
@@ -134,10 +131,10 @@ class InProcessTarget:
     async def stop(self) -> dict[str, str]:
         """Stop the recording; return {part that failed: reason}."""
         failures: dict[str, str] = {}
-        if not self.dialect.guarded and self.frontend.records() is not None:
+        if not self.dialect.guarded and frontend_records(self.calls) is not None:
             # The steps of stop_profile, one after the other, and only for profilers that record: one stop too
             # many, or two at once, end this very process.
-            trouble = await self.frontend.stop()
+            trouble = await stop_frontend(self.calls)
             await self.calls.call("collective_rpc", "profile", args=(False,))
             if trouble is not None:
                 failures["frontend"] = trouble
@@ -145,7 +142,7 @@ class InProcessTarget:
             try:
                 await self.calls.call("stop_profile")
             except EngineError:
-                await self.frontend.stop()
+                await stop_frontend(self.calls)
                 raise
         return {**await self._release(), **failures}
 
@@ -208,3 +205,39 @@ def options_of(capture: EngineCapture, settings: Mapping[str, object]) -> dict[s
         "profile_memory": capture.profile_memory,
         "with_flops": bool(capture.extra.get(flops, settings.get(flops, False))),
     }
+
+
+def frontend_records(calls: EngineCalls) -> bool | None:
+    """Return whether the AsyncLLM's own profiler records; None where the engine has none, such as an LLM.
+
+    It records the process in which the AsyncLLM lives.
+    """
+    profiler = getattr(calls.engine, "profiler", None) if calls.asynchronous else None
+    if profiler is None:
+        return None
+    # A wrapper around a torch.profiler.profile around torch's own, or from the second on.
+    while profiler is not None and not hasattr(profiler, "kineto_results"):
+        profiler = getattr(profiler, "profiler", None)
+    return profiler is not None and bool(profiler.entered) and profiler.kineto_results is None
+
+
+async def stop_frontend(calls: EngineCalls) -> str | None:
+    """Stop the AsyncLLM's own profiler if it records, also when the engine is dead.
+
+    A process that leaves it running ends in a segmentation fault at its exit. So does one in which a
+    torch.profiler is stopped on another thread than it was started on; vLLM starts this one on a thread
+    of its event loop.
+
+    Returns:
+        The reason if that failed. The other traces of the capture are still usable then.
+    """
+    if not frontend_records(calls):
+        return None
+    try:
+        work = calls.run(partial(asyncio.to_thread, calls.engine.profiler.stop))
+        await asyncio.wait_for(work, _FRONTEND_S)
+    except asyncio.TimeoutError:
+        return f"the AsyncLLM's own profiler did not stop within {_FRONTEND_S:g} s: its trace is missing"
+    except Exception as error:
+        return f"the AsyncLLM's own profiler did not stop, so its trace is missing: {described(error)}"
+    return None

@@ -14,11 +14,11 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from stepscope_vllm._engine_side.trace_writer import drop, probe, writer
-from stepscope_vllm._engine_side.undo import Undo
 
 Spec = dict[str, Any]
 """Values that travel to a worker. They are plain, because vLLM packs them with msgpack.
@@ -43,9 +43,9 @@ class WorkerExtension:
     If you have an extension of your own, inherit from both and name that class.
     """
 
-    def stepscope_aim(self, spec: Spec) -> dict[str, Any]:
-        """Aim the next recording as `spec` says. Return this worker's process, host and rank."""
-        return aim(self, spec)
+    def stepscope_aim(self, spec: Spec) -> None:
+        """Aim the next recording as `spec` says."""
+        aim(self, spec)
 
     def stepscope_release(self) -> dict[str, Any]:
         """Restore the profiler after a stop, for others who start it themselves.
@@ -69,7 +69,7 @@ class WorkerExtension:
             return file.read(PIECE)
 
 
-def aim(worker: Any, spec: Spec) -> dict[str, Any]:
+def aim(worker: Any, spec: Spec) -> None:
     """Do the work of `WorkerExtension.stepscope_aim` for any worker of this process.
 
     Raises:
@@ -86,24 +86,23 @@ def aim(worker: Any, spec: Spec) -> dict[str, Any]:
     wrapper = _wrapper(worker, spec)
     if getattr(wrapper, "_active", False):
         raise RuntimeError("the worker's profiler is active: somebody else started it")
-    who = _who(worker)
-    wanted = spec["ranks"] is None or who["rank"] in spec["ranks"]
+    rank = int(worker.rank)
+    wanted = spec["ranks"] is None or rank in spec["ranks"]
     wrote: list[str] = []
-    folder, stem = Path(spec["folder"]), _stem(spec["name"], who)
+    folder, stem = Path(spec["folder"]), f"{spec['name']}_dp{_dp(worker)}_rank{rank}"
     handler = writer(folder, stem, wrote, gzip=spec["gzip"]) if wanted else drop
     if wanted:
         probe(folder)
     release(worker)  # in case the end of an earlier capture never came here
     worker._stepscope_wrote = wrote
-    undo = Undo()
+    undo = ExitStack()
     if made:
-        undo.set(worker, "profiler", None, back_only=True)
+        undo.callback(setattr, worker, "profiler", None)
     _set_options(undo, wrapper, _settings(spec, handler))
     _skip_tables(undo, wrapper)
     _set_bounds(undo, wrapper, spec)
     _watch(worker, wrapper, undo)
     worker._stepscope_undo = undo
-    return {**who, "written": wanted}
 
 
 def _settings(spec: Spec, handler: Callable[[Any], None]) -> dict[str, Any]:
@@ -119,30 +118,30 @@ def _settings(spec: Spec, handler: Callable[[Any], None]) -> dict[str, Any]:
     return settings
 
 
-def _set_options(undo: Undo, wrapper: Any, settings: dict[str, Any]) -> None:
+def _set_options(undo: ExitStack, wrapper: Any, settings: dict[str, Any]) -> None:
     if hasattr(wrapper, "_profiler_kwargs"):
-        undo.set(wrapper, "_profiler_kwargs", {**wrapper._profiler_kwargs, **settings})
-        undo.set(wrapper, "_custom_trace_handler", True)  # else a start makes a handler of its own
+        _set(undo, wrapper, "_profiler_kwargs", {**wrapper._profiler_kwargs, **settings})
+        _set(undo, wrapper, "_custom_trace_handler", True)  # else a start makes a handler of its own
         return
     inner = getattr(wrapper, "profiler", wrapper)
     for name, value in settings.items():
-        undo.set(inner, name, set(value) if name == "activities" else value)
+        _set(undo, inner, name, set(value) if name == "activities" else value)
 
 
-def _skip_tables(undo: Undo, wrapper: Any) -> None:
+def _skip_tables(undo: ExitStack, wrapper: Any) -> None:
     """Leave out vLLM's tables. They take longer than the trace, and the report has more."""
     for table in ("dump_cpu_time_total", "dump_device_time_total"):
         if hasattr(wrapper, table):
-            undo.set(wrapper, table, False)
+            _set(undo, wrapper, table, False)
     if getattr(wrapper, "profiler_config", None) is not None:
-        undo.set(wrapper.profiler_config, "torch_profiler_dump_cuda_time_total", False)
+        _set(undo, wrapper.profiler_config, "torch_profiler_dump_cuda_time_total", False)
 
 
-def _set_bounds(undo: Undo, wrapper: Any, spec: Spec) -> None:
+def _set_bounds(undo: ExitStack, wrapper: Any, spec: Spec) -> None:
     """Set the engine iterations to record, for versions whose start does not take them."""
     if not hasattr(wrapper, "_default_max_iters") and hasattr(wrapper, "_max_iters"):
-        undo.set(wrapper, "_delay_iters", spec["delay"])
-        undo.set(wrapper, "_max_iters", spec["maximum"])
+        _set(undo, wrapper, "_delay_iters", spec["delay"])
+        _set(undo, wrapper, "_max_iters", spec["maximum"])
 
 
 def release(worker: Any) -> dict[str, Any]:
@@ -151,7 +150,7 @@ def release(worker: Any) -> dict[str, Any]:
     undo = getattr(worker, "_stepscope_undo", None)
     if undo is not None:
         worker._stepscope_undo = None
-        undo.run()
+        undo.close()
     seen = getattr(worker, "_stepscope_seen", None) or {}
     wrote = list(getattr(worker, "_stepscope_wrote", ()))
     return {"host": socket.gethostname(), "pid": os.getpid(), "wrote": wrote, **seen}
@@ -161,7 +160,7 @@ _DOING = {"_start": "starting", "_stop": "writing"}
 """Methods of a `WorkerProfiler` (0.12 and later) in which its worker serves nothing."""
 
 
-def _watch(worker: Any, wrapper: Any, undo: Undo) -> None:
+def _watch(worker: Any, wrapper: Any, undo: ExitStack) -> None:
     """Record the times at which the worker's profiler starts and writes, and count its iterations."""
     seen: dict[str, Any] = {"stalls": [], "ran": None}
     worker._stepscope_seen = seen
@@ -169,14 +168,14 @@ def _watch(worker: Any, wrapper: Any, undo: Undo) -> None:
         return
     for name, doing in _DOING.items():
         if hasattr(wrapper, name):
-            undo.shadow(wrapper, name, _timed(getattr(wrapper, name), doing, seen["stalls"]))
+            _shadow(undo, wrapper, name, _timed(getattr(wrapper, name), doing, seen["stalls"]))
     step, seen["ran"] = wrapper.step, 0
 
     def counted() -> Any:
         seen["ran"] += 1
         return step()
 
-    undo.shadow(wrapper, "step", counted)
+    _shadow(undo, wrapper, "step", counted)
 
 
 def _timed(method: Callable[[], Any], doing: str, stalls: list[tuple[str, int, int]]) -> Callable[[], Any]:
@@ -210,30 +209,17 @@ def _wrapper(worker: Any, spec: Spec) -> Any:
     return worker.profiler
 
 
-def _who(worker: Any) -> dict[str, Any]:
-    parallel = worker.vllm_config.parallel_config
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "rank": int(worker.rank),
-        "dp": _dp(parallel),
-    }
-
-
-def _dp(parallel: Any) -> int:
+def _dp(worker: Any) -> int:
     """Return the number of this worker's data-parallel engine.
 
     For dense models vLLM makes engines that do not know of each other: `data_parallel_rank` is 0 in all of
     them, and only `data_parallel_index` differs.
     """
+    parallel = worker.vllm_config.parallel_config
     for name in ("data_parallel_index", "data_parallel_rank"):
         if isinstance(number := getattr(parallel, name, None), int):
             return number
     return 0
-
-
-def _stem(name: str, who: dict[str, Any]) -> str:
-    return f"{name}_dp{who['dp']}_rank{who['rank']}"
 
 
 def _activities(wanted: list[str]) -> list[Any]:
@@ -242,3 +228,15 @@ def _activities(wanted: list[str]) -> list[Any]:
 
     named = [getattr(ProfilerActivity, name.upper(), None) for name in wanted]
     return [kind for kind in named if kind in supported_activities()]  # type: ignore[no-untyped-call]  # torch
+
+
+def _set(undo: ExitStack, target: Any, name: str, value: Any) -> None:
+    """Set an attribute of vLLM's until `undo` is closed."""
+    undo.callback(setattr, target, name, getattr(target, name, None))
+    setattr(target, name, value)
+
+
+def _shadow(undo: ExitStack, target: Any, name: str, method: Callable[..., Any]) -> None:
+    """Put a method before that of the object's class until `undo` is closed."""
+    setattr(target, name, method)
+    undo.callback(vars(target).pop, name, None)

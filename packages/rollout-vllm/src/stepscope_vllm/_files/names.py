@@ -46,7 +46,6 @@ def step_of(name: str) -> int | None:
 
 
 def rank_of(name: str) -> int | None:
-    """Return the rank in a file's name; None if it has none."""
     return _number(_RANK.search(name))
 
 

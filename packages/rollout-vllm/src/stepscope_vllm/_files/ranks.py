@@ -106,9 +106,3 @@ def local_ranks(wanted: Collection[int] | None, layout: Layout | None, replica: 
         return list(wanted)
     first = replica * layout.size
     return [rank - first for rank in wanted if first <= rank < first + layout.size]
-
-
-def unwanted(wanted: Collection[int], layout: Layout, replica: int) -> set[int]:
-    """Return the global ranks of this engine that nobody asked for."""
-    first = replica * layout.size
-    return set(range(first, first + layout.size)) - set(wanted)

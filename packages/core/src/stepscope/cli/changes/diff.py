@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -83,7 +83,8 @@ def diff(
             "--kernels needs captured steps on both sides; one side has only steps of the flight recorder"
         )
     if json:
-        screen.show_json(_document(change, gate))
+        document = {"format": 1} if change is None else msgspec.to_builtins(change)
+        screen.show_json(document if gate is None else {**document, "gate": gate})
     else:
         _show(change, gate, markdown=markdown)
     if junit is not None and gate is not None:
@@ -118,16 +119,6 @@ def _limits(fail_above: Sequence[str], stages: Sequence[str], junit: Path | None
     return []
 
 
-def _ranges(path: Path, steps: str | None, option: str) -> tuple[StepRange, ...] | None:
-    if steps is None:
-        return None
-    if is_step(path):
-        raise ConfigError(
-            option, steps, "only for a run", f"omit it, or give the run's folder: {path.parent}"
-        )
-    return parse_steps(steps, option)
-
-
 def read_side(
     option: str,
     path: Path,
@@ -150,7 +141,10 @@ def read_side(
         CommandError: there are no such steps, or none can be read.
         ConfigError: `steps` is no range, or names no step.
     """
-    side = Side(option, path, run, _ranges(path, steps, option))
+    if steps is not None and is_step(path):
+        fix = f"omit it, or give the run's folder: {path.parent}"
+        raise ConfigError(option, steps, "only for a run", fix)
+    side = Side(option, path, run, None if steps is None else parse_steps(steps, option))
     recorded = gated and bool(recorded_runs(path))
     try:
         wanted = _wanted(side)
@@ -193,11 +187,6 @@ def _gate_steps(side: Side) -> GateSteps:
     whole = not is_step(side.path)
     folder = side.path if whole else side.path.absolute().parent
     return read_gate_steps(folder, runs, reports, side.wants, whole=whole)
-
-
-def _document(change: Diff | None, gate: Gate | None) -> dict[str, Any]:
-    document = {"format": 1} if change is None else msgspec.to_builtins(change)
-    return document if gate is None else {**document, "gate": gate}
 
 
 def _show(change: Diff | None, gate: Gate | None, *, markdown: bool) -> None:

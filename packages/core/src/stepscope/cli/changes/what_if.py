@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -73,9 +72,5 @@ def longest_step(path: Path, step: int | str | None = None, run: str | None = No
     layouts = find_steps(path, step, run)
     total = sum(span_bytes(layout.root) for layout in layouts)
     with screen.progress("reading spans", total) as done:
-        return _longest([layout.root for layout in layouts], run, done)
-
-
-def _longest(folders: list[Path], run: str | None, done: Callable[[int], None]) -> Timeline:
-    timelines = (load_step(folder, run_id=run, on_read=done) for folder in folders)
-    return max(timelines, key=lambda timeline: timeline.window.wall_ns)
+        timelines = (load_step(layout.root, run_id=run, on_read=done) for layout in layouts)
+        return max(timelines, key=lambda timeline: timeline.window.wall_ns)

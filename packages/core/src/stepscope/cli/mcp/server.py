@@ -27,15 +27,6 @@ def mcp(
     """Serve the runs of a folder to a coding agent, as tools of the Model Context Protocol over stdio."""
     if not folder.is_dir():
         raise CommandError(f"{folder} is no folder: give the one that holds the runs")
-    serve(folder)
-
-
-def serve(folder: Path) -> None:
-    """Answer calls of tools until stdin ends.
-
-    Raises:
-        CommandError: the package `mcp` is not installed.
-    """
     server_of, tool_error, annotations_of = _package()
     tools = Tools(folder)
     server = server_of("stepscope", instructions=_INSTRUCTIONS)

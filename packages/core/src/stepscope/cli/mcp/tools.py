@@ -60,7 +60,7 @@ class Tools:
         for folder in islice(self._runs(), ROWS):
             steps = RunLayout(folder).steps()
             rows = [row for number, layout in steps.items() for row in rows_of(number, layout)]
-            runs[self._name(folder)] = [
+            runs[str(folder.relative_to(self._root))] = [
                 {
                     "step": row.step,
                     "run_id": row.run_id,
@@ -147,8 +147,8 @@ class Tools:
             for row in opened.table("spans")
             if all(value in (None, row[field]) for field, value in wanted.items())
         ]
-        longest = sorted(rows, key=_length, reverse=True)[: _bounded(limit)]
-        return _json({"step": opened.report().step, "matching": len(rows), "spans": longest})
+        rows.sort(key=lambda row: (row["dur_ns"] is None, row["dur_ns"] or 0), reverse=True)
+        return _json({"step": opened.report().step, "matching": len(rows), "spans": rows[: _bounded(limit)]})
 
     def diff(
         self, a: str, b: str, kernels: bool = False, fail_above: str | None = None, stage: str | None = None
@@ -219,9 +219,6 @@ class Tools:
                 names.clear()
             names.sort()
 
-    def _name(self, folder: Path) -> str:
-        return str(folder.relative_to(self._root))
-
     def _path(self, name: str) -> Path:
         path = (self._root / name).resolve()
         if not path.is_relative_to(self._root):
@@ -241,10 +238,6 @@ class Tools:
     def _longest(self, path: str, step: int | None) -> OpenStep:
         opened = self._open(path, step)
         return opened.longest() if isinstance(opened, OpenRun) else opened
-
-
-def _length(row: dict[str, Any]) -> tuple[bool, int]:
-    return row["dur_ns"] is None, row["dur_ns"] or 0
 
 
 def _bounded(number: int) -> int:

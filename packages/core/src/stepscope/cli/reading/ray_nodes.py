@@ -123,8 +123,7 @@ class RayNodes(NearFiles):
         return node.call(fn, part if node.here or away is None else away(part), then=then)
 
     def node_with(self, files: Sequence[Path], host: str) -> str | None:
-        paths = [Path(os.path.abspath(path)) for path in files]
-        able = [node.name for node in self._nodes if not node.gone and all(map(node.has, paths))]
+        able = [node.name for node in self._with(files)]
         return host if host in able else next(iter(able), None)
 
     def submit_at(self, node: str, fn: Callable[[_Part], _T], part: _Part) -> Future[_T]:
@@ -136,13 +135,17 @@ class RayNodes(NearFiles):
         Raises:
             WorkerDiedError: no living node has them.
         """
-        paths = [Path(os.path.abspath(path)) for path in files]
-        able = [node for node in self._nodes if not node.gone and all(map(node.has, paths))]
-        if able:
+        if able := self._with(files):
             return min(able, key=lambda node: node.load)
-        owners = ", ".join(sorted({node.name for node in self._nodes if any(map(node.has, paths))}))
+        paths = _absolute(files)
+        owners = ", ".join(sorted({node.name for node in self._nodes if paths & node.files.keys()}))
         why = f"the Ray nodes that have it died: {owners}" if owners else "no Ray node has it"
         raise WorkerDiedError(why)
+
+    def _with(self, files: Sequence[Path]) -> list[_Node]:
+        """Return the living nodes that have these files."""
+        paths = _absolute(files)
+        return [node for node in self._nodes if not node.gone and node.files.keys() >= paths]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Return once all tasks are done; end them at once if `cancel_futures`."""
@@ -190,9 +193,6 @@ class _Node:
     def load(self) -> float:
         """Return the calls that are not done, for each that can run."""
         return len(self._undone) / (self._jobs or 1)
-
-    def has(self, path: Path) -> bool:
-        return path in self.files
 
     def add(self, listing: NodeFiles) -> None:
         """Take over what the node says of itself.
@@ -251,6 +251,10 @@ class _Node:
             yield task
         finally:
             self._running.discard(task)
+
+
+def _absolute(files: Sequence[Path]) -> set[Path]:
+    return {Path(os.path.abspath(path)) for path in files}
 
 
 def _name(node: dict[str, Any], hosts: Mapping[str, int]) -> str:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from stepscope import request_capture, switch
 from stepscope.cli import screen
-from stepscope.cli.command import Command, group_with_default
+from stepscope.cli.command import Command, GroupWithDefault
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import no_run
 from stepscope.errors import CaptureError
@@ -33,8 +33,11 @@ from stepscope.report.formatting import moment
 from stepscope.report.terminal.layout import listing, table
 
 POLL_S = 0.2
-trigger = group_with_default(
-    "Ask a live run for captures (`trigger RUN`), list what was asked for, or take it back."
+trigger = typer.Typer(
+    cls=GroupWithDefault,
+    help="Ask a live run for captures (`trigger RUN`), list what was asked for, or take it back.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 
@@ -82,8 +85,9 @@ def ask(
     `kill -USR1 PID` asks for the next step too, but only of a process that opens captures, after its
     configure(), prepare() or first capture(), and not with control.requests: false; any other dies of it.
     """
-    if not run.exists():
-        _await_folder(run, wait)
+    if not run.exists():  # of a run that began a moment ago
+        with screen.waiting(f"waiting for {run}"):
+            _comes(run.is_dir, wait)
     layout = _layout(run)
     if switch.DISABLED:
         raise CommandError(f"{switch.VARIABLE} is set here, so nothing is asked for. Fix: unset it")
@@ -121,19 +125,30 @@ def cancel(
 ) -> None:
     """Take back a request."""
     layout = _layout(run)
-    _cancel(layout, request)
+    known = {standing.id for standing in read_requests(layout.control)}
+    gone = known if request == "all" else {request}
+    if not gone <= known:
+        raise CommandError(f"there is no request {request}; there are: {', '.join(sorted(known)) or 'none'}")
+    change_requests(layout, lambda standing: [kept for kept in standing if kept.id not in gone])
+    screen.say(f"taken back: {', '.join(sorted(gone)) or 'there was none'}")
     _show(layout, json=json)
 
 
 def _layout(run: Path) -> RunLayout:
-    if not run.is_dir():
-        raise CommandError(_no_folder(run))
-    return RunLayout(run)
+    if run.is_dir():
+        return RunLayout(run)
+    if run.exists():
+        raise CommandError(no_run(run))
+    raise CommandError(
+        f"{no_run(run)}. A run that listens has made its folder: within control.poll_seconds of its first "
+        "capture(), unless control.requests is false"
+    )
 
 
 def _show(layout: RunLayout, *, json: bool) -> Status:
-    """Print the requests and their answers, and return them."""
-    status = _status(layout)
+    requests = read_requests(layout.control)
+    listening = [answers_by_now(process, requests) for process in read_listening(layout)]
+    status = Status(requests=requests, listening=listening)
     if json:
         screen.show_json(status)
     else:
@@ -156,17 +171,13 @@ def _ask(
     if not listens:
         return Exit.OK, request
     with screen.waiting("waiting for answers"):
-        heard = _wait(layout, request, wait)
+        heard = _comes(lambda: any(request in process.answers for process in read_listening(layout)), wait)
     if not heard:
-        screen.warn(_unheard(wait))
+        screen.warn(
+            f"no answer within {wait:g} s. The request stands until it expires, and a step that begins "
+            "before that hears it; `stepscope trigger list RUN` shows the answers"
+        )
     return Exit.OK if heard else Exit.INCOMPLETE, request
-
-
-def _status(layout: RunLayout) -> Status:
-    requests = read_requests(layout.control)
-    return Status(
-        requests=requests, listening=[answers_by_now(process, requests) for process in read_listening(layout)]
-    )
 
 
 def _came_to_nothing(status: Status, request: Request) -> bool:
@@ -183,35 +194,6 @@ def _is_over(request: Request) -> bool:
     return time.time_ns() > request.expires_ns
 
 
-def _no_folder(run: Path) -> str:
-    if run.exists():
-        return no_run(run)
-    return (
-        f"{no_run(run)}. A run that listens has made its folder: within control.poll_seconds of its first "
-        "capture(), unless control.requests is false"
-    )
-
-
-def _cancel(layout: RunLayout, asked: str) -> None:
-    known = {request.id for request in read_requests(layout.control)}
-    gone = known if asked == "all" else {asked}
-    if not gone <= known:
-        raise CommandError(f"there is no request {asked}; there are: {', '.join(sorted(known)) or 'none'}")
-    change_requests(layout, lambda standing: [request for request in standing if request.id not in gone])
-    screen.say(f"taken back: {', '.join(sorted(gone)) or 'there was none'}")
-
-
-def _await_folder(run: Path, seconds: float) -> None:
-    """Wait for the folder of a run that began a moment ago."""
-    with screen.waiting(f"waiting for {run}"):
-        _comes(run.is_dir, seconds)
-
-
-def _wait(layout: RunLayout, request: str, seconds: float) -> bool:
-    """Return whether a process answered in time."""
-    return _comes(lambda: any(request in process.answers for process in read_listening(layout)), seconds)
-
-
 def _comes(holds: Callable[[], bool], seconds: float) -> bool:
     until = time.monotonic() + seconds
     while not holds():
@@ -219,13 +201,6 @@ def _comes(holds: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(POLL_S)
     return True
-
-
-def _unheard(waited_s: float) -> str:
-    return (
-        f"no answer within {waited_s:g} s. The request stands until it expires, and a step that begins "
-        "before that hears it; `stepscope trigger list RUN` shows the answers"
-    )
 
 
 def _render(status: Status) -> Sequence[RenderableType]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -56,11 +56,12 @@ def watch(
     if json:
         screen.show_json(look(layout, every))
     elif html is not None:
-        _follow_in_page(layout, html, every, once=once)
+        _show_in_page(layout, html, every, once=once)
     elif once:
         screen.show(*render(layout, look(layout, every)))
     else:
-        _follow(layout, every)
+        with Screen(screen=False, auto_refresh=False) as terminal:
+            _follow(layout, every, lambda view: terminal.update(Group(*render(layout, view)), refresh=True))
 
 
 def look(layout: RunLayout, every: float) -> Live:
@@ -78,27 +79,25 @@ def _last_counters(layout: RunLayout) -> tuple[int | None, list[Sampled]]:
     return None, []
 
 
-def _follow(layout: RunLayout, every: float) -> None:
-    try:
-        with Screen(screen=False, auto_refresh=False) as view:
-            while True:
-                began = time.monotonic()
-                view.update(Group(*render(layout, look(layout, every))), refresh=True)
-                time.sleep(max(0.0, every - (time.monotonic() - began)))
-    except KeyboardInterrupt:
-        raise typer.Exit(Exit.OK) from None
-
-
-def _follow_in_page(layout: RunLayout, page: Path, every: float, *, once: bool) -> None:
+def _follow(layout: RunLayout, every: float, show: Callable[[Live], None]) -> None:
+    """Show the run again and again, until Ctrl-C."""
     try:
         while True:
             began = time.monotonic()
-            write_atomic(page, page_of(layout, look(layout, every), every).encode())
-            if once:
-                return
+            show(look(layout, every))
             time.sleep(max(0.0, every - (time.monotonic() - began)))
     except KeyboardInterrupt:
         raise typer.Exit(Exit.OK) from None
+
+
+def _show_in_page(layout: RunLayout, page: Path, every: float, *, once: bool) -> None:
+    def write(view: Live) -> None:
+        write_atomic(page, page_of(layout, view, every).encode())
+
+    if once:
+        write(look(layout, every))
+    else:
+        _follow(layout, every, write)
 
 
 def page_of(layout: RunLayout, view: Live, every: float) -> str:
@@ -115,7 +114,6 @@ def page_of(layout: RunLayout, view: Live, every: float) -> str:
 
 
 def render(layout: RunLayout, view: Live) -> Iterator[RenderableType]:
-    """Yield the view for a terminal."""
     yield Text(_head(view), style="bold")
     yield Text(f"  {_bars(view)}")
     if view.tokens_per_s:
@@ -150,29 +148,18 @@ def _fleet(fleet: Fleet) -> RenderableType:
     title = f"{count(fleet.number, fleet.group[:-1])}, over 10 s{of}"
     if fleet.spreads:
         units = {column.title: column.unit for column in columns}
-        spreads = [
-            (
-                spread.column,
-                *(
-                    quantity(value, units[spread.column])
-                    for value in (spread.p10, spread.median, spread.p90, spread.worst)
-                ),
-                spread.whose,
-            )
-            for spread in fleet.spreads
-        ]
+        spreads = []
+        for spread in fleet.spreads:
+            values = (spread.p10, spread.median, spread.p90, spread.worst)
+            cells = (quantity(value, units[spread.column]) for value in values)
+            spreads.append((spread.column, *cells, spread.whose))
         return table(title, ("", ">p10", ">median", ">p90", ">worst", "whose"), spreads)
     known = [column for column in columns if any(column.title in row.values for row in fleet.rows)]
-    rows = [
-        (
-            row.name,
-            *(
-                quantity(row.values[column.title], column.unit) if column.title in row.values else "-"
-                for column in known
-            ),
-        )
-        for row in fleet.rows
-    ]
+    rows = []
+    for row in fleet.rows:
+        measured = [(row.values.get(column.title), column.unit) for column in known]
+        cells = ("-" if value is None else quantity(value, unit) for value, unit in measured)
+        rows.append((row.name, *cells))
     return table(title, (fleet.group[:-1], *(f">{column.title}" for column in known)), rows)
 
 

@@ -22,9 +22,9 @@ from stepscope.cli.find import no_run
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.recorder import WHY, Order, StepLine, read_step_lines
-from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState, read_stacks, read_state
 from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.processes import is_running
 from stepscope.report.blocks.health import say_span
 from stepscope.report.formatting import duration, middle
 from stepscope.report.live import COMPARED
@@ -114,7 +114,8 @@ def standstills(layout: RunLayout, states: Sequence[ProcessState]) -> list[Stand
                 continue
             run_id = stacks.run_id
             age_ns = max(0, time.time_ns() - stacks.since_ns)
-            stills.append(Standstill(stacks, age_ns, _is_gone(stacks.process)))
+            is_gone = stacks.process.host == gethostname() and not is_running(stacks.process.pid)
+            stills.append(Standstill(stacks, age_ns, is_gone))
     return stills
 
 
@@ -123,19 +124,6 @@ def _changed(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _is_gone(process: ProcessInfo) -> bool:
-    """Return whether a process of this host has ended. Others may run."""
-    if process.host != gethostname():
-        return False
-    try:
-        os.kill(process.pid, 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return False
 
 
 def step_lines(layout: RunLayout) -> list[StepLine]:
@@ -181,14 +169,10 @@ def render(answer: Why, usual: str) -> Iterator[RenderableType]:
 def _waiting(answer: Why) -> Iterator[str]:
     for call in answer.calls:
         if call.waits_for:
-            names = ", ".join(_name(answer, index) for index in call.waits_for[:8])
+            others = [answer.calls[index] for index in call.waits_for[:8]]
+            names = ", ".join(f"{other.process} {other.stage}" for other in others)
             more = f" and {len(call.waits_for) - 8} more" if len(call.waits_for) > 8 else ""
             yield f"{say_call(call)}; waits for {names}{more}"
-
-
-def _name(answer: Why, index: int) -> str:
-    call = answer.calls[index]
-    return f"{call.process} {call.stage}"
 
 
 def _show_last_step(run: Path) -> None:

@@ -22,6 +22,6 @@ def is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it belongs to another user
+    except (OSError, OverflowError):  # of another user, or a number from a damaged file
         return True
     return True
