@@ -10,7 +10,6 @@ import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest.format_1 import from_format_1
 from stepscope.files.manifest.records import FORMAT, Absent, Expectation, Manifest, ProcessPart, State
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.processes import is_running
@@ -63,13 +62,9 @@ def _decoded(data: bytes) -> ProcessPart:
         version = msgspec.json.decode(data, type=_Head).format
         if version == FORMAT:
             return msgspec.json.decode(data, type=ProcessPart)
-        if version == 1:
-            return msgspec.convert(from_format_1(msgspec.json.decode(data)), ProcessPart)
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+    except (RecursionError, ValueError) as error:
         raise RecordError(str(error)) from None
-    raise RecordError(
-        f"format {version}: a later version of stepscope wrote it, this one reads up to {FORMAT}"
-    )
+    raise RecordError(f"format {version}: another version of stepscope wrote it, this one reads {FORMAT}")
 
 
 def _reread(path: Path, part: ProcessPart | str) -> ProcessPart | str:
