@@ -13,7 +13,7 @@ from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.records import FORMAT, Absent, Expectation, Manifest, ProcessPart, State
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.processes import is_running
-from stepscope.files.storage.reading import read_file
+from stepscope.files.storage.reading import decode, read_file
 
 _WORSE: tuple[State, ...] = ("skipped", "ok", "pending", "partial", "missing", "failed")
 """States in ascending order of severity; the first does not count."""
@@ -58,12 +58,9 @@ class _Head(msgspec.Struct):
 
 def _decoded(data: bytes) -> ProcessPart:
     """Decode a part of a manifest; raise RecordError if it is none."""
-    try:
-        version = msgspec.json.decode(data, type=_Head).format
-        if version == FORMAT:
-            return msgspec.json.decode(data, type=ProcessPart)
-    except (RecursionError, ValueError) as error:
-        raise RecordError(str(error)) from None
+    version = decode(data, _Head).format
+    if version == FORMAT:
+        return decode(data, ProcessPart)
     raise RecordError(f"format {version}: another version of stepscope wrote it, this one reads {FORMAT}")
 
 
