@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.files.layout import StepLayout
-from stepscope.files.storage.arrival import PIECE
+from stepscope.files.storage.atomic import PIECE
 from stepscope.timeline.execution.workers import idle_cores
 
 
