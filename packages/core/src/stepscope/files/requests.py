@@ -19,7 +19,7 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.clock import Int
 from stepscope.files.layout import RunLayout
-from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.atomic import private, write_atomic
 from stepscope.files.storage.processes import is_running
 from stepscope.files.storage.reading import decode, read_file, read_records
 
@@ -192,8 +192,7 @@ def claim_step(layout: RunLayout, request_id: str, step: int) -> int:
     path = layout.claimed(request_id)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w") as file:
+        with open(path, "x", opener=private) as file:
             file.write(f"{step}\n")
         return step
     except FileExistsError:
