@@ -203,17 +203,15 @@ class StepLayout:
         index: int,
         kind: str,
         suffix: str,
-        topology: dict[str, int] | None = None,
     ) -> Path:
         """Return the path of a trace.
 
-        `traces/<role>/<stage>_rank<r>-of-<w>[_tp0-pp0]_<host>_pid<p>_<run>_<index>_<kind><suffix>`
+        `traces/<role>/<stage>_rank<r>-of-<w>_<host>_pid<p>_<run>_<index>_<kind><suffix>`
         """
         rank = "rank-unknown" if process.rank is None else f"rank{process.rank}"
         of = "" if process.world_size is None else f"-of-{process.world_size}"
-        position = "" if not topology else "_" + "-".join(f"{axis}{at}" for axis, at in topology.items())
         name = (
-            f"{safe(stage or 'capture')}_{rank}{of}{position}_{safe(process.host)}_pid{process.pid}"
+            f"{safe(stage or 'capture')}_{rank}{of}_{safe(process.host)}_pid{process.pid}"
             f"_{safe(run_id)}_{index}_{safe(kind)}{suffix}"
         )
         return self.traces / safe(role) / name
