@@ -20,10 +20,10 @@ from stepscope.config import (
     ProfileConfig,
     RoleConfig,
     ScheduleConfig,
+    Settings,
     StepRange,
     TorchConfig,
 )
-from stepscope.config._settings import Settings
 from stepscope.errors import ConfigError
 
 counts = st.integers(0, 2**53)

@@ -27,7 +27,7 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import Expectation, Manifest, ProcessPart
 from stepscope.files.requests import read_listening
-from stepscope.files.storage.arrival import Arrival
+from stepscope.files.storage.atomic import Arrival
 from stepscope.recording.after import pipeline, programs
 from stepscope.recording.capture import on_demand
 from stepscope.recording.capture.files import CapturedFiles

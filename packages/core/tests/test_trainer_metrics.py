@@ -12,7 +12,7 @@ from rich.console import Console
 
 from packages.core.tests.pictures import rl_step
 from stepscope.files.layout import RunLayout
-from stepscope.files.metrics import StepMetrics, read_metrics, write_metrics
+from stepscope.files.scalars import StepMetrics, read_metrics, write_metrics
 from stepscope.recording.after.metrics import MetricsLog
 from stepscope.recording.output import exporter
 from stepscope.recording.process import run

@@ -22,7 +22,7 @@ from verl.utils.profiler import DistProfiler, DistProfilerExtension
 import stepscope
 from stepscope.compat import verl as facade
 from stepscope.files.layout import RunLayout
-from stepscope.files.metrics import read_metrics
+from stepscope.files.scalars import read_metrics
 from stepscope.files.spans import Line, Span
 from stepscope.integrations import verl, verl_trainer
 from stepscope.recording.process import run

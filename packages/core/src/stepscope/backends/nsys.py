@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
@@ -268,28 +268,18 @@ def _unfinished(report: Path) -> bool:
 # CUDA and NVTX.
 
 
-class _ProfilerApi(Protocol):
-    @property
-    def cudaProfilerStart(self) -> Callable[[], object]: ...  # noqa: N802  # CUDA's name
-    @property
-    def cudaProfilerStop(self) -> Callable[[], object]: ...  # noqa: N802
-
-
-def _profiler_api() -> _ProfilerApi:
+def _profiler_api() -> Any:
     """Return the CUDA runtime that this process uses: torch's if torch has one."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.version.cuda is not None:
-        api: _ProfilerApi = torch.cuda.cudart()
-        return api
+        return torch.cuda.cudart()
     try:
-        library: Any = ctypes.CDLL("libcudart.so")
+        return ctypes.CDLL("libcudart.so")
     except OSError as error:
         raise BackendError(
             f"tool is nsys, but this process has no CUDA runtime to mark ranges with ({error}). Fix: import "
             "a CUDA build of torch before the capture, or put libcudart.so on LD_LIBRARY_PATH"
         ) from error
-    loaded: _ProfilerApi = library
-    return loaded
 
 
 def _call(function: Callable[[], object], name: str) -> None:

@@ -76,11 +76,9 @@ class Backend(Protocol):
 
     def check(self) -> None:
         """Raise `BackendError` (with the fix) if this backend cannot work here. Start nothing."""
-        ...
 
     def prepare(self) -> None:
         """Pay one-off costs (library loading, first-start initialisation) outside the step. Idempotent."""
-        ...
 
     def start(self, window: Window) -> None:
         """Begin recording.
@@ -91,18 +89,15 @@ class Backend(Protocol):
             BackendError: it does not start. Nothing is left running.
             KeyboardInterrupt: and the like, at any moment. `stop()` then ends whatever has started.
         """
-        ...
 
     def advance(self) -> None:
         """Walk the schedule at the end of a mini-batch. Do nothing without a schedule, or if idle."""
-        ...
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
         """Return a marker for the trace around a span, or a null context if the backend has none.
 
         Cheap; it never raises.
         """
-        ...
 
     def stop(self) -> list[PendingArtifact]:
         """End recording and return fast. Without a start, return []. Works from any thread.
@@ -112,7 +107,6 @@ class Backend(Protocol):
         Raises:
             BackendError: nothing was recorded, with the reason. The backend is idle.
         """
-        ...
 
 
 _METHODS = ("advance", "check", "prepare", "range", "start", "stop")

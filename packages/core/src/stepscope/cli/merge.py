@@ -19,8 +19,8 @@ from stepscope.cli.plain import expect_traces, is_plain
 from stepscope.cli.reading.readers import RayAddress, absolute, cluster, readers
 from stepscope.config._ranges import parse_ranges
 from stepscope.files.layout import StepLayout
-from stepscope.report.sections import step_report
 from stepscope.report.formatting import count, size
+from stepscope.report.sections import step_report
 from stepscope.report.tables.stages import Share, Stage
 from stepscope.report.terminal.layout import listing
 from stepscope.timeline import Merged, Selection, load_step, merge_bytes, merge_step

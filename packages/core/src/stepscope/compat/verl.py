@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from stepscope import switch
 from stepscope.config import ProfileConfig
@@ -190,19 +190,13 @@ def _annotated(fn: Callable[..., Any], stage: str) -> Callable[..., Any]:
     return run
 
 
-if TYPE_CHECKING:
-
-    def _register(method: F) -> F: ...
-
-else:
-
-    def _register(method):
-        """Mark a method as verl does: its worker groups call no others on every rank."""
-        try:
-            from verl.single_controller.base.decorator import Dispatch, register
-        except ImportError:  # used without verl, in a trainer of the same shape
-            return method
-        return register(dispatch_mode=Dispatch.ONE_TO_ALL)(method)
+def _register(method: F) -> F:
+    """Mark a method as verl does: its worker groups call no others on every rank."""
+    try:
+        from verl.single_controller.base.decorator import Dispatch, register
+    except ImportError:  # used without verl, in a trainer of the same shape
+        return method
+    return cast(F, register(dispatch_mode=Dispatch.ONE_TO_ALL)(method))
 
 
 class DistProfilerExtension:

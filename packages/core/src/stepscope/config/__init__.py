@@ -13,7 +13,7 @@ from stepscope.config._checks import (
 )
 from stepscope.config._instrument import InstrumentConfig
 from stepscope.config._npu import NpuConfig
-from stepscope.config._profile import Mode, ProfileConfig, resolve
+from stepscope.config._profile import Mode, ProfileConfig, Settings, resolve
 from stepscope.config._roles import EngineConfig, IterationsConfig, RoleConfig
 from stepscope.config._sections import (
     Activity,
@@ -30,7 +30,6 @@ from stepscope.config._sections import (
     TorchConfig,
     Trigger,
 )
-from stepscope.config._settings import Settings
 from stepscope.config._sources import RESERVED_VARIABLES
 from stepscope.config._steps import StepRange
 

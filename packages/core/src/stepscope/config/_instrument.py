@@ -62,11 +62,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def parse_paths(value: object, field: str) -> tuple[str, ...]:
-    """Return the paths of a list, or of a text that is one path.
-
-    Raises:
-        ConfigError: anything else.
-    """
+    """Return the paths of a list, or of a text that is one path."""
     if value is None:
         return ()
     paths = tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypedDict
 
 import msgspec
 
@@ -30,13 +30,11 @@ from stepscope.config._sections import (
     parse_counters,
 )
 from stepscope.config._sources import environment_layer, file_layer, overlay
-from stepscope.config._steps import StepRange, parse_steps
+from stepscope.config._steps import StepRange, StepSpec, parse_steps
 from stepscope.errors import ConfigError, VerlDifference
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from stepscope.config._settings import Settings
 
 Mode: TypeAlias = Literal["continuous", "discrete"]
 Record: TypeAlias = Literal["off", "spans"]
@@ -76,6 +74,30 @@ _DEFAULT_ROLES: Mapping[str, RoleConfig] = {
     "*": RoleConfig(),
 }
 """The roles of a configuration that names none."""
+
+
+class Settings(TypedDict, total=False):
+    """Settings in every form that is accepted. The fields of `ProfileConfig` have the form that is kept."""
+
+    save_path: str | os.PathLike[str]
+    steps: StepSpec | Iterable[StepSpec]
+    tool: str
+    mode: Mode
+    record: Record
+    recorder: RecorderConfig | Mapping[str, object]
+    roles: Mapping[str, RoleConfig | Mapping[str, object]]
+    redact: str | Iterable[str]
+    instrument: Iterable[InstrumentConfig | Mapping[str, object] | str]
+    torch: TorchConfig | Mapping[str, object]
+    npu: NpuConfig | Mapping[str, object]
+    nsys: NsysConfig | Mapping[str, object]
+    cuda_memory: CudaMemoryConfig | Mapping[str, object]
+    counters: CountersConfig | Mapping[str, object] | str | bool
+    throughput: ThroughputConfig | Mapping[str, object]
+    budget: BudgetConfig | Mapping[str, object]
+    export: ExportConfig | Mapping[str, object]
+    control: ControlConfig | Mapping[str, object]
+    finish: FinishConfig | Mapping[str, object]
 
 
 class ProfileConfig(Section, frozen=True, kw_only=True):

@@ -43,11 +43,7 @@ def parse_ranks(value: object, field: str) -> Ranks:
 
 
 def parse_profiler(value: object, field: str) -> bool:
-    """Return whether a profiler is to run: `on` or `off`, which YAML reads as true and false.
-
-    Raises:
-        ConfigError: anything else.
-    """
+    """Return whether a profiler is to run: `on` or `off`, which YAML reads as true and false."""
     word = value.lower() if isinstance(value, str) else value
     if isinstance(word, bool):
         return word

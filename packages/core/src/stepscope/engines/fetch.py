@@ -15,7 +15,7 @@ from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact
-from stepscope.files.storage.arrival import PIECE, Arrival
+from stepscope.files.storage.atomic import PIECE, Arrival
 
 LEFT_BEHIND = "artifacts on "
 """Key of a file that stays on its host, among the ignored options; the host follows."""

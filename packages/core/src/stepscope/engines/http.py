@@ -11,15 +11,14 @@ import asyncio
 import http.client
 import re
 import socket
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, EngineError
 
 _CONNECT_S = 5.0
@@ -59,8 +58,8 @@ class Server:
             ConfigError: that is no URL.
         """
         self.url = url.rstrip("/")
-        self._parts = _parts(self.url)
-        self._headers = dict(headers or {})
+        self.parts = _parts(self.url)
+        self.headers = dict(headers or {})
 
     async def request(
         self, method: str, path: str, body: object = None, *, timeout_s: float | None = None
@@ -70,7 +69,7 @@ class Server:
         """
         call = _Call(self, method, path, body, timeout_s)
         try:
-            return await asyncio.wrap_future(call.begin())
+            return await own_thread(call.request)
         except asyncio.CancelledError:
             call.give_up()
             raise
@@ -88,18 +87,11 @@ class Server:
             UnreachableError: no connection.
             AnswerLostError: the connection ended, or the time was over, before the answer.
         """
-        return _Call(self, method, path, body, timeout_s).run()
+        return _Call(self, method, path, body, timeout_s).request()
 
     def connection(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        return kind(self._parts.hostname or "", self._parts.port, timeout=_CONNECT_S)
-
-    def target(self, path: str) -> str:
-        return f"{self._parts.path}{path}"
-
-    def headers(self, body: bytes | None) -> dict[str, str]:
-        kind = {} if body is None else {"Content-Type": "application/json"}
-        return {**kind, **self._headers}
+        kind = http.client.HTTPSConnection if self.parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self.parts.hostname or "", self.parts.port, timeout=_CONNECT_S)
 
 
 class _Call:
@@ -114,21 +106,7 @@ class _Call:
         self._connection = server.connection()
         self._given_up = False
 
-    def begin(self) -> Future[Answer]:
-        future: Future[Answer] = Future()
-
-        def run() -> None:
-            try:
-                answer = self.run()
-            except BaseException as error:
-                _resolve(future, error)
-            else:
-                _resolve(future, answer)
-
-        threading.Thread(target=run, name="stepscope-http", daemon=True).start()
-        return future
-
-    def run(self) -> Answer:
+    def request(self) -> Answer:
         try:
             return self._answer()
         finally:
@@ -151,8 +129,9 @@ class _Call:
             raise UnreachableError(f"{what}: given up before it was sent")
         self._connection.sock.settimeout(self._timeout_s)
         try:
-            headers = self._server.headers(self._body)
-            self._connection.request(self._method, self._server.target(self._path), self._body, headers)
+            kind = {} if self._body is None else {"Content-Type": "application/json"}
+            target, headers = f"{self._server.parts.path}{self._path}", kind | self._server.headers
+            self._connection.request(self._method, target, self._body, headers)
             response = self._connection.getresponse()
             return Answer(response.status, response.read())
         except (OSError, http.client.HTTPException) as error:
@@ -222,12 +201,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "timed out"
     return str(error) or type(error).__name__
-
-
-def _resolve(future: Future[Answer], outcome: Answer | BaseException) -> None:
-    if not future.set_running_or_notify_cancel():
-        return  # the caller has given up
-    if isinstance(outcome, BaseException):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)

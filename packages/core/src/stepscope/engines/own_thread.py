@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,12 +24,8 @@ async def own_thread(fn: Callable[..., T], *args: Any) -> T:
     context, result = copy_context(), Future[T]()
 
     def work() -> None:
-        if not result.set_running_or_notify_cancel():
-            return
-        try:
-            result.set_result(context.run(fn, *args))
-        except BaseException as error:
-            result.set_exception(error)
+        if result.set_running_or_notify_cancel():
+            _settle(result, partial(context.run, fn, *args))
 
     threading.Thread(target=work, name=f"stepscope-{getattr(fn, '__name__', 'call')}", daemon=True).start()
     return await asyncio.wrap_future(result)
@@ -53,15 +50,6 @@ class WorkThread:
         """Submit work, which is done even if nobody waits for it. The future cannot be cancelled."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
-
-        def run() -> None:
-            try:
-                result = work()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -69,13 +57,20 @@ class WorkThread:
                 )
                 self._thread.start()
                 weakref.finalize(self, self._queue.put, None).atexit = False
-        self._queue.put(run)
+        self._queue.put(partial(_settle, future, work))
         return future
 
 
 def is_ours(thread: threading.Thread) -> bool:
     """Return whether a thread is one of stepscope's."""
     return thread.name.startswith("stepscope-")
+
+
+def _settle(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _work(works: queue.SimpleQueue[Callable[[], None] | None]) -> None:

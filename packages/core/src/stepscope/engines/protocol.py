@@ -91,19 +91,18 @@ class EngineProfiler(Protocol):
     def world_size(self) -> int | None:
         """GPUs of the replica (tp * dp * pp): replica r owns the global ranks [r * size, (r + 1) * size).
         None where nothing says."""
-        ...
 
     @property
     def processes(self) -> int:
         """Processes that hold this replica together, each with an engine object of its own and each capturing
         it (vLLM's external launcher). 1 for an engine that one process owns."""
-        ...
+        return 1
 
     @property
     def workers(self) -> Sequence[object]:
         """Handles of the worker processes (Ray actors) that this profiler records: there a capture records
         spans and starts no profiler of its own. Empty for engines in this process or behind HTTP."""
-        ...
+        return ()
 
     def check(self) -> None:
         """Before the run: version supported, profiler enabled in the engine. May block, so not on a loop.
@@ -111,22 +110,19 @@ class EngineProfiler(Protocol):
         Raises:
             EngineError: with the fix.
         """
-        ...
 
     async def start(self, capture: EngineCapture) -> None:
         """Return when every worker of the replica has begun."""
-        ...
 
     async def stop(self) -> list[Artifact]:
         """Return the files, complete on disk, ranks known or None."""
-        ...
 
     def counters(self) -> Sequence[CounterSource]:
         """Return the counters of the engine for one capture; empty if there are none.
 
         The caller samples them in their order, on one thread, and closes them.
         """
-        ...
+        return ()
 
     @property
     def ignored(self) -> Mapping[str, str]:
@@ -134,7 +130,6 @@ class EngineProfiler(Protocol):
         them says why there are no files although all went well (a tool above the engine writes them); `late`,
         why some may still come after the stop has returned, or failed; `idle`, that the engine ran nothing.
         """
-        ...
 
 
 class EngineProfilerBase(EngineProfiler):
@@ -143,17 +138,6 @@ class EngineProfilerBase(EngineProfiler):
     def __init__(self, replica: int | None = None) -> None:
         self.replica = replica
         self._ignored: dict[str, str] = {}
-
-    @property
-    def processes(self) -> int:
-        return 1
-
-    @property
-    def workers(self) -> Sequence[object]:
-        return ()
-
-    def counters(self) -> Sequence[CounterSource]:
-        return ()
 
     def sample_apart(self) -> None:
         """Have the engine's own process sample its counters between captures, if that is another one."""
@@ -196,7 +180,6 @@ class EngineFactory(Protocol):
     @abstractmethod
     def recognises(self, engine: object) -> bool:
         """Return whether `engine` is one of this adapter's. Must not import the engine's library."""
-        ...
 
     def serving(self, url: str, config: ProfileConfig) -> EngineProfiler:
         """Return the profiler of the server at `url`, which an unedited program has launched.
@@ -214,12 +197,10 @@ class EngineFactory(Protocol):
 
         In the same order at every call; empty where there is none, or where nothing tells which is meant.
         """
-        ...
 
     @abstractmethod
     def __call__(self, engine: object, replica: int) -> EngineProfiler:
         """Return the profiler for that engine object, as replica number `replica`."""
-        ...
 
 
 @cache

@@ -29,6 +29,21 @@ class RunLayout:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
+        self.control = self.root / "control.json"
+        self.removed = self.root / "removed.txt"
+        """The list of captured steps that retention removed, one a line."""
+        self.oom = self.root / "oom"
+        """Snapshots and records of CUDA's out-of-memory errors."""
+        self.otel = self.root / "otel"
+        """OTLP JSON files of other tracers, of which each step takes its own spans."""
+        self.listeners = self.root / "control"
+        """The folder with a file for each process that polls `control`."""
+        self.orders = self.root / "recorder"
+        """The folder of the flight recorder's orders to write steps."""
+        self.report = self.root / "report.html"
+        """The page of the whole run; each step has its own."""
+        self.tables = self.root / "tables"
+        """The folder of a report's tables of all steps, as Parquet files."""
 
     def run(self, run_id: str) -> Path:
         """Return `run.json`, or `run_<id>.json` for a further run in the same folder."""
@@ -38,39 +53,15 @@ class RunLayout:
     def runs(self) -> list[Path]:
         return sorted(self.root.glob("run*.json"))
 
-    @property
-    def control(self) -> Path:
-        return self.root / "control.json"
-
-    @property
-    def removed(self) -> Path:
-        """The list of captured steps that retention removed, one a line."""
-        return self.root / "removed.txt"
-
-    @property
-    def oom(self) -> Path:
-        """Snapshots and records of CUDA's out-of-memory errors."""
-        return self.root / "oom"
-
     def oom_record(self, process: ProcessInfo, run_id: str, number: int) -> Path:
         return self.oom / f"{_process_name(process)}_{safe(run_id)}_{number}.json"
 
     def oom_snapshot(self, process: ProcessInfo, run_id: str, number: int) -> Path:
         return self.oom / f"{_process_name(process)}_{safe(run_id)}_{number}.pickle"
 
-    @property
-    def otel(self) -> Path:
-        """OTLP JSON files of other tracers, of which each step takes its own spans."""
-        return self.root / "otel"
-
     def tensorboard(self, run_id: str) -> Path:
         """Return the folder of a run's curves, for `tensorboard --logdir`."""
         return self.root / "tensorboard" / safe(run_id)
-
-    @property
-    def listeners(self) -> Path:
-        """The folder with a file for each process that polls `control`."""
-        return self.root / "control"
 
     def listener(self, host: str, pid: int) -> Path:
         return self.listeners / f"{safe(host)}_pid{pid}.json"
@@ -85,11 +76,6 @@ class RunLayout:
 
     def uncaptured_files(self) -> list[Path]:
         return sorted((self.root / "uncaptured").glob("[!.]*.jsonl"))
-
-    @property
-    def orders(self) -> Path:
-        """The folder of the flight recorder's orders to write steps."""
-        return self.root / "recorder"
 
     def order(self, run_id: str, order_id: str) -> Path:
         return self.orders / f"{safe(run_id)}_{safe(order_id)}.json"
@@ -116,16 +102,6 @@ class RunLayout:
         """Return the mark of a step that began in a run whose loop is not edited."""
         return self.root / f".reached_{safe(run_id)}"
 
-    @property
-    def report(self) -> Path:
-        """The page of the whole run; each step has its own."""
-        return self.root / "report.html"
-
-    @property
-    def tables(self) -> Path:
-        """The folder of a report's tables of all steps, as Parquet files."""
-        return self.root / "tables"
-
     def step(self, step: int) -> StepLayout:
         return StepLayout(self.root / f"step_{step:06d}")
 
@@ -144,63 +120,30 @@ class StepLayout:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
+        self.manifest = self.root / "manifest.json"
+        self.processes = self.root / "processes"
+        self.spans = self.root / "spans"
+        self.counters = self.root / "counters"
+        self.traces = self.root / "traces"
+        self.otel = self.root / "otel"
+        """OTLP JSON files of other tracers. Those of the whole run are in `RunLayout.otel`."""
+        self.timeline = self.root / "timeline.json.gz"
+        self.node_index = self.root / "timeline-nodes.json"
+        """Index of the timelines that nodes wrote (`timeline_of`)."""
+        self.report = self.root / "report.html"
+        self.tables = self.root / "tables"
+        """The folder of the report's tables, as Parquet files."""
+        self.digests = self.root / ".digests"
+        """The folder of contents of traces that a report read. Hidden, so that mirrors leave it out."""
 
     @property
     def is_step(self) -> bool:
         """True if a process recorded into the folder."""
         return self.processes.is_dir() or self.spans.is_dir()
 
-    @property
-    def manifest(self) -> Path:
-        return self.root / "manifest.json"
-
-    @property
-    def processes(self) -> Path:
-        return self.root / "processes"
-
-    @property
-    def spans(self) -> Path:
-        return self.root / "spans"
-
-    @property
-    def counters(self) -> Path:
-        return self.root / "counters"
-
-    @property
-    def traces(self) -> Path:
-        return self.root / "traces"
-
-    @property
-    def otel(self) -> Path:
-        """OTLP JSON files of other tracers. Those of the whole run are in `RunLayout.otel`."""
-        return self.root / "otel"
-
-    @property
-    def timeline(self) -> Path:
-        return self.root / "timeline.json.gz"
-
-    @property
-    def node_index(self) -> Path:
-        """Index of the timelines that nodes wrote (`timeline_of`)."""
-        return self.root / "timeline-nodes.json"
-
     def timeline_of(self, node: str) -> Path:
         """Return the timeline that a node writes of its own traces, in the step's folder there."""
         return self.root / f"timeline-{re.sub(r'[^A-Za-z0-9._-]', '_', node)}.json.gz"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def tables(self) -> Path:
-        """The folder of the report's tables, as Parquet files."""
-        return self.root / "tables"
-
-    @property
-    def digests(self) -> Path:
-        """The folder of contents of traces that a report read. Hidden, so that mirrors leave it out."""
-        return self.root / ".digests"
 
     def digest_of(self, names: Iterable[str]) -> Path:
         """Return the path of one of `digests`. Its name is of one length, whatever those of the traces."""
@@ -260,17 +203,15 @@ class StepLayout:
         index: int,
         kind: str,
         suffix: str,
-        topology: dict[str, int] | None = None,
     ) -> Path:
         """Return the path of a trace.
 
-        `traces/<role>/<stage>_rank<r>-of-<w>[_tp0-pp0]_<host>_pid<p>_<run>_<index>_<kind><suffix>`
+        `traces/<role>/<stage>_rank<r>-of-<w>_<host>_pid<p>_<run>_<index>_<kind><suffix>`
         """
         rank = "rank-unknown" if process.rank is None else f"rank{process.rank}"
         of = "" if process.world_size is None else f"-of-{process.world_size}"
-        position = "" if not topology else "_" + "-".join(f"{axis}{at}" for axis, at in topology.items())
         name = (
-            f"{safe(stage or 'capture')}_{rank}{of}{position}_{safe(process.host)}_pid{process.pid}"
+            f"{safe(stage or 'capture')}_{rank}{of}_{safe(process.host)}_pid{process.pid}"
             f"_{safe(run_id)}_{index}_{safe(kind)}{suffix}"
         )
         return self.traces / safe(role) / name

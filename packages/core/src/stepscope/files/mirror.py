@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from stat import S_ISREG
 
@@ -12,7 +11,7 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
 from stepscope.files.storage.atomic import write_atomic
-from stepscope.files.storage.reading import read_record
+from stepscope.files.storage.reading import read_record, read_records
 
 
 class Copied(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,18 +90,9 @@ def is_whole(step: StepLayout, url: str) -> bool:
     Any host: where hosts share the folder, one of them copies it, and a run that goes on may do so elsewhere.
     """
     files = files_below(step.root)
-    return not files or any(not _missing(files, record) for record in _records(step, url))
+    records = read_records(step.mirror_records(), MirrorRecord)
+    return not files or any(record.url == url and not _missing(files, record) for record in records)
 
 
 def _missing(files: dict[str, os.stat_result], record: MirrorRecord) -> list[str]:
     return [path for path, status in files.items() if not is_copied(record.files.get(path), status)]
-
-
-def _records(step: StepLayout, url: str) -> Iterator[MirrorRecord]:
-    for path in step.mirror_records():
-        try:
-            record = read_record(path, MirrorRecord)
-        except (OSError, RecordError):
-            continue  # it says of nothing that it was copied
-        if record.url == url:
-            yield record

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import msgspec
 
-from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.atomic import write_atomic
-from stepscope.files.storage.reading import read_record
+from stepscope.files.storage.reading import read_records
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +38,4 @@ def write_out_of_memory(run: RunLayout, number: int, record: OutOfMemory) -> Non
 
 def read_out_of_memory(run: RunLayout) -> list[OutOfMemory]:
     """Return all readable records, by time."""
-    records = []
-    for path in run.oom.glob("[!.]*.json"):
-        with suppress(OSError, RecordError):
-            records.append(read_record(path, OutOfMemory))
-    return sorted(records, key=lambda record: record.at_ns)
+    return sorted(read_records(run.oom.glob("[!.]*.json"), OutOfMemory), key=lambda record: record.at_ns)

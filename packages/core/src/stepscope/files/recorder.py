@@ -6,9 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.errors import RecordError
 from stepscope.files.clock import Int
-from stepscope.files.storage.reading import read_file, read_record
+from stepscope.files.storage.reading import read_lines
 
 
 class OrderedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,26 +56,6 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None
 
 
-def read_order(path: Path) -> Order:
-    """Return an order.
-
-    Raises:
-        OSError: The file cannot be read.
-        RecordError: It is no order.
-    """
-    return read_record(path, Order)
-
-
 def read_step_lines(path: Path) -> list[StepLine]:
     """Return the readable lines of `steps_<run>.jsonl`, in the order of writing; empty without a file."""
-    try:
-        lines = read_file(path).split(b"\n")
-    except (OSError, RecordError):
-        return []
-    decoder, steps = msgspec.json.Decoder(StepLine), []
-    for line in lines:
-        try:
-            steps.append(decoder.decode(line))
-        except (ValueError, msgspec.DecodeError, RecursionError):
-            continue  # the end, or cut off when its writer was killed
-    return steps
+    return read_lines(path, StepLine)

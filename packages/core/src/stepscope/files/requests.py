@@ -19,9 +19,9 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.clock import Int
 from stepscope.files.layout import RunLayout
-from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.atomic import private, write_atomic
 from stepscope.files.storage.processes import is_running
-from stepscope.files.storage.reading import read_file, read_record
+from stepscope.files.storage.reading import decode, read_file, read_records
 
 MAX_BYTES = 64 << 10
 MAX_REQUESTS = 64
@@ -110,8 +110,8 @@ def read_requests(path: Path) -> list[Request]:
     except OSError as error:
         raise RecordError(f"{path}: {error.strerror}") from None
     try:
-        return msgspec.json.decode(data, type=Control).requests
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return decode(data, Control).requests
+    except RecordError as error:
         raise RecordError(f"{path}: {error}") from None
 
 
@@ -148,11 +148,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 def read_listening(layout: RunLayout) -> list[Listening]:
     """Return the processes that poll this run's `control.json`, or did, from all readable files."""
-    listeners = []
-    for path in sorted(layout.listeners.glob("*.json")):
-        with suppress(OSError, RecordError):
-            listeners.append(read_record(path, Listening))
-    return listeners
+    return read_records(sorted(layout.listeners.glob("*.json")), Listening)
 
 
 def has_ended(listening: Listening) -> bool:
@@ -196,8 +192,7 @@ def claim_step(layout: RunLayout, request_id: str, step: int) -> int:
     path = layout.claimed(request_id)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w") as file:
+        with open(path, "x", opener=private) as file:
             file.write(f"{step}\n")
         return step
     except FileExistsError:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.errors import RecordError
 from stepscope.files.clock import Int
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
-from stepscope.files.storage.reading import read_file, read_record
+from stepscope.files.storage.reading import decode, read_file
 
 _MOST_STACKS = 4 << 20
 """faulthandler writes 100 frames of 100 threads at most."""
@@ -207,10 +206,7 @@ def read_stacks(path: Path) -> Stacks | None:
     head_line, _, dump = read_file(path, _MOST_STACKS).partition(b"\n")
     if not dump:
         return None
-    try:
-        head = msgspec.json.decode(head_line, type=StacksHead)
-    except (ValueError, msgspec.DecodeError, RecursionError) as error:
-        raise RecordError(str(error)) from None
+    head = decode(head_line, StacksHead)
     since_ns = path.stat().st_mtime_ns - round(head.seconds * 1e9)
     threads = tuple(_threads(dump.decode(errors="replace")))
     return Stacks(process=head.process, run_id=head.run_id, since_ns=since_ns, threads=threads)
@@ -230,13 +226,3 @@ def _threads(dump: str) -> Iterator[Thread]:
             ident, name, frames = int(head[1], 16), head[2] or "", []
     if frames:
         yield Thread(id=ident, name=name, frames=tuple(frames))
-
-
-def read_state(path: Path) -> ProcessState:
-    """Return a state.
-
-    Raises:
-        OSError: The file cannot be read.
-        RecordError: It is no state.
-    """
-    return read_record(path, ProcessState)

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.errors import RecordError
 from stepscope.files.clock import Int
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.recorder import StepLine, read_step_lines
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage.reading import read_file
+from stepscope.files.storage.reading import read_lines
 
 
 class UncapturedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -64,15 +63,4 @@ def _of_recorder(lines: Sequence[StepLine]) -> Iterator[UncapturedStep]:
 
 def read_uncaptured(path: Path) -> list[UncapturedStep]:
     """Return the readable records of the file, in the order of writing; empty if there is no file."""
-    try:
-        lines = read_file(path).split(b"\n")
-    except (OSError, RecordError):
-        return []
-    decoder = msgspec.json.Decoder(UncapturedStep)
-    steps = []
-    for line in lines:
-        try:
-            steps.append(decoder.decode(line))
-        except (ValueError, msgspec.DecodeError, RecursionError):
-            continue  # the end, or cut off when its writer was killed
-    return [step for step in steps if step.dur_ns >= 0]
+    return [step for step in read_lines(path, UncapturedStep) if step.dur_ns >= 0]

@@ -18,7 +18,7 @@ from stepscope.errors import EngineError
 from stepscope.files.clock import ClockOffset
 from stepscope.files.manifest.records import State
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage.arrival import Arrival
+from stepscope.files.storage.atomic import Arrival
 from stepscope.files.storage.processes import boot_id
 from stepscope.fleet import in_actor
 from stepscope.recording.fanout import fetch

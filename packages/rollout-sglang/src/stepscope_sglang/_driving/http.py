@@ -87,7 +87,7 @@ class ServerTarget:
         It answers `/get_server_info` like a server, and passes no profiling on (sglang_router 0.3.2: 404).
         """
         try:
-            behind = workers_of(self._server.url, headers=self._server.headers(None), timeout_s=_ASK_S)
+            behind = workers_of(self._server.url, headers=self._server.headers, timeout_s=_ASK_S)
         except EngineError:  # a server names no servers
             return
         raise EngineError(

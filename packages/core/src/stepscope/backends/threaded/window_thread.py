@@ -88,7 +88,6 @@ class WindowThread(Protocol):
 
     def submit(self, work: Callable[[], None]) -> Task:
         """Queue `work` and return at once. On the thread itself it runs first, unless another task runs."""
-        ...
 
 
 class MainThread:

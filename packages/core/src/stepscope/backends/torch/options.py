@@ -1,10 +1,13 @@
-"""A `TorchConfig`, resolved for the installed torch and this machine."""
+"""A `TorchConfig`, resolved for the installed torch and this machine, and the start of its profiles."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING
 
 from stepscope.config import TorchConfig
@@ -13,6 +16,10 @@ from stepscope.errors import BackendError
 if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity
     from torch.profiler.profiler import _KinetoProfile as Profile
+
+_COMPILER = "_inductor"
+_SWITCH = "TORCHINDUCTOR_CUDAGRAPHS"
+"""Environment variable of the switch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,3 +138,26 @@ def _switches(*, all_threads: bool, with_stack: bool) -> dict[str, bool]:
     # trace_only makes no Python objects for events, since no code here reads them: stop() takes 0.65 as long.
     wanted = {"profile_all_threads": all_threads, "trace_only": not with_stack}
     return {name: True for name, want in wanted.items() if want and name in known}
+
+
+class _WithoutCompiler:
+    """The module `torch`, to code that asks whether it has a compiler."""
+
+    def __getattr__(self, name: str) -> object:
+        if name == _COMPILER:
+            raise AttributeError(name)
+        return getattr(sys.modules["torch"], name)
+
+
+def prepare_trace(profile: Profile) -> None:
+    """Prepare a profile, without an import of the compiler.
+
+    `prepare_trace` of torch 2.13 asks `hasattr(torch, "_inductor")`, which imports the compiler: 2 s of CPU
+    in each process. It reads one switch there, which is off in a process that has not imported the compiler.
+    """
+    method = type(profile).prepare_trace
+    if f"torch.{_COMPILER}" in sys.modules or _SWITCH in os.environ or not isinstance(method, FunctionType):
+        profile.prepare_trace()
+        return
+    names = {**method.__globals__, "torch": _WithoutCompiler()}
+    FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)(profile)

@@ -19,8 +19,8 @@ from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.threaded.mini_batches import Phase, cut_short, never_active, place
 from stepscope.backends.threaded.threaded_window import Kept
 from stepscope.backends.threaded.window_thread import WindowThread
-from stepscope.backends.torch import compiler, foreign_sessions, libc
-from stepscope.backends.torch.options import Options
+from stepscope.backends.torch import foreign_sessions, libc
+from stepscope.backends.torch.options import Options, prepare_trace
 from stepscope.config import ScheduleConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 
@@ -204,7 +204,7 @@ class TorchWindow:
             )
         profile = self.options.make_profile(f"{self._trace_id}_{self._cycle}")
         with foreign_sessions.ours():
-            compiler.prepare_trace(profile)
+            prepare_trace(profile)
         return profile
 
     def _record(self, truncated: str | None) -> None:

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stepscope.errors import RecordError
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
-from stepscope.files.storage.arrival import Arrival
+from stepscope.files.storage.atomic import Arrival
 from stepscope.timeline.execution.calls import WorkerDiedError, answer_to, call_of, result_of
 from stepscope.timeline.execution.near import (
     NearFiles,

@@ -22,9 +22,10 @@ from stepscope.cli.find import no_run
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.recorder import WHY, Order, StepLine, read_step_lines
-from stepscope.files.states import ProcessState, read_stacks, read_state
+from stepscope.files.states import ProcessState, read_stacks
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.processes import is_running
+from stepscope.files.storage.reading import read_records
 from stepscope.report.blocks.health import say_span
 from stepscope.report.formatting import duration, middle
 from stepscope.report.live import COMPARED
@@ -87,11 +88,7 @@ def ask(layout: RunLayout, wait_s: float) -> list[ProcessState]:
 
 
 def _read(folder: Path) -> list[ProcessState]:
-    states = []
-    for path in sorted(folder.glob("[!.]*.json")):
-        with suppress(OSError, RecordError):
-            states.append(read_state(path))
-    return states
+    return read_records(sorted(folder.glob("[!.]*.json")), ProcessState)
 
 
 def _is_all(states: Sequence[ProcessState], stills: Sequence[Standstill]) -> bool:

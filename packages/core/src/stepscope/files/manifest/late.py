@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.parts import fold, part_files, write_manifest
 from stepscope.files.manifest.records import LATE, Expectation, ProcessPart, of_engine
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.processes import is_running
-from stepscope.files.storage.reading import read_record
+from stepscope.files.storage.reading import read_records
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +35,8 @@ def waiting(layout: StepLayout) -> list[Waiting]:
     """Return everything that the processes of a step's captures wait for, of all runs."""
     parts = list(part_files(layout, as_written=True)[0].values())
     known = {artifact.path for part in parts for item in part.expected for artifact in item.artifacts}
-    late = [sidecar for sidecar in _sidecars(layout) if sidecar.artifact.path not in known]
+    sidecars = read_records(layout.sidecars(), Sidecar)  # a merge reports those that cannot be read
+    late = [sidecar for sidecar in sidecars if sidecar.artifact.path not in known]
     items = [
         (part, item, tuple(sidecar.artifact for sidecar in late if _belongs(sidecar, part, item)))
         for part in parts
@@ -81,16 +81,6 @@ def take_in(layout: StepLayout, awaited: Sequence[Waiting]) -> list[Waiting]:
     for run_id in {item.run_id for item in arrived}:
         write_manifest(layout, fold([part for part in parts.values() if part.run_id == run_id]))
     return arrived
-
-
-def _sidecars(layout: StepLayout) -> list[Sidecar]:
-    sidecars = []
-    for path in layout.sidecars():
-        try:
-            sidecars.append(read_record(path, Sidecar))
-        except (OSError, RecordError):
-            continue  # a merge reports it
-    return sidecars
 
 
 def _belongs(sidecar: Sidecar, part: ProcessPart, item: Expectation) -> bool:

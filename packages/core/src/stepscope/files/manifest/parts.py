@@ -10,11 +10,10 @@ import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest.format_1 import from_format_1
 from stepscope.files.manifest.records import FORMAT, Absent, Expectation, Manifest, ProcessPart, State
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.processes import is_running
-from stepscope.files.storage.reading import read_file
+from stepscope.files.storage.reading import decode, read_file
 
 _WORSE: tuple[State, ...] = ("skipped", "ok", "pending", "partial", "missing", "failed")
 """States in ascending order of severity; the first does not count."""
@@ -59,17 +58,10 @@ class _Head(msgspec.Struct):
 
 def _decoded(data: bytes) -> ProcessPart:
     """Decode a part of a manifest; raise RecordError if it is none."""
-    try:
-        version = msgspec.json.decode(data, type=_Head).format
-        if version == FORMAT:
-            return msgspec.json.decode(data, type=ProcessPart)
-        if version == 1:
-            return msgspec.convert(from_format_1(msgspec.json.decode(data)), ProcessPart)
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise RecordError(str(error)) from None
-    raise RecordError(
-        f"format {version}: a later version of stepscope wrote it, this one reads up to {FORMAT}"
-    )
+    version = decode(data, _Head).format
+    if version == FORMAT:
+        return decode(data, ProcessPart)
+    raise RecordError(f"format {version}: another version of stepscope wrote it, this one reads {FORMAT}")
 
 
 def _reread(path: Path, part: ProcessPart | str) -> ProcessPart | str:

@@ -11,6 +11,8 @@ from stepscope.files.storage.temporary import temporary
 
 private = partial(os.open, mode=0o600)
 """The `opener` of a new file that only its owner may read."""
+PIECE = 4 << 20
+"""Bytes of one piece, which occupies its sender for some milliseconds."""
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -45,3 +47,26 @@ def create_once(path: Path) -> bool:
         return False
     except OSError:
         return True
+
+
+class Arrival:
+    """A file from another host, received piece by piece, under a temporary name until it is complete."""
+
+    def __init__(self, target: Path) -> None:
+        """Raise `OSError` if the temporary file cannot be created."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._target, self._name = target, temporary(target)
+        self._file = open(self._name, "xb", opener=private)  # noqa: SIM115  # until its end
+        self.bytes = 0
+
+    def add(self, piece: bytes) -> None:
+        self._file.write(piece)
+        self.bytes += len(piece)
+
+    def finish(self) -> None:
+        self._file.close()
+        os.replace(self._name, self._target)
+
+    def give_up(self) -> None:
+        self._file.close()
+        self._name.unlink(missing_ok=True)

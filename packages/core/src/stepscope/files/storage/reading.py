@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -56,6 +57,19 @@ def lines_of(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
         yield line, line.endswith(b"\n") or len(line) == LONGEST_LINE
 
 
+def read_lines(path: Path, kind: type[T]) -> list[T]:
+    """Return the readable records of a file with one a line, in written order; empty without a file."""
+    try:
+        lines = read_file(path).split(b"\n")
+    except (OSError, RecordError):
+        return []
+    decoder, records = msgspec.json.Decoder(kind), []
+    for line in lines:
+        with suppress(ValueError, RecursionError):  # the end, or cut off when its writer was killed
+            records.append(decoder.decode(line))
+    return records
+
+
 def read_record(path: Path, kind: type[T]) -> T:
     """Return the one record that a JSON file holds.
 
@@ -63,8 +77,25 @@ def read_record(path: Path, kind: type[T]) -> T:
         OSError: it cannot be read.
         RecordError: it holds something else; the message says what.
     """
-    data = read_file(path)
+    return decode(read_file(path), kind)
+
+
+def read_records(paths: Iterable[Path], kind: type[T]) -> list[T]:
+    """Return the records of those files that can be read and hold one, in their order."""
+    records = []
+    for path in paths:
+        with suppress(OSError, RecordError):
+            records.append(read_record(path, kind))
+    return records
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Return the record that `data` is, as JSON.
+
+    Raises:
+        RecordError: it is something else; the message says what.
+    """
     try:
         return msgspec.json.decode(data, type=kind)
-    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(str(error)) from None

@@ -11,7 +11,7 @@ from typing import SupportsFloat, cast
 
 from stepscope import switch
 from stepscope.files.layout import RunLayout
-from stepscope.files.metrics import StepMetrics, write_metrics
+from stepscope.files.scalars import StepMetrics, write_metrics
 from stepscope.recording.output import exporter
 from stepscope.recording.process import failures, run
 

@@ -18,7 +18,7 @@ import msgspec
 from stepscope.config import ProfileConfig
 from stepscope.errors import EngineError
 from stepscope.files.layout import StepLayout, sidecar_of
-from stepscope.files.storage.arrival import PIECE, Arrival
+from stepscope.files.storage.atomic import PIECE, Arrival
 from stepscope.recording.session import budget
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from stepscope.errors import RecordError
-from stepscope.files.recorder import WHY, read_order
+from stepscope.files.recorder import WHY, Order
+from stepscope.files.storage.reading import read_record
 from stepscope.recording.process import failures
 from stepscope.recording.recorder.recorder import Recorder
 from stepscope.recording.recorder.watchdog import Watchdog
@@ -86,7 +87,7 @@ class Watch:
                 continue
             self._read.add(path.name)
             try:
-                order = read_order(path)
+                order = read_record(path, Order)
             except (OSError, RecordError) as error:
                 failures.warn("stepscope: an order of the flight recorder cannot be read: %s", error)
                 continue

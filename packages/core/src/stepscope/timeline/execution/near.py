@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from stepscope.files.layout import StepLayout
-from stepscope.files.storage.arrival import PIECE
+from stepscope.files.storage.atomic import PIECE
 from stepscope.timeline.execution.workers import idle_cores
 
 _P = TypeVar("_P")

@@ -13,7 +13,7 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.parts import fold
-from stepscope.files.metrics import read_metrics
+from stepscope.files.scalars import read_metrics
 from stepscope.files.spans import CONSUME, STEP_TOKENS, WAIT, WAITING, Open
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.uncaptured import uncaptured_near
