@@ -10,6 +10,7 @@ import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
+from stepscope.files.manifest.format_1 import from_format_1
 from stepscope.files.manifest.records import FORMAT, Absent, Expectation, Manifest, ProcessPart, State
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.processes import is_running
@@ -61,7 +62,14 @@ def _decoded(data: bytes) -> ProcessPart:
     version = decode(data, _Head).format
     if version == FORMAT:
         return decode(data, ProcessPart)
-    raise RecordError(f"format {version}: another version of stepscope wrote it, this one reads {FORMAT}")
+    if version == 1:
+        try:
+            return msgspec.convert(from_format_1(msgspec.json.decode(data)), ProcessPart)
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise RecordError(str(error)) from None
+    raise RecordError(
+        f"format {version}: a later version of stepscope wrote it, this one reads up to {FORMAT}"
+    )
 
 
 def _reread(path: Path, part: ProcessPart | str) -> ProcessPart | str:
