@@ -6,8 +6,10 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from threading import Lock
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -18,6 +20,8 @@ LONGEST_LINE = 4 << 20
 MAX_BYTES = 64 << 20
 """The largest file that is read in one piece."""
 T = TypeVar("T")
+_making = Lock()
+"""msgspec reads the fields of a type when it is first used, and crashes if two threads do so at once."""
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -63,7 +67,7 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
         lines = read_file(path).split(b"\n")
     except (OSError, RecordError):
         return []
-    decoder, records = msgspec.json.Decoder(kind), []
+    decoder, records = _decoder_of(kind), []
     for line in lines:
         with suppress(ValueError, RecursionError):  # the end, or cut off when its writer was killed
             records.append(decoder.decode(line))
@@ -96,6 +100,23 @@ def decode(data: bytes, kind: type[T]) -> T:
         RecordError: it is something else; the message says what.
     """
     try:
-        return msgspec.json.decode(data, type=kind)
+        record: T = _decoder_of(kind).decode(data)
     except (ValueError, RecursionError) as error:
         raise RecordError(str(error)) from None
+    return record
+
+
+def _decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
+    with _making:
+        return _decoder(kind)
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def renew_lock() -> None:
+    """Make the lock anew in the child of a fork: another thread of the parent may have held it."""
+    global _making
+    _making = Lock()

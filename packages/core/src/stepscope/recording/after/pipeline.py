@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest.records import Ending, Expectation, awaited
 from stepscope.files.scalars import StepScalars
 from stepscope.files.sidecar import Sidecar
+from stepscope.files.storage.reading import read_record
 from stepscope.recording.after.programs import COMMAND, MIRROR, SCALARS, Chores, ClosedCapture
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import ManifestPart
@@ -188,7 +187,7 @@ def artifact_done(path: Path, sidecar: Sidecar | None, manifest_part: ManifestPa
 
 
 def _tell(hook: Callable[[Path, Sidecar], object], path: Path, sidecar: Sidecar | None) -> None:
-    hook(path, sidecar or msgspec.json.decode(sidecar_of(path).read_bytes(), type=Sidecar))
+    hook(path, sidecar or read_record(sidecar_of(path), Sidecar))
 
 
 def _end_of_process(ending: Ending, deadline_s: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from stepscope.files.storage import reading
 from stepscope.recording.process import failures
 
 TABLE: dict[str, Callable[[], None] | None] = dict.fromkeys(
@@ -40,6 +41,7 @@ def forgets(name: str, forget: Callable[[], None]) -> None:
 
 def _in_child() -> None:
     failures.renew_lock()
+    reading.renew_lock()
     for name, forget in TABLE.items():
         if forget is None:
             continue

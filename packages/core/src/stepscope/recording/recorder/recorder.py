@@ -235,12 +235,13 @@ class Recorder:
             made_ns=time.time_ns(),
             steps=(),
         )
+        self._has_obeyed = False  # first: the answer may come at once
         try:
             write_atomic(self.layout.order(self.run_id, os.urandom(4).hex()), msgspec.json.encode(order))
         except OSError as error:
             failures.note("asking for an order of the flight recorder", error)
             return
-        self._has_obeyed, until = False, time.monotonic() + _ORDER_S
+        until = time.monotonic() + _ORDER_S
         while not self._has_obeyed and time.monotonic() < until:
             time.sleep(_LOOK_S / 4)
 
