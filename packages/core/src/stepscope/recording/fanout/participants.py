@@ -36,6 +36,8 @@ class Participants:
             self.fleet = load_fleet(workers, recorded)
         self.apart: list[str] = []
         """Workers whose files are to be fetched: they write to a folder that this process does not see."""
+        self.actor_ids: set[str] = set()
+        """Ray actors that take part, and whose parts of the manifest may not be here yet."""
         self._released = False
 
     def join(self, session: Session) -> None:
@@ -112,6 +114,7 @@ class Participants:
             owner_part=session.part_name,
         )
         outcomes = await self.fleet.start(request, deadline_s)
+        self.actor_ids = {outcome.actor_id for outcome in outcomes if outcome.actor_id is not None}
         manifest_part, fetched = session.manifest_part, session.config.finish.fetches
         self.apart = [outcome.name for outcome in outcomes if outcome.apart and fetched]
         for name in self.apart:
