@@ -174,7 +174,7 @@ def read_reports(
         jobs: Number of processes that read these. None: as `workers` chooses.
         digests: As of `load_traces`.
         ray: Address of the Ray cluster that reads them. None: this machine does.
-        on_traces: Called with those of each step.
+        on_traces: Called with the traces of each step.
 
     Raises:
         CommandError: nothing could be made of any of them.

@@ -55,7 +55,7 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     """A profiler that can ends the recording by itself after this long: its opener may be gone by then."""
     stop_seconds: float | None = None
     """Time that the caller of `start` and `stop` waits for each, if it sets no other (`patience_s`);
-    None: to its end. What takes longer goes on behind a caller who may be using the engine again."""
+    None: to its end. A longer stop goes on while the engine may serve again."""
     ranks: tuple[int, ...] | None = None
     """Global GPU ranks whose files are wanted; None for all."""
     extra: dict[str, str | int | float | bool | None] = {}
@@ -85,9 +85,10 @@ class EngineProfiler(Protocol):
     """
 
     replica: int | None
-    """None: `recognise` numbers it by its position among the engines given."""
+    """None: it is numbered by its process and by its position among the engines given."""
 
     @property
+    @abstractmethod
     def world_size(self) -> int | None:
         """GPUs of the replica (tp * dp * pp): replica r owns the global ranks [r * size, (r + 1) * size).
         None where nothing says."""
@@ -104,6 +105,7 @@ class EngineProfiler(Protocol):
         spans and starts no profiler of its own. Empty for engines in this process or behind HTTP."""
         return ()
 
+    @abstractmethod
     def check(self) -> None:
         """Before the run: version supported, profiler enabled in the engine. May block, so not on a loop.
 
@@ -111,9 +113,11 @@ class EngineProfiler(Protocol):
             EngineError: with the fix.
         """
 
+    @abstractmethod
     async def start(self, capture: EngineCapture) -> None:
         """Return when every worker of the replica has begun."""
 
+    @abstractmethod
     async def stop(self) -> list[Artifact]:
         """Return the files, complete on disk, ranks known or None."""
 
@@ -166,8 +170,8 @@ class EngineFactory(Protocol):
 
     builder: str = ""
     """`module:Class.method` that every engine is built with, where `arm` has to come first. Under `stepscope
-    run` its calls are patched if an `instrument` entry names the adapter. The module's library has the
-    adapter's name."""
+    run` its calls are patched if an `instrument` entry names the adapter. Its top-level
+    module has the adapter's name."""
 
     def arm(self, config: ProfileConfig, settings: object) -> None:
         """Have the engine that is about to be built made ready for its profiler. Keep what the user has set.
@@ -205,8 +209,8 @@ class EngineFactory(Protocol):
 
 @cache
 def installed() -> dict[str, EntryPoint]:
-    """Return the adapters that are installed, by name. Looked for once, and again after a miss: that reads
-    metadata of every package, 10 ms of CPU where an engine is installed.
+    """Return the adapters that are installed, by name. Cached until a name is not found: it reads metadata of
+    every package, 10 ms of CPU where an engine is installed.
     """
     return {point.name: point for point in entry_points(group="stepscope.engines")}
 

@@ -10,8 +10,8 @@
         async def work(self, profiler, iterations):
             await profiler.engine.generate(iterations)
 
-The methods under "Optional controls" may be overridden. A test that needs another one is skipped and names
-it. A skipped test proves nothing: a fake that breaks on demand helps.
+Override methods under "Optional controls" where the engine can. A test whose control is not overridden is
+skipped, and names it. A skipped test proves nothing: a fake that breaks on demand helps.
 
 This file has more than 400 lines, because a suite that others subclass is read and copied as a whole.
 """

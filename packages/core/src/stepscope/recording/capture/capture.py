@@ -56,8 +56,8 @@ def capture(
         workers: Processes to record too: a Ray actor handle, a sequence of them in rank order, or
             {role: handles}. Nothing has to be added to their classes. An empty one says that there are none.
         engines: Inference engines to record too: `EngineProfiler`s, or engine objects that an installed
-            adapter knows; "vllm" stands for all vLLM engines of this process. In their order they are
-            replicas 0, 1, 2...
+            adapter knows; an adapter's name, such as "vllm", stands for its engines in this process. In their
+            order they are replicas 0, 1, 2...
         config: Instead of what `configure` and the environment say.
         role: This process' own role.
         rank: This process' own rank. Else STEPSCOPE_RANK, torch.distributed's, or RANK.

@@ -1,12 +1,13 @@
 """Life of one captured step: new -> opening -> open -> closing -> closed.
 
-Closing is the list of stages at the end of this file, with one index, which moves on when a stage ends. An
-interrupted stage is entered once more, then passed over. The interruption is raised after the last stage. A
-signal's handler and the end of the process continue at the index too, so a stage may be entered twice.
-Opening that fails or is cancelled is rolled back by the same stages.
+Closing is a list of stages, `STAGES` at the end of this file: switch off, close the session, stop the
+participants, conclude, release. An index moves on when a stage ends. An interrupted stage is entered once
+more, then passed over. The interruption is raised after the last stage. A signal's handler and the end of the
+process continue at the index too, so a stage may be entered twice. Opening that fails or is cancelled is
+rolled back by the same stages.
 
-`close` goes through the stages in order. `aclose` tells workers and engines to stop first: then this process
-closes its session, then it waits for them.
+`close` goes through the stages in order. So does `aclose`, but it tells workers and engines to stop before
+this process closes its session, and waits for them after it.
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ class Lifecycle:
             if stopping is not None and not stopping.done():
                 self._stop = None  # a Ctrl-C that ends the loop: it goes no further there
             raise
-        finally:  # what nothing did: no participants, or a loop shutting down
+        finally:  # the stages that are left
             self._task = None
             self._finish(closing)
 
@@ -321,7 +322,7 @@ class Lifecycle:
             failures.note("stopping workers and engines", failure)
 
     def conclude(self, session: Session, closing: Closing) -> None:
-        """Fold the manifest, once, and act on it."""
+        """Write the manifest as it stands now, and act on it. Files that come later fold it again."""
         if closing.discard is None:
             self._manifest = conclusion.conclude(self.asked, session, self.participants)
         else:

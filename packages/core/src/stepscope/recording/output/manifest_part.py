@@ -45,7 +45,7 @@ class ManifestPart:
         self._cut: dict[str, str] = {}
         """Name -> the budget that kept some of its windows from opening."""
         self._lock = threading.RLock()  # a signal handler may write in the middle of a write
-        self._folding = threading.RLock()  # the same, and the fold that looked later is to be written later
+        self._folding = threading.RLock()  # the same, and the newest fold is to be the last one written
 
     @property
     def record(self) -> ProcessPart:

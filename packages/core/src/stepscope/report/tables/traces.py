@@ -28,7 +28,7 @@ class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
     processes: int
     count: int
     self_ns: int
-    """A sum over calls and processes, without the operators below it. Kernels have none below them."""
+    """A sum over calls and processes, without the operators below it. Of a kernel it is `total_ns`."""
     total_ns: int
     mean_ns: int
     max_ns: int

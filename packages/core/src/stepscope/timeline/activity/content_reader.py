@@ -2,7 +2,7 @@
 
 It is read in one pass, or in two if a thread's operators are not in the order of their starts.
 
-It is fast because typed decoding skips `args`, but for the shapes of a trace that has them. Memory holds one
+It is fast because typed decoding skips `args`, except the shapes if a trace has them. Memory holds one
 block of the file, a record for each name and shapes, and 16 bytes for each interval of device or operator
 time.
 Layouts: Kineto's from torch 1.8 to 2.13; CUDA, ROCm, MTIA and CPU.
@@ -47,7 +47,7 @@ DEVICE = frozenset(
         "communication",
     )
 )  # fmt: skip
-"""Categories of what a device did. The last one is of other formats."""
+"""Categories of what a device did. `communication` comes from readers of other formats."""
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"})
 _ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "python_user_annotation"})
 
@@ -175,7 +175,7 @@ class Reading:
 
     def take(self, events: Sequence[Event]) -> None:
         self.events += len(events)
-        # In an attribute, they would let this object live until the next garbage collection.
+        # As an attribute, these methods would keep this object until the next garbage collection.
         handler_of: Callable[[str], Callable[[Complete], None] | None] = {
             **dict.fromkeys(_OPERATORS, self._operator),
             **dict.fromkeys(DEVICE, self._kernel),

@@ -45,7 +45,7 @@ class Stretches:
         return sum(map(sub, self._flat[1::2], self._flat[::2]), 0.0)
 
     def leave(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
-        """Yield what is left of other intervals outside of these."""
+        """Yield the parts of `pairs` that these do not cover."""
         starts, ends = self._flat[::2], self._flat[1::2]
         for start, end in pairs:
             at = bisect_right(ends, start)
