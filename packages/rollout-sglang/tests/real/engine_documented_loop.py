@@ -15,10 +15,10 @@ from stepscope.timeline import load_step
 
 PAGE = Path(__file__).parents[4] / "docs" / "engines-sglang.md"
 CONFIG = """
-save_path: profile
+save_path: {folder}
 steps: [3]
-roles: {rollout: {ranks: all}, "*": {ranks: first}}
-torch: {activities: [cpu]}
+roles: {{rollout: {{ranks: all}}, "*": {{ranks: first}}}}
+torch: {{activities: [cpu]}}
 """
 
 
@@ -42,7 +42,8 @@ def layout(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step
 
     monkeypatch.setattr(sglang, "Engine", made)
     monkeypatch.chdir(tmp_path)
-    Path("stepscope.yaml").write_text(CONFIG)
+    # Absolute: what the run does in the background goes on when this folder is left.
+    Path("stepscope.yaml").write_text(CONFIG.format(folder=tmp_path / "profile"))
     names: dict[str, Any] = {}
     exec(compile(code(), str(PAGE), "exec"), names)
     on_its_loop(engine, names["training_step"](3, [[1, 2, 3], [4, 5, 6, 7]]))
