@@ -33,7 +33,8 @@ from stepscope.timeline.readers import (
     Slice,
     Track,
 )
-from stepscope_npu._reader import DatabaseReader, TraceViewReader, layer_category
+from stepscope_npu._layers import layer_category
+from stepscope_npu._reader import DatabaseReader, TraceViewReader
 from stepscope_npu._trace_view import nanoseconds
 
 AT = 1_750_000_000_000_000_000

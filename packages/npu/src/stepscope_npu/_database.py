@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from stepscope.errors import RecordError
 from stepscope.timeline.readers import Event, Flow, Instant, Notes, Origin, Slice, Track
-from stepscope_npu._reader import layer_category
+from stepscope_npu._layers import layer_category
 
 BACKWARDS = "events that end before they begin"
 NO_TIME = "events without a time"

@@ -82,19 +82,6 @@ def origin_of(path: Path) -> Origin:
     return Origin(clock="realtime", pid=None if pid is None else int(pid[1]), rank=rank)
 
 
-def layer_category(task_type: object) -> str | None:
-    """Return the category of a device task; None if it computes and copies nothing (events, waits)."""
-    kind = str(task_type).upper()
-    if any(word in kind for word in ("MEMCPY", "SDMA", "PCIE_DMA")):
-        return "gpu_memcpy"
-    # Older files call some computing tasks "Other" (seen in a published one).
-    if kind == "OTHER" or any(word in kind for word in ("AI_", "AIC", "AIV", "MIX", "FFTS", "DSA", "KERNEL")):
-        return "kernel"
-    if any(word in kind for word in ("HCCL", "COMMUNICATION", "HCCS", "RDMA")):
-        return "communication"
-    return None
-
-
 def _is_database(path: Path) -> bool:
     return path.name.startswith("ascend_pytorch_profiler") and path.suffix == ".db"
 

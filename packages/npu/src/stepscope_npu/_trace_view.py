@@ -30,7 +30,7 @@ from stepscope.timeline.readers import (
     Track,
     chrome_events,
 )
-from stepscope_npu._reader import layer_category
+from stepscope_npu._layers import layer_category
 
 NOT_UNDERSTOOD = "events that are not of the form that trace_view.json has"
 NO_TIME = "events without a time"

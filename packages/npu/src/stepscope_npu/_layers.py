@@ -1,0 +1,16 @@
+"""Categories of device tasks of an Ascend recording in a timeline."""
+
+from __future__ import annotations
+
+
+def layer_category(task_type: object) -> str | None:
+    """Return the category of a device task; None if it computes and copies nothing (events, waits)."""
+    kind = str(task_type).upper()
+    if any(word in kind for word in ("MEMCPY", "SDMA", "PCIE_DMA")):
+        return "gpu_memcpy"
+    # Older files call some computing tasks "Other" (seen in a published one).
+    if kind == "OTHER" or any(word in kind for word in ("AI_", "AIC", "AIV", "MIX", "FFTS", "DSA", "KERNEL")):
+        return "kernel"
+    if any(word in kind for word in ("HCCL", "COMMUNICATION", "HCCS", "RDMA")):
+        return "communication"
+    return None
