@@ -7,7 +7,15 @@ from importlib.metadata import EntryPoint, EntryPoints, version
 
 import pytest
 
-from stepscope.engines import EngineFactory, EngineProfiler, load_engine, protocol, recognise
+from stepscope.engines import (
+    EngineCapture,
+    EngineFactory,
+    EngineProfiler,
+    EngineProfilerBase,
+    load_engine,
+    protocol,
+    recognise,
+)
 from stepscope.engines.protocol import installed
 from stepscope.errors import ConfigError, EngineError
 from stepscope.recording.fanout.given_engines import profilers_of
@@ -101,3 +109,17 @@ def test_a_misspelt_name_suggests_the_one_that_is_meant() -> None:
 def test_a_url_is_asked_which_engine_serves_there() -> None:
     with pytest.raises(ConfigError, match=r"VllmServer\(url\)"):
         profilers_of(["http://127.0.0.1:8000"])
+
+
+def test_a_profiler_without_its_stop_cannot_be_made() -> None:
+    class Unfinished(EngineProfilerBase):
+        @property
+        def world_size(self) -> int:
+            return 1
+
+        def check(self) -> None: ...
+
+        async def start(self, capture: EngineCapture) -> None: ...
+
+    with pytest.raises(TypeError, match="stop"):
+        Unfinished()  # type: ignore[abstract]  # the subject
