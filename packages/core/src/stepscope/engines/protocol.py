@@ -170,8 +170,8 @@ class EngineFactory(Protocol):
 
     builder: str = ""
     """`module:Class.method` that every engine is built with, where `arm` has to come first. Under `stepscope
-    run` its calls are patched if an `instrument` entry names the adapter. Its top-level
-    module has the adapter's name."""
+    run` its calls are patched if an `instrument` entry names the adapter. Its top-level module has the
+    adapter's name."""
 
     def arm(self, config: ProfileConfig, settings: object) -> None:
         """Have the engine that is about to be built made ready for its profiler. Keep what the user has set.

@@ -87,5 +87,5 @@ async def drain_here(instance: object, timeout_s: float) -> list[str]:
 
 
 def call_here(instance: object, fn: Callable[..., T], *args: object) -> T:
-    """Call a function that needs no actor."""
+    """Call a function that does not use the actor's object."""
     return fn(*args)
