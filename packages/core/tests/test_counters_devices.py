@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from packages.core.tests.compiled import compiled, run_with
-from stepscope.recording.counters import allocators as allocators_module
 from stepscope.recording.counters import nvml as nvml_module
 from stepscope.recording.counters.allocators import allocators
 from stepscope.recording.counters.dcmi import ascend_npus
 from stepscope.recording.counters.nvml import nvidia_gpus
 from stepscope.recording.counters.sampler import AbsentError
+from stepscope.recording.process import hardware
 from tests.downloads import wheel
 
 PYNVML = "nvidia-ml-py==13.615.71"
@@ -256,7 +256,7 @@ class Cuda:
 def test_allocators_are_read_for_the_devices_that_hold_memory(
     monkeypatch: pytest.MonkeyPatch, library: str, kind: str
 ) -> None:
-    for name, _ in allocators_module._MODULES:
+    for name, _ in hardware._MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, library, SimpleNamespace(**{kind: Cuda()}))
     assert {source.name: dict(source.sample()) for source in allocators()} == {

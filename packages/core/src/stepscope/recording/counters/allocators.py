@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from stepscope.counters import CounterSource
 from stepscope.files.counters import TORCH_RESERVED
-
-_MODULES = (("torch", "cuda"), ("torch_npu", "npu"))
-"""(library, its module) of the allocators; `torch_npu.npu` has the functions of `torch.cuda`."""
+from stepscope.recording.process.hardware import initialised
 
 
 class AllocatorBytes(CounterSource):
@@ -26,18 +22,10 @@ class AllocatorBytes(CounterSource):
     def sample(self) -> Mapping[str, float]:
         return {
             f"{kind}:{device}": float(stats[self._figure])
-            for kind, module in _initialised()
+            for kind, module in initialised()
             for device in range(module.device_count())
             if (stats := module.memory_stats(device)).get("reserved_bytes.all.current")
         }
-
-
-def _initialised() -> Iterator[tuple[str, Any]]:
-    """Yield (`cuda` or `npu`, module) of the devices that this process has initialised."""
-    for library, kind in _MODULES:
-        module = getattr(sys.modules.get(library), kind, None)
-        if module is not None and module.is_initialized():
-            yield kind, module
 
 
 def allocators() -> Iterator[CounterSource]:

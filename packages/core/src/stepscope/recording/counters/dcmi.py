@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import TypeAlias
 
 from stepscope.counters import CounterSource
-from stepscope.files.counters import NPU, CounterKind, CounterScope
+from stepscope.files.counters import NPU
+from stepscope.recording.counters.devices import DeviceCounter
 from stepscope.recording.counters.sampler import AbsentError
 
 LIBRARIES = ("libdcmi.so", "/usr/local/dcmi/libdcmi.so")
@@ -41,36 +42,6 @@ class _Hbm(ctypes.Structure):
 
 class DcmiError(Exception):
     """A call that DCMI refused, with its code."""
-
-
-class DcmiCounter(CounterSource):
-    """One query of DCMI, of every chip. A chip that refuses it is not asked again."""
-
-    scope: CounterScope = "host"
-
-    def __init__(
-        self,
-        name: str,
-        unit: str,
-        query: Callable[[Chip], float],
-        chips: Mapping[str, Chip],
-        kind: CounterKind = "level",
-    ) -> None:
-        self.name = name
-        self.unit = unit
-        self.kind = kind
-        self.interval_s = 1.0
-        self._query = query
-        self._chips = dict(chips)
-
-    def sample(self) -> Mapping[str, float]:
-        values: dict[str, float] = {}
-        for npu, chip in tuple(self._chips.items()):
-            try:
-                values[npu] = self._query(chip)
-            except DcmiError:
-                del self._chips[npu]
-        return values
 
 
 class _Dcmi:
@@ -142,7 +113,7 @@ def ascend_npus() -> Iterator[CounterSource]:
         chips = dcmi.chips()
     except (OSError, DcmiError) as error:
         raise AbsentError(f"{LIBRARIES[0]}, the library of npu-smi, cannot be used: {error}") from None
-    yield DcmiCounter(NPU, "%", dcmi.utilisation, chips, kind="interval")
-    yield DcmiCounter("NPU memory", "B", dcmi.memory_bytes, chips)
-    yield DcmiCounter("NPU power", "W", dcmi.power_w, chips)
-    yield DcmiCounter("NPU AI core clock", "MHz", dcmi.clock_mhz, chips)
+    yield DeviceCounter(NPU, "%", dcmi.utilisation, chips, error=DcmiError, kind="interval")
+    yield DeviceCounter("NPU memory", "B", dcmi.memory_bytes, chips, error=DcmiError)
+    yield DeviceCounter("NPU power", "W", dcmi.power_w, chips, error=DcmiError)
+    yield DeviceCounter("NPU AI core clock", "MHz", dcmi.clock_mhz, chips, error=DcmiError)

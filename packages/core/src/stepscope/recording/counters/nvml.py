@@ -14,53 +14,29 @@ from importlib import import_module
 from typing import Any
 
 from stepscope.counters import CounterSource
-from stepscope.files.counters import GPU, GPU_MEMORY, CounterKind, CounterScope
+from stepscope.files.counters import GPU, GPU_MEMORY
+from stepscope.recording.counters.devices import DeviceCounter
 from stepscope.recording.counters.sampler import AbsentError
 
 DRIVER = "/proc/driver/nvidia/version"
 MISSING = "nvidia-ml-py is not installed. Fix: pip install 'stepscope[counters]'"
 
 
-class NvmlCounter(CounterSource):
-    """One query of NVML, of every GPU. A GPU that does not support it is not asked again."""
+class _Utilisation(DeviceCounter[Any]):
+    """The first counter. It ends NVML for all."""
 
-    scope: CounterScope = "host"
-
-    def __init__(
-        self,
-        name: str,
-        unit: str,
-        query: Callable[[Any], float],
-        handles: Mapping[str, Any],
-        *,
-        error: type[Exception],
-        interval_s: float,
-        kind: CounterKind = "level",
-        end: Callable[[], object] | None = None,
-    ) -> None:
-        self.name = name
-        self.unit = unit
-        self.kind = kind
-        self.interval_s = interval_s
-        self._query = query
-        self._handles = dict(handles)
-        self._error = error
-        self._end = end
-        self._pid = os.getpid()
-
-    def sample(self) -> Mapping[str, float]:
-        values: dict[str, float] = {}
-        for gpu, handle in tuple(self._handles.items()):
-            try:
-                values[gpu] = float(self._query(handle))
-            except self._error:
-                del self._handles[gpu]
-        return values
+    def __init__(self, nvml: Any, handles: Mapping[str, Any]) -> None:
+        self._nvml, self._pid = nvml, os.getpid()
+        # NVML's own figure is an average over the last 1/6 to 1 s.
+        super().__init__(
+            GPU, "%", lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu, handles,
+            error=nvml.NVMLError, interval_s=0.2, kind="interval",
+        )  # fmt: skip
 
     def close(self) -> None:
-        if self._end is not None and os.getpid() == self._pid:  # NVML does not outlive a fork
+        if os.getpid() == self._pid:  # NVML does not outlive a fork
             with suppress(self._error):
-                self._end()
+                self._nvml.nvmlShutdown()
 
 
 def nvidia_gpus() -> Iterator[CounterSource]:
@@ -91,21 +67,15 @@ def nvidia_gpus() -> Iterator[CounterSource]:
 
 
 def _counters(nvml: Any, handles: Mapping[str, Any]) -> Iterator[CounterSource]:
-    error: type[Exception] = nvml.NVMLError
-    throttled = _throttle_query(nvml)
-    # NVML's own figure is an average over the last 1/6 to 1 s. The first source ends NVML for all.
-    yield NvmlCounter(
-        GPU, "%", lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu, handles,
-        error=error, interval_s=0.2, kind="interval", end=nvml.nvmlShutdown,
-    )  # fmt: skip
+    yield _Utilisation(nvml, handles)
     queries: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
         (GPU_MEMORY, "B", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
         ("GPU power", "W", lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
         ("GPU SM clock", "MHz", lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
-        ("GPU throttled", "", throttled),
+        ("GPU throttled", "", _throttle_query(nvml)),
     )
     for name, unit, query in queries:
-        yield NvmlCounter(name, unit, query, handles, error=error, interval_s=1.0)
+        yield DeviceCounter(name, unit, query, handles, error=nvml.NVMLError)
 
 
 def _throttle_query(nvml: Any) -> Callable[[Any], float]:

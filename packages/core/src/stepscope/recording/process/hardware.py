@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 from stepscope.config import ThroughputConfig
 from stepscope.files.manifest.records import Hardware
@@ -17,7 +19,9 @@ def read_hardware(config: ThroughputConfig) -> Hardware:
     """Return the device that this process computes on, and the configuration's figures. Raise nothing."""
     device = None
     try:
-        device = _device()
+        for _, module in initialised():
+            device = bounded(str(module.get_device_name()))
+            break
     except Exception as error:  # a driver in trouble
         failures.warn("stepscope: the device of this process is unknown: %s", failures.describe(error))
     return Hardware(
@@ -25,9 +29,9 @@ def read_hardware(config: ThroughputConfig) -> Hardware:
     )
 
 
-def _device() -> str | None:
+def initialised() -> Iterator[tuple[str, Any]]:
+    """Yield (`cuda` or `npu`, module) of the devices that this process has initialised."""
     for library, kind in _MODULES:
         module = getattr(sys.modules.get(library), kind, None)
         if module is not None and module.is_initialized():
-            return bounded(str(module.get_device_name()))
-    return None
+            yield kind, module
