@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from stepscope.files.storage.temporary import temporary
 
@@ -33,6 +36,37 @@ def write_atomic(path: Path, data: bytes) -> None:
         with suppress(OSError):  # its folder may be gone: the error that matters is the first
             name.unlink()
         raise
+
+
+def append_whole(handle: int, size: int, data: bytes) -> int:
+    """Append `data` to an open file of `size` bytes, which only the caller writes. Return its new size.
+
+    Raises:
+        OSError: The disk is full, say. No half line stays behind: what was written before remains readable.
+    """
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[os.write(handle, view) :]
+    except OSError:
+        os.ftruncate(handle, size)
+        os.lseek(handle, size, os.SEEK_SET)
+        raise
+    return size + len(data)
+
+
+def append_lines(path: Path, records: Iterable[object]) -> int:
+    """Append records to a file that may be new, a line of JSON for each. Return its new size.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(handle, "wb") as out:
+        out.write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+        out.flush()
+        return os.fstat(handle).st_size
 
 
 def create_once(path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from time import monotonic_ns
@@ -13,7 +12,7 @@ import msgspec
 from stepscope.files import counters as records
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage.atomic import private
+from stepscope.files.storage.atomic import append_whole, private
 from stepscope.recording.counters.sampler import Sampler, Tick
 from stepscope.recording.process import failures
 from stepscope.recording.process.failures import describe
@@ -150,18 +149,8 @@ class CounterLog:
             self._until_ns = ticks[-1].at_ns
 
     def _append(self, file: FileIO, lines: Iterable[records.Line]) -> None:
-        view = memoryview(b"".join(_encode(line) + b"\n" for line in lines))
-        size = len(view)
-        handle = file.fileno()
-        try:
-            while view:
-                view = view[os.write(handle, view) :]
-        except OSError:
-            # Disk full: no half line stays behind, so that what was written before remains readable.
-            os.ftruncate(handle, self._size)
-            os.lseek(handle, self._size, os.SEEK_SET)
-            raise
-        self._size += size
+        data = b"".join(_encode(line) + b"\n" for line in lines)
+        self._size = append_whole(file.fileno(), self._size, data)
 
 
 def _sample(tick: Tick) -> records.Sample:

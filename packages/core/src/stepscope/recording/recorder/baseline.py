@@ -7,17 +7,15 @@ only near a captured step, on the exporter's thread: the last `KEPT` before it w
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-import msgspec
-
 from stepscope import switch
 from stepscope.files.layout import RunLayout
+from stepscope.files.storage.atomic import append_lines
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.recording.output import exporter
 from stepscope.recording.process import failures, fork, shutdown
@@ -114,10 +112,7 @@ def flush() -> None:
 
 def _append(file: Path, steps: tuple[UncapturedStep, ...]) -> None:
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(handle, "wb") as out:
-            out.write(b"".join(msgspec.json.encode(step) + b"\n" for step in steps))
+        append_lines(file, steps)
     except OSError as error:
         failures.note("writing how long uncaptured steps took", error)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from stepscope.files.recorder import StepLine
 from stepscope.files.spans import STEP_TOKENS
-from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.atomic import append_lines, write_atomic
 from stepscope.files.values import bounded
 from stepscope.recording.counters.sampler import Sampler
 from stepscope.recording.process import failures
@@ -69,13 +66,7 @@ def _means(sampler: Sampler, first_ns: int, last_ns: int) -> dict[str, float]:
 def append(path: Path, line: StepLine) -> None:
     """Add a line to the file. A disk that refuses is noted."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(handle, "wb") as out:
-            out.write(msgspec.json.encode(line) + b"\n")
-            out.flush()
-            size = os.fstat(handle).st_size
-        if size > MOST_BYTES:
+        if append_lines(path, [line]) > MOST_BYTES:
             _halve(path)
     except OSError as error:
         failures.note("writing a line for each step", error)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from stepscope.files import spans as records
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage.atomic import private
+from stepscope.files.storage.atomic import append_whole, private
 from stepscope.recording.process import clock, failures
 from stepscope.recording.process.failures import describe
 from stepscope.recording.spans import lines
@@ -232,16 +232,7 @@ class SpanLog(SpanMaker):
         return lines.encoded(header)
 
     def _append(self, data: bytes) -> None:
-        view = memoryview(data)
-        try:
-            while view:
-                view = view[os.write(self._fd, view) :]
-        except OSError:
-            # Disk full: no half line stays behind, so that what was written before remains readable.
-            os.ftruncate(self._fd, self._size)
-            os.lseek(self._fd, self._size, os.SEEK_SET)
-            raise
-        self._size += len(data)
+        self._size = append_whole(self._fd, self._size, data)
 
 
 _cost_ns: int | None = None
