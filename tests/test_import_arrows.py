@@ -63,6 +63,7 @@ PUBLIC = (
         for name in (
             "process_lock",
             "threaded.mini_batches",
+            "threaded.scheduled_window",
             "threaded.threaded_window",
             "threaded.window_thread",
             "torch.foreign_sessions",

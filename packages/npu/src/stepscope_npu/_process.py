@@ -42,7 +42,7 @@ def _before_another_of_torch_npu(torch_npu: TorchNpu) -> None:
 
 def _before_another(torch_npu: TorchNpu, profiler: str) -> bool:
     """End the open window, because other code starts a profiler here. Return whether there was one."""
-    window = _window.current
+    window = _window.NpuWindow.current
     if window is not None:
         _end(window, profiler)
     _operators.leave(torch_npu)
@@ -62,7 +62,7 @@ def _end(window: _window.NpuWindow, profiler: str) -> None:
 
 def _at_exit() -> None:
     """End an open window. A later stop() still gets its recording."""
-    window = _window.current
+    window = _window.NpuWindow.current
     if window is not None:
         run_on(window.thread, window.end)
 

@@ -11,11 +11,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from stepscope.backends.process_lock import PROCESS_LOCK
-from stepscope.backends.threaded.mini_batches import Phase, Place, cut_short, never_active, place
-from stepscope.backends.threaded.threaded_window import Kept
+from stepscope.backends.threaded.mini_batches import Place
+from stepscope.backends.threaded.scheduled_window import ScheduledWindow
 from stepscope.backends.threaded.window_thread import WindowThread
 from stepscope.backends.torch.foreign_sessions import busy as torch_busy
 from stepscope.config import ScheduleConfig
@@ -25,8 +24,6 @@ from stepscope_npu._mstx import Ranges
 from stepscope_npu._options import Options
 from stepscope_npu._versions import refuse_msprof
 
-current: NpuWindow | None = None
-"""The window that records this process. One writer: this module."""
 _parents: list[object] = []
 """In the child of a fork: the parent's profile. Its destruction would stop the parent's recording."""
 
@@ -66,8 +63,10 @@ class Cycle:
         return self._actions.RECORD_AND_SAVE if step == last else self._actions.RECORD
 
 
-class NpuWindow:
+class NpuWindow(ScheduledWindow[Recorded]):
     """A window that records below `folder`. `about` goes into `profiler_metadata.json`."""
+
+    current: ClassVar[NpuWindow | None] = None
 
     def __init__(
         self,
@@ -79,18 +78,13 @@ class NpuWindow:
         schedule: ScheduleConfig | None,
         about: Mapping[str, object],
     ) -> None:
-        self.name = name
-        self.thread = thread
+        super().__init__(name, thread, schedule=schedule, key="npu.schedule", about=about)
         self.options = options
-        self.phase: Phase = "off"
-        self.over = False
         self.ranges = Ranges(options.torch_npu.mstx)
         self.ignored = dict(options.ignored)
         self.operators_of: str | None = None
         """The thread whose operators it holds, with those that autograd's threads run for it."""
         self._folder = folder
-        self._schedule = schedule
-        self._about = about
         self._device: int | None = None
         if thread.all_threads:  # a thread of stepscope, which has a current device of its own
             self._device = options.torch_npu.module.npu.current_device()
@@ -98,54 +92,10 @@ class NpuWindow:
         self._output: _recordings.OutputFolder | None = None
         self._made_in = folder
         self._calls = _recordings.Calls()
-        self._mini_batch = 0
-        self._cycle = 0
-        self._kept: Kept[Recorded] = Kept()
-
-    def take(self) -> list[Recorded]:
-        """Take the recordings that wait; see `Kept.take`. From any thread."""
-        return self._kept.take(self.name)
 
     def begin(self) -> None:
-        """Enter the phase of mini-batch 0: recording, if there is no schedule.
-
-        Raises:
-            ProfilerBusyError: a recording of other code, or another window, records this process.
-            BackendError: torch_npu does not start. Nothing is left running.
-        """
-        global current
         refuse_msprof()
-        try:
-            if self.over:
-                raise BackendError(f"{self.name} was stopped before it began")
-            PROCESS_LOCK.acquire(self.name, by=self)
-            current = self
-            self._go_to(place(self._schedule, 0))
-        except BaseException as error:
-            self.over = True
-            self._give_back()
-            if isinstance(error, Exception) and not isinstance(error, BackendError):
-                raise BackendError(f"{self.name} did not start: {error}") from error
-            raise
-
-    def advance(self) -> None:
-        """Go to the phase of the next mini-batch, in a window with a schedule."""
-        if self.over:
-            return
-        self._mini_batch += 1
-        to = place(self._schedule, self._mini_batch)
-        try:
-            if self._profile is not None:
-                leaves = to.phase == "off" or to.cycle != self._cycle
-                if leaves:
-                    self._drain()
-                self._step()
-                if leaves:
-                    self._close(None)
-            self._go_to(to)
-        except Exception as error:
-            self._kept.lost = f"after {self._mini_batch} mini-batches: {error}"
-            self.end()
+        super().begin()
 
     def end(self, truncated: str | None = None) -> None:
         """End recording for good and keep the recording so far."""
@@ -154,24 +104,25 @@ class NpuWindow:
         self.over = True
         try:
             if self.phase != "active":
-                self._kept.lost = self._kept.lost or truncated or self._never_active()
+                self._lost = self._lost or truncated or self._never_active()
             if self._profile is not None:
                 self._drain()
                 if self._schedule is None:
                     self._step()  # the schedule's one mini-batch: without it, torch_npu warns at the stop
                 self._close(truncated or self._cut_short())
         except Exception as error:
-            self._kept.lost = f"torch_npu did not stop: {error}"
+            self._lost = f"torch_npu did not stop: {error}"
         finally:
             self._give_back()
 
-    def _give_back(self) -> None:
-        global current
-        PROCESS_LOCK.release(by=self)
-        if current is self:
-            current = None
-
     def _go_to(self, to: Place) -> None:
+        if self._profile is not None:
+            leaves = to.phase == "off" or to.cycle != self._cycle
+            if leaves:
+                self._drain()
+            self._step()
+            if leaves:
+                self._close(None)
         self._cycle = to.cycle
         if to.phase != "off" and self._profile is None:
             self._open()
@@ -251,9 +202,9 @@ class NpuWindow:
         )
         if outcome.folder is None or outcome.failed is not None:
             _disk.remove(self._made_in)
-            self._kept.lost = outcome.failed
+            self._lost = outcome.failed
             return
-        self._kept.recorded.append(Recorded(outcome.folder, self._cycle, outcome.lacking, truncated))
+        self._recorded.append(Recorded(outcome.folder, self._cycle, outcome.lacking, truncated))
 
     def _force(self, profile: Any) -> None:
         """Stop the parts of a profile that torch_npu left running after an error in its stop."""
@@ -285,22 +236,10 @@ class NpuWindow:
             self._output.give_back()
             self._output = None
 
-    def _cut_short(self) -> str | None:
-        """Explain why the open recording lacks mini-batches of its schedule; None without a schedule."""
-        if self._schedule is None or self.phase != "active":
-            return None
-        return cut_short(self._schedule, self._mini_batch, "npu.schedule")
-
-    def _never_active(self) -> str | None:
-        if self._schedule is None or self._kept.recorded:
-            return None
-        return never_active(self._schedule, self._mini_batch, "npu.schedule")
-
 
 def forget() -> None:
     """Drop the window in the child of a fork: it belongs to the parent."""
-    global current
-    window, current = current, None
+    window, NpuWindow.current = NpuWindow.current, None
     if window is None:
         return
     _parents.append(window._profile)
@@ -308,4 +247,4 @@ def forget() -> None:
         window._profile.stopped = True
     window._profile = window._output = None
     window.phase, window.over = "off", True
-    window._kept.recorded.clear()
+    window._recorded.clear()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections import deque
 from typing import Generic, Protocol, TypeVar
 
 from stepscope.backends.protocol import Window
@@ -124,39 +123,6 @@ class HeldWindow(Generic[WindowT]):
         self.window = None
         if self._when_dropped is not None:
             self._when_dropped.detach()
-
-
-class Cut(Protocol):
-    """A recording of one window, which may have ended early."""
-
-    truncated: str | None
-
-
-CutT = TypeVar("CutT", bound=Cut)
-
-
-class Kept(Generic[CutT]):
-    """Recordings of a window that wait to be taken, or the reason why there are none."""
-
-    def __init__(self) -> None:
-        self.recorded: deque[CutT] = deque()
-        self.lost: str | None = None
-
-    def take(self, name: str) -> list[CutT]:
-        """Take all recordings, once. From any thread.
-
-        Raises:
-            BackendError: there is none; the message has the reason.
-        """
-        recordings = []
-        while self.recorded:
-            recordings.append(self.recorded.popleft())
-        lost, self.lost = self.lost, None
-        if lost is not None and not recordings:
-            raise BackendError(f"{name} is lost: {lost}")
-        if lost is not None:
-            recordings[-1].truncated = recordings[-1].truncated or lost
-        return recordings
 
 
 def begin_on_thread(window: ThreadWindow) -> None:

@@ -32,7 +32,7 @@ def hook() -> None:
 
 def _before_another_session() -> None:
     """End the open window, because other code opens a torch.profiler session on this thread."""
-    window = torch_window.current
+    window = torch_window.TorchWindow.current
     if window is None:
         return
     thread = threading.current_thread().name
@@ -49,7 +49,7 @@ def _before_another_session() -> None:
 
 def _at_exit() -> None:
     """End an open window before the exit, where it would crash. A later stop() still gets its recording."""
-    window = torch_window.current
+    window = torch_window.TorchWindow.current
     if window is not None:
         run_on(window.thread, window.end)
 

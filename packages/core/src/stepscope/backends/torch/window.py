@@ -1,8 +1,7 @@
 """One window of torch.profiler, from its start to the results that wait to be written.
 
 `begin`, `advance` and `end` run on the window's thread (`window_thread`), one at a time, so this module needs
-no lock. Phases follow the schedule: off -> warmup -> active -> off, again and again. Without a schedule, a
-window is active from start to end.
+no lock.
 """
 
 from __future__ import annotations
@@ -13,22 +12,18 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from stepscope.backends.process_lock import PROCESS_LOCK
-from stepscope.backends.threaded.mini_batches import Phase, cut_short, never_active, place
-from stepscope.backends.threaded.threaded_window import Kept
+from stepscope.backends.threaded.mini_batches import Phase, Place
+from stepscope.backends.threaded.scheduled_window import ScheduledWindow
 from stepscope.backends.threaded.window_thread import WindowThread
 from stepscope.backends.torch import foreign_sessions, libc
 from stepscope.backends.torch.options import Options, prepare_trace
 from stepscope.config import ScheduleConfig
-from stepscope.errors import BackendError, ProfilerBusyError
+from stepscope.errors import ProfilerBusyError
 
 if TYPE_CHECKING:
     from torch.profiler.profiler import _KinetoProfile as Profile
-
-current: TorchWindow | None = None
-"""The window that records this process. One writer: this module."""
 
 kineto_has_started = False
 """True once this process has paid the seconds of the first start. One writer: this module."""
@@ -56,8 +51,10 @@ class Recorded:
         libc.give_memory_back()
 
 
-class TorchWindow:
+class TorchWindow(ScheduledWindow[Recorded]):
     """A window of torch.profiler. `about` goes into its trace, under the key `stepscope`."""
+
+    current: ClassVar[TorchWindow | None] = None
 
     def __init__(
         self,
@@ -69,67 +66,19 @@ class TorchWindow:
         trace_id: str,
         about: Mapping[str, object],
     ) -> None:
-        self.name = name
-        self.thread = thread
+        super().__init__(name, thread, schedule=schedule, key="torch.schedule", about=about)
         self.options = options
-        self.phase: Phase = "off"
-        self.over = False
         self.only_thread = None if thread.all_threads else threading.main_thread().ident
         """The one thread that is recorded; None: all threads."""
-        self._schedule = schedule
         self._trace_id = trace_id
-        self._about = about
         self._profile: Profile | None = None
-        self._mini_batch = 0
-        self._cycle = 0
         self._backward_call: str | None = None
-        self._kept: Kept[Recorded] = Kept()
 
     def records_here(self) -> bool:
         """Return whether the window records the calling thread now."""
         if self.phase != "active":
             return False
         return self.only_thread is None or self.only_thread == threading.get_ident()
-
-    def take(self) -> list[Recorded]:
-        """Take the recordings that wait; see `Kept.take`. From any thread."""
-        return self._kept.take(self.name)
-
-    def begin(self) -> None:
-        """Enter the phase of mini-batch 0: recording, if there is no schedule.
-
-        Raises:
-            ProfilerBusyError: a session of other code, or another window, records this process.
-            BackendError: torch does not start. Nothing is left running.
-        """
-        global current
-        try:
-            if self.over:
-                raise BackendError(f"{self.name} was stopped before it began")
-            PROCESS_LOCK.acquire(self.name, by=self)
-            current = self
-            self._go_to(place(self._schedule, 0).phase)
-        except BaseException as error:
-            self.over = True
-            self._give_back()
-            if isinstance(error, Exception) and not isinstance(error, BackendError):
-                raise BackendError(f"{self.name} did not start: {error}") from error
-            raise
-
-    def advance(self) -> None:
-        """Go to the phase of the next mini-batch."""
-        if self.over:
-            return
-        self._mini_batch += 1
-        phase, cycle = place(self._schedule, self._mini_batch)
-        try:
-            if cycle != self._cycle:
-                self._go_to("off")
-                self._cycle = cycle
-            self._go_to(phase)
-        except Exception as error:
-            self._kept.lost = f"after {self._mini_batch} mini-batches: {error}"
-            self.end()
 
     def advance_in_backward(self) -> None:
         """Count a mini-batch inside of a backward pass. From any thread.
@@ -148,20 +97,20 @@ class TorchWindow:
             if self.phase == "active":
                 self._record(truncated or self._backward_call or self._cut_short())
             elif not self.over:
-                self._kept.lost = self._kept.lost or truncated or self._backward_call or self._never_active()
-                self._go_to("off")
+                self._lost = self._lost or truncated or self._backward_call or self._never_active()
+                self._enter("off")
         finally:
             self.over = self.phase == "off"
             if self.over:
                 self._give_back()
 
-    def _give_back(self) -> None:
-        global current
-        PROCESS_LOCK.release(by=self)
-        if current is self:
-            current = None
+    def _go_to(self, to: Place) -> None:
+        if to.cycle != self._cycle:
+            self._enter("off")
+            self._cycle = to.cycle
+        self._enter(to.phase)
 
-    def _go_to(self, phase: Phase) -> None:
+    def _enter(self, phase: Phase) -> None:
         if phase == self.phase:
             return
         if phase != "off":
@@ -212,18 +161,18 @@ class TorchWindow:
         profile = self._profile
         try:
             if profile is not None and foreign_sessions.running(self.only_thread is not None):
-                self._kept.lost = _INTERRUPTED
+                self._lost = _INTERRUPTED
                 trouble = self._stop(profile)
-                self._kept.recorded.append(
+                self._recorded.append(
                     Recorded(profile, self._cycle, truncated or trouble or self._backward_call)
                 )
-                self._kept.lost = None
-            elif self._kept.lost == _INTERRUPTED:
+                self._lost = None
+            elif self._lost == _INTERRUPTED:
                 foreign_sessions.clear_flag()  # the interrupt came before torch cleared it
             else:
-                self._kept.lost = "its torch.profiler session was ended from outside stepscope"
+                self._lost = "its torch.profiler session was ended from outside stepscope"
         except Exception as error:
-            self._kept.lost = f"torch.profiler did not stop: {error}"
+            self._lost = f"torch.profiler did not stop: {error}"
         self.phase, self._profile = "off", None
 
     def _cancel_warmup(self) -> None:
@@ -245,27 +194,15 @@ class TorchWindow:
         else:
             foreign_sessions.clear_flag()
 
-    def _cut_short(self) -> str | None:
-        """Explain why the recording lacks mini-batches of its schedule; None without a schedule."""
-        if self._schedule is None:
-            return None
-        return cut_short(self._schedule, self._mini_batch, "torch.schedule")
-
-    def _never_active(self) -> str | None:
-        if self._schedule is None or self._kept.recorded:
-            return None
-        return never_active(self._schedule, self._mini_batch, "torch.schedule")
-
 
 def forget() -> TorchWindow | None:
     """Drop the parent's window in the child of a fork, and return it if there is one."""
-    global current
-    window, current = current, None
+    window, TorchWindow.current = TorchWindow.current, None
     if window is not None:
         _parents.append(window._profile)
         window._profile = None
         window.phase, window.over = "off", True
-        window._kept.recorded.clear()
+        window._recorded.clear()
     return window
 
 

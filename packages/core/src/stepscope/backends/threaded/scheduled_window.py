@@ -1,0 +1,132 @@
+"""A window of a profiler that a `ScheduleConfig` switches on and off: its start, its end and what it keeps.
+
+Phases follow the schedule: off -> warmup -> active -> off, again and again. Without a schedule, a window is
+active from start to end.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from stepscope.backends.process_lock import PROCESS_LOCK
+from stepscope.backends.threaded.mini_batches import Phase, Place, cut_short, never_active, place
+from stepscope.backends.threaded.window_thread import WindowThread
+from stepscope.config import ScheduleConfig
+from stepscope.errors import BackendError
+
+
+class Cut(Protocol):
+    """A recording of one window, which may have ended early."""
+
+    truncated: str | None
+
+
+CutT = TypeVar("CutT", bound=Cut)
+
+
+class ScheduledWindow(ABC, Generic[CutT]):
+    """One window. `begin`, `advance` and `end` run on its thread, one at a time, so it needs no lock."""
+
+    current: ClassVar[Any] = None
+    """The window of a class that records this process. Writers: `begin`, `_give_back`, a forked child."""
+
+    def __init__(
+        self,
+        name: str,
+        thread: WindowThread,
+        *,
+        schedule: ScheduleConfig | None,
+        key: str,
+        about: Mapping[str, object],
+    ) -> None:
+        """Args:
+        key: Of the schedule in the configuration.
+        about: Metadata of its recordings.
+        """
+        self.name = name
+        self.thread = thread
+        self.phase: Phase = "off"
+        self.over = False
+        self._schedule = schedule
+        self._key = key
+        self._about = about
+        self._mini_batch = 0
+        self._cycle = 0
+        self._recorded: deque[CutT] = deque()
+        """Recordings that wait to be taken."""
+        self._lost: str | None = None
+        """The reason why there is none, or why the last one is not whole."""
+
+    def take(self) -> list[CutT]:
+        """Take all recordings, once. From any thread.
+
+        Raises:
+            BackendError: there is none; the message has the reason.
+        """
+        recordings = []
+        while self._recorded:
+            recordings.append(self._recorded.popleft())
+        lost, self._lost = self._lost, None
+        if lost is not None and not recordings:
+            raise BackendError(f"{self.name} is lost: {lost}")
+        if lost is not None:
+            recordings[-1].truncated = recordings[-1].truncated or lost
+        return recordings
+
+    def begin(self) -> None:
+        """Enter the phase of mini-batch 0: recording, if there is no schedule.
+
+        Raises:
+            ProfilerBusyError: a recording of other code, or another window, records this process.
+            BackendError: the profiler does not start. Nothing is left running.
+        """
+        try:
+            if self.over:
+                raise BackendError(f"{self.name} was stopped before it began")
+            PROCESS_LOCK.acquire(self.name, by=self)
+            type(self).current = self
+            self._go_to(place(self._schedule, 0))
+        except BaseException as error:
+            self.over = True
+            self._give_back()
+            if isinstance(error, Exception) and not isinstance(error, BackendError):
+                raise BackendError(f"{self.name} did not start: {error}") from error
+            raise
+
+    def advance(self) -> None:
+        """Go to the phase of the next mini-batch."""
+        if self.over:
+            return
+        self._mini_batch += 1
+        try:
+            self._go_to(place(self._schedule, self._mini_batch))
+        except Exception as error:
+            self._lost = f"after {self._mini_batch} mini-batches: {error}"
+            self.end()
+
+    @abstractmethod
+    def end(self, truncated: str | None = None) -> None:
+        """End recording for good and keep the recording so far. `truncated`: the reason for an early end."""
+
+    @abstractmethod
+    def _go_to(self, to: Place) -> None:
+        """Enter the phase of a mini-batch."""
+
+    def _give_back(self) -> None:
+        PROCESS_LOCK.release(by=self)
+        if type(self).current is self:
+            type(self).current = None
+
+    def _cut_short(self) -> str | None:
+        """Explain why the open recording lacks mini-batches of its schedule; None without a schedule."""
+        if self._schedule is None or self.phase != "active":
+            return None
+        return cut_short(self._schedule, self._mini_batch, self._key)
+
+    def _never_active(self) -> str | None:
+        if self._schedule is None or self._recorded:
+            return None
+        return never_active(self._schedule, self._mini_batch, self._key)
