@@ -32,14 +32,17 @@ from stepscope.recording.process.work_queue import WorkQueue
 class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of an export: the artifact, whole and in place, or the error."""
 
-    artifact: Artifact | None
-    error: str | None
     sidecar: Sidecar | None = None
-    """The record that was written beside it."""
+    """The record that was written beside the artifact."""
+    error: str | None = None
     cost_ns: int
     """Time of the job in its thread."""
     stall_ns: int = 0
     """Time of `PendingArtifact.write` in it, which may have held the GIL."""
+
+    @property
+    def artifact(self) -> Artifact | None:
+        return None if self.sidecar is None else self.sidecar.artifact
 
 
 class _Job(msgspec.Struct, kw_only=True, eq=False):
@@ -112,14 +115,13 @@ class Exporter:
             failures.note("reporting an export", error)
 
     def _export(self, job: _Job) -> None:
-        result, step = _export(job)
-        if result.artifact is not None:
-            self._written[step] += result.artifact.size_bytes
+        result = _export(job)
+        if result.sidecar is not None:
+            self._written[result.sidecar.step] += result.sidecar.artifact.size_bytes
         job.on_done(result)
 
 
-def _export(job: _Job) -> tuple[ExportResult, int]:
-    """Return the result, and the step that its sidecar names."""
+def _export(job: _Job) -> ExportResult:
     began = time.monotonic_ns()
     stall_ns = 0
     folder: Path | None = None
@@ -139,15 +141,11 @@ def _export(job: _Job) -> tuple[ExportResult, int]:
     except Exception as error:
         job.pending.discard()
         took = time.monotonic_ns() - began
-        reason = f"{type(error).__name__}: {error}"
-        return ExportResult(artifact=None, error=reason, cost_ns=took, stall_ns=stall_ns), 0
+        return ExportResult(error=f"{type(error).__name__}: {error}", cost_ns=took, stall_ns=stall_ns)
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-    took = time.monotonic_ns() - began
-    artifact = sidecar.artifact
-    result = ExportResult(artifact=artifact, error=None, sidecar=sidecar, cost_ns=took, stall_ns=stall_ns)
-    return result, sidecar.step
+    return ExportResult(sidecar=sidecar, cost_ns=time.monotonic_ns() - began, stall_ns=stall_ns)
 
 
 def _put(job: _Job, file: Path) -> Sidecar:
