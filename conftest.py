@@ -99,7 +99,7 @@ PROCESS_STATE = {
     "stepscope.recording.instrument.no_step": ("_config", "_steps", "_selected"),
     "stepscope.recording.instrument.patch": ("refusals",),
     "stepscope.recording.process.failures": ("_noted", "_warned"),
-    "stepscope.recording.process.prepared": ("_process",),
+    "stepscope.recording.process.run": ("_prepared_in",),
     "stepscope.recording.process.settings": ("_named",),
     "stepscope.recording.spans.redaction": ("hook",),
     "stepscope.recording.spans.wrapping": ("declared_roles", "declared_classes"),

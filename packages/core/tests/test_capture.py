@@ -32,7 +32,7 @@ from stepscope.recording.capture import capture as capture_module
 from stepscope.recording.capture import conclusion
 from stepscope.recording.fanout import worker_side
 from stepscope.recording.output import manifest_part
-from stepscope.recording.process import failures, prepared
+from stepscope.recording.process import failures, run
 from stepscope.recording.session.session import Session
 from stepscope.recording.spans import slot
 from stepscope.recording.spans.scopes import current
@@ -765,7 +765,7 @@ async def test_the_loop_keeps_beating_while_a_capture_opens_and_closes(config: P
 def test_the_manifest_knows_whether_prepare_ran(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared, "_process", 0)
+    monkeypatch.setattr(run, "_prepared_in", 0)
     with capture(2, config=config):
         pass
     stepscope.prepare(config=config)

@@ -17,7 +17,7 @@ from stepscope.errors import CaptureError, StepscopeError
 from stepscope.recording.capture import configure, omissions
 from stepscope.recording.fanout.messages import PrepareRequest
 from stepscope.recording.fanout.worker_side import prepare_worker
-from stepscope.recording.process import failures, prepared, run, sigusr1
+from stepscope.recording.process import failures, run, sigusr1
 from stepscope.recording.process.event_loop import in_event_loop
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ async def _prepare(
     alone: PrepareAnswer | None,
 ) -> None:
     """Args: alone: The outcome of preparing this process; None if it is not prepared yet."""
-    prepared.mark()
+    run.mark_prepared()
     workers = None if omissions.none_meant(workers) else workers
     if workers is not None:
         omissions.workers_prepared()
@@ -144,7 +144,7 @@ def _readiness() -> ModuleType:
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    prepared.mark()
+    run.mark_prepared()
     try:
         yield
     except StepscopeError as error:
@@ -155,4 +155,4 @@ def _logged() -> Iterator[None]:
 
 def is_due(config: ProfileConfig) -> bool:
     """Return whether an unedited program is still to be prepared."""
-    return bool(config.steps) and not prepared.is_prepared()
+    return bool(config.steps) and not run.is_prepared()

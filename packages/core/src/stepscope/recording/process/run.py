@@ -24,6 +24,18 @@ _ids: dict[str, str] = {}
 """The id of this run, under one key. `dict.setdefault` is atomic: a thread that listens for requests may ask
 beside the first capture. One writer: `run_id`.
 """
+_prepared_in = 0
+"""Id of the process if it was prepared; a forked child was not. One writer: `mark_prepared`."""
+
+
+def mark_prepared() -> None:
+    """Note that this process was prepared for its first captured step."""
+    global _prepared_in
+    _prepared_in = os.getpid()
+
+
+def is_prepared() -> bool:
+    return _prepared_in == os.getpid()
 
 
 def run_id() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -18,6 +19,7 @@ from stepscope.files.manifest.parts import part_files
 from stepscope.files.manifest.records import Ending
 from stepscope.files.recorder import Order, OrderedStep, StepLine
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import STEP_TOKENS
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.recording.counters.catalogue import openers
 from stepscope.recording.counters.sampler import Sampler
@@ -28,9 +30,7 @@ from stepscope.recording.recorder.engine_queues import EngineQueues
 from stepscope.recording.recorder.in_time import in_time
 from stepscope.recording.recorder.ring import Ring
 from stepscope.recording.recorder.state import state_of
-from stepscope.recording.recorder.steps import RecordedStep, Steps
-from stepscope.recording.recorder.tokens import StepTokens
-from stepscope.recording.recorder.triggers import Triggers
+from stepscope.recording.recorder.steps import RecordedStep, Steps, StepTokens
 from stepscope.recording.recorder.write import (
     COUNTERS_HZ,
     StepWriter,
@@ -39,8 +39,8 @@ from stepscope.recording.recorder.write import (
     window_of,
     windows_by_time,
 )
-from stepscope.recording.spans import marks, slot
-from stepscope.recording.spans.span import Span
+from stepscope.recording.spans import slot
+from stepscope.recording.spans.span import Span, mark, mark_consumed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -93,7 +93,8 @@ class Recorder:
         """Measures them again, where workers answer at once."""
         self.steps = Steps(config.recorder.keep_steps)
         self.tokens = StepTokens()
-        self._triggers = Triggers(config.recorder)
+        self._fired: Counter[str] = Counter()
+        """Number of times that each trigger has written."""
         self._work: WorkQueue[Callable[[], None]] = WorkQueue("stepscope-recorder", _do, inline=True)
         self._taking = threading.RLock()  # a signal's handler may fire in the middle of it
         self._has_obeyed = False
@@ -124,11 +125,11 @@ class Recorder:
 
     def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
         """See `ActiveSession`."""
-        marks.mark_consumed(self.log, trajectory, begun, policy_version)
+        mark_consumed(self.log, trajectory, begun, policy_version)
 
     def count_tokens(self, counts: Mapping[str, int]) -> None:
         """See `ActiveSession`. Between two steps they belong to none."""
-        marks.mark_tokens(self.log, counts)
+        mark(self.log, STEP_TOKENS, dict(counts))
         if self.steps.running is not None:
             self.tokens.add(counts)
 
@@ -174,9 +175,12 @@ class Recorder:
     def fire(self, trigger: str, reason: str) -> str | None:
         """Write the last steps in the background, if the trigger may. Return the trigger if so."""
         with self._taking:
-            steps = [step for step in self.steps.last(self.config.recorder.last) if not step.is_written]
-            if not steps or not self._triggers.fire(trigger):
+            settings = self.config.recorder
+            steps = [step for step in self.steps.last(settings.last) if not step.is_written]
+            is_allowed = trigger in settings.triggers and self._fired[trigger] < settings.per_trigger
+            if not steps or not is_allowed:
                 return None
+            self._fired[trigger] += 1
             taken = self._take(steps)
         self._order(taken, trigger, f"step {taken[-1].number}: {reason}")
         return trigger

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.manifest.records import Ending
@@ -92,3 +93,20 @@ class Steps:
             ended: Without the one that runs.
         """
         return [step for step in self._kept if not ended or step.closed is not None][-number:]
+
+
+class StepTokens:
+    """Tokens of the step that runs, as `step_tokens` counts them here. Any thread may add."""
+
+    def __init__(self) -> None:
+        self._counts: deque[Mapping[str, int]] = deque()
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        self._counts.append(counts)
+
+    def take(self) -> dict[str, int]:
+        """Return the sums, and begin anew."""
+        sums: Counter[str] = Counter()
+        while self._counts:
+            sums.update(self._counts.popleft())
+        return dict(sums)

@@ -24,17 +24,19 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Absent, Ending, OpenedBy, ProcessPart, awaited
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import STEP_TOKENS
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import ManifestPart
-from stepscope.recording.process import clock, failures, prepared, settings
+from stepscope.recording.process import clock, failures, run, settings
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.hardware import read_hardware
 from stepscope.recording.session import budget, selection
 from stepscope.recording.session.files import close_counters, close_spans, counters_of
 from stepscope.recording.session.libraries import LIBRARY, library_loaded
 from stepscope.recording.session.profiler_windows import OnArtifact, Windows
-from stepscope.recording.spans import marks, redaction
+from stepscope.recording.spans import redaction
 from stepscope.recording.spans.log import SpanLog
+from stepscope.recording.spans.span import mark, mark_consumed
 
 CLOSED_WHILE_OPENING = "the capture was closed while it opened"
 _ANSWER_S = 0.1
@@ -93,7 +95,7 @@ class Session:
             why=self._decision.reason,
             roles=roles,
             opened_by=opened_by,
-            prepared=prepared.is_prepared(),
+            prepared=run.is_prepared(),
         )
         numbers = itertools.count(1)
         number = next(n for n in numbers if not _exists(self.layout.part_of(process, run_id, n)))
@@ -341,10 +343,10 @@ class Session:
     # What the recorded code calls, besides `log.new` and `log.begin`: see `ActiveSession`.
 
     def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
-        marks.mark_consumed(self.log, trajectory, begun, policy_version)
+        mark_consumed(self.log, trajectory, begun, policy_version)
 
     def count_tokens(self, counts: Mapping[str, int]) -> None:
-        marks.mark_tokens(self.log, counts)
+        mark(self.log, STEP_TOKENS, dict(counts))
 
     def advance(self) -> None:
         if self._windows is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.spans import SpanLink
+from stepscope.files.spans import CONSUME, SpanLink
 from stepscope.files.trace_context import SpanIds
 from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.process.failures import describe
@@ -202,6 +202,13 @@ def mark(log: SpanSink, stage: str, attrs: Mapping[str, AttrValue] | None, **pla
     """Record a span without length, below the one that runs."""
     now_ns = monotonic_ns()
     record(log, stage, attrs, now_ns, now_ns, **place)
+
+
+def mark_consumed(log: SpanSink, trajectory: str, begun: int | None, policy_version: int | None) -> None:
+    """Record that the step consumes a trajectory."""
+    attrs = {"begun": begun, "begun_version": policy_version}
+    known: dict[str, AttrValue] = {name: value for name, value in attrs.items() if value is not None}
+    mark(log, CONSUME, known, trajectory=trajectory)
 
 
 def record(
