@@ -8,6 +8,7 @@ writes what a preset's modules define into `tests/data/frameworks`, for packages
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import re
 import sys
@@ -28,7 +29,11 @@ DATA = Path(__file__).parent / "data" / "frameworks"
 
 @cache
 def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_bytes())
+    gc.disable()  # Python before 3.11.8 takes objects that the collector frees meanwhile for its own
+    try:
+        return ast.parse(path.read_bytes())
+    finally:
+        gc.enable()
 
 
 def _file(source: Path, module: str) -> Path | None:

@@ -126,11 +126,11 @@ def _between(at: list[int]) -> Times:
 
 
 def assert_same(config: ProfileConfig, measured: list[Times]) -> None:
-    """Within 1 ms, in the median: on a busy machine the two clocks are not read at one moment."""
+    """Within 1 ms, in two steps at least: on a busy machine the two clocks are not read at one moment."""
     told = [reported(config, step) for step in STEPS]
     for name in Times._fields:
-        off = [getattr(a, name) - getattr(b, name) for a, b in zip(measured, told, strict=True)]
-        assert abs(statistics.median(off)) < MS, (name, measured, told)
+        off = [abs(getattr(a, name) - getattr(b, name)) for a, b in zip(measured, told, strict=True)]
+        assert sorted(off)[1] < MS, (name, measured, told)
 
 
 def test_opening_body_and_closing_are_what_the_callers_clock_says(config: ProfileConfig) -> None:
