@@ -440,7 +440,7 @@ def test_files_of_a_stop_that_missed_its_deadline_are_waited_for_and_entered(
     engine: Any, tmp_path: Path, scheduler: int
 ) -> None:
     config = ProfileConfig(
-        save_path=str(tmp_path), steps="1", torch={"activities": ["cpu"]}, budget={"fanout_seconds": 20}
+        save_path=str(tmp_path), steps="1", torch={"activities": ["cpu"]}, budget={"fanout_seconds": 8}
     )
 
     async def scenario() -> None:
