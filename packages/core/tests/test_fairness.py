@@ -80,7 +80,8 @@ def captured(replicas: list[Any], tmp_path: Path) -> Captured:
     """Capture a step of replicas that serve five trajectories each, in turn, so that none disturbs another.
 
     Arguments: the replicas that torch.profiler records (None: none of them), and the load of each, as a
-    multiple of the usual one. A step that other programs disturbed is repeated: its loads are not as given.
+    multiple of the usual one. A step is repeated if its loads were not as given, by the replicas' own clocks:
+    other programs, or a slower processor, disturbed it.
     """
 
     def until_undisturbed(ranks: str | list[int] | None, loads: list[float]) -> Step:
@@ -98,7 +99,7 @@ def captured(replicas: list[Any], tmp_path: Path) -> Captured:
 def captured_once(
     root: Path, ranks: str | list[int] | None, replicas: list[Any], loads: list[float]
 ) -> tuple[Step, bool]:
-    """Return a captured step, and whether others used the machine meanwhile."""
+    """Return a captured step, and whether something disturbed the replicas meanwhile."""
     role = {"profiler": "off"} if ranks is None else {"ranks": ranks}
     config = ProfileConfig(
         save_path=root,
@@ -116,7 +117,10 @@ def captured_once(
                     seconds[index] += wall
                     used[index] += cpu
     cap.result.wait(120)
-    disturbed = any(wall > 1.2 * cpu for wall, cpu in zip(seconds, used, strict=True))
+    paces = [cpu / load for cpu, load in zip(used, loads, strict=True)][ranks == "first" :]  # of those alike
+    disturbed = max(paces) > 1.2 * min(paces) or any(
+        wall > 1.2 * cpu for wall, cpu in zip(seconds, used, strict=True)
+    )
     report = step_report(load_step(RunLayout(config.save_path).step(0).root))
     return Step(report, {advice.rule: advice for advice in report.advice}, seconds), disturbed
 
