@@ -137,7 +137,8 @@ def test_a_slow_step_holds_what_its_actors_did(
     assert [part.process.role for part in manifest.processes] == ["trainer", "actor", "actor"]
     timeline = load_step(layout.step(12).root)
     updates = [span for span in timeline.spans if span.stage == "update"]
-    assert sorted(round((span.dur_ns or 0) / 1e9, 1) for span in updates) == [0.0, 1.0]
+    short_ns, long_ns = sorted(span.dur_ns or 0 for span in updates)
+    assert 20e6 <= short_ns < 500e6 < 1e9 <= long_ns  # a sleep lasts longer on a busy machine
     (train,) = [at for at, span in enumerate(timeline.spans) if span.stage == "train"]
     assert [span.parent for span in updates] == [train, train], "by the carriers"
     report = step_report(timeline)
