@@ -122,7 +122,7 @@ def captured_once(
     disturbed = max(alike) > 1.2 * min(alike) or any(
         wall > 1.2 * cpu for wall, cpu in zip(seconds, used, strict=True)
     )
-    if ranks == "first":  # a profiler slows these loads
+    if ranks == "first":  # it alone is profiled, and these loads are such that this slows it
         disturbed = disturbed or first < 1.2 * max(others)
     report = step_report(load_step(RunLayout(config.save_path).step(0).root))
     return Step(report, {advice.rule: advice for advice in report.advice}, seconds), disturbed

@@ -1,4 +1,4 @@
-"""Device of this process. Nothing here imports torch or initialises a device."""
+"""Devices that this process has initialised. Nothing here imports torch or initialises a device."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ def read_hardware(config: ThroughputConfig) -> Hardware:
     """Return the device that this process computes on, and the configuration's figures. Raise nothing."""
     device = None
     try:
-        for _, module in initialised():
-            device = bounded(str(module.get_device_name()))
-            break
+        device = next((bounded(str(module.get_device_name())) for _, module in initialised()), None)
     except Exception as error:  # a driver in trouble
         failures.warn("stepscope: the device of this process is unknown: %s", failures.describe(error))
     return Hardware(

@@ -1,4 +1,4 @@
-"""The run that this process takes part in: its id and its `run.json`."""
+"""The run that this process takes part in: its id, its `run.json`, and whether this process is prepared."""
 
 from __future__ import annotations
 

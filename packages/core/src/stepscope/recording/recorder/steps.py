@@ -1,4 +1,4 @@
-"""Steps of the loop in this process: their bounds, and whether one took unusually long."""
+"""Steps of the loop in this process: their bounds, their tokens, and whether one took unusually long."""
 
 from __future__ import annotations
 
