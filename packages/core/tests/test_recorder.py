@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from stepscope.recording.process import shutdown
 from stepscope.recording.recorder import standing, step_lines, write
 from stepscope.recording.recorder.ring import SPAN_BYTES, Ring
 from stepscope.recording.recorder.steps import FIRST
-from stepscope.recording.spans import slot
+from stepscope.recording.spans import lines, slot
 from stepscope.report import StepReport, step_report
 from stepscope.report.html.step_page import render_step
 from stepscope.report.terminal.text import render
@@ -360,6 +360,61 @@ def test_memory_is_bounded_and_what_went_is_named(tmp_path: Path) -> None:
     (problem,) = manifest_of(layout, 0).problems()
     assert problem.endswith("spans: partial: older spans had gone: recorder.memory_mb is 1")
     assert len(load_step(layout.step(0).root).spans) == room
+
+
+def test_what_goes_while_a_step_is_written_is_not_missing_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(tmp_path, recorder={"memory_mb": 1, "triggers": []})
+    began, goes_on = threading.Event(), threading.Event()
+    encoded = lines.encoded_spans
+
+    def encode(batch: Sequence[lines.Record]) -> tuple[bytes, int]:
+        began.set()
+        assert goes_on.wait(20)
+        return encoded(batch)
+
+    steps_of(config, {}, 1)
+    monkeypatch.setattr(lines, "encoded_spans", encode)
+    recorder = standing.standing()
+    assert recorder is not None
+    assert recorder.write_last(1) == [0]
+    assert began.wait(20)
+    with capture(1, config=config):
+        for _ in range((1 << 20) // SPAN_BYTES):
+            with span("token", role="rollout"):
+                pass
+    goes_on.set()
+    assert manifest_of(drained(tmp_path), 0).problems() == []
+
+
+def test_steps_that_are_to_be_written_stay_while_the_loop_goes_on(tmp_path: Path) -> None:
+    config = config_in(tmp_path, recorder={"keep_steps": 2, "triggers": []})
+    steps_of(config, {}, 1)
+    recorder, goes_on = standing.standing(), threading.Event()
+    assert recorder is not None
+    recorder.later(lambda: None if goes_on.wait(20) else pytest.fail("the loop did not end"))
+    steps_of(config, {}, 3)
+    assert recorder.write_last(2) == [1, 2]
+    steps_of(config, {}, 9)
+    goes_on.set()
+    layout = drained(tmp_path)
+    for step in (1, 2):
+        assert manifest_of(layout, step).problems() == []
+        assert [span.stage for span in load_step(layout.step(step).root).spans] == ["generate"]
+
+
+def test_counters_that_had_gone_are_named(tmp_path: Path) -> None:
+    config = config_in(tmp_path, recorder={"triggers": []})
+    with capture(0, config=config):
+        recorder = standing.standing()
+        assert recorder is not None
+        assert recorder.sampler is not None
+        assert until(lambda: bool(recorder.sampler.series))
+        recorder.sampler.since_ns = time.monotonic_ns()
+    recorder.write_last(1)
+    (problem,) = manifest_of(drained(tmp_path), 0).problems()
+    assert "counters: partial: older samples had gone" in problem
 
 
 def test_a_span_in_memory_is_as_large_as_the_ring_assumes() -> None:

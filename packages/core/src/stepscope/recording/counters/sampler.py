@@ -57,6 +57,8 @@ class Sampler:
         """Every series so far, by number."""
         self.absent: dict[str, str] = {}
         """{name: reason} of sources that cannot be sampled."""
+        self.since_ns = 0
+        """Every tick after this time is kept. 0 until the oldest have gone. One writer: the thread."""
         self.cpu_ns = 0
         """CPU time of the thread so far."""
         self.ticked: Callable[[], None] | None = None
@@ -209,6 +211,8 @@ class Sampler:
             if self._is_due(source, at_ns):
                 values.update(self._values(source))
         if values:
+            if len(self._ticks) == self._ticks.maxlen:
+                self.since_ns = self._ticks[0].at_ns
             self._ticks.append(Tick(at_ns, values))
         if self.ticked is not None:
             self.ticked()

@@ -152,7 +152,7 @@ class Recorder:
         self.steps.end(step, ending)
         step.tokens = self.tokens.take()
         if self.process.rank in (None, 0):
-            self._work.put(partial(self._write_line, step))
+            self._work.put(partial(self._write_line, step, self.steps.oldest_ns))
         if ending is not None:
             return self.fire("exception", ending.error)
         slow = self.steps.slowness(step, self.config.recorder.slow_factor)
@@ -289,12 +289,14 @@ class Recorder:
 
     # On the recorder's thread.
 
-    def _write_line(self, step: RecordedStep) -> None:
+    def _write_line(self, step: RecordedStep, oldest_ns: int) -> None:
+        """Write the line of a step, and drop the spans of steps that were no longer kept at its end.
+
+        Those that are kept by now may have begun later, and older ones may be in an order behind this.
+        """
         line = step_lines.line_of(step, self.log.since(step.after), self.sampler)
         step_lines.append(self.layout.step_lines(self.run_id), line)
-        oldest = self.steps.oldest
-        if oldest is not None:
-            self.log.drop_before(oldest.opened.mono_ns)
+        self.log.drop_before(oldest_ns)
 
     def _give_and_obey(self, order: Order, windows: Sequence[Window]) -> None:
         if self.measure is not None and self.clocks and not self._is_hurried:

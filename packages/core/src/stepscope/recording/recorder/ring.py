@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice
+from typing import NamedTuple
 
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.trace_context import SpanIds
@@ -16,6 +17,15 @@ _TRIES = 10
 """Copies that are begun before a ring counts as too busy: each ends early if a span opens meanwhile."""
 
 
+class Copied(NamedTuple):
+    """The spans of a ring at one moment."""
+
+    spans: list[Span]
+    """In the order of opening, which is nearly that of their starts."""
+    since_ns: int
+    """Every span that began later, up to this moment, is among them."""
+
+
 class Ring(SpanMaker):
     """The spans of this process, as live objects. The oldest go when there are too many."""
 
@@ -26,6 +36,8 @@ class Ring(SpanMaker):
         self._spans: deque[Span] = deque(maxlen=limit)
         self._long: list[Span] = []
         """Spans that still ran when their step was dropped. Used by one thread, the recorder's."""
+        self._dropped_ns = 0
+        """Time before which spans were dropped with their steps. Written by that thread."""
         self._run_id = run_id
         super().__init__(process=process, run_id=run_id, step=None, opened=self._spans.append, redact=redact)
 
@@ -45,14 +57,21 @@ class Ring(SpanMaker):
         self.step = step
         self.trace = SpanIds(self._run_id, step, self.process.key)
 
-    def copy(self) -> list[Span]:
-        """Return the spans in the order of opening, which is nearly that of their starts."""
+    def copy(self) -> Copied:
+        """Return the spans of this moment.
+
+        Raises:
+            RuntimeError: spans opened during every try.
+        """
         for _ in range(_TRIES):
+            dropped_ns = self._dropped_ns
             try:
-                return [*self._long, *self._spans]
+                spans = list(self._spans)
             except RuntimeError:  # the collector ran, and a span opened meanwhile
                 continue
-        return []
+            first_ns = spans[0].start_ns if len(spans) == self._spans.maxlen else 0
+            return Copied([*self._long, *spans], max(dropped_ns, first_ns))
+        raise RuntimeError("spans opened faster than the flight recorder could copy them")
 
     def since(self, span_id: int) -> list[Span]:
         """Return the spans that opened after the one with this number, the last first."""
@@ -64,18 +83,12 @@ class Ring(SpanMaker):
         return []
 
     def open_spans(self) -> list[Span]:
-        return [span for span in self.copy() if span.end_ns is None]
-
-    def is_whole_since(self, start_ns: int) -> bool:
-        """Return whether no span that began later was dropped."""
-        try:
-            return len(self._spans) < (self._spans.maxlen or 0) or self._spans[0].start_ns <= start_ns
-        except IndexError:
-            return True
+        return [span for span in self.copy().spans if span.end_ns is None]
 
     def drop_before(self, start_ns: int) -> None:
         """Drop the spans that began earlier, but those that still run."""
         self._long = [span for span in self._long if span.end_ns is None]
+        self._dropped_ns = max(self._dropped_ns, start_ns)
         try:
             while self._spans[0].start_ns < start_ns:
                 span = self._spans.popleft()

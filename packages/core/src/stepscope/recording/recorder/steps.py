@@ -57,8 +57,9 @@ class Steps:
         return last if last is not None and last.closed is None else None
 
     @property
-    def oldest(self) -> RecordedStep | None:
-        return self._kept[0] if self._kept else None
+    def oldest_ns(self) -> int:
+        """The time at which the oldest kept step began; 0 without any."""
+        return self._kept[0].opened.mono_ns if self._kept else 0
 
     def begin(self, number: int, after: int) -> RecordedStep:
         """Begin a step. `after`: the number of the last span before it."""

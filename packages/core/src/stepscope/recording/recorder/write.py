@@ -20,12 +20,12 @@ from stepscope.files.manifest.records import Ending, Expectation, ProcessPart, R
 from stepscope.files.recorder import Order
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.atomic import write_atomic
-from stepscope.recording.counters.sampler import Sampler
+from stepscope.recording.counters.sampler import TICKS, Sampler
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures, settings
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.hardware import read_hardware
-from stepscope.recording.recorder.ring import Ring
+from stepscope.recording.recorder.ring import Copied, Ring
 from stepscope.recording.recorder.steps import RecordedStep
 from stepscope.recording.spans import lines
 from stepscope.recording.spans.span import Span
@@ -109,16 +109,32 @@ class StepWriter:
             began: {`ProcessInfo.key`: name} of the workers that record too.
             clocks: Of workers on other hosts, as measured at any time.
         """
-        spans = _by_window(self._ring.copy(), windows)
+        copied, lost = self._copy()
+        spans = _by_window(copied.spans, windows)
         return [
-            self._write(window, inside, owner=owner, began=began or {}, clocks=tuple(clocks))
+            self._write(
+                window,
+                inside,
+                self._outcome(window, copied.since_ns, lost),
+                owner=owner,
+                began=began or {},
+                clocks=tuple(clocks),
+            )
             for window, inside in zip(windows, spans, strict=True)
         ]
+
+    def _copy(self) -> tuple[Copied, str | None]:
+        """Return the spans, and the reason why there are none if they could not be copied."""
+        try:
+            return self._ring.copy(), None
+        except RuntimeError as error:
+            return Copied([], 0), str(error)
 
     def _write(
         self,
         window: Window,
         spans: Sequence[Span],
+        outcome: Expectation,
         *,
         owner: bool,
         began: dict[str, str],
@@ -159,7 +175,7 @@ class StepWriter:
                 spans=sum(span.end_ns is not None for span in spans),
                 roles=tuple(dict.fromkeys((process.role, *sorted(self._ring.roles)))),
             )
-            manifest_part.expect(self._outcome(window))
+            manifest_part.expect(outcome)
         if self._sampler is not None:
             self._write_counters(
                 layout.counters_of(process, run_id, number), self._sampler, window, manifest_part
@@ -170,12 +186,13 @@ class StepWriter:
     def _write_counters(
         self, path: Path, sampler: Sampler, window: Window, manifest_part: ManifestPart
     ) -> None:
+        content, outcome = self._counters(sampler, window), _outcome_of_counters(sampler, window)
         try:
-            write_atomic(path, self._counters(sampler, window))
+            write_atomic(path, content)
         except OSError as error:
             manifest_part.fail("counters", describe(error), kind="counters")
         else:
-            manifest_part.expect(Expectation(name="counters", kind="counters", state="ok"))
+            manifest_part.expect(outcome)
 
     def _counters(self, sampler: Sampler, window: Window) -> bytes:
         """Return the content of the counter file."""
@@ -209,11 +226,21 @@ class StepWriter:
         text.append(lines.encoded(records.End(anchor=window.closed, spans=finished, dropped=dropped)))
         return b"".join(text)
 
-    def _outcome(self, window: Window) -> Expectation:
-        if self._ring.is_whole_since(window.opened.mono_ns):
+    def _outcome(self, window: Window, since_ns: int, lost: str | None) -> Expectation:
+        """Return the outcome of a step's spans, of which the copy holds those that began after `since_ns`."""
+        if lost is not None:
+            return Expectation(name="spans", kind="spans", state="failed", reason=lost)
+        if since_ns <= window.opened.mono_ns:
             return Expectation(name="spans", kind="spans", state="ok")
         reason = f"older spans had gone: recorder.memory_mb is {self._config.recorder.memory_mb}"
         return Expectation(name="spans", kind="spans", state="partial", reason=reason)
+
+
+def _outcome_of_counters(sampler: Sampler, window: Window) -> Expectation:
+    if sampler.since_ns <= window.opened.mono_ns:
+        return Expectation(name="counters", kind="counters", state="ok")
+    reason = f"older samples had gone: {TICKS:,} are kept"
+    return Expectation(name="counters", kind="counters", state="partial", reason=reason)
 
 
 def _by_window(spans: Sequence[Span], windows: Sequence[Window]) -> list[list[Span]]:
