@@ -17,9 +17,11 @@ from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import Manifest
 from stepscope.recording.after import pipeline
 from stepscope.recording.output import exporter
+from stepscope.recording.process import run as run_identity
 from stepscope.recording.session import budget as control
 from stepscope.recording.spans import slot
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+from stepscope.timeline import load_step
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -199,6 +201,29 @@ def test_a_step_whose_trace_is_still_to_be_written_is_kept_for_now(tmp_path: Pat
         pass
     exporter.exporter().drain(60)
     assert 2 in run.steps()
+
+
+@pytest.mark.needs("torch")
+def test_a_resumed_run_removes_its_own_part_of_steps_that_an_earlier_run_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch  # noqa: F401
+
+    config = a_config(tmp_path)
+    run = RunLayout(config.save_path)
+    files = dict[str, set[Path]]()
+    for name, keep in (("before", None), ("resumed", 1)):
+        monkeypatch.setitem(run_identity._ids, "run", name)
+        for step in (3, 4):
+            with capture(step, config=a_config(tmp_path, keep_steps=keep)) as block, span("update"):
+                pass
+            assert block.result.wait(60)
+        files[name] = {file for file in run.step(3).root.rglob("*") if file.is_file()}
+    assert {part.run_id for part in read_parts(run.step(3))[0]} == {"before"}
+    assert files["resumed"] == files["before"], "with its trace and spans, and without the resumed run's"
+    assert {part.run_id for part in read_parts(run.step(4))[0]} == {"before", "resumed"}
+    assert load_step(run.step(3).root).run_id == "before"
+    assert run.removed.read_text().startswith("step 3")
 
 
 def test_what_another_run_left_in_the_folder_is_not_removed(tmp_path: Path) -> None:

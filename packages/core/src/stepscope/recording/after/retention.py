@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.parts import read_parts
+from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
+from stepscope.files.manifest.parts import fold, part_files, read_parts, write_manifest
+from stepscope.files.manifest.records import ProcessPart
 from stepscope.files.mirror import is_whole
 from stepscope.files.storage.atomic import private
 from stepscope.files.storage.temporary import remove_abandoned
@@ -37,7 +38,8 @@ def clean_up(session: Session) -> None:
 
 
 def _retain(run: RunLayout, run_id: str, keep: int, url: str | None) -> None:
-    """Remove the oldest captured steps of this run, so that `keep` are left. Other runs' are not touched.
+    """Remove the oldest captured steps of this run, so that `keep` are left. Other runs' are not touched:
+    of a step that an earlier run captured too, this run's files alone are removed.
 
     A step stays for the next time while work after its capture is under way, or if it would be lost: its copy
     in the mirror at `url` is not whole.
@@ -50,7 +52,7 @@ def _retain(run: RunLayout, run_id: str, keep: int, url: str | None) -> None:
     _tell_kept(run, kept)
     for number in idle:
         if number not in kept:
-            _remove(run, number, keep)
+            _remove(run, number, run_id, keep)
 
 
 def _is_mirrored(step: StepLayout, url: str) -> bool:
@@ -71,21 +73,43 @@ def _tell_kept(run: RunLayout, kept: Sequence[int]) -> None:
         )
 
 
-def _remove(run: RunLayout, number: int, keep: int) -> None:
+def _remove(run: RunLayout, number: int, run_id: str, keep: int) -> None:
+    step = run.step(number)
+    parts, _ = part_files(step, as_written=True)
+    others = [part for part in parts.values() if part.run_id != run_id]
     try:
-        shutil.rmtree(run.step(number).root)
+        if not others:
+            shutil.rmtree(step.root)
+        else:
+            for path in _files_of(step, run_id, parts):
+                path.unlink(missing_ok=True)
+            newest = max(others, key=lambda part: part.opened.wall_ns).run_id
+            write_manifest(step, fold([part for part in others if part.run_id == newest]))
         with open(run.removed, "a", opener=private) as file:
             file.write(f"step {number}: removed at {time.time_ns()} (unix ns); budget.keep_steps is {keep}\n")
     except OSError as error:
         failures.note("removing an old step", error)
 
 
+def _files_of(step: StepLayout, run_id: str, parts: Mapping[Path, ProcessPart]) -> Iterator[Path]:
+    """Yield a run's files of a step, the parts of its manifest last: they say what else there is."""
+    own = {path: part for path, part in parts.items() if part.run_id == run_id}
+    for path, part in own.items():
+        for made in (made for item in part.expected for made in item.artifacts):
+            yield step.root / made.path
+            yield sidecar_of(step.root / made.path)
+        yield step.spans / f"{path.stem}.jsonl"
+        yield step.counters / f"{path.stem}.jsonl"
+    yield from step.processes.glob(f"{step.logged(run_id).name}*")
+    yield from (step.scalars(run_id), step.metrics(run_id), *own)
+
+
 def _opened(step: StepLayout, run_id: str) -> int | None:
-    """Return when this run opened its capture of the step; None if it holds recordings of another run."""
+    """Return when this run opened its capture of the step; None if not all that it holds can be read."""
     parts, unreadable = read_parts(step)
-    if unreadable or any(part.run_id != run_id for part in parts):
+    if unreadable:
         return None
-    owners: Iterator[int] = (part.opened.wall_ns for part in parts if part.owner)
+    owners = (part.opened.wall_ns for part in parts if part.owner and part.run_id == run_id)
     return min(owners, default=None)
 
 
