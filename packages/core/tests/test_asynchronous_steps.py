@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from stepscope.files.layout import RunLayout
 from stepscope.report import Lag, StepReport, step_report, to_scalars
 from stepscope.report.html.step_page import render_step
 from stepscope.report.terminal.text import render
+from stepscope.testing.steps import StepFolder
 from stepscope.timeline import Span, Timeline, load_step, merge_step
+
+MS = 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +246,76 @@ def test_a_capture_that_runs_into_the_next_step_keeps_the_two_apart(tmp_path: Pa
     result = report(RunLayout(tmp_path), 5)
     assert [(other.step, other.spans) for other in result.health.other_steps] == [(6, 1)]
     assert result.health.complete
+
+
+def with_stragglers(root: Path, *, named: Sequence[str] = (), dropped: int = 0) -> Timeline:
+    """Return a step that takes 27 trajectories at 300 ms, and trains to 1200 ms. Three go on beside it.
+
+    Args:
+        named: The names that it consumes. Empty: the 27.
+        dropped: The number of records that the trainer lost.
+    """
+    folder = StepFolder(root)
+    driver, replica = folder.process("trainer", owner=True), folder.process("rollout", 0)
+    names = [f"t{number}" for number in range(27)]
+    for name, end_ns in [*((name, 300 * MS) for name in names), *((f"slow{at}", None) for at in range(3))]:
+        above = driver.span("trajectory", 0, end_ns, role="agent_loop", trajectory=name)
+        replica.span("generate", 0, end_ns, trajectory=name, link=driver.link(above))
+    driver.span("wait_for_samples", 0, 300 * MS, attrs={"wait": True})
+    update = driver.span("update_actor", 300 * MS, 1200 * MS, policy_version=2)
+    for name in named or names:
+        driver.span("consume", 300 * MS, 300 * MS, parent=update, trajectory=name, attrs={"begun": 2})
+    driver.dropped = dropped
+    for process in folder.processes:
+        process.close(1200 * MS)
+    return load_step(folder.write())
+
+
+def billed_ms(report: StepReport) -> dict[str | None, int]:
+    return {line.stage: line.wall_ns // MS for line in report.breakdown.lines if line.wall_ns}
+
+
+def test_a_step_does_not_wait_for_what_it_does_not_consume(tmp_path: Path) -> None:
+    timeline = with_stragglers(tmp_path)
+    result = step_report(timeline)
+    assert billed_ms(result) == {"generate": 300, "update_actor": 900}
+    assert [advice.rule for advice in result.advice] == []
+    tail = result.long_tail
+    assert tail is not None
+    assert (tail.trajectories, tail.open, tail.of_other_steps) == (27, 0, 3)
+    assert (tail.held_ns, tail.rollout_ns) == (0, 300 * MS)
+    assert max(spread.max.ns for spread in tail.spreads) == 300 * MS
+    assert [row.consumed for row in tail.worst] == [True] * 10
+    trainer, replica = result.idle
+    assert (trainer.busy_ns, replica.idle_ns) == (900 * MS, 0)
+    assert result.health.open_spans == ()
+    values = to_scalars(result)
+    assert (values["long_tail/held_seconds"], values["stage/trainer/update_actor_seconds"]) == (0, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("named", "dropped"), [(["another id"], 0), ([f"t{number}" for number in range(27)], 1)]
+)
+def test_marks_that_do_not_tell_all_decide_nothing(tmp_path: Path, named: list[str], dropped: int) -> None:
+    tail = step_report(with_stragglers(tmp_path, named=named, dropped=dropped)).long_tail
+    assert tail is not None
+    assert (tail.open, tail.of_other_steps) == (3, 0)
+
+
+def test_marks_decide_over_the_step_that_a_trajectory_was_begun_for(tmp_path: Path) -> None:
+    """The step consumes a trajectory that was begun for the next one, and leaves one of its own."""
+    with capture(5, config=ProfileConfig(save_path=str(tmp_path), steps=[5])):
+        with trajectory("early", step=6), turn(0):
+            pass
+        with trajectory("late"), turn(0):
+            pass
+        consume("early")
+    timeline = load_step(RunLayout(tmp_path).step(5).root)
+    assert {name for (_, name, _), span in spans(timeline).items() if timeline.consumes(span)} == {"early"}
+    assert {name for (_, name, _), span in spans(timeline).items() if timeline.leaves(span)} == {"late"}
+    tail = step_report(timeline).long_tail
+    assert tail is not None
+    assert [(row.trajectory, row.consumed, row.consumed_by) for row in tail.worst] == [
+        ("early", True, None), ("late", False, None),
+    ]  # fmt: skip
+    assert "late, not consumed" in under(RunLayout(tmp_path), 5)

@@ -180,6 +180,9 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """By process, in the order in which it sampled them first."""
     consumed: tuple[Span, ...] = ()
     """Calls of `consume`, which have no duration: the trajectories that the step trains on."""
+    taken: frozenset[str] | None = None
+    """Names of all trajectories that this step consumes. None if its calls of `consume` do not tell, because
+    it has none, some are lost, or no span here has a name of theirs."""
     tokens: tuple[Span, ...] = ()
     """Calls of `step_tokens`, which have no duration."""
     manifest: Manifest | None
@@ -201,6 +204,20 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     def since_opening_ns(self, span: Span) -> int | None:
         """Return the time from the opening to the span's start. None: its process is unaligned."""
         return span.start_ns - self.window.start_ns if self.processes[span.process].aligned else None
+
+    def consumes(self, span: Span) -> bool:
+        """Return whether the span is work of this step: of a trajectory that it consumes, or of no
+        trajectory.
+        """
+        if self.taken is None or span.trajectory is None:
+            return span.step == self.step
+        return span.trajectory in self.taken
+
+    def leaves(self, span: Span) -> bool:
+        """Return whether nothing in this step waits for the span: it does not consume its work."""
+        if self.taken is None or span.trajectory is None:
+            return span.step > self.step
+        return span.trajectory not in self.taken
 
     def until_ns(self, span: Span) -> int:
         """Return the end of the span, or the latest time of its process if the end is unknown."""

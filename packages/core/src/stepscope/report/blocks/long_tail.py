@@ -41,7 +41,9 @@ def waits(slow: SlowTrajectory) -> str:
 def name_slow(slow: SlowTrajectory) -> str:
     """Return `t7`, or `t7*, for step 9`: `*` if a profiler slowed those that served it, and not all."""
     name = starred(slow.trajectory, bool(slow.profiled))
-    return name + ("" if slow.consumed_by is None else f", for step {slow.consumed_by}")
+    if slow.consumed:
+        return name
+    return f"{name}, not consumed" if slow.consumed_by is None else f"{name}, for step {slow.consumed_by}"
 
 
 def tail_sentences(tail: LongTail) -> list[str]:
@@ -84,14 +86,14 @@ def _say_bubble(tail: LongTail) -> str:
 
 
 def _say_others(tail: LongTail) -> str:
-    """Count the trajectories that are in the times of stages, and that the others did not wait for."""
+    """Count the trajectories that the sentences before leave out."""
     late = tail.late
     until = (
         "" if late is None else f", the last for this step, {late.last}, for {duration(late.until_ns)} more"
     )
     others = (
         (tail.under_way, f"under way when the capture opened: how long they took is not known{until}"),
-        (tail.of_other_steps, "for other steps to consume: nobody waited for them"),
+        (tail.of_other_steps, "that this step does not consume"),
         (tail.open, "never seen to end"),
     )
     parts = [f"{number:,} {what}" for number, what in others if number]

@@ -205,7 +205,9 @@ def _part_of(timeline: Timeline, span: Span) -> int | None:
 
     A later step's work is no part of this step's: who began it goes on.
     """
-    if span.parent is None or span.step > timeline.step >= timeline.spans[span.parent].step:
+    if span.parent is None:
+        return None
+    if timeline.leaves(span) and not timeline.leaves(timeline.spans[span.parent]):
         return None
     return span.parent
 
@@ -271,6 +273,6 @@ def _tier(timeline: Timeline, span: Span) -> int:
     if span.waits:
         return WAITING
     owner = timeline.processes[span.process].owner
-    if span.step > timeline.step:  # nobody in this step waits for it
+    if timeline.leaves(span):  # nobody in this step waits for it
         return _LATER_OWNER if owner else _LATER_WORKER
     return _OWNER if owner else _WORKER

@@ -192,7 +192,7 @@ def _never_ended(timeline: Timeline) -> list[Span]:
 def _goes_on(timeline: Timeline, span: Span) -> bool:
     """Return whether a span without an end is work for a later step, of a process that closed its capture."""
     closed = timeline.processes[span.process].closed_ns is not None
-    return closed and span.end_ns is None and span.step > timeline.step
+    return closed and span.end_ns is None and timeline.leaves(span)
 
 
 def _rows(timeline: Timeline, spans: Iterable[Span]) -> tuple[SpanRow, ...]:

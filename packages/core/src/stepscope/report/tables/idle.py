@@ -194,7 +194,7 @@ class _Shift:
         return idle
 
     def _kind_of(self, span: Span) -> _Kind:
-        process, later = self._timeline.processes[span.process], span.step > self._timeline.step
+        process, later = self._timeline.processes[span.process], self._timeline.leaves(span)
         work = _Work(span.waits, later, process.owner, process.info.role, label_of(span))
         return span.process, work
 

@@ -69,7 +69,9 @@ class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int | None
     """After the capture opened. None: its process is unaligned."""
     consumed_by: int | None
-    """The step that consumes it, where that is another one."""
+    """The step that consumes it, where that is another one and known."""
+    consumed: bool = True
+    """False if this step does not consume it."""
     policy_version: int | None
     """Of the weights it was begun with, where it says so."""
     waits: tuple[Wait, ...]
@@ -128,7 +130,7 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     open: int
     """Those of them that were never seen to end."""
     of_other_steps: int
-    """Those that another step consumes: this one waits for none of them."""
+    """Those that this step does not consume: they are in no other number here."""
     under_way: int
     """Others, begun before the capture opened: how long they took is not known."""
     spreads: tuple[Spread, ...]
@@ -168,12 +170,12 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
     for index, span in enumerate(timeline.spans):
         if span.trajectory is not None:
             members[span.trajectory].append(index)
-            if span.dur_ns is not None:
+            if span.dur_ns is not None and not timeline.leaves(span):
                 kinds[names.label_of(span)].append(span)
     if not members:
         return None
     roots = [i for indices in members.values() for i in indices if timeline.spans[i].stage == "trajectory"]
-    own = [timeline.spans[index] for index in roots if timeline.spans[index].step == timeline.step]
+    own = [timeline.spans[index] for index in roots if timeline.consumes(timeline.spans[index])]
     ended = [span for span in own if span.end_ns is not None]
     finished = [span for span in ended if timeline.processes[span.process].aligned]
     finished.sort(key=lambda span: span.end_ns or 0)
@@ -261,7 +263,7 @@ def _late(timeline: Timeline, roots: Sequence[int]) -> Late | None:
     ends_ns: dict[str, int] = {}
     for span in timeline.spans:
         name = span.trajectory
-        if name is None or name in begun or span.step > timeline.step:
+        if name is None or name in begun or timeline.leaves(span):
             continue
         if timeline.processes[span.process].aligned:
             ends_ns[name] = max(ends_ns.get(name, 0), timeline.until_ns(span) - timeline.window.start_ns)
@@ -333,11 +335,13 @@ def _in_flight(spans: Sequence[Span], start_ns: int, end_ns: int) -> float:
 
 
 def _worst(timeline: Timeline, roots: Sequence[int]) -> list[int]:
-    def wall_ns(index: int) -> int:
-        span = timeline.spans[index]
-        return timeline.until_ns(span) - span.start_ns
+    """Return the longest trajectories, those that the step consumes before others."""
 
-    return sorted(roots, key=lambda index: (-wall_ns(index), index))[:WORST]
+    def place(index: int) -> tuple[bool, int, int]:
+        span = timeline.spans[index]
+        return not timeline.consumes(span), span.start_ns - timeline.until_ns(span), index
+
+    return sorted(roots, key=place)[:WORST]
 
 
 def _slow(
@@ -349,6 +353,7 @@ def _slow(
 ) -> SlowTrajectory:
     span = timeline.spans[root]
     until_ns = timeline.until_ns(span)
+    consumed = timeline.consumes(span)
     name = span.trajectory or ""
     shares = divide_spans(timeline, members[name], span.start_ns, until_ns, names)
     return SlowTrajectory(
@@ -356,7 +361,8 @@ def _slow(
         wall_ns=until_ns - span.start_ns,
         open=span.end_ns is None,
         start_ns=timeline.since_opening_ns(span),
-        consumed_by=None if span.step == timeline.step else span.step,
+        consumed_by=None if consumed or span.step == timeline.step else span.step,
+        consumed=consumed,
         policy_version=span.policy_version,
         waits=_waits(shares.wall_ns, names),
         profiled=slowed.get(name, ()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
@@ -118,6 +118,7 @@ def _assemble(
     )
     spans = _spans(sources, records, [placed.place for placed in aligned], step)
     spans, marks = _apart(spans)
+    consumed = tuple(mark for mark in marks if mark.stage == CONSUME)
     return Timeline(
         step=step,
         run_id=run_id,
@@ -126,7 +127,8 @@ def _assemble(
         processes=processes,
         spans=spans,
         counters=tuple(counters_of(sources, [placed.place for placed in aligned])),
-        consumed=tuple(mark for mark in marks if mark.stage == CONSUME),
+        consumed=consumed,
+        taken=_taken(consumed, spans, processes, step),
         tokens=tuple(mark for mark in marks if mark.stage == STEP_TOKENS),
         manifest=fold(parts) if parts else None,
         problems=tuple(problems),
@@ -250,6 +252,21 @@ def _apart(spans: list[Span]) -> tuple[list[Span], list[Span]]:
         if span.parent is not None:
             span.parent = places.get(id(spans[span.parent]))
     return left, marks
+
+
+def _taken(
+    consumed: Iterable[Span], spans: Iterable[Span], processes: Sequence[Process], step: int
+) -> frozenset[str] | None:
+    """Return the names of the trajectories that the step consumes, or None if the marks do not tell them all.
+
+    Names that no span here has are other ids than the spans' own, unless all of them began in earlier steps.
+    """
+    marks = [mark for mark in consumed if mark.step == step]
+    names = frozenset(mark.trajectory for mark in marks if mark.trajectory is not None)
+    if not names or any(processes[mark.process].dropped for mark in marks):
+        return None
+    began_before = all(mark.begun_step is not None and mark.begun_step < step for mark in marks)
+    return names if began_before or any(span.trajectory in names for span in spans) else None
 
 
 def _is_mark(span: Span) -> bool:
