@@ -116,6 +116,24 @@ def test_a_rank_that_two_processes_claim_is_named_and_both_are_shown(tmp_path: P
     assert problem.what.endswith("each has a row: pid 1001 on host-a, pid 1002 on host-a")
 
 
+def test_the_worker_of_an_engine_may_have_the_rank_of_the_actor_that_holds_the_engine(tmp_path: Path) -> None:
+    folder, _ = step(tmp_path)
+    actor = folder.process("rollout", 0, replica=0)
+    actor.span("decode", 0, MS)
+    actor.close(100 * MS)
+    for pid in (7000, 7001):
+        path = trace(folder, actor, [kernel()], name=f"engine{pid}.json", baseTimeNanoseconds=0)
+        sidecar = msgspec.json.decode(sidecar_of(path).read_bytes(), type=Sidecar)
+        worker = msgspec.structs.replace(sidecar.artifact, pid=pid, replica=0)
+        described = msgspec.structs.replace(sidecar, artifact=worker, process=None)
+        sidecar_of(path).write_bytes(msgspec.json.encode(described))
+    (problem,) = merged(folder)[0].problems  # two workers of one rank contradict each other all the same
+    assert problem.what.endswith("each has a row: pid 7000 on host-a, pid 7001 on host-a")
+    path.unlink()
+    sidecar_of(path).unlink()
+    assert merged(folder)[0].problems == ()
+
+
 def test_a_trace_without_a_sidecar_is_shown_by_what_it_says_itself(tmp_path: Path) -> None:
     folder, _ = step(tmp_path)
     head = {"baseTimeNanoseconds": 0, "host_name": "host-a", "distributedInfo": {"rank": 3, "world_size": 8}}

@@ -20,7 +20,7 @@ from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
 from stepscope.report import step_report
 from stepscope.testing.engine_conformance import a_capture
-from stepscope.timeline import load_step
+from stepscope.timeline import load_step, merge_step
 
 assert vllm
 
@@ -95,6 +95,11 @@ def test_a_loop_captures_two_steps_of_an_actors_engine(
         assert counters is not None
         grown = {row.name: row.increase for row in counters.rows if row.of == "replica 0"}
         assert (grown["finished requests"], grown["generation tokens"]) == (3, 12)
+        merged = merge_step(cap.result.path)
+        assert merged.problems == ()
+        rollout = [row for row in merged.rows if row.role == "rollout"]  # the actor, and the engine's worker
+        assert len({row.native_pid for row in rollout}) == 2
+        assert {(row.replica, row.rank) for row in rollout} == {(0, 0)}
 
 
 async def test_an_error_of_vllms_own_type_reaches_the_caller_as_text(actor: Any, tmp_path: Path) -> None:

@@ -105,13 +105,17 @@ def merged_row(row: Row) -> MergedRow:
 
 
 def duplicate_ranks(rows: Iterable[Row]) -> Iterator[FileProblem]:
-    """Yield a problem for each rank that several processes claim."""
-    ranks: dict[tuple[str, int | None, int], set[str]] = {}
+    """Yield a problem for each rank that several processes claim.
+
+    The ranks of an engine's workers, which leave nothing but traces, are apart: the Ray actor that holds an
+    engine has its position among the actors as its rank, and the engine's first worker often the same number.
+    """
+    ranks: dict[tuple[str, int | None, int, bool], set[str]] = {}
     for row in rows:
         if row.info.rank is not None:
-            where = f"pid {row.info.pid or 'unknown'} on {row.info.host}"
-            ranks.setdefault((row.info.role, row.info.replica, row.info.rank), set()).add(where)
-    for (role, replica, rank), processes in ranks.items():
+            claim = row.info.role, row.info.replica, row.info.rank, row.process is None
+            ranks.setdefault(claim, set()).add(f"pid {row.info.pid or 'unknown'} on {row.info.host}")
+    for (role, replica, rank, _), processes in ranks.items():
         if len(processes) > 1:
             whose = role if replica is None else f"{role} replica {replica}"
             what = f"several processes say they are this rank; each has a row: {', '.join(sorted(processes))}"
