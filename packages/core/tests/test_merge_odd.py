@@ -121,6 +121,7 @@ def test_the_worker_of_an_engine_may_have_the_rank_of_the_actor_that_holds_the_e
     actor = folder.process("rollout", 0, replica=0)
     actor.span("decode", 0, MS)
     actor.close(100 * MS)
+    path = tmp_path
     for pid in (7000, 7001):
         path = trace(folder, actor, [kernel()], name=f"engine{pid}.json", baseTimeNanoseconds=0)
         sidecar = msgspec.json.decode(sidecar_of(path).read_bytes(), type=Sidecar)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from packages.core.tests.test_report_breakdown import account, close, driver_of
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Stall
 from stepscope.files.uncaptured import UncapturedStep
+from stepscope.files.values import AttrValue
 from stepscope.report import idle_times, step_breakdown, step_report
 from stepscope.report.html.step_page import render_step
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
@@ -97,6 +99,52 @@ def test_work_of_an_unnamed_replica_is_held_up_only_when_all_write(tmp_path: Pat
     expect(driver, 1, recorded(driver, 1, (40, 90)))
     close(folder, 100 * MS)
     assert account(folder) == {"rollout decode": 80, "profiler": 20}
+
+
+@pytest.mark.parametrize("named", ["turn", "decode"])
+def test_a_span_may_name_the_replica_that_it_waits_for(tmp_path: Path, named: str) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    for replica in range(2):  # one process drives both
+        attrs: dict[str, AttrValue] = {"replica": replica}
+        turn = driver.span(
+            "turn", 0, 100 * MS, role="agent_loop", trajectory=f"t{replica}", turn=0,
+            attrs=attrs if named == "turn" else None,
+        )  # fmt: skip
+        driver.span(
+            "decode" if replica else "prefill", 0, 100 * MS, role="rollout", parent=turn,
+            attrs=attrs if named == "decode" else None,
+        )  # fmt: skip
+    expect(driver, 0, recorded(driver, 0, (0, 80)))
+    expect(driver, 1, recorded(driver, 1))
+    close(folder, 100 * MS)
+    assert account(folder) == {"rollout decode": 50, "rollout prefill": 10, "profiler": 40}
+
+
+def test_a_stage_that_one_process_runs_on_two_replicas_stalls_while_all_of_them_write(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    for replica in range(2):
+        driver.span("decode", 0, 100 * MS, role="rollout", attrs={"replica": replica})
+    expect(driver, 0, recorded(driver, 0, (0, 80)))
+    expect(driver, 1, recorded(driver, 1, (60, 90)))
+    close(folder, 100 * MS)
+    (stage,) = step_report(load_step(folder.write())).stages
+    (share,) = stage.processes
+    assert (share.busy_ns, share.stalled_ns) == (100 * MS, 20 * MS)
+
+
+def test_what_no_span_names_may_have_waited_for_an_engine_that_writes(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    driver.span("decode", 0, 70 * MS, role="rollout")
+    expect(driver, 0, recorded(driver, 0, (10, 90)))
+    expect(driver, 1, recorded(driver, 1))
+    close(folder, 100 * MS)
+    report = step_report(load_step(folder.write()))
+    assert account(folder) == {"rollout decode": 70, "unaccounted": 30}
+    assert (report.breakdown.stalled_ns, report.breakdown.stalled_most_ns) == (0, 60 * MS)
+    assert "not-typical" in {advice.rule for advice in report.advice}
 
 
 def test_a_replica_that_is_not_recorded_may_be_who_serves(tmp_path: Path) -> None:

@@ -222,6 +222,18 @@ def common_ns(some: Sequence[Pair], others: Sequence[Pair]) -> int:
     return union_ns(some) + union_ns(others) - union_ns([*some, *others])
 
 
+def outside(pairs: Iterable[Pair], holes: Iterable[Pair]) -> list[Pair]:
+    """Return the parts of the pairs that no hole covers."""
+    left = list(pairs)
+    for hole_ns, until_ns in holes:
+        pieces = (
+            ((start, min(end, hole_ns)) for start, end in left),
+            ((max(start, until_ns), end) for start, end in left),
+        )
+        left = [(start_ns, end_ns) for piece in pieces for start_ns, end_ns in piece if start_ns < end_ns]
+    return left
+
+
 def clipped(pairs: Iterable[Pair], from_ns: int, until_ns: int) -> list[Pair]:
     """Return the parts of the pairs that lie between two times."""
     parts = ((max(start_ns, from_ns), min(end_ns, until_ns)) for start_ns, end_ns in pairs)

@@ -22,6 +22,8 @@ MOVES_WEIGHTS = re.compile(
 TRANSFER = "sync_weights (between its ends)"
 """The stage of what passes, without a span, from the trainer's end of a weight sync to the engine's."""
 _TRAINS = re.compile(r"update|train|learn|backward|optimi[sz]", re.IGNORECASE)
+REPLICA = "replica"
+"""The attribute of a span that names the replica by its number, for requests that somebody else records."""
 _NAMES = 4096
 """Names of stages whose meaning is kept: a step has many spans of few stages."""
 MOST = 20
@@ -85,6 +87,18 @@ def above(timeline: Timeline, span: Span) -> Iterator[Span]:
     while span.parent is not None:
         span = timeline.spans[span.parent]
         yield span
+
+
+def named_replica(timeline: Timeline, span: Span) -> int | None:
+    """Return the number of the replica that the span, or one around it, gives as its attribute."""
+    numbers = (whole(around, REPLICA) for around in (span, *above(timeline, span)))
+    return next((number for number in numbers if number is not None), None)
+
+
+def replica_of(timeline: Timeline, span: Span) -> int | None:
+    """Return the number of the replica that a span is work of: by its attribute, or else by its process."""
+    named = named_replica(timeline, span)
+    return timeline.processes[span.process].info.replica if named is None else named
 
 
 def placed(timeline: Timeline, spans: Iterable[Span]) -> list[Pair]:

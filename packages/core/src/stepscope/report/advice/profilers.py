@@ -11,8 +11,8 @@ LARGE_TRACE = 100_000
 """Events from which on a trace is a likely reason why closing took long."""
 
 _STALLED = (
-    "trust the other lines; the line `profiler` holds the cost. Engines write after the step if neither "
-    "iterations.count nor by_stage is set, and write less with a smaller count"
+    "Engines write after the step if neither iterations.count nor by_stage is set, and write less with a "
+    "smaller count"
 )
 
 
@@ -22,7 +22,7 @@ def not_typical(evidence: Evidence) -> Advice | None:
 
     Also advise if engines stood still for a tenth of it because their own profilers wrote.
     """
-    baseline, stalled_ns = evidence.baseline, evidence.breakdown.stalled_ns
+    baseline, stalled_ns = evidence.baseline, evidence.breakdown.stalled_most_ns
     if baseline is None or baseline.excess_ns is None or len(baseline.steps) < ENOUGH:
         return _stalled(evidence)
     took_ns = baseline.p50_ns + baseline.excess_ns
@@ -34,8 +34,10 @@ def not_typical(evidence: Evidence) -> Advice | None:
     usual = f"median {duration(baseline.p50_ns)}, {duration(baseline.min_ns)} to {duration(baseline.max_ns)}"
     because = [f"{duration(took_ns)}; {count(len(baseline.steps), 'uncaptured step')} near it: {usual}"]
     if stalled_ns:
-        because.append(f"{_stood_still(evidence)}. Without that it took {duration(took_ns - stalled_ns)}")
-    why_slow = _STALLED if stalled_ns and stalled_ns * 2 >= baseline.excess_ns else _slowed(evidence)
+        because += _stood_still(evidence, took_ns)
+    why_slow = (
+        _write_less(evidence) if stalled_ns and stalled_ns * 2 >= baseline.excess_ns else _slowed(evidence)
+    )
     return Advice(
         rule="not-typical",
         kind="alarm",
@@ -75,25 +77,49 @@ def _less(evidence: Evidence) -> list[str]:
 
 
 def is_stalled(evidence: Evidence) -> bool:
-    """Return whether engines stood still for a tenth of the step, because their own profilers wrote."""
-    return evidence.breakdown.stalled_ns * 10 >= max(evidence.breakdown.window_ns, 1)
+    """Return whether engines stood still for a tenth of the step, because their own profilers wrote.
+
+    They may have, if no span says for which engine its work waited.
+    """
+    return evidence.breakdown.stalled_most_ns * 10 >= max(evidence.breakdown.window_ns, 1)
 
 
 def _stalled(evidence: Evidence) -> Advice | None:
     if not is_stalled(evidence):
         return None
+    took = "took" if _knows_who_stalled(evidence) else "may have taken"
     return Advice(
         rule="not-typical",
         kind="alarm",
-        what="the step took longer than it would without the profilers of its engines",
-        because=(_stood_still(evidence),),
-        do=_STALLED,
+        what=f"the step {took} longer than it would without the profilers of its engines",
+        because=_stood_still(evidence),
+        do=_write_less(evidence),
     )
 
 
-def _stood_still(evidence: Evidence) -> str:
-    stalled = share_of_step(evidence.breakdown.stalled_ns, evidence)
-    return f"engines served nothing for {stalled}: their profilers wrote"
+def _stood_still(evidence: Evidence, took_ns: int | None = None) -> tuple[str, ...]:
+    """Return how long engines stood still, and how long the step, which took `took_ns`, took without that."""
+    sure_ns, most_ns = evidence.breakdown.stalled_ns, evidence.breakdown.stalled_most_ns
+    without = "" if took_ns is None else f". Without that it took {duration(took_ns - sure_ns)}"
+    sure = f"engines served nothing for {share_of_step(sure_ns, evidence)}: their profilers wrote{without}"
+    unnamed = (
+        f"some engines served nothing for {share_of_step(most_ns - sure_ns, evidence)}: their profilers wrote"
+        ". No span says whether the work of that time waited for these engines"
+    )
+    return (*([sure] if sure_ns else []), *([unnamed] if most_ns > sure_ns else []))
+
+
+def _write_less(evidence: Evidence) -> str:
+    """Return what to do if engines write within the step."""
+    if _knows_who_stalled(evidence):
+        return f"trust the other lines; the line `profiler` holds the cost. {_STALLED}"
+    return (
+        f"name each request's engine: span(..., attrs={{'replica': 1}}), or turn.set(replica=1). {_STALLED}"
+    )
+
+
+def _knows_who_stalled(evidence: Evidence) -> bool:
+    return evidence.breakdown.stalled_ns == evidence.breakdown.stalled_most_ns
 
 
 def profiler_cost(evidence: Evidence) -> Advice | None:

@@ -10,7 +10,7 @@ import msgspec
 
 from stepscope.files.spans import PROFILING
 from stepscope.report.accounting import Held, Interval, Label, Mask, Shares, divide
-from stepscope.report.spans import TRANSFER, ToolNames, is_tool, is_transfer, label_of
+from stepscope.report.spans import TRANSFER, ToolNames, is_tool, is_transfer, label_of, replica_of
 from stepscope.report.tables.gaps import Gap, Stretch, find_stretches, sum_up
 from stepscope.timeline import Span, Timeline
 
@@ -70,6 +70,8 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of the unaccounted time, the longest first. They add up to it."""
     stalled_ns: int = 0
     """Of the step, while what would have been an engine's work waited for the engine's own profiler."""
+    stalled_most_ns: int = 0
+    """The same if all work whose spans name no replica waited for the one that wrote."""
     left_out: tuple[str, ...]
     """Unaligned processes: where their spans belong is not known, so that they are in no line."""
 
@@ -94,6 +96,7 @@ def step_breakdown(timeline: Timeline) -> Breakdown:
     return Breakdown(
         total_ns=opening_ns + window.wall_ns + closing_ns,
         stalled_ns=stalled_ns,
+        stalled_most_ns=_stalled_most_ns(timeline, work) if timeline.stalls else 0,
         window_ns=window.wall_ns,
         opening_ns=opening_ns,
         closing_ns=closing_ns,
@@ -223,12 +226,24 @@ def divide_spans(
 
 
 def _divide(timeline: Timeline, work: Work, start_ns: int, end_ns: int) -> Shares:
-    held = _held(timeline, work.engines)
+    return _of_held(start_ns, end_ns, work, _held(timeline, work.engines))
+
+
+def _of_held(start_ns: int, end_ns: int, work: Work, held: Sequence[Held]) -> Shares:
     return divide(work.intervals, start_ns, end_ns, labels=work.labels, tiers=work.tiers, held=held)
 
 
-def _held(timeline: Timeline, engines: Sequence[int | None]) -> list[Held]:
-    """Return the stalls of replicas, with the kinds of work that each of them held up."""
+def _stalled_most_ns(timeline: Timeline, work: Work) -> int:
+    """Return the time that is billed to stalls if work of an unnamed engine is held up by any of them."""
+    held = _held(timeline, work.engines, by_any=True)
+    return _of_held(timeline.window.start_ns, timeline.window.end_ns, work, held).wall_ns[STALLED]
+
+
+def _held(timeline: Timeline, engines: Sequence[int | None], *, by_any: bool = False) -> list[Held]:
+    """Return the stalls of replicas, with the kinds of work that each of them held up.
+
+    Work of an unnamed engine is held up when all of them stall, or `by_any`.
+    """
     changes = sorted(
         change
         for stall in timeline.stalls
@@ -238,17 +253,14 @@ def _held(timeline: Timeline, engines: Sequence[int | None]) -> list[Held]:
     held = []
     for (at_ns, change, replica), (until_ns, _, _) in pairwise(changes):
         (stalled.add if change > 0 else stalled.discard)(replica)
-        mask = _mask(engines, stalled, whole=len(stalled) >= timeline.replicas)
+        mask = _mask(engines, stalled, whole=by_any or len(stalled) >= timeline.replicas)
         if mask and at_ns < until_ns:
             held.append(Held(at_ns, until_ns, mask, STALLED))
     return held
 
 
 def _mask(engines: Sequence[int | None], stalled: Set[int], *, whole: bool) -> Mask:
-    """Return the kinds of work that stalls hold up.
-
-    Work of an unnamed engine is held up only when all of them stall.
-    """
+    """Return the kinds of work that stalls hold up. `whole`: work of an unnamed engine too."""
     if not stalled:
         return 0
     return sum(
@@ -257,15 +269,15 @@ def _mask(engines: Sequence[int | None], stalled: Set[int], *, whole: bool) -> M
 
 
 def _engine(timeline: Timeline, span: Span) -> int | None:
-    """Return the engine that a span waits for.
+    """Return the engine that a span waits for, if any engine stalled.
 
     A turn without a span below it waits for the model: tools have spans of their own.
     """
-    if is_tool(span.role, span.stage):
+    if not timeline.stalls or is_tool(span.role, span.stage):
         return None
     if span.role != "rollout" and (span.role, span.stage) != ("agent_loop", "turn"):
         return None
-    replica = timeline.processes[span.process].info.replica
+    replica = replica_of(timeline, span)
     return _ANY if replica is None else replica
 
 

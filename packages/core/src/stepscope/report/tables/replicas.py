@@ -10,12 +10,10 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope.files.spans import WAITING
-from stepscope.report.spans import MOVES_WEIGHTS, above, whole
+from stepscope.report.spans import MOVES_WEIGHTS, REPLICA, named_replica, whole
 from stepscope.timeline import Span, Timeline, TraceActivity
 from stepscope.timeline.activity.content import Iteration
 
-REPLICA = "replica"
-"""The attribute of a span that names the replica by its number, for requests that somebody else records."""
 _CALLERS = frozenset({"trainer", "driver", "agent_loop", "env", "reward"})
 """Roles of processes that call a replica and are none."""
 SERVED = frozenset({"prefill", "decode"})
@@ -177,7 +175,7 @@ class _Search:
 
     def _owner_of(self, span: Span) -> _Key:
         """Return the key of the replica that served a request."""
-        named = self._named(span)
+        named = named_replica(self._timeline, span)
         if named is not None:
             return "replica", named
         index = span.process
@@ -190,11 +188,6 @@ class _Search:
             return "replica", self._numbers[0]
         calls = self._numbers or process.owner or process.info.role in _CALLERS
         return "requests of" if calls else "process", index
-
-    def _named(self, span: Span) -> int | None:
-        """Return the number that the span, or one around it, gives as its attribute."""
-        numbers = (whole(around, REPLICA) for around in (span, *above(self._timeline, span)))
-        return next((number for number in numbers if number is not None), None)
 
 
 def _numbers_in_spans(timeline: Timeline) -> dict[int, int]:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from stepscope.files.spans import PROFILING
-from stepscope.report.accounting import common_ns, rank_of, union_ns
+from stepscope.report.accounting import Pair, outside, rank_of, union_ns
 from stepscope.report.formatting import middle
-from stepscope.report.spans import ToolNames, title
+from stepscope.report.spans import ToolNames, replica_of, title
 from stepscope.report.table import Table, grouped
 from stepscope.timeline import Span, Timeline
 
@@ -109,18 +109,30 @@ def _shares(timeline: Timeline, spans: Iterable[Span]) -> tuple[Share, ...]:
 
 def _share(timeline: Timeline, index: int, spans: Sequence[Span]) -> Share:
     process = timeline.processes[index]
-    running = [(span.start_ns, timeline.until_ns(span)) for span in spans]
-    stalls = [
-        (stall.start_ns, stall.end_ns)
-        for stall in timeline.stalls
-        if stall.replica == process.info.replica and spans[0].role == "rollout"
-    ]
+    busy_ns = union_ns(_running(timeline, spans))
     return Share(
         process=process.name,
         rank=process.info.rank,
         calls=sum(span.dur_ns is not None for span in spans),
-        busy_ns=union_ns(running),
-        total_ns=sum(end_ns - start_ns for start_ns, end_ns in running),
-        stalled_ns=common_ns(running, stalls),
+        busy_ns=busy_ns,
+        total_ns=sum(end_ns - start_ns for start_ns, end_ns in _running(timeline, spans)),
+        stalled_ns=busy_ns - _served_ns(timeline, spans) if timeline.stalls else 0,
         profiled=process.profiled,
     )
+
+
+def _served_ns(timeline: Timeline, spans: Sequence[Span]) -> int:
+    """Return the time in which at least one call ran whose engine did not stall."""
+    served: list[Pair] = []
+    for replica, own in grouped(spans, lambda span: replica_of(timeline, span)).items():
+        stalls = [
+            (stall.start_ns, stall.end_ns)
+            for stall in timeline.stalls
+            if stall.replica == replica and spans[0].role == "rollout"
+        ]
+        served += outside(_running(timeline, own), stalls)
+    return union_ns(served)
+
+
+def _running(timeline: Timeline, spans: Iterable[Span]) -> list[Pair]:
+    return [(span.start_ns, timeline.until_ns(span)) for span in spans]

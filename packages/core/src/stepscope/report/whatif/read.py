@@ -10,8 +10,8 @@ import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.files.spans import WAITING
-from stepscope.report.spans import above, is_tool, whole
-from stepscope.report.tables.replicas import REPLICA, SERVED
+from stepscope.report.spans import REPLICA, above, is_tool, whole
+from stepscope.report.tables.replicas import SERVED
 from stepscope.report.whatif.limits import tool_pool, trajectories_at_once
 from stepscope.report.whatif.model import Call, CallKind, Phase, Rollout, Step, Trajectory
 from stepscope.report.whatif.stages import driver_stages
