@@ -129,7 +129,8 @@ class Rollout:
             await self._slots[replica].acquire()
         with self._span(process, "prefill", "rollout", above, more):
             await _pass(self.prefill_ms(number, turn))
-        with self._span(process, "decode", "rollout", above, more):
+        tokens = {"attrs": {"tokens": round(self.decode_ms(number, turn))}}
+        with self._span(process, "decode", "rollout", above, {**more, **tokens}):
             await _pass(self.decode_ms(number, turn))
         self._slots[replica].release()
         name = self.tool(number, turn)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from packages.core.tests.simulated import MS
+from packages.core.tests.simulated import MS, Rollout
 from stepscope.cli import run
 from stepscope.errors import ConfigError, RecordError
 from stepscope.report.whatif.changes import Options
@@ -139,6 +139,79 @@ def test_the_interval_of_many_that_end_together_is_narrow(tmp_path: Path) -> Non
     prediction = predicted(a_step(tmp_path, [[draw.randrange(80, 100) for _ in range(150)]]), replicas="+1")
     assert prediction.high_ns < 1.1 * prediction.predicted_ns
     assert prediction.low_ns > 0.9 * prediction.predicted_ns
+
+
+def queued(replicas: int, slots: int, seed: int) -> Rollout:
+    """Return a rollout of 36 trajectories with two requests each, one token per ms, on these replicas."""
+    draw = random.Random(seed)
+    tokens = [min(1500, round(draw.lognormvariate(5.4, 0.9))) for _ in range(36)]
+    return Rollout(
+        trajectories=36, turns=2, replicas=replicas, slots=slots,
+        prefill_ms=lambda number, turn: 0, decode_ms=lambda number, turn: tokens[number],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("slots", "replicas"), [(1, 3), (3, 1), (3, 3), (3, 5)])
+def test_requests_wait_for_the_slots_of_a_replica(
+    tmp_path: Path, slots: int, replicas: int, seed: int
+) -> None:
+    """The truth is the same rollout, played on that number of replicas."""
+    prediction = predict(queued(2, slots, seed).timeline(tmp_path / "two"), Options(replicas=str(replicas)))
+    changed = queued(replicas, slots, seed)
+    changed.timeline(tmp_path / "changed")
+    assert prediction.model.slots == slots
+    assert prediction.replayed_ns == pytest.approx(prediction.measured_ns, rel=0.01)
+    assert prediction.predicted_ns == pytest.approx(changed.wall_ns, rel=0.01)
+    assert prediction.low_ns <= changed.wall_ns <= prediction.high_ns
+
+
+def test_a_queue_with_a_span_of_its_own_is_the_same_queue(tmp_path: Path) -> None:
+    """Four requests of 100 ms on one slot, each with its wait before the span of its generation, or in it."""
+    for inside in (True, False):
+        folder = StepFolder(tmp_path / str(inside))
+        driver = folder.process("trainer", owner=True)
+        for place in range(4):
+            name, begin = f"t{place}", 100 * place * MS
+            above = driver.span(
+                "trajectory", 0, begin + 100 * MS, role="agent_loop", trajectory=name, attrs={"replica": 0}
+            )
+            start = 0 if inside else begin
+            call = driver.span(
+                "generate", start, begin + 100 * MS, role="rollout", parent=above, trajectory=name,
+                attrs={"tokens": 100},
+            )  # fmt: skip
+            driver.span("queue", 0, begin, role="rollout", parent=call if inside else above, trajectory=name)
+        driver.close(400 * MS)
+        prediction = predicted(folder.write(), replicas="2")
+        assert prediction.model.slots == 1
+        assert prediction.predicted_ns == pytest.approx(200 * MS, rel=0.01)
+
+
+def test_a_step_ends_its_rollout_with_what_it_consumes(tmp_path: Path) -> None:
+    """Of 12 requests on two replicas, the step takes the 8 shortest. The others go on, and load them."""
+    tokens = [100 * number for number in range(1, 13)]
+    halves = [ends_ms(tokens[0::2]), ends_ms(tokens[1::2])]
+    rollout_ns, train_ns = halves[1][3] * MS, (halves[1][3] + 500) * MS
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    for place, length in enumerate(tokens):
+        end_ns, name = halves[place % 2][place // 2] * MS if place < 8 else None, f"t{place}"
+        above = driver.span("trajectory", 0, end_ns, role="agent_loop", trajectory=name)
+        driver.span(
+            "generate", 0, end_ns, role="rollout", parent=above, trajectory=name,
+            attrs={"replica": place % 2, **({"tokens": length} if place < 8 else {})},
+        )  # fmt: skip
+    update = driver.span("update_actor", rollout_ns, train_ns)
+    for place in range(8):
+        driver.span("consume", rollout_ns, rollout_ns, parent=update, trajectory=f"t{place}")
+    driver.close(train_ns)
+    prediction = predicted(folder.write(), replicas="1")
+    assert prediction.replayed_ns == pytest.approx(prediction.measured_ns, rel=0.03)
+    assert [(stage.name, stage.measured_ns) for stage in prediction.stages] == [
+        ("rollout", rollout_ns), ("trainer update_actor", 500 * MS),
+    ]  # fmt: skip
+    assert prediction.predicted_ns == pytest.approx((ends_ms(tokens)[7] + 500) * MS, rel=0.03)
 
 
 def with_tools(root: Path, places: int = 2) -> Timeline:

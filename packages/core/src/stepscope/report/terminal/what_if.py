@@ -53,6 +53,8 @@ def _model(model: Model) -> str:
         ),
         _WORK[model.work].format(residual=model.residual),
     ]
+    if model.slots is not None:
+        parts.append(f"{count(model.slots, 'request')} at once in a replica, the others wait")
     if model.tool_pool is not None:
         parts.append(f"{count(model.tool_pool, 'tool')} at once")
     if model.at_once is not None:

@@ -151,7 +151,7 @@ def _percent(value: str, rollout: Rollout) -> int:
     match = _PERCENTILE.fullmatch(value)
     if match is None or int(match[1]) < 1:
         raise ConfigError("--cut-tail", value, "p1 to p99", "--cut-tail p95")
-    count = len(rollout.trajectories)
+    count = rollout.consumed
     if kept(count, int(match[1])) == count:
         raise ConfigError(
             "--cut-tail",

@@ -4,7 +4,8 @@ A replica with n requests in flight serves each at the same rate r(n). A request
 for the times T(n) then has w = sum of T(n) r(n). The rates are those of the largest likelihood if tokens come
 at random: Richardson and Lucy's iteration, which keeps them positive. With more requests, no replica does
 less, and no request gets more: without this, numbers that few requests saw got rates far off. Requests in
-flight include those that wait in the engine, so that a limit of the engine shows as a curve that stays flat.
+flight include those that wait in the engine, so that its limit shows as a curve that stays flat. Where spans
+show the queue, they are those that it serves.
 
 Between measured numbers of requests, the tokens per second of the replica are interpolated. Below the
 smallest number, a request is served at the rate of the smallest; above the largest, the replica does no more

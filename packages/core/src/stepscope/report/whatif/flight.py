@@ -32,11 +32,18 @@ def edges(most: int) -> list[int]:
 class Flight:
     """Generations of a step and the number of requests in flight beside them, in bins."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[Call], slots: int | None = None) -> None:
+        """Lay the calls out.
+
+        Args:
+            slots: Requests that a replica serves at once: those that wait in front of it are not in flight.
+                None: all are.
+        """
         self.tokens = [call.tokens or 0 for call in calls]
         """By call. 0: no span says it."""
         self.replicas = [call.replica or 0 for call in calls]
-        times = [*(call.start_ns for call in calls), *(call.end_ns for call in calls)]
+        begins = (call.start_ns + (call.wait_ns if slots else 0) for call in calls)
+        times = [*begins, *(call.end_ns for call in calls)]
         replicas = self.replicas * 2
         order = sorted(range(len(times)), key=lambda event: (replicas[event], times[event]))
         places = [0] * len(order)
@@ -44,7 +51,8 @@ class Flight:
             places[event] = place
         self._signed = _taking(order)
         self._starts, self._ends = _taking(places[: len(calls)]), _taking(places[len(calls) :])
-        self._counts = list(accumulate(1 if event < len(calls) else -1 for event in order))
+        counts = accumulate(1 if event < len(calls) else -1 for event in order)
+        self._counts = [min(count, slots or count) for count in counts]
         """Requests in flight behind each event."""
         ns = [times[after] - times[before] for before, after in pairwise(order)]
         self._gaps_ns = [float(gap) if count else 0.0 for gap, count in zip(ns, self._counts, strict=False)]

@@ -1,16 +1,22 @@
-"""Limits that a step shows: of the tools that run at once, and of the trajectories."""
+"""Limits that a step shows: of the tools that run at once, of the requests of a replica, and of the
+trajectories.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from stepscope.report.whatif.model import Phase, Trajectory
+from stepscope.report.table import grouped
+from stepscope.report.whatif.model import Call, Phase, Trajectory
 
 _QUEUED = 0.02
-"""Tools queue if their waits are at least this part of their work."""
+"""Tools, and requests, queue if their waits are at least this part of their work."""
+_FULL = 0.9
+"""Part of the time with a queue in which a replica serves as many as it can, if it has a limit."""
 _HANDED_ON = 0.9
 """Part of the later trajectories that start as others end, if they have a limit."""
 _HAND_OVER_NS = 2_000_000
@@ -88,6 +94,40 @@ def _waited(phase: Phase, full: Sequence[_Pair]) -> int:
 
 def _gaps_ns(trajectories: Iterable[Trajectory]) -> int:
     return sum(phase.gap_ns for trajectory in trajectories for phase in trajectory.phases)
+
+
+def slots_of_replicas(generations: Sequence[Call]) -> int | None:
+    """Return the number of requests that a replica serves at once. None: nothing shows a limit.
+
+    It shows if requests wait in front of replicas, and these serve the same number then, nearly all the time.
+    """
+    if sum(call.wait_ns for call in generations) < _QUEUED * sum(call.busy_ns for call in generations):
+        return None
+    served_ns = Counter[int]()
+    for calls in grouped(generations, lambda call: call.replica).values():
+        served_ns.update(_served_with_a_queue(calls))
+    most, ns = served_ns.most_common(1)[0]
+    return most if most and ns >= _FULL * served_ns.total() else None
+
+
+def _served_with_a_queue(calls: Iterable[Call]) -> Counter[int]:
+    """Return the time in which requests wait in front of a replica, by the number that it serves then."""
+    changes = sorted(
+        change
+        for call in calls
+        for change in (
+            (call.start_ns, 1, 0),
+            (call.start_ns + call.wait_ns, -1, 1),
+            (call.end_ns, 0, -1),
+        )
+    )
+    times_ns = Counter[int]()
+    waiting = serves = at_ns = 0
+    for time_ns, waits, served in changes:
+        if waiting:
+            times_ns[serves] += time_ns - at_ns
+        waiting, serves, at_ns = waiting + waits, serves + served, time_ns
+    return times_ns
 
 
 def trajectories_at_once(trajectories: Sequence[Trajectory]) -> int | None:

@@ -25,7 +25,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     offset_ns: int = 0
     """From the begin of its phase."""
     wait_ns: int = 0
-    """Of a tool: the part of the call that it waited for a place."""
+    """The part of the call that it waited for: a tool for a place in the pool, a generation for a slot."""
     replica: int | None = None
     """Of a generation: the place of its replica in `Rollout.replicas`."""
     tokens: int | None = None
@@ -54,6 +54,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     phases: tuple[Phase, ...]
     rest_ns: int
     """Time after its last phase."""
+    consumed: bool = True
+    """False if the step does not consume it: it only loads the replicas and the tools."""
 
     def calls(self) -> Iterator[Call]:
         for phase in self.phases:
@@ -78,11 +80,18 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Tools that can run at once. None: no tool waited for a place."""
     at_once: int | None = None
     """Trajectories that can run at once. None: nothing shows a limit."""
+    slots: int | None = None
+    """Requests that a replica serves at once. None: no request waited in front of one."""
+
+    @property
+    def consumed(self) -> int:
+        """Return the number of trajectories that the step consumes."""
+        return sum(trajectory.consumed for trajectory in self.trajectories)
 
     @property
     def wall_ns(self) -> int:
-        """Return the time until its last trajectory ended."""
-        return max(trajectory.end_ns for trajectory in self.trajectories)
+        """Return the time until the last trajectory that the step consumes had ended."""
+        return max(trajectory.end_ns for trajectory in self.trajectories if trajectory.consumed)
 
     def calls(self) -> list[Call]:
         return [call for trajectory in self.trajectories for call in trajectory.calls()]

@@ -3,7 +3,8 @@
 The prediction is the measured time, times the ratio of the changed replay to the unchanged one. A generation
 needs the tokens that it wrote, served by the curve of `curve`. If the unchanged replay is not within 3 % of
 the measured step, a generation needs what the curve gives in its duration (`work: durations`).
-If that does not fit either, or the tokens explain the durations badly, there is no prediction.
+Where spans show a queue in front of the replicas, both are tried with it first, then as if all requests were
+served at once. If nothing fits, or the tokens explain the durations badly, there is no prediction.
 
 The interval holds 95 % of the ratios of rounds, by Student's t of their logarithms, so that few rounds do.
 Each round resamples the trajectories with replacement, fits the curve to these, and replays them unchanged
@@ -19,9 +20,9 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from math import exp, log
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
@@ -77,6 +78,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """Tools at once. None: tools do not wait for each other."""
     at_once: int | None
     """Trajectories at once. None: nothing shows a limit."""
+    slots: int | None
+    """Requests at once in each replica. None: all."""
     work: Work
     residual: float
     """Standard deviation of ln(tokens / tokens by the curve) over the generations."""
@@ -89,6 +92,36 @@ class _Played(NamedTuple):
     """By `Call.number`: tokens."""
     curve: Curve
     speeds: Sequence[float]
+    slots: int | None
+
+
+class _Service:
+    """Replicas of the step as a model: their curve, their speeds, and what each generation needs of them."""
+
+    def __init__(self, step: Step, calls: Sequence[Call], slots: int | None) -> None:
+        """
+        Args:
+            slots: Requests that a replica serves at once. None: all of them.
+        """
+        self.slots = slots
+        self.flight = Flight(calls, slots)
+        self.curve = fit(self.flight)
+        self.speeds = speeds(self.flight, self.curve, len(step.rollout.replicas))
+        self.by_duration = [0.0] * len(step.rollout.calls())
+        self.by_tokens = list(self.by_duration)
+        for call, tokens in zip(calls, self.flight.served_by(self.curve.rate), strict=True):
+            self.by_duration[call.number] = tokens * self.speeds[call.replica or 0]
+            self.by_tokens[call.number] = float(call.tokens or self.by_duration[call.number])
+        logs = [
+            log(call.tokens / self.by_duration[call.number])
+            for call in calls
+            if call.tokens and self.by_duration[call.number]
+        ]
+        self.residual = statistics.pstdev(logs)
+
+    def played(self, trajectories: Sequence[Trajectory], work: Work) -> _Played:
+        works = self.by_tokens if work == "tokens" else self.by_duration
+        return _Played(trajectories, works, self.curve, self.speeds, self.slots)
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,23 +168,12 @@ class Predicting:
         self._unchanged = Changes(replicas=len(step.rollout.replicas), tool_pool=step.rollout.tool_pool)
         self._calls = step.rollout.generations()
         _check_tokens(step, self._calls)
-        self._flight = Flight(self._calls)
-        self._curve = fit(self._flight)
-        self._speeds = speeds(self._flight, self._curve, len(step.rollout.replicas))
-        self._by_duration = [0.0] * len(step.rollout.calls())
-        self._by_tokens = list(self._by_duration)
-        for call, tokens in zip(self._calls, self._flight.served_by(self._curve.rate), strict=True):
-            self._by_duration[call.number] = tokens * self._speeds[call.replica or 0]
-            self._by_tokens[call.number] = float(call.tokens or self._by_duration[call.number])
 
     def predict(self, options: Options) -> Prediction:
         """Return the predicted time with the changes of `options`. Raises as the function `predict`."""
         changes = changes_of(options, self._step)
-        work, unchanged = self._fitting
-        works = self._by_tokens if work == "tokens" else self._by_duration
-        changed = self._replayed(
-            _Played(self._step.rollout.trajectories, works, self._curve, self._speeds), changes
-        )
+        service, work, unchanged = self._fitting
+        changed = self._replayed(service.played(self._step.rollout.trajectories, work), changes)
         ratio, wall_ns = changed.step_ns / unchanged.step_ns, self._step.wall_ns
         low, high = self._interval(ratio, changes)
         misfit_ns = abs(unchanged.step_ns - wall_ns)
@@ -166,26 +188,23 @@ class Predicting:
             high_ns=round(wall_ns * high + misfit_ns),
             change=ratio - 1,
             stages=self._stages(unchanged, changed),
-            model=self._model(work),
+            model=self._model(service, work),
             assumptions=changes.assumptions(),
         )
 
     @cached_property
-    def _fitting(self) -> tuple[Work, Outcome]:
-        """The works with which the unchanged replay fits the step, and that replay."""
+    def _fitting(self) -> tuple[_Service, Work, Outcome]:
+        """The service and the works with which the unchanged replay fits the step, and that replay."""
+        rollout, works = self._step.rollout, get_args(Work)
         tried: list[Outcome] = []
-        choices: tuple[tuple[Work, list[float]], ...] = (
-            ("tokens", self._by_tokens),
-            ("durations", self._by_duration),
-        )
-        for work, works in choices:
-            played = _Played(self._step.rollout.trajectories, works, self._curve, self._speeds)
-            unchanged = self._replayed(played, self._unchanged)
-            tried.append(unchanged)
-            if abs(unchanged.step_ns / self._step.wall_ns - 1) > LIMIT:
-                continue
-            if work == "tokens" or self._residual() <= RESIDUAL:
-                return work, unchanged
+        for slots in dict.fromkeys((rollout.slots, None)):
+            service = _Service(self._step, self._calls, slots)
+            for work in works:
+                unchanged = self._replayed(service.played(rollout.trajectories, work), self._unchanged)
+                tried.append(unchanged)
+                fits = abs(unchanged.step_ns / self._step.wall_ns - 1) <= LIMIT
+                if fits and (work == "tokens" or service.residual <= RESIDUAL):
+                    return service, work, unchanged
         raise RecordError(_misfit(self._step, tried[0]))
 
     def _replayed(self, played: _Played, changes: Changes) -> Outcome:
@@ -195,10 +214,17 @@ class Predicting:
             speeds=(*factors, *[1.0] * (changes.replicas - len(factors))),
             works=played.works,
             assigned=assignment(played.trajectories, played.works, changes, len(played.speeds)),
+            slots=played.slots,
             tool_pool=changes.tool_pool,
             at_once=self._step.rollout.at_once,
         )
-        return outcome(self._step, changes, replay(played.trajectories, rules))
+        return self._outcome(changes, played.trajectories, replay(played.trajectories, rules))
+
+    def _outcome(
+        self, changes: Changes, trajectories: Sequence[Trajectory], ends_ns: Sequence[float]
+    ) -> Outcome:
+        consumed = [one.consumed for one in trajectories]
+        return outcome(self._step, changes, list(compress(ends_ns, consumed)))
 
     def _interval(self, ratio: float, changes: Changes) -> tuple[float, float]:
         """Return the interval of the ratio. It is in it."""
@@ -214,60 +240,57 @@ class Predicting:
     @cached_property
     def _rounds(self) -> list[tuple[_Played, float]]:
         """Resamples, and the ns of the step in the unchanged replay of each."""
-        rounds = max(_FEWEST, min(_ROUNDS, _CALLS // max(1, len(self._by_tokens))))
+        rounds = max(_FEWEST, min(_ROUNDS, _CALLS // max(1, len(self._step.rollout.calls()))))
         generator = random.Random(0)
         resamples = [self._resampled(generator) for _ in range(rounds)]
         return [(played, self._replayed(played, self._unchanged).step_ns) for played in resamples]
 
     def _resampled(self, generator: random.Random) -> _Played:
-        drawn = generator.choices(self._step.rollout.trajectories, k=len(self._step.rollout.trajectories))
+        service, _, _ = self._fitting
+        trajectories = self._step.rollout.trajectories
+        consumed = [played for played in trajectories if played.consumed]
+        drawn = generator.choices(consumed, k=len(consumed))
+        drawn += [played for played in trajectories if not played.consumed]
         drawn.sort(key=lambda played: played.start_ns)
         times = Counter(call.number for played in drawn for call in played.generations())
         weights = [times[call.number] for call in self._calls]
         known = any(call.tokens and weight for call, weight in zip(self._calls, weights, strict=True))
-        curve = fit(self._flight, weights, self._curve) if known else self._curve
+        curve = fit(service.flight, weights, service.curve) if known else service.curve
         part, beyond = generator.random(), generator.random()
         works = [
             tokens**part * by_duration ** (1 - part)
-            for tokens, by_duration in zip(self._by_tokens, self._by_duration, strict=True)
+            for tokens, by_duration in zip(service.by_tokens, service.by_duration, strict=True)
         ]
-        factors = speeds(self._flight, curve, len(self._speeds))
-        return _Played(drawn, works, msgspec.structs.replace(curve, beyond=beyond), factors)
+        factors = speeds(service.flight, curve, len(service.speeds))
+        beyond_curve = msgspec.structs.replace(curve, beyond=beyond)
+        return _Played(drawn, works, beyond_curve, factors, service.slots)
 
     def _stages(self, unchanged: Outcome, changed: Outcome) -> tuple[StageTime, ...]:
-        measured = outcome(
-            self._step, self._unchanged, [played.end_ns for played in self._step.rollout.trajectories]
-        )
+        trajectories = self._step.rollout.trajectories
+        measured = self._outcome(self._unchanged, trajectories, [one.end_ns for one in trajectories])
         rows = zip_longest(measured.stages, unchanged.stages, changed.stages, fillvalue=("", 0.0))
         return tuple(
             StageTime(last[0], round(first[1]), round(replayed[1]), round(last[1]))
             for first, replayed, last in rows
         )
 
-    def _model(self, work: Work) -> Model:
+    def _model(self, service: _Service, work: Work) -> Model:
         rollout = self._step.rollout
         return Model(
             trajectories=len(rollout.trajectories),
             generations=len(self._calls),
             replicas=rollout.replicas,
-            speeds=tuple(round(speed, 3) for speed in self._speeds),
+            speeds=tuple(round(speed, 3) for speed in service.speeds),
             tool_pool=rollout.tool_pool,
             at_once=rollout.at_once,
+            slots=service.slots,
             work=work,
-            residual=round(self._residual(), 3),
+            residual=round(service.residual, 3),
             curve=tuple(
                 CurvePoint(round(requests, 1), round(total * 1e9, 1))
-                for requests, total in self._curve.points
+                for requests, total in service.curve.points
             ),
         )
-
-    def _residual(self) -> float:
-        logs = [
-            log(call.tokens / self._by_duration[call.number])
-            for call in self._calls
-            if call.tokens and self._by_duration[call.number]
-        ]
-        return statistics.pstdev(logs)
 
 
 def _student(freedom: int) -> float:
@@ -294,5 +317,18 @@ def _misfit(step: Step, replayed: Outcome) -> str:
         f"step {step.number}: no prediction, because the replay of the unchanged step takes "
         f"{duration(round(replayed.step_ns))} and it took {duration(step.wall_ns)} ({off:+.1%}, at most "
         f"{LIMIT:.0%}). The stage that does not fit is the rollout: replayed {duration(round(rollout_ns))}, "
-        f"measured {duration(step.rollout.wall_ns)}. The tokens of its generations do not explain their times"
+        f"measured {duration(step.rollout.wall_ns)}. {_why_not(step.rollout.slots)}"
+    )
+
+
+def _why_not(slots: int | None) -> str:
+    """Return what the replay has tried, as the reason for its misfit."""
+    if slots is None:
+        return (
+            "The tokens of its generations do not explain their times, if replicas serve all requests at "
+            "once. Fix: where requests wait in front of one, record that as a span `queue` below theirs"
+        )
+    return (
+        "The tokens of its generations do not explain their times, neither with the queue in front of "
+        f"replicas that serve {slots} at once, nor if these serve all requests at once"
     )

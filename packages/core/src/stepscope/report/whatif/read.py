@@ -12,7 +12,7 @@ from stepscope.errors import RecordError
 from stepscope.files.spans import WAITING
 from stepscope.report.spans import REPLICA, above, is_tool, whole
 from stepscope.report.tables.replicas import SERVED
-from stepscope.report.whatif.limits import tool_pool, trajectories_at_once
+from stepscope.report.whatif.limits import slots_of_replicas, tool_pool, trajectories_at_once
 from stepscope.report.whatif.model import Call, CallKind, Phase, Rollout, Step, Trajectory
 from stepscope.report.whatif.stages import driver_stages
 from stepscope.timeline import Span, Timeline
@@ -54,7 +54,7 @@ class _Reading:
                 self._below[span.parent].append(index)
             if span.trajectory is not None and timeline.processes[span.process].aligned:
                 self._members[span.trajectory].append(index)
-                if span.stage == TRAJECTORY and span.step == timeline.step:
+                if span.stage == TRAJECTORY and (timeline.consumes(span) or timeline.leaves(span)):
                     roots[span.trajectory] = index
         self._roots = sorted(roots.values(), key=lambda index: timeline.spans[index].start_ns)
         self._replicas: dict[str, int] = {}
@@ -62,8 +62,9 @@ class _Reading:
 
     def rollout(self) -> Rollout:
         spans = [self._timeline.spans[root] for root in self._roots]
-        self._check(spans)
-        start_ns = spans[0].start_ns
+        consumed = [span for span in spans if self._timeline.consumes(span)]
+        self._check(consumed)
+        start_ns = consumed[0].start_ns
         trajectories = tuple(self._trajectory(root, start_ns) for root in self._roots)
         if not self._replicas:
             raise RecordError(
@@ -77,6 +78,9 @@ class _Reading:
             replicas=tuple(self._replicas),
             tool_pool=pool,
             at_once=trajectories_at_once(trajectories),
+            slots=slots_of_replicas(
+                [call for trajectory in trajectories for call in trajectory.generations()]
+            ),
         )
 
     def _check(self, roots: Sequence[Span]) -> None:
@@ -94,23 +98,32 @@ class _Reading:
         if any(root.end_ns is None for root in roots):
             raise RecordError(f"step {step}: a trajectory never ended, so the step has no length to replay")
         early = sum(root.start_ns < window.start_ns for root in roots)
-        if early:
+        resumed = self._resumed()
+        if early or resumed:
             raise RecordError(
-                f"step {step}: {early} of {len(roots)} trajectories began before the step. Only steps that "
-                "wait for a rollout of their own can be replayed"
+                f"step {step}: {early + resumed} of {len(roots) + resumed} trajectories began before the "
+                "step. Only steps that wait for a rollout of their own can be replayed"
             )
+
+    def _resumed(self) -> int:
+        """Return the number of trajectories that `consume` named, and that ran on from an earlier step."""
+        if self._timeline.taken is None:
+            return 0
+        begun = {self._timeline.spans[root].trajectory for root in self._roots}
+        return len((self._members.keys() & self._timeline.taken) - begun)
 
     def _trajectory(self, root: int, begin_ns: int) -> Trajectory:
         span = self._timeline.spans[root]
         calls = sorted(self._calls(root, begin_ns), key=lambda call: (call.start_ns, call.number))
         phases, until_ns = _phases(calls, span.start_ns - begin_ns)
-        end_ns = max((span.end_ns or 0) - begin_ns, until_ns)
+        end_ns = max(self._timeline.until_ns(span) - begin_ns, until_ns)
         return Trajectory(
             name=span.trajectory or "",
             start_ns=span.start_ns - begin_ns,
             end_ns=end_ns,
             phases=phases,
             rest_ns=end_ns - until_ns,
+            consumed=self._timeline.consumes(span),
         )
 
     def _calls(self, root: int, begin_ns: int) -> Iterator[Call]:
@@ -119,7 +132,7 @@ class _Reading:
             first, last = self._timeline.spans[indices[0]], self._timeline.spans[indices[-1]]
             kind = _kind(first)
             start_ns = max(first.start_ns, around.start_ns)
-            end_ns = min(last.end_ns or 0, around.end_ns or 0)
+            end_ns = min(self._timeline.until_ns(last), self._timeline.until_ns(around))
             if kind is None or start_ns >= end_ns:
                 continue
             generates = kind == "generate"
@@ -128,7 +141,7 @@ class _Reading:
                 kind=kind,
                 start_ns=start_ns - begin_ns,
                 end_ns=end_ns - begin_ns,
-                wait_ns=self._waited(indices, end_ns - start_ns) if kind == "tool" else 0,
+                wait_ns=0 if kind == "reward" else self._waited(indices, end_ns - start_ns),
                 replica=self._replica_of(indices) if generates else None,
                 tokens=self._tokens(indices) if generates else None,
             )
@@ -139,9 +152,7 @@ class _Reading:
         outermost = [
             index
             for index in self._members[spans[root].trajectory or ""]
-            if _kind(spans[index]) is not None
-            and spans[index].end_ns is not None
-            and not self._is_inside(index)
+            if _kind(spans[index]) is not None and not self._is_inside(index)
         ]
         groups: list[list[int]] = []
         for index in sorted(outermost, key=lambda index: spans[index].start_ns):
@@ -175,7 +186,7 @@ class _Reading:
         if not any(written):
             written = [whole(span, "tokens") for span in inner if span.stage == "decode"]
         if not any(written):
-            written = [whole(inner[0], "tokens")]
+            written = [whole(self._timeline.spans[index], "tokens") for index in indices]
         return max((tokens for tokens in written if tokens is not None and tokens > 0), default=None)
 
     def _replica_of(self, indices: Iterable[int]) -> int:
@@ -210,8 +221,8 @@ def _continues(before: Span, after: Span) -> bool:
     gap_ns = after.start_ns - (before.end_ns or 0)
     if before.parent != after.parent or not 0 <= gap_ns < _SAME_CALL_NS:
         return False
-    if _kind(before) == _kind(after) == "tool":
-        return before.waits
+    if _kind(before) == _kind(after) and before.waits:
+        return True
     request = before.role == after.role == "rollout" and {before.stage, after.stage} <= SERVED | WAITING
     return request and before.stage != "decode"
 

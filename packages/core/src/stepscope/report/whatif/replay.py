@@ -1,8 +1,9 @@
 """The discrete-event replay of a rollout.
 
-A replica serves its requests at once, each at the rate of the service curve (processor sharing). Tools run in
-a pool that takes them in the order in which they come; without a pool, each takes its measured time. Rewards,
-and the time between calls, take as long as measured.
+A replica serves its requests at once, each at the rate of the service curve (processor sharing). One with
+slots serves at most so many, and takes the others as they came. Tools run in a pool that takes them in the
+order in which they come; without a pool, each takes its measured time. Rewards, and the time between calls,
+take as long as measured.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """By `Call.number`: the tokens that a generation needs."""
     assigned: Sequence[Sequence[int]] | None = None
     """By trajectory and generation: its replica. None: the replica with the fewest requests in flight."""
+    slots: int | None = None
+    """Requests that a replica serves at once. None: all of them."""
     tool_pool: int | None = None
     at_once: int | None = None
     """Trajectories that can run at once. None: each starts when it was measured to."""
@@ -53,25 +56,37 @@ _START, _CALL, _DONE, _END = range(4)
 class _Replica:
     """A server that shares its speed among its requests."""
 
-    def __init__(self, rate_of: Callable[[int], float], speed: float) -> None:
+    def __init__(self, rate_of: Callable[[int], float], speed: float, slots: int | None) -> None:
         self.ends_at = _NEVER
         """Time at which its next request ends."""
         self.requests: list[tuple[float, int, _Placed]] = []
-        self._rate_of, self._speed = rate_of, speed
+        self.waiting: deque[tuple[int, float, _Placed]] = deque()
+        """Requests that have no slot: order, work and call."""
+        self._rate_of, self._speed, self._slots = rate_of, speed, slots
         self._rate = 0.0
         """Of each request, now."""
         self._served, self._at = 0.0, 0.0
         """Tokens that a request in flight all the time has got, up to that time."""
 
+    @property
+    def load(self) -> int:
+        return len(self.requests) + len(self.waiting)
+
     def add(self, at: float, order: int, work: float, placed: _Placed) -> None:
+        if self._slots is not None and len(self.requests) >= self._slots:
+            self.waiting.append((order, work, placed))
+            return
         if self.requests:
             self._served += (at - self._at) * self._rate
         heappush(self.requests, (self._served + work, order, placed))
         self._plan(at)
 
     def pop(self) -> _Placed:
-        """Remove the request that ends now."""
+        """Remove the request that ends now, and serve the first that waits."""
         self._served, _, placed = heappop(self.requests)
+        if self.waiting:
+            order, work, first = self.waiting.popleft()
+            heappush(self.requests, (self._served + work, order, first))
         self._plan(self.ends_at)
         return placed
 
@@ -90,7 +105,7 @@ class _Replay:
     def __init__(self, trajectories: Sequence[Trajectory], rules: Rules) -> None:
         self._trajectories, self._rules = trajectories, rules
         rate_of = cache(rules.curve.rate)
-        self._replicas = [_Replica(rate_of, speed) for speed in rules.speeds]
+        self._replicas = [_Replica(rate_of, speed, rules.slots) for speed in rules.speeds]
         self._events: list[_Event] = []
         self._order = 0
         self._phase = [0] * len(trajectories)
@@ -167,7 +182,7 @@ class _Replay:
 
     def _replica_of(self, trajectory: int) -> int:
         if self._rules.assigned is None:
-            return min(range(len(self._replicas)), key=lambda index: len(self._replicas[index].requests))
+            return min(range(len(self._replicas)), key=lambda index: self._replicas[index].load)
         turn = self._generated[trajectory]
         self._generated[trajectory] = turn + 1
         return self._rules.assigned[trajectory][turn]
