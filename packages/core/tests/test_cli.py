@@ -17,21 +17,28 @@ from typing import Any
 import msgspec
 import pytest
 
+import stepscope
 from stepscope import ProfileConfig, capture, span, trajectory
 from stepscope.cli import run
 from stepscope.cli.app import BROKEN_PIPE
+from stepscope.cli.changes.what_if import longest_step
+from stepscope.cli.mcp.tools import Tools
+from stepscope.errors import RecordError
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.run import RunRecord
 from stepscope.files.sidecar import Artifact
-from stepscope.testing.steps import StepFolder
+from stepscope.report import OpenRun
+from stepscope.testing.steps import OPENED_NS, StepFolder
 
 MS = 1_000_000
 
 
-def a_run(save_path: Path, steps: Sequence[int] = (2, 4), run_id: str = "run1") -> Path:
+def a_run(
+    save_path: Path, steps: Sequence[int] = (2, 4), run_id: str = "run1", *, opened_ns: int = OPENED_NS
+) -> Path:
     """Return a run with these captured steps: a driver whose rollout takes 8 of 10 ms."""
     for step in steps:
-        folder = StepFolder(save_path, step=step, run_id=run_id)
+        folder = StepFolder(save_path, step=step, run_id=run_id, opened_ns=opened_ns)
         driver = folder.process("trainer", owner=True)
         driver.span("rollout", 0, 8 * MS, role="agent_loop")
         driver.close(10 * MS)
@@ -125,8 +132,79 @@ def test_of_two_runs_in_one_folder_the_latest_is_shown_and_the_other_can_be(
     assert run(["report", str(tmp_path), "--run", "old", "--json"]) == 0
     assert [(step["step"], step["run_id"]) for step in json_of(capsys)["steps"]] == [(2, "old"), (4, "old")]
     assert run(["report", str(tmp_path), "--run", "new"]) == 0
-    assert "Other runs wrote into this folder, see --run: old" in capsys.readouterr().out
+    assert "Other runs captured this step too, see --run: old" in capsys.readouterr().out
     assert run(["report", str(tmp_path), "--run", "other"]) == 2
+
+
+@pytest.fixture
+def resumed(tmp_path: Path) -> Path:
+    """A folder in which a run was resumed. The newer one has captured 40 again and 50, and not 44."""
+    a_run(tmp_path, (40, 44), "before")
+    return a_run(tmp_path, (40, 50), "resumed", opened_ns=OPENED_NS + 60_000 * MS)
+
+
+def test_a_folder_of_two_runs_is_read_as_the_newest_and_the_rest_is_named(
+    resumed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["report", str(resumed), "--json"]) == 0
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert [(step["step"], step["run_id"]) for step in document["steps"]] == [
+        (40, "resumed"),
+        (50, "resumed"),
+    ]
+    assert document["others"] == {"before": [44]}
+    assert "step 44 of run before" in printed.err
+    assert run(["report", str(resumed)]) == 0
+    assert "step 44 of run before" in resumed.joinpath("report.html").read_text()
+    capsys.readouterr()
+    assert run(["report", str(resumed), "--by", "stage", "--json"]) == 0
+    assert {step["run_id"] for step in json_of(capsys)["steps"]} == {"resumed"}
+    assert run(["diff", str(resumed), str(resumed), "--run-a", "before", "--json"]) == 0
+    change = json_of(capsys)
+    assert (change["a"]["runs"], change["a"]["steps"]) == (["before"], [40, 44])
+    assert (change["b"]["runs"], change["b"]["steps"]) == (["resumed"], [40, 50])
+    assert longest_step(resumed).run_id == "resumed"
+
+
+def test_a_step_that_the_newest_run_lacks_is_read_where_it_is_named(
+    resumed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["report", str(resumed), "--step", "44", "--json"]) == 0
+    document = json_of(capsys)
+    assert [(step["step"], step["run_id"]) for step in document["steps"]] == [(44, "before")]
+    assert document["others"] == {}
+    assert run(["diff", str(resumed), str(resumed), "--steps-a", "44", "--json"]) == 0
+    assert json_of(capsys)["a"]["runs"] == ["before"]
+    assert json.loads(Tools(resumed).query_spans(".", step=44))["step"] == 44
+
+
+def test_opened_in_a_notebook_a_folder_of_two_runs_is_the_newest(resumed: Path) -> None:
+    opened = stepscope.open(resumed)
+    assert isinstance(opened, OpenRun)
+    assert {report.run_id for report in opened.report()} == {"resumed"}
+    assert (list(opened), opened.others) == ([40, 50], {"before": [44]})
+    assert "step 44 of run before" in opened.brief()
+    with pytest.raises(KeyError, match="run='before'"):
+        opened[44]
+    before = stepscope.open(resumed, run="before")
+    assert isinstance(before, OpenRun)
+    assert list(before) == [40, 44]
+    with pytest.raises(RecordError, match="nothing of run 'no'; it holds: resumed, before"):
+        stepscope.open(resumed, run="no")
+
+
+def test_what_the_last_step_of_the_newest_run_never_ended_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run_id, step, stage, later_ms in (("before", 90, "old", 0), ("resumed", 82, "stuck", 60_000)):
+        folder = StepFolder(tmp_path, step=step, run_id=run_id, opened_ns=OPENED_NS + later_ms * MS)
+        folder.process("trainer", owner=True).span(stage, 0, None)
+        folder.write()
+    assert run(["why", str(tmp_path), "--wait", "0.1"]) == 3
+    text = capsys.readouterr().out
+    assert "Step 82" in text
+    assert "stuck" in text
 
 
 def test_a_merge_of_a_role_that_is_not_there_keeps_the_timeline_and_names_those_that_are(

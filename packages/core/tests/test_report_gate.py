@@ -20,7 +20,7 @@ from stepscope.files.uncaptured import UncapturedStep
 from stepscope.report.gate.gate import Check, Limit, check_gate, parse_limits
 from stepscope.report.gate.interval import Sample, change_interval
 from stepscope.report.gate.steps import STEP, GateSteps
-from stepscope.testing.steps import StepFolder
+from stepscope.testing.steps import OPENED_NS, StepFolder
 
 MS = 1_000_000
 
@@ -174,6 +174,23 @@ def test_runs_without_a_capture_are_compared_by_recorded_steps(
     assert run([*both, "--fail-above", "5%", "--stage", "rollout/*", "--steps-b", "1:11"]) == 1
     assert "29, 10" in capsys.readouterr().out
     assert run(both) == 2  # nothing captured, and no gate
+
+
+def test_a_newer_run_that_captured_nothing_is_not_judged_by_the_one_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path / "a", 1.0)
+    record(a_run(tmp_path / "bb", captured=(2, 3)), 1.0)
+    newer = [
+        StepLine(step=number, start_ns=OPENED_NS + (60_000 + number) * MS, dur_ns=int(took * 1e9))
+        for number, took in enumerate(around(1.5))
+    ]
+    RunLayout(tmp_path / "bb").step_lines("run2").write_bytes(b"\n".join(map(msgspec.json.encode, newer)))
+    command = ["diff", str(tmp_path / "a"), str(tmp_path / "bb"), "--fail-above", "5%", "--json"]
+    assert run(command) == 1
+    (step,) = json.loads(capsys.readouterr().out)["gate"]["checks"]
+    assert 1.4 < step["b_seconds"] < 1.6
+    assert run([*command, "--run-b", "run1"]) == 0
 
 
 def test_uncaptured_steps_of_the_slowest_owner_are_compared(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.config._steps import parse_steps
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import read_parts
-from stepscope.files.run import RunRecord
+from stepscope.files.run import RunRecord, RunSteps, steps_of_run
 from stepscope.files.storage.reading import read_record
+from stepscope.report.blocks.health import say_others
+from stepscope.report.formatting import numbers
 from stepscope.timeline.step.plain import has_traces
 
 STEPS_HELP = "Only these steps of a run: 3, 3-7, 3,5,8-, 10:50:10 (50 is not in it), every:50."
@@ -50,8 +53,8 @@ def find_numbered(path: Path) -> dict[int, StepLayout]:
     return {parts[0].step: layout}
 
 
-def find_steps(path: Path, step: int | str | None = None, run: str | None = None) -> list[StepLayout]:
-    """Return the steps that `path` (a run's folder, or a step's) and the options name.
+def find_steps(path: Path, step: int | str | None = None) -> list[StepLayout]:
+    """Return the steps, of all runs, that `path` (a run's folder, or a step's) and the option name.
 
     Args:
         step: A step, or several as in `steps`: `3,5-8`.
@@ -66,31 +69,51 @@ def find_steps(path: Path, step: int | str | None = None, run: str | None = None
                 f"{path} is the folder of one step: omit --step, or give the run's: {path.parent}"
             )
         return [StepLayout(path)]
+    return list(_wanted(path, step).values())
+
+
+def find_of_run(path: Path, step: int | str | None = None, run: str | None = None) -> RunSteps:
+    """Return the steps as `find_steps`, of one run: `run`, else the one that captured last. Say on stderr
+    which steps are left out.
+
+    Raises:
+        CommandError: as for `find_steps`, or there is none of `run`.
+        ConfigError: `step` spells no steps.
+    """
+    if is_step(path):
+        (layout,) = find_steps(path, step)
+        return RunSteps(run, {0: layout}, {}, 0)
+    return of_one_run(path, _wanted(path, step), run)
+
+
+def of_one_run(path: Path, steps: Mapping[int, StepLayout], run: str | None) -> RunSteps:
+    """Return those of some steps that are of one run, as `find_of_run`.
+
+    Raises:
+        CommandError: there is none of `run`.
+    """
+    chosen = steps_of_run(steps, run)
+    if not chosen.opened_ns and run is not None:
+        asked = f"step {numbers(steps)}" if len(steps) < len(RunLayout(path).steps()) else "step"
+        raise CommandError(f"{path} holds no {asked} of run {run!r}. Runs: {_some(chosen.others)}")
+    if chosen.others:
+        screen.say(say_others(chosen.run_id, chosen.others))
+    return chosen
+
+
+def _wanted(path: Path, step: int | str | None) -> dict[int, StepLayout]:
     steps = find_run(path)
     ranges = () if step is None else parse_steps(step, "--step")
-    wanted = [
-        layout for number, layout in steps.items() if not ranges or any(number in part for part in ranges)
-    ]
+    wanted = {
+        number: layout
+        for number, layout in steps.items()
+        if not ranges or any(number in part for part in ranges)
+    }
     absent = [part for part in ranges if part.stop == part.start + 1 and part.start not in steps]
     if absent or not wanted:
         which = ",".join(map(str, absent)) or step
         raise CommandError(f"{path} holds no step {which}. Captured: {_some(map(str, steps))}")
-    if run is None:
-        return wanted
-    of_run = [layout for layout in wanted if _holds(layout, run)]
-    if not of_run:
-        runs = sorted({part.run_id for layout in wanted for part in read_parts(layout)[0]})
-        what = "step" if step is None else f"step {step}"
-        raise CommandError(f"{path} holds no {what} of run {run!r}. Runs: {_some(runs)}")
-    return of_run
-
-
-def _holds(layout: StepLayout, run: str) -> bool:
-    return any(
-        path.stem.endswith(f"_{run}")
-        for folder in (layout.processes, layout.spans)
-        for path in folder.glob("*")
-    )
+    return wanted
 
 
 def is_step(path: Path) -> bool:

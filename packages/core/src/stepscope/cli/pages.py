@@ -30,12 +30,20 @@ class Pages:
         self._write(layout.report, render_step(timeline, report, files_of(layout, timeline)))
 
     def add_run(
-        self, layout: RunLayout, reports: Sequence[StepReport], unreadable: Mapping[str, str]
+        self,
+        layout: RunLayout,
+        reports: Sequence[StepReport],
+        unreadable: Mapping[str, str],
+        others: Mapping[str, Sequence[int]] = {},
     ) -> None:
-        """Write the page of a run, after those of its steps."""
+        """Write the page of a run, after those of its steps.
+
+        Args:
+            others: {id of another run in the folder: its steps that are left out}.
+        """
         steps = [RunStep(report=report, href=self._href(layout, report.step)) for report in reports]
         lines = [f"{step}: {why}" for step, why in unreadable.items()]
-        self._write(layout.report, render_run(steps, lines))
+        self._write(layout.report, render_run(steps, lines, others))
 
     def _href(self, layout: RunLayout, step: int) -> str | None:
         page = layout.step(step).report

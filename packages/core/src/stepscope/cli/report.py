@@ -12,7 +12,7 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import STEPS_HELP, find_run, find_steps, is_step
+from stepscope.cli.find import STEPS_HELP, find_of_run, find_run, is_step
 from stepscope.cli.grouped import report_groups
 from stepscope.cli.pages import Pages
 from stepscope.cli.plain import is_plain, report_plain
@@ -40,6 +40,8 @@ class Reports(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[StepReport]
     unreadable: dict[str, str]
     """Step folders that could not be read, with the reason."""
+    others: dict[str, list[int]] = {}
+    """{id of another run in the folder: its steps that are left out}."""
 
 
 def report(
@@ -139,12 +141,15 @@ def report(
     if output is not None:
         raise typer.BadParameter("--output is for traces that stepscope did not write")
     if by:
-        report_groups(find_steps(path, step, run), by, run, json=json, markdown=markdown)
+        chosen = find_of_run(path, step, run)
+        report_groups(list(chosen.steps.values()), by, chosen.run_id, json=json, markdown=markdown)
     pages = Pages() if html or (html is None and not (json or brief)) else None
-    layouts = find_steps(absolute(path, ray), step, run)
-    reports = read_reports(layouts, run, pages, traces=traces, jobs=jobs, ray=ray, digests=digests)
+    chosen = find_of_run(absolute(path, ray), step, run)
+    layouts = list(chosen.steps.values())
+    reports = read_reports(layouts, chosen.run_id, pages, traces=traces, jobs=jobs, ray=ray, digests=digests)
+    reports = msgspec.structs.replace(reports, others=chosen.others)
     if pages is not None and step is None and not is_step(path):
-        pages.add_run(RunLayout(path), reports.steps, reports.unreadable)
+        pages.add_run(RunLayout(path), reports.steps, reports.unreadable, chosen.others)
     if json:
         screen.show_json(reports)
     elif brief:
@@ -250,7 +255,7 @@ def show_brief(reports: Reports, path: Path, *, markdown: bool = False) -> None:
         if is_step(path)
         else {number: step.root for number, step in find_run(path).items()}
     )
-    parts = run_brief(reports.steps, folders)
+    parts = run_brief(reports.steps, folders, reports.others)
     screen.show_unwrapped(brief_markdown(parts) if markdown else brief_text(parts))
     for step, why in reports.unreadable.items():
         screen.warn(f"{step}: {why}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.files.clock import Int
-from stepscope.files.storage.reading import read_lines
+from stepscope.files.storage.reading import read_first, read_lines
 
 
 class OrderedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +54,16 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     captured: bool = False
     """True if it has a folder with traces of its profilers."""
     error: str | None = None
+
+
+def recorded_runs(folder: Path) -> dict[str, int]:
+    """Return {id, as in file names: start of its first kept step, unix ns} of the runs with lines in the
+    folder, the newest first.
+    """
+    files = {path.stem.removeprefix("steps_"): path for path in folder.glob("steps_*.jsonl")}
+    first = {run: read_first(path, StepLine) for run, path in files.items()}
+    starts = {run: line.start_ns for run, line in first.items() if line is not None}
+    return dict(sorted(starts.items(), key=lambda item: -item[1]))
 
 
 def read_step_lines(path: Path) -> list[StepLine]:

@@ -1,10 +1,21 @@
-"""`run.json`: the record of a run. The capture's owner writes it when the first capture opens."""
+"""A run in its folder: its record `run.json`, and which of the captured steps are its own.
+
+The capture's owner writes the record when the first capture opens. A run that was resumed has another id and
+mostly the same folder.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from stepscope.files.clock import Int
+from stepscope.files.layout import StepLayout, safe
+from stepscope.files.manifest.parts import part_files
+from stepscope.files.spans import Header
+from stepscope.files.storage.reading import read_first
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,3 +29,49 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, object]
     """The resolved configuration; `ProfileConfig.from_mapping` reads it back."""
     versions: dict[str, str]
+
+
+class RunSteps(NamedTuple):
+    """The steps of one run, of a folder that may hold several."""
+
+    run_id: str | None
+    """None if no file says of which run it is."""
+    steps: dict[int, StepLayout]
+    """The steps of the run, and those of which nothing says whose they are."""
+    others: dict[str, list[int]]
+    """{id of another run: its steps that this one has not captured}, the newest run first."""
+    opened_ns: int
+    """Time at which the run opened its last capture, unix ns. 0 if it is not known."""
+
+
+def steps_of_run(steps: Mapping[int, StepLayout], run_id: str | None = None) -> RunSteps:
+    """Return the steps of the run that opened a capture last, or of the one with that id."""
+    held = {number: runs_of(layout) for number, layout in steps.items()}
+    last = _last(pair for opened in held.values() for pair in opened.items())
+    newest_first = sorted(last, key=lambda run: -last[run])
+    chosen = next((run for run in newest_first if run_id in (None, run, safe(run))), run_id)
+    own = {number: steps[number] for number, runs in held.items() if not runs or chosen in runs}
+    others = {
+        run: [number for number, runs in held.items() if run in runs and number not in own]
+        for run in newest_first
+    }
+    return RunSteps(
+        chosen, own, {run: left for run, left in others.items() if left}, last.get(chosen or "", 0)
+    )
+
+
+def runs_of(step: StepLayout) -> dict[str, int]:
+    """Return the ids of the runs with files of a step, each with when it opened its last capture of it."""
+    parts, _ = part_files(step, as_written=True)
+    opened = [(part.run_id, part.opened.wall_ns) for part in parts.values()]
+    named = {path.stem for path in parts}
+    unnamed = (path for path in step.spans.glob("[!.]*.jsonl") if path.stem not in named)
+    headers = (read_first(path, Header) for path in unnamed)
+    return _last([*opened, *((head.run_id, head.anchor.wall_ns) for head in headers if head is not None)])
+
+
+def _last(opened: Iterable[tuple[str, int]]) -> dict[str, int]:
+    last = dict[str, int]()
+    for run, at_ns in opened:
+        last[run] = max(at_ns, last.get(run, 0))
+    return last

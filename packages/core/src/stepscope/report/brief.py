@@ -25,6 +25,7 @@ from stepscope.report.blocks.health import (
     say_complete,
     say_ended,
     say_incomplete,
+    say_others,
     say_recorder,
     say_span,
 )
@@ -73,17 +74,21 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def step_brief(
-    report: StepReport, folder: Path | None = None, others: Sequence[StepReport] = ()
+    report: StepReport,
+    folder: Path | None = None,
+    others: Sequence[StepReport] = (),
+    left_out: Mapping[str, Sequence[int]] = {},
 ) -> list[Part]:
     """Return the brief of one step: the first part says what and how long, the last one what to run next.
 
     Args:
         folder: The step's folder. None: no command is named.
         others: Further steps of the run, that are only counted.
+        left_out: As of `run_brief`.
     """
     took = duration(report.breakdown.window_ns)
     title = f"Step {report.step} of run {report.run_id}, {moment(report.opened_ns)}: {took}"
-    first = Part(title, tuple(_head(report, others)))
+    first = Part(title, tuple(_head(report, others)) + _elsewhere(report, left_out))
     last = (
         Part("Findings", tuple(_findings(report))),
         Part("Next", () if folder is None else tuple(_commands(report, folder))),
@@ -100,11 +105,18 @@ def step_brief(
     return [part.on_one_line() for part in parts]
 
 
-def run_brief(reports: Sequence[StepReport], folders: Mapping[int, Path]) -> list[Part]:
-    """Return the brief of the longest of these steps. `folders` has the folder of each step, by number."""
+def run_brief(
+    reports: Sequence[StepReport], folders: Mapping[int, Path], left_out: Mapping[str, Sequence[int]] = {}
+) -> list[Part]:
+    """Return the brief of the longest of these steps.
+
+    Args:
+        folders: The folder of each step, by number.
+        left_out: {id of another run in the folder: its steps that are not among these}.
+    """
     longest = max(reports, key=lambda report: report.breakdown.window_ns)
     others = [report for report in reports if report is not longest]
-    return step_brief(longest, folders.get(longest.step), others)
+    return step_brief(longest, folders.get(longest.step), others, left_out)
 
 
 def brief_text(parts: Sequence[Part]) -> str:
@@ -139,6 +151,10 @@ def brief_html(parts: Sequence[Part]) -> str:
 def _markdown(text: str) -> str:
     """Escape what would be markup: an underscore inside a word is none."""
     return re.sub(r"([\\`*<\[|]|(?<!\w)_|_(?!\w))", r"\\\1", text)
+
+
+def _elsewhere(report: StepReport, left_out: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    return (say_others(report.run_id, left_out),) if left_out else ()
 
 
 def _head(report: StepReport, others: Sequence[StepReport]) -> Iterator[str]:

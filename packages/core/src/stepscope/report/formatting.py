@@ -6,10 +6,13 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta, timezone
+from itertools import pairwise
 
 _UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
 LISTED = 12
 """Lines of a list that are printed; the number of the others follows, and `--json` has them all."""
+STRETCHES = 4
+"""Stretches of step numbers that are named."""
 PROFILED = "*: a profiler recorded this process and slowed it."
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -105,6 +108,17 @@ def size(number: int) -> str:
 def few(names: Sequence[str], most: int) -> str:
     """Return `a, b ...`: the first names, and dots if there are more."""
     return ", ".join(names[:most]) + (" ..." if len(names) > most else "")
+
+
+def numbers(steps: Iterable[int]) -> str:
+    """Return `3, 5-9, 12`, cut after a few stretches."""
+    ordered = sorted(set(steps))
+    breaks = [0, *(at for at, (a, b) in enumerate(pairwise(ordered), 1) if b > a + 1), len(ordered)]
+    stretches = [
+        str(ordered[first]) if end - first == 1 else f"{ordered[first]}-{ordered[end - 1]}"
+        for first, end in pairwise(breaks)
+    ]
+    return few(stretches, STRETCHES)
 
 
 def both(a: str, b: str) -> str:

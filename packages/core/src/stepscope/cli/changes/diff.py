@@ -11,13 +11,15 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import find_run, find_steps, is_step
+from stepscope.cli.find import find_run, is_step, of_one_run
 from stepscope.cli.report import Reports, read_reports, trouble
 from stepscope.config._steps import StepRange, parse_steps
 from stepscope.errors import ConfigError
-from stepscope.files.layout import StepLayout
+from stepscope.files.layout import StepLayout, safe
+from stepscope.files.recorder import recorded_runs
+from stepscope.files.run import RunSteps
 from stepscope.report.gate.gate import Gate, Limit, check_gate, parse_limits
-from stepscope.report.gate.steps import GateSteps, read_gate_steps, recorded_runs
+from stepscope.report.gate.steps import GateSteps, read_gate_steps
 from stepscope.report.tables.diff import Diff, KernelTimes, kernel_diff, kernel_times
 from stepscope.report.tables.diff import diff as compare
 from stepscope.report.terminal.diff import diff_markdown, render_diff
@@ -145,19 +147,23 @@ def read_side(
         fix = f"omit it, or give the run's folder: {path.parent}"
         raise ConfigError(option, steps, "only for a run", fix)
     side = Side(option, path, run, None if steps is None else parse_steps(steps, option))
-    recorded = gated and bool(recorded_runs(path))
+    recorded = recorded_runs(path) if gated else {}
     try:
-        wanted = _wanted(side)
+        chosen = _found(side)
     except (CommandError, ConfigError):
         if recorded:
             return side
         raise
+    newest = next((name for name, start_ns in recorded.items() if start_ns > chosen.opened_ns), None)
+    if run is None and newest not in (None, safe(chosen.run_id or "")):
+        screen.say(f"{path}: of the flight recorder's steps alone: the run that recorded last captured none")
+        return side
     times = list[KernelTimes]()
 
     def add_times(step: StepLayout, timeline: Timeline, traces: Traces) -> None:
         times.append(kernel_times(by_stage(step.root, timeline, traces.activities)))
 
-    reports = read_reports(wanted, run, traces=kernels, on_traces=add_times)
+    reports = read_reports(list(chosen.steps.values()), chosen.run_id, traces=kernels, on_traces=add_times)
     for step, why in reports.unreadable.items():
         screen.warn(f"{step}: {why}")
     for report in reports.steps:
@@ -166,27 +172,26 @@ def read_side(
     return msgspec.structs.replace(side, reports=reports, kernels=tuple(times) if kernels else None)
 
 
-def _wanted(side: Side) -> list[StepLayout]:
-    layouts = find_steps(side.path, run=side.run)
-    if side.steps is None:
-        return layouts
-    numbers = {layout.root: number for number, layout in find_run(side.path).items()}
-    wanted = [layout for layout in layouts if side.wants(numbers[layout.root])]
+def _found(side: Side) -> RunSteps:
+    if is_step(side.path):
+        return RunSteps(side.run, {0: StepLayout(side.path)}, {}, 0)
+    steps = find_run(side.path)
+    wanted = {number: layout for number, layout in steps.items() if side.wants(number)}
     if not wanted:
-        captured = ", ".join(str(numbers[layout.root]) for layout in layouts)
-        asked = ",".join(map(str, side.steps))
+        asked, captured = ",".join(map(str, side.steps or ())), ", ".join(map(str, steps))
         raise ConfigError(side.option, asked, f"captured steps: {captured}", "name some of these")
-    return wanted
+    return of_one_run(side.path, wanted, side.run)
 
 
 def _gate_steps(side: Side) -> GateSteps:
     reports = () if side.reports is None else side.reports.steps
-    runs = list(dict.fromkeys(report.run_id for report in reports)) or (
-        recorded_runs(side.path)[:1] if side.run is None else [side.run]
-    )
+    if reports:
+        run = reports[0].run_id
+    else:
+        run = next(iter(recorded_runs(side.path)), "") if side.run is None else side.run
     whole = not is_step(side.path)
     folder = side.path if whole else side.path.absolute().parent
-    return read_gate_steps(folder, runs, reports, side.wants, whole=whole)
+    return read_gate_steps(folder, run, reports, side.wants, whole=whole)
 
 
 def _show(change: Diff | None, gate: Gate | None, *, markdown: bool) -> None:

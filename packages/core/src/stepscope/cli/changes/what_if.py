@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from stepscope.cli import screen
-from stepscope.cli.find import STEPS_HELP, find_steps
+from stepscope.cli.find import STEPS_HELP, find_of_run
 from stepscope.report.terminal.what_if import render_prediction
 from stepscope.report.whatif.changes import Options
 from stepscope.report.whatif.prediction import predict
@@ -69,8 +69,9 @@ def what_if(
 
 def longest_step(path: Path, step: int | str | None = None, run: str | None = None) -> Timeline:
     """Return the step that `path` and the options name; of several the longest."""
-    layouts = find_steps(path, step, run)
+    chosen = find_of_run(path, step, run)
+    layouts = chosen.steps.values()
     total = sum(span_bytes(layout.root) for layout in layouts)
     with screen.progress("reading spans", total) as done:
-        timelines = (load_step(layout.root, run_id=run, on_read=done) for layout in layouts)
+        timelines = (load_step(layout.root, run_id=chosen.run_id, on_read=done) for layout in layouts)
         return max(timelines, key=lambda timeline: timeline.window.wall_ns)

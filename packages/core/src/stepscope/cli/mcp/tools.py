@@ -226,14 +226,16 @@ class Tools:
         return path
 
     def _open(self, path: str, step: int | None, *, traces: bool = False) -> OpenRun | OpenStep:
-        opened = open_path(self._path(path), traces=traces)
+        folder = self._path(path)
+        steps = RunLayout(folder).steps()
+        if step is not None and steps:
+            if step not in steps:
+                raise RecordError(f"{path} holds no step {step}. Captured: {', '.join(map(str, steps))}")
+            folder = steps[step].root  # whichever run captured it last
+        opened = open_path(folder, traces=traces)
         if isinstance(opened, OpenTraces):
             raise RecordError(f"{path} holds traces without spans. Fix: ask for its `brief`")
-        if step is None or isinstance(opened, OpenStep):
-            return opened
-        if step not in opened.steps:
-            raise RecordError(f"{path} holds no step {step}. Captured: {', '.join(map(str, opened))}")
-        return opened[step]
+        return opened
 
     def _longest(self, path: str, step: int | None) -> OpenStep:
         opened = self._open(path, step)

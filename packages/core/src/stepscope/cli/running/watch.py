@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,9 @@ from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import no_run
 from stepscope.cli.ls import rows_of
 from stepscope.cli.running.why import ask, step_lines
-from stepscope.files.layout import RunLayout
+from stepscope.files.layout import RunLayout, StepLayout, safe
+from stepscope.files.recorder import recorded_runs
+from stepscope.files.run import runs_of
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.report.blocks.counters import quantity
 from stepscope.report.fleet import COLUMNS, Fleet, Sampled
@@ -72,11 +75,24 @@ def look(layout: RunLayout, every: float) -> Live:
 
 def _last_counters(layout: RunLayout) -> tuple[int | None, list[Sampled]]:
     """Return the last step with files of counters, and its counters."""
-    for number, step in reversed(layout.steps().items()):
-        sampled = [Sampled(process, counters) for process, counters in latest_counters(step)]
+    run = _run(layout)
+    for number, step in _steps(layout, run):
+        sampled = [Sampled(process, counters) for process, counters in latest_counters(step, run)]
         if sampled:
             return number, sampled
     return None, []
+
+
+def _run(layout: RunLayout) -> str:
+    """Return the id, as in file names, of the run that is shown: the one whose lines are."""
+    return next(iter(recorded_runs(layout.root)), "")
+
+
+def _steps(layout: RunLayout, run: str) -> Iterator[tuple[int, StepLayout]]:
+    """Yield the captured steps of a run, the last first."""
+    for number, step in reversed(layout.steps().items()):
+        if run in map(safe, runs_of(step)):
+            yield number, step
 
 
 def _follow(layout: RunLayout, every: float, show: Callable[[Live], None]) -> None:
@@ -180,7 +196,8 @@ def _bars(view: Live) -> str:
 
 
 def _written(layout: RunLayout) -> Iterator[str]:
-    for number, step in list(layout.steps().items())[-_WRITTEN:]:
-        for row in rows_of(number, step):
+    run = _run(layout)
+    for number, step in reversed(list(islice(_steps(layout, run), _WRITTEN))):
+        for row in (row for row in rows_of(number, step) if safe(row.run_id or "") == run):
             why = "captured" if row.recorder is None else f"{row.recorder.trigger}: {row.recorder.reason}"
             yield f"step {number}, {duration(row.wall_ns)}, {why}"

@@ -21,7 +21,8 @@ from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import no_run
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
-from stepscope.files.recorder import WHY, Order, StepLine, read_step_lines
+from stepscope.files.recorder import WHY, Order, StepLine, read_step_lines, recorded_runs
+from stepscope.files.run import steps_of_run
 from stepscope.files.states import ProcessState, read_stacks
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.processes import is_running
@@ -124,9 +125,9 @@ def _changed(path: Path) -> float:
 
 
 def step_lines(layout: RunLayout) -> list[StepLine]:
-    """Return the lines of the steps of the run that wrote last."""
-    files = sorted(layout.root.glob("steps_*.jsonl"), key=lambda path: path.stat().st_mtime)
-    return read_step_lines(files[-1]) if files else []
+    """Return the lines of the steps of the newest run that recorded some."""
+    runs = recorded_runs(layout.root)
+    return read_step_lines(layout.step_lines(next(iter(runs)))) if runs else []
 
 
 def _usual(layout: RunLayout) -> str:
@@ -174,11 +175,13 @@ def _waiting(answer: Why) -> Iterator[str]:
 
 def _show_last_step(run: Path) -> None:
     """Show what the last step on disk never ended. Always raise the command's end."""
-    number, layout = max(RunLayout(run).steps().items(), default=(0, None))
+    chosen = steps_of_run(RunLayout(run).steps())
+    number, layout = max(chosen.steps.items(), default=(0, None))
     rows: Sequence[str] = ()
     if layout is not None:
         with suppress(RecordError):
-            rows = [say_span(row) for row in step_health(load_step(layout.root)).open_spans]
+            timeline = load_step(layout.root, run_id=chosen.run_id)
+            rows = [say_span(row) for row in step_health(timeline).open_spans]
     if not rows:
         raise CommandError(
             f"no process of the run in {run} answers, and its last step on disk has no open call. "

@@ -20,7 +20,7 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import STEPS_HELP, find_steps, is_step
+from stepscope.cli.find import STEPS_HELP, find_of_run, is_step
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.storage.temporary import temporary
@@ -55,8 +55,10 @@ def export(
         raise CommandError("export as what? Name the format: --parquet")
     arrow = load_pyarrow()
     os.umask(0o077)  # the files are as private as the step's
-    layouts = find_steps(path, step, run)
-    steps = (OpenStep(layout.root, run=run) for layout in layouts)  # read one after the other
+    chosen = find_of_run(path, step, run)
+    steps = (
+        OpenStep(layout.root, run=chosen.run_id) for layout in chosen.steps.values()
+    )  # read one after the other
     numbered = not is_step(path)
     target = output or (RunLayout(path).tables if numbered else StepLayout(path).tables)
     with screen.waiting(f"writing tables to {target}"):

@@ -11,7 +11,7 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import STEPS_HELP, find_steps, is_step
+from stepscope.cli.find import STEPS_HELP, find_of_run, is_step
 from stepscope.config import WRITERS
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout, StepLayout
@@ -35,9 +35,10 @@ def publish(
         writers = load_writers(to.split(","))
     except ConfigError as error:
         raise ConfigError("--to", error.value, error.allowed, error.fix) from None
-    steps = find_steps(path, step, run)
-    save_path = steps[0].root.parent if is_step(path) else path
-    complete = [_publish(RunLayout(save_path), layout, run, writers) for layout in steps]
+    chosen = find_of_run(path, step, run)
+    steps = chosen.steps.values()
+    save_path = RunLayout(path.parent if is_step(path) else path)
+    complete = [_publish(save_path, layout, chosen.run_id, writers) for layout in steps]
     raise typer.Exit(Exit.OK if all(complete) else Exit.INCOMPLETE)
 
 

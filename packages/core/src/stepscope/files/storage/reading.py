@@ -74,6 +74,13 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
     return records
 
 
+def read_first(path: Path, kind: type[T]) -> T | None:
+    """Return the record in a file's first line; None if it is none, or the file cannot be read."""
+    with suppress(OSError, RecordError, StopIteration), open_file(path) as file:
+        return decode(next(lines_of(file))[0], kind)
+    return None
+
+
 def read_record(path: Path, kind: type[T]) -> T:
     """Return the one record that a JSON file holds.
 

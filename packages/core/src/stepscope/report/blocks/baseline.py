@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-from stepscope.report.formatting import count, duration, few, percentage, signed
+from stepscope.report.formatting import count, duration, numbers, percentage, signed
 from stepscope.report.tables.baseline import ENOUGH, Baseline
-
-RUNS = 4
-"""Stretches of step numbers that are named."""
 
 
 def say_usual(baseline: Baseline | None) -> str:
@@ -18,7 +13,7 @@ def say_usual(baseline: Baseline | None) -> str:
             "There is no uncaptured step to compare it with. A loop that opens capture(step) for every step "
             "records them, after the first, which warms up"
         )
-    steps = f"{count(len(baseline.steps), 'uncaptured step')} near it ({_numbers(baseline.steps)})"
+    steps = f"{count(len(baseline.steps), 'uncaptured step')} near it ({numbers(baseline.steps)})"
     if len(baseline.steps) == 1:
         return f"{steps} took {duration(baseline.p50_ns)}"
     extent = f"{duration(baseline.min_ns)} to {duration(baseline.max_ns)}"
@@ -55,14 +50,3 @@ def _rank(baseline: Baseline) -> str:
     if longer == number:
         return "shorter than all of them" if number > 1 else "shorter than that"
     return f"longer than {number - longer} of the {number}"
-
-
-def _numbers(steps: tuple[int, ...]) -> str:
-    """Return `3, 5-9, 12`, cut after a few."""
-    ordered = sorted(set(steps))
-    breaks = [0, *(at for at, (a, b) in enumerate(pairwise(ordered), 1) if b > a + 1), len(ordered)]
-    stretches = [
-        str(ordered[first]) if end - first == 1 else f"{ordered[first]}-{ordered[end - 1]}"
-        for first, end in pairwise(breaks)
-    ]
-    return few(stretches, RUNS)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from stepscope.report.blocks.block import Block, Listing, Paragraph, TextTable
-from stepscope.report.formatting import LISTED, count, duration, plain, say_profiled, starred, turn
+from stepscope.report.formatting import LISTED, count, duration, numbers, plain, say_profiled, starred, turn
 from stepscope.report.model import StepReport
 from stepscope.report.tables.health import Health, OtherStep, ProcessRow, SpanRow
 
@@ -37,6 +37,23 @@ def health_lists(health: Health) -> Iterator[Listing]:
     for title, lines in lists:
         if listed := tuple(lines):
             yield Listing(title, listed, bad=title == NOT_COMPLETE)
+
+
+def say_other_runs(report: StepReport) -> str:
+    """Name the other runs that captured this step; empty without any."""
+    others = [run for run in report.runs if run != report.run_id]
+    return f"Other runs captured this step too, see --run: {', '.join(others)}" if others else ""
+
+
+def say_others(run_id: str | None, others: Mapping[str, Sequence[int]]) -> str:
+    """Name the steps of a folder that are left out because other runs alone captured them.
+
+    Args:
+        run_id: The run that is shown.
+        others: {id of another run: those of its steps}.
+    """
+    left = "; ".join(f"{numbers(steps)} of run {run}" for run, steps in others.items())
+    return f"Run {run_id} alone. Left out, see --run: step {left}"
 
 
 OPEN_CLOSE = "open, close: the capture took this before and after the step. export: in the background."

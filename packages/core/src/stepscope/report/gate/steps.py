@@ -43,7 +43,7 @@ class GateSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_gate_steps(
     folder: Path,
-    runs: Sequence[str],
+    run: str,
     reports: Sequence[StepReport],
     wanted: Callable[[int], bool],
     *,
@@ -53,7 +53,7 @@ def read_gate_steps(
 
     Args:
         folder: The run's.
-        runs: Ids of the runs whose steps count.
+        run: The id of the run whose steps count.
         reports: Of the captured steps.
         wanted: Whether a step that was not captured counts, by its number.
         whole: Whether the side is a run.
@@ -62,15 +62,9 @@ def read_gate_steps(
     return GateSteps(
         whole=whole,
         captured=[_of_report(report) for report in reports],
-        recorded=[step for run in runs for step in _recorded(layout, run, wanted)],
-        timed=[step for run in runs for step in _timed(layout, run, wanted)],
+        recorded=list(_recorded(layout, run, wanted)),
+        timed=_timed(layout, run, wanted),
     )
-
-
-def recorded_runs(folder: Path) -> list[str]:
-    """Return the ids, as in file names, of the runs with a recorder's lines, the newest first."""
-    files = sorted(folder.glob("steps_*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return [path.stem.removeprefix("steps_") for path in files]
 
 
 def _of_report(report: StepReport) -> Durations:

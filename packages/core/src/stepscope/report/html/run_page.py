@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from urllib.parse import quote
 
@@ -11,6 +11,7 @@ import msgspec
 
 from stepscope.report.accounting import Label
 from stepscope.report.blocks.breakdown import BESIDE, OVERVIEW_NOTES, overview_cells
+from stepscope.report.blocks.health import say_others
 from stepscope.report.formatting import both, count, duration, middle, percentage, signed
 from stepscope.report.html.breakdown import LINES
 from stepscope.report.html.colours import Colours
@@ -31,23 +32,25 @@ class RunStep(msgspec.Struct, frozen=True, kw_only=True):
     """The step's page, relative to the run's."""
 
 
-def render_run(steps: Sequence[RunStep], unreadable: Sequence[str] = ()) -> str:
+def render_run(
+    steps: Sequence[RunStep], unreadable: Sequence[str] = (), others: Mapping[str, Sequence[int]] = {}
+) -> str:
     """Return the page of a run.
 
     Args:
-        steps: At least one, in order.
+        steps: At least one, in order, of one run.
         unreadable: What is to be said of steps that nothing could be made of.
+        others: {id of another run in the folder: its steps that are left out}.
     """
     reports = [step.report for step in steps]
     lines = (line for report in reports for line in report.breakdown.lines if line.waits)
     colours = Colours(_labels(reports), [(line.role or "", line.stage or "") for line in lines])
-    parts = [_head(reports), _side_by_side(steps, colours)]
+    parts = [_head(reports, others), _side_by_side(steps, colours)]
     if len(steps) > 1:
         parts += [_by_stage(reports, colours), _changes(reports)]
     if unreadable:
         parts.append(section("unreadable", "Unreadable", listing("Steps", unreadable, "bad")))
-    runs = ", ".join(dict.fromkeys(report.run_id for report in reports))
-    return page(f"Run {runs}", *parts)
+    return page(f"Run {reports[0].run_id}", *parts)
 
 
 def _labels(reports: Sequence[StepReport]) -> list[Label]:
@@ -60,20 +63,20 @@ def _labels(reports: Sequence[StepReport]) -> list[Label]:
     return [label for label, _ in wall_ns.most_common()]
 
 
-def _head(reports: Sequence[StepReport]) -> Html:
+def _head(reports: Sequence[StepReport], others: Mapping[str, Sequence[int]]) -> Html:
     took = [report.breakdown.window_ns for report in reports]
-    runs = ", ".join(dict.fromkeys(report.run_id for report in reports))
+    run_id = reports[0].run_id
     summary = (
         f"{count(len(reports), 'captured step')}: median {duration(middle(took))}, "
         f"{duration(min(took))} to {duration(max(took))}"
     )
-    return tag("header", tag("h1", f"Run {runs}"), tag("p", summary, class_="note"))
+    notes = [summary, say_others(run_id, others)] if others else [summary]
+    return tag("header", tag("h1", f"Run {run_id}"), *(tag("p", note, class_="note") for note in notes))
 
 
 def _side_by_side(steps: Sequence[RunStep], colours: Colours) -> Html:
     longest_ns = max(step.report.breakdown.window_ns for step in steps)
-    runs = len({step.report.run_id for step in steps}) > 1
-    rows = [_step(step, longest_ns, colours, runs) for step in steps]
+    rows = [_step(step, longest_ns, colours) for step in steps]
     columns = ("step", "", ">took", ">uncaptured", f">{BESIDE}", ">unaccounted", "complete")
     lines = [line for step in steps for line in step.report.breakdown.lines]
     used = {(line.role or "", line.stage or "") for line in lines if line.wall_ns}
@@ -87,10 +90,10 @@ def _of_kind(report: StepReport, kind: str) -> int:
     return sum(line.wall_ns for line in report.breakdown.lines if line.kind == kind)
 
 
-def _step(step: RunStep, longest_ns: int, colours: Colours, runs: bool) -> tuple[str | Html, ...]:
+def _step(step: RunStep, longest_ns: int, colours: Colours) -> tuple[str | Html, ...]:
     report = step.report
     *cells, complete = overview_cells(report)
-    name = f"{report.step} ({report.run_id})" if runs else str(report.step)
+    name = str(report.step)
     bar = stacked(_bars(report, colours), longest_ns)
     linked = tag("a", name, href="./" + quote(step.href)) if step.href else name
     return linked, bar, *cells, tag("span", complete, class_="good" if complete == "yes" else "bad")

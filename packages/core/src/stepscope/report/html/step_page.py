@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 from stepscope.report.accounting import Label
 from stepscope.report.blocks.baseline import say_beside, say_usual
-from stepscope.report.blocks.health import doubts, say_again, say_ended, say_incomplete, say_recorder
+from stepscope.report.blocks.health import (
+    doubts,
+    say_again,
+    say_ended,
+    say_incomplete,
+    say_other_runs,
+    say_recorder,
+)
 from stepscope.report.formatting import count, duration, moment, percentage, percents
 from stepscope.report.groups import choices_of, draw_groups
 from stepscope.report.html.colours import Colours
@@ -116,9 +123,8 @@ def _ended(health: Health) -> list[Html]:
 
 
 def _others(report: StepReport) -> list[Html]:
-    others = [run for run in report.runs if run != report.run_id]
-    note = f"Other runs wrote into this folder; see stepscope report --run: {', '.join(others)}"
-    return [tag("p", note, class_="note")] if others else []
+    note = say_other_runs(report)
+    return [tag("p", note, class_="note")] if note else []
 
 
 def _facts(timeline: Timeline, report: StepReport) -> Iterator[tuple[str, str, str, str]]:

@@ -12,9 +12,11 @@ import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.run import steps_of_run
 from stepscope.files.values import AttrValue
 from stepscope.report.advice.evidence import Advice
 from stepscope.report.brief import Briefed, Part, run_brief
+from stepscope.report.formatting import numbers
 from stepscope.report.model import StepReport
 from stepscope.report.opened.traces import OpenTraces
 from stepscope.report.sections import step_report
@@ -127,18 +129,27 @@ class OpenRun(Briefed):
     Attributes:
         folder: Its folder.
         steps: Its captured steps, by number.
+        others: {id of another run in the folder: its steps that are left out}.
     """
 
-    def __init__(self, folder: Path, steps: Mapping[int, OpenStep]) -> None:
+    def __init__(
+        self, folder: Path, steps: Mapping[int, OpenStep], others: Mapping[str, Sequence[int]] = {}
+    ) -> None:
         self.folder = folder
         self.steps = dict(steps)
+        self.others = dict(others)
 
     def __repr__(self) -> str:
-        return f"<stepscope run {self.folder}: steps {', '.join(map(str, self.steps))}>"
+        left = "".join(
+            f"; left out: step {numbers(steps)} of run {run}" for run, steps in self.others.items()
+        )
+        return f"<stepscope run {self.folder}: steps {', '.join(map(str, self.steps))}{left}>"
 
     def __getitem__(self, step: int) -> OpenStep:
         if step not in self.steps:
-            raise KeyError(f"no step {step} was captured; captured: {', '.join(map(str, self.steps))}")
+            runs = [run for run, steps in self.others.items() if step in steps]
+            fix = f"; open(..., run={runs[0]!r}) has it" if runs else ""
+            raise KeyError(f"no step {step} was captured; captured: {', '.join(map(str, self.steps))}{fix}")
         return self.steps[step]
 
     def __iter__(self) -> Iterator[int]:
@@ -182,7 +193,8 @@ class OpenRun(Briefed):
         return readable
 
     def _parts(self) -> Sequence[Part]:
-        return run_brief(self.report(), {number: step.folder for number, step in self.steps.items()})
+        folders = {number: step.folder for number, step in self.steps.items()}
+        return run_brief(self.report(), folders, self.others)
 
 
 def open(  # noqa: A001  # read as `stepscope.open`
@@ -194,11 +206,11 @@ def open(  # noqa: A001  # read as `stepscope.open`
 
     Args:
         path: The folder. Of others' traces, a file too.
-        run: The run's id, where several wrote into one folder.
+        run: The run's id, where several wrote into one folder. None: the one that captured last.
         traces: Whether reports read the profilers' traces, which may be large.
 
     Raises:
-        RecordError: the folder does not exist, or holds neither a captured step nor a trace.
+        RecordError: the folder does not exist, holds neither a captured step nor a trace, or none of `run`.
     """
     folder = Path(path)
     if StepLayout(folder).is_step:
@@ -209,10 +221,11 @@ def open(  # noqa: A001  # read as `stepscope.open`
             return OpenTraces(folder)
         why = "holds no captured step" if folder.exists() else "does not exist"
         raise RecordError(f"{folder} {why}. Give the folder of a run (save_path), or of one step in it")
-    return OpenRun(
-        folder,
-        {number: OpenStep(step.root, run=run, traces=traces) for number, step in steps.items()},
-    )
+    chosen = steps_of_run(steps, run)
+    if run is not None and not chosen.opened_ns:
+        raise RecordError(f"{folder} holds nothing of run {run!r}; it holds: {', '.join(chosen.others)}")
+    opened = {n: OpenStep(step.root, run=chosen.run_id, traces=traces) for n, step in chosen.steps.items()}
+    return OpenRun(folder, opened, chosen.others)
 
 
 def _values(report: StepReport) -> dict[str, Sequence[Any]]:

@@ -11,7 +11,7 @@ from rich.text import Text
 from stepscope.report.blocks.advice import advice_blocks
 from stepscope.report.blocks.baseline import say_beside, say_usual
 from stepscope.report.blocks.breakdown import BESIDE, OVERVIEW_NOTES, account_table, overview_cells
-from stepscope.report.blocks.health import say_again, say_ended, say_incomplete, say_recorder
+from stepscope.report.blocks.health import say_again, say_ended, say_incomplete, say_other_runs, say_recorder
 from stepscope.report.formatting import duration, moment, percents, plain
 from stepscope.report.model import StepReport
 from stepscope.report.sections import SECTIONS
@@ -31,20 +31,18 @@ def render_short(report: StepReport) -> Group:
 
 
 def render_overview(reports: Sequence[StepReport]) -> RenderableType:
-    runs = len({report.run_id for report in reports}) > 1
     columns = (
-        ">step", *(["run"] * runs), ">took", ">uncaptured", f">{BESIDE}", ">unaccounted", "largest stages",
-        "complete",
+        ">step", ">took", ">uncaptured", f">{BESIDE}", ">unaccounted", "largest stages", "complete"
     )  # fmt: skip
-    return table("Steps", columns, [_overview(report, runs) for report in reports], "\n".join(OVERVIEW_NOTES))
+    return table("Steps", columns, list(map(_overview, reports)), "\n".join(OVERVIEW_NOTES))
 
 
-def _overview(report: StepReport, runs: bool) -> list[str]:
+def _overview(report: StepReport) -> list[str]:
     lines = report.breakdown.lines
     shares = zip(lines, percents([line.wall_ns for line in lines], report.breakdown.window_ns), strict=True)
     most = ", ".join(f"{line.stage} {share} %" for line, share in islice(shares, 2) if line.kind == "stage")
     *cells, complete = overview_cells(report)
-    return [str(report.step), *[report.run_id] * runs, *cells, most, complete]
+    return [str(report.step), *cells, most, complete]
 
 
 def _head(report: StepReport) -> Text:
@@ -56,7 +54,5 @@ def _head(report: StepReport) -> Text:
     health, baseline = report.health, report.baseline
     lines += [say_recorder(health), say_ended(health), plain(say_incomplete(health)), say_again(health)]
     lines += [say_usual(baseline), say_beside(baseline)]
-    others = [plain(run) for run in report.runs if run != report.run_id]
-    if others:
-        lines.append(f"Other runs wrote into this folder, see --run: {', '.join(others)}")
+    lines.append(plain(say_other_runs(report)))
     return Text("\n".join(filter(None, lines)), style="bold")

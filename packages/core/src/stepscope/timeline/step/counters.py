@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from stepscope.files.layout import StepLayout
+from stepscope.files.layout import StepLayout, safe
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import RECENT_NS, CounterNow
 from stepscope.timeline.clocks.align import Placement
@@ -43,10 +43,18 @@ def _placed(file: CounterFile, process: int, place: Placement) -> Iterator[Count
             )
 
 
-def latest_counters(step: StepLayout) -> list[tuple[ProcessInfo, tuple[CounterNow, ...]]]:
-    """Return the means of the last seconds in the files of counters, as a state of a process has them."""
+def latest_counters(step: StepLayout, run: str) -> list[tuple[ProcessInfo, tuple[CounterNow, ...]]]:
+    """Return the means of the last seconds in the files of counters, as a state of a process has them.
+
+    Args:
+        run: The id, as in file names, of the run whose files count.
+    """
     files = (read_counters(path) for path in sorted(step.counters.glob("[!.]*.jsonl")))
-    return [(file.header.process, tuple(_means(file))) for file in files if file.header is not None]
+    return [
+        (file.header.process, tuple(_means(file)))
+        for file in files
+        if file.header is not None and safe(file.header.run_id) == run
+    ]
 
 
 def _means(file: CounterFile) -> Iterator[CounterNow]:
