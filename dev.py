@@ -20,12 +20,12 @@ if sys.version_info < (3, 10):
     sys.exit("dev.py needs Python 3.10 or newer; {}. Fix: {}".format(current, fix))
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
 from tools import processes
 from tools.bump import bump
-from tools.engine_environments import engines, left_to_request, newest, unasked
+from tools.engine_environments import engines, left_to_request, newest, not_possible, unasked
 from tools.engine_tests import engines_beside, other_pythons, test_engines, test_on
 from tools.environments import BENCH, DEV, RELEASE
 from tools.processes import run, say, succeeds
@@ -54,7 +54,12 @@ def test(arguments: list[str]) -> bool:
         passed_on = [test_on(base, rest) for base in other_pythons()]
         return all(passed_on)
     if first == "--engines":
-        return test_engines(rest if set(rest) & set(engines()) else [*engines(), *rest])
+        if set(rest) & set(engines()):
+            return test_engines(rest)
+        DEV.ready()  # its torch decides what is possible
+        for line in not_run(not_possible()):
+            say(line)
+        return test_engines([*(name for name in engines() if name not in not_possible()), *rest])
     if first == "--two-engines":
         built = [newest(name).ready() for name in ("vllm", "sglang")]
         return all(built) and run(DEV.ready(), "-m", "pytest", "tests/two_engines.py", *rest)
@@ -77,8 +82,8 @@ def test_everything(options: list[str], real: bool) -> bool:
         passed = {"the check": check([]), "the tests": test_in_two(python, options)}
         if engines_passed is not None:
             passed["the tests on real engines"] = engines_passed()
-    for line in not_run(real):
-        say(f"NOT RUN: {line}")
+    for line in left_out(real):
+        say(line)
     for what in (what for what, good in passed.items() if not good):
         say(f"FAILED: {what}")
     for line in processes.FAILED:  # of a long log, often only the end is kept
@@ -107,18 +112,23 @@ def test_in_two(python: str, options: list[str]) -> bool:
     return True
 
 
-def not_run(real: bool) -> list[str]:
-    """Return the tests that wait for a request, each with the command that runs them."""
-    notes = left_to_request() if real else {}
-    lines = [
-        f"the tests on {name}: {why} Fix: `python3 dev.py test --engines`" for name, why in notes.items()
-    ]
-    if real:
-        lines.append("vLLM and SGLang in one run, minutes long. Fix: `python3 dev.py test --two-engines`")
-    return [
-        *lines,
-        "two hosts that share no folder, which takes root. Fix: `python3 dev.py test --two-hosts`",
-    ]
+def left_out(real: bool) -> list[str]:
+    """Return a line for the tests that did not run: impossible here, or only on request."""
+    two_hosts = (
+        "NOT RUN: two hosts that share no folder, which takes root. Fix: `python3 dev.py test --two-hosts`"
+    )
+    if not real:
+        return [two_hosts]
+    requested = {
+        name: f"{why} Fix: `python3 dev.py test --engines {name}`" for name, why in left_to_request().items()
+    }
+    two = "vLLM and SGLang in one run, minutes long. Fix: `python3 dev.py test --two-engines`"
+    return [*not_run({**requested, **not_possible()}), f"NOT RUN: {two}", two_hosts]
+
+
+def not_run(reasons: Mapping[str, str]) -> list[str]:
+    """Return a line for each environment whose tests did not run."""
+    return [f"NOT RUN: the tests on {name}: {why}" for name, why in reasons.items()]
 
 
 def check(arguments: list[str]) -> bool:

@@ -1,4 +1,7 @@
-"""`dev.py` on machines that lack something, after what went wrong before, and when it releases."""
+"""`dev.py` on machines that lack something, after what went wrong before, and when it releases.
+
+One file above 400 lines, because all of it works on the same copy of a checkout.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ import dev
 from tests.tree import PACKAGES, ROOT
 from tools import engine_tests, environments, processes, repository
 from tools.bump import bump, one_version
-from tools.engine_environments import EngineEnvironment, engines, left_to_request, newest
+from tools.engine_environments import EngineEnvironment, engines, left_to_request, newest, unasked
 from tools.environments import Environment
 
 Usage = namedtuple("Usage", "total used free")
@@ -234,9 +237,13 @@ def test_the_newest_engine_is_that_of_the_highest_version(recipes: Path) -> None
 
 
 def test_an_engine_that_is_left_to_request_is_run_by_its_name_alone(
-    recipes: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    recipes: Path,
+    environment: Environment,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     (recipes / "vllm-1" / "on_request.txt").write_text("it takes an hour.\n")
+    monkeypatch.setattr(dev, "DEV", environment)
     monkeypatch.setattr(
         EngineEnvironment, "ready", lambda environment: f"/bin/true {environment.recipe.name}"
     )
@@ -246,6 +253,40 @@ def test_an_engine_that_is_left_to_request_is_run_by_its_name_alone(
     assert capfd.readouterr().out.split() == ["/bin/true", "vllm-2"]
     assert dev.test(["--engines"])
     assert capfd.readouterr().out.split() == ["/bin/true", "vllm-1", "/bin/true", "vllm-2"]
+
+
+@pytest.mark.parametrize(
+    ("built_for", "possible"), [("None", ["vllm-1", "vllm-2"]), ("'13.0'", ["vllm-2"])], ids=["CPU", "CUDA"]
+)
+def test_an_engine_that_needs_torch_for_the_cpu_is_left_out_beside_another_one_with_the_reason(
+    built_for: str,
+    possible: list[str],
+    recipes: Path,
+    environment: Environment,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (recipes / "vllm-1" / "cpu_torch.txt").write_text("it needs the CPU build.\n")
+    torch = environment.folder / "lib/python3.11/site-packages/torch"
+    torch.mkdir(parents=True)
+    (torch / "version.py").write_text(f"__version__ = '2.13.0'\ncuda: Optional[str] = {built_for}\n")
+    environment.stamp.touch()
+    ran: list[str] = []
+
+    def run(python: str, *_: str, **__: str) -> bool:
+        ran.append(python)
+        return True
+
+    monkeypatch.setattr(environments, "DEV", environment)
+    monkeypatch.setattr(dev, "DEV", environment)
+    monkeypatch.setattr(Environment, "ready", lambda made: made.folder.name)
+    monkeypatch.setattr(engine_tests, "run", run)
+    assert list(unasked()) == possible
+    assert dev.test(["--engines"])
+    assert ran == [f".venv-{name}" for name in possible]
+    shown = capfd.readouterr().out
+    assert ("NOT RUN: the tests on vllm-1: it needs the CPU build." in shown) is (len(possible) == 1)
+    assert dev.test(["--engines", "vllm-1"]) is ("vllm-1" in possible)
 
 
 def test_the_collector_is_set_in_each_process_of_the_tests_on_an_engine(

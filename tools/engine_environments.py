@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ class EngineEnvironment(Environment):
     * `group.txt`: the dependency group that it is made of, with our packages and with no environment below it
     * `finish.py`, run in the environment at the end; without it, that of the recipe it builds upon
     * `on_request.txt`: why `dev.py test` leaves its tests to `dev.py test --engines`
+    * `cpu_torch.txt`: why it needs the CPU build of torch, and is left out beside another one
     """
 
     recipe: Path = repository.ROOT
@@ -48,6 +50,8 @@ class EngineEnvironment(Environment):
     def ready(self) -> str:
         if self.under:
             self.under.ready()  # first: the lock of a set-up is held once
+        if why := not_possible().get(self.recipe.name):
+            sys.exit(why)
         return super().ready()
 
     def fill(self) -> None:
@@ -112,11 +116,28 @@ def engine(recipe: Path) -> EngineEnvironment:
 
 def unasked() -> dict[str, EngineEnvironment]:
     """Return the environments whose tests `dev.py test` runs without a request."""
-    requested = left_to_request()
-    return {name: environment for name, environment in engines().items() if name not in requested}
+    left = {**left_to_request(), **not_possible()}
+    return {name: environment for name, environment in engines().items() if name not in left}
 
 
 def left_to_request() -> dict[str, str]:
     """Return the environments whose tests `dev.py test` leaves out, with the reasons."""
-    notes = {name: environment.recipe / "on_request.txt" for name, environment in engines().items()}
+    return _notes("on_request.txt")
+
+
+def not_possible() -> dict[str, str]:
+    """Return the environments that cannot work over this build of torch, with the reasons."""
+    built_for = environments.DEV.torch_built_for()
+    if built_for is None:
+        return {}
+    fix = "`PIP_EXTRA_INDEX_URL` with the index of torch's CPU builds, then `python3 dev.py setup --fresh`"
+    return {
+        name: f"{why} {environments.DEV.folder.name} has torch for CUDA {built_for}. Fix: {fix}"
+        for name, why in _notes("cpu_torch.txt").items()
+    }
+
+
+def _notes(file: str) -> dict[str, str]:
+    """Return {environment: the text of its recipe's note} for the recipes that have that note."""
+    notes = {name: environment.recipe / file for name, environment in engines().items()}
     return {name: note.read_text().strip() for name, note in notes.items() if note.exists()}

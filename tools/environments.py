@@ -66,6 +66,13 @@ class Environment:
                     self.build()
         return self.python
 
+    def torch_built_for(self) -> str | None:
+        """Return the CUDA version that its torch is built for. None if it is a CPU build, or absent."""
+        for file in self.folder.glob("lib/python3*/site-packages/torch/version.py"):
+            if match := re.search(r"^cuda\b.*= '([^']+)'", file.read_text(), re.MULTILINE):
+                return match[1]
+        return None
+
     def is_current(self) -> bool:
         try:
             installed = os.path.exists(self.python) and self.stamp.read_text() == self.fingerprint()
