@@ -787,6 +787,23 @@ async def test_prepare_finds_what_would_go_wrong(config: ProfileConfig) -> None:
         )
 
 
+async def test_prepare_says_what_an_engine_cannot_record(
+    config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "_warned", set())
+
+    def asking(**engine: object) -> ProfileConfig:
+        return config.replace(roles={"rollout": {"engine": engine}, "*": {}})
+
+    engines = [FakeEngineProfiler(FakeEngine())]
+    await stepscope.aprepare(engines=engines, config=asking(by_stage=True))
+    assert "replica 0: by_stage has no effect: " in caplog.text
+    with pytest.raises(CaptureError, match="replica 0: EngineError: the fake engine has no option 'depth'"):
+        await stepscope.aprepare(engines=engines, config=asking(extra={"depth": 3}))
+    unused = asking(extra={"depth": 3}, profiler=False)  # no capture would ask it
+    await stepscope.aprepare(engines=engines, config=unused)
+
+
 async def test_prepare_warns_of_stops_that_take_long(
     config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

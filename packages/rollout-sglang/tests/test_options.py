@@ -13,6 +13,7 @@ from stepscope.engines.protocol import Iterations
 from stepscope.errors import EngineError
 from stepscope.testing.engine_conformance import a_capture
 from stepscope_sglang import _versions
+from stepscope_sglang._capture.opening import check_options
 from stepscope_sglang._capture.options import Plan, plan
 from stepscope_sglang._driving.facts import EngineFacts, facts_of
 from stepscope_sglang._engine_side.states import (
@@ -97,8 +98,6 @@ def test_a_later_start_is_counted_from_the_passes_that_were_begun(passes: tuple[
             r"shows that count to nobody.*0\.5\.11.*Fix: install stepscope-rollout-sglang where",
         ),
         ((40, 7), {}, r"have begun \[40, 7\] passes"),
-        ((40,), {"extra": {"start_step": 50}}, "say the same"),
-        ((40,), {"by_stage": True}, "iterations.start has no effect on captures by stage"),
     ],
 )
 def test_a_later_start_that_cannot_be_counted_is_refused(
@@ -106,6 +105,29 @@ def test_a_later_start_that_cannot_be_counted_is_refused(
 ) -> None:
     with pytest.raises(EngineError, match=message):
         told(an_engine(), passes, iterations=Iterations(start=3), **changes)
+
+
+@pytest.mark.parametrize(
+    "start", [{"iterations": Iterations(start=1, count=3)}, {"extra": {"start_step": 9}}]
+)
+def test_stages_begin_with_their_first_pass_whatever_start_is_asked_for(start: dict[str, Any]) -> None:
+    made = told(an_engine(), (40,), by_stage=True, **start)
+    assert (made.by_stage, made.start) == (True, 0)
+    assert "start_step" not in made.request
+    assert list(made.ignored) == ["iterations.start" if "iterations" in start else "extra.start_step"]
+
+
+def test_a_start_from_now_comes_before_an_absolute_one() -> None:
+    made = told(an_engine(), (40,), iterations=Iterations(start=3), extra={"start_step": 9})
+    assert (made.request["start_step"], list(made.ignored)) == (44, ["extra.start_step"])
+
+
+def test_options_are_checked_before_the_run_without_asking_the_schedulers() -> None:
+    capture = msgspec.structs.replace(a_capture(Path("/p")), activities=("cuda",), by_stage=True)
+    started = msgspec.structs.replace(capture, iterations=Iterations(start=1, count=3))
+    assert list(check_options(started, an_engine())) == ["iterations.start"]
+    with pytest.raises(EngineError, match="extra can hold"):
+        check_options(msgspec.structs.replace(capture, extra={"depth": 3}), an_engine())
 
 
 @pytest.mark.parametrize(

@@ -167,9 +167,7 @@ async def test_a_window_of_one_pass_is_not_widened_to_two(tmp_path: Path, by_sta
 @pytest.mark.parametrize(
     "changes",
     [
-        {"iterations": Iterations(start=1), "by_stage": True},
-        {"iterations": Iterations(start=1), "extra": {"start_step": 7}},
-        {"by_stage": True, "extra": {"start_step": 7}},
+        {"iterations": Iterations(start=1), "extra": {"start_step": "soon"}},
         {"activities": ("cuda",)},
     ],
     ids=str,
@@ -183,6 +181,18 @@ async def test_a_refused_window_is_refused_before_the_engine_hears_of_it(
         await profiler.start(asked(tmp_path, **changes))
     assert manager.asked == []
     assert await profiler.stop() == []
+
+
+@pytest.mark.parametrize("passes", [0, 5])
+async def test_stages_are_recorded_although_a_later_start_was_asked_for(tmp_path: Path, passes: int) -> None:
+    manager, capture = FakeManager(), asked(tmp_path, iterations=Iterations(start=1, count=3), by_stage=True)
+    profiler = SglangProfiler(manager)
+    await profiler.start(capture)
+    await manager.generate(passes)
+    artifacts = await profiler.stop()
+    assert {artifact.stage for artifact in artifacts} == ({"prefill", "decode"} if passes else set())
+    assert set(profiler.ignored) == ({"iterations.start"} if passes else {"iterations.start", "idle"})
+    assert not manager.armed
 
 
 async def test_without_a_count_our_stop_ends_it(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from stepscope.engines import (
 )
 from stepscope.engines.metrics import UNFINISHED, EngineMetrics
 from stepscope.engines.own_thread import is_ours
-from stepscope_sglang._capture.opening import check_facts
 from stepscope_sglang._capture.replica import ReplicaProfiler
 from stepscope_sglang._driving.facts import EngineFacts, counters_here
 from stepscope_sglang._driving.in_process import Engine, InProcessTarget, TokenizerManager
@@ -52,9 +51,6 @@ class SglangProfiler(ReplicaProfiler):
     @property
     def world_size(self) -> int:
         return self.facts.world_size
-
-    def check(self) -> None:
-        check_facts(self.facts)
 
     def counters(self) -> Sequence[CounterSource]:
         """Return its counters. They are empty unless it was built with `enable_metrics=True`."""

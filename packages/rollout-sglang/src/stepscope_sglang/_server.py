@@ -8,7 +8,6 @@ from functools import partial
 from stepscope.counters import CounterSource
 from stepscope.engines.http import Server, workers_of
 from stepscope.engines.metrics import EngineMetrics
-from stepscope_sglang._capture.opening import check_facts
 from stepscope_sglang._capture.replica import ReplicaProfiler
 from stepscope_sglang._driving.facts import counters_of
 from stepscope_sglang._driving.http import ServerTarget
@@ -52,10 +51,6 @@ class SglangServer(ReplicaProfiler):
         known = [engine.known for engine in self._engines]
         sizes = [facts.world_size for facts in known if facts is not None]
         return sum(sizes) if len(sizes) == len(known) else None
-
-    def check(self) -> None:
-        for engine in self._engines:
-            check_facts(engine.facts())
 
     def counters(self) -> Sequence[CounterSource]:
         """Return the counters of each of its servers."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from tiny_sglang import generate, on_its_loop
 
-from stepscope import ProfileConfig, capture
+from stepscope import ProfileConfig, aprepare, capture
 from stepscope.errors import ConfigError
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact
@@ -135,17 +135,33 @@ def test_a_window_of_the_table(
     window = {name: value for name, value in (("start", start), ("count", count)) if value is not None}
     config = config_of(Row(by_stage, *[False] * 6), tmp_path, iterations=window)
     replica = capture_of(engine, config)
-    if start == 1 and (by_stage or older(installed(), PLUGINS_SINCE)):
+    if start == 1 and not by_stage and older(installed(), PLUGINS_SINCE):
         assert replica.state == "failed"
-        reason = "no effect on captures by stage" if by_stage else "shows that count to nobody"
-        assert reason in (replica.reason or "")
+        assert "shows that count to nobody" in (replica.reason or "")
         return
     assert replica.state == "ok", replica.reason
+    assert ("iterations.start" in replica.ignored) == (start == 1 and by_stage)
     recorded = {
         artifact.stage: passes_of(artifact, tmp_path / "step_000007") for artifact in replica.artifacts
     }
     left = 4 - (start or 0)
     assert recorded == ({"prefill": 1, "decode": count or 3} if by_stage else {None: count or left})
+
+
+def test_verls_keys_of_a_window_by_stage_record_both_stages(engine: Any, tmp_path: Path) -> None:
+    contents = ["cpu", "profile_by_stage", "merge_profiles"]
+    tool = {"torch": {"discrete": True, "contents": contents, "step_start": 1, "step_end": 4}}
+    rollout = {"profiler": {"enable": True, "all_ranks": True, "tool_config": tool}}
+    config = ProfileConfig.from_verl(
+        {
+            "global_profiler": {"tool": "torch", "steps": [7], "save_path": str(tmp_path)},
+            "actor_rollout_ref": {"rollout": rollout},
+        }
+    )
+    on_its_loop(engine, aprepare(engines=engine, config=config))
+    replica = capture_of(engine, config)
+    assert {artifact.stage for artifact in replica.artifacts} == {"prefill", "decode"}
+    assert set(replica.ignored) == {"iterations.start", "merge"}
 
 
 def passes_of(trace: Artifact, step: Path) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary, ref
 
 from stepscope import ProfileConfig, name_settings
@@ -17,6 +17,7 @@ from stepscope_vllm._arming import unedited
 from stepscope_vllm._capture import options
 from stepscope_vllm._capture.session import Desk, ReplicaProfiler
 from stepscope_vllm._driving import ascend_profiler, discovery, facts
+from stepscope_vllm._driving.ascend_profiler import Ascend
 from stepscope_vllm._driving.in_process import InProcessTarget
 from stepscope_vllm._engine_side import plugin
 
@@ -84,9 +85,17 @@ class VllmProfiler(ReplicaProfiler):
 
         return EngineMetrics(read, f"replica {self.replica or 0}", blocks=False).sources()
 
+    def check_capture(self, capture: EngineCapture) -> Mapping[str, str]:
+        return self._unable(capture, ascend_profiler.installed())
+
     async def start(self, capture: EngineCapture) -> None:
         ascend = await own_thread(ascend_profiler.installed)  # the first time it reads source files
         self.check()
+        ignored = self._unable(capture, ascend)
+        self._target.calls.bind(asyncio.get_running_loop())
+        await self._begin(self._target, capture, ignored)
+
+    def _unable(self, capture: EngineCapture, ascend: Ascend | None) -> dict[str, str]:
         target = self._target
         ignored = options.unable(
             capture,
@@ -98,8 +107,7 @@ class VllmProfiler(ReplicaProfiler):
         )
         if target.in_this_process and capture.profile_memory:
             ignored["profile_memory"] = options.OTHER_THREAD
-        target.calls.bind(asyncio.get_running_loop())
-        await self._begin(target, capture, ignored)
+        return ignored
 
 
 class VllmFactory(EngineFactory):

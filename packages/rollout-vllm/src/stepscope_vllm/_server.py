@@ -143,12 +143,17 @@ class VllmServer(ReplicaProfiler):
                 f"VllmServer.behind(router, {{{self._server.url!r}: '/its/torch_profiler_dir', ...}})"
             )
 
-    async def start(self, capture: EngineCapture) -> None:
+    def check_capture(self, capture: EngineCapture) -> Mapping[str, str]:
         if self._dialect is None or self._folder is None:
-            await own_thread(self.check)
+            self.check()
+        if self._dialect is None:
+            raise EngineError("the server was not checked")
+        return options.unable(capture, {}, self._dialect, self._version, aimed=False)
+
+    async def start(self, capture: EngineCapture) -> None:
+        ignored = dict(await own_thread(self.check_capture, capture))
         if self._dialect is None or self._folder is None:
             raise EngineError("the server was not checked")
-        ignored = options.unable(capture, {}, self._dialect, self._version, aimed=False)
         if self._dialect.prefix == "every start":  # so that servers may share a folder
             capture = msgspec.structs.replace(capture, name=f"{capture.name}_replica{capture.replica}")
         else:

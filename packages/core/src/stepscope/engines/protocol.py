@@ -113,6 +113,15 @@ class EngineProfiler(Protocol):
             EngineError: with the fix.
         """
 
+    def check_capture(self, capture: EngineCapture) -> Mapping[str, str]:
+        """Before the run, after `check`: the options of captures like this one that will have no effect,
+        {option: reason}. May block, as `check`.
+
+        Raises:
+            EngineError: the engine cannot record such a capture at all, with the fix.
+        """
+        return {}
+
     @abstractmethod
     async def start(self, capture: EngineCapture) -> None:
         """Return when every worker of the replica has begun."""

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
@@ -112,9 +112,16 @@ class RayRollout(EngineProfilerBase):
         Raises:
             EngineError: what is wrong, and the fix.
         """
-        call = self._line.call(check, self._at(self.replica or 0))
+        self._check(check, self._at(self.replica or 0))
+
+    def check_capture(self, capture: EngineCapture) -> Mapping[str, str]:
+        ignored: Mapping[str, str] = self._check(check_capture, self._at(self.replica or 0), capture)
+        return ignored
+
+    def _check(self, question: Callable[..., object], *arguments: object) -> Any:
+        call = self._line.call(question, *arguments)
         try:
-            asyncio.run(asyncio.wait_for(call, _CHECK_S))
+            return asyncio.run(asyncio.wait_for(call, _CHECK_S))
         except asyncio.TimeoutError:
             raise EngineError(
                 f"the actor did not answer within {_CHECK_S:g} s. Fix: check before it is given long work"
@@ -218,6 +225,11 @@ def is_elsewhere(engine: object) -> bool:
 async def check(instance: object, place: Place) -> None:
     taken = await _seat(instance, place)
     await own_thread(taken.profiler.check)
+
+
+async def check_capture(instance: object, place: Place, capture: EngineCapture) -> dict[str, str]:
+    taken = await _seat(instance, place)
+    return dict(await own_thread(taken.profiler.check_capture, capture))
 
 
 async def seat(instance: object, place: Place) -> None:

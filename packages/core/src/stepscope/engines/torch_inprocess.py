@@ -8,7 +8,7 @@ all its guards: one torch.profiler session per process, never nested, never left
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -96,6 +96,10 @@ class TorchRolloutProfiler(EngineProfilerBase):
         except BackendError as error:
             raise EngineError(str(error)) from error
 
+    def check_capture(self, capture: EngineCapture) -> Mapping[str, str]:
+        _config_of(capture)
+        return _unable(capture)
+
     async def start(self, capture: EngineCapture) -> None:
         refuse_second_start(None if self._recording is None else self._recording.capture)
         recording = Recording(capture, _config_of(capture), self._module, self._rank, self._world_size)
@@ -127,7 +131,7 @@ class TorchRolloutProfiler(EngineProfilerBase):
 
     def _open(self, recording: Recording) -> None:
         global _current
-        self._ignored = {option: why for option, why in _UNABLE.items() if getattr(recording.capture, option)}
+        self._ignored = _unable(recording.capture)
         recording.open()
         _current = recording
 
@@ -179,6 +183,10 @@ def _is_module(value: object) -> bool:
         kind.__name__ == "Module" and kind.__module__ == "torch.nn.modules.module"
         for kind in type(value).__mro__
     )
+
+
+def _unable(capture: EngineCapture) -> dict[str, str]:
+    return {option: why for option, why in _UNABLE.items() if getattr(capture, option)}
 
 
 def _config_of(capture: EngineCapture) -> ProfileConfig:

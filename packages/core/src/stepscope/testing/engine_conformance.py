@@ -268,7 +268,9 @@ class EngineConformance:
     ) -> None:
         profiler = make_profiler(tmp_path, 0)
         capture = msgspec.structs.replace(a_capture(tmp_path), **{option: _OPTIONS[option]})
+        foretold = await asyncio.to_thread(profiler.check_capture, capture)
         await self._record(profiler, capture)
+        assert foretold.keys() <= profiler.ignored.keys(), "what had no effect was foretold, and no more"
         reported = option in profiler.ignored
         assert reported != (option in self.honours), f"{option}; ignored: {profiler.ignored}"
         assert all(profiler.ignored.values()), "every ignored option has a reason"

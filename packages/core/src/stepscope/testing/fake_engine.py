@@ -110,6 +110,10 @@ class FakeEngineProfiler(EngineProfilerBase):
         if self.engine.dead:
             raise EngineError("the engine process has died. Fix: start the engine before the run")
 
+    def check_capture(self, capture: EngineCapture) -> Mapping[str, str]:
+        _know(capture.extra)
+        return _unable(capture)
+
     async def start(self, capture: EngineCapture) -> None:
         refuse_second_start(self._capture)
         _know(capture.extra)

@@ -15,7 +15,7 @@ from stepscope_sglang._capture.options import expect_first_profiler, plan
 from stepscope_sglang._capture.recording import Recording
 from stepscope_sglang._driving.facts import EngineFacts
 from stepscope_sglang._driving.target import Target
-from stepscope_sglang._engine_side.states import counts_in
+from stepscope_sglang._engine_side.states import COUNT, SCOPES_END, SENDS_QUIET, counts_in
 from stepscope_sglang._files.capture_folder import CaptureFolder
 
 log = logging.getLogger("stepscope")
@@ -50,6 +50,15 @@ def check_facts(facts: EngineFacts) -> None:
         )
 
 
+def check_options(capture: EngineCapture, facts: EngineFacts) -> dict[str, str]:
+    """Return the options of a capture that have no effect on an engine whose schedulers show all they can.
+
+    Raises:
+        EngineError: such an engine cannot record this either, and why.
+    """
+    return plan(capture, facts, ({COUNT: 0, SCOPES_END: True, SENDS_QUIET: True},)).ignored
+
+
 def warn(text: str) -> None:
     """Log a warning, once in each process."""
     if text not in _warned:
@@ -82,7 +91,7 @@ def prepared(target: Target, capture: EngineCapture, label: str | None) -> Recor
 
 def _states(target: Target, capture: EngineCapture, facts: EngineFacts) -> Sequence[object]:
     """Ask the schedulers for their states, where a plan depends on them."""
-    later = capture.iterations.start > 0
+    later = capture.iterations.start > 0 and not capture.by_stage
     by_stage = capture.by_stage and stages_end_in_scopes(facts)
     if not (later or by_stage or facts.pp > 1):
         return ()

@@ -31,6 +31,7 @@ UNBOUNDED = 1 << 30
 
 Without a number the next forward pass kills the scheduler.
 """
+_STAGES_BEGIN = "by stage SGLang records from the first pass of each stage on"
 _OURS = {
     "output_dir": "save_path",
     "num_steps": "roles.<role>.engine.iterations.count",
@@ -49,6 +50,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     request: dict[str, object]
     """Without `output_dir`."""
+    start: int
+    """Iterations that are left out first; 0 by stage, where none can be."""
     count: int | None
     """Iterations after which the engine stops by itself; in each stage, where these are told apart."""
     by_stage: bool
@@ -78,14 +81,21 @@ def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = 
         "activities": recorded_activities(capture, facts, ignored),
         "with_stack": capture.with_stack and _can(ignored, "with_stack", _why_no_stacks(facts)),
         "record_shapes": capture.record_shapes and _can(ignored, "record_shapes", _forced(facts, "SHAPES")),
-        **_window(capture, by_stage, passed, states),
+        **_window(capture, by_stage, passed, states, ignored),
     }
     if merged:
         request["merge_profiles"] = True
     if "profile_id" in facts.options:
         request["profile_id"] = safe(capture.name)
     request.update(passed)
-    return Plan(request=request, count=count, by_stage=by_stage, merged=merged, ignored=ignored)
+    return Plan(
+        request=request,
+        start=0 if by_stage else capture.iterations.start,
+        count=count,
+        by_stage=by_stage,
+        merged=merged,
+        ignored=ignored,
+    )
 
 
 def expect_first_profiler(facts: EngineFacts, states: Sequence[object]) -> None:
@@ -107,19 +117,20 @@ def _can(ignored: dict[str, str], option: str, reason: str | None) -> bool:
 
 
 def _window(
-    capture: EngineCapture, by_stage: bool, passed: dict[str, object], states: Sequence[object]
+    capture: EngineCapture,
+    by_stage: bool,
+    passed: dict[str, object],
+    states: Sequence[object],
+    ignored: dict[str, str],
 ) -> dict[str, object]:
     wanted, first = capture.iterations, passed.pop("start_step", None)
-    if by_stage and (first is not None or wanted.start > 0):
-        which = "extra.start_step" if wanted.start == 0 else "iterations.start"
-        raise EngineError(f"{which} has no effect on captures by stage. Fix: leave one of them out")
+    if by_stage and wanted.start > 0:
+        ignored["iterations.start"] = _STAGES_BEGIN
+    if first is not None and (by_stage or wanted.start > 0):
+        ignored["extra.start_step"] = _STAGES_BEGIN if by_stage else "iterations.start says where to begin"
     if by_stage:
         return {"profile_by_stage": True, "num_steps": wanted.count or UNBOUNDED}
     if wanted.start > 0:
-        if first is not None:
-            raise EngineError(
-                "iterations.start and extra.start_step say the same. Fix: leave one of them out"
-            )
         first = _count(states, wanted.start) + 1 + wanted.start
     window: dict[str, object] = {"start_step": 1 if first is None else first}
     if wanted.count is not None:

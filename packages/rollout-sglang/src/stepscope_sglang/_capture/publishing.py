@@ -64,7 +64,7 @@ def _why_nothing(recording: Recording) -> str:
     if recording.failure is not None:
         return recording.failure
     if recording.state == "unused":
-        start = recording.capture.iterations.start
+        start = recording.plan.start
         return (
             f"nothing was recorded: the engine ran no more than the first {start} "
             "forward passes of the capture. Fix: a smaller iterations.start"

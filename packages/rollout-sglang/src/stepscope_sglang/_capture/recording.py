@@ -64,7 +64,7 @@ class Recording:
         """Return whether the engine ran no forward pass, so that no file is missing."""
         if self.state != "unused" or self.failure is not None:
             return False
-        return self.capture.iterations.start == 0 or counts_in(self.states) == self.passes_before
+        return self.plan.start == 0 or counts_in(self.states) == self.passes_before
 
     def files(self) -> list[File]:
         """Return its files; after a failure, those that are complete."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
@@ -18,8 +18,9 @@ from stepscope.engines import (
 from stepscope.engines.own_thread import WorkThread
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
-from stepscope_sglang._capture.opening import prepared
+from stepscope_sglang._capture.opening import check_facts, check_options, prepared
 from stepscope_sglang._capture.session import Session, hand_in_late
+from stepscope_sglang._driving.facts import EngineFacts
 from stepscope_sglang._driving.target import Target
 
 T = TypeVar("T")
@@ -36,6 +37,16 @@ class ReplicaProfiler(EngineProfilerBase, ABC):
         self._capture: EngineCapture | None = None
         self._thread = WorkThread("stepscope-sglang")
         self._watchdog: threading.Timer | None = None
+
+    def check(self) -> None:
+        for facts in self._facts():
+            check_facts(facts)
+
+    def check_capture(self, capture: EngineCapture) -> Mapping[str, str]:
+        ignored: dict[str, str] = {}
+        for facts in self._facts():
+            ignored.update(check_options(capture, facts))
+        return ignored
 
     async def start(self, capture: EngineCapture) -> None:
         refuse_second_start(self._capture)
@@ -69,6 +80,10 @@ class ReplicaProfiler(EngineProfilerBase, ABC):
     @abstractmethod
     def _targets(self) -> Sequence[tuple[Target, str | None]]:
         """Return its engines, with labels if there are several."""
+
+    def _facts(self) -> Iterator[EngineFacts]:
+        """Yield the facts of its engines. May block."""
+        return (target.facts() for target, _ in self._targets())
 
     def _waited_for(self, capture: EngineCapture) -> AbstractContextManager[None]:
         """Return the context in which the caller waits for work on the thread."""

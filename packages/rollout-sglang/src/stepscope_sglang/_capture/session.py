@@ -77,7 +77,7 @@ class Session:
             recording.folder.remove()
             raise
         recording.opened = read_anchor()
-        if recording.capture.iterations.start > 0:
+        if recording.plan.start > 0:
             opening.note_late_start(recording, self.target)
 
     def _start(self, request: Mapping[str, object]) -> None:

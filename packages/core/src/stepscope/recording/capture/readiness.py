@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -12,7 +12,7 @@ from stepscope.engines import EngineProfiler
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import CaptureError
 from stepscope.recording.capture import configure, omissions
-from stepscope.recording.fanout.engines import warn_of_long_stops
+from stepscope.recording.fanout.engines import check_capture, warn_of_long_stops
 from stepscope.recording.fanout.fleet import WorkerOutcome
 from stepscope.recording.fanout.messages import PrepareAnswer, PrepareRequest
 from stepscope.recording.fanout.participants import Participants
@@ -23,6 +23,9 @@ from stepscope.recording.spans import wrapping
 
 STARTING_S = 300.0
 """Longest wait for the answer of a worker or an engine before the run: it may still be loading its model."""
+_FACTS = {"activities", "artifacts", "version"}
+"""Notes of an engine about each capture, whatever the user set: the default activities name devices that an
+engine may lack."""
 
 
 async def make_ready(
@@ -56,7 +59,7 @@ async def make_ready(
     own, outcomes, engine_problems = await asyncio.gather(
         _this_process(msgspec.structs.replace(request, role=role), alone),
         _workers(participants, request, deadline_s),
-        asyncio.gather(*(_engine(engine, deadline_s) for engine in participants.profilers)),
+        asyncio.gather(*(_engine(engine, config, deadline_s) for engine in participants.profilers)),
     )
     problems = [] if own.problem is None else [own.problem]
     problems += [f"{outcome.name}: {outcome.reason}" for outcome in outcomes if outcome.state != "ok"]
@@ -90,12 +93,20 @@ async def _workers(
     return [] if participants.fleet is None else await participants.fleet.prepare(request, deadline_s)
 
 
-async def _engine(engine: EngineProfiler, deadline_s: float) -> str | None:
-    """Return why the profiler of an engine cannot work."""
+async def _engine(engine: EngineProfiler, config: ProfileConfig, deadline_s: float) -> str | None:
+    """Return why the profiler of an engine cannot work. Warn of options that have no effect on it."""
+
+    def check() -> Mapping[str, str]:
+        engine.check()
+        return check_capture(config, engine, run.run_id())
+
     try:
-        await private_loop.within(own_thread(engine.check), deadline_s)
+        ignored = await private_loop.within(own_thread(check), deadline_s)
     except asyncio.TimeoutError:
         return f"replica {engine.replica}: no answer within {deadline_s:g} s"
     except Exception as error:
         return f"replica {engine.replica}: {describe(error)}"
+    for option, reason in ignored.items():
+        if option not in _FACTS:
+            failures.warn_once(f"replica {engine.replica}: {option} has no effect: {reason}")
     return None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.engines import EngineCapture, EngineProfiler, Iterations
 from stepscope.engines.own_thread import own_thread
 from stepscope.engines.protocol import waited_s
+from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import LATE, awaited
 from stepscope.files.sidecar import Artifact
 from stepscope.recording.fanout import late_files
@@ -155,29 +156,47 @@ class EngineGroup:
             self.outcomes.enter(label, artifacts, dict(profiler.ignored))
 
     def _capture_of(self, profiler: EngineProfiler) -> EngineCapture:
-        match = self._config.role(ROLE)
-        role = match[1] if match else RoleConfig()
-        torch, window, replica = self._config.torch, role.engine.iterations, _number(profiler)
         session, layout = self._session, self._session.layout
-        return EngineCapture(
-            step=session.step,
-            run_id=session.run_id,
-            seconds=self._config.budget.seconds,
-            stop_seconds=self._config.budget.fanout_seconds,
-            out_dir=os.path.abspath(layout.engine_dir(replica)),
-            step_dir=os.path.abspath(layout.root),
-            name=f"step_{session.step:06d}_{session.run_id}",
-            replica=replica,
-            activities=torch.activities,
-            with_stack=torch.with_stack,
-            record_shapes=torch.record_shapes,
-            profile_memory=torch.profile_memory,
-            iterations=Iterations(start=window.start, count=window.count),
-            by_stage=role.engine.by_stage,
-            merge=role.engine.merge,
-            ranks=None if isinstance(role.ranks, str) else role.ranks,
-            extra=role.engine.extra,
-        )
+        return _capture_of(self._config, profiler, session.step, session.run_id, layout)
+
+
+def check_capture(config: ProfileConfig, profiler: EngineProfiler, run_id: str) -> Mapping[str, str]:
+    """Return the options without effect on captures of a replica; none if it takes no part. May block.
+
+    Raises:
+        EngineError: the replica cannot record such captures at all.
+    """
+    if _unselected(config, profiler) is not None:
+        return {}
+    layout = RunLayout(config.save_path).step(0)
+    return profiler.check_capture(_capture_of(config, profiler, 0, run_id, layout))
+
+
+def _capture_of(
+    config: ProfileConfig, profiler: EngineProfiler, step: int, run_id: str, layout: StepLayout
+) -> EngineCapture:
+    match = config.role(ROLE)
+    role = match[1] if match else RoleConfig()
+    torch, window, replica = config.torch, role.engine.iterations, _number(profiler)
+    return EngineCapture(
+        step=step,
+        run_id=run_id,
+        seconds=config.budget.seconds,
+        stop_seconds=config.budget.fanout_seconds,
+        out_dir=os.path.abspath(layout.engine_dir(replica)),
+        step_dir=os.path.abspath(layout.root),
+        name=f"step_{step:06d}_{run_id}",
+        replica=replica,
+        activities=torch.activities,
+        with_stack=torch.with_stack,
+        record_shapes=torch.record_shapes,
+        profile_memory=torch.profile_memory,
+        iterations=Iterations(start=window.start, count=window.count),
+        by_stage=role.engine.by_stage,
+        merge=role.engine.merge,
+        ranks=None if isinstance(role.ranks, str) else role.ranks,
+        extra=role.engine.extra,
+    )
 
 
 def _heard(stopped: asyncio.Future[list[Artifact]]) -> None:
