@@ -196,7 +196,7 @@ def test_an_error_for_which_there_is_no_depth_left_is_named(
     def too_deep(error: BaseException) -> str:
         raise RecursionError
 
-    monkeypatch.setattr(spans, "describe", too_deep)
+    monkeypatch.setattr(spans, "outcome_of", too_deep)
     with pytest.raises(KeyError, match="mine"), log.new("update"):
         raise KeyError("mine")
     (span,) = closed(log)

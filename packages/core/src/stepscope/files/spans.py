@@ -80,6 +80,8 @@ class Span(Open, frozen=True, kw_only=True, omit_defaults=True, tag="span", tag_
     dur_ns: int
     error: str | None = None
     """`ExceptionType: message` that left the span, cut at 200 characters (stepscope's own at 2000)."""
+    cancelled: bool = False
+    """True if its work was cancelled, which is no error."""
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end", tag_field="kind"):

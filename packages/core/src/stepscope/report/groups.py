@@ -41,6 +41,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     open: int
     """Spans never seen to end: in no time here but `active_ns`, up to the last sign of life."""
     errors: int
+    cancelled: int
+    """Those that were cancelled, which is no error."""
     total_ns: int
     mean_ns: int | None
     p50_ns: int | None
@@ -130,6 +132,7 @@ def _group(timeline: Timeline, value: str, spans: Sequence[Span]) -> Group:
         calls=len(times),
         open=len(spans) - len(times),
         errors=sum(span.error is not None for span in spans),
+        cancelled=sum(span.cancelled for span in spans),
         total_ns=sum(times),
         mean_ns=round(sum(times) / len(times)) if times else None,
         p50_ns=times[rank_of(50, len(times))] if times else None,
@@ -141,7 +144,8 @@ def _group(timeline: Timeline, value: str, spans: Sequence[Span]) -> Group:
 
 def group_table(grouping: Grouping, title: str = "") -> TextTable:
     """Return the groups as one table."""
-    extra = [name for name in ("open", "errors") if any(getattr(group, name) for group in grouping.groups)]
+    states = ("open", "errors", "cancelled")
+    extra = [name for name in states if any(getattr(group, name) for group in grouping.groups)]
     heads = (">calls", *(f">{name}" for name in extra), *_TIMES, ">%")
     rows = tuple(
         (

@@ -130,6 +130,7 @@ class FakeProcess:
         parent: int | None = None, link: SpanLink | None = None, step: int | None = None,
         policy_version: int | None = None, trajectory: str | None = None, turn: int | None = None,
         error: str | None = None, attrs: dict[str, AttrValue] | None = None, traceparent: str | None = None,
+        cancelled: bool = False,
     ) -> int:  # fmt: skip
         """Record a span and return its number. `end_ns=None`: it never ended."""
         opened = Open(
@@ -145,6 +146,7 @@ class FakeProcess:
                     **msgspec.structs.asdict(opened),
                     dur_ns=self.mono_ns(end_ns) - opened.start_ns,
                     error=error,
+                    cancelled=cancelled,
                 )
             )
         return opened.span

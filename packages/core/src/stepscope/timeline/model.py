@@ -105,6 +105,8 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     thread: int = 0
     attrs: dict[str, AttrValue] | None = None
     error: str | None = None
+    cancelled: bool = False
+    """True if its work was cancelled, which is no error."""
     number: int = 0
     """Number in its process' span file. With the process' key it gives the span's id in OpenTelemetry."""
     traceparent: str | None = None

@@ -112,6 +112,8 @@ def _record(tracer: Tracer, timeline: Timeline, span: Span, above: SpanContext) 
     )
     if span.error is not None:
         made.set_status(Status(StatusCode.ERROR, span.error))
+    elif span.cancelled:
+        made.set_attribute("stepscope.cancelled", True)
     elif span.end_ns is None:
         made.set_attribute("stepscope.never_ended", True)
     made.end(timeline.until_ns(span))

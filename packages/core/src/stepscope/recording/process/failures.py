@@ -12,6 +12,13 @@ from types import ModuleType
 
 from stepscope.errors import StepscopeError
 
+CANCELLED = "cancelled"
+"""The outcome of a span whose work was cancelled. Errors have the name of their type in front."""
+_ENDS = (GeneratorExit, StopIteration, StopAsyncIteration)
+"""Exceptions that end a generator or a loop."""
+_CANCELS = frozenset({"CancelledError", "Cancelled", "TaskCancelledError"})
+"""Names of the exceptions that cancel: of asyncio and concurrent.futures, of trio, of Ray."""
+
 _lock = threading.RLock()  # a signal handler may note something in the middle of a note
 _noted: dict[str, tuple[str, int]] = {}
 """Place -> (first failure, how often). One writer: `note`."""
@@ -82,6 +89,17 @@ def describe(error: BaseException) -> str:
     except Exception:
         text = type(error).__name__
     return text[: 2000 if isinstance(error, StepscopeError) else 200]
+
+
+def outcome_of(error: BaseException) -> str | None:
+    """Return what a span says of the exception that left it: None for an end on purpose, else a cancellation
+    (`CANCELLED`), else as `describe`.
+    """
+    if isinstance(error, _ENDS):
+        return None
+    if any(kind.__name__ in _CANCELS for kind in type(error).__mro__):
+        return CANCELLED
+    return describe(error)
 
 
 def take() -> dict[str, str]:

@@ -13,6 +13,7 @@ from stepscope.recording.session import claims
 from stepscope.recording.session.claims import Claim
 from stepscope.recording.session.session import Session
 from stepscope.recording.spans import slot
+from stepscope.recording.spans.carrier import keep_places
 from stepscope.recording.spans.slot import FlightRecorder
 
 activations = 0
@@ -23,6 +24,7 @@ def activate(session: Session) -> None:
     """Switch recording on in this process: the last act of opening."""
     global activations
     shutdown.install()
+    keep_places()
     activations += 1
     if session.switch_off is None:
         session.switch_off = deactivate
@@ -40,6 +42,7 @@ def deactivate(session: Session) -> None:
 
 def keep(recorder: FlightRecorder | None) -> None:
     """Have a flight recorder record whenever no session does. None: nothing does."""
+    keep_places()
     resting = slot.session() is None
     slot.recorder = recorder
     if resting:

@@ -1,12 +1,19 @@
-"""Carriers: the place of the running code, sent to another process or thread and attached there."""
+"""Carriers: the place of the running code, sent to another process or thread and attached there.
+
+The threads of `loop.run_in_executor` get it without one (`keep_places`).
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypedDict
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from stepscope.files.values import MAX_TEXT
+from stepscope.recording.spans import slot
 from stepscope.recording.spans.scopes import MAX_DEPTH, Place, Scope, current, inherited
 
 if TYPE_CHECKING:
@@ -15,6 +22,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # typing.Self is 3.11+
 
     from stepscope.files.spans import SpanLink
+
+
+_KEEPS = "__stepscope_keeps_places__"
+"""The attribute of a `run_in_executor` that `keep_places` put there, and of whatever wraps it since."""
+T = TypeVar("T")
 
 
 class Carrier(TypedDict, total=False):
@@ -97,6 +109,46 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
         process=process,
         context=context,
     )
+
+
+def keep_places() -> None:
+    """Let calls in `loop.run_in_executor` have the place of the code that makes them, during a capture.
+
+    `asyncio.to_thread` copies the context, and this does not. A tool would leave its trajectory.
+    """
+    loops = [
+        getattr(sys.modules.get(module), name, None)
+        for module, name in (("asyncio", "BaseEventLoop"), ("uvloop", "Loop"))
+    ]
+    for loop in loops:
+        if loop is not None and not hasattr(loop.run_in_executor, _KEEPS):
+            loop.run_in_executor = _keeping(loop.run_in_executor)
+
+
+def _keeping(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def run_in_executor(loop: object, executor: object, func: Callable[..., Any], *args: Any) -> Any:
+        scope = None if slot.active is None else current.get()
+        if scope is None or not _is_of_threads(executor) or inspect.iscoroutinefunction(func):
+            return run(loop, executor, func, *args)
+        return run(loop, executor, _run_at, scope, func, *args)
+
+    setattr(run_in_executor, _KEEPS, True)
+    return run_in_executor
+
+
+def _is_of_threads(executor: object) -> bool:
+    from concurrent.futures import ThreadPoolExecutor  # for import time: a loop with executors has it
+
+    return executor is None or isinstance(executor, ThreadPoolExecutor)
+
+
+def _run_at(scope: Scope, func: Callable[..., T], *args: Any) -> T:
+    token = current.set(scope)
+    try:
+        return func(*args)
+    finally:
+        current.reset(token)
 
 
 def _recorded(scope: Scope | None) -> tuple[SpanLink | None, str | None]:

@@ -76,7 +76,9 @@ def record_of(span: Span, end_ns: int | None, file_step: int | None) -> Record:
     role, stage = _name(role or log.process.role), _name(span.stage)
     log.roles.add(role)
     attrs = redaction.written(span.attrs, log.redact) if span.attrs else None
-    error = redaction.error_of(span.error, log.redact) if span.error else None
+    error = span.error
+    cancelled = error == failures.CANCELLED
+    error = redaction.error_of(error, log.redact) if error and not cancelled else None
     # Two calls, spelled out: building the second from the first would double the cost of a line.
     if end_ns is None:
         return records.Open(
@@ -110,6 +112,7 @@ def record_of(span: Span, end_ns: int | None, file_step: int | None) -> Record:
         attrs=attrs,
         dur_ns=end_ns - span.start_ns,
         error=error,
+        cancelled=cancelled,
     )
 
 

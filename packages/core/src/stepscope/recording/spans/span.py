@@ -15,7 +15,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import CONSUME, SpanLink
 from stepscope.files.trace_context import SpanIds
 from stepscope.files.values import AttrValue, attr_values
-from stepscope.recording.process.failures import describe
+from stepscope.recording.process.failures import outcome_of
 from stepscope.recording.spans import slot
 from stepscope.recording.spans.scopes import Inherited, Place, Placing, Scope, current
 
@@ -122,7 +122,7 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
             return
         if error is not None:
             try:
-                self.error = describe(error)
+                self.error = outcome_of(error)
             except RecursionError:  # at the limit of the user's recursion: there is no depth to call it
                 self.error = type(error).__name__
         self.end_ns = end_ns  # last: the writing thread takes a span with an end as complete
@@ -130,7 +130,7 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
     def _ended(self, error: BaseException | None) -> None:
         self.token = None
         if error is not None:
-            self.error = describe(error)
+            self.error = outcome_of(error)
         self.end_ns = monotonic_ns()
 
     def _ended_elsewhere(self, error: BaseException | None) -> None:

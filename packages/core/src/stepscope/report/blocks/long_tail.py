@@ -29,7 +29,7 @@ def _spread(spread: Spread) -> tuple[str, ...]:
 
 def slow_cells(slow: SlowTrajectory) -> tuple[str, str, str]:
     """Return the name, the duration and the beginning of a slow trajectory."""
-    took = duration(slow.wall_ns) + (" (open)" if slow.open else "")
+    took = duration(slow.wall_ns) + (" (open)" if slow.open else " (cancelled)" if slow.cancelled else "")
     return name_slow(slow), took, duration(slow.start_ns)
 
 
@@ -48,7 +48,7 @@ def name_slow(slow: SlowTrajectory) -> str:
 
 def tail_sentences(tail: LongTail) -> list[str]:
     """Return what the table of spreads does not say."""
-    sentences = (_say_held(tail), _say_bubble(tail), _say_others(tail), _say_slowed(tail))
+    sentences = (_say_held(tail), _say_bubble(tail), _say_others(tail), _say_outside(tail), _say_slowed(tail))
     return [sentence for sentence in sentences if sentence]
 
 
@@ -94,10 +94,32 @@ def _say_others(tail: LongTail) -> str:
     others = (
         (tail.under_way, f"under way when the capture opened: how long they took is not known{until}"),
         (tail.of_other_steps, "that this step does not consume"),
+        (tail.cancelled, f"cancelled{_after(tail)}"),
         (tail.open, "never seen to end"),
     )
     parts = [f"{number:,} {what}" for number, what in others if number]
     return f"Further trajectories: {'; '.join(parts)}." if parts else ""
+
+
+def _after(tail: LongTail) -> str:
+    late_ns = tail.cancelled_after_ns
+    return f", the last {duration(late_ns)} after all others had ended" if late_ns else ""
+
+
+def _say_outside(tail: LongTail) -> str:
+    """Name the tools that are in no trajectory."""
+    calls = few(
+        [
+            f"{count(own.calls, 'call')} of {own.role} {own.stage}, though {own.running:,} ran"
+            for own in tail.outside
+        ],
+        LISTED,
+    )
+    return (
+        f"In no trajectory: {calls}. `attach(carrier())` in their thread or process puts them there."
+        if tail.outside
+        else ""
+    )
 
 
 def _say_slowed(tail: LongTail) -> str:

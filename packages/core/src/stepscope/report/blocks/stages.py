@@ -28,9 +28,11 @@ def stage_blocks(stages: Sequence[Stage], report: StepReport) -> Iterator[Block]
 def call_columns(stages: Sequence[Stage]) -> tuple[tuple[str, ...], Callable[[Stage], tuple[str, ...]]]:
     """Return the columns behind a stage's name, and the function that makes their cells.
 
-    `open` and `errors` are shown only if some stage has them.
+    `open`, `errors` and `cancelled` are shown only if some stage has them.
     """
-    extra = [name for name in ("open", "errors") if any(getattr(stage, name) for stage in stages)]
+    extra = [
+        name for name in ("open", "errors", "cancelled") if any(getattr(stage, name) for stage in stages)
+    ]
     columns = (">calls", *(f">{name}" for name in extra), ">total", ">mean", ">p50", ">max")
 
     def cells(stage: Stage) -> tuple[str, ...]:

@@ -45,6 +45,7 @@ class _Span(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str | None
     turn: int | None
     error: str | None
+    cancelled: bool
     attrs: dict[str, AttrValue]
 
 
@@ -258,5 +259,6 @@ def _spans(timeline: Timeline) -> Iterator[_Span]:
             trajectory=span.trajectory,
             turn=span.turn,
             error=span.error,
+            cancelled=span.cancelled,
             attrs=span.attrs or {},
         )

@@ -1,14 +1,17 @@
-"""The trajectories that held the step up, and what they waited for."""
+"""The trajectories that held the step up, and what they waited for.
+
+One file above 400 lines: its parts are one table, of the same trajectories.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from stepscope.report.accounting import Label, clipped, rank_of, union_ns
-from stepscope.report.spans import ToolNames, placed, title
+from stepscope.report.spans import ToolNames, is_tool, label_of, placed, title
 from stepscope.report.table import grouped
 from stepscope.report.tables.breakdown import STALLED, divide_spans
 from stepscope.timeline import Span, Timeline
@@ -72,12 +75,23 @@ class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """The step that consumes it, where that is another one and known."""
     consumed: bool = True
     """False if this step does not consume it."""
+    cancelled: bool = False
     policy_version: int | None
     """Of the weights it was begun with, where it says so."""
     waits: tuple[Wait, ...]
     """The longest first. By the same rule as a step's time, so that they add up to `wall_ns`."""
     profiled: tuple[str, ...] = ()
     """Processes that served it and that a profiler slowed, where it recorded others of their role not."""
+
+
+class Outside(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls of a tool that belong to no trajectory, though trajectories ran."""
+
+    role: str
+    stage: str
+    calls: int
+    running: int
+    """Number of trajectories that ran between the first and the last of the calls."""
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +172,11 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     """Number of trajectories of the last tenth that they served."""
     excess: Excess | None = None
     """None with fewer than two trajectories."""
+    cancelled: int = 0
+    """Those that were cancelled: they are in no other number here."""
+    cancelled_after_ns: int = 0
+    """From the end of the last other trajectory to that of the last cancelled one. 0 if that was earlier."""
+    outside: tuple[Outside, ...] = ()
     stalled_ns: int = 0
     """Of `held_ns`, while the last trajectory waited for an engine whose own profiler started or wrote."""
 
@@ -170,12 +189,17 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
     for index, span in enumerate(timeline.spans):
         if span.trajectory is not None:
             members[span.trajectory].append(index)
-            if span.dur_ns is not None and not timeline.leaves(span):
+            if span.dur_ns is not None and not span.cancelled and not timeline.leaves(span):
                 kinds[names.label_of(span)].append(span)
     if not members:
         return None
     roots = [i for indices in members.values() for i in indices if timeline.spans[i].stage == "trajectory"]
-    own = [timeline.spans[index] for index in roots if timeline.consumes(timeline.spans[index])]
+    cancelled = [timeline.spans[index] for index in roots if timeline.spans[index].cancelled]
+    own = [
+        span
+        for span in (timeline.spans[index] for index in roots)
+        if timeline.consumes(span) and not span.cancelled
+    ]
     ended = [span for span in own if span.end_ns is not None]
     finished = [span for span in ended if timeline.processes[span.process].aligned]
     finished.sort(key=lambda span: span.end_ns or 0)
@@ -187,7 +211,7 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
     return LongTail(
         trajectories=len(ended),
         open=len(own) - len(ended),
-        of_other_steps=len(roots) - len(own),
+        of_other_steps=len(roots) - len(own) - len(cancelled),
         under_way=len(members.keys() - {timeline.spans[index].trajectory for index in roots}),
         spreads=_spreads(kinds, names),
         last=last,
@@ -201,7 +225,50 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
         profiled=tuple(dict.fromkeys(name for names in slowed.values() for name in names)),
         last_profiled=sum((span.trajectory or "") in slowed for span in latest),
         excess=_excess(timeline, members, finished, names),
+        cancelled=len(cancelled),
+        cancelled_after_ns=_after_ns(timeline, ends, cancelled),
+        outside=_outside(timeline, [timeline.spans[index] for index in roots]),
         stalled_ns=_stalled_ns(timeline, members, latest[-1:], held_ns or 0),
+    )
+
+
+def _after_ns(timeline: Timeline, ends: Sequence[int], cancelled: Iterable[Span]) -> int:
+    """Return the time from the last of `ends`, which ascend, to the end of the last cancelled trajectory."""
+    last_ns = max((end_ns for _, end_ns in placed(timeline, cancelled)), default=0)
+    return max(0, last_ns - ends[-1]) if ends else 0
+
+
+def _outside(timeline: Timeline, roots: Iterable[Span]) -> tuple[Outside, ...]:
+    """Return the tools that began in no trajectory while trajectories ran."""
+    running = placed(timeline, roots)
+    from_ns, until_ns = (
+        min((start for start, _ in running), default=0),
+        max((end for _, end in running), default=0),
+    )
+    calls = grouped(
+        (
+            span
+            for span in timeline.spans
+            if span.trajectory is None
+            and is_tool(span.role, span.stage)
+            and from_ns <= span.start_ns < until_ns
+        ),
+        label_of,
+    )
+    return tuple(
+        Outside(
+            role=role,
+            stage=stage,
+            calls=len(spans),
+            running=len(
+                clipped(
+                    running,
+                    min(span.start_ns for span in spans),
+                    max(timeline.until_ns(span) for span in spans),
+                )
+            ),
+        )
+        for (role, stage), spans in sorted(calls.items())
     )
 
 
@@ -363,6 +430,7 @@ def _slow(
         start_ns=timeline.since_opening_ns(span),
         consumed_by=None if consumed or span.step == timeline.step else span.step,
         consumed=consumed,
+        cancelled=span.cancelled,
         policy_version=span.policy_version,
         waits=_waits(shares.wall_ns, names),
         profiled=slowed.get(name, ()),

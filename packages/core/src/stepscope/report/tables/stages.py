@@ -44,6 +44,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     open: int
     """Spans never seen to end: in no time here but that of `processes`, up to the last sign of life."""
     errors: int
+    cancelled: int = 0
+    """Calls that were cancelled, which is no error. They are among those that ended."""
     total_ns: int
     mean_ns: int | None
     p50_ns: int | None
@@ -90,6 +92,7 @@ def _stage(timeline: Timeline, label: tuple[str, str, str | None], spans: Sequen
         calls=len(times),
         open=len(spans) - len(times),
         errors=sum(span.error is not None for span in spans),
+        cancelled=sum(span.cancelled for span in spans),
         total_ns=sum(times),
         mean_ns=sum(times) // len(times) if times else None,
         p50_ns=times[rank_of(50, len(times))] if times else None,

@@ -62,7 +62,7 @@ class _Reading:
 
     def rollout(self) -> Rollout:
         spans = [self._timeline.spans[root] for root in self._roots]
-        consumed = [span for span in spans if self._timeline.consumes(span)]
+        consumed = [span for span in spans if self._is_awaited(span)]
         self._check(consumed)
         start_ns = consumed[0].start_ns
         trajectories = tuple(self._trajectory(root, start_ns) for root in self._roots)
@@ -123,8 +123,11 @@ class _Reading:
             end_ns=end_ns,
             phases=phases,
             rest_ns=end_ns - until_ns,
-            consumed=self._timeline.consumes(span),
+            consumed=self._is_awaited(span),
         )
+
+    def _is_awaited(self, root: Span) -> bool:
+        return self._timeline.consumes(root) and not root.cancelled
 
     def _calls(self, root: int, begin_ns: int) -> Iterator[Call]:
         around = self._timeline.spans[root]

@@ -198,6 +198,8 @@ def _args(span: Span, step: int) -> Event:
             args[name] = value
     if span.step != step:
         args["step"] = span.step
+    if span.cancelled:
+        args["cancelled"] = True
     if span.end_ns is None:
         args["open"] = "it was never seen to end"
     return {**{name: _plain(value) for name, value in (span.attrs or {}).items()}, **args}

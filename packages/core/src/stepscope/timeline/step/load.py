@@ -296,7 +296,7 @@ def _span(record: Open, process: int, parent: int | None, place: Placement, step
     if isinstance(record, SpanLine):
         span.end_ns = place(record.start_ns + record.dur_ns)
         span.dur_ns = record.dur_ns
-        span.error = record.error
+        span.error, span.cancelled = record.error, record.cancelled
     return span
 
 
