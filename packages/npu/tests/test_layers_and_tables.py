@@ -11,9 +11,21 @@ from typing import TypeAlias
 
 import pytest
 
+from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope.timeline.readers import Event, Flow, FoundFile, Instant, Notes, Origin, Reader, Slice, Track
+from stepscope.timeline.readers import (
+    Claim,
+    Event,
+    Flow,
+    FoundFile,
+    Instant,
+    Notes,
+    Origin,
+    Reader,
+    Slice,
+    Track,
+)
 from stepscope_npu import _database
 from stepscope_npu._reader import DatabaseReader, TraceViewReader
 
@@ -79,9 +91,13 @@ def database(output: Path, **tables: tuple[str, Rows]) -> Path:
 
 def test_a_layer_says_what_its_events_are(output: Path) -> None:
     layers = {10: "CANN", 20: "Communication", 30: "HCCL", 40: "Overlap Analysis", 50: "Ascend Hardware"}
-    copy = {"args": {"Task Type": "SDMA_SQE"}}
+    tasks = [("copy", "SDMA_SQE"), ("SDMA", "SDMA"), ("AI_CORE", "AI_CORE"), ("MatMul", "AI_CORE")]
     path = view(
-        output, layers, *({"pid": pid, "name": name} for pid, name in layers.items()), {"pid": 50, **copy}
+        output,
+        layers,
+        *({"pid": pid, "name": name} for pid, name in layers.items() if pid != 50),
+        *({"pid": 50, "name": name, "args": {"Task Type": kind}} for name, kind in tasks),
+        {"pid": 50, "name": "MindIE's", "cat": "cpu_op"},
     )
     events, _ = read(TraceViewReader(), path)
     assert [(name, category) for name, category, _ in slices(events)] == [
@@ -89,8 +105,11 @@ def test_a_layer_says_what_its_events_are(output: Path) -> None:
         ("Communication", "communication"),
         ("HCCL", "communication"),
         ("Overlap Analysis", None),
-        ("Ascend Hardware", None),
-        ("x", "gpu_memcpy"),
+        ("copy", "gpu_memcpy"),
+        ("SDMA", None),  # the next two have no operator: parts of a collective
+        ("AI_CORE", None),
+        ("MatMul", "kernel"),
+        ("MindIE's", "kernel"),
     ]
 
 
@@ -168,6 +187,39 @@ def test_a_task_of_a_collective_has_its_name(output: Path) -> None:
         COMMUNICATION_TASK_INFO=("name, globalTaskId", [(5, 9)]),
     )
     assert slices(read(DatabaseReader(), path)[0]) == [("hcom_allReduce", "communication", 0)]
+
+
+def test_what_other_tables_list_is_not_counted_again_as_tasks(output: Path) -> None:
+    """As on a 910B: HCCL's kernels that wait are AI_CORE too, and a collective has a task for each part."""
+    columns = "startNs, endNs, taskType, globalTaskId"
+    tasks: Rows = [(AT + at, AT + at + 1, 3, at) for at in range(4)]  # 0: an operator; 1, 2: parts
+    path = database(
+        output,
+        TASK=(columns, tasks),
+        COMPUTE_TASK_INFO=("globalTaskId, name", [(0, 1)]),
+        COMMUNICATION_TASK_INFO=("name, globalTaskId", [(5, 1), (5, 1)]),
+        COMMUNICATION_SCHEDULE_TASK_INFO=("name, globalTaskId", [(5, 2)]),
+        COMMUNICATION_OP=("opName, startNs, endNs", [(5, AT + 1, AT + 3)]),
+    )
+    events = [event for event in read(DatabaseReader(), path)[0] if isinstance(event, Slice)]
+    task_type = STRINGS[3]
+    assert [(event.name, event.category) for event in events] == [
+        (STRINGS[1], "kernel"),
+        (task_type, None),
+        (task_type, None),
+        (task_type, None),
+        ("hcom_allReduce", "communication"),
+    ]
+    assert [(event.args or {}).get("Collective") for event in events[1:4]] == ["hcom_allReduce"] * 2 + [None]
+
+
+def test_a_database_of_something_else_says_what_it_holds(output: Path) -> None:
+    path = output.parent.parent / "msprof_20250615120000.db"
+    with closing(sqlite3.connect(path)) as made, made:
+        made.execute("CREATE TABLE AicoreTask (startNs INT)")
+    assert DatabaseReader().claims(FoundFile(path=path, name=path.name)) == Claim()
+    with pytest.raises(RecordError, match=r"no table STRING_IDS; its tables: AicoreTask\. Fix: `msprof "):
+        DatabaseReader().open(FoundFile(path=path, name=path.name), Notes())
 
 
 def test_a_range_has_its_domain(output: Path) -> None:

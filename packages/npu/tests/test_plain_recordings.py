@@ -20,10 +20,18 @@ AT = 1_750_000_000_000_000_000
 Interval = tuple[int, int]
 
 
+PARTS = ("Notify Wait", "SDMA", "Write Value", "AI_CORE")
+"""Task types below a collective of a real recording: its parts, and a kernel of HCCL that waits for them."""
+
+
 class Work(NamedTuple):
     compute: list[Interval]
     copies: list[Interval]
     communication: list[Interval]
+
+    def parts(self) -> list[tuple[Interval, str]]:
+        """Return the tasks that a device runs for the collectives. None of them is work by itself."""
+        return [(interval, kind) for interval in self.communication for kind in PARTS]
 
 
 def random_work(seed: int) -> Work:
@@ -76,6 +84,8 @@ def write_text(folder: Path, work: Work) -> None:
     slices(1, 3, "copy", work.copies, "MEMCPY_ASYNC")
     slices(2, 0, "hcom_allReduce__1_0_1", work.communication)
     slices(2, 1, "Notify Wait", [(AT, AT + 500_000)])  # a part of a collective: not counted beside it
+    for interval, kind in work.parts():
+        slices(1, 4, kind, [interval], kind)
     (folder / "trace_view.json").write_text(json.dumps(events))
 
 
@@ -83,7 +93,7 @@ def write_database(folder: Path, work: Work, rank: int) -> None:
     with closing(sqlite3.connect(folder / f"ascend_pytorch_profiler_{rank}.db")) as database, database:
         run_ = database.execute
         run_("CREATE TABLE STRING_IDS (id INTEGER, value TEXT)")
-        texts = ("AI_CORE", "MEMCPY_ASYNC", "MatMul", "hcom_allReduce__1_0_1", "group")
+        texts = ("AI_CORE", "MEMCPY_ASYNC", "MatMul", "hcom_allReduce__1_0_1", "group", *PARTS)
         database.executemany("INSERT INTO STRING_IDS VALUES (?, ?)", enumerate(texts))
         run_("CREATE TABLE RANK_DEVICE_MAP (rankId INTEGER, deviceId INTEGER)")
         run_("INSERT INTO RANK_DEVICE_MAP VALUES (?, 0)", (rank,))
@@ -100,6 +110,11 @@ def write_database(folder: Path, work: Work, rank: int) -> None:
             run_("INSERT INTO TASK VALUES (?, ?, 0, 3, 1, NULL)", (start, end))
         for start, end in work.communication:
             run_("INSERT INTO COMMUNICATION_OP VALUES (?, ?, 3, 4)", (start, end))
+        run_("CREATE TABLE COMMUNICATION_TASK_INFO (name INT, globalTaskId INT)")
+        for at, ((start, end), kind) in enumerate(work.parts(), start=1000):
+            run_("INSERT INTO TASK VALUES (?, ?, 0, 4, ?, ?)", (start, end, texts.index(kind), at))
+            if kind != "AI_CORE":  # the kernel that waits is in no table
+                run_("INSERT INTO COMMUNICATION_TASK_INFO VALUES (3, ?)", (at,))
 
 
 def test_a_report_of_folders_of_torch_npu_has_the_times_of_a_sweep(
@@ -122,6 +137,8 @@ def test_a_report_of_folders_of_torch_npu_has_the_times_of_a_sweep(
     times = {row["name"]: (row["count"], row["total_ns"]) for row in report["traces"]["operators"]}
     both = [interval for work in works for interval in work.compute]
     assert times["MatMul"] == (len(both), sum(end - start for start, end in both))
+    assert times["hcom_allReduce__1_0_1"][0] == sum(len(work.communication) for work in works)
+    assert times.keys().isdisjoint(PARTS)
     assert run(["merge", str(tmp_path), "--output", str(tmp_path / "merged.json.gz")]) == 0
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -221,6 +223,19 @@ def test_of_two_exports_that_say_the_same_one_is_read(tmp_path: Path) -> None:
     database, view = write_db(tmp_path), write_trace_view(tmp_path)
     assert DatabaseReader().claims(found_file(database)) == Claim(read=False)
     assert TraceViewReader().claims(found_file(view)) == Claim()
+
+
+def test_of_several_databases_of_a_recording_the_newest_is_read(tmp_path: Path) -> None:
+    first = write_db(tmp_path)
+    second = first.with_name("ascend_pytorch_profiler.db")  # of an analysis that knew no rank
+    shutil.copy(first, second)
+    os.utime(first, ns=(AT, AT))
+    claims = [DatabaseReader().claims(found_file(path)) for path in (first, second)]
+    assert claims == [Claim(read=False), Claim(read=True)]
+    nested = first.parent.parent / "PROF_1" / "msprof_20250615120000.db"
+    assert DatabaseReader().claims(found_file(nested)) is None
+    (first.parent.parent / "trace_view.json").touch()
+    assert DatabaseReader().claims(found_file(second)) == Claim(read=False)
 
 
 def test_v14_a_trainers_database_and_an_engines_text_are_both_read(tmp_path: Path) -> None:

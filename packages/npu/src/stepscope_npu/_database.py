@@ -43,7 +43,11 @@ class Database:
             except sqlite3.Error as error:
                 raise RecordError(f"damaged: {error}") from error
             if "STRING_IDS" not in self._columns:
-                raise RecordError("it holds nothing of the Ascend profiler (no STRING_IDS)")
+                tables = ", ".join(sorted(self._columns)[:5]) or "none"
+                raise RecordError(
+                    f"no timeline of the Ascend profiler: it has no table STRING_IDS; its tables: {tables}. "
+                    "Fix: `msprof --export=on --type=db --output=PROF_...` writes a timeline"
+                )
             with suppress(sqlite3.Error):  # the tables are damaged: their events will not come either
                 origin = self._completed(origin)
             failing.pop_all()
@@ -106,23 +110,41 @@ class Database:
 
     def _tasks(self) -> Iterator[Event]:
         linked, launched = self._linked(), set[int]()
-        compute = self._lookup("COMPUTE_TASK_INFO", "name")
-        communication = self._lookup("COMMUNICATION_TASK_INFO", "name")
+        operator_of = self._lookup("COMPUTE_TASK_INFO")
+        collective_of = self._lookup("COMMUNICATION_TASK_INFO", "COMMUNICATION_SCHEDULE_TASK_INFO")
+        elsewhere = self._listed_elsewhere()
         wanted = ("deviceId", "streamId", "taskType", "globalTaskId", "connectionId")
         for start, dur, device, stream, kind, task, connection in self._rows("TASK", *wanted):
             key = ("device", device, stream)
             npu = f"NPU {device}"
             yield from self._declare(key, f"{npu} stream {stream}", 300, overlapping=True, device=npu)
             task_type = self._name(kind)
-            name, category = compute(task), layer_category(task_type)
+            name, collective = operator_of(task), collective_of(task)
+            args: dict[str, object] = {"Task Type": task_type}
             if name is not None:
-                category = "kernel"
-            elif (name := communication(task)) is not None:
-                category = "communication"
-            yield self._slice(key, name or task_type, start, dur, category, {"Task Type": task_type})
+                category: str | None = "kernel"
+            else:
+                category = layer_category(task_type) if collective is None else "communication"
+                category = None if category in elsewhere else category
+                name = collective if category == "communication" else None
+            if collective is not None:
+                args["Collective"] = collective
+            yield self._slice(key, name or task_type, start, dur, category, args)
             if connection in linked and connection not in launched:
                 launched.add(connection)
                 yield self._flow(key, start, connection, "end")
+
+    def _listed_elsewhere(self) -> set[str]:
+        """Return the categories of which another table has everything. No other task is of them.
+
+        HCCL's kernels that wait have the task type `AI_CORE` too, and torch_npu counts only operators as
+        computing. COMMUNICATION_OP has each collective once, TASK each of its dozens of parts.
+        """
+        tables = {
+            "kernel": ("COMPUTE_TASK_INFO", "globalTaskId"),
+            "communication": ("COMMUNICATION_OP", "opName"),
+        }
+        return {category for category, place in tables.items() if self._first(*place) is not None}
 
     def _communication(self) -> Iterator[Event]:
         wanted = ("opName", "groupName", "deviceId")
@@ -187,11 +209,18 @@ class Database:
         )
         return dict(first_calls)
 
-    def _lookup(self, table: str, column: str) -> Callable[[object], str | None]:
-        """Return a function that maps a task to its name in a table of details, or to None."""
-        if not {"globalTaskId", column} <= self._columns.get(table, frozenset()):
-            return lambda task: None
-        query = f"SELECT {column} FROM {table} WHERE globalTaskId = ? LIMIT 1"
+    def _lookup(self, *tables: str) -> Callable[[object], str | None]:
+        """Return a function that maps a task to its name in one of these tables, or to None."""
+        names = f"names_of_{tables[0]}"
+        # Some of the tables have no index: each task would read all of it. SQLite keeps this one aside.
+        self._database.execute(f"CREATE TEMP TABLE {names} (task INTEGER PRIMARY KEY, name)")
+        for table in tables:
+            if {"globalTaskId", "name"} <= self._columns.get(table, frozenset()):
+                self._database.execute(
+                    f"INSERT OR IGNORE INTO {names} SELECT globalTaskId, name FROM {table}"
+                    " WHERE typeof(globalTaskId) = 'integer'"
+                )
+        query = f"SELECT name FROM {names} WHERE task = ?"
 
         def look(task: object) -> str | None:
             row = self._database.execute(query, (task,)).fetchone()

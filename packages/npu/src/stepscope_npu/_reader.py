@@ -1,7 +1,8 @@
 """Readers of analysed recordings of the Ascend profiler, for the merged timeline.
 
 A recording is a folder that ends in `_ascend_pt`. A timeline needs its analysis: `ASCEND_PROFILER_OUTPUT`
-with `trace_view.json`, or `ascend_pytorch_profiler[_RANK].db`, or both, which have the same content.
+with `trace_view.json`, or `ascend_pytorch_profiler[_RANK].db`, or both, which have the same content. `msprof`
+without torch_npu writes `msprof_TIME.db`, which has the same tables.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from stepscope_npu._disk import SUFFIX
 
 _INFO = "profiler_info"
 _RANK = re.compile(rf"{_INFO}_(\d+)\.json")
+_DATABASES = "ascend_pytorch_profiler*.db"
+_OF_MSPROF = re.compile(r"msprof_\d+\.db")
 _PID = re.compile(rf"_(\d+)_\d{{17}}{SUFFIX}$")
 """`host_PID_20250101120000123_ascend_pt`."""
 
@@ -48,15 +51,21 @@ class TraceViewReader:
 
 
 class DatabaseReader:
-    """Reader of `ascend_pytorch_profiler*.db`."""
+    """Reader of `ascend_pytorch_profiler*.db`, and of `msprof_*.db` outside of recordings."""
 
     name = "npu database"
 
     def claims(self, file: FoundFile) -> Claim | None:
         if not _is_database(file.path):
             return None
-        beside = file.path.with_name("trace_view.json")
-        return Claim(read=not beside.exists())  # both have the same content
+        folder = recording_of(file.path)
+        if folder is None:
+            return Claim(read=not file.path.with_name("trace_view.json").exists())
+        if next(folder.rglob("trace_view.json"), None) is not None:
+            return Claim(read=False)  # both have the same content
+        # Two analyses of a recording leave two, if only one of them knew the rank.
+        newest = max(folder.rglob(_DATABASES), key=lambda path: (path.stat().st_mtime_ns, path), default=None)
+        return Claim(read=file.path == newest)
 
     def open(self, file: FoundFile, notes: Notes) -> Recording:
         from stepscope_npu._database import Database
@@ -83,7 +92,9 @@ def origin_of(path: Path) -> Origin:
 
 
 def _is_database(path: Path) -> bool:
-    return path.name.startswith("ascend_pytorch_profiler") and path.suffix == ".db"
+    if _OF_MSPROF.fullmatch(path.name):
+        return recording_of(path) is None  # the analysis of a recording moves it to its own name
+    return path.match(_DATABASES)
 
 
 def correction_ns(file: FoundFile) -> int:

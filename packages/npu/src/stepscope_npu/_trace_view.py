@@ -174,14 +174,23 @@ class TraceView:
         return None
 
     def _category(self, entry: Entry) -> str | None:
-        if entry.cat is not None:
-            return entry.cat
         layer = self._layers.get(entry.pid)
         if layer == "Ascend Hardware":
-            return layer_category((entry.args or {}).get("Task Type"))
+            return _hardware_category(entry.name, (entry.args or {}).get("Task Type"))
+        if entry.cat is not None:
+            return entry.cat
         if self._is_range(entry):
             return "user_annotation"
         return _CATEGORIES.get(layer or "")
+
+
+def _hardware_category(name: str, task_type: object) -> str | None:
+    """Return the category of a task, by its type. MindIE's tasks have none: they are kernels."""
+    if task_type is None:
+        return "kernel"
+    category = layer_category(task_type)
+    # A task that is named by its type is of no operator: a part of a collective, or HCCL's kernel that waits.
+    return None if name == task_type and category != "communication" and "MEMCPY" not in name else category
 
 
 def _runs(layer: str, thread: str) -> bool:
