@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,20 @@ def test_annotated_methods_are_stages_of_the_workers_role(
     worker.stop_profile()
     (span,) = spans_of(tmp_path, 3)
     assert (span.role, span.stage, span.step) == ("actor", "actor_update", None)
+
+
+def test_what_cannot_be_timed_is_called_all_the_same(
+    role_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+
+    class Partly(Worker):
+        add: Any = DistProfiler.annotate(role="add")(functools.partial(lambda worker, n: n + 1))
+
+    worker = Partly(role_config)
+    worker.start_profile(profile_step=3)
+    assert worker.add(7) == 8
+    worker.stop_profile()
 
 
 def test_the_command_at_the_end_runs_after_each_capture(role_config: dict[str, Any], tmp_path: Path) -> None:

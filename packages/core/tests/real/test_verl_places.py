@@ -116,6 +116,21 @@ def test_verl_is_unedited(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert done.stdout.splitlines()[-1] == "True", done.stderr
 
 
+def test_weights_are_sent_to_every_kind_of_caller_as_without_the_preset(tmp_path: Path) -> None:
+    # verl's `auto_await` looks whether its caller is a coroutine.
+    program = str(Path(__file__).parents[1] / "verl_cpu" / "sync_weights.py")
+    settings = ["--preset", "verl", "--steps", "1,2", "--save-path", str(tmp_path)]
+    under_us = [sys.executable, "-m", "stepscope", "run", *settings, "--"]
+    plain, recorded = (
+        subprocess.run([*command, program], capture_output=True, text=True, check=True, timeout=200).stdout
+        for command in ([sys.executable], under_us)
+    )
+    assert recorded.splitlines()[-4:] == plain.splitlines()[-4:]
+    assert "resume_generation" in plain
+    manager = ["trainer/abort_requests", "trainer/resume_requests", "trainer/sync_weights"]
+    assert {step: sorted(names) for step, names in stages(tmp_path).items()} == {1: manager, 2: manager}
+
+
 def test_verls_calls_open_and_close_captures_in_its_workers(tmp_path: Path) -> None:
     worker = Worker(settings(tmp_path, f"{PROFILER}.enable=True", f"{PROFILER}.all_ranks=True"))
     assert worker.update_actor(1) == 2

@@ -168,9 +168,13 @@ def _annotated(fn: Callable[..., Any], stage: str) -> Callable[..., Any]:
     def timed(worker: object) -> Callable[..., Any]:
         role = getattr(getattr(worker, "profiler", None), "role", "worker")
         if role not in by_role:
-            by_role[role] = cast(
-                "Callable[..., Any]", decorator.timed(fn, role=role, stage=stage, attrs=None)
-            )
+            by_role[role] = fn
+            try:
+                by_role[role] = cast(
+                    "Callable[..., Any]", decorator.timed(fn, role=role, stage=stage, attrs=None)
+                )
+            except TypeError as error:  # verl annotates whatever can be called
+                failures.note(f"timing {stage}", error)
         return by_role[role]
 
     if inspect.iscoroutinefunction(fn):

@@ -4,13 +4,15 @@ write files now; call this when files are there.
 
 from __future__ import annotations
 
+from functools import partial
 from inspect import iscoroutinefunction
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stepscope import switch
 from stepscope.errors import ConfigError
 from stepscope.files.values import whole
-from stepscope.recording.spans import redaction, slot
+from stepscope.recording.spans import layers, redaction, slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,5 +145,15 @@ def registered(hook: AnyHook, name: str, hooks: list[Any]) -> AnyHook:
 
 
 def _refuse_uncallable(hook: object, name: str) -> None:
-    if not callable(hook) or iscoroutinefunction(hook):
+    if not callable(hook) or _is_async(hook):
         raise ConfigError(f"{name}(hook)", hook, "a function that is not async", "pass a plain function")
+
+
+def _is_async(hook: object) -> bool:
+    """Return whether calls of the hook make coroutines, below decorators too."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    called: object = getattr(hook, "__func__", hook)
+    if not isinstance(called, FunctionType):
+        called = getattr(type(hook), "__call__", None)  # noqa: B004  # the method of an object
+    return isinstance(called, FunctionType) and any(map(iscoroutinefunction, layers.path_of(called)))

@@ -8,8 +8,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import FunctionType
+from functools import partial
+from types import AsyncGeneratorType, FunctionType, GeneratorType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
 from stepscope.config._instrument import paths_in
@@ -28,7 +30,7 @@ from stepscope.recording.instrument.call_arguments import (
     versions_of,
 )
 from stepscope.recording.process import failures
-from stepscope.recording.spans import api, slot, wrapping
+from stepscope.recording.spans import api, results, slot, wrapping
 from stepscope.recording.spans.scopes import OFF, Scope, next_turn
 from stepscope.recording.spans.wrapping import Attrs, Declared
 
@@ -73,6 +75,8 @@ class Calls:
 
     always: ClassVar[bool] = False
     """True if they have a scope without a capture too: one that opens meanwhile then knows its place."""
+    over = results.OVER
+    """Types of results that are over when they are returned."""
 
     def __init__(self, fn: FunctionType, timing: Timing, target: str) -> None:
         self.timing = timing
@@ -100,14 +104,35 @@ class Calls:
     def leave(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
         """Read the values of a call that returned `result`, and close its scope."""
         try:
+            self.read(scope, args, kwargs, result)
+        finally:
+            scope.__exit__(None, None, None)
+
+    def follow(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> object:
+        """Return what to return for a result that goes on, and ends the call; None if it is over."""
+        is_exclusive = results.is_exclusive(sys.getrefcount(result))
+        if isinstance(result, (GeneratorType, AsyncGeneratorType)) and "generator" not in self._logged:
+            self._logged.add("generator")
+            failures.warn(
+                "stepscope: %s (kind: %s) returned a generator, and ends there. Fix: take the function that "
+                "reads it",
+                self.target, self.timing.kind,
+            )  # fmt: skip
+        try:
+            return results.follow(result, scope, is_exclusive, partial(self.read, scope, args, kwargs))
+        except Exception as error:
+            failures.note(f"the end of {self.target}", error)
+            return None
+
+    def read(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
+        """Read the values of a call that has ended, which never raises."""
+        try:
             if slot.active is not None:
                 self.returned(scope, args, kwargs, result)
         except RecursionError:
             pass
         except Exception as error:
             failures.note(f"the values of {self.target}", error)
-        finally:
-            scope.__exit__(None, None, None)
 
     def open(self, args: Args, kwargs: Kwargs) -> Scope:
         """Return the scope of a call that is about to be made, entered."""
@@ -264,7 +289,7 @@ class EngineCalls(Calls):
 
     always = True
 
-    def leave(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
+    def read(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
         """Register the engines that the call has made. A path that leads to None means none."""
         try:
             adapter = str(self.timing.adapter)
@@ -303,6 +328,29 @@ LAYERS = (("consume",), SPANS, ("turn",), ("trajectory",), ("engine",))
 """Kinds of one layer stand for each other: a call is one of them. The first layer is the innermost."""
 
 
+_CALL = """
+{async_}def wrapper({params}):
+    if __runtime.active is None and not __calls.always:
+        return {await_}__fn({call})
+    __args, __kwargs = ({args}), {{{kwargs}}}
+    __scope = __calls.enter(__args, __kwargs)
+    try:
+        __result = {await_}__fn({call})
+    except BaseException as __error:
+        __scope.__exit__(None, __error, None)
+        raise
+{goes_on}
+    __calls.leave(__scope, __args, __kwargs, __result)
+    return __result
+"""
+_GOES_ON = """
+    if type(__result) not in __calls.over:
+        __rest = __calls.follow(__scope, __args, __kwargs, __result)
+        if __rest is not None:
+            return __rest
+"""
+
+
 def is_always(timings: Iterable[Timing]) -> bool:
     """Return whether their calls have a scope without a capture too."""
     return any(_CALLS[timing.kind].always for timing in timings)
@@ -317,47 +365,15 @@ def wrap(fn: FunctionType, timing: Timing, target: str) -> FunctionType:
     """
     if timing.kind == "span" and not (timing.values or timing.policy_version):
         return wrapping.wrap(fn, role=timing.role, stage=timing.stage, attrs=timing.attrs)
-    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+    if wrapping.is_generator(fn):
         raise TypeError(
             f"{target} is a generator: it can be a plain span alone. Fix: take the function that reads it, "
             "or write {kind: span, role: ...} without values and policy_version"
         )
     calls = _CALLS[timing.kind](fn, timing, target)
-    wrapper = (_async if calls.is_async else _sync)(fn, calls)
+    wrapper = wrapping.calling(fn, _CALL, _GOES_ON, calls=calls)
     declared = calls.declared if isinstance(calls, SpanCalls) else wrapping.declared(fn)
-    return cast(FunctionType, wrapping.wraps(fn, wrapper, declared))
-
-
-def _sync(fn: FunctionType, calls: Calls) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if slot.active is None and not calls.always:
-            return fn(*args, **kwargs)
-        scope = calls.enter(args, kwargs)
-        try:
-            result = fn(*args, **kwargs)
-        except BaseException as error:
-            scope.__exit__(None, error, None)
-            raise
-        calls.leave(scope, args, kwargs, result)
-        return result
-
-    return call
-
-
-def _async(fn: FunctionType, calls: Calls) -> Callable[..., Any]:
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        if slot.active is None and not calls.always:
-            return await fn(*args, **kwargs)
-        scope = calls.enter(args, kwargs)
-        try:
-            result = await fn(*args, **kwargs)
-        except BaseException as error:
-            scope.__exit__(None, error, None)
-            raise
-        calls.leave(scope, args, kwargs, result)
-        return result
-
-    return call
+    return wrapping.wraps(fn, wrapper, declared)
 
 
 def joined(parts: list[list[str]]) -> list[str]:

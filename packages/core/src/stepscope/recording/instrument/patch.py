@@ -21,7 +21,7 @@ from stepscope.recording.instrument.kinds import Timing
 from stepscope.recording.instrument.step_boundaries import Boundary
 from stepscope.recording.process import failures
 from stepscope.recording.process.identity import is_first
-from stepscope.recording.spans import decorator, slot, wrapping
+from stepscope.recording.spans import decorator, layers, wrapping
 from stepscope.recording.spans.wrapping import Attrs
 
 _lock = threading.RLock()
@@ -135,15 +135,16 @@ class Instrument:
         if isinstance(original, (classmethod, staticmethod)):
             inner = cast(FunctionType, self._replacement(original.__func__))
             return type(original)(inner)
-        made = decorator.function(original)
+        made = layers.placed(decorator.function(original), self._recorded)
+        wrapping.mark_replacement(made)
+        return made
+
+    def _recorded(self, fn: FunctionType) -> FunctionType:
         for layer in kinds.LAYERS:
             timings = [timing for timing in self.timings if timing.kind in layer]
             if timings:
-                made = _timed(made, timings, self.target)
-        if self.boundary is not None:
-            made = step_boundaries.wrap(made, self.boundary, self.target)
-        wrapping.mark_replacement(made)
-        return made
+                fn = _timed(fn, timings, self.target)
+        return fn if self.boundary is None else step_boundaries.wrap(fn, self.boundary, self.target)
 
     def _imported(self, module: ModuleType) -> None:
         with _lock:
@@ -243,7 +244,7 @@ def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> Function
     versions = [(timing.condition, kinds.wrap(fn, timing, target)) for timing in timings]
     if versions[0][0].any_call:
         return versions[0][1]
-    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+    if wrapping.is_generator(fn):
         raise TypeError(f"{target} is a generator: `where` and `same` tell calls of plain functions apart")
     arguments = Arguments(fn)
     for condition, _ in versions:
@@ -252,23 +253,17 @@ def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> Function
     def version(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., Any]:
         return next((timed for condition, timed in versions if condition.holds(arguments, args, kwargs)), fn)
 
-    always = kinds.is_always(timings)
-    if inspect.iscoroutinefunction(fn):
-
-        async def choose_async(*args: Any, **kwargs: Any) -> Any:
-            return await (fn if slot.active is None and not always else version(args, kwargs))(
-                *args, **kwargs
-            )
-
-        made: Callable[..., Any] = choose_async
-    else:
-
-        def choose(*args: Any, **kwargs: Any) -> Any:
-            return (fn if slot.active is None and not always else version(args, kwargs))(*args, **kwargs)
-
-        made = choose
+    made = wrapping.calling(fn, _CHOICE, "", always=kinds.is_always(timings), version=version)
     # The roles of a class are read off it.
-    return cast(FunctionType, wrapping.wraps(fn, made, wrapping.declared(versions[0][1])))
+    return wrapping.wraps(fn, made, wrapping.declared(versions[0][1]))
+
+
+_CHOICE = """
+{async_}def wrapper({params}):
+    if __runtime.active is None and not __always:
+        return {await_}__fn({call})
+    return {await_}__version(({args}), {{{kwargs}}})({call})
+"""
 
 
 def parent_of(module: ModuleType, name: str) -> tuple[object, str]:

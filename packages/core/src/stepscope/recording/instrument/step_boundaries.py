@@ -8,18 +8,17 @@ the following one begins, and with the process.
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from stepscope.config import InstrumentConfig
 from stepscope.recording.instrument import framework_settings, uncovered
 from stepscope.recording.instrument.call_arguments import Arguments, Condition
 from stepscope.recording.process import failures, fork
-from stepscope.recording.spans import wrapping
+from stepscope.recording.spans import results, wrapping
 
 
 class StepCapture(Protocol):
@@ -75,48 +74,61 @@ def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
         ConfigError: A path of `boundary` does not begin with an argument of `fn`.
         TypeError: `fn` is a generator, whose calls begin and end nothing.
     """
-    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+    if wrapping.is_generator(fn):
         raise TypeError(f"{target} is a generator: take the function that consumes it as the step's boundary")
     arguments = Arguments(fn)
     boundary.condition.check(arguments, target)
     entry = boundary.entry
     for path in filter(None, (entry.number, *entry.workers.values(), *entry.engines.values())):
         arguments.check(path, target)
-    wrapper = (_async if inspect.iscoroutinefunction(fn) else _sync)(fn, boundary, arguments, target)
-    return cast(FunctionType, wrapping.wraps(fn, wrapper, wrapping.declared(fn)))
+    made = wrapping.calling(
+        fn,
+        _CALL,
+        _GOES_ON,
+        boundaries=sys.modules[__name__],
+        boundary=boundary,
+        arguments=arguments,
+        target=target,
+    )
+    return wrapping.wraps(fn, made, wrapping.declared(fn))
 
 
 # A wrapper travels with a Ray class by value, and so does its closure: it holds importable things alone.
+_CALL = """
+{async_}def wrapper({params}):
+    __call = __boundaries.Call(__boundary, __arguments, __target, ({args}), {{{kwargs}}})
+    {await_}__boundaries.{a_}switch(__call.before)
+    try:
+        __result = {await_}__fn({call})
+    except BaseException as __error:
+        {await_}__boundaries.{a_}switch(__call.failed(__error))
+        raise
+{goes_on}
+    {await_}__boundaries.{a_}switch(__call.returned())
+    return __result
+"""
+_GOES_ON = """
+    __rest = __boundaries.follow(__call, __result)
+    if __rest is not None:
+        return __rest
+"""
 
 
-def _sync(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: str) -> Callable[..., Any]:
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        call = Call(boundary, arguments, target, args, kwargs)
-        switch(call.before)
-        try:
-            result = fn(*args, **kwargs)
-        except BaseException as error:
-            switch(call.failed(error))
-            raise
-        switch(call.returned())
-        return result
-
-    return stepped
+def follow(call: Call, result: object) -> object:
+    """Return what to return for a coroutine, with whose end the call ends; None for another result."""
+    is_exclusive = results.is_exclusive(sys.getrefcount(result))
+    held = results.unbegun(result, is_exclusive, call.drop) if call.has_end else None
+    return None if held is None else held.stand_in(_to_its_end(held, call))
 
 
-def _async(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: str) -> Callable[..., Any]:
-    async def stepped(*args: Any, **kwargs: Any) -> Any:
-        call = Call(boundary, arguments, target, args, kwargs)
-        await aswitch(call.before)
-        try:
-            result = await fn(*args, **kwargs)
-        except BaseException as error:
-            await aswitch(call.failed(error))
-            raise
-        await aswitch(call.returned())
-        return result
-
-    return stepped
+async def _to_its_end(held: results.Unbegun, call: Call) -> object:
+    try:
+        result: object = await held.begin()
+    except BaseException as error:
+        await aswitch(call.failed(error))
+        raise
+    await aswitch(call.returned())
+    return result
 
 
 class Switch(NamedTuple):
@@ -166,6 +178,16 @@ class Call:
     def failed(self, error: BaseException) -> Switch:
         """Return the change that the call's exception makes."""
         return _finish(failures.describe(error)) if self._kind in ("around", "end") else _NOTHING
+
+    @property
+    def has_end(self) -> bool:
+        """True if the end of this call changes the step."""
+        return self._kind in ("around", "end", "next")
+
+    def drop(self) -> None:
+        """End the step of a coroutine that nobody has awaited."""
+        if self._kind == "around":
+            switch(_finish(None))
 
     def _start(self) -> Switch:
         global _step, _next

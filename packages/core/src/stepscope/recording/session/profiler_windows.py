@@ -360,13 +360,21 @@ class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
         except Exception as failure:
             failures.note(f"closing the span {self.role}/{self.stage}", failure)
 
+    def hand_on(self) -> None:
+        self._unmark()  # a marker ends on the thread that it began on
+        super().hand_on()
+
+    def _unmark(self) -> None:
+        marker, self.marker = self.marker, None
+        if marker is not None:
+            self.windows.unmark(marker)
+
     def _say_profiling(self, began_ns: int) -> None:
         """Record that the profiler was started or stopped since `began_ns`, beside this span."""
         record(self.log, PROFILING, {"window": self.stage}, began_ns, time.monotonic_ns())
 
     def _ended(self, error: BaseException | None) -> None:
-        if self.marker is not None:
-            self.windows.unmark(self.marker)
+        self._unmark()
         super()._ended(error)
         if self.opens:
             began_ns = time.monotonic_ns()

@@ -10,7 +10,7 @@ from typing import TypeVar, cast, overload
 
 from stepscope import switch
 from stepscope.errors import ConfigError
-from stepscope.recording.spans import wrapping
+from stepscope.recording.spans import layers, wrapping
 from stepscope.recording.spans.wrapping import Attrs
 
 F = TypeVar("F")  # no bound: to the type checker, what @ray.method returns is no Callable
@@ -31,9 +31,10 @@ def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs 
     The result is a plain function of the same kind (sync, `async def`, generator, async generator) with the
     same signature and metadata. On methods, and above or below @classmethod and @staticmethod; below
     whatever else makes something that is no plain function (@ray.remote, @property). A generator is timed
-    per resumption. A plain function that returns a coroutine is timed until it returns: decorate the
-    `async def` itself. Code that torch.compile compiles has no spans inside: put @profile_step above
-    @torch.compile.
+    per resumption. A plain function that returns a coroutine, a generator or an asyncio future is timed to
+    the end of that. Another awaitable is not followed. Below a decorator that looks at its caller, or hides
+    an `async def`, the function below it is timed.
+    Code that torch.compile compiles has no spans inside: put @profile_step above @torch.compile.
 
     Args:
         role: Who does the work: `actor`, `rollout`, `env`... Without it, the role of the enclosing span, else
@@ -45,7 +46,8 @@ def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs 
 
     Raises:
         ConfigError: `role`, `stage` or `attrs` has another type.
-        TypeError: The decorator got something else than a Python function. The message names the fix.
+        TypeError: The decorator got something else than a Python function, or one that looks at the frame of
+            its caller. The message names the fix.
 
     With STEPSCOPE_DISABLE=1 every function is returned unchanged.
     """
@@ -61,11 +63,15 @@ def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs 
 
 
 def timed(target: object, *, role: str | None, stage: str | None, attrs: Attrs | None) -> object:
-    """Return the replacement of `target`: a function, or a classmethod or staticmethod for one of those."""
+    """Return the replacement of `target`: a function, or a classmethod or staticmethod for one of those.
+
+    Raises:
+        TypeError: It is something else, or looks at the frame of its caller.
+    """
     if isinstance(target, (classmethod, staticmethod)):
         inner = timed(target.__func__, role=role, stage=stage, attrs=attrs)
         return type(target)(cast(FunctionType, inner))
-    return wrapping.wrap(function(target), role=role, stage=stage, attrs=attrs)
+    return layers.placed(function(target), partial(wrapping.wrap, role=role, stage=stage, attrs=attrs))
 
 
 def function(target: object) -> FunctionType:

@@ -74,6 +74,11 @@ class Scope:
         else:
             self._leave(kind, error, trace)
 
+    def hand_on(self) -> None:
+        """Leave the running task, but go on: the end comes with what the call returned, in any task."""
+        if _current() is self:
+            _enter(self.parent)
+
     async def __aenter__(self) -> Self:
         return self.__enter__()
 

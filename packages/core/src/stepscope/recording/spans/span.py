@@ -127,6 +127,10 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
                 self.error = type(error).__name__
         self.end_ns = end_ns  # last: the writing thread takes a span with an end as complete
 
+    def hand_on(self) -> None:
+        self.token = None
+        super().hand_on()
+
     def _ended(self, error: BaseException | None) -> None:
         self.token = None
         if error is not None:

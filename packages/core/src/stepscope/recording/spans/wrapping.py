@@ -1,8 +1,8 @@
-"""Wrappers that `profile_step` puts in place of functions, generated for the exact signature of each.
+"""Wrappers in place of functions, for `profile_step` and `instrument`, generated for the signature of each.
 
 Generated as dataclasses generate `__init__`: a `def wrapper(self, batch, *, lr)` that calls
-`fn(self, batch, lr=lr)` costs a third of a `*args, **kwargs` closure while nothing is recorded, and raises
-the user's TypeErrors where the user expects them.
+`fn(self, batch, lr=lr)` costs a third of a `*args, **kwargs` closure while nothing is recorded, raises the
+user's TypeErrors where the user expects them, and has the code that others inspect: its arguments and kind.
 
 The closure of a wrapper is pickled with it when its class travels by value (Ray): the function, the declared
 arguments, and the module `slot`, by reference. A name imported *from* that module would be copied, and a copy
@@ -17,13 +17,13 @@ import itertools
 import linecache
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, KeysView, Mapping
-from types import CodeType, FunctionType
+from types import AsyncGeneratorType, CodeType, FunctionType, GeneratorType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.process import failures
-from stepscope.recording.spans import slot
-from stepscope.recording.spans.scopes import OFF
+from stepscope.recording.spans import results, slot
+from stepscope.recording.spans.scopes import OFF, Scope
 
 declared_roles: set[str] = set()
 """The roles that functions of this process were decorated with. One writer: `wrap`."""
@@ -41,6 +41,8 @@ class Declared:
 
     off = OFF
     """The span of a generator while nothing is captured."""
+    over = results.OVER
+    """Types of results that are over when they are returned."""
 
     def __init__(self, role: str | None, stage: str, attrs: Attrs | None, is_async: bool) -> None:
         self.role = role
@@ -59,6 +61,24 @@ class Declared:
             failures.note(f"the attrs of {self.role or 'any role'}/{self.stage}", failure)
             return None
 
+    def follow(self, span: Scope, result: object) -> object:
+        """Return what to return for a result that goes on, so that `span` ends with it; None if it is over.
+
+        A generator is timed per resumption from here on, and `span`, that of the call, ends.
+        """
+        is_exclusive = results.is_exclusive(sys.getrefcount(result))
+        if span is OFF:
+            return None
+        try:
+            if is_exclusive and isinstance(result, (GeneratorType, AsyncGeneratorType)):
+                resumed = _resumed(result, self)
+                span.__exit__(None, None, None)
+                return resumed
+            return results.follow(result, span, is_exclusive)
+        except Exception as failure:
+            failures.note(f"timing what {self.stage} returned to its end", failure)
+            return None
+
     def start(self, inner: AsyncGenerator[object, object]) -> Awaitable[object]:
         """Resume an async generator for the first time, hidden from the event loop.
 
@@ -75,9 +95,17 @@ class Declared:
 
 INLINED = "_torchdynamo_inline"
 """The attribute of a function that names another one, for torch.compile to trace in its place."""
+
+
+def _follow_in_compiled_code(self: Declared, span: Scope, result: object) -> object:
+    return None
+
+
+setattr(Declared.follow, INLINED, _follow_in_compiled_code)
 _DECLARED, _REPLACES = "__stepscope__", "__stepscope_replaces__"
 _OURS = frozenset((INLINED, _DECLARED, _REPLACES))
 W = TypeVar("W", bound=Callable[..., object])
+_Generator: TypeAlias = "GeneratorType[Any, Any, Any] | AsyncGeneratorType[Any, Any]"
 
 
 class Attributes(dict[str, object]):
@@ -106,6 +134,8 @@ def wraps(fn: FunctionType, wrapper: W, declared: Declared | None) -> W:
     """Return `wrapper` with the metadata of `fn`, the declared arguments, and the function to compile."""
     functools.update_wrapper(wrapper, fn)
     attributes = Attributes(vars(wrapper))
+    # Of a decorator, `__wrapped__` is the way around it: `step.__wrapped__` is `step` without its no_grad.
+    attributes.update(vars(fn))
     attributes[INLINED] = getattr(fn, INLINED, fn)  # `fn` may be what torch.compile returned
     if declared is not None:
         attributes[_DECLARED] = declared
@@ -150,8 +180,16 @@ _CALL = """
     except BaseException as __error:
         __span.__exit__(None, __error, None)
         raise
+{goes_on}
     __span.__exit__(None, None, None)
     return __result
+"""
+# A function that is no `async def` may return a coroutine: an `async def` below a decorator, for example.
+_GOES_ON = """
+    if type(__result) not in __declared.over:
+        __rest = __declared.follow(__span, __result)
+        if __rest is not None:
+            return __rest
 """
 
 # One span per resumption, closed before the `yield`: the consumer's time is not the generator's, and
@@ -208,8 +246,8 @@ _GENERATOR = """
             __resume, __value = __inner.{throw}, __error
 """
 
-_SYNC = {"async_": "", "await_": ""}
-_ASYNC = {"async_": "async ", "await_": "await "}
+_SYNC = {"async_": "", "await_": "", "a_": "", "goes_on": _GOES_ON}
+_ASYNC = {"async_": "async ", "await_": "await ", "a_": "a", "goes_on": ""}
 _SEND = {
     "first": "__send, None",
     "send": "send",
@@ -237,14 +275,41 @@ def wrap(fn: FunctionType, *, role: str | None, stage: str | None, attrs: Attrs 
     *_, owner, _ = ("", *fn.__qualname__.split("."))
     if owner.isidentifier():  # else it is no method
         declared_classes.add(owner)
-    signature = _Signature.of(fn.__code__)
-    attrs_expression = (
-        f"__declared.attrs_of(({signature.args}), {{{signature.kwargs}}}) if __session.calls_attrs else None"
-        if callable(attrs)
-        else "__declared.attrs"
-    )
-    source = template.format(params=signature.params, call=signature.call, attrs=attrs_expression, **pieces)
-    return wraps(fn, _build(source, fn, declared), declared)
+    computed = "__declared.attrs_of(({args}), {{{kwargs}}}) if __session.calls_attrs else None"
+    pieces = {**pieces, "attrs": _of(fn, computed) if callable(attrs) else "__declared.attrs"}
+    made = _build(fn, _of(fn, template, **pieces), {"fn": fn, "runtime": slot, "declared": declared})
+    return wraps(fn, made, declared)
+
+
+def calling(fn: FunctionType, template: str, goes_on: str, **names: object) -> FunctionType:
+    """Return a function of `fn`'s kind and signature with another body. `fn` is no generator function.
+
+    Args:
+        template: The source, as `_CALL`. It finds `__fn`, `__runtime`, and `names` after two underscores.
+        goes_on: The part of it that stands in plain functions alone: they may return a coroutine.
+    """
+    pieces = _ASYNC if inspect.iscoroutinefunction(fn) else {**_SYNC, "goes_on": goes_on}
+    return _build(fn, _of(fn, template, **pieces), {"fn": fn, "runtime": slot, **names})
+
+
+def is_generator(fn: FunctionType) -> bool:
+    """Return whether each call of `fn` makes a generator, async or not."""
+    return inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn)
+
+
+def _resumed(inner: _Generator, declared: Declared) -> object:
+    """Return a generator that times the resumptions of `inner`."""
+    resuming = _resuming(isinstance(inner, AsyncGeneratorType))
+    made: Any = resuming(lambda given: given, slot, declared)(inner)
+    made.__name__, made.__qualname__ = inner.__name__, inner.__qualname__
+    return made
+
+
+@functools.cache
+def _resuming(is_async: bool) -> Callable[..., FunctionType]:
+    pieces = _ASYNC | _ASEND if is_async else _SYNC | _SEND
+    source = _GENERATOR.format(params="given", call="given", attrs="__declared.attrs", **pieces)
+    return _factory(source, f"{__name__}._resumed", ("fn", "runtime", "declared"))
 
 
 def _kind(fn: FunctionType) -> tuple[str, dict[str, str]]:
@@ -291,18 +356,27 @@ class _Signature(NamedTuple):
         )
 
 
-def _build(source: str, fn: FunctionType, declared: Declared) -> FunctionType:
-    factory = (
-        "def factory(__fn, __runtime, __declared):" + source.replace("\n", "\n    ") + "return wrapper\n"
-    )
-    namespace: dict[str, Callable[..., FunctionType]] = {}
-    exec(compile(factory, _register(factory, f"{fn.__module__}.{fn.__qualname__}"), "exec"), namespace)
-    built = namespace["factory"](fn, slot, declared)
+def _of(fn: FunctionType, template: str, **pieces: str) -> str:
+    """Fill in the signature of `fn`, and `pieces`."""
+    return template.format(**_Signature.of(fn.__code__)._asdict(), **pieces)
+
+
+def _build(fn: FunctionType, source: str, names: Mapping[str, object]) -> FunctionType:
+    """Return the `wrapper` of the source, to be called as `fn`. It finds `names` after two underscores."""
+    built = _factory(source, f"{fn.__module__}.{fn.__qualname__}", tuple(names))(*names.values())
     # With the function's own globals, where FastAPI and others look up annotations that are strings.
     code = built.__code__.replace(co_name=fn.__name__)
     wrapper = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, built.__closure__)
     wrapper.__kwdefaults__ = fn.__kwdefaults__ and dict(fn.__kwdefaults__)
     return wrapper
+
+
+def _factory(source: str, name: str, names: tuple[str, ...]) -> Callable[..., FunctionType]:
+    header = f"def factory({', '.join(f'__{free}' for free in names)}):"
+    factory = header + source.replace("\n", "\n    ") + "return wrapper\n"
+    namespace: dict[str, Callable[..., FunctionType]] = {}
+    exec(compile(factory, _register(factory, name), "exec"), namespace)
+    return namespace["factory"]
 
 
 def _register(source: str, name: str) -> str:
