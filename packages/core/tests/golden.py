@@ -81,10 +81,22 @@ def trim(step: Path) -> None:
         _put(place, _trimmed(json.loads(gzip.decompress(trace.read_bytes()))))
         sidecar = trace.with_name(trace.name + ".meta.json")
         _put(place.with_name(sidecar.name), sidecar.read_text())
+    _sized(aligned)
     for name, change in SCENARIOS.items():
         shutil.copytree(aligned, DATA / name / "step_000002")
         change(DATA / name / "step_000002")
     overlapping(DATA / "overlapping")
+
+
+def _sized(step: Path) -> None:
+    """Have parts and sidecars say how large the traces are now."""
+    sizes = {path.relative_to(step).as_posix(): path.stat().st_size for path in step.rglob("*.json.gz")}
+    for path in (*step.glob("processes/*.json"), *step.glob("traces/**/*.meta.json")):
+        record = json.loads(path.read_bytes())
+        made = [artifact for item in record.get("expected", ()) for artifact in item.get("artifacts", ())]
+        for artifact in (*made, *([record["artifact"]] if "artifact" in record else [])):
+            artifact["size_bytes"] = sizes.get(artifact["path"], artifact["size_bytes"])
+        path.write_text(json.dumps(record))
 
 
 def _trim_spans(path: Path, to: Path, part: Path) -> int:
@@ -140,6 +152,7 @@ def no_clock(step: Path) -> None:
             path = path.with_name(path.name.replace("node-a", "node-b"))
             text = text.replace("-of-1_node-a", "-of-1_node-b")
         path.write_bytes(gzip.compress(text.encode(), mtime=0) if packed else text.encode())
+    _sized(step)
 
 
 def rank_unknown(step: Path) -> None:
@@ -149,6 +162,7 @@ def rank_unknown(step: Path) -> None:
         del trace["distributedInfo"], trace["stepscope"]
         path.write_bytes(gzip.compress(json.dumps(trace).encode(), mtime=0))
         path.with_name(path.name + ".meta.json").unlink()
+    _sized(step)
 
 
 def replica_missing(step: Path) -> None:

@@ -363,7 +363,8 @@ def test_a_reader_that_fails_costs_its_file_and_is_named(
     assert problem.what.startswith(message)
     assert [event["name"] for event in of(events, "X")] == ["update", *shown]
     if when not in ("open", "float", "type"):  # a report says it otherwise, or can use these
-        (problem,) = load_traces(folder.layout.root, load_step(folder.layout.root)).problems
+        timeline = load_step(folder.layout.root)
+        (problem,) = (*timeline.problems, *load_traces(folder.layout.root, timeline).problems)
         assert problem.what.startswith(message)
 
 

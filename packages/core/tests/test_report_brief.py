@@ -117,7 +117,7 @@ def test_a_brief_is_never_longer_however_much_there_is_to_say(tmp_path: Path, se
         advice=advice * 9,
         breakdown=msgspec.structs.replace(report.breakdown, lines=report.breakdown.lines * 5, opening_ns=MS),
         health=msgspec.structs.replace(
-            report.health, complete=False, missing=("it",), captures=2, user_error="E", errors=()
+            report.health, complete=False, doubts=("it",), captures=2, user_error="E", errors=()
         ),
     )
     parts = step_brief(crowded, tmp_path, [report, report])
@@ -154,7 +154,7 @@ def test_a_brief_of_a_damaged_step_says_so_and_exits_with_3(
     printed = capsys.readouterr().out
     assert printed.startswith("## Step 2 of run run1")
     assert "- Not complete: spans/" in printed
-    assert f"- `stepscope ls {tmp_path}/step_000002 " in printed
+    assert "--full  # all tables, and all that is missing`" in printed
 
 
 @pytest.mark.parametrize("options", [["--markdown"], ["--brief", "--json"]])

@@ -59,5 +59,5 @@ def demo(
     screen.say(f"\n{len(result.rewards)} steps in {result.seconds:.0f} s; mean rewards {rewards}")
     screen.say(f"Everything is in {result.save_path}; see it again with: stepscope report {result.save_path}")
     complete = all(report.health.complete for report in reports.steps)
-    complete = complete and not any(timeline.problems for timeline in merged)
+    complete = complete and not any(timeline.problems or timeline.incomplete for timeline in merged)
     raise typer.Exit(Exit.OK if complete else Exit.INCOMPLETE)

@@ -15,6 +15,7 @@ from stepscope.files.run import RunRecord, RunSteps, steps_of_run
 from stepscope.files.storage.reading import read_record
 from stepscope.report.blocks.health import say_others
 from stepscope.report.formatting import numbers
+from stepscope.timeline.sources import read_sources
 from stepscope.timeline.step.plain import has_traces
 
 STEPS_HELP = "Only these steps of a run: 3, 3-7, 3,5,8-, 10:50:10 (50 is not in it), every:50."
@@ -47,10 +48,10 @@ def find_numbered(path: Path) -> dict[int, StepLayout]:
     if not is_step(path):
         return find_run(path)
     layout = StepLayout(path)
-    parts, _ = read_parts(layout)
-    if not parts:
+    recorded = read_parts(layout)[0] or read_sources(layout)[0]
+    if not recorded:
         raise CommandError(f"{path} is the folder of a step of unknown number: give the run's: {path.parent}")
-    return {parts[0].step: layout}
+    return {recorded[0].step: layout}
 
 
 def find_steps(path: Path, step: int | str | None = None) -> list[StepLayout]:

@@ -14,15 +14,16 @@ from rich.text import Text
 from stepscope.cli import screen
 from stepscope.cli.exits import Exit
 from stepscope.cli.find import find_numbered
+from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.late import Waiting, take_in, waiting
-from stepscope.files.manifest.parts import fold, read_parts
-from stepscope.files.manifest.records import Manifest, ProcessPart, Recorded, State
+from stepscope.files.manifest.records import Recorded, State
 from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
-from stepscope.files.uncaptured import uncaptured_near
 from stepscope.report.formatting import count, duration, middle, moment, size
 from stepscope.report.tables.baseline import comparable
+from stepscope.report.tables.health import step_health
 from stepscope.report.terminal.layout import listing, table
+from stepscope.timeline import Timeline, load_step
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +32,8 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     run_id: str | None
     """None: no process left its part."""
+    complete: bool
+    """As in the report, but for damage inside of traces, which are not read."""
     state: State | None
     opened_ns: int | None
     """Time at which its owner opened the capture, unix ns."""
@@ -75,8 +78,7 @@ def ls(
         screen.show_json(rows)
     else:
         screen.show(*_render(run, rows), *_out_of_memory(shortages))
-    sound = all(row.state in ("ok", "skipped") and not row.problems for row in rows)
-    raise typer.Exit(Exit.OK if sound else Exit.INCOMPLETE)
+    raise typer.Exit(Exit.OK if all(row.complete for row in rows) else Exit.INCOMPLETE)
 
 
 def collect(
@@ -119,50 +121,58 @@ def _waiting_cells(item: Waiting) -> tuple[str, ...]:
 
 
 def rows_of(step: int, layout: StepLayout) -> Iterator[StepRow]:
-    """One row for each run that left parts in a step's folder; one for a folder without any."""
-    parts, unreadable = read_parts(layout)
-    broken = tuple(f"{path.name}: {why}" for path, why in unreadable.items())
+    """Yield a row for each run that left something in a step's folder; one for a folder without any."""
     size_bytes = sum(path.stat().st_size for path in layout.root.rglob("*") if path.is_file())
-    runs: dict[str, list[ProcessPart]] = {}
-    for part in parts:
-        runs.setdefault(part.run_id, []).append(part)
-    if not runs:
-        yield _row(layout, step, None, size_bytes, (*broken, "no process left its part of the manifest"))
-    for parts_of_run in runs.values():
-        yield _row(layout, step, fold(parts_of_run), size_bytes, broken)
+    try:
+        last = load_step(layout.root, collectives=False)
+    except RecordError as error:
+        yield _empty_row(step, size_bytes, str(error))
+        return
+    for run_id in last.runs:
+        of_run = last if run_id == last.run_id else load_step(layout.root, run_id=run_id, collectives=False)
+        yield _row(step, of_run, size_bytes)
 
 
-def _row(
-    layout: StepLayout, step: int, manifest: Manifest | None, size_bytes: int, broken: tuple[str, ...]
-) -> StepRow:
-    parts = () if manifest is None else manifest.processes
-    first = next((part for part in parts if part.owner), None)
-    again = (part for part in parts if first is not None and part.process.key == first.process.key)
-    owner = max(again, key=lambda part: part.opened.wall_ns, default=None)  # the last, of a step tried again
-    closed = None if owner is None else owner.closed
+def _empty_row(step: int, size_bytes: int, why: str) -> StepRow:
     return StepRow(
         step=step,
-        run_id=None if manifest is None else manifest.run_id,
-        state=None if manifest is None else manifest.state,
-        opened_ns=None if owner is None else owner.opened.wall_ns,
-        wall_ns=None if owner is None or closed is None else closed.mono_ns - owner.opened.mono_ns,
-        uncaptured_ns=None if owner is None else _usual_ns(layout, owner),
-        processes=len({part.process.key for part in parts}),
-        artifacts=sum(len(item.artifacts) for part in parts for item in part.expected),
+        run_id=None,
+        complete=False,
+        state=None,
+        opened_ns=None,
+        wall_ns=None,
+        uncaptured_ns=None,
+        processes=0,
+        artifacts=0,
         bytes=size_bytes,
-        problems=(*broken, *(() if manifest is None else manifest.problems())),
-        error=next((part.error for part in parts if part.error is not None), None),
-        recorder=None if manifest is None else manifest.recorder,
-        warnings=() if manifest is None else tuple(manifest.warnings()),
-        notes=() if manifest is None else tuple(manifest.notes()),
-        pending=() if manifest is None else tuple(manifest.awaited()),
+        problems=(why,),
     )
 
 
-def _usual_ns(layout: StepLayout, owner: ProcessPart) -> int | None:
-    near = uncaptured_near(layout, owner.process, owner.run_id, owner.opened.wall_ns)
-    used = comparable(near)
-    return middle(step.dur_ns for step in used) if used else None
+def _row(step: int, timeline: Timeline, size_bytes: int) -> StepRow:
+    health, manifest = step_health(timeline), timeline.manifest
+    parts = () if manifest is None else manifest.processes
+    pending = () if manifest is None else tuple(manifest.awaited())
+    owner = timeline.processes[0] if timeline.window.opened else None
+    used = comparable(timeline.uncaptured)
+    return StepRow(
+        step=step,
+        run_id=timeline.run_id,
+        complete=health.complete,
+        state=health.state,
+        opened_ns=None if owner is None else timeline.window.start_ns,
+        wall_ns=timeline.window.wall_ns if timeline.window.closed else None,
+        uncaptured_ns=middle(step.dur_ns for step in used) if used else None,
+        processes=len(timeline.processes),
+        artifacts=sum(len(item.artifacts) for part in parts for item in part.expected),
+        bytes=size_bytes,
+        problems=tuple(line for line in health.doubts if line not in pending),
+        error=health.user_error,
+        recorder=health.recorder,
+        warnings=health.warnings,
+        notes=health.notes,
+        pending=pending,
+    )
 
 
 def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:

@@ -19,14 +19,14 @@ from stepscope.cli.plain import expect_traces, is_plain
 from stepscope.cli.reading.readers import RayAddress, absolute, cluster, readers
 from stepscope.config._ranges import parse_ranges
 from stepscope.files.layout import StepLayout
+from stepscope.report.blocks.health import NOT_COMPLETE
 from stepscope.report.formatting import count, size
 from stepscope.report.sections import step_report
 from stepscope.report.tables.stages import Share, Stage
 from stepscope.report.terminal.layout import listing
 from stepscope.timeline import Merged, Selection, load_step, merge_bytes, merge_step
 from stepscope.timeline.merge.merge import merge_plain
-from stepscope.timeline.merge.per_node import merge_per_node
-from stepscope.timeline.model import FileProblem
+from stepscope.timeline.merge.per_node import NodeIndex, merge_per_node
 from stepscope.timeline.step.plain import plain_bytes
 
 _SHOWN = 20
@@ -121,7 +121,7 @@ def merge(
         _show(merged, target)
         if steps and merged.events > EVENTS:
             screen.say(proposal(steps[0].root, merged.run_id))
-    raise typer.Exit(Exit.INCOMPLETE if merged.problems else Exit.OK)
+    raise typer.Exit(_exit(merged))
 
 
 def _merge_nodes(
@@ -145,8 +145,12 @@ def _merge_nodes(
             for part in index.parts
         ]
         screen.show(listing(f"Timelines of {len(lines)} nodes; index: {output or layout.node_index}", lines))
-        _show_rest(index.left_out, index.problems)
-    return Exit.INCOMPLETE if index.problems else Exit.OK
+        _show_rest(index)
+    return _exit(index)
+
+
+def _exit(written: Merged | NodeIndex) -> Exit:
+    return Exit.INCOMPLETE if written.problems or written.incomplete else Exit.OK
 
 
 def _step_of(path: Path, step: str | None) -> Path:
@@ -177,15 +181,18 @@ def _show(merged: Merged, target: Path) -> None:
         screen.say("The timeline is empty: no event has these roles, ranks and times.")
     held = f"{count(merged.events, 'event')} of {count(len(merged.rows), 'process')}"
     screen.say(f"{target}: {held}, {size(target.stat().st_size)}. Open it in https://ui.perfetto.dev")
-    _show_rest(merged.left_out, merged.problems)
+    _show_rest(merged)
 
 
-def _show_rest(left_out: tuple[str, ...], problems: tuple[FileProblem, ...]) -> None:
-    if left_out:
-        screen.show(listing("Left out", _some(left_out)))
-    if problems:
+def _show_rest(written: Merged | NodeIndex) -> None:
+    if written.left_out:
+        screen.show(listing("Left out", _some(written.left_out)))
+    if written.incomplete:
+        screen.show(listing(NOT_COMPLETE, _some(written.incomplete)))
+    if written.problems:
         lines = [
-            f"{p.file}: {p.what}" + _count(p.events, "event") + _count(p.lines, "line") for p in problems
+            f"{p.file}: {p.what}" + _count(p.events, "event") + _count(p.lines, "line")
+            for p in written.problems
         ]
         screen.show(listing("Broken or missing; what could be read was used", _some(lines)))
 

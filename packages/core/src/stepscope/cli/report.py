@@ -157,7 +157,7 @@ def report(
     else:
         show_reports(reports, short=len(reports.steps) > 1 if short is None else short)
     failed = False if pages is None else say_pages(pages)
-    complete = all(result.health.complete and not trouble(result) for result in reports.steps)
+    complete = all(result.health.complete for result in reports.steps)
     raise typer.Exit(Exit.OK if complete and not (reports.unreadable or failed) else Exit.INCOMPLETE)
 
 
@@ -217,11 +217,6 @@ def _read(
     if pages is not None:
         pages.add_step(step, timeline, result)
     return result
-
-
-def trouble(report: StepReport) -> bool:
-    """Return whether a trace could not be read in full."""
-    return report.traces is not None and bool(report.traces.problems)
 
 
 def say_pages(pages: Pages) -> bool:

@@ -159,6 +159,12 @@ class StepLayout:
         """
         return self.processes / f"{_process_name(process)}_{safe(run_id)}{_again(capture)}.json"
 
+    def capture_of(self, path: Path, process: ProcessInfo, run_id: str) -> int:
+        """Return the number of the capture that a file name ends with: `..._run`, `..._run-2`."""
+        first = self.part_of(process, run_id).stem
+        number = path.stem.removeprefix(f"{first}-")
+        return int(number) if number != path.stem and number.isdecimal() else 1
+
     def has_part(self, name: str | None) -> bool:
         """Return whether this host sees a part of that file name. True for None."""
         return name is None or (self.processes / Path(name).name).exists()

@@ -164,8 +164,6 @@ def _head(report: StepReport, others: Sequence[StepReport]) -> Iterator[str]:
         extent = " to ".join(dict.fromkeys((duration(min(took)), duration(max(took)))))
         yield f"The longest of {len(others) + 1:,} captured steps; the others took {extent}"
     yield say_complete(health) if health.complete else say_incomplete(health)
-    if report.traces is not None and report.traces.problems:
-        yield f"{count(len(report.traces.problems), 'trace')} could not be read in full"
     if notes := [*filter(None, (say_recorder(health), say_ended(health), say_again(health)))]:
         yield "; ".join(notes)
     yield say_usual(report.baseline)
@@ -266,7 +264,6 @@ def _use(engine: Engine) -> str:
 
 def _commands(report: StepReport, folder: Path) -> Iterator[str]:
     path = quote(str(folder))
-    if not report.health.complete:
-        yield f"stepscope ls {path}  # what is missing, and why"
-    yield f"stepscope report {path} --full  # all tables"
+    missing = "" if report.health.complete else ", and all that is missing"
+    yield f"stepscope report {path} --full  # all tables{missing}"
     yield f"stepscope merge {path}  # its timeline, for Perfetto"

@@ -45,7 +45,7 @@ from stepscope.report.tables.breakdown import Breakdown, step_breakdown
 from stepscope.report.tables.counters import step_counters
 from stepscope.report.tables.cuda_memory import cuda_memory_peaks
 from stepscope.report.tables.engine import Engine, Phaseless, engine_usage, phaseless_engines
-from stepscope.report.tables.health import cut_processes, step_health
+from stepscope.report.tables.health import Health, cut_processes, step_health
 from stepscope.report.tables.idle import Idle, idle_times
 from stepscope.report.tables.long_tail import step_long_tail
 from stepscope.report.tables.profiling import step_profilers
@@ -88,6 +88,10 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
             what_if=savings_of(timeline),
         )
     )
+
+
+def _health(sources: Sources) -> Health:
+    return step_health(sources.timeline, () if sources.traces is None else sources.traces.problems)
 
 
 def _phaseless(sources: Sources) -> tuple[Phaseless, ...]:
@@ -209,7 +213,7 @@ METRICS = Section(
 HEALTH = Section(
     name="health",
     title="Complete, or not",
-    compute=lambda sources: step_health(sources.timeline),
+    compute=_health,
     terminal=health_blocks,
     html=draw_health,
 )

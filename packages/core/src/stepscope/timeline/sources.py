@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from stepscope.files.clock import ClockAnchor
+from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.parts import expire_pending, part_files
 from stepscope.files.manifest.records import Expectation, ProcessPart
@@ -33,8 +33,16 @@ class Source(NamedTuple):
     """Number of this capture among those of the step in this process."""
 
     @property
+    def process(self) -> ProcessInfo:
+        return self.info
+
+    @property
     def owner(self) -> bool:
         return self.part is not None and self.part.owner
+
+    @property
+    def clocks(self) -> tuple[ClockOffset, ...]:
+        return () if self.part is None else self.part.clocks
 
 
 def read_sources(
@@ -55,8 +63,8 @@ def read_sources(
     for name in sorted({*left, *files}):
         source = _source(left.get(name), files.get(name), counted.get(name))
         if source is not None:
-            capture = _number(layout, source, name)
-            sources.append(source._replace(capture=capture))
+            number = layout.capture_of(Path(f"{name}.json"), source.info, source.run_id)
+            sources.append(source._replace(capture=number))
         if name in files:
             spans = len(files[name].spans) or None
             problems += _problems(layout.spans, files[name], None if source is not None else spans)
@@ -64,49 +72,6 @@ def read_sources(
         used = name in left or name in files
         problems += _problems(layout.counters, counters, None if used else len(counters.samples))
     return sources, problems
-
-
-def of_the_last(sources: Sequence[Source]) -> tuple[list[Source], list[Source]]:
-    """Return the sources of the last capture, and those of earlier ones. `sources` are of one run.
-
-    The last capture of each process counts. If the owner tried again, a worker counts only if it took part
-    again. On another host, the owner's measurement of its clock decides that; else its opening time does.
-    """
-    last: dict[str, Source] = {}
-    for source in sorted(sources, key=lambda source: source.capture):
-        last[source.info.key] = source
-    again = [source for source in last.values() if source.owner and source.capture > 1]
-    for owner in again:
-        before = max(
-            (s for s in sources if s.info.key == owner.info.key and s.capture < owner.capture),
-            key=lambda source: source.capture,
-            default=None,
-        )
-        if before is not None:
-            last = {
-                key: worker
-                for key, worker in last.items()
-                if worker.owner or _took_part(worker, owner, before)
-            }
-    chosen = [source for source in sources if last.get(source.info.key) is source]
-    return chosen, [source for source in sources if last.get(source.info.key) is not source]
-
-
-def _took_part(worker: Source, owner: Source, before: Source) -> bool:
-    """Return whether the worker took part in the owner's last capture, and not only in the one before."""
-    if worker.info.host == owner.info.host:
-        ended = before.closed or before.opened
-        return worker.opened.wall_ns > ended.wall_ns
-    measured = () if owner.part is None else owner.part.clocks
-    measured_before = () if before.part is None else before.part.clocks
-    key = worker.info.key
-    return any(c.process == key for c in measured) or all(c.process != key for c in measured_before)
-
-
-def _number(layout: StepLayout, source: Source, name: str) -> int:
-    """Return the number of a capture by the file's name: `..._run`, `..._run-2`."""
-    suffix = name.removeprefix(layout.part_of(source.info, source.run_id).stem + "-")
-    return int(suffix) if suffix != name and suffix.isdecimal() else 1
 
 
 def _source(part: ProcessPart | None, file: SpanFile | None, counters: CounterFile | None) -> Source | None:

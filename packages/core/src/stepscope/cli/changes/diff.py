@@ -12,7 +12,7 @@ import typer
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run, is_step, of_one_run
-from stepscope.cli.report import Reports, read_reports, trouble
+from stepscope.cli.report import Reports, read_reports
 from stepscope.config._steps import StepRange, parse_steps
 from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout, safe
@@ -94,7 +94,7 @@ def diff(
         junit.write_bytes(gate_junit(gate))
     if gate is not None and gate.failed:
         raise typer.Exit(Exit.ERROR)
-    raise typer.Exit(Exit.OK if _sound(change, one, other) else Exit.INCOMPLETE)
+    raise typer.Exit(Exit.OK if _sound(one, other) else Exit.INCOMPLETE)
 
 
 def compare_sides(one: Side, other: Side, limits: Sequence[Limit]) -> tuple[Diff | None, Gate | None]:
@@ -206,8 +206,6 @@ def _show(change: Diff | None, gate: Gate | None, *, markdown: bool) -> None:
         screen.show(render_gate(gate))
 
 
-def _sound(change: Diff | None, *sides: Side) -> bool:
-    if change is not None and not (change.a.complete and change.b.complete):
-        return False
+def _sound(*sides: Side) -> bool:
     read = [side.reports for side in sides if side.reports is not None]
-    return not any(reports.unreadable or any(map(trouble, reports.steps)) for reports in read)
+    return all(not one.unreadable and all(step.health.complete for step in one.steps) for one in read)

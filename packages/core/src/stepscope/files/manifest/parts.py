@@ -5,13 +5,16 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from stepscope.errors import RecordError
+from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.format_1 import from_format_1
 from stepscope.files.manifest.records import FORMAT, Absent, Expectation, Manifest, ProcessPart, State
+from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.processes import is_running
 from stepscope.files.storage.reading import decode, read_file
@@ -42,8 +45,16 @@ def part_files(
     read = {path: _part(path) for path in sorted(step.processes.glob("[!.]*.json"), key=str) if path != but}
     if not as_written:
         read = {path: _reread(path, part) for path, part in read.items()}
-    parts = {path: part for path, part in read.items() if isinstance(part, ProcessPart)}
+    parts = {
+        path: _numbered(step, path, part) for path, part in read.items() if isinstance(part, ProcessPart)
+    }
     return parts, {path: reason for path, reason in read.items() if isinstance(reason, str)}
+
+
+def _numbered(step: StepLayout, path: Path, part: ProcessPart) -> ProcessPart:
+    """Return the part with the number in its name: earlier versions wrote it nowhere else."""
+    number = step.capture_of(path, part.process, part.run_id)
+    return part if number == part.capture else msgspec.structs.replace(part, capture=number)
 
 
 def _part(path: Path) -> ProcessPart | str:
@@ -99,8 +110,69 @@ def _lost(item: Expectation) -> Expectation:
     return msgspec.structs.replace(item, state="missing", pending=None, reason=reason)
 
 
+class Taken(Protocol):
+    """One process in one capture of the step."""
+
+    @property
+    def process(self) -> ProcessInfo: ...
+
+    @property
+    def owner(self) -> bool: ...
+
+    @property
+    def capture(self) -> int: ...
+
+    @property
+    def opened(self) -> ClockAnchor: ...
+
+    @property
+    def closed(self) -> ClockAnchor | None: ...
+
+    @property
+    def clocks(self) -> tuple[ClockOffset, ...]: ...
+
+
+T = TypeVar("T", bound=Taken)
+
+
+def of_the_last(taken: Sequence[T]) -> list[T]:
+    """Return what is of the last capture of a step, which may have been tried again. All is of one run.
+
+    The last capture of each process counts. If the owner tried again, a worker counts only if it took part
+    again. On another host, the owner's measurement of its clock decides that; else its opening time does.
+    """
+    last: dict[str, T] = {}
+    for one in sorted(taken, key=lambda one: one.capture):
+        last[one.process.key] = one
+    again = [one for one in last.values() if one.owner and one.capture > 1]
+    for owner in again:
+        before = max(
+            (one for one in taken if one.process.key == owner.process.key and one.capture < owner.capture),
+            key=lambda one: one.capture,
+            default=None,
+        )
+        if before is not None:
+            last = {
+                key: worker
+                for key, worker in last.items()
+                if worker.owner or _took_part(worker, owner, before)
+            }
+    return [one for one in taken if last.get(one.process.key) is one]
+
+
+def _took_part(worker: Taken, owner: Taken, before: Taken) -> bool:
+    """Return whether the worker took part in the owner's last capture, and not only in the one before."""
+    if worker.process.host == owner.process.host:
+        ended = before.closed or before.opened
+        return worker.opened.wall_ns > ended.wall_ns
+    key = worker.process.key
+    return any(c.process == key for c in owner.clocks) or all(c.process != key for c in before.clocks)
+
+
 def fold(parts: Sequence[ProcessPart]) -> Manifest:
     """Fold one run's parts of one step: the owner first, then by role, rank, host and pid.
+
+    Of a step that was captured again, the parts of the last capture count.
 
     A worker that began according to the owner, and has no part here, is missing.
 
@@ -112,7 +184,7 @@ def fold(parts: Sequence[ProcessPart]) -> Manifest:
         given = ", ".join(f"step {step} of run {run}" for run, step in sorted(captures)) or "nothing"
         raise RecordError(f"a manifest is folded from the parts of one run and one step; got {given}")
     ((run_id, step),) = captures
-    processes = tuple(sorted(_with_lost(parts), key=_order))
+    processes = tuple(sorted(_with_lost(of_the_last(parts)), key=_order))
     return Manifest(run_id=run_id, step=step, state=worst(_states(processes)), processes=processes)
 
 

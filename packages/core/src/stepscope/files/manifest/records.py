@@ -176,6 +176,8 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     process: ProcessInfo
     owner: bool
     """True for the process that opened the capture. It also reports workers and engines without an answer."""
+    capture: Int = 1
+    """Number of this capture among those of the step in this process (a retried step)."""
     opened: ClockAnchor
     closed: ClockAnchor | None = None
     """None until the process has closed its capture."""

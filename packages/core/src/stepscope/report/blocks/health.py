@@ -24,7 +24,7 @@ def health_blocks(health: Health, report: StepReport) -> Iterator[Block]:
 def health_lists(health: Health) -> Iterator[Listing]:
     """Yield what is missing, open, failed or foreign, each with its reason."""
     lists: tuple[tuple[str, Iterable[str]], ...] = (
-        (NOT_COMPLETE, doubts(health)),
+        (NOT_COMPLETE, health.doubts),
         ("Never ended", map(say_span, health.open_spans)),
         ("Errors", (f"{say_span(row)}: {row.error}" for row in health.errors)),
         ("Work of other steps, recorded in this one", map(say_other, health.other_steps)),
@@ -153,37 +153,11 @@ def say_ended(health: Health) -> str:
 
 def say_incomplete(health: Health) -> str:
     """Return the first reason why the step is not complete, and the number of others. Empty if it is."""
-    reasons = [] if health.complete else list(doubts(health))
+    reasons = health.doubts
     if not reasons:
         return ""
     more = "" if len(reasons) == 1 else f", and {count(len(reasons) - 1, 'reason')} more"
-    return f"Not complete: {reasons[0]}{more}"
-
-
-def doubts(health: Health) -> Iterator[str]:
-    """Yield a line for each reason why the step is not complete."""
-    reasons = list(_reasons(health))
-    if not (reasons or health.complete):
-        reasons.append("the process that opened the capture left nothing")
-    yield from reasons
-
-
-def _reasons(health: Health) -> Iterator[str]:
-    yield from health.missing
-    if health.recorder is not None and health.recorder.running:
-        yield "the step still ran when the flight recorder wrote it: it is cut off at that moment"
-    if health.state is None:
-        yield "no process left its part of the manifest"
-    for process in health.processes:
-        if not process.closed:
-            yield f"{process.name} never closed its capture: killed, or still running"
-        if process.dropped:
-            yield f"{process.name} dropped {count(process.dropped, 'span')}; its times are too short"
-        if process.clock.alignment == "unaligned":
-            yield f"{process.name} is on another host without a measured clock: no wall time has its spans"
-    for problem in health.broken:
-        lines = "" if problem.lines is None else f" ({count(problem.lines, 'line')})"
-        yield f"{problem.file}: {problem.what}{lines}"
+    return f"{NOT_COMPLETE}: {reasons[0]}{more}"
 
 
 def say_span(row: SpanRow) -> str:

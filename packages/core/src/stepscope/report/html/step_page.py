@@ -8,7 +8,6 @@ from typing import NamedTuple
 from stepscope.report.accounting import Label
 from stepscope.report.blocks.baseline import say_beside, say_usual
 from stepscope.report.blocks.health import (
-    doubts,
     say_again,
     say_ended,
     say_incomplete,
@@ -163,8 +162,7 @@ def _state(health: Health) -> tuple[str, str, str]:
     state = health.state or "no manifest"
     if health.complete:
         return "complete", f"manifest: {state}", "good"
-    reasons = len(list(doubts(health)))
-    return "not complete", f"{count(reasons, 'reason')} below; manifest: {state}", "bad"
+    return "not complete", f"{count(len(health.doubts), 'reason')} below; manifest: {state}", "bad"
 
 
 def _fact(what: str, value: str, remark: str, kind: str) -> Html:

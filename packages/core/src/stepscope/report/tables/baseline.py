@@ -10,8 +10,9 @@ from stepscope.files.uncaptured import UncapturedStep
 from stepscope.report.accounting import rank_of
 from stepscope.report.formatting import middle
 from stepscope.report.tables.breakdown import Breakdown
-from stepscope.report.tables.health import is_running, is_truncated
+from stepscope.report.tables.health import is_truncated
 from stepscope.timeline import Timeline
+from stepscope.timeline.completeness import is_running
 
 ENOUGH = 5
 """Least number of uncaptured steps for a comparison."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from fnmatch import fnmatchcase
 
 import msgspec
 
-from stepscope.files.manifest.records import Manifest, OpenedBy, OwnCost, ProcessPart, Recorded, State
+from stepscope.files.manifest.records import OpenedBy, OwnCost, ProcessPart, Recorded, State
 from stepscope.report.table import grouped
 from stepscope.timeline import FileProblem, ProcessClock, Span, Timeline
+from stepscope.timeline.completeness import doubts
 
 
 class SpanRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +59,9 @@ class OtherStep(msgspec.Struct, frozen=True, kw_only=True):
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     state: State | None
-    """Of the manifest. None: no process left its part."""
+    """Of the manifest; `partial` if that is ok and something is amiss all the same. None: no process left its
+    part.
+    """
     missing: tuple[str, ...]
     """A line for each thing that was promised and is missing, partial, failed or pending, with its reason."""
     skipped: tuple[str, ...]
@@ -82,6 +85,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     recorder: Recorded | None = None
     """The event upon which the flight recorder wrote the step. None: it was captured."""
     broken: tuple[FileProblem, ...]
+    """Files that are missing or damaged, traces among them if they were read."""
     dropped: int
     """Spans that were not written, in all processes that lived to say so."""
     open_spans: tuple[SpanRow, ...]
@@ -90,16 +94,20 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     errors: tuple[SpanRow, ...]
     other_steps: tuple[OtherStep, ...]
     processes: tuple[ProcessRow, ...]
+    doubts: tuple[str, ...]
+    """All reasons why the step is not complete."""
     complete: bool
     """Nothing is missing, partial, failed, dropped, broken or unaligned; every process closed its capture."""
 
 
-def step_health(timeline: Timeline) -> Health:
+def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Health:
+    """Return the health of a step. `traces` are problems of what is in its traces, if they were read."""
     manifest = timeline.manifest
     missing = () if manifest is None else (*manifest.problems(), *manifest.awaited())
-    dropped = sum(process.dropped or 0 for process in timeline.processes)
-    sound = all(process.aligned and process.closed_ns is not None for process in timeline.processes)
+    reasons = doubts(timeline, traces)
     state = None if manifest is None else manifest.state
+    if reasons and state in ("ok", "skipped"):
+        state = "partial"
     parts = () if manifest is None else manifest.processes
     return Health(
         state=state,
@@ -112,24 +120,15 @@ def step_health(timeline: Timeline) -> Health:
         user_error=next((part.error for part in parts if part.error is not None), None),
         captures=timeline.captures,
         recorder=None if manifest is None else manifest.recorder,
-        broken=timeline.problems,
-        dropped=dropped,
+        broken=(*timeline.problems, *traces),
+        dropped=sum(process.dropped or 0 for process in timeline.processes),
         open_spans=_rows(timeline, _never_ended(timeline)),
         errors=_rows(timeline, (span for span in timeline.spans if span.error is not None)),
         other_steps=_other_steps(timeline),
         processes=_processes(timeline),
-        complete=state in ("ok", "skipped")
-        and sound
-        and not is_running(manifest)
-        and not (dropped or timeline.problems)
-        and timeline.window.opened,
+        doubts=reasons,
+        complete=not reasons,
     )
-
-
-def is_running(manifest: Manifest | None) -> bool:
-    """Return whether the step still ran when the flight recorder wrote it."""
-    parts = () if manifest is None else manifest.processes
-    return any(part.recorder is not None and part.recorder.running for part in parts)
 
 
 def cut_processes(timeline: Timeline, *, by_a_budget: bool = False) -> frozenset[str]:

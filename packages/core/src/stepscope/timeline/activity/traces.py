@@ -85,6 +85,7 @@ class Traces(msgspec.Struct, frozen=True, kw_only=True):
     unread: tuple[str, ...]
     """Files that no reader reads, each with the reason."""
     problems: tuple[FileProblem, ...]
+    """Of what is in the files. `Timeline.problems` has those that are missing."""
     memory: tuple[MemoryRecord, ...] = ()
     """Summaries of snapshots of CUDA's allocator."""
 
@@ -110,7 +111,7 @@ def load_traces(
     without, elsewhere = timeline.earlier_files, files_elsewhere(executor)
     files = find_traces(layout, timeline.run_id, without, elsewhere)
     contents = read_all(files.traces, on_read, executor, Digests(layout) if digests else None)
-    return place_traces(files, contents, timeline)
+    return place_traces(files._replace(problems=[]), contents, timeline)  # the timeline has those
 
 
 class _Placed(NamedTuple):

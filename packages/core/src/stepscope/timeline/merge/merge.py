@@ -10,7 +10,10 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
+import msgspec
+
 from stepscope.files.layout import StepLayout
+from stepscope.timeline.completeness import gaps
 from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.merged import Merged, MergedFile, duplicate_ranks, merged_row
 from stepscope.timeline.merge.plan import Plan, Recording, Sources, plan_merge, read_sources, sources_of
@@ -71,9 +74,8 @@ def merge_step(
     layout = StepLayout(path)
     timeline = load_step(path, run_id=run_id, on_read=on_read, executor=executor)
     sources = read_sources(layout, timeline, executor)
-    return _merge(
-        timeline, sources, selection, layout.timeline if to is None else Path(to), on_read, executor
-    )
+    target = layout.timeline if to is None else Path(to)
+    return _merge(timeline, sources, selection, target, on_read, executor, gaps(timeline))
 
 
 def merge_plain(
@@ -103,12 +105,14 @@ def _merge(
     target: Path,
     on_read: Callable[[int], None] | None,
     executor: Executor | None,
+    incomplete: tuple[str, ...] = (),
 ) -> Merged:
     plan = plan_merge(timeline, sources, selection)
     if selection.max_mb is not None:  # what a trace may take depends on those before
         executor = None
     with timeline_file(target, plan.common.axis.base_ns) as out:
         written = _write(plan, out, target.parent, on_read, executor)
+        written = msgspec.structs.replace(written, incomplete=incomplete)
         out.finish(written)
     return written
 

@@ -72,6 +72,8 @@ class Merged(msgspec.Struct, frozen=True, kw_only=True):
     """Files and events that the selection, or the lack of a reader, left out."""
     problems: tuple[FileProblem, ...]
     """Broken or missing data. The rest of each file was used."""
+    incomplete: tuple[str, ...] = ()
+    """Further reasons why the step is not complete, whatever was selected."""
 
     @property
     def events(self) -> int:

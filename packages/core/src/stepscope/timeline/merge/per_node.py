@@ -16,6 +16,7 @@ import msgspec
 
 from stepscope.files.layout import StepLayout
 from stepscope.files.storage.atomic import write_atomic
+from stepscope.timeline.completeness import gaps
 from stepscope.timeline.execution.calls import WorkerDiedError
 from stepscope.timeline.execution.near import NearFiles, size_of
 from stepscope.timeline.execution.workers import workers
@@ -88,6 +89,8 @@ class NodeIndex(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[NodeTimeline, ...]
     left_out: tuple[str, ...]
     problems: tuple[FileProblem, ...]
+    incomplete: tuple[str, ...]
+    """As in `Merged`."""
 
 
 def merge_per_node(
@@ -154,6 +157,7 @@ def merge_per_node(
         parts=tuple(parts),
         left_out=tuple(left_out),
         problems=(*plan.problems, *problems),
+        incomplete=gaps(timeline),
     )
     write_atomic(to or layout.node_index, msgspec.json.format(msgspec.json.encode(index)))
     return index

@@ -68,7 +68,7 @@ def read_sources(layout: StepLayout, timeline: Timeline, executor: Executor | No
     """Find the traces of a step and read the beginning of each."""
     without, elsewhere = timeline.earlier_files, files_elsewhere(executor)
     files = find_traces(layout, timeline.run_id, without, elsewhere)
-    return sources_of(files, executor)
+    return sources_of(files._replace(problems=[]), executor)  # the timeline has those
 
 
 def sources_of(files: StepFiles, executor: Executor | None = None) -> Sources:

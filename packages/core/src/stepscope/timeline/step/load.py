@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
+from itertools import chain
+from pathlib import Path
 
 import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest.parts import fold
+from stepscope.files.manifest.parts import fold, of_the_last
+from stepscope.files.manifest.records import Manifest
 from stepscope.files.scalars import read_metrics
+from stepscope.files.sidecar import Artifact
 from stepscope.files.spans import CONSUME, STEP_TOKENS, WAIT, WAITING, Open
 from stepscope.files.spans import Span as SpanLine
+from stepscope.files.storage.reading import read_records
 from stepscope.files.uncaptured import uncaptured_near
 from stepscope.timeline.clocks.align import Aligned, Placement, Reference, align, align_owner
 from stepscope.timeline.clocks.refine import refine, traces_by_source
 from stepscope.timeline.digests import Digests
+from stepscope.timeline.execution.near import files_elsewhere
 from stepscope.timeline.model import FileProblem, Process, Span, Timeline, Window
-from stepscope.timeline.sources import Source, of_the_last, read_sources
+from stepscope.timeline.sources import Source, read_sources
 from stepscope.timeline.step.counters import counters_of
 from stepscope.timeline.step.foreign import add_foreign
 from stepscope.timeline.step.profilers import profiled_keys, replicas_of, stalls_of
 from stepscope.timeline.step.rows import names_of
+from stepscope.timeline.step.traces import GONE, find_traces, lost_files
 from stepscope.timeline.step.tree import parents_of
 
 
@@ -36,6 +43,7 @@ def load_step(
     on_read: Callable[[int], None] | None = None,
     digests: bool = True,
     executor: Executor | None = None,
+    collectives: bool = True,
 ) -> Timeline:
     """Return the timeline of one captured step. Damaged parts of files are left out and named in `problems`.
 
@@ -46,6 +54,7 @@ def load_step(
         on_read: Called with the number of bytes of each read of the span files.
         digests: As of `load_traces`, for traces of several hosts: their collectives align the clocks.
         executor: Reads those traces that only its workers have.
+        collectives: Whether these also make clocks more exact that are measured, which reads traces.
 
     Raises:
         RecordError: no process of a capture left a record, or none of the requested run did.
@@ -61,9 +70,23 @@ def load_step(
     if run_id is not None and run_id not in runs:
         raise RecordError(f"{layout.root} holds nothing of run {run_id!r}; it holds: {', '.join(runs)}")
     chosen = run_id or runs[-1]
-    latest, earlier = of_the_last([source for source in sources if source.run_id == chosen])
-    files = tuple(sorted(_artifacts(earlier) - _artifacts(latest)))
-    align_all = partial(_align, layout=layout, earlier_files=files, digests=digests, executor=executor)
+    of_run = [source for source in sources if source.run_id == chosen]
+    latest = of_the_last(of_run)
+    used = set(map(id, latest))
+    earlier = [source for source in of_run if id(source) not in used]
+    made = list(_artifacts(latest))
+    files = tuple(sorted({one.path for one in _artifacts(earlier)} - {one.path for one in made}))
+    elsewhere = files_elsewhere(executor)
+    problems += find_traces(layout, chosen, files, elsewhere).problems
+    problems += chain(lost_files(layout, made, elsewhere), _lost_records(layout, latest))
+    align_all = partial(
+        _align,
+        layout=layout,
+        earlier_files=files,
+        digests=digests,
+        executor=executor,
+        collectives=collectives,
+    )
     timeline = _assemble(layout, sorted(latest, key=_order), tuple(runs), problems, align_all)
     timeline = add_foreign(layout, timeline)
     if not earlier:
@@ -72,9 +95,40 @@ def load_step(
     return msgspec.structs.replace(timeline, captures=captures, earlier_files=files)
 
 
-def _artifacts(sources: Sequence[Source]) -> set[str]:
-    parts = [source.part for source in sources if source.part is not None]
-    return {made.path for part in parts for item in part.expected for made in item.artifacts}
+def _artifacts(sources: Sequence[Source]) -> Iterator[Artifact]:
+    for source in sources:
+        for item in () if source.part is None else source.part.expected:
+            yield from item.artifacts
+
+
+def _lost_records(layout: StepLayout, sources: Sequence[Source]) -> Iterator[FileProblem]:
+    """Yield a problem for each process whose own files are not here, or hold less than its part promises."""
+    for source in sources:
+        info, run_id, number, part = source.info, source.run_id, source.capture, source.part
+        if part is None:
+            continue
+        whole = {item.kind for item in part.expected if item.state == "ok"}
+        if source.file is None and (part.spans or "spans" in whole):
+            yield FileProblem(file=_inside(layout, layout.spans_of(info, run_id, number)), what=GONE)
+        elif source.file is not None and source.file.end is None and not source.file.problems:
+            lost = part.spans - sum(isinstance(record, SpanLine) for record in source.file.spans.values())
+            if lost > 0:
+                what = f"spans lost: the manifest counts {part.spans}"
+                yield FileProblem(file=_inside(layout, source.file.path), what=what, lines=lost)
+        if source.counters is None and "counters" in whole:
+            yield FileProblem(file=_inside(layout, layout.counters_of(info, run_id, number)), what=GONE)
+        elif source.counters is not None and source.counters.end is None and "counters" in whole:
+            what = "samples may be lost: its end is not here"
+            yield FileProblem(file=_inside(layout, source.counters.path), what=what)
+    for manifest in read_records([layout.manifest], Manifest):
+        for part in manifest.processes if manifest.run_id == sources[0].run_id else ():
+            file = layout.part_of(part.process, part.run_id, part.capture)
+            if not file.exists():
+                yield FileProblem(file=_inside(layout, file), what=GONE)
+
+
+def _inside(layout: StepLayout, path: Path) -> str:
+    return path.relative_to(layout.root).as_posix()
 
 
 def span_bytes(path: str | os.PathLike[str]) -> int:
@@ -155,6 +209,7 @@ def _align(
     earlier_files: tuple[str, ...],
     digests: bool,
     executor: Executor | None,
+    collectives: bool,
 ) -> list[Aligned]:
     """Align each source, in order. The first one is the owner unless the owner left no files."""
     owner = sources[0]
@@ -172,6 +227,8 @@ def _align(
             jump_ns=placed.clock.drift_ns if placed.clock.jumped else 0,
         )
         aligned = [placed, *(_align_one(source, reference) for source in sources[1:])]
+    if not collectives and all(one.clock.alignment != "unaligned" for one in aligned):
+        return aligned
     traces_of = partial(traces_by_source, sources, layout, earlier_files)
     return refine(sources, aligned, reference, traces_of, Digests(layout) if digests else None, executor)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from stepscope.errors import RecordError
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout, sidecar_of
-from stepscope.files.sidecar import ProcessInfo, Sidecar
+from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.storage.reading import read_record
 from stepscope.timeline.model import FileProblem
 from stepscope.timeline.readers.chrome import TraceFields
@@ -19,6 +19,7 @@ from stepscope.timeline.readers.installed import Readers
 
 _SUFFIXES = (".json", ".json.gz")
 _NO_SIDECAR = "no sidecar: nothing says which process wrote it"
+GONE = "it is in the manifest, and not here"
 MERGED = "merged_trace"
 """The kind of a file in which an engine repeats the traces of its ranks."""
 
@@ -101,6 +102,37 @@ def find_traces(
                 _take(layout, path, sidecar, readers, files)
     files.problems.extend(readers.problems)
     return files
+
+
+def lost_files(
+    layout: StepLayout, promised: Iterable[Artifact], elsewhere: Mapping[Path, int]
+) -> Iterator[FileProblem]:
+    """Yield a problem for each file of the manifest that is not here, or not all of it.
+
+    Args:
+        elsewhere: Sizes of files that other machines have, by absolute path.
+    """
+    for path, size_bytes in {artifact.path: artifact.size_bytes for artifact in promised}.items():
+        file = layout.root / path
+        try:
+            here = _size(file)
+            beside = sidecar_of(file).exists()
+        except (OSError, ValueError) as error:
+            yield FileProblem(file=path, what=f"it is in the manifest and cannot be looked at: {error}")
+            continue
+        if here is None:
+            here = elsewhere.get(Path(os.path.abspath(file)))
+        if here is None and not beside:  # of one with a sidecar, `find_traces` tells
+            yield FileProblem(file=path, what=GONE)
+        elif here is not None and here < size_bytes:
+            yield FileProblem(file=path, what=f"cut off: {here:,} of {size_bytes:,} bytes are here")
+
+
+def _size(path: Path) -> int | None:
+    """Return the size in bytes, of a folder that of its files; None if there is neither."""
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return path.stat().st_size if path.is_file() else None
 
 
 def _name(path: Path, layout: StepLayout) -> str:
