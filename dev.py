@@ -132,10 +132,11 @@ def not_run(reasons: Mapping[str, str]) -> list[str]:
 
 
 def check(arguments: list[str]) -> bool:
-    """ruff and mypy over everything. --fix: ruff fixes what it can"""
+    """ruff and mypy over everything. --fix: ruff fixes what it can, and docs/reference is written anew"""
     python = DEV.ready()
     fix = "--fix" in arguments
     passed = [
+        *([run(python, "-m", "tools.reference")] if fix else []),
         run(python, "-m", "ruff", "check", *(["--fix"] if fix else [])),
         run(python, "-m", "ruff", "format", *([] if fix else ["--check"])),
         *(run(python, "-m", "mypy", *paths) for paths in typed_paths()),

@@ -7,12 +7,14 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 import yaml
 
 import stepscope
 from stepscope.config import ProfileConfig
 from tests.tree import ROOT, files
+from tools import reference
 
 PAGES = [path for path in files(".md") if path.name != "CHANGELOG.md"]
 FENCE = re.compile(r"^( *)```(\w+)([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
@@ -68,6 +70,25 @@ def test_a_link_in_a_page_leads_to_a_file() -> None:
 @pytest.mark.parametrize("name", stepscope.__all__)
 def test_a_public_name_is_in_the_pages(name: str) -> None:
     assert any(re.search(rf"\b{re.escape(name)}\b", page.read_text()) for page in PAGES)
+
+
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_a_reference_page_has_what_the_code_says(name: str) -> None:
+    text = (reference.FOLDER / f"{name}.md").read_text()
+    assert text == reference.page(name), "Fix: `python3 dev.py check --fix`"
+
+
+def test_the_reference_of_the_configuration_has_every_field() -> None:
+    page = (reference.FOLDER / "configuration.md").read_text()
+    sections = list(reference.sections(ProfileConfig))
+    fields = {
+        f"{at}.{field.name}".lstrip(".")
+        for at, section in sections
+        for field in msgspec.structs.fields(section)
+    }
+    below = {at for at, _ in sections} | {at.removesuffix(".<role>") for at, _ in sections}
+    assert len(fields) > 100
+    assert {field for field in fields - below if f"| `{field}` |" not in page} == set()
 
 
 def test_every_decision_is_in_the_index() -> None:

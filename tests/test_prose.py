@@ -9,6 +9,7 @@ import pytest
 
 from tests.sentences import docstrings, messages, offences, sentences
 from tests.tree import ROOT, files
+from tools import reference
 
 QUESTIONS = {"What", "Which", "Whose", "Whom", "Who", "How", "Where", "When", "Whether"}
 CLEAN = ["benchmarks", "conftest.py", "dev.py", "docs", "examples", "packages", "tests", "tools"]
@@ -99,8 +100,13 @@ def test_decisions_have_at_most_300_words() -> None:
     assert {name: length for name, length in lengths.items() if length > 300} == {}
 
 
-NO_PAGES = {"CHANGELOG.md", "benchmarks/README.md", "packages/core/tests/recorded_otel/README.md"}
-"""Markdown that is history, measurements, or a note on files of tests."""
+NO_PAGES = {
+    "CHANGELOG.md",
+    "benchmarks/README.md",
+    "packages/core/tests/recorded_otel/README.md",
+    *(f"docs/reference/{name}.md" for name in reference.PAGES),
+}
+"""Markdown that is history, measurements, a note on files of tests, or generated to look names up."""
 
 
 def test_all_documentation_has_at_most_25_000_words() -> None:
