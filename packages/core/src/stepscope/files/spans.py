@@ -30,7 +30,10 @@ WAIT = "wait"
 """The attribute of a span that waits and does no work: `true`."""
 WAITING = frozenset({"queue", "wait"})
 """Stages that wait even without that attribute."""
-
+REPLICA = "replica"
+"""The attribute of a span that is work of an inference replica: its number among those of its role."""
+SERVED = frozenset({"prefill", "decode"})
+"""Stages in which a replica works on a request."""
 
 PROFILING = "stepscope profiler"
 """The stage of a span in which a profiler started or stopped inside the step (stage windows in discrete

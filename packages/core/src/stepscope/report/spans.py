@@ -6,9 +6,11 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 from stepscope.report.accounting import Label, Pair
-from stepscope.timeline import Span, Timeline
+from stepscope.timeline import Process, Span, Timeline
+from stepscope.timeline.step.tree import replica_and_role
 
 GENERATES = frozenset({"rollout", "agent_loop"})
 """Roles whose work is to generate, or holds what generates."""
@@ -22,8 +24,6 @@ MOVES_WEIGHTS = re.compile(
 TRANSFER = "sync_weights (between its ends)"
 """The stage of what passes, without a span, from the trainer's end of a weight sync to the engine's."""
 _TRAINS = re.compile(r"update|train|learn|backward|optimi[sz]", re.IGNORECASE)
-REPLICA = "replica"
-"""The attribute of a span that names the replica by its number, for requests that somebody else records."""
 _NAMES = 4096
 """Names of stages whose meaning is kept: a step has many spans of few stages."""
 MOST = 20
@@ -89,16 +89,33 @@ def above(timeline: Timeline, span: Span) -> Iterator[Span]:
         yield span
 
 
-def named_replica(timeline: Timeline, span: Span) -> int | None:
-    """Return the number of the replica that the span, or one around it, gives as its attribute."""
-    numbers = (whole(around, REPLICA) for around in (span, *above(timeline, span)))
-    return next((number for number in numbers if number is not None), None)
+class ReplicaKey(NamedTuple):
+    """An inference replica of the step."""
+
+    number: int
+    role: str = ""
+    """Its role, if a replica of the rollout has the same number (`Timeline.shared_numbers`)."""
+
+    @property
+    def name(self) -> str:
+        """`replica 0`, `teacher replica 0`."""
+        return f"{self.role} replica {self.number}".lstrip()
 
 
-def replica_of(timeline: Timeline, span: Span) -> int | None:
-    """Return the number of the replica that a span is work of: by its attribute, or else by its process."""
-    named = named_replica(timeline, span)
-    return timeline.processes[span.process].info.replica if named is None else named
+def replica_of(timeline: Timeline, span: Span) -> ReplicaKey | None:
+    """Return the replica that a span is work of: by its attribute, or else by its process."""
+    number, role = replica_and_role(timeline, span)
+    return None if number is None else _key(timeline, number, role)
+
+
+def replica_of_process(timeline: Timeline, process: Process) -> ReplicaKey | None:
+    """Return the replica that a process is, or belongs to."""
+    number = process.info.replica
+    return None if number is None else _key(timeline, number, process.info.role)
+
+
+def _key(timeline: Timeline, number: int, role: str) -> ReplicaKey:
+    return ReplicaKey(number, role if (role, number) in timeline.shared_numbers else "")
 
 
 def placed(timeline: Timeline, spans: Iterable[Span]) -> list[Pair]:

@@ -196,6 +196,9 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Recordings of earlier captures of the step, relative to its folder."""
     stalls: tuple[EngineStall, ...] = ()
     """Stalls of engines for their own profilers: by replica, disjoint and in order."""
+    shared_numbers: frozenset[tuple[str, int]] = frozenset()
+    """(role, number) of replicas whose number a replica of the rollout has too, or one of another role that
+    comes first by name."""
     replicas: int = 0
     """Number of inference engines that the capture was given, recorded or not."""
     uncaptured: tuple[UncapturedStep, ...] = ()

@@ -10,7 +10,7 @@ import msgspec
 
 from stepscope.files.spans import PROFILING
 from stepscope.report.accounting import Held, Interval, Label, Mask, Shares, divide
-from stepscope.report.spans import TRANSFER, ToolNames, is_tool, is_transfer, label_of, replica_of
+from stepscope.report.spans import TRANSFER, ReplicaKey, ToolNames, is_tool, is_transfer, label_of, replica_of
 from stepscope.report.tables.gaps import Gap, Stretch, find_stretches, sum_up
 from stepscope.timeline import Span, Timeline
 
@@ -20,7 +20,7 @@ STALLED: Label = ("profiler", "engine trace")
 WINDOWS: Label = ("profiler", "windows of stages")
 """Profilers that were started and stopped around stages (discrete mode)."""
 _Kind = TypeVar("_Kind", bound=Hashable)
-_ANY = -1
+_ANY = ReplicaKey(-1)
 _WORKER, _OWNER, _LATER_WORKER, _LATER_OWNER, WAITING = range(5)
 """Tiers of leaves: an instant is billed to the lowest."""
 
@@ -162,14 +162,14 @@ class Work(NamedTuple):
     intervals: list[Interval]
     labels: list[Label]
     tiers: list[int]
-    engines: list[int | None]
+    engines: list[ReplicaKey | None]
     """The replica that does it; `_ANY`: an engine, and nothing says which. None: no engine."""
 
 
 def work_of(timeline: Timeline, indices: Sequence[int], names: ToolNames | None = None) -> Work:
     """Return some of the spans as intervals. With `names`, tools are told apart."""
 
-    def kind_of(span: Span) -> tuple[Label, int, int | None]:
+    def kind_of(span: Span) -> tuple[Label, int, ReplicaKey | None]:
         own = label_of(span) if names is None else names.label_of(span)
         label = WINDOWS if span.stage == PROFILING else own
         return label, _tier(timeline, span), _engine(timeline, span)
@@ -239,7 +239,7 @@ def _stalled_most_ns(timeline: Timeline, work: Work) -> int:
     return _of_held(timeline.window.start_ns, timeline.window.end_ns, work, held).wall_ns[STALLED]
 
 
-def _held(timeline: Timeline, engines: Sequence[int | None], *, by_any: bool = False) -> list[Held]:
+def _held(timeline: Timeline, engines: Sequence[ReplicaKey | None], *, by_any: bool = False) -> list[Held]:
     """Return the stalls of replicas, with the kinds of work that each of them held up.
 
     Work of an unnamed engine is held up when all of them stall, or `by_any`.
@@ -247,9 +247,10 @@ def _held(timeline: Timeline, engines: Sequence[int | None], *, by_any: bool = F
     changes = sorted(
         change
         for stall in timeline.stalls
-        for change in ((stall.start_ns, 1, stall.replica), (stall.end_ns, -1, stall.replica))
+        for key in (ReplicaKey(stall.replica),)
+        for change in ((stall.start_ns, 1, key), (stall.end_ns, -1, key))
     )
-    stalled = set[int]()
+    stalled = set[ReplicaKey]()
     held = []
     for (at_ns, change, replica), (until_ns, _, _) in pairwise(changes):
         (stalled.add if change > 0 else stalled.discard)(replica)
@@ -259,7 +260,7 @@ def _held(timeline: Timeline, engines: Sequence[int | None], *, by_any: bool = F
     return held
 
 
-def _mask(engines: Sequence[int | None], stalled: Set[int], *, whole: bool) -> Mask:
+def _mask(engines: Sequence[ReplicaKey | None], stalled: Set[ReplicaKey], *, whole: bool) -> Mask:
     """Return the kinds of work that stalls hold up. `whole`: work of an unnamed engine too."""
     if not stalled:
         return 0
@@ -268,7 +269,7 @@ def _mask(engines: Sequence[int | None], stalled: Set[int], *, whole: bool) -> M
     )
 
 
-def _engine(timeline: Timeline, span: Span) -> int | None:
+def _engine(timeline: Timeline, span: Span) -> ReplicaKey | None:
     """Return the engine that a span waits for, if any engine stalled.
 
     A turn without a span below it waits for the model: tools have spans of their own.

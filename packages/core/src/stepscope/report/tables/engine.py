@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from stepscope.files.spans import WAITING
+from stepscope.files.spans import SERVED, WAITING
 from stepscope.report.table import Table
-from stepscope.report.tables.replicas import SERVED, Replica, find_replicas, mark_of
+from stepscope.report.tables.replicas import Replica, find_replicas, mark_of
 from stepscope.timeline import Timeline, TraceActivity
 
 BINS = 120

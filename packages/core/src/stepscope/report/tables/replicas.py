@@ -9,15 +9,12 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from stepscope.files.spans import WAITING
-from stepscope.report.spans import MOVES_WEIGHTS, REPLICA, named_replica, whole
+from stepscope.files.spans import REPLICA, SERVED, WAITING
+from stepscope.report.spans import MOVES_WEIGHTS, ReplicaKey, replica_of, replica_of_process, whole
 from stepscope.timeline import Span, Timeline, TraceActivity
 from stepscope.timeline.activity.content import Iteration
+from stepscope.timeline.step.tree import CALLERS
 
-_CALLERS = frozenset({"trainer", "driver", "agent_loop", "env", "reward"})
-"""Roles of processes that call a replica and are none."""
-SERVED = frozenset({"prefill", "decode"})
-"""Stages in which a replica works on a request."""
 _PAUSES = re.compile(r"pause(_generation)?|sleep|release_memory_occupation")
 _RESUMES = re.compile(r"(resume|continue)(_generation)?|wake_up|resume_memory_occupation")
 
@@ -81,8 +78,8 @@ class Replica(msgspec.Struct, kw_only=True):
         return [ran for recording in self.recordings for ran in recording.passes]
 
 
-_Key = tuple[str, int]
-"""("replica", its number), ("process", index) or ("requests of", index)."""
+_Key = tuple[str, ReplicaKey]
+"""("replica", its key), or ("process" or "requests of", with the index of a process as the number)."""
 
 
 def find_replicas(timeline: Timeline, activities: Sequence[TraceActivity]) -> list[Replica]:
@@ -94,30 +91,33 @@ class _Search:
     def __init__(self, timeline: Timeline, activities: Sequence[TraceActivity]) -> None:
         self._timeline = timeline
         self._recorded: dict[_Key, list[TraceActivity]] = defaultdict(list)
-        self._number_of: dict[int, int] = {}
+        self._replica_of: dict[int, ReplicaKey] = {}
         """By index of a process."""
         for index, process in enumerate(timeline.processes):
-            if process.info.replica is not None:
-                self._number_of[index] = process.info.replica
+            stated = replica_of_process(timeline, process)
+            if stated is not None:
+                self._replica_of[index] = stated
         for activity in activities:
             if activity.replica is not None:
-                self._recorded["replica", activity.replica].append(activity)
+                recorded = ReplicaKey(activity.replica)
                 if activity.process is not None:
-                    self._number_of.setdefault(activity.process, activity.replica)
+                    own = self._replica_of.setdefault(activity.process, recorded)
+                    recorded = own if own.number == recorded.number else recorded
+                self._recorded["replica", recorded].append(activity)
             elif activity.content.iterations and activity.process is not None:
-                self._recorded["process", activity.process].append(activity)
-        for index, number in _numbers_in_spans(timeline).items():
-            self._number_of.setdefault(index, number)
+                self._recorded["process", ReplicaKey(activity.process)].append(activity)
+        for index, named in _named_in_spans(timeline).items():
+            self._replica_of.setdefault(index, named)
         self._announced = dict(_announced(timeline))
-        recorded = {number for kind, number in self._recorded if kind == "replica"}
-        self._numbers = sorted({*self._number_of.values(), *recorded, *self._announced})
+        recordings = {key for kind, key in self._recorded if kind == "replica"}
+        self._known = sorted({*self._replica_of.values(), *recordings, *self._announced})
         self._replicas: dict[_Key, Replica] = {}
 
     def run(self) -> list[Replica]:
-        for number in self._numbers:
-            self._replica(("replica", number)).idle = self._announced.get(number, False)
-        for index, number in sorted(self._number_of.items()):
-            self._replica(("replica", number)).processes.append(index)
+        for own in self._known:
+            self._replica(("replica", own)).idle = self._announced.get(own, False)
+        for index, own in sorted(self._replica_of.items()):
+            self._replica(("replica", own)).processes.append(index)
         for key, activities in self._recorded.items():
             self._replica(key).recordings = _recordings(activities)
         marks: dict[_Key, list[tuple[int, int, Mark]]] = defaultdict(list)
@@ -133,13 +133,13 @@ class _Search:
 
     def _replica(self, key: _Key) -> Replica:
         if key not in self._replicas:
-            kind, number = key
+            kind, own = key
             if kind == "replica":
-                made = Replica(name=f"replica {number}", number=number)
+                made = Replica(name=own.name, number=own.number)
             else:
-                name = self._timeline.processes[number].name
+                name = self._timeline.processes[own.number].name
                 made = Replica(name=name if kind == "process" else f"requests of {name}", number=None)
-                made.processes.append(number)
+                made.processes.append(own.number)
             self._replicas[key] = made
         return self._replicas[key]
 
@@ -159,7 +159,9 @@ class _Search:
             artifact.replica for artifact in artifacts if artifact.replica is not None and artifact.stalls
         }:
             stalls = [stall for stall in self._timeline.stalls if stall.replica == number]
-            self._replica(("replica", number)).stalls = [(stall.start_ns, stall.end_ns) for stall in stalls]
+            self._replica(("replica", ReplicaKey(number))).stalls = [
+                (stall.start_ns, stall.end_ns) for stall in stalls
+            ]
 
     def _count(self) -> None:
         counted = _count_requests(self._timeline, self._owner_of)
@@ -175,35 +177,33 @@ class _Search:
 
     def _owner_of(self, span: Span) -> _Key:
         """Return the key of the replica that served a request."""
-        named = named_replica(self._timeline, span)
-        if named is not None:
-            return "replica", named
-        index = span.process
-        if index in self._number_of:
-            return "replica", self._number_of[index]
-        process = self._timeline.processes[index]
-        if process.is_replica or ("process", index) in self._recorded:
-            return "process", index
-        if len(self._numbers) == 1:
-            return "replica", self._numbers[0]
-        calls = self._numbers or process.owner or process.info.role in _CALLERS
-        return "requests of" if calls else "process", index
+        own, index = replica_of(self._timeline, span), span.process
+        if own is not None or index in self._replica_of:
+            return "replica", own or self._replica_of[index]
+        process, place = self._timeline.processes[index], ReplicaKey(index)
+        if process.is_replica or ("process", place) in self._recorded:
+            return "process", place
+        if len(self._known) == 1:
+            return "replica", self._known[0]
+        calls = self._known or process.owner or process.info.role in CALLERS
+        return "requests of" if calls else "process", place
 
 
-def _numbers_in_spans(timeline: Timeline) -> dict[int, int]:
-    """Return the number of each replica's process whose spans `prefill` and `decode` all name the same one.
+def _named_in_spans(timeline: Timeline) -> dict[int, ReplicaKey]:
+    """Return the replica of each process whose spans `prefill` and `decode` all name the same one.
 
     Its other spans, as of a queue, need not repeat it.
     """
-    stated: dict[int, set[int | None]] = defaultdict(set)
+    stated: dict[int, set[ReplicaKey | None]] = defaultdict(set)
     for span in timeline.spans:
         if span.role == "rollout" and span.stage in SERVED and timeline.processes[span.process].is_replica:
-            stated[span.process].add(whole(span, REPLICA))
+            own = None if whole(span, REPLICA) is None else replica_of(timeline, span)
+            stated[span.process].add(own)
     return {
-        index: number
-        for index, numbers in stated.items()
-        for number in numbers
-        if number is not None and len(numbers) == 1
+        index: replica
+        for index, replicas in stated.items()
+        for replica in replicas
+        if replica is not None and len(replicas) == 1
     }
 
 
@@ -218,13 +218,13 @@ def mark_of(span: Span) -> Mark | None:
     return "weights" if MOVES_WEIGHTS.search(span.stage) else None
 
 
-def _announced(timeline: Timeline) -> Iterator[tuple[int, bool]]:
-    """Yield the number of each engine of the capture, and whether it ran nothing."""
+def _announced(timeline: Timeline) -> Iterator[tuple[ReplicaKey, bool]]:
+    """Yield the key of each engine of the capture, and whether it ran nothing."""
     for part in timeline.manifest.processes if timeline.manifest is not None else ():
         for item in part.expected:
             number = item.name.rpartition(" ")[2]
             if part.owner and item.kind == "engine" and number.isdecimal():
-                yield int(number), item.idle
+                yield ReplicaKey(int(number)), item.idle
 
 
 def _recordings(activities: Iterable[TraceActivity]) -> list[Recording]:

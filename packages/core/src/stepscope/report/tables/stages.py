@@ -9,7 +9,7 @@ import msgspec
 from stepscope.files.spans import PROFILING
 from stepscope.report.accounting import Pair, outside, rank_of, union_ns
 from stepscope.report.formatting import middle
-from stepscope.report.spans import ToolNames, replica_of, title
+from stepscope.report.spans import ReplicaKey, ToolNames, replica_of, title
 from stepscope.report.table import Table, grouped
 from stepscope.timeline import Span, Timeline
 
@@ -131,7 +131,7 @@ def _served_ns(timeline: Timeline, spans: Sequence[Span]) -> int:
         stalls = [
             (stall.start_ns, stall.end_ns)
             for stall in timeline.stalls
-            if stall.replica == replica and spans[0].role == "rollout"
+            if ReplicaKey(stall.replica) == replica and spans[0].role == "rollout"
         ]
         served += outside(_running(timeline, own), stalls)
     return union_ns(served)

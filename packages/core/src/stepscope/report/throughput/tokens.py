@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from stepscope.files.counters import GENERATION_TOKENS
+from stepscope.files.spans import SERVED
 from stepscope.report.accounting import Label
 from stepscope.report.spans import above, generates, is_of, label_of, trains, whole
 from stepscope.report.tables.counters import Counters
 from stepscope.report.tables.engine import Engine
-from stepscope.report.tables.replicas import SERVED
 from stepscope.timeline import Span, Timeline
 
 

@@ -9,9 +9,8 @@ from itertools import count, takewhile
 import msgspec
 
 from stepscope.errors import RecordError
-from stepscope.files.spans import WAITING
-from stepscope.report.spans import REPLICA, above, is_tool, whole
-from stepscope.report.tables.replicas import SERVED
+from stepscope.files.spans import SERVED, WAITING
+from stepscope.report.spans import above, is_tool, replica_of, whole
 from stepscope.report.whatif.limits import slots_of_replicas, tool_pool, trajectories_at_once
 from stepscope.report.whatif.model import Call, CallKind, Phase, Rollout, Step, Trajectory
 from stepscope.report.whatif.stages import driver_stages
@@ -198,15 +197,12 @@ class _Reading:
         return self._replicas.setdefault(name, len(self._replicas))
 
     def _replica_name(self, index: int) -> str:
-        for span in (*self._inside(index), *above(self._timeline, self._timeline.spans[index])):
-            number = whole(span, REPLICA)
-            if number is not None:
-                return f"replica {number}"
         for span in self._inside(index):
-            process = self._timeline.processes[span.process]
-            if process.is_replica:
-                return process.name if process.info.replica is None else f"replica {process.info.replica}"
-        return UNKNOWN
+            replica = replica_of(self._timeline, span)
+            if replica is not None:
+                return replica.name
+        processes = (self._timeline.processes[span.process] for span in self._inside(index))
+        return next((process.name for process in processes if process.is_replica), UNKNOWN)
 
 
 def _kind(span: Span) -> CallKind | None:

@@ -76,7 +76,7 @@ class Drawn:
         replica = row.info.replica
         if replica is None or replica in self._stalled or row.unaligned is not None:
             return
-        if not self._is_wanted(row):
+        if not self._is_wanted(row) or (row.info.role, replica) in self._timeline.shared_numbers:
             return
         self._stalled.add(replica)
         for stall in self._timeline.stalls:

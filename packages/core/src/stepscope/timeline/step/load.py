@@ -33,7 +33,7 @@ from stepscope.timeline.step.foreign import add_foreign
 from stepscope.timeline.step.profilers import profiled_keys, replicas_of, stalls_of
 from stepscope.timeline.step.rows import names_of
 from stepscope.timeline.step.traces import GONE, find_traces, lost_files
-from stepscope.timeline.step.tree import parents_of
+from stepscope.timeline.step.tree import parents_of, shared_numbers
 
 
 def load_step(
@@ -89,6 +89,7 @@ def load_step(
     )
     timeline = _assemble(layout, sorted(latest, key=_order), tuple(runs), problems, align_all)
     timeline = add_foreign(layout, timeline)
+    timeline = msgspec.structs.replace(timeline, shared_numbers=shared_numbers(timeline))
     if not earlier:
         return timeline
     captures = max(source.capture for source in latest)

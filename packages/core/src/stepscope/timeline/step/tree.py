@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from stepscope.files.spans import Open
+from stepscope.files.spans import REPLICA, SERVED, Open
 from stepscope.timeline.model import Span, Timeline
 
 _REQUEST = "request_id"
@@ -105,3 +106,40 @@ def _has_cause(spans: Sequence[Span], index: int, members: Sequence[int]) -> boo
             return True
         above = spans[above].parent
     return False
+
+
+CALLERS = frozenset({"trainer", "driver", "agent_loop", "env", "reward"})
+"""Roles that call the replicas of the rollout, and have none."""
+
+
+def shared_numbers(timeline: Timeline) -> frozenset[tuple[str, int]]:
+    """Return `Timeline.shared_numbers`: a student's engines and a teacher's may each be numbered from 0."""
+    roles: dict[int, set[str]] = defaultdict(set)
+    for span in timeline.spans:
+        if span.role == "rollout" and span.stage in SERVED:
+            number, role = replica_and_role(timeline, span)
+            if number is not None:
+                roles[number].add(role)
+    return frozenset(
+        (role, number)
+        for number, own in roles.items()
+        for role in own - {"rollout" if "rollout" in own else min(own)}
+    )
+
+
+def replica_and_role(timeline: Timeline, span: Span) -> tuple[int | None, str]:
+    """Return the number of the replica that a span is work of, and the role of that replica.
+
+    The nearest span that names a number says it, else the process. The outermost that names one says the
+    role, unless it is a caller's: then the process says it, if it is a replica.
+    """
+    process, number, role = timeline.processes[span.process], None, "rollout"
+    around: Span | None = span
+    while around is not None:
+        value = (around.attrs or {}).get(REPLICA)
+        if isinstance(value, int) and not isinstance(value, bool):
+            number, role = value if number is None else number, around.role
+        around = None if around.parent is None else timeline.spans[around.parent]
+    if (role in CALLERS or role == "rollout") and process.is_replica:
+        role = process.info.role
+    return process.info.replica if number is None else number, "rollout" if role in CALLERS else role
