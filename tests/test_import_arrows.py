@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "fleet": ON_DISK | {"backends", "engines", "recording"},
     "timeline": {"files", "errors"},
     "report": {"files", "errors", "timeline"},
-    "compat": {"config", "recording", "switch"},
+    "compat": {"config", "errors", "recording", "switch"},
     "doctor": {"errors", "config", "recording", "engines", "switch"},
     "integrations": {"compat", "config", "errors", "recording", "switch"},
     "mirror": {"files", "errors"},

@@ -11,11 +11,18 @@ StepscopeError
 └── RecordError (ValueError)            a file on disk is not what its name says
 
 VerlDifference (UserWarning)            a setting of verl's that means something else here, or nothing
+
+Whose an exception is that comes up in our code, ours or the user's, says `ours`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import FrameType, TracebackType
+from typing import TypeVar, overload
+
+E = TypeVar("E", bound=Exception)
 
 
 class StepscopeError(Exception):
@@ -84,3 +91,66 @@ class RecordError(StepscopeError, ValueError):
 
 class VerlDifference(UserWarning):
     """A setting of verl's configuration with another meaning here, or without one."""
+
+
+@overload
+def ours() -> tuple[type[Exception], ...]: ...
+@overload
+def ours(*kinds: type[E]) -> tuple[type[E], ...]: ...
+def ours(*kinds: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return the exceptions that an `except` of our own may catch: `kinds`, or every Exception without them.
+
+    `except ours() as error:` stands wherever `except Exception as error:` would. It lets those of the user
+    pass: see `is_users`. Python asks for the tuple only once an exception comes up.
+    """
+    error = sys.exc_info()[1]
+    return () if error is not None and is_users(error) else kinds or (Exception,)
+
+
+def is_users(error: BaseException) -> bool:
+    """Return whether an exception came up in our code and is meant for the user's, whatever it interrupts.
+
+    So is a Ctrl-C, an exit or a cancellation. So is what a signal's handler raises, such as the timeout of a
+    reward function, and what is thrown into a thread (`PyThreadState_SetAsyncExc`).
+    """
+    if not isinstance(error, Exception):
+        return True
+    trace = error.__traceback__
+    while trace is not None:
+        if _is_called_with_its_caller(trace.tb_frame):
+            return True
+        if trace.tb_next is None:
+            return _is_thrown(error, trace)
+        trace = trace.tb_next
+    return False
+
+
+def _is_called_with_its_caller(frame: FrameType) -> bool:
+    """Return whether the interpreter called a function here: a signal's handler gets (number, frame)."""
+    code, caller = frame.f_code, frame.f_back
+    has_varargs = bool(code.co_flags & 0x04)  # inspect.CO_VARARGS
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + has_varargs]
+    given = [frame.f_locals.get(name) for name in names]
+    return caller is not None and any(
+        value is caller or (isinstance(value, tuple) and any(item is caller for item in value))
+        for value in given
+    )
+
+
+def _is_thrown(error: Exception, innermost: TracebackType) -> bool:
+    """Return whether nothing raised an exception where it came up.
+
+    One that is thrown into a thread is made without arguments, between two instructions. C functions raise
+    theirs with arguments, but for a few.
+    """
+    from opcode import opname
+
+    code, at = innermost.tb_frame.f_code.co_code, innermost.tb_lasti
+    if not code or (at >= 0 and opname[code[at]] in ("RAISE_VARARGS", "RERAISE")):
+        return False
+    if isinstance(error, MemoryError | StopIteration | StopAsyncIteration):
+        return False
+    try:
+        return type(error)().args == error.args
+    except Exception:
+        return False

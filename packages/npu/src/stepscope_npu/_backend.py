@@ -15,7 +15,7 @@ from stepscope.backends import PendingArtifact, SpanInfo, Window
 from stepscope.backends.threaded.threaded_window import HeldWindow, Late, about, title
 from stepscope.backends.threaded.window_thread import thread_for_window
 from stepscope.config import ProfileConfig
-from stepscope.errors import BackendError
+from stepscope.errors import BackendError, ours
 from stepscope.files.layout import RunLayout
 from stepscope_npu import _analysis, _disk, _operators, _process, _versions
 from stepscope_npu._options import Options, resolve
@@ -139,7 +139,7 @@ class NpuBackend:
         if self._config.npu.analysis:
             try:  # in a process beside the training; a failure costs the analysis alone
                 _analysis.analyse(path, timeout_s=self._config.budget.export_seconds)
-            except Exception as error:
+            except ours() as error:
                 ignored["npu.analysis"] = str(error)  # in time: the sidecar is written after this
 
     def _late_artifact(self, window: NpuWindow, late: Late) -> PendingArtifact:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.torch.foreign_sessions import running
+from stepscope.errors import ours
 from stepscope_npu import _recordings
 from stepscope_npu._versions import TorchNpu
 
@@ -50,7 +51,7 @@ def leave(torch_npu: TorchNpu) -> None:
         return
     try:
         torch_npu.interface._stop_profiler()
-    except Exception as error:
+    except ours() as error:
         log.warning("stepscope: torch_npu still watches %s: %s", threading.current_thread().name, error)
 
 

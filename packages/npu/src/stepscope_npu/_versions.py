@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from stepscope.config import INSTALL_TORCH_NPU
-from stepscope.errors import BackendError
+from stepscope.errors import BackendError, ours
 
 MSPROF_VARIABLES = ("PROFILING_MODE", "PROFILER_SAMPLECONFIG")
 """Variables that `msprof` sets for its process. It owns the device's profiler, and torch_npu's is inert."""
@@ -59,7 +59,7 @@ def load() -> TorchNpu:
                 f"tool is npu, but torch_npu is not installed here. Fix: {INSTALL_TORCH_NPU}"
             ) from None
         raise BackendError(f"torch_npu does not import: {error}. Fix: pip install {error.name}") from error
-    except Exception as error:  # a broken CANN does not always raise an ImportError
+    except ours() as error:  # a broken CANN does not always raise an ImportError
         raise BackendError(f"torch_npu does not import: {error}. Fix: {SOURCE_CANN}") from error
     if not torch_npu.npu.is_available():
         raise BackendError(

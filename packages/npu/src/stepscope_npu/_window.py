@@ -18,7 +18,7 @@ from stepscope.backends.threaded.scheduled_window import ScheduledWindow
 from stepscope.backends.threaded.window_thread import WindowThread
 from stepscope.backends.torch.foreign_sessions import busy as torch_busy
 from stepscope.config import ScheduleConfig
-from stepscope.errors import BackendError, ProfilerBusyError
+from stepscope.errors import BackendError, ProfilerBusyError, ours
 from stepscope_npu import _disk, _recordings
 from stepscope_npu._mstx import Ranges
 from stepscope_npu._options import Options
@@ -110,7 +110,7 @@ class NpuWindow(ScheduledWindow[Recorded]):
                 if self._schedule is None:
                     self._step()  # the schedule's one mini-batch: without it, torch_npu warns at the stop
                 self._close(truncated or self._cut_short())
-        except Exception as error:
+        except ours() as error:
             self._lost = f"torch_npu did not stop: {error}"
         finally:
             self._give_back()
@@ -181,7 +181,7 @@ class NpuWindow(ScheduledWindow[Recorded]):
         if self.options.records_device:
             try:
                 self.options.torch_npu.module.npu.synchronize()
-            except Exception as error:
+            except ours() as error:
                 self._calls.errors.append(f"the device did not synchronize: {error}")
         self.ranges.end_all()
 
@@ -217,7 +217,7 @@ class NpuWindow(ScheduledWindow[Recorded]):
     def _try(self, call: Any) -> None:
         try:
             call()
-        except Exception as error:
+        except ours() as error:
             self._calls.errors.append(str(error))
 
     def _abandon(self) -> None:

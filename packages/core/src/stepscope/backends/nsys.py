@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
 from stepscope.config import ProfileConfig
-from stepscope.errors import BackendError, ProfilerBusyError
+from stepscope.errors import BackendError, ProfilerBusyError, ours
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -112,7 +112,7 @@ class NsysBackend:
             PROCESS_LOCK.acquire(f"the nsys range of step {window.step}", by=self)
             self._output, self._before = output, set(_reports(output))
             _call(api.cudaProfilerStart, "cudaProfilerStart")
-        except Exception as error:
+        except ours() as error:
             self._give_back()
             if not isinstance(error, BackendError):
                 raise BackendError(f"the nsys range did not start: {error}") from error
@@ -139,7 +139,7 @@ class NsysBackend:
         try:
             _synchronize()
             _call(_profiler_api().cudaProfilerStop, "cudaProfilerStop")
-        except Exception:
+        except ours():
             self._give_back()
             raise  # a Ctrl-C keeps the window: a second call stops the range
         self._give_back()
@@ -243,7 +243,7 @@ def launched_with() -> Launch | None:
             if any(Path(word).name == "nsys" for word in words[:2]) and "profile" in words[:4]:
                 return Launch(words, os.readlink(f"/proc/{process}/cwd"))
             status = Path(f"/proc/{process}/stat").read_text(errors="replace")
-        except OSError:
+        except ours(OSError):
             return None
         process = int(status.rpartition(")")[2].split()[1])  # its parent
     return None
@@ -275,7 +275,7 @@ def _profiler_api() -> Any:
         return torch.cuda.cudart()
     try:
         return ctypes.CDLL("libcudart.so")
-    except OSError as error:
+    except ours(OSError) as error:
         raise BackendError(
             f"tool is nsys, but this process has no CUDA runtime to mark ranges with ({error}). Fix: import "
             "a CUDA build of torch before the capture, or put libcudart.so on LD_LIBRARY_PATH"

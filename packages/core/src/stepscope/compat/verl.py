@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 from stepscope import switch
 from stepscope.config import ProfileConfig
+from stepscope.errors import ours
 from stepscope.recording.after.hooks import advance
 from stepscope.recording.capture.capture import Capture, capture
 from stepscope.recording.process import failures
@@ -101,7 +102,7 @@ class DistProfiler:
         try:
             opened = capture(int(str(step)), config=self._profile, role=self.role, rank=self.rank)
             _capture = self._opened = opened.open()
-        except Exception as error:
+        except ours() as error:
             failures.note("opening a capture for verl", error)
 
     def stop(self, run_command: bool = True) -> None:

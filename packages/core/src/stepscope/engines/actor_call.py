@@ -21,12 +21,11 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, wait
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 from stepscope.engines.own_thread import own_thread
-from stepscope.errors import EngineError, StepscopeError
+from stepscope.errors import EngineError, StepscopeError, ours
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -100,7 +99,7 @@ class ActorLine:
         sent = time.time_ns()
         try:
             answer = self.actor.__ray_call__.remote(stamped, fn, args)
-        except Exception as error:
+        except ours() as error:
             message = str(error).partition("\n")[0][:300]
             raise CallFailedError(f"the call cannot be sent: {type(error).__name__}: {message}") from error
         try:
@@ -118,8 +117,10 @@ class ActorLine:
 
         if not ray.is_initialized():
             return
-        with suppress(Exception):  # the actor is gone or its queue is full, and this was the last word to it
+        try:
             self.actor.__ray_call__.remote(launch, fn, args)
+        except ours():  # the actor is gone or its queue is full, and this was the last word to it
+            pass
 
 
 # In the actor's process, on a thread of Ray's choosing.
@@ -206,9 +207,9 @@ def _attempt(fn: Callable[..., object], *args: object) -> Reply:
         return "done", fn(*args)
     except CancelledError:
         return "failed", "the call was cancelled in the actor"
-    except Exception as error:
-        ours = isinstance(error, StepscopeError)
-        return "failed", str(error) if ours else f"{type(error).__name__}: {error}"
+    except ours() as error:
+        is_own = isinstance(error, StepscopeError)
+        return "failed", str(error) if is_own else f"{type(error).__name__}: {error}"
 
 
 def _actors_loop() -> asyncio.AbstractEventLoop | None:

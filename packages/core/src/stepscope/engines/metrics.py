@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from stepscope.counters import CounterSource
+from stepscope.errors import ours
 from stepscope.files import counters
 from stepscope.files.counters import KV_CACHE, PREEMPTIONS, CounterKind
 
@@ -91,7 +92,7 @@ class EngineMetrics:
     def _take(self) -> None:
         try:
             self.latest = dict(self._read())
-        except Exception:  # it does not answer now: its profiler's start or stop says why
+        except ours():  # it does not answer now: its profiler's start or stop says why
             self.latest = {}
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from stepscope.config import ProfileConfig
 from stepscope.counters import CounterSource
-from stepscope.errors import EngineError
+from stepscope.errors import EngineError, ours
 from stepscope.files.sidecar import Artifact
 
 ADAPTERS = "pip install 'stepscope[vllm]', 'stepscope[sglang]', or the package that brings it"
@@ -230,7 +230,7 @@ def distributions() -> list[str]:
     for point in installed().values():
         try:
             names += cast(EngineFactory, point.load()).distributions
-        except Exception as error:
+        except ours() as error:
             log.debug("stepscope: the engine adapter %s cannot be loaded: %r", point.name, error)
     return names
 

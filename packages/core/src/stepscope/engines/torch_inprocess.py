@@ -22,7 +22,7 @@ from stepscope.engines.protocol import (
     refuse_second_start,
 )
 from stepscope.engines.torch_recording import Recording
-from stepscope.errors import BackendError, EngineError
+from stepscope.errors import BackendError, EngineError, ours
 from stepscope.files.sidecar import Artifact
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class TorchRolloutProfiler(EngineProfilerBase):
             self._recording = None
             self._thread.submit(self._drop, recording)
             raise
-        except Exception as error:
+        except ours() as error:
             self._recording = None
             raise _as_engine_error(error) from error
 
@@ -121,7 +121,7 @@ class TorchRolloutProfiler(EngineProfilerBase):
         try:
             # A caller that gives up leaves the file to be finished behind its back.
             return await self._do(partial(self._close, recording))
-        except Exception as error:
+        except ours() as error:
             raise _as_engine_error(error) from error
 
     async def _do(self, work: Callable[[], T]) -> T:

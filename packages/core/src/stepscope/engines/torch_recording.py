@@ -14,7 +14,7 @@ from stepscope.backends import PendingArtifact, Window, load_backend
 from stepscope.config import ProfileConfig
 from stepscope.engines.artifacts import publish, read_anchor
 from stepscope.engines.protocol import EngineCapture
-from stepscope.errors import EngineError
+from stepscope.errors import EngineError, ours
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import safe
 from stepscope.files.sidecar import Artifact, ProcessInfo
@@ -172,7 +172,7 @@ class Recording:
         """Make a change in the user's code or on a timer. `write` raises its error later."""
         try:
             change()
-        except Exception as error:
+        except ours() as error:
             self._state, self._trouble = "over", error
 
     def _nothing(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from stepscope.errors import ours
+
 AttrValue: TypeAlias = str | int | float | bool | None
 
 MAX_TEXT = 500
@@ -23,7 +25,7 @@ def attr_value(value: object) -> AttrValue:
         return value  # type: ignore[return-value]  # by the line above
     try:
         return _number(value) if not isinstance(value, str) else _cut(value)
-    except Exception:  # the __str__ or __float__ of a user's class
+    except ours():  # the __str__ or __float__ of a user's class
         return f"<{type(value).__name__}>"
 
 
@@ -42,7 +44,7 @@ def whole(value: object) -> int | None:
         return value
     try:
         return int(value)  # type: ignore[call-overload, no-any-return]  # any object of the user's
-    except Exception:
+    except ours():
         return None
 
 

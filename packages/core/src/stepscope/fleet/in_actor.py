@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from stepscope.engines.own_thread import own_thread
-from stepscope.errors import EngineError
+from stepscope.errors import EngineError, ours
 from stepscope.files.storage.processes import boot_id
 from stepscope.recording.fanout.messages import (
     PrepareAnswer,
@@ -72,7 +72,7 @@ def renew_methods(instance: object) -> None:
                 continue
             cells = dict(zip(info.function.__code__.co_freevars, info.function.__closure__, strict=True))
             cells["method"].cell_contents = info.function.method = now
-    except Exception as error:
+    except ours() as error:
         failures.note("instrumenting the methods that Ray calls (`stepscope run` does so earlier)", error)
 
 

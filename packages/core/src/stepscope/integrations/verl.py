@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import wrapt
 
+from stepscope.errors import ours
 from stepscope.recording.process import failures
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _PLACES = {
 def _extend(module: ModuleType) -> None:
     try:
         import_module(_PLACES[module.__name__]).extend(module)
-    except Exception as error:  # the import is the user's, and succeeds
+    except ours() as error:  # the import is the user's, and succeeds
         failures.note(f"stepscope in {module.__name__}", error)
 
 

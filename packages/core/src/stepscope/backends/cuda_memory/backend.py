@@ -23,7 +23,7 @@ from stepscope.backends.cuda_memory.summary import summarise
 from stepscope.backends.process_lock import ProcessLock
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
 from stepscope.config import CudaMemoryConfig, ProfileConfig
-from stepscope.errors import BackendError, ProfilerBusyError
+from stepscope.errors import BackendError, ProfilerBusyError, ours
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY
 
 _HISTORY = ProcessLock()
@@ -85,7 +85,7 @@ class CudaMemoryBackend:
             options: Any = history_options(self._config)
             self._at_oom, self._ooms, self._ignored, self._has_begun = None, 0, {}, True
             torch.cuda.memory._record_memory_history(**options)
-        except Exception as error:
+        except ours() as error:
             self._give_back()
             if not isinstance(error, BackendError):
                 raise BackendError(f"the CUDA memory history did not start: {error}") from error
@@ -114,7 +114,7 @@ class CudaMemoryBackend:
 
         try:
             snapshots: list[tuple[str | None, object]] = [(None, torch.cuda.memory._snapshot())]
-        except Exception as error:
+        except ours() as error:
             raise BackendError(f"the CUDA memory snapshot failed: {error}") from error
         finally:
             torch.cuda.memory._record_memory_history(None)

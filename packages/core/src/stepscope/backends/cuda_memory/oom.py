@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from stepscope.errors import ours
+
 POLL_S = 0.5
 """Interval between two checks for CUDA. Attaching earlier would create a CUDA context."""
 
@@ -51,7 +53,7 @@ def attach() -> str | None:
     if not _attached:
         try:
             call(_out_of_memory)
-        except RuntimeError as error:  # cudaMallocAsync and pluggable allocators have none
+        except ours(RuntimeError) as error:  # cudaMallocAsync and pluggable allocators have none
             return f"this allocator does not report out-of-memory errors: {str(error).splitlines()[0]}"
         _attached = True
     return None
@@ -139,7 +141,7 @@ def _begin() -> None:
         reason = attach()
         if reason is None and _window is None:
             resume()
-    except Exception as error:
+    except ours() as error:
         reason = f"{type(error).__name__}: {error}"
     if reason is not None and _refused is not None:
         _refused(reason)
@@ -150,7 +152,7 @@ def _snapshot() -> object:
 
     try:
         return torch.cuda.memory._snapshot()
-    except Exception:
+    except ours():
         return {"error": "the snapshot failed: there was no memory for it"}
 
 

@@ -15,7 +15,7 @@ from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.threaded.mini_batches import Phase, Place, cut_short, never_active, place
 from stepscope.backends.threaded.window_thread import WindowThread
 from stepscope.config import ScheduleConfig
-from stepscope.errors import BackendError
+from stepscope.errors import BackendError, is_users, ours
 
 
 class Cut(Protocol):
@@ -92,7 +92,7 @@ class ScheduledWindow(ABC, Generic[CutT]):
         except BaseException as error:
             self.over = True
             self._give_back()
-            if isinstance(error, Exception) and not isinstance(error, BackendError):
+            if not is_users(error) and not isinstance(error, BackendError):
                 raise BackendError(f"{self.name} did not start: {error}") from error
             raise
 
@@ -103,7 +103,7 @@ class ScheduledWindow(ABC, Generic[CutT]):
         self._mini_batch += 1
         try:
             self._go_to(place(self._schedule, self._mini_batch))
-        except Exception as error:
+        except ours() as error:
             self._lost = f"after {self._mini_batch} mini-batches: {error}"
             self.end()
 

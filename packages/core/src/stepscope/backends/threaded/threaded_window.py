@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from stepscope.backends.protocol import Window
 from stepscope.backends.threaded.window_thread import ANSWER_S, Task, WindowThread, run_on
-from stepscope.errors import BackendError, ProfilerBusyError
+from stepscope.errors import BackendError, ProfilerBusyError, is_users, ours
 
 BEGIN_S = 60
 """The longest wait of a start for its thread, which may be ending the previous window."""
@@ -82,7 +82,7 @@ class HeldWindow(Generic[WindowT]):
             if self.window is not window:  # a signal handler has stopped it
                 self._when_dropped.detach()
         except BaseException as error:
-            if not isinstance(error, Exception):  # a Ctrl-C: it has begun, or waits in its thread's queue
+            if is_users(error):  # a Ctrl-C: it has begun, or waits in its thread's queue
                 end_on_thread(window)
             self._release()
             raise
@@ -113,7 +113,7 @@ class HeldWindow(Generic[WindowT]):
             )
         try:
             late = None if task.wait(ANSWER_S) else Late(window, task)
-        except Exception:
+        except ours():
             self._release()
             raise  # a Ctrl-C keeps the window: a second end() ends what still runs
         self._release()
@@ -141,8 +141,9 @@ def end_on_thread(window: ThreadWindow) -> None:
     """End `window` on its thread, begun or not. A Ctrl-C is raised after the window has ended."""
     try:
         run_on(window.thread, window.end)
-    except KeyboardInterrupt:
-        run_on(window.thread, window.end)
+    except BaseException as error:
+        if is_users(error):
+            run_on(window.thread, window.end)
         raise
 
 

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
+from stepscope.errors import ours
+
 ANSWER_S = 1.0
 """The longest wait of a call from another thread for a main thread in C code."""
 RETRY_S = 0.02
@@ -132,7 +134,7 @@ class MainThread:
             self._retries = True
             try:
                 threading.Thread(target=self._retry, name="stepscope-retry", daemon=True).start()
-            except RuntimeError:  # no more threads: the next task drains this one too
+            except ours(RuntimeError):  # no more threads: the next task drains this one too
                 self._retries = False
         return 0
 

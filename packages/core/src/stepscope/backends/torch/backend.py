@@ -29,7 +29,7 @@ from stepscope.backends.torch import window as torch_window
 from stepscope.backends.torch.options import Options, resolve
 from stepscope.backends.torch.window import Recorded, TorchWindow
 from stepscope.config import ProfileConfig, ScheduleConfig
-from stepscope.errors import BackendError, ProfilerBusyError
+from stepscope.errors import BackendError, ProfilerBusyError, ours
 
 _LITTLE_MB = 256
 """If torch could not write, a disk with less room than this is called full: few traces are larger."""
@@ -191,7 +191,7 @@ def _full(folder: Path) -> str:
     """Return the clause of an error about the free room in `folder`, in which torch could not write."""
     try:
         disk = os.statvfs(folder)
-    except OSError as error:
+    except ours(OSError) as error:
         return f" to {folder}: {error.strerror}"
     free_mb = disk.f_bavail * disk.f_frsize / (1 << 20)
     if free_mb < _LITTLE_MB:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from stepscope.errors import ours
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -177,5 +179,7 @@ def _end_all() -> None:
             _, end = _open.popitem()  # the innermost first
         except KeyError:
             return  # it ended on its own thread
-        with suppress(Exception):  # an active dispatch mode may raise, and the session has to stop
+        try:
             end()
+        except ours():  # an active dispatch mode may raise, and the session has to stop
+            pass

@@ -10,7 +10,6 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -20,7 +19,7 @@ from stepscope.backends.threaded.window_thread import WindowThread
 from stepscope.backends.torch import foreign_sessions, libc
 from stepscope.backends.torch.options import Options, prepare_trace
 from stepscope.config import ScheduleConfig
-from stepscope.errors import ProfilerBusyError
+from stepscope.errors import ProfilerBusyError, is_users, ours
 
 if TYPE_CHECKING:
     from torch.profiler.profiler import _KinetoProfile as Profile
@@ -132,7 +131,7 @@ class TorchWindow(ScheduledWindow[Recorded]):
             kineto_has_started = True
             self._profile.add_metadata_json("stepscope", json.dumps({**self._about, "cycle": self._cycle}))
         except BaseException as error:
-            self._abandon(interrupted=not isinstance(error, Exception))
+            self._abandon(interrupted=is_users(error))
             raise
 
     def _start(self, profile: Profile) -> None:
@@ -171,7 +170,7 @@ class TorchWindow(ScheduledWindow[Recorded]):
                 foreign_sessions.clear_flag()  # the interrupt came before torch cleared it
             else:
                 self._lost = "its torch.profiler session was ended from outside stepscope"
-        except Exception as error:
+        except ours() as error:
             self._lost = f"torch.profiler did not stop: {error}"
         self.phase, self._profile = "off", None
 
@@ -221,9 +220,11 @@ def _stop_all_threads(profile: Profile) -> str | None:
     global _all_threads_stopped
     from torch.profiler import ProfilerActivity
 
-    with suppress(Exception):  # a torch may lack it or refuse; the session stops all the same
+    try:
         profile.toggle_collection_dynamic(False, [ProfilerActivity.CPU])
         time.sleep(_OPERATORS_END_S / 10)
+    except ours():  # a torch may lack it or refuse; the session stops all the same
+        pass
     try:
         return _stop(profile)
     finally:
@@ -234,7 +235,7 @@ def _stop(profile: Profile) -> str | None:
     """Stop the profile. Return the trouble if the device no longer answers, else None."""
     try:
         profile.stop_trace()
-    except Exception as error:
+    except ours() as error:
         session = profile.profiler
         if session is None or session.kineto_results is not None:
             raise

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.errors import ours
 from stepscope.files.storage.temporary import temporary
 
 private = partial(os.open, mode=0o600)
@@ -48,7 +49,7 @@ def append_whole(handle: int, size: int, data: bytes) -> int:
     try:
         while view:
             view = view[os.write(handle, view) :]
-    except OSError:
+    except BaseException:  # of a signal's handler too
         os.ftruncate(handle, size)
         os.lseek(handle, size, os.SEEK_SET)
         raise
@@ -79,7 +80,7 @@ def create_once(path: Path) -> bool:
             return True
     except FileExistsError:
         return False
-    except OSError:
+    except ours(OSError):
         return True
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from functools import cache
 
+from stepscope.errors import ours
+
 
 @cache
 def boot_id() -> str | None:
@@ -12,7 +14,7 @@ def boot_id() -> str | None:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
-    except OSError:
+    except ours(OSError):
         return None
 
 
@@ -22,6 +24,6 @@ def is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # of another user, or a number from a damaged file
+    except ours(OSError, OverflowError):  # of another user, or a number from a damaged file
         return True
     return True

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from zlib import crc32
 
+from stepscope.errors import ours
 from stepscope.files.storage.processes import boot_id, is_running
 
 _NAME = re.compile(r"^\..*\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-[0-9a-f]{12}$", re.DOTALL)
@@ -58,6 +59,6 @@ def _place() -> str | None:
     boot = boot_id()
     try:
         pids = os.readlink("/proc/self/ns/pid")
-    except OSError:
+    except ours(OSError):
         return None
     return None if boot is None else f"{crc32(f'{boot} {pids}'.encode()):08x}"

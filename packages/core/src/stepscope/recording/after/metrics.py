@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from typing import SupportsFloat, cast
 
 from stepscope import switch
+from stepscope.errors import ours
 from stepscope.files.layout import RunLayout
 from stepscope.files.scalars import StepMetrics, write_metrics
 from stepscope.recording.output import exporter
@@ -38,7 +38,7 @@ class MetricsLog:
             metrics = StepMetrics(run_id=run.run_id(), step=step, values=self._values)
             # After the exports of the capture, which make the folder.
             exporter.exporter().then(partial(self._write, metrics), deferred=False)
-        except Exception as error:
+        except ours() as error:
             failures.note("keeping the trainer's numbers", error)
 
     def _write(self, metrics: StepMetrics) -> None:
@@ -47,7 +47,7 @@ class MetricsLog:
             return  # a step that is not captured
         try:
             write_metrics(layout, metrics)
-        except OSError as error:
+        except ours(OSError) as error:
             failures.note("writing the trainer's numbers", error)
 
 
@@ -56,8 +56,10 @@ def _numbers(values: Mapping[str, object]) -> dict[str, float]:
     for name, value in values.items():
         if isinstance(value, str):
             continue
-        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        try:
             number = float(cast(SupportsFloat, value))
             if math.isfinite(number):
                 numbers[str(name)] = number
+        except ours(TypeError, ValueError, OverflowError, RuntimeError):  # no number
+            continue
     return numbers

@@ -14,6 +14,7 @@ from functools import partial
 from socket import gethostname
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from stepscope.errors import ours
 from stepscope.files.manifest.records import Expectation, State
 from stepscope.files.mirror import record_of, uncopied
 from stepscope.files.scalars import StepScalars, read_scalars
@@ -120,7 +121,7 @@ class Chores:
     def __call__(self) -> None:
         try:
             self._wait_for_files()
-        except Exception as error:
+        except ours() as error:
             failures.note("waiting for files of other processes", error)
         for chore in self._chores:
             self._do(chore)
@@ -132,7 +133,7 @@ class Chores:
     def _do(self, chore: Chore) -> None:
         try:
             reason = chore.outcome(chore.command.run())
-        except Exception as error:
+        except ours() as error:
             reason = describe(error)
         self._say(chore.name, reason)
 
@@ -151,7 +152,7 @@ class Chores:
         session = self._session
         try:
             scalars = read_scalars(session.layout, session.run_id)
-        except (OSError, ValueError):
+        except ours(OSError, ValueError):
             return reason or "the figures were not written"
         self._tell(scalars)
         failed = [f"{name}: {why}" for name, why in scalars.written.items() if why is not None]
@@ -206,6 +207,6 @@ def _wandb_run() -> dict[str, str]:
             return {}
         mode = "disabled" if run.disabled else "offline" if run.offline else None
         return {"WANDB_RUN_ID": str(run.id)} | ({} if mode is None else {"WANDB_MODE": mode})
-    except Exception as error:
+    except ours() as error:
         failures.note("reading the training's run of W&B", error)
         return {}

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepscope.errors import ours
 from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
 from stepscope.files.manifest.parts import fold, part_files, read_parts, write_manifest
 from stepscope.files.manifest.records import ProcessPart
@@ -58,7 +59,7 @@ def _retain(run: RunLayout, run_id: str, keep: int, url: str | None) -> None:
 def _is_mirrored(step: StepLayout, url: str) -> bool:
     try:
         return is_whole(step, url)
-    except OSError:
+    except ours(OSError):
         return False
 
 
@@ -87,7 +88,7 @@ def _remove(run: RunLayout, number: int, run_id: str, keep: int) -> None:
             write_manifest(step, fold([part for part in others if part.run_id == newest]))
         with open(run.removed, "a", opener=private) as file:
             file.write(f"step {number}: removed at {time.time_ns()} (unix ns); budget.keep_steps is {keep}\n")
-    except OSError as error:
+    except ours(OSError) as error:
         failures.note("removing an old step", error)
 
 

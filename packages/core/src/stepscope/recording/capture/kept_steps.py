@@ -11,7 +11,7 @@ from socket import gethostname
 
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, ours
 from stepscope.files.clock import ClockOffset
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Ending
@@ -46,7 +46,7 @@ def begin(asked: Asked) -> Callable[[object], None] | None:
     if recorder is None or recorder.config is not asked.config:
         try:
             recorder = _start(asked)
-        except Exception as error:
+        except ours() as error:
             failures.note("starting the flight recorder", error)
             return None
     return partial(_end, recorder, recorder.begin_step(asked.step))
@@ -87,7 +87,7 @@ def _tell(recorder: Recorder, workers: object, engines: object) -> None:
     except StepscopeError as error:
         failures.warn("stepscope: the flight recorder records no workers: %s", error)
         return
-    except Exception as error:
+    except ours() as error:
         failures.note("starting the flight recorder of workers and engines", error)
         return
     for outcome in outcomes:
@@ -102,7 +102,7 @@ def _tell(recorder: Recorder, workers: object, engines: object) -> None:
         """Ask again: who is busy does not answer in time, and is placed by earlier measurements."""
         try:
             return _clocks(private_loop.run(fleet.prepare(request, MEASURING_S)))
-        except Exception as error:
+        except ours() as error:
             failures.note("comparing clocks for the flight recorder", error)
             return []
 
@@ -113,7 +113,7 @@ def _profilers(engines: object) -> list[EngineProfiler] | None:
     """Return the profilers of the engines. None, which is logged, if one of them cannot be taken."""
     try:
         return None if engines is None else profilers_of(engines)
-    except Exception as error:
+    except ours() as error:
         failures.warn("stepscope: the flight recorder samples no engines: %s", describe(error))
         return None
 
@@ -142,7 +142,7 @@ def _capture_next(config: ProfileConfig, step: int) -> None:
     )
     try:
         change_requests(RunLayout(config.save_path), lambda standing: [*standing, request])
-    except OSError as error:
+    except ours(OSError) as error:
         failures.warn("stepscope: the step after the slow one is not captured: %s", error)
 
 
@@ -155,5 +155,5 @@ def _ending(error: object) -> Ending | None:
 def _in_background(work: Callable[[], None]) -> None:
     try:
         threading.Thread(target=work, name="stepscope-recorder-once", daemon=True).start()
-    except RuntimeError:  # the interpreter is exiting
+    except ours(RuntimeError):  # the interpreter is exiting
         pass

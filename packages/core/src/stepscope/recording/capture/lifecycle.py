@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from stepscope.engines.own_thread import own_thread
-from stepscope.errors import CaptureError, CaptureOpenError
+from stepscope.errors import CaptureError, CaptureOpenError, ours
 from stepscope.files.manifest.records import Ending, Manifest
 from stepscope.recording.after import pipeline
 from stepscope.recording.capture import conclusion, configure, on_demand
@@ -227,7 +227,7 @@ class Lifecycle:
                 await asyncio.sleep(0)  # the participants are told before this process pays for its own stop
                 self._go_through(closing, until=STAGES.index(Lifecycle.stop_participants))
                 await stopping
-        except Exception as failure:
+        except ours() as failure:
             failures.note("closing a capture", failure)
         except BaseException:
             if stopping is not None and not stopping.done():
@@ -290,7 +290,7 @@ class Lifecycle:
     def _do(self, index: int, session: Session, closing: Closing) -> None:
         try:
             STAGES[index](self, session, closing)
-        except Exception as error:
+        except ours() as error:
             self._pass(index, session)
             failures.note("closing a capture", error)
         else:
@@ -317,7 +317,7 @@ class Lifecycle:
         stop = self._tell_to_stop(self.participants, session, closing)
         try:
             private_loop.run(stop, keep=True)  # a Ctrl-C must not leave them recording
-        except Exception as failure:
+        except ours() as failure:
             stop.close()
             failures.note("stopping workers and engines", failure)
 

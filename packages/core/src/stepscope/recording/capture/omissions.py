@@ -11,6 +11,7 @@ from typing import Any
 
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.config._words import closest
+from stepscope.errors import ours
 from stepscope.files.manifest.records import OpenedBy, ProcessPart
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures
@@ -62,7 +63,7 @@ def _missing_workers(*, engines: bool, opened_by: OpenedBy) -> str | None:
         worker = getattr(ray.get_runtime_context(), "worker", None)
         if engines or worker is None or worker.mode != ray.SCRIPT_MODE:  # an actor, a task
             return None
-    except Exception as error:
+    except ours() as error:
         failures.note("asking Ray whether this is its driver", error)
         return None
     if opened_by == "instrument":
@@ -183,7 +184,7 @@ def _actors() -> dict[str, str]:
             return {}
         job = ray.get_runtime_context().get_job_id()
         table = ray._private.state.state.actor_table(None, None, "ALIVE")
-    except Exception as error:
+    except ours() as error:
         failures.note("asking Ray for the actors of this job", error)
         return {}
     return {at: about["ActorClassName"] for at, about in table.items() if about["JobID"] == job}

@@ -18,7 +18,7 @@ import msgspec
 
 from stepscope import switch
 from stepscope.config import ProfileConfig, StepRange, check_tool
-from stepscope.errors import ConfigError, RecordError
+from stepscope.errors import ConfigError, RecordError, ours
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import (
     MAX_REQUESTS,
@@ -149,7 +149,7 @@ class Listener:
                 return None
             chosen = apply(config, request, step)
             check_tool(chosen)
-        except (ConfigError, OSError) as error:
+        except ours(ConfigError, OSError) as error:
             self._answer(request, Answer(state="refused", reason=str(error)))
             return None
         steps = [*answer.steps, step]
@@ -188,7 +188,7 @@ class Listener:
                 with self._lock:
                     self._look()
                     self._write()
-            except Exception as error:  # a disk that is full now may have room at the next look
+            except ours() as error:  # a disk that is full now may have room at the next look
                 failures.note("polling for requests", error)
         if _listener is not self:
             _write_last(self, "its process went on in another run's folder")
@@ -255,7 +255,7 @@ def wanted(
         return None
     try:
         return _listening(config, role, rank).wanted(config, step, alone=alone or is_alone())
-    except Exception as error:
+    except ours() as error:
         failures.note("looking for requests", error)
         return None
 
@@ -300,14 +300,14 @@ def end(why: str) -> None:
 def _write_last(listener: Listener, why: str) -> None:
     try:
         listener.write_last(why)
-    except Exception as error:
+    except ours() as error:
         failures.note("writing the last answers", error)
 
 
 def _stamp(path: str) -> tuple[int, int] | None:
     try:
         status = os.stat(path)
-    except OSError:
+    except ours(OSError):
         return None
     return status.st_mtime_ns, status.st_ino
 

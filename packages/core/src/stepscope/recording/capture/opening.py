@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from stepscope.errors import ConfigError, StepscopeError
+from stepscope.errors import ConfigError, StepscopeError, is_users
 from stepscope.recording.after import pipeline
 from stepscope.recording.capture import omissions
 from stepscope.recording.capture.asked import Asked
@@ -56,10 +56,10 @@ def refusal(step: int, other: Claim) -> str:
 
 
 def is_for_the_user(error: BaseException, asked: Asked) -> bool:
-    """Return whether an error of opening goes up: a slip in the arguments, a cancellation, a Ctrl-C.
+    """Return whether an error of opening goes up: a slip in the arguments, or the user's own.
 
     Trouble of ours or of the disk does not stop a run; nor does a configuration that a request brought.
     """
     if isinstance(error, ConfigError) and asked.on_request:
         return False
-    return isinstance(error, StepscopeError) or not isinstance(error, Exception)
+    return isinstance(error, StepscopeError) or is_users(error)

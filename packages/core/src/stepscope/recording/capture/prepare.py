@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope import switch
 from stepscope.config import ProfileConfig
-from stepscope.errors import CaptureError, StepscopeError
+from stepscope.errors import CaptureError, StepscopeError, ours
 from stepscope.recording.capture import configure, omissions
 from stepscope.recording.fanout.messages import PrepareRequest
 from stepscope.recording.fanout.worker_side import prepare_worker
@@ -149,7 +149,7 @@ def _logged() -> Iterator[None]:
         yield
     except StepscopeError as error:
         failures.warn("stepscope: %s", error)
-    except Exception as error:
+    except ours() as error:
         failures.note("preparing before the first step", error)
 
 

@@ -10,7 +10,7 @@ import msgspec
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler
 from stepscope.engines.own_thread import own_thread
-from stepscope.errors import CaptureError
+from stepscope.errors import CaptureError, ours
 from stepscope.recording.capture import configure, omissions
 from stepscope.recording.fanout.engines import check_capture, warn_of_long_stops
 from stepscope.recording.fanout.fleet import WorkerOutcome
@@ -104,7 +104,7 @@ async def _engine(engine: EngineProfiler, config: ProfileConfig, deadline_s: flo
         ignored = await private_loop.within(own_thread(check), deadline_s)
     except asyncio.TimeoutError:
         return f"replica {engine.replica}: no answer within {deadline_s:g} s"
-    except Exception as error:
+    except ours() as error:
         return f"replica {engine.replica}: {describe(error)}"
     for option, reason in ignored.items():
         if option not in _FACTS:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from stepscope.counters import CounterSource
+from stepscope.errors import ours
 from stepscope.files.counters import NPU
 from stepscope.recording.counters.devices import DeviceCounter
 from stepscope.recording.counters.sampler import AbsentError
@@ -96,7 +97,7 @@ def _library() -> ctypes.CDLL:
     first, second = LIBRARIES
     try:
         return ctypes.CDLL(first)
-    except OSError:
+    except ours(OSError):
         return ctypes.CDLL(second)
 
 
@@ -111,7 +112,7 @@ def ascend_npus() -> Iterator[CounterSource]:
     try:
         dcmi = _Dcmi(_library())
         chips = dcmi.chips()
-    except (OSError, DcmiError) as error:
+    except ours(OSError, DcmiError) as error:
         raise AbsentError(f"{LIBRARIES[0]}, the library of npu-smi, cannot be used: {error}") from None
     yield DeviceCounter(NPU, "%", dcmi.utilisation, chips, error=DcmiError, kind="interval")
     yield DeviceCounter("NPU memory", "B", dcmi.memory_bytes, chips, error=DcmiError)

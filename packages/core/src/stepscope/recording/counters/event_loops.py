@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from weakref import ref
 
 from stepscope.counters import CounterSource
+from stepscope.errors import ours
 from stepscope.files.counters import EVENT_LOOP, CounterKind
 from stepscope.recording.process.event_loop import running_loop
 from stepscope.recording.spans.maker import SpanMaker, SpanObserver
@@ -121,7 +122,7 @@ class _Watched:
         self._sent_ns = time.monotonic_ns()
         try:
             loop.call_soon_threadsafe(self._answer, self._number)
-        except RuntimeError:  # closed meanwhile
+        except ours(RuntimeError):  # closed meanwhile
             self._sent_ns = None
 
     def _answer(self, number: int) -> None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from zlib import crc32
 
 from stepscope.counters import CounterSource
+from stepscope.errors import ours
 from stepscope.files.counters import CounterKind, CounterScope
 
 
@@ -63,7 +64,7 @@ class HostClaim:
         self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.bind(name)
-        except OSError as error:
+        except ours(OSError) as error:
             # Where such names are not allowed, every process samples the host: that costs more, and is right.
             self.taken = error.errno != errno.EADDRINUSE
             self.free()

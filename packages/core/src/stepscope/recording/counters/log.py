@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from stepscope.errors import ours
 from stepscope.files import counters as records
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
@@ -58,7 +59,7 @@ class CounterLog:
         """Open the sources, on their thread: some import libraries. Raise nothing."""
         try:
             self.sampler.open()
-        except RuntimeError as error:  # the system has no thread for it
+        except ours(RuntimeError) as error:  # the system has no thread for it
             self.failed = describe(error)
         self._end_if_closed()
 
@@ -69,7 +70,7 @@ class CounterLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._file = open(self.path, "xb", buffering=0, opener=private)  # noqa: SIM115  # until close()
-        except OSError as error:
+        except ours(OSError) as error:
             self.failed = describe(error)
 
     def start(self, anchor: ClockAnchor) -> None:
@@ -82,7 +83,7 @@ class CounterLog:
         self.sampler.ticked = self._ticked
         try:
             self.sampler.start(self._head.hz)
-        except RuntimeError as error:  # its thread ended, and another one is refused
+        except ours(RuntimeError) as error:  # its thread ended, and another one is refused
             self.failed = describe(error)
         self._end_if_closed()
 
@@ -104,7 +105,7 @@ class CounterLog:
             return
         try:
             self._end(file, anchor)
-        except OSError as error:
+        except ours(OSError) as error:
             self.failed = self.failed or describe(error)
         except BaseException:
             self.failed = self.failed or "interrupted while the last counters were written"
@@ -130,7 +131,7 @@ class CounterLog:
         self._written_ns = now_ns
         try:
             self._write(file)
-        except OSError as error:
+        except ours(OSError) as error:
             self.failed = describe(error)
             failures.note("writing counters", error)
 

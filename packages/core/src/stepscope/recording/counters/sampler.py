@@ -10,12 +10,12 @@ import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import monotonic_ns, thread_time_ns
 from typing import NamedTuple, TypeAlias
 
 from stepscope.counters import CounterSource
+from stepscope.errors import ours
 from stepscope.files.counters import Series
 from stepscope.files.values import bounded
 from stepscope.recording.process import failures, fork
@@ -110,8 +110,10 @@ class Sampler:
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
-        with suppress(RuntimeError):  # interrupted in its start: it ends as soon as it begins
+        try:
             thread.join(timeout_s)
+        except ours(RuntimeError):  # interrupted in its start: it ends as soon as it begins
+            pass
         return not thread.is_alive()
 
     def end(self) -> None:
@@ -147,7 +149,7 @@ class Sampler:
                 self._wake.get()
                 self._open_added()
             self._loop(began_ns)
-        except Exception as error:
+        except ours() as error:
             failures.note("the sampler of counters", error)
         finally:
             self._close_sources()
@@ -194,15 +196,17 @@ class Sampler:
             self._sources += opener()
         except AbsentError as reason:
             self.absent[name] = str(reason)
-        except Exception as error:
+        except ours() as error:
             self.absent[name] = failures.describe(error)
             failures.note(f"the counters of {name}", error)
 
     def _close_sources(self) -> None:
         sources, self._sources = self._sources, []
         for source in sources:
-            with suppress(Exception):
+            try:
                 source.close()
+            except ours():  # it has given its numbers
+                pass
 
     def _tick(self) -> None:
         self._open_added()
@@ -235,7 +239,7 @@ class Sampler:
                 for number, value in numbers
                 if number is not None and math.isfinite(value)
             }
-        except Exception as error:
+        except ours() as error:
             self._sources.remove(source)
             self.absent[source.name] = failures.describe(error)
             failures.note(f"the counter {source.name}", error)

@@ -10,6 +10,7 @@ from functools import partial
 import msgspec
 
 from stepscope.engines.fetch import LEFT_BEHIND
+from stepscope.errors import ours
 from stepscope.files.layout import StepLayout, sidecar_of
 from stepscope.files.manifest.late import waiting
 from stepscope.files.manifest.records import (
@@ -69,7 +70,7 @@ class EngineOutcomes:
         """Enter the outcome of a stop that ended after its deadline."""
         try:
             artifacts = stopped.result()
-        except Exception as error:
+        except ours() as error:
             self._manifest_part.fail(label, f"stop, after its deadline: {describe(error)}", kind="engine")
             self._write()
         else:

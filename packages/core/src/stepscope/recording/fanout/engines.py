@@ -11,6 +11,7 @@ from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.engines import EngineCapture, EngineProfiler, Iterations
 from stepscope.engines.own_thread import own_thread
 from stepscope.engines.protocol import waited_s
+from stepscope.errors import ours
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import LATE, awaited
 from stepscope.files.sidecar import Artifact
@@ -64,7 +65,7 @@ class EngineGroup:
         try:
             await late_files.give_up()
             full = await own_thread(self._session.over_budget) if selected else None
-        except Exception as error:  # of the disk, or of a process that may have no more threads
+        except ours() as error:  # of the disk, or of a process that may have no more threads
             failures.note("looking for room before a capture", error)
         if full is not None:
             for profiler in selected:
@@ -99,7 +100,7 @@ class EngineGroup:
         self._started.append(profiler)
         try:
             await within(_checked_start(profiler, self._capture_of(profiler)), deadline_s)
-        except Exception as error:
+        except ours() as error:
             self._manifest_part.fail(label, _why("start", error, deadline_s), kind="engine")
             return
         if profiler not in self._started:  # it was told to stop before it had started: it is told again

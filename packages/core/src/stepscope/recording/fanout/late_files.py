@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from stepscope.engines.own_thread import own_thread
+from stepscope.errors import ours
 from stepscope.files.sidecar import Artifact
 from stepscope.recording.process import failures, fork
 
@@ -79,7 +80,7 @@ async def enter_what_came() -> None:
         try:
             if not await own_thread(came_by_itself) and looks > 1:
                 _given_up.append((came_by_itself, looks - 1))
-        except Exception as error:
+        except ours() as error:
             failures.note("entering files that came late", error)
 
 

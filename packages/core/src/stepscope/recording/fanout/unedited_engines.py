@@ -11,7 +11,7 @@ from stepscope.engines import EngineCapture, EngineProfiler, EngineProfilerBase,
 from stepscope.engines.instrumented_engines import registered
 from stepscope.engines.protocol import ADAPTERS
 from stepscope.engines.ray import Instrumented, RayRollout, is_elsewhere
-from stepscope.errors import EngineError
+from stepscope.errors import EngineError, ours
 from stepscope.files.sidecar import Artifact
 from stepscope.recording.process import failures, private_loop
 
@@ -103,7 +103,7 @@ class UneditedEngines:
             return known
         try:
             answer = await private_loop.within(rollout.instrumented(), _ASK_S)
-        except Exception:
+        except ours():
             return {}  # its start says why
         if answer and all(target is None for engines in answer.values() for _, target in engines):
             _answers[rollout.actor_id] = answer
@@ -136,7 +136,7 @@ def _profiler(adapter: str, engine: object, config: ProfileConfig) -> EngineProf
             return factory.serving(engine if "://" in engine else f"http://{engine}", config)
         if factory.recognises(engine):
             return factory(engine, 0)
-    except Exception as error:
+    except ours() as error:
         return UnusableEngine(failures.describe(error))
     kind = f"{type(engine).__module__}.{type(engine).__qualname__}"
     return UnusableEngine(

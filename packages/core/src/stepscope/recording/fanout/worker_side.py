@@ -14,6 +14,7 @@ import weakref
 from stepscope import switch
 from stepscope.backends import load_backend
 from stepscope.engines import EngineProfiler, driven_engines
+from stepscope.errors import ours
 from stepscope.files.manifest.records import Ending
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.after import pipeline
@@ -161,7 +162,7 @@ def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareA
             backend = load_backend(config.tool, config)
             backend.check()
             backend.prepare()
-        except Exception as error:
+        except ours() as error:
             problem = describe(error)
     return PrepareAnswer(roles=roles, recorder=recorder, problem=problem, warnings=warnings)
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from stepscope.config import ProfileConfig
+from stepscope.errors import ours
 from stepscope.recording.instrument.patch import parent_of, when_imported
 from stepscope.recording.process import failures
 
@@ -40,7 +41,7 @@ def _library_imported(adapter: str, library: ModuleType) -> None:
         if factory is not None and factory.builder:
             module, _, name = factory.builder.partition(":")
             when_imported(module, partial(_patch, factory, name))
-    except Exception as error:  # the import is the user's, and succeeds
+    except ours() as error:  # the import is the user's, and succeeds
         failures.note(f"arming engines of {adapter!r}", error)
 
 
@@ -48,7 +49,7 @@ def _patch(factory: EngineFactory, name: str, module: ModuleType) -> None:
     try:
         parent, attribute = parent_of(module, name)
         setattr(parent, attribute, _armed(getattr(parent, attribute), factory))
-    except Exception as error:  # as above
+    except ours() as error:  # as above
         failures.note(f"arming engines by {factory.builder}", error)
 
 
@@ -58,7 +59,7 @@ def _armed(build: Callable[..., Any], factory: EngineFactory) -> Callable[..., A
         if _config is not None:
             try:
                 factory.arm(_config, settings)
-            except Exception as error:
+            except ours() as error:
                 failures.note(f"arming an engine by {factory.builder}", error)
         return build(settings, *args, **kwargs)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import NamedTuple, TypeAlias
 
-from stepscope.errors import ConfigError
+from stepscope.errors import ConfigError, ours
 
 Number: TypeAlias = int | float | bool
 
@@ -126,7 +126,7 @@ class Condition(NamedTuple):
                 arguments.read(one, args, kwargs) is arguments.read(other, args, kwargs)
                 for one, other in self.same.items()
             )
-        except Exception:  # the arguments are theirs, and so is what their attributes do
+        except ours():  # the arguments are theirs, and so is what their attributes do
             return False
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from stepscope import switch
 from stepscope.config import InstrumentConfig, ProfileConfig
 from stepscope.config.presets import Preset, read_preset
-from stepscope.errors import ConfigError
+from stepscope.errors import ConfigError, ours
 from stepscope.files.spans import CONSUME
 from stepscope.recording.instrument import arming, framework_settings, patch, uncovered
 from stepscope.recording.instrument.call_arguments import Condition
@@ -67,7 +67,7 @@ def _apply(config: ProfileConfig, lenient: bool) -> None:
             _applied.pop(key).remove()
         try:
             _applied[key] = patch.place(handle, early=lenient)
-        except Exception as error:
+        except ours() as error:
             if not (lenient or handle.origin):
                 raise
             patch.note_failure(handle, error)
@@ -88,7 +88,7 @@ def integrate(presets: Iterable[Preset]) -> None:
 def _import_integration(name: str, framework: ModuleType) -> None:
     try:
         import_module(name)
-    except Exception as error:  # the import is the user's, and succeeds
+    except ours() as error:  # the import is the user's, and succeeds
         failures.note(f"{name} in {framework.__name__}", error)
 
 
@@ -108,7 +108,7 @@ def apply_to(instance: object) -> None:
     for handle in _applied.values():
         try:
             handle.install_on(type(instance))
-        except Exception as error:
+        except ours() as error:
             patch.note_failure(handle, error)
 
 

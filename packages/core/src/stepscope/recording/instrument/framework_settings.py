@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 
 import msgspec
 
 from stepscope.config.presets import ListedSettings, Preset, place_of
+from stepscope.errors import ours
 from stepscope.files.manifest.settings import SWITCHES, FrameworkSettings, Setting, is_number
 from stepscope.recording.instrument.call_arguments import Arguments
 from stepscope.recording.process import settings
@@ -44,7 +44,7 @@ def look(target: str, arguments: Arguments, args: tuple[object, ...], kwargs: di
     framework, listed = _sources[target]
     try:
         configuration = arguments.read(listed.at, args, kwargs)
-    except Exception:  # another version keeps it elsewhere: its settings are unknown
+    except ours():  # another version keeps it elsewhere: its settings are unknown
         return
     if id(configuration) != _latest:
         _latest = id(configuration)
@@ -56,9 +56,11 @@ def _read(configuration: object, listed: ListedSettings) -> Iterator[Setting]:
     """Yield the settings that the configuration has. A value that is no number is left out."""
     for knob, setting in listed.items():
         value: object = _ABSENT
-        with suppress(Exception):  # it has no such setting, or cannot resolve it
+        try:
             if setting.where is None or _value_at(configuration, setting.where):
                 value = _value_at(configuration, setting.name)
+        except ours():  # it has no such setting, or cannot resolve it
+            pass
         if not (is_number(value) or value in (setting.better, *setting.instead_of)):
             continue
         is_off = value in setting.instead_of or value is (not setting.better)

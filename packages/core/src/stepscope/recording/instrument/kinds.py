@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar,
 
 from stepscope.config._instrument import paths_in
 from stepscope.engines import instrumented_engines
+from stepscope.errors import ours
 from stepscope.files.values import AttrValue, whole
 from stepscope.recording.instrument.call_arguments import (
     Arguments,
@@ -31,7 +32,7 @@ from stepscope.recording.instrument.call_arguments import (
 )
 from stepscope.recording.process import failures
 from stepscope.recording.spans import api, results, slot, wrapping
-from stepscope.recording.spans.scopes import OFF, Scope, next_turn
+from stepscope.recording.spans.scopes import OFF, Scope, begins_with_try, next_turn
 from stepscope.recording.spans.wrapping import Attrs, Declared
 
 if TYPE_CHECKING:
@@ -97,10 +98,11 @@ class Calls:
             return self.open(args, kwargs)
         except RecursionError:
             return OFF  # the depth that is left is for the call
-        except Exception as error:
+        except ours() as error:
             failures.note(f"the {self.timing.kind} of {self.target}", error)
             return OFF
 
+    @begins_with_try
     def leave(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
         """Read the values of a call that returned `result`, and close its scope."""
         try:
@@ -120,7 +122,7 @@ class Calls:
             )  # fmt: skip
         try:
             return results.follow(result, scope, is_exclusive, partial(self.read, scope, args, kwargs))
-        except Exception as error:
+        except ours() as error:
             failures.note(f"the end of {self.target}", error)
             return None
 
@@ -131,7 +133,7 @@ class Calls:
                 self.returned(scope, args, kwargs, result)
         except RecursionError:
             pass
-        except Exception as error:
+        except ours() as error:
             failures.note(f"the values of {self.target}", error)
 
     def open(self, args: Args, kwargs: Kwargs) -> Scope:
@@ -147,7 +149,9 @@ class Calls:
         values = {name: number for name, number in numbers.items() if number is not None}
         if values:
             scope.set(**values)
-        _take_version(scope, self.version(args, kwargs, (result,)))
+        version = self.version(args, kwargs, (result,))
+        if version is not None and scope is not OFF:
+            scope.policy_version, scope.resolved = version, None
 
     def number(
         self, field: str, path: str | None, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()
@@ -173,7 +177,7 @@ class Calls:
     ) -> T | None:
         try:
             return convert(self.arguments.read(path, args, kwargs, returned))
-        except Exception as error:  # the objects are theirs, and so is what their attributes do
+        except ours() as error:  # the objects are theirs, and so is what their attributes do
             if field not in self._logged:
                 self._logged.add(field)
                 reason = str(error) if isinstance(error, LookupError) else failures.describe(error)
@@ -199,7 +203,8 @@ class SpanCalls(Calls):
             return OFF
         version = self.version(args, kwargs)
         scope = cast("SpanMaker", session.log).begin(self.declared, _constants(self.timing))
-        _take_version(scope, version)
+        if version is not None and scope is not OFF:
+            scope.policy_version, scope.resolved = version, None
         return scope
 
 
@@ -251,7 +256,8 @@ class TurnCalls(Calls):
         index = next_turn() if path is None else whole(self.number("index", path, args, kwargs))
         version = self.version(args, kwargs)
         scope = api.turn(cast(int, index), attrs=_constants(self.timing)).__enter__()
-        _take_version(scope, version)
+        if version is not None:
+            scope.policy_version, scope.resolved = version, None
         return scope
 
 
@@ -301,7 +307,7 @@ class EngineCalls(Calls):
                 instrumented_engines.register_none(adapter)
         except LookupError:
             pass  # logged
-        except Exception as error:
+        except ours() as error:
             failures.note(f"the engine of {self.target}", error)
 
     def _engines(self, args: Args, kwargs: Kwargs, result: object) -> list[object]:
@@ -336,18 +342,18 @@ _CALL = """
     __scope = __calls.enter(__args, __kwargs)
     try:
         __result = {await_}__fn({call})
+{goes_on}
     except BaseException as __error:
         __scope.__exit__(None, __error, None)
         raise
-{goes_on}
     __calls.leave(__scope, __args, __kwargs, __result)
     return __result
 """
 _GOES_ON = """
-    if type(__result) not in __calls.over:
-        __rest = __calls.follow(__scope, __args, __kwargs, __result)
-        if __rest is not None:
-            return __rest
+        if type(__result) not in __calls.over:
+            __rest = __calls.follow(__scope, __args, __kwargs, __result)
+            if __rest is not None:
+                return __rest
 """
 
 
@@ -384,11 +390,6 @@ def joined(parts: list[list[str]]) -> list[str]:
 
 def _items_of(value: object) -> list[Any]:
     return [item for item in (value if isinstance(value, list | tuple) else [value]) if item is not None]
-
-
-def _take_version(scope: Scope, version: int | None) -> None:
-    if version is not None and scope is not OFF:
-        scope.policy_version, scope.resolved = version, None
 
 
 def _constants(timing: Timing) -> Mapping[str, AttrValue] | None:

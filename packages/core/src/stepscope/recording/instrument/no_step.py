@@ -11,9 +11,9 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from contextlib import suppress
 
 from stepscope.config import ProfileConfig
+from stepscope.errors import ours
 from stepscope.files.layout import RunLayout
 from stepscope.recording.instrument import configured
 from stepscope.recording.process import failures, run
@@ -47,10 +47,12 @@ def reached(config: ProfileConfig, step: int, selected: bool) -> None:
     _selected = _selected or selected
     if not _steps:
         configured.note_absent()
-        with suppress(OSError):  # a folder that cannot be written is reported by the captures
+        try:
             mark = RunLayout(config.save_path).reached(run.run_id())
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch(mode=0o600)
+        except ours(OSError):  # a folder that cannot be written is reported by the captures
+            pass
     _steps[:] = min([step, *_steps]), step
 
 
@@ -61,7 +63,7 @@ def _at_exit(pid: int) -> None:
         line = _about_selection(_config) if _steps else _about_boundaries(_config)
         if line is not None:
             sys.stderr.write(f"stepscope: {line}\n")
-    except Exception as error:
+    except ours() as error:
         failures.note("checking whether a step began", error)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from stepscope import switch
 from stepscope.config._words import closest
-from stepscope.errors import ConfigError
+from stepscope.errors import ConfigError, ours
 from stepscope.recording.instrument import kinds, step_boundaries
 from stepscope.recording.instrument.call_arguments import Arguments, Condition
 from stepscope.recording.instrument.kinds import Timing
@@ -152,7 +152,7 @@ class Instrument:
                 return  # removed while it waited
             try:
                 self.install(module)
-            except Exception as error:
+            except ours() as error:
                 # The import is the user's: it succeeds, whatever we do not find in the module.
                 del _instruments[self.target]
                 note_failure(self, error)

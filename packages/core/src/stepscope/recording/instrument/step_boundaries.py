@@ -15,6 +15,7 @@ from types import FunctionType
 from typing import NamedTuple, Protocol, cast
 
 from stepscope.config import InstrumentConfig
+from stepscope.errors import ours
 from stepscope.recording.instrument import framework_settings, uncovered
 from stepscope.recording.instrument.call_arguments import Arguments, Condition
 from stepscope.recording.process import failures, fork
@@ -202,7 +203,7 @@ class Call:
             _next = number + 1
             _step = Step(number, self._capture(number, finished.close))
             return finished._replace(open=_step.capture)
-        except Exception as error:
+        except ours() as error:
             failures.note("beginning a step of the framework", error)
             return finished
 
@@ -239,7 +240,7 @@ def switch(change: Switch) -> None:
             change.close.close(change.error)
         if change.open is not None:
             change.open.open()
-    except Exception as error:
+    except ours() as error:
         failures.note("capturing a step of the framework", error)
 
 
@@ -250,7 +251,7 @@ async def aswitch(change: Switch) -> None:
             await change.close.aclose(change.error)
         if change.open is not None:
             await change.open.aopen()
-    except Exception as error:
+    except ours() as error:
         failures.note("capturing a step of the framework", error)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.backends.protocol import PendingArtifact
+from stepscope.errors import ours
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.files.storage.recordings import compress, free_path
@@ -111,7 +112,7 @@ class Exporter:
                 job.work()
             else:
                 self._export(job)
-        except Exception as error:
+        except ours() as error:
             failures.note("reporting an export", error)
 
     def _export(self, job: _Job) -> None:
@@ -138,7 +139,7 @@ def _export(job: _Job) -> ExportResult:
         if job.pending.compress:
             file = compress(file)
         sidecar = _put(job, file)
-    except Exception as error:
+    except ours() as error:
         job.pending.discard()
         took = time.monotonic_ns() - began
         return ExportResult(error=f"{type(error).__name__}: {error}", cost_ns=took, stall_ns=stall_ns)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.errors import ours
 from stepscope.files.clock import ClockOffset
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.parts import fold, part_files, write_manifest
@@ -181,7 +182,7 @@ class ManifestPart:
             manifest = fold([self.record, *others])
             try:
                 write_manifest(step, manifest)
-            except OSError as error:
+            except ours(OSError) as error:
                 failures.note("writing the manifest", error)
             return manifest
 
@@ -193,7 +194,7 @@ class ManifestPart:
         with self._folding:
             try:
                 write_manifest(step, self.manifest(step))
-            except OSError as error:
+            except ours(OSError) as error:
                 failures.note("writing the manifest", error)
 
     def write(self) -> None:
@@ -201,5 +202,5 @@ class ManifestPart:
         with self._lock:
             try:
                 write_atomic(self._path, msgspec.json.encode(self.record))
-            except OSError as error:
+            except ours(OSError) as error:
                 failures.note("writing the manifest", error)

@@ -10,7 +10,7 @@ import os
 import threading
 from types import ModuleType
 
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, ours
 
 CANCELLED = "cancelled"
 """The outcome of a span whose work was cancelled. Errors have the name of their type in front."""
@@ -86,7 +86,7 @@ def describe(error: BaseException) -> str:
     """
     try:
         text = f"{type(error).__name__}: {error}"
-    except Exception:
+    except ours():
         text = type(error).__name__
     return text[: 2000 if isinstance(error, StepscopeError) else 200]
 

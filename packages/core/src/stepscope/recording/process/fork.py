@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from stepscope.errors import ours
 from stepscope.files.storage import reading
 from stepscope.recording.process import failures
 
@@ -47,7 +48,7 @@ def _in_child() -> None:
             continue
         try:
             forget()
-        except Exception as error:
+        except ours() as error:
             failures.note(f"forgetting the {name} of the parent process", error)
 
 

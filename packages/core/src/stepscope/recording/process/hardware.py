@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stepscope.config import ThroughputConfig
+from stepscope.errors import ours
 from stepscope.files.manifest.records import Hardware
 from stepscope.files.values import bounded
 from stepscope.recording.process import failures
@@ -20,7 +21,7 @@ def read_hardware(config: ThroughputConfig) -> Hardware:
     device = None
     try:
         device = next((bounded(str(module.get_device_name())) for _, module in initialised()), None)
-    except Exception as error:  # a driver in trouble
+    except ours() as error:  # a driver in trouble
         failures.warn("stepscope: the device of this process is unknown: %s", failures.describe(error))
     return Hardware(
         device=device, peak_tflops=config.device_peak_tflops, flops_per_token=config.flops_per_token

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.config import ProfileConfig
+from stepscope.errors import ours
 from stepscope.files.layout import RunLayout
 from stepscope.files.run import RunRecord
 from stepscope.files.storage.atomic import write_atomic
@@ -59,7 +60,7 @@ def _of_ray_job() -> str | None:
     try:
         context = ray.get_runtime_context()
         job = f"{context.get_session_name()}/{context.get_job_id()}"
-    except Exception as error:
+    except ours() as error:
         failures.note("reading the Ray job's id", error)
         return None
     return sha256(job.encode()).hexdigest()[:8]
@@ -73,7 +74,7 @@ def _agreed(proposal: str) -> str:
     try:
         store = distributed._get_default_store()
         return str(store.compare_set("stepscope/run_id", "", proposal).decode())
-    except Exception as error:
+    except ours() as error:
         failures.note("agreeing on a run id", error)
         return proposal
 
@@ -96,5 +97,5 @@ def record(config: ProfileConfig, versions: Callable[[], dict[str, str]]) -> Non
     try:
         Path(config.save_path).mkdir(parents=True, exist_ok=True)
         write_atomic(layout.run(run_id()), msgspec.json.format(msgspec.json.encode(data)))
-    except OSError as error:
+    except ours(OSError) as error:
         failures.note("writing run.json", error)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+from stepscope.errors import ours
 from stepscope.files.manifest.records import Ending
 from stepscope.recording.process import failures
 
@@ -72,5 +73,5 @@ def close_everything(ending: Ending, deadline_s: float) -> None:
     for name, (_, close) in sorted(_closers.items(), key=lambda item: item[1][0]):
         try:
             close(ending, deadline_s)
-        except Exception as error:
+        except ours() as error:
             failures.note(f"closing {name} at the end of the process", error)

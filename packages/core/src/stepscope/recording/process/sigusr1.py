@@ -11,6 +11,7 @@ import threading
 from types import FrameType
 
 from stepscope.config import ProfileConfig
+from stepscope.errors import ours
 
 _came = 0
 """Number of signals that came. One writer: the handler."""
@@ -47,7 +48,7 @@ def _handled_from_c() -> bool:
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as file:
             caught = next(line for line in file if line.startswith("SigCgt:"))
-    except (OSError, StopIteration):
+    except ours(OSError, StopIteration):
         return False
     return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
 

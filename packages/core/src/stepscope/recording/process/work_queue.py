@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from stepscope.errors import ours
+
 J = TypeVar("J")
 
 
@@ -45,7 +47,7 @@ class WorkQueue(Generic[J]):
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         try:
             thread.start()
-        except RuntimeError:
+        except ours(RuntimeError):
             return
         self._thread = thread
 

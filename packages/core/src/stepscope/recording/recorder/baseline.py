@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from stepscope import switch
+from stepscope.errors import ours
 from stepscope.files.layout import RunLayout
 from stepscope.files.storage.atomic import append_lines
 from stepscope.files.uncaptured import UncapturedStep
@@ -113,7 +114,7 @@ def flush() -> None:
 def _append(file: Path, steps: tuple[UncapturedStep, ...]) -> None:
     try:
         append_lines(file, steps)
-    except OSError as error:
+    except ours(OSError) as error:
         failures.note("writing how long uncaptured steps took", error)
 
 

@@ -10,6 +10,7 @@ from stepscope.counters import CounterSource
 from stepscope.engines import EngineProfiler, EngineProfilerBase, driven_engines, load_engine
 from stepscope.engines.instrumented_engines import registered
 from stepscope.engines.metrics import FINISHED, GENERATION_TOKENS, PROMPT_TOKENS, RUNNING, UNFINISHED, WAITING
+from stepscope.errors import ours
 from stepscope.files.counters import KV_CACHE
 from stepscope.files.states import EngineState
 from stepscope.recording.counters.sampler import Sampler, Tick
@@ -96,7 +97,7 @@ class _Finder(CounterSource):
                 self._queues.add(profiler)
             elif factory.recognises(engine):
                 self._queues.add(factory(engine, replica))
-        except Exception as error:
+        except ours() as error:
             failures.note("sampling an engine for the flight recorder", error)
 
 

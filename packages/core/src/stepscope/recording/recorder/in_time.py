@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from stepscope.errors import ours
+
 T = TypeVar("T")
 
 
@@ -21,13 +23,13 @@ def in_time(name: str, ask: Callable[[], T], seconds: float) -> T | None:
     def run() -> None:
         try:
             answers.append(ask())
-        except Exception as error:
+        except ours() as error:
             logging.getLogger("stepscope").debug("stepscope: %s: %s", name, error)
 
     try:
         thread = threading.Thread(target=run, name="stepscope-why", daemon=True)
         thread.start()
-    except RuntimeError:  # no thread can be started
+    except ours(RuntimeError):  # no thread can be started
         return None
     thread.join(seconds)
     return answers[0] if answers else None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from stepscope.config import ProfileConfig
+from stepscope.errors import ours
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import part_files
@@ -107,7 +108,7 @@ class Recorder:
         if self.sampler is not None:
             try:
                 self.sampler.start(COUNTERS_HZ)
-            except RuntimeError as error:  # the system has no thread for it
+            except ours(RuntimeError) as error:  # the system has no thread for it
                 failures.note("sampling counters for the flight recorder", error)
 
     def stop(self) -> None:
@@ -242,7 +243,7 @@ class Recorder:
         self._has_obeyed = False  # first: the answer may come at once
         try:
             write_atomic(self.layout.order(self.run_id, os.urandom(4).hex()), msgspec.json.encode(order))
-        except OSError as error:
+        except ours(OSError) as error:
             failures.note("asking for an order of the flight recorder", error)
             return
         until = time.monotonic() + _ORDER_S
@@ -306,7 +307,7 @@ class Recorder:
         try:
             path = self.layout.order(self.run_id, os.urandom(4).hex())
             write_atomic(path, msgspec.json.format(msgspec.json.encode(order)))
-        except OSError as error:
+        except ours(OSError) as error:
             failures.warn("stepscope: the flight recorder's order to the workers is lost: %s", error)
         writer = StepWriter(self.log, self.sampler, self.config, order)
         written = writer.write(windows, owner=True, began=self.workers, clocks=self.clocks)
@@ -353,5 +354,5 @@ class Recorder:
 def _do(work: Callable[[], None]) -> None:
     try:
         work()
-    except Exception as error:
+    except ours() as error:
         failures.note("writing from the flight recorder", error)

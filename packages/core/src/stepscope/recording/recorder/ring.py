@@ -6,6 +6,7 @@ from collections import deque
 from itertools import islice
 from typing import NamedTuple
 
+from stepscope.errors import ours
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.trace_context import SpanIds
 from stepscope.recording.spans.maker import SpanMaker, not_kept
@@ -67,7 +68,7 @@ class Ring(SpanMaker):
             dropped_ns = self._dropped_ns
             try:
                 spans = list(self._spans)
-            except RuntimeError:  # the collector ran, and a span opened meanwhile
+            except ours(RuntimeError):  # the collector ran, and a span opened meanwhile
                 continue
             first_ns = spans[0].start_ns if len(spans) == self._spans.maxlen else 0
             return Copied([*self._long, *spans], max(dropped_ns, first_ns))
@@ -78,7 +79,7 @@ class Ring(SpanMaker):
         for _ in range(_TRIES):
             try:
                 return list(islice(reversed(self._spans), max(0, self.last_id - span_id)))
-            except RuntimeError:
+            except ours(RuntimeError):
                 continue
         return []
 

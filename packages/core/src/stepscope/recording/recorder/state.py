@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from stepscope.errors import ours
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import WAIT, WAITING
 from stepscope.files.states import RECENT_NS, CounterNow, Frame, OpenSpan, ProcessState, Task, Thread
@@ -127,7 +128,7 @@ def _all_tasks(module: Any) -> list[Any]:
     for _ in range(_TRIES):
         try:
             return list(known)
-        except RuntimeError:  # a task began or ended meanwhile
+        except ours(RuntimeError):  # a task began or ended meanwhile
             continue
     return []
 

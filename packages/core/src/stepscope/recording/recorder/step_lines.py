@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from stepscope.errors import ours
 from stepscope.files.recorder import StepLine
 from stepscope.files.spans import STEP_TOKENS
 from stepscope.files.storage.atomic import append_lines, write_atomic
@@ -68,7 +69,7 @@ def append(path: Path, line: StepLine) -> None:
     try:
         if append_lines(path, [line]) > MOST_BYTES:
             _halve(path)
-    except OSError as error:
+    except ours(OSError) as error:
         failures.note("writing a line for each step", error)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from stepscope.errors import RecordError
+from stepscope.errors import RecordError, ours
 from stepscope.files.recorder import WHY, Order
 from stepscope.files.storage.reading import read_record
 from stepscope.recording.process import failures
@@ -59,7 +59,7 @@ class Watch:
                 self._note_life()
                 self._look_for_orders()
                 self._look_for_hang()
-            except Exception as error:
+            except ours() as error:
                 failures.note("watching for orders of the flight recorder", error)
 
     def _note_life(self) -> None:
@@ -77,7 +77,7 @@ class Watch:
     def _look_for_orders(self) -> None:
         try:
             changed = os.stat(self._folder).st_mtime_ns
-        except OSError:
+        except ours(OSError):
             return
         if changed == self._seen:
             return
@@ -88,7 +88,7 @@ class Watch:
             self._read.add(path.name)
             try:
                 order = read_record(path, Order)
-            except (OSError, RecordError) as error:
+            except ours(OSError, RecordError) as error:
                 failures.warn("stepscope: an order of the flight recorder cannot be read: %s", error)
                 continue
             recorder = self._recorder

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from stepscope.errors import ours
 from stepscope.files.layout import RunLayout
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import StacksHead
@@ -66,7 +67,7 @@ class Watchdog:
                 return
             try:
                 _set(self._seconds, self._open())
-            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+            except ours(OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
                 self._is_closed = True
                 failures.note("the watchdog of the flight recorder", error)
 

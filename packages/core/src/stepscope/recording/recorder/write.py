@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.config import ProfileConfig
+from stepscope.errors import ours
 from stepscope.files import counters
 from stepscope.files import spans as records
 from stepscope.files.clock import ClockAnchor, ClockOffset
@@ -127,7 +128,7 @@ class StepWriter:
         """Return the spans, and the reason why there are none if they could not be copied."""
         try:
             return self._ring.copy(), None
-        except RuntimeError as error:
+        except ours(RuntimeError) as error:
             return Copied([], 0), str(error)
 
     def _write(
@@ -167,7 +168,7 @@ class StepWriter:
         manifest_part.write()
         try:
             write_atomic(layout.spans_of(process, run_id, number), self._file(window, spans))
-        except OSError as error:
+        except ours(OSError) as error:
             manifest_part.fail("spans", describe(error), kind="spans")
             failures.warn("stepscope: step %d of the flight recorder is lost: %s", window.step, error)
         else:
@@ -189,7 +190,7 @@ class StepWriter:
         content, outcome = self._counters(sampler, window), _outcome_of_counters(sampler, window)
         try:
             write_atomic(path, content)
-        except OSError as error:
+        except ours(OSError) as error:
             manifest_part.fail("counters", describe(error), kind="counters")
         else:
             manifest_part.expect(outcome)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stepscope.config import BudgetConfig, ProfileConfig
+from stepscope.errors import ours
 from stepscope.files.layout import RunLayout
 from stepscope.recording.counters.process_load import ProcessMemory
 
@@ -62,7 +63,7 @@ def resident_mb() -> int | None:
     """Return the resident memory of this process; None if the system does not report it."""
     try:
         return int(ProcessMemory().sample()[""]) // MB
-    except OSError:
+    except ours(OSError):
         return None
 
 
@@ -87,6 +88,6 @@ def _sizes(folder: Path) -> int:
         for name in names:
             try:
                 total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:
+            except ours(OSError):
                 continue  # removed or renamed meanwhile
     return total

@@ -16,6 +16,7 @@ from pathlib import Path
 from stepscope.backends.cuda_memory import backend, oom
 from stepscope.backends.cuda_memory.oom import Shortage
 from stepscope.config import ProfileConfig
+from stepscope.errors import ours
 from stepscope.files.layout import RunLayout, safe
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.out_of_memory import OutOfMemory, write_out_of_memory
@@ -55,7 +56,7 @@ def watch(config: ProfileConfig, process: ProcessInfo, run_id: str, step: int | 
             _watch = _Watch(config, process, run_id)
             _watch.begin()
         _watch.step = step
-    except Exception as error:
+    except ours() as error:
         failures.note("watching for CUDA out-of-memory errors", error)
 
 
@@ -75,7 +76,7 @@ class _Watch:
         """Args: snapshot: Takes a snapshot. It is slow, so it is called only for one that is kept."""
         try:
             self._keep(shortage, snapshot, history)
-        except Exception as error:
+        except ours() as error:
             failures.note("keeping an out-of-memory snapshot", error)
 
     def _keep(self, shortage: Shortage, snapshot: Callable[[], object], history: bool) -> None:
@@ -88,7 +89,7 @@ class _Watch:
         if why is None:
             try:
                 _write(file, snapshot())
-            except (OSError, MemoryError) as error:
+            except ours(OSError, MemoryError) as error:
                 why = describe(error)
         record = OutOfMemory(
             run_id=self._run_id,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from stepscope.backends import Backend, PendingArtifact, SpanInfo, Window
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.config import ProfileConfig
-from stepscope.errors import BackendError
+from stepscope.errors import BackendError, ours
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.records import Expectation, awaited
@@ -105,7 +105,7 @@ class Windows:
             self._manifest_part.fail(name, failures.describe(error), kind="trace")
             self._warn_once(f"lacks the {name}: {failures.describe(error)}")
             return False
-        except Exception as error:
+        except ours() as error:
             self.running, self._off = None, failures.describe(error)
             self._manifest_part.fail(name, self._off, kind="trace")
             failures.note(f"starting the {self._backend.name} profiler", error)
@@ -143,7 +143,7 @@ class Windows:
                 # This is the outcome: nothing was recorded, for this reason. The next window is tried.
                 self._enter_none(name, failures.describe(error), discard)
                 return
-            except Exception as error:
+            except ours() as error:
                 self._off = failures.describe(error)
                 self._manifest_part.fail(name, self._off, kind="trace")
                 failures.note(f"stopping the {self._backend.name} profiler", error)
@@ -184,7 +184,7 @@ class Windows:
     def advance(self) -> None:
         try:
             self._backend.advance()
-        except Exception as error:
+        except ours() as error:
             failures.note(f"advancing the {self._backend.name} profiler", error)
 
     def new(
@@ -215,14 +215,14 @@ class Windows:
         """Open the backend's marker around a span; None if there is none to close."""
         if self.running is None:
             return None
-        try:
+        try:  # an interrupted marker ends with the profiler's session
             role = bounded(span.role or scopes.role_at(span.parent) or self._role)
             info = SpanInfo(stage=bounded(span.stage), role=role, span=span.id, is_async=is_async)
             marker = self._backend.range(info)
             marker.__enter__()
         except RecursionError:
             return None  # at the limit of the user's recursion: noting it would fail, and leave the span open
-        except Exception as error:
+        except ours() as error:
             failures.note(f"a {self._backend.name} marker", error)
             return None
         return marker
@@ -230,7 +230,7 @@ class Windows:
     def unmark(self, marker: AbstractContextManager[None]) -> None:
         try:
             marker.__exit__(None, None, None)
-        except Exception as error:
+        except ours() as error:
             failures.note(f"a {self._backend.name} marker", error)
 
     def _name(self, stage: str | None) -> str:
@@ -348,17 +348,28 @@ class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
             self.opens = self.windows.open(self.stage, role or self.log.process.role)
             if self.opens:
                 self._say_profiling(began_ns)
-        super().__enter__()
-        self.marker = self.windows.mark(self, self.is_async)
-        return self
+        try:
+            super().__enter__()
+            self.marker = self.windows.mark(self, self.is_async)
+            return self
+        except BaseException as error:  # of a signal's handler: nobody leaves what was not entered
+            if self.end_ns is None:
+                self.not_entered(error)
+            raise
 
+    @scopes.begins_with_try
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             self._leave(kind, error, trace)
-        except Exception as failure:
+        except ours() as failure:
             failures.note(f"closing the span {self.role}/{self.stage}", failure)
+        except BaseException as thrown:  # of a signal's handler
+            self._leave(kind, error or thrown, trace)
+            if self.opens:
+                self._ended(error or thrown)
+            raise
 
     def hand_on(self) -> None:
         self._unmark()  # a marker ends on the thread that it began on
@@ -375,8 +386,10 @@ class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
 
     def _ended(self, error: BaseException | None) -> None:
         self._unmark()
-        super()._ended(error)
+        if self.end_ns is None:
+            super()._ended(error)
         if self.opens:
             began_ns = time.monotonic_ns()
             self.windows.close()
+            self.opens = False
             self._say_profiling(began_ns)

@@ -19,7 +19,7 @@ from pathlib import Path
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler
-from stepscope.errors import BackendError
+from stepscope.errors import BackendError, ours
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Absent, Ending, OpenedBy, ProcessPart, awaited
@@ -181,7 +181,7 @@ class Session:
             backend = load_backend(self.config.tool, self.config)
             backend.check()
             backend.prepare()
-        except Exception as error:
+        except ours() as error:
             self.manifest_part.fail(f"{self.config.tool} trace", describe(error), kind="trace")
             if not isinstance(error, BackendError):
                 failures.note(f"preparing the {self.config.tool} profiler", error)
@@ -199,7 +199,7 @@ class Session:
                 self._windows.open(None, self.process.role)
             try:
                 self.log.open()
-            except OSError as error:
+            except ours(OSError) as error:
                 if not self._closed:
                     self.manifest_part.fail("spans", describe(error), kind="spans")
                     failures.note("opening the span file", error)
@@ -356,7 +356,7 @@ class Session:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # a folder that may not be read, or is gone from its server
+    except ours(OSError):  # a folder that may not be read, or is gone from its server
         return False
 
 

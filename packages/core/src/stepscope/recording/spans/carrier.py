@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from stepscope.files.values import MAX_TEXT
 from stepscope.recording.spans import slot
-from stepscope.recording.spans.scopes import MAX_DEPTH, Place, Scope, current, inherited
+from stepscope.recording.spans.scopes import MAX_DEPTH, Place, Scope, begins_with_try, current, inherited
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -206,8 +206,17 @@ class Attached(Place):
     def __enter__(self) -> Self:
         if self.entered:
             return self._again()
-        super().__enter__()
         self._caller = None
+        try:
+            super().__enter__()
+            self._hang_method()
+            return self
+        except BaseException:  # of a signal's handler: nobody leaves what was not entered
+            self._leave(None, None, None)
+            raise
+
+    def _hang_method(self) -> None:
+        """Put the carrier's place above the method that attaches it, if that has none."""
         top = self.parent
         for _ in range(MAX_DEPTH):
             if top is None or isinstance(top, Attached) or top.parent is None:
@@ -229,14 +238,18 @@ class Attached(Place):
                 context=self.context,
             )
             self._forget_resolved()
-        return self
 
+    @begins_with_try
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._caller is not None:
-            self._forget_resolved()  # once more: the writing thread may have been in the middle of a line
-        super().__exit__(kind, error, trace)
+        try:
+            if self._caller is not None:
+                self._forget_resolved()  # once more: the writing thread may have been in the middle of a line
+            Place.__exit__(self, kind, error, trace)
+        except BaseException:  # of a signal's handler
+            self._leave(kind, error, trace)
+            raise
 
     def reference(self) -> SpanLink | None:
         return None if self._hangs_method() else self.link

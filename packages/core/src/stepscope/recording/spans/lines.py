@@ -7,6 +7,7 @@ from typing import TypeAlias, cast
 
 import msgspec
 
+from stepscope.errors import ours
 from stepscope.files import spans as records
 from stepscope.files.spans import SpanLink
 from stepscope.files.values import MAX_TEXT, attr_value, bounded
@@ -31,12 +32,12 @@ def encoded_spans(batch: Sequence[Record]) -> tuple[bytes, int]:
     """
     try:
         return _encoder.encode_lines(batch), 0
-    except Exception:  # one of them has a value that JSON has not
+    except ours():  # one of them has a value that JSON has not
         lines, lost = [], 0
         for record in batch:
             try:
                 lines.append(_line(record))
-            except Exception as error:  # one span is lost, and not all that come after it
+            except ours() as error:  # one span is lost, and not all that come after it
                 lost += isinstance(record, records.Span)
                 failures.note("encoding a span", error)
         return b"".join(lines), lost
@@ -45,7 +46,7 @@ def encoded_spans(batch: Sequence[Record]) -> tuple[bytes, int]:
 def _line(record: Record) -> bytes:
     try:
         return _encoder.encode(record) + b"\n"
-    except Exception:
+    except ours():
         # The values are the user's: an int beyond 64 bits, a lone surrogate, a role that is no text. The span
         # is kept, and they are written as text.
         attrs = {_ascii(key): _ascii(attr_value(value)) for key, value in (record.attrs or {}).items()}

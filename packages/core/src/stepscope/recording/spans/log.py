@@ -12,11 +12,11 @@ import os
 import sys
 import threading
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 from time import monotonic_ns, thread_time_ns
 from typing import TYPE_CHECKING
 
+from stepscope.errors import ours
 from stepscope.files import spans as records
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
@@ -94,7 +94,7 @@ class SpanLog(SpanMaker):
             # An object: what an interrupt keeps from being assigned is closed with it.
             self._file = open(self.path, "xb", buffering=0, opener=private)  # noqa: SIM115  # until close()
             self._fd = self._file.fileno()
-        except OSError as error:
+        except ours(OSError) as error:
             self.failed = describe(error)
             raise
         finally:  # without a file too: the thread counts what is lost, and it does not pile up in memory
@@ -122,8 +122,10 @@ class SpanLog(SpanMaker):
         """Write the pending spans and the end line. Idempotent. A span that is open keeps its `open` line."""
         self._stop.set()
         if self._thread is not None:
-            with suppress(RuntimeError):  # interrupted in its start: it ends as soon as it begins
+            try:
                 self._thread.join(timeout_s)
+            except ours(RuntimeError):  # interrupted in its start: it ends as soon as it begins
+                pass
         if not self._writing.acquire(timeout=timeout_s):
             self.failed = f"the disk did not take the last spans within {timeout_s:g} s"
             return
@@ -134,7 +136,7 @@ class SpanLog(SpanMaker):
                 end = records.End(anchor=anchor, spans=self.written, dropped=self.dropped)
                 self._append(lines.encoded(end))
                 self.failed = self.failed or self._lost()
-        except OSError as error:
+        except ours(OSError) as error:
             self.failed = describe(error)
             failures.note("writing the end of the spans", error)
         except BaseException:  # a Ctrl-C: a second call writes the end
@@ -155,7 +157,7 @@ class SpanLog(SpanMaker):
         try:
             if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
                 return None
-        except OSError:
+        except ours(OSError):
             pass
         return "the file was removed or replaced while it was written"
 
@@ -195,7 +197,7 @@ class SpanLog(SpanMaker):
                 continue
             try:
                 batch.append(lines.record_of(span, end_ns, self._step))
-            except Exception as error:  # one span is lost, and not all that come after it
+            except ours() as error:  # one span is lost, and not all that come after it
                 self.dropped += over
                 failures.note("encoding a span", error)
                 continue
@@ -212,7 +214,7 @@ class SpanLog(SpanMaker):
         try:
             self._append(text)
             self.written += finished
-        except OSError as error:
+        except ours(OSError) as error:
             self.dropped += finished
             self.failed = self.failed or describe(error)
             failures.note("writing spans", error)

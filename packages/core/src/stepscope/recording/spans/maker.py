@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Protocol
 
+from stepscope.errors import is_users
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.trace_context import SpanIds
 from stepscope.files.values import AttrValue
@@ -115,6 +116,7 @@ class SpanMaker:
             resumption: The index of the generator's resumption; None for a call.
             first: Whether the capture sees this call or generator for the first time.
         """
+        span = None
         try:
             if resumption is not None:
                 attrs = {**(attrs or {}), "resumption": resumption}
@@ -139,7 +141,11 @@ class SpanMaker:
             return span
         except RecursionError:
             return OFF  # near the limit of the user's recursion: the depth that is left is for the call
-        except Exception as failure:
+        except BaseException as failure:
+            if span is not None:
+                span.not_entered(failure)
+            if is_users(failure):
+                raise
             failures.note(f"opening the span {declared.stage}", failure)
             return OFF
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
+from stepscope.errors import ours
 from stepscope.files.values import AttrValue, attr_value
 from stepscope.recording.process import failures
 
@@ -52,7 +53,7 @@ def _redacted(key: str, value: AttrValue, patterns: tuple[str, ...]) -> AttrValu
         return value
     try:
         return hook(key, value)
-    except Exception as error:
+    except ours() as error:
         failures.note("the redact hook", error)
         return REDACTED  # nothing allows the value to be written
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import CoroutineType, NoneType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from stepscope.errors import ours
 from stepscope.recording.process import failures
 from stepscope.recording.spans.scopes import OFF, Scope, current
 
@@ -97,18 +98,18 @@ def follow(result: object, scope: Scope, is_exclusive: bool, ended: Ended | None
 
 async def _to_its_end(held: Unbegun, scope: Scope, ended: Ended | None) -> object:
     before = current.get()
-    if scope is not OFF:
-        current.set(scope)
     try:
+        if scope is not OFF:
+            current.set(scope)
         result: object = await held.begin()
+        if ended is not None:
+            ended(result)
+        _return_to(before, scope)
+        scope._ended(None)
     except BaseException as error:
         _return_to(before, scope)
         scope._ended(error)
         raise
-    if ended is not None:
-        ended(result)
-    _return_to(before, scope)
-    scope._ended(None)
     return result
 
 
@@ -123,7 +124,7 @@ def _end_with(future: Future[object], scope: Scope, ended: Ended | None) -> None
     try:
         if error is None and ended is not None:
             ended(future.result())
-    except Exception as failure:
+    except ours() as failure:
         failures.note("reading what a future results in", failure)
     finally:
         scope._ended(error)

@@ -12,9 +12,11 @@ garbage collector would walk through one more object for each open scope.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import opcode
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, TypeAlias, TypedDict, cast
+from types import FunctionType
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, TypeVar, cast
 
 from stepscope.files.values import AttrValue, bounded
 
@@ -31,6 +33,33 @@ current: ContextVar[Scope | None] = ContextVar("stepscope_scope", default=None)
 _current, _enter = current.get, current.set
 MAX_DEPTH = 10_000
 """Levels of scopes that are visited, so that no loop is endless."""
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def begins_with_try(leave: F) -> F:
+    """Have a function that leaves a scope begin with its `try`, whatever a signal's handler raises.
+
+    Python looks for signals before the first line of a function. If a handler raises there, `__exit__` leaves
+    its scope entered for ever. It looks in the instruction RESUME, unless the argument of that says that an
+    `await` goes on (2). Before 3.11, Python does not look before a first line that is `try:`.
+    """
+    function = cast(FunctionType, leave)
+    instructions = bytearray(function.__code__.co_code)
+    at = instructions.find(bytes([opcode.opmap.get("RESUME", 0), 0]))
+    if "RESUME" in opcode.opmap and at >= 0 and at % 2 == 0:
+        instructions[at + 1] = 2
+        function.__code__ = function.__code__.replace(co_code=bytes(instructions))
+    return leave
+
+
+class _Left:
+    """An awaitable that waits for nothing."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
+
+
+_LEFT = _Left()
 
 
 class Scope:
@@ -63,16 +92,25 @@ class Scope:
         self.entered = True
         self.resolved = None
         self.parent = _current()
-        _enter(self)
-        return self
+        try:
+            _enter(self)
+            return self
+        except BaseException:  # of a signal's handler: nobody leaves what was not entered
+            _enter(self.parent)
+            raise
 
+    @begins_with_try
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if _current() is self:
-            _enter(self.parent)
-        else:
+        try:
+            if _current() is self:
+                _enter(self.parent)
+            else:
+                self._leave(kind, error, trace)
+        except BaseException:  # of a signal's handler
             self._leave(kind, error, trace)
+            raise
 
     def hand_on(self) -> None:
         """Leave the running task, but go on: the end comes with what the call returned, in any task."""
@@ -82,10 +120,15 @@ class Scope:
     async def __aenter__(self) -> Self:
         return self.__enter__()
 
-    async def __aexit__(
+    # No coroutine: that would leave the scope when it is awaited, which an exception may keep from happening.
+    @begins_with_try
+    def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, trace)
+    ) -> Awaitable[None]:
+        try:
+            return _LEFT
+        finally:
+            self.__exit__(kind, error, trace)
 
     def _again(self) -> Self:
         """Enter a copy, because each entry of the same object is a scope of its own."""
@@ -102,7 +145,11 @@ class Scope:
         """Leave the innermost scope among this one and its copies that this task or thread is in, if any."""
         scope = self._entered()
         if scope is self:
+            inner = _current()
             _enter(self.parent)
+            while error is not None and inner is not None and inner is not self:
+                inner._ended_elsewhere(error)  # it was not left: the error came up before it could be
+                inner = inner.parent
             self._ended(error)
         elif scope is not None:
             scope.__exit__(kind, error, trace)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from stepscope.errors import ours
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import CONSUME, SpanLink
 from stepscope.files.trace_context import SpanIds
 from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.process.failures import outcome_of
 from stepscope.recording.spans import slot
-from stepscope.recording.spans.scopes import Inherited, Place, Placing, Scope, current
+from stepscope.recording.spans.scopes import Inherited, Place, Placing, Scope, begins_with_try, current
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -95,37 +96,51 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
         log = self.log
         self.thread = thread.id
         self.parent = parent = _current()
-        token = _enter(self)
-        if parent is None and self.trajectory is None:
-            self.token = token
         self.id = next(log.ids)
         self.start_ns = monotonic_ns()
-        log.opened(self)
-        return self
+        try:
+            token = _enter(self)
+            if parent is None and self.trajectory is None:
+                self.token = token
+            log.opened(self)
+            return self
+        except BaseException as error:  # of a signal's handler: nobody leaves what was not entered
+            self.not_entered(error)
+            raise
 
+    def not_entered(self, error: BaseException) -> None:
+        """Leave the span again: something was raised while it was entered."""
+        _enter(self.parent)
+        self._ended(error)
+
+    @begins_with_try
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        end_ns = monotonic_ns()
-        # As `_leave`, spelled out: a call is a tenth of a span.
-        token = self.token
-        if token is not None:
-            self.token = None
-            try:
-                _reset(token)  # as below, for less
-            except ValueError:
-                pass  # closed by another task or thread (an async generator finalised by the loop)
-        elif _current() is self:
-            _enter(self.parent)
-        else:
-            self._leave(kind, error, trace)
-            return
-        if error is not None:
-            try:
-                self.error = outcome_of(error)
-            except RecursionError:  # at the limit of the user's recursion: there is no depth to call it
-                self.error = type(error).__name__
-        self.end_ns = end_ns  # last: the writing thread takes a span with an end as complete
+        try:
+            end_ns = monotonic_ns()
+            # As `_leave`, spelled out: a call is a tenth of a span.
+            token = self.token
+            if token is not None:
+                self.token = None
+                try:
+                    _reset(token)  # as below, for less
+                except ours(ValueError):
+                    pass  # closed by another task or thread (an async generator finalised by the loop)
+            elif _current() is self:
+                _enter(self.parent)
+            else:
+                self._leave(kind, error, trace)
+                return
+            if error is not None:
+                try:
+                    self.error = outcome_of(error)
+                except RecursionError:  # at the limit of the user's recursion: there is no depth to call it
+                    self.error = type(error).__name__
+            self.end_ns = end_ns  # last: the writing thread takes a span with an end as complete
+        except BaseException as thrown:  # of a signal's handler
+            self._leave(kind, error or thrown, trace)
+            raise
 
     def hand_on(self) -> None:
         self.token = None
@@ -191,9 +206,12 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
         here = _current()
         try:
             _reset(self.token)  # only the task that entered it can: in a copy of its context this raises
-        except ValueError:
+            self.token = _enter(here)
+        except ours(ValueError):
             return False
-        self.token = _enter(here)
+        except BaseException:  # of a signal's handler
+            self.token = _enter(here)
+            raise
         return True
 
 

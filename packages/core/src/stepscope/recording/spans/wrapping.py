@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, KeysV
 from types import AsyncGeneratorType, CodeType, FunctionType, GeneratorType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
+from stepscope.errors import ours
 from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.process import failures
 from stepscope.recording.spans import results, slot
@@ -57,7 +58,7 @@ class Declared:
         try:
             attrs = compute(*args, **kwargs)
             return None if attrs is None else attr_values(attrs)
-        except Exception as failure:
+        except ours() as failure:
             failures.note(f"the attrs of {self.role or 'any role'}/{self.stage}", failure)
             return None
 
@@ -75,7 +76,7 @@ class Declared:
                 span.__exit__(None, None, None)
                 return resumed
             return results.follow(result, span, is_exclusive)
-        except Exception as failure:
+        except ours() as failure:
             failures.note(f"timing what {self.stage} returned to its end", failure)
             return None
 
@@ -177,19 +178,19 @@ _CALL = """
     __span = __session.log.begin(__declared, {attrs})
     try:
         __result = {await_}__fn({call})
+{goes_on}
     except BaseException as __error:
         __span.__exit__(None, __error, None)
         raise
-{goes_on}
     __span.__exit__(None, None, None)
     return __result
 """
 # A function that is no `async def` may return a coroutine: an `async def` below a decorator, for example.
 _GOES_ON = """
-    if type(__result) not in __declared.over:
-        __rest = __declared.follow(__span, __result)
-        if __rest is not None:
-            return __rest
+        if type(__result) not in __declared.over:
+            __rest = __declared.follow(__span, __result)
+            if __rest is not None:
+                return __rest
 """
 
 # One span per resumption, closed before the `yield`: the consumer's time is not the generator's, and
