@@ -35,6 +35,11 @@ REPLICA = "replica"
 SERVED = frozenset({"prefill", "decode"})
 """Stages in which a replica works on a request."""
 
+MOST_NAMES = 50
+"""Stages of a step that have a row each, the longest; so do as many roles."""
+OTHER_NAMES = "(other names)"
+"""The stage, or the role, of all others together."""
+
 PROFILING = "stepscope profiler"
 """The stage of a span in which a profiler started or stopped inside the step (stage windows in discrete
 mode). Its attribute `window` names the stage.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from stepscope.files.spans import PROFILING
+from stepscope.files.spans import MOST_NAMES, OTHER_NAMES, PROFILING
 from stepscope.report.accounting import clipped, rank_of, union_ns
 from stepscope.report.blocks.block import TextTable
 from stepscope.report.formatting import duration, percent_of
@@ -53,7 +53,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grouping(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls of one step, grouped by one attribute; the longest total first."""
+    """The calls of one step, by one attribute; the longest total first. All beyond 50 are one group."""
 
     attribute: str
     window_ns: int
@@ -68,12 +68,12 @@ def group_spans(timeline: Timeline, attribute: str) -> Grouping:
         value = None if span.stage == PROFILING else _value(timeline, span, attribute)
         if value is not None:
             spans[value].append(span)
-    groups = [_group(timeline, value, own) for value, own in spans.items()]
-    return Grouping(
-        attribute=attribute,
-        window_ns=timeline.window.wall_ns,
-        groups=tuple(sorted(groups, key=lambda group: (-group.total_ns, group.value))),
-    )
+    ranked = sorted(spans, key=lambda value: (-sum(span.dur_ns or 0 for span in spans[value]), value))
+    groups = [_group(timeline, value, spans[value]) for value in ranked[:MOST_NAMES]]
+    others = [span for value in ranked[MOST_NAMES:] for span in spans[value]]
+    if others:
+        groups.append(_group(timeline, OTHER_NAMES, others))
+    return Grouping(attribute=attribute, window_ns=timeline.window.wall_ns, groups=tuple(groups))
 
 
 def attributes_of(timeline: Timeline) -> list[str]:

@@ -12,6 +12,7 @@ from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html
 from stepscope.report.html.page import draw_section
 from stepscope.report.model import StepReport
+from stepscope.report.spans import few_names
 from stepscope.timeline import Timeline, TraceActivity, Traces
 
 Value = TypeVar("Value")
@@ -21,7 +22,9 @@ class Sources:
     """The sources of a step's sections: its timeline, its traces, and other sections."""
 
     def __init__(self, timeline: Timeline, traces: Traces | None) -> None:
-        self.timeline = timeline
+        self.whole = timeline
+        """The timeline with all names, for what lists single calls."""
+        self.timeline, self.names = few_names(timeline)
         self.traces = traces
         """None: they were not read."""
         self._values: dict[str, object] = {}

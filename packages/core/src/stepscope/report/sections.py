@@ -85,13 +85,14 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
             over_budget=cut_processes(timeline, by_a_budget=True),
             demand=step_demand(timeline),
             settings=step_settings(timeline.manifest),
-            what_if=savings_of(timeline),
+            what_if=savings_of(sources.whole),
+            names=sources.names,
         )
     )
 
 
 def _health(sources: Sources) -> Health:
-    return step_health(sources.timeline, () if sources.traces is None else sources.traces.problems)
+    return step_health(sources.whole, () if sources.traces is None else sources.traces.problems)
 
 
 def _phaseless(sources: Sources) -> tuple[Phaseless, ...]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import heapq
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import msgspec
+
+from stepscope.files.spans import MOST_NAMES, OTHER_NAMES, PROFILING, SERVED, WAITING
 from stepscope.report.accounting import Label, Pair
 from stepscope.timeline import Process, Span, Timeline
 from stepscope.timeline.step.tree import replica_and_role
+
+_Name = TypeVar("_Name", str, Label)
 
 GENERATES = frozenset({"rollout", "agent_loop"})
 """Roles whose work is to generate, or holds what generates."""
@@ -26,6 +32,11 @@ TRANSFER = "sync_weights (between its ends)"
 _TRAINS = re.compile(r"update|train|learn|backward|optimi[sz]", re.IGNORECASE)
 _NAMES = 4096
 """Names of stages whose meaning is kept: a step has many spans of few stages."""
+_FIXED = SERVED | WAITING | {"trajectory", "turn", PROFILING}
+"""Stages that stepscope names itself. They keep their names, also among many others."""
+_ID = re.compile(r"\d+|[0-9a-f]{6,}")
+_SURELY = 10 * MOST_NAMES
+"""So many names are ids, or texts, whatever they look like."""
 MOST = 20
 """Names that a stage of tools may have. More are no names of tools, but of calls."""
 _LENGTH = 40
@@ -123,6 +134,55 @@ def placed(timeline: Timeline, spans: Iterable[Span]) -> list[Pair]:
     return [
         (span.start_ns, timeline.until_ns(span)) for span in spans if timeline.processes[span.process].aligned
     ]
+
+
+class ManyNames(NamedTuple):
+    """The names of stages and roles in a step that has more of them than rows."""
+
+    names: int
+    example: Label
+    ids: bool
+    """They differ by numbers alone, or are too many to be names of stages."""
+
+
+def few_names(timeline: Timeline) -> tuple[Timeline, ManyNames | None]:
+    """Return the timeline with few stages and roles: the longest keep their names, and the others share one.
+
+    A table has a row for each, and the time of an instant is split among those that run. Without a limit, an
+    id in a name would cost hours.
+    """
+    times, roles = Counter[Label](), Counter[str]()
+    for span in timeline.spans:
+        ns = timeline.until_ns(span) - span.start_ns
+        times[span.role, span.stage] += ns
+        roles[span.role] += ns
+    kept_roles = _longest(roles) | GENERATES
+    kept = _longest({label: ns for label, ns in times.items() if label[1] not in _FIXED})
+    new_of = {
+        (role, stage): (
+            role if role in kept_roles else OTHER_NAMES,
+            stage if stage in _FIXED or (role, stage) in kept else OTHER_NAMES,
+        )
+        for role, stage in times
+    }
+    others = [label for label, new in new_of.items() if label != new]
+    if not others:
+        return timeline, None
+    spans = [_renamed(span, *new_of[span.role, span.stage]) for span in timeline.spans]
+    kinds = {(_ID.sub("", role), _ID.sub("", stage)) for role, stage in times}
+    ids = 2 * len(kinds) <= len(times) or len(times) >= _SURELY
+    many = ManyNames(len(times), max(others, key=times.__getitem__), ids)
+    return msgspec.structs.replace(timeline, spans=spans), many
+
+
+def _longest(times: Mapping[_Name, int]) -> Set[_Name]:
+    return set(heapq.nlargest(MOST_NAMES, times, key=lambda name: (times[name], name)))
+
+
+def _renamed(span: Span, role: str, stage: str) -> Span:
+    if (span.role, span.stage) == (role, stage):
+        return span
+    return msgspec.structs.replace(span, role=role, stage=stage)
 
 
 class ToolNames:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stepscope.errors import ours
 from stepscope.files.recorder import StepLine
-from stepscope.files.spans import STEP_TOKENS
+from stepscope.files.spans import MOST_NAMES, OTHER_NAMES, STEP_TOKENS
 from stepscope.files.storage.atomic import append_lines, write_atomic
 from stepscope.files.values import bounded
 from stepscope.recording.counters.sampler import Sampler
@@ -51,11 +52,20 @@ def line_of(step: RecordedStep, spans: Sequence[Span], sampler: Sampler | None) 
         step=step.number,
         start_ns=step.opened.wall_ns,
         dur_ns=step.dur_ns,
-        stages={stage: round(ns / 1e9, 6) for stage, ns in stages.items()},
+        stages={stage: round(ns / 1e9, 6) for stage, ns in _few(stages).items()},
         counters={} if sampler is None else _means(sampler, first_ns, last_ns),
         tokens=step.tokens,
         error=None if step.ending is None else step.ending.error,
     )
+
+
+def _few(stages: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the longest stages, and the sum of the others: names may hold ids, and files are bounded."""
+    if len(stages) <= MOST_NAMES:
+        return stages
+    longest = heapq.nlargest(MOST_NAMES, stages, key=stages.__getitem__)
+    kept = {stage: stages[stage] for stage in longest}
+    return {**kept, OTHER_NAMES: sum(stages.values()) - sum(kept.values())}
 
 
 def _means(sampler: Sampler, first_ns: int, last_ns: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ from stepscope.report.advice.bounds import Bounds
 from stepscope.report.advice.demand import Demand
 from stepscope.report.advice.settings import SettingChange, Settings
 from stepscope.report.formatting import duration, percent_of
+from stepscope.report.spans import ManyNames
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import Baseline
 from stepscope.report.tables.breakdown import Breakdown
@@ -51,6 +52,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings = {}
     """Empty: no framework is known."""
     what_if: WhatIf = no_saving
+    names: ManyNames | None = None
+    """None: each stage and role has a row."""
 
     @property
     def counter_rows(self) -> Sequence[CounterRow]:

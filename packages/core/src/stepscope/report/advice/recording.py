@@ -8,6 +8,9 @@ from stepscope.report.spans import GENERATES, MOVES_WEIGHTS, ROLLOUT
 from stepscope.report.tables.gaps import name_gap
 from stepscope.report.tables.stages import Stage
 
+_NAME = 60
+"""Characters of a name in advice."""
+
 
 def never_ended(evidence: Evidence) -> Advice | None:
     """Advise on calls of a process that never closed its capture, else on those that went on when theirs
@@ -64,6 +67,20 @@ def unaligned(evidence: Evidence) -> Advice | None:
             if is_unedited(evidence)
             else "give these processes to capture(workers=...), which measures their clocks"
         ),
+    )
+
+
+def ids_in_names(evidence: Evidence) -> Advice | None:
+    """Advise if stages or roles have many names that hold ids."""
+    many = evidence.names
+    if many is None or not many.ids:
+        return None
+    role, stage = many.example
+    return Advice(
+        rule="ids-in-names",
+        what="stage names, or roles, hold ids: most of them share a row",
+        because=(f"{many.names:,} names, for instance {role} {stage[:_NAME]}",),
+        do="put what differs from call to call into an attribute: span('generate', attrs={'id': ...})",
     )
 
 

@@ -19,7 +19,14 @@ from stepscope.report.advice.devices import collectives, idle_device, memory_nea
 from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.long_tail import long_tail
 from stepscope.report.advice.profilers import not_typical, profiler_cost
-from stepscope.report.advice.recording import blind_spot, dropped, never_ended, no_rollout, unaligned
+from stepscope.report.advice.recording import (
+    blind_spot,
+    dropped,
+    ids_in_names,
+    never_ended,
+    no_rollout,
+    unaligned,
+)
 from stepscope.report.advice.rollout import (
     prefill_alone,
     queueing,
@@ -53,6 +60,7 @@ RULES: Sequence[Rule] = (
     idle_device_of_tools,
     full_kv_cache,
     no_rollout,
+    ids_in_names,
     blind_spot,
 )
 

@@ -22,6 +22,7 @@ from stepscope.report.html.page import draw_section, page, section
 from stepscope.report.model import StepReport
 from stepscope.report.section import Page, StepFile
 from stepscope.report.sections import SECTIONS
+from stepscope.report.spans import few_names
 from stepscope.report.tables.health import Health
 from stepscope.report.tables.stages import Stage
 from stepscope.timeline import Timeline
@@ -65,6 +66,7 @@ def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile
     Args:
         report: Of the same timeline.
     """
+    timeline, _ = few_names(timeline)
     return page(f"Step {report.step}, run {report.run_id}", *_parts(timeline, report, files))
 
 
