@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from stepscope.files.counters import RUNNING_REQUESTS, UNFINISHED_REQUESTS, WAITING_REQUESTS
 from stepscope.files.spans import REPLICA, SERVED, WAITING
 from stepscope.report.spans import MOVES_WEIGHTS, ReplicaKey, replica_of, replica_of_process, whole
+from stepscope.report.tables.counters import requests_held
 from stepscope.timeline import Span, Timeline, TraceActivity
 from stepscope.timeline.activity.content import Iteration
 from stepscope.timeline.step.tree import CALLERS
@@ -355,37 +355,13 @@ def _held(
 ) -> list[tuple[int, int]] | None:
     """Return the stretches in which an engine had requests, by its counters.
 
-    Its front end counts those that it has not answered, whatever its scheduler knows. Without samples, the
-    scheduler's numbers at the start and at the stop of its recording say if it had none.
-
-    Args:
-        role: Role of the processes that sample it, if another role has a replica of that number.
+    Without samples, its scheduler's numbers at the start and the stop of its recording say if it had none.
     """
-    own = [
-        counter
-        for counter in timeline.counters
-        if f"{counter.of} ".startswith(f"replica {number} ")
-        and timeline.processes[counter.process].aligned
-        and role in ("", timeline.processes[counter.process].info.role)
-    ]
-    named = [counter for counter in own if counter.name == UNFINISHED_REQUESTS]
-    sampled = named or [counter for counter in own if counter.name in (RUNNING_REQUESTS, WAITING_REQUESTS)]
-    if sampled:
-        return [
-            (start_ns, end_ns)
-            for counter in sampled
-            for start_ns, end_ns, value in _standing(counter.times_ns, counter.values, timeline.window.end_ns)
-            if value > 0
-        ]
+    sampled = None if number is None else requests_held(timeline, number, role)
     ends = [_number(activity.options, name) for activity in activities for name in _REQUESTS_AT_ENDS]
-    return [] if ends and not any(ends) and None not in ends else None
-
-
-def _standing(times: Sequence[int], values: Sequence[float], end_ns: int) -> Iterator[tuple[int, int, float]]:
-    """Yield (start, end, value): each value stands since the sample before, and the last one to the end."""
-    starts, ends = (*times[:1], *times), (*times, end_ns)
-    for start_ns, until_ns, value in zip(starts, ends, (*values, *values[-1:]), strict=True):
-        yield start_ns, max(start_ns, until_ns), value
+    if sampled is None and ends and not any(ends) and None not in ends:
+        return []
+    return sampled
 
 
 def _number(attrs: Mapping[str, object], name: str) -> int | None:
