@@ -383,6 +383,34 @@ async def test_time_that_is_up_ends_the_recording_and_the_file_says_so(tmp_path:
     assert manager.asked == ["start", "stop"]
 
 
+async def test_a_capture_that_is_dropped_after_its_stop_failed_says_so_at_once_and_is_stopped_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a pipeline, whose schedulers still record for it."""
+    manager = FakeManager(pp=2)
+    profiler = SglangProfiler(manager, replica=0)
+    await profiler.start(asked(tmp_path, name="given up"))
+    await manager.generate(2)
+    (given_up,) = profiler._sessions
+
+    def no_answer() -> None:
+        raise EngineError("no answer to the stop")
+
+    def expire_and_drop() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(given_up.target, "stop", no_answer)
+            given_up.expire("open for more than 5 s")
+        given_up.drop()
+
+    with pytest.raises(EngineError, match="no answer to the stop"):
+        await asyncio.wait_for(asyncio.wrap_future(profiler._thread.submit(expire_and_drop)), 60)
+    assert manager.asked == ["start"]
+    artifacts = await recorded(manager, asked(tmp_path, name="next", step=2), 2)
+    assert [artifact.path.count("next") for artifact in artifacts] == [1, 1]
+    assert not manager.recording
+    assert not [path for path in files_below(str(tmp_path)) if "given" in path.name]
+
+
 # Stages.
 
 

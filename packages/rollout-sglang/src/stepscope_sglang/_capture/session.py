@@ -179,9 +179,12 @@ class Session:
         self._unwanted = True
         try:
             self.end()
+            if self.recording.failure is not None:  # the stop at its deadline failed
+                raise EngineError(self.recording.failure)
             self._wait()
         except EngineError as error:
-            self._fail(error)
+            if self.recording.failure is None:
+                self._fail(error)
             raise
         finally:
             self._remove_folder()
