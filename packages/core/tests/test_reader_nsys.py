@@ -1,4 +1,7 @@
-"""SQLite exports of Nsight Systems, made as its documentation describes them: nsys does not run here."""
+"""SQLite exports of Nsight Systems, made as its documentation describes them.
+
+`real/test_nsys.py` has exports of a real nsys.
+"""
 
 from __future__ import annotations
 
@@ -318,6 +321,35 @@ def test_bad_utf8_in_a_name_is_replaced(folder: StepFolder) -> None:
     merge_step(folder.layout.root)
     events = json.loads(gzip.decompress(folder.layout.timeline.read_bytes()))["traceEvents"]
     assert "a\ufffdb" in [event["name"] for event in events]
+
+
+GRAPH = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+
+
+def test_a_graph_that_nsys_traced_as_a_whole_is_busy_time_of_its_gpu(folder: StepFolder) -> None:
+    rows = tables()
+    graph = kernel(1, 50, 90, 14, graphId=3, graphExecId=4)
+    names = ("start", "end", "deviceId", "contextId", "streamId", "correlationId", "globalPid", "graphId")
+    rows[GRAPH] = [{name: graph[name] for name in (*names, "graphExecId")}]
+    rows[RUNTIME].append(call(2, 45, 48, 14))
+    result, events = merged(folder, rows)
+    (drawn,) = (event for event in of(events, "X") if event["name"] == "CUDA graph 3")
+    assert (drawn["cat"], at_ns(result, drawn), int(drawn["dur"] * 1000)) == ("kernel", 50, 40)
+    assert named(events)[drawn["tid"]] == "GPU 0 stream 7"
+    assert sorted(at_ns(result, event) for event in of(events, "f")) == [5, 20, 50]
+
+
+def test_warnings_of_nsys_itself_are_problems_of_the_file(folder: StepFolder) -> None:
+    rows = tables()
+    rows["DIAGNOSTIC_EVENT"] = [
+        {"timestamp": 1, "severity": severity, "text": f"text {severity}\nof nsys", "globalPid": None}
+        for severity in range(5)
+    ]
+    result, _ = merged(folder, rows)
+    assert [problem.what for problem in result.problems] == [
+        "nsys says: text 2 of nsys",
+        "nsys says: text 3 of nsys",
+    ]
 
 
 def test_a_report_that_was_not_exported_is_named_with_what_to_do(folder: StepFolder) -> None:

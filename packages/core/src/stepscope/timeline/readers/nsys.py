@@ -1,7 +1,8 @@
 """Reader of the files of `nsys export --type sqlite`.
 
-Never run on a file of a real nsys: `nsys_schema` has the tables as published. Exports omit empty tables, and
-columns differ between versions. Both are looked up by name, and missing ones are not shown.
+`nsys_schema` has the tables as published. Exports omit empty tables, and columns differ between versions.
+Both are looked up by name, and missing ones are not shown. Run on exports of nsys 2022.4 and 2023.4 without a
+GPU, and on public ones of H100.
 
 Times are ns since the session's start, which `TARGET_INFO_SESSION_START_TIME.utcEpochNs` states. Exports
 without it cannot be aligned.
@@ -31,7 +32,9 @@ from stepscope.timeline.readers.contract import (
 )
 from stepscope.timeline.readers.nsys_schema import (
     DEVICES,
+    DIAGNOSTIC,
     DOMAIN,
+    ERROR,
     MARK,
     NVTX,
     PROCESS,
@@ -40,6 +43,7 @@ from stepscope.timeline.readers.nsys_schema import (
     START,
     START_END,
     THREAD_NAME,
+    WARNING,
     Device,
     grouped,
     pid_of,
@@ -49,6 +53,8 @@ from stepscope.timeline.readers.nsys_schema import (
 _MAGIC = b"SQLite format 3\0"
 _STRINGS = 1 << 16
 """Number of texts of `StringIds` that are cached."""
+_WARNINGS = 20
+"""Number of nsys' own warnings that are shown."""
 NO_TIME = "events without a time"
 BACKWARDS = "events that end before they begin"
 NEVER_ENDED = "NVTX ranges that never ended, shown as marks"
@@ -108,6 +114,7 @@ class _Export:
 
     def events(self) -> Iterator[Event]:
         reads: list[Callable[[], Iterator[Event]]] = [
+            self._warnings,
             self._link,
             self._nvtx,
             self._runtime,
@@ -163,6 +170,14 @@ class _Export:
             row = self._database.execute("SELECT value FROM StringIds WHERE id = ?", (number,)).fetchone()
             self._strings[number] = None if row is None else str(row[0])
         return self._strings[number]
+
+    def _warnings(self) -> Iterator[Event]:
+        """Note what nsys says about its own recording, such as events that it lost."""
+        if self._has(DIAGNOSTIC, "severity", "text"):
+            query = f"SELECT DISTINCT text FROM {DIAGNOSTIC} WHERE severity IN (?, ?) LIMIT ?"
+            for (text,) in self._database.execute(query, (WARNING, ERROR, _WARNINGS)):
+                self._notes.file(f"nsys says: {' '.join(str(text).split())}")
+        yield from ()
 
     def _link(self) -> Iterator[Event]:
         """Note on disk the first device event that each call launched: arrows connect the two."""

@@ -14,6 +14,9 @@ NVTX = "NVTX_EVENTS"
 START = "TARGET_INFO_SESSION_START_TIME"
 PROCESS = ~0xFFFFFF
 """Mask of the process in a serialized thread id, the same as in `globalPid`."""
+DIAGNOSTIC = "DIAGNOSTIC_EVENT"
+WARNING, ERROR = 2, 3
+"""DIAGNOSTIC_EVENT.severity."""
 MARK, THREAD_NAME, DOMAIN, PUSH_POP, START_END = 34, 39, 75, (59, 70), (60, 71)
 """NVTX_EVENTS.eventType; 70 and 71 are ranges that were imported as text."""
 
@@ -47,6 +50,11 @@ DEVICES = (
         "CUPTI_ACTIVITY_KIND_MEMSET", "gpu_memset", (),
         {**_WHERE, "bytes": "bytes", "value": "value", "graph node": "graphNodeId"},
     ),
+    # With --cuda-graph-trace=graph, the default, these rows stand for all kernels and copies of a graph.
+    Device(
+        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", "kernel", (),
+        {**_WHERE, "graph": "graphId", "graph exec": "graphExecId"},
+    ),
 )  # fmt: skip
 
 
@@ -59,6 +67,8 @@ def unnamed(device: Device, args: Mapping[str, object]) -> str:
     """Return the name of an event whose table has no names."""
     if device.category == "gpu_memcpy":
         return f"Memcpy {args['kind']}" if "kind" in args else "Memcpy"
+    if device.table.endswith("GRAPH_TRACE"):
+        return f"CUDA graph {args.get('graph', 'unknown')}"
     return "Memset" if device.category == "gpu_memset" else "(no name)"
 
 
