@@ -31,7 +31,7 @@ def run(record: Record, device: Device, folder: Path) -> None:
     if device.pretend:
         record.absent("nsys is on PATH, and without a GPU there is nothing for it to record")
         return
-    words = command(profile(folder / "run"), str(folder / "report_%p"))[1:]
+    words = command(profile(folder / "run"))[1:]
     program = [sys.executable, "-m", "tools.gpu.nsys_ranges", str(folder / "run")]
     subprocess.run([nsys, *words, *program], check=True)
     own = json.loads((folder / "run" / "own.json").read_text())

@@ -374,7 +374,7 @@ async def test_an_engine_under_nsys_opens_a_range_and_says_who_writes_the_report
         llm.collective_rpc(lambda worker: setattr(_worker(worker), "profiler", own[0]))
     assert calls == ["start", "stop"]
     assert profiler.ignored["with_stack"] == "nsys records what it was started with"
-    assert "nsys that started the engine writes" in profiler.ignored["artifacts"]
+    assert "in the report of the nsys session that started it" in profiler.ignored["artifacts"]
 
 
 def _worker(worker: Any) -> Any:

@@ -1,121 +1,157 @@
-"""The `nsys` backend: CUDA profiler ranges for an Nsight Systems that already records this process.
+"""The `nsys` backend: windows of the Nsight Systems session that started this process.
 
-nsys starts the process (`runtime_env` on Ray, `command` elsewhere) and waits. A window is a CUDA profiler
-range (`cudaProfilerStart` to `cudaProfilerStop`), and nsys turns each range into a report. nsys writes the
-report after the range, at its own output path. The exporter waits until it is complete and moves it to the
-step.
+`nsys launch` starts the process (`runtime_env` on Ray, `command` elsewhere) and records nothing by itself. A
+window is `nsys start` and `nsys stop` of that session, with an output path of our own. The report there is
+complete once `nsys stop` has ended. It holds all processes of the session: the children of this one too.
 
-No real nsys has run beside it so far. Its tests use the real nvtx package, and a stand-in that follows
-NVIDIA's User Guide on `--capture-range=cudaProfilerApi`.
+A program under `nsys profile --capture-range=...` has a session that waits for its range. `nsys stop` ends
+this wait, and windows follow as above. Tested with nsys 2022.4 and 2023.4 on a CPU.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
 import shlex
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError, ProfilerBusyError, ours
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
 SESSION = "NSYS_PROFILING_SESSION_ID"
-"""The environment variable that nsys sets for the processes that it records."""
+"""The environment variable that nsys sets for the processes of a session."""
 DOMAIN = "stepscope"
+_INJECTED = ("LD_PRELOAD", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
+"""Variables by which nsys gets into a process. nsys itself must start without them."""
+_ANSWER_S = 30.0
+"""Longest wait for an answer of nsys, which takes 10 ms to 0.7 s on a busy machine."""
+_HOLD_S = 10.0
+"""Longest time for which the training waits until a recording has stopped, or the last report is written."""
+_POLL_S = 0.01
 _NOTHING = nullcontext()
-_QUIET_S = 1.0
-"""A report is complete once it has not grown for this long and no file of nsys' own stands beside it."""
-_POLL_S = 0.2
-_FIX_CUPTI = "Fix: run without torch.profiler beside nsys: CUPTI serves one of them"
+_SHARED = (
+    "the nsys session of this process records already: `nsys profile` records the whole run, or another "
+    "process of the session has a window, whose report holds this process too"
+)
+_FIX_SESSION = (
+    "Fix: raise nsys.report_seconds if reports are large; if nsys hangs, end its agent (`nsys sessions list`)"
+)
+_OF_START = (
+    *("backtrace", "cpu-core", "cpuctxsw", "event-sampl", "export", "ftrace", "gpu-metrics", "gpuctxsw"),
+    *("ib-switch", "nic-metrics", "os-events", "process-scope", "sampl", "soc-metrics", "stats"),
+)
+"""Beginnings of the options that `nsys start` takes and `nsys launch` does not."""
 
 
-def nsight_options(config: ProfileConfig) -> dict[str, str]:
-    """Return the options of `nsys profile` that this backend needs, as long names without dashes."""
-    return {
-        "trace": ",".join(config.nsys.trace),
-        "capture-range": "cudaProfilerApi",
-        "capture-range-end": "repeat",  # many windows, and the process continues after each
-        "kill": "none",
-        **config.nsys.extra,
-    }
+def launch_options(config: ProfileConfig, *, engine: bool = False) -> dict[str, str]:
+    """Return the options of `nsys launch` that this backend needs, as long names without dashes.
+
+    Args:
+        engine: True for a process that builds an inference engine. Its CUDA graphs are then recorded kernel
+            by kernel, and so are the workers that it forks.
+    """
+    of_engines = {"cuda-graph-trace": "node", "trace-fork-before-exec": "true"} if engine else {}
+    extra = {name: value for name, value in config.nsys.extra.items() if not name.startswith(_OF_START)}
+    return {"trace": ",".join(config.nsys.trace), "wait": "primary", **of_engines, **extra}
 
 
-def runtime_env(config: ProfileConfig) -> dict[str, object]:
+def runtime_env(config: ProfileConfig, *, engine: bool = False) -> dict[str, Any]:
     """Return the options that make Ray start an actor under nsys.
 
     Use it as `Worker.options(runtime_env=runtime_env(config))`, for the recorded roles and ranks alone: nsys
-    costs time from the start of the process. Ray puts the reports in the session's `logs/nsight` on the
-    actor's node, and the exporter moves them from there.
+    costs time from the start of the process. Each actor is a session of its own. The actor's node needs this
+    process' Python at the same path, and `nsys` on PATH.
+
+    Args:
+        engine: As in `launch_options`. vLLM then starts its workers by `spawn`.
     """
-    return {"nsight": {**nsight_options(config), "o": "'stepscope_%p'"}}
+    words = ["nsys", "launch", *_words(launch_options(config, engine=engine))]
+    # Ray passes the text to a shell, whose own process nsys replaces: $$ is a name that no other session has.
+    env: dict[str, Any] = {
+        "py_executable": f"{shlex.join(words)} --session-new=stepscope$$ {shlex.quote(sys.executable)}"
+    }
+    return {**env, "env_vars": {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}} if engine else env
 
 
-def command(config: ProfileConfig, output: str = "stepscope_%p") -> list[str]:
-    """Return the words before a program that Ray does not start: `nsys profile ... python train.py`."""
-    options = [f"--{name}={value}" for name, value in nsight_options(config).items()]
-    return ["nsys", "profile", *options, f"--output={output}"]
+def command(config: ProfileConfig, *, engine: bool = False) -> list[str]:
+    """Return the words before a program that Ray does not start: `nsys launch ... python train.py`.
+
+    Each call names a session of its own. Two programs in one session have one window and one report.
+
+    Args:
+        engine: As in `launch_options`.
+    """
+    options = {**launch_options(config, engine=engine), "session-new": f"stepscope{uuid.uuid4().hex[:8]}"}
+    return ["nsys", "launch", *_words(options)]
+
+
+def _words(options: dict[str, str]) -> list[str]:
+    return [f"--{name}={value}" for name, value in options.items()]
 
 
 class NsysBackend:
-    """Switch for the nsys that started this process."""
+    """Switch of the nsys session that this process belongs to."""
 
     name = "nsys"
 
     def __init__(self, config: ProfileConfig) -> None:
         self._config = config.nsys
         self._window: Window | None = None
-        self._output = Path()
-        """The output path of nsys at the start of the window."""
-        self._before: set[Path] = set()
-        """The reports that existed at that time."""
-        self._lacking: str | None = None
+        self._folder = Path()
+        """The folder of the window's report and of what `nsys stop` prints."""
+        self._starting: subprocess.Popen[bytes] | None = None
+        self._stopping: subprocess.Popen[bytes] | None = None
 
     def check(self) -> None:
-        """Raise `BackendError` if nsys does not record this process, or does not obey profiler ranges."""
+        """Raise `BackendError` if nsys did not start this process, or its session cannot have windows."""
+        fix = (
+            "Fix: on Ray, Worker.options(runtime_env=stepscope.backends.nsys.runtime_env(config)); elsewhere "
+            f"`{shlex.join(command(ProfileConfig(nsys=self._config)))} python train.py`"
+        )
         if SESSION not in os.environ:
             raise BackendError(
-                f"tool is nsys, but nsys did not start this process ({SESSION} is not set). Fix: on Ray, "
-                "Worker.options(runtime_env=stepscope.backends.nsys.runtime_env(config)); elsewhere "
-                f"`{shlex.join(command(ProfileConfig(nsys=self._config)))} python train.py`"
+                f"tool is nsys, but nsys did not start this process ({SESSION} is not set). {fix}"
             )
-        launched = launched_with()
-        ranged = None if launched is None else option(launched.words, "capture-range", "c")
-        if launched is not None and ranged != "cudaProfilerApi":
-            raise BackendError(
-                f"nsys records this process all the time, because it has --capture-range={ranged or 'none'}. "
-                "Fix: --capture-range=cudaProfilerApi --capture-range-end=repeat"
-            )
-        _profiler_api()
-        self._output_path()
+        if PROCESS_LOCK.holder is None and _state() in ("Collection", "DelayedCollection"):
+            raise BackendError(f"{_SHARED}. {fix}, once for each recorded process")
 
     def prepare(self) -> None:
-        pass
+        """Import NVTX, and end the wait of `nsys profile --capture-range` for its range."""
+        if "nvtx" in self._config.trace:
+            markers()
+        if _state() == "StartRange":
+            _finish(_popen("stop"), "stop")
 
     def start(self, window: Window) -> None:
         if self._window is not None:
             raise ProfilerBusyError(f"step {self._window.step} is being recorded. Fix: stop() before start()")
-        api, output = _profiler_api(), self._output_path()
         self._window = window  # first: if an interrupt follows, stop() ends what has begun
         try:
-            PROCESS_LOCK.acquire(f"the nsys range of step {window.step}", by=self)
-            self._output, self._before = output, set(_reports(output))
-            _call(api.cudaProfilerStart, "cudaProfilerStart")
+            PROCESS_LOCK.acquire(f"the nsys window of step {window.step}", by=self)
+            _await_last_report()
+            self._folder = Path(tempfile.mkdtemp(prefix="stepscope-nsys-"))
+            extra = {name: value for name, value in self._config.extra.items() if name.startswith(_OF_START)}
+            options = {"sample": "none", "cpuctxsw": "none", **extra, "output": str(self._folder / "report")}
+            self._starting = _popen("start", *_words(options))
+            _finish(self._starting, "start")
         except ours() as error:
             self._give_back()
+            _remove(self._folder)
+            if isinstance(error, _RefusedError) and _state() == "Collection":
+                raise BackendError(f"{_SHARED}. Fix: `nsys launch` once for each recorded process") from error
             if not isinstance(error, BackendError):
-                raise BackendError(f"the nsys range did not start: {error}") from error
+                raise BackendError(f"the nsys window did not start: {error}") from error
             raise
 
     def advance(self) -> None:
@@ -123,170 +159,184 @@ class NsysBackend:
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
         """Return an NVTX start/end range, because push/pop ranges of interleaved tasks close each other."""
-        if self._window is None:
+        if self._window is None or "nvtx" not in self._config.trace:
             return _NOTHING
-        nvtx = _nvtx()
-        if nvtx is None:
-            self._lacking = "no markers: the package nvtx is not installed (pip install 'stepscope[nsys]')"
-            return _NOTHING
-        return _Range(nvtx, f"{span.role}.{span.stage}")
+        library = markers()
+        return _NOTHING if isinstance(library, str) else _Range(library, f"{span.role}.{span.stage}")
 
     def stop(self) -> list[PendingArtifact]:
-        window = self._window
-        if window is None or PROCESS_LOCK.holder is None:
-            self._window = None
-            return []  # not started, or the child of a fork: the range belongs to the parent
+        """End the recording. nsys converts it into the report while the training goes on."""
+        if self._window is None or PROCESS_LOCK.holder is None or self._starting is None:
+            self._give_back()
+            return []  # not started, or the child of a fork: the window belongs to the parent
         try:
             _synchronize()
-            _call(_profiler_api().cudaProfilerStop, "cudaProfilerStop")
+            if self._starting.stdout is not None and not self._starting.stdout.closed:
+                self._starting.communicate(timeout=_ANSWER_S)  # an interrupt has left it
+            if self._stopping is None:  # else an interrupt has left it
+                self._stopping = _stop(self._folder)
+            _await_output(self._stopping, self._folder)
         except ours():
             self._give_back()
-            raise  # a Ctrl-C keeps the window: a second call stops the range
+            raise  # a Ctrl-C keeps the window: a second call stops it
+        folder, stopping, seconds = self._folder, self._stopping, self._config.report_seconds
         self._give_back()
-        output, before = self._output, self._before
-        lacking, self._lacking = self._lacking, None
+        lacking = markers() if "nvtx" in self._config.trace else None
 
         def write(path: Path) -> None:
-            shutil.move(self._await_report(output, before), path)
+            shutil.move(_report(stopping, folder, seconds), path)
+            _remove(folder)
 
         return [
             PendingArtifact(
                 kind="nsys_report",
                 suffix=".nsys-rep",
                 write=write,
+                discard=partial(_remove, folder),
                 compress=False,
-                lacking=lacking,
+                lacking=lacking if isinstance(lacking, str) else None,
                 options={"trace": ",".join(self._config.trace)},
             )
         ]
 
     def _give_back(self) -> None:
         PROCESS_LOCK.release(by=self)
+        self._starting = self._stopping = None
         self._window = None  # last: after an earlier interrupt, a second stop() repeats everything
 
-    def _await_report(self, output: Path, before: set[Path]) -> Path:
-        """Return the report that is new since the window began, once nsys has written all of it."""
-        until = time.monotonic() + self._config.report_seconds
-        sizes: dict[Path, tuple[int, float]] = {}
-        while time.monotonic() < until:
-            for path in sorted(set(_reports(output)) - before):
-                size = path.stat().st_size
-                last_size, since = sizes.get(path, (-1, 0.0))
-                if size != last_size:
-                    sizes[path] = (size, time.monotonic())
-                elif size and time.monotonic() - since >= _QUIET_S and not _unfinished(path):
-                    return path
-            time.sleep(_POLL_S)
-        raise BackendError(
-            f"nsys wrote no complete report {output}*.nsys-rep within {self._config.report_seconds:g} s "
-            "(nsys.report_seconds). Fix: read the output of nsys; `nsys import` turns a .qdstrm file beside "
-            "that path into a report"
+
+# nsys as a program.
+
+
+class _RefusedError(BackendError):
+    """nsys answered that it cannot."""
+
+
+_last: subprocess.Popen[bytes] | None = None
+"""The latest `nsys stop` of this process: its session starts nothing before that ends. `_stop` sets it."""
+
+
+def _program() -> str:
+    """Return the nsys that started this process. It lies beside the library that it puts into processes."""
+    for variable in _INJECTED[1:]:
+        beside = Path(os.environ.get(variable, "")).parent / "nsys"
+        if variable in os.environ and beside.is_file():
+            return str(beside)
+    return shutil.which("nsys") or "nsys"
+
+
+def _environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _INJECTED}
+
+
+def _popen(verb: str, *words: str, output: Path | None = None) -> subprocess.Popen[bytes]:
+    """Let nsys do something with the session of this process."""
+    session = [] if verb == "sessions" else [f"--session={os.environ[SESSION]}"]
+    with open(output, "wb") if output is not None else nullcontext(subprocess.PIPE) as out:
+        return subprocess.Popen(
+            [_program(), verb, *session, *words],
+            env=_environ(),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C for the training does not end nsys
         )
 
-    def _output_path(self) -> Path:
-        """Return the output path of nsys, without the suffix.
 
-        Raises:
-            BackendError: neither the configuration nor the command line of nsys contains the path.
-        """
-        if self._config.output is not None:
-            return Path(self._config.output)
-        launched = launched_with()
-        output = None if launched is None else option(launched.words, "output", "o")
-        if launched is None or output is None:
-            raise BackendError("the output path of nsys for this process is unknown. Fix: set nsys.output")
-        return Path(launched.folder, output.removesuffix(".nsys-rep"))
-
-
-def _reports(output: Path) -> list[Path]:
-    """Return the reports of this process that exist now."""
-    name = re.sub(r"%[a-zA-Z](\{[^}]*\})?", "*", output.name.replace("%p", str(os.getpid())))
-    return sorted(output.parent.glob(f"{name}*.nsys-rep"))
-
-
-class _Range:
-    """One NVTX range, closed by its id."""
-
-    __slots__ = ("_id", "_name", "_nvtx")
-
-    def __init__(self, nvtx: Any, name: str) -> None:
-        self._nvtx = nvtx
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._id = self._nvtx.start_range(message=self._name, domain=DOMAIN)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._nvtx.end_range(self._id)
-
-
-# The process that started this one.
-
-
-class Launch(NamedTuple):
-    """The nsys that started this process."""
-
-    words: list[str]
-    """Its command line."""
-    folder: str
-    """Its working directory, which a relative --output starts from."""
-
-
-def launched_with() -> Launch | None:
-    """Return the nsys above this process, or None if /proc does not show one."""
-    process = os.getpid()
-    while process > 1:
-        try:
-            words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
-            if any(Path(word).name == "nsys" for word in words[:2]) and "profile" in words[:4]:
-                return Launch(words, os.readlink(f"/proc/{process}/cwd"))
-            status = Path(f"/proc/{process}/stat").read_text(errors="replace")
-        except ours(OSError):
-            return None
-        process = int(status.rpartition(")")[2].split()[1])  # its parent
-    return None
-
-
-def option(words: list[str], long: str, short: str) -> str | None:
-    """Return the value of an option of `nsys profile`, in any of its spellings."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word in (f"--{long}", f"-{short}"):
-            return following
-        for start in (f"--{long}=", f"-{short}="):
-            if word.startswith(start):
-                return word.removeprefix(start)
-    return None
-
-
-def _unfinished(report: Path) -> bool:
-    """Return whether nsys is still converting its raw recording into this report."""
-    return report.with_suffix(".qdstrm").exists()
-
-
-# CUDA and NVTX.
-
-
-def _profiler_api() -> Any:
-    """Return the CUDA runtime that this process uses: torch's if torch has one."""
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.version.cuda is not None:
-        return torch.cuda.cudart()
+def _finish(process: subprocess.Popen[bytes], verb: str) -> str:
+    """Return the output of nsys after its end."""
     try:
-        return ctypes.CDLL("libcudart.so")
-    except ours(OSError) as error:
+        output, _ = process.communicate(timeout=_ANSWER_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise BackendError(f"`nsys {verb}` did not end within {_ANSWER_S:g} s. {_FIX_SESSION}") from None
+    if process.returncode:
+        raise _RefusedError(f"`nsys {verb}` ended with {process.returncode}: {_readable(output)}")
+    return output.decode(errors="replace")
+
+
+def _readable(output: bytes) -> str:
+    """Return what nsys printed as one line, without its bars of progress."""
+    lines = output.decode(errors="replace").replace("\r", "\n").splitlines()
+    return "; ".join(line.strip() for line in lines if line.strip() and not line.startswith("["))
+
+
+def _state() -> str | None:
+    """Return the state of this process' session, in nsys' word. None if nsys does not list the session."""
+    rows = (line.split() for line in _finish(_popen("sessions", "list"), "sessions list").splitlines())
+    return next((row[2] for row in rows if len(row) > 2 and row[0] == os.environ[SESSION]), None)
+
+
+def _stop(folder: Path) -> subprocess.Popen[bytes]:
+    global _last
+    _last = _popen("stop", output=folder / "output")
+    return _last
+
+
+def _await_output(stopping: subprocess.Popen[bytes], folder: Path) -> None:
+    """Wait until nsys prints that it converts the recording, and so has ended it."""
+    until = time.monotonic() + _HOLD_S
+    while stopping.poll() is None and not (folder / "output").stat().st_size and time.monotonic() < until:
+        time.sleep(_POLL_S)
+
+
+def _await_last_report() -> None:
+    if _last is not None:
+        try:
+            _last.wait(_HOLD_S)
+        except subprocess.TimeoutExpired:
+            raise ProfilerBusyError(
+                "nsys still writes the report of the window before. Fix: select steps that lie further "
+                "apart; in discrete mode fewer stages"
+            ) from None
+
+
+def _report(stopping: subprocess.Popen[bytes], folder: Path, seconds: float) -> Path:
+    """Return the report in `folder`, once nsys has written all of it."""
+    try:
+        stopping.wait(seconds)
+    except subprocess.TimeoutExpired:
+        stopping.kill()
         raise BackendError(
-            f"tool is nsys, but this process has no CUDA runtime to mark ranges with ({error}). Fix: import "
-            "a CUDA build of torch before the capture, or put libcudart.so on LD_LIBRARY_PATH"
+            f"nsys wrote no complete report within {seconds:g} s (nsys.report_seconds). {_FIX_SESSION}"
+        ) from None
+    report, raw = folder / "report.nsys-rep", folder / "report.qdstrm"
+    if raw.exists():  # nsys 2023.4 could not convert one recording in a hundred, and could in a second try
+        report = _converted(raw, seconds)
+    if not report.exists():
+        told = _readable((folder / "output").read_bytes())
+        raise BackendError(f"nsys made no report: {told}. Fix: `stepscope doctor` checks nsys")
+    raw.unlink(missing_ok=True)
+    return report
+
+
+def _converted(raw: Path, seconds: float) -> Path:
+    """Return the report that nsys' importer makes of a raw recording."""
+    importer, report = (
+        Path(_program()).parents[1] / "host-linux-x64" / "QdstrmImporter",
+        raw.with_name("second"),
+    )
+    try:
+        subprocess.run(
+            [importer, "-i", raw, "-o", report],
+            env=_environ(),
+            timeout=seconds,
+            check=True,
+            capture_output=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BackendError(
+            f"nsys made no complete report of {raw}, which is kept: {error}. Fix: nsys' QdstrmImporter "
+            "converts it; `stepscope doctor` checks nsys"
         ) from error
+    return report
 
 
-def _call(function: Callable[[], object], name: str) -> None:
-    answer = function()
-    code = answer if isinstance(answer, int) else int(getattr(answer, "value", 0))  # ctypes, or torch's enum
-    if code:
-        raise BackendError(f"{name} returned {code}. {_FIX_CUPTI}")
+def _remove(folder: Path) -> None:
+    """Remove the folder of a window, except a raw recording that nsys could not convert."""
+    if folder != Path() and not (folder / "report.qdstrm").exists():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _synchronize() -> None:
@@ -296,9 +346,54 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _nvtx() -> Any:
+# NVTX.
+
+
+class Markers(NamedTuple):
+    """Functions of a library that makes NVTX ranges."""
+
+    start: Callable[[str], object]
+    end: Callable[[Any], object]
+
+
+@cache
+def markers() -> Markers | str:
+    """Return how to make ranges that nsys records, or the reason why there are none.
+
+    nvtx 0.2.12 to 0.2.17 get no domain from nsys up to 2023.4, and then drop all ranges without a word.
+    """
     try:
         import nvtx  # type: ignore[import-untyped,unused-ignore]  # it has no types, and may be absent
     except ImportError:
-        return None
-    return nvtx
+        lacks = "the package nvtx is not installed (pip install 'stepscope[nsys]')"
+    else:
+        if type(nvtx.get_domain(DOMAIN)).__name__ != "DummyDomain":
+            return Markers(partial(nvtx.start_range, domain=DOMAIN), nvtx.end_range)
+        lacks = (
+            "the installed nvtx gets no domain from this nsys. Fix: --trace with nvtx; with nsys up to "
+            "2023.4, pip install nvtx==0.2.11"
+        )
+    torch: Any = sys.modules.get("torch")
+    try:
+        if torch is not None:  # its own ranges have no domain
+            torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start(DOMAIN))
+            return Markers(torch.cuda.nvtx.range_start, torch.cuda.nvtx.range_end)
+    except (AttributeError, RuntimeError):
+        pass  # a build without NVTX
+    return f"no markers: {lacks}"
+
+
+class _Range:
+    """One NVTX range, closed by its id."""
+
+    __slots__ = ("_id", "_markers", "_name")
+
+    def __init__(self, markers: Markers, name: str) -> None:
+        self._markers = markers
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._id = self._markers.start(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._markers.end(self._id)

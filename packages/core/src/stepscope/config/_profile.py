@@ -119,9 +119,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     }
 
     save_path: str = "outputs/profile"
-    """The run's folder. `~` is expanded when the config is made. On Ray it must be absolute. Elsewhere a
-    relative one is of the working directory at `configure`, or at the first capture.
-    """
+    """The run's folder. `~` is expanded when the config is made. On Ray it must be absolute."""
     steps: tuple[StepRange, ...] = ()
     """Steps that are captured. None by default."""
     tool: str = "torch"

@@ -123,12 +123,11 @@ class NsysConfig(Section, frozen=True, kw_only=True):
 
     trace: tuple[NsysTrace, ...] = ("cuda", "nvtx")
     """Its `--trace`. Spans are markers only with `nvtx`. `osrt` and `python-gil` cost most."""
-    output: str | None = None
-    """Its `--output`; None: read off the command line of the nsys above the process."""
     report_seconds: Seconds = 120
-    """Longest wait for a window's report to be whole."""
+    """Longest time that nsys may take to write a window's report, while the training goes on."""
     extra: dict[str, str] = msgspec.field(default_factory=dict)
-    """Further options of `nsys profile`, by their long names, for what `runtime_env` and `command` start."""
+    """Further options of nsys, by their long names. Those of `nsys start`, such as `sample`, are given for
+    each window; those of `nsys launch` in `runtime_env` and `command`."""
 
 
 def parse_counters(value: object, field: str) -> CountersConfig:

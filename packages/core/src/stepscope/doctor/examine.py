@@ -35,6 +35,7 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
     yield from _check("variables", partial(libraries.recorded_from_outside, os.environ))
     yield from _check("nsys", partial(libraries.nsys, usable.tool))
     yield from _check("nsys", libraries.nsys_permissions)
+    yield from _check("nsys", partial(libraries.nsys_report, usable.tool))
     yield from _check("nvtx", libraries.nvtx)
     yield from _check("nvidia-ml-py", libraries.nvml)
     yield from _check("ray", libraries.ray)

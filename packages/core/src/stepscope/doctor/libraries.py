@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,6 +110,39 @@ def nsys(tool: str) -> Row:
         fix = "it does not work here: install Nsight Systems again, or take it off PATH"
         return broken("nsys", f"{path} --version ended with {done.returncode}: {last}", fix)
     return green("nsys", f"{version.strip()}, {path}")
+
+
+def nsys_report(tool: str) -> Iterator[Row]:
+    """Yield rows on a report that nsys makes of a program with one NVTX range, if `tool` is nsys."""
+    path = shutil.which("nsys")
+    if tool != "nsys" or path is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        options = ("--trace=nvtx", "--sample=none", "--cpuctxsw=none", f"--output={folder}/report")
+        try:
+            done = subprocess.run(
+                [path, "profile", *options, sys.executable, "-c", _MARKERS],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                timeout=NSYS_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            yield red("nsys report", str(error), "run `nsys profile --trace=nvtx python --version` by hand")
+            return
+        if not Path(folder, "report.nsys-rep").exists():
+            lines = done.stdout.decode(errors="replace").replace("\r", "\n").split("\n")
+            told = next((line.strip() for line in lines if re.search("(?i)error|not found", line)), lines[-1])
+            fix = "host-linux-x64 (with QdstrmImporter) must lie beside target-linux-x64: install all of nsys"
+            yield red("nsys report", f"nsys makes no report: {told or 'it says nothing'}", fix)
+            return
+    yield green("nsys report", "nsys made one of a program")
+    if lacks := re.search(r"no markers: (.*?)(?: Fix: (.*))?$", done.stdout.decode(errors="replace"), re.M):
+        yield red("nvtx", lacks[1], lacks[2] or "pip install 'stepscope[nsys]'")
+
+
+_MARKERS = "from stepscope.backends.nsys import markers; print(markers())"
 
 
 def nsys_permissions() -> Iterator[Row]:

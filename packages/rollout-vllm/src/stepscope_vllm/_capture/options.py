@@ -87,8 +87,8 @@ def unable(
     """
     if settings.get("profiler") == "cuda":
         return {option: _BY_NSYS for option in (*_TORCH, *_NEVER, "ranks") if getattr(capture, option)} | {
-            "artifacts": "CUDA profiler ranges were opened and closed: the nsys that started the engine "
-            "writes its report where it was told to"
+            "artifacts": "CUDA profiler ranges were opened and closed. The engine is in the report of the "
+            "nsys session that started it: that of the window of the process that built it"
         }
     reasons = {option: why for option, why in _NEVER.items() if getattr(capture, option)}
     if not aimed:

@@ -91,7 +91,7 @@ class Capture:
         elif not _is_whole(step):
             fix = "pass the training loop's global step"
             raise ConfigError("capture(step)", step, "an integer, 0 or more", fix)
-        config = configure.current() if config is None else configure.placed(config)
+        config = configure.current() if config is None else config
         self.step = step
         if config.cuda_memory.oom_any_step != "off":
             oom.watch(config, identify(role, rank=rank), run.run_id(), step)

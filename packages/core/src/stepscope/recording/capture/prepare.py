@@ -71,7 +71,7 @@ async def aprepare(
 
 
 def _configured(config: ProfileConfig | None) -> ProfileConfig:
-    config = configure.current() if config is None else configure.placed(config)
+    config = configure.current() if config is None else config
     sigusr1.handle(config)  # on this thread: the rest of `prepare` runs on the loop's
     return config
 
