@@ -104,3 +104,6 @@ def test_entries_newer_than_what_is_installed_are_left_out() -> None:
         return len(read_preset("verl", lambda _: version).entries)
 
     assert count("0.7.0") < count("0.8.0") < count("0.9.0.dev1") == count("0.9.1+cu12") == count("1.0")
+    assert (
+        count("0.8.0") == count("0.8rc1") == count("v0.8") < count("0.9rc1") == count("0.9") == count("1!0.9")
+    )

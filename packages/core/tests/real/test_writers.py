@@ -196,6 +196,25 @@ def test_wandb_has_them_in_the_trainings_run_and_leaves_its_steps_alone(tmp_path
     assert {(axis.glob_name, axis.step_metric) for axis in axes} == {("stepscope/*", "stepscope/step")}
 
 
+@pytest.mark.usefixtures("offline")
+def test_wandb_keeps_the_figures_that_wait_for_the_trainings_row(tmp_path: Path) -> None:
+    """Steps 2 and 3 are reported in one row of the training. W&B would keep those of step 3 alone."""
+    a_training_run(tmp_path)
+    run = RunLayout(tmp_path / "run")
+    wandb.log({"loss": 1.0}, step=2)
+    recorded(tmp_path, ["wandb"], range(2, 3))
+    recorded(tmp_path, ["wandb"], range(3, 4))
+    assert outcome_of(run, 2).state == "ok", outcome_of(run, 2).reason
+    assert outcome_of(run, 3).state == "failed"
+    assert "wandb: OSError: the figures of step 2 wait for" in str(outcome_of(run, 3).reason)
+    wandb.log({"loss": 0.5}, step=4)
+    recorded(tmp_path, ["wandb"], range(4, 5))
+    assert outcome_of(run, 4).state == "ok", outcome_of(run, 4).reason
+    wandb.finish()
+    _, items = wandb_records(tmp_path)
+    assert [(row["_step"], row.get("stepscope/step")) for row in rows(items)] == [(2, 2), (4, 4)]
+
+
 LAST_STEP = """
 import sys, wandb
 from stepscope import capture, configure
@@ -299,6 +318,37 @@ def test_opentelemetry_is_sent_to_the_collector_of_the_environment(
         span.name for resource in request.resource_spans for one in resource.scope_spans for span in one.spans
     ]
     assert sorted(names) == ["rollout", "step 2", "trajectory", "update_actor"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("OTEL_TRACES_SAMPLER", "always_off"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "3")],
+)
+def test_opentelemetry_gets_all_whatever_services_here_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    with a_collector() as (endpoint, taken):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        monkeypatch.setenv(name, value)
+        run = recorded(tmp_path, ["otel"])
+    assert outcome_of(run).state == "ok", outcome_of(run).reason
+    request = ExportTraceServiceRequest.FromString(taken[0])
+    spans = [
+        span for resource in request.resource_spans for one in resource.scope_spans for span in one.spans
+    ]
+    assert len(spans) == 4
+    (root,) = (span for span in spans if span.name == "step 2")
+    assert {f"stepscope.{name}" for name in scalars(run)} <= {item.key for item in root.attributes}
+
+
+def test_a_step_of_which_opentelemetry_makes_nothing_is_not_ok(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_collector() as (endpoint, taken):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+        run = recorded(tmp_path, ["otel"])
+    assert (outcome_of(run).state, taken) == ("failed", [])
 
 
 def test_a_writer_that_fails_is_named_and_keeps_the_others_from_nothing(

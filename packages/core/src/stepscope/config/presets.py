@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -91,10 +92,9 @@ def read_preset(name: str, installed: Callable[[str], str | None] = lambda _: No
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, which a preset's `since` compares."""
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        numbers.append(int(part))
+    """Return the numbers of a release, which a preset's `since` compares: `0.8.0rc1` -> (0, 8)."""
+    release = re.match(r"v?(?:\d+!)?(\d+(?:\.\d+)*)", version)
+    numbers = [] if release is None else [int(part) for part in release[1].split(".")]
+    while numbers and not numbers[-1]:  # 0.9 is no older than 0.9.0
+        numbers.pop()
     return tuple(numbers)

@@ -17,9 +17,10 @@ from typing import TypeAlias
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, Tracer, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, Tracer, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import (
     NonRecordingSpan,
     SpanContext,
@@ -60,6 +61,8 @@ def send(step: ReportedStep, exporter: SpanExporter) -> None:
     """
     spans = list(_spans_of(step))
     try:
+        if not spans:
+            raise OSError("OpenTelemetry made no spans. Fix: unset OTEL_SDK_DISABLED")
         for start in range(0, len(spans), BATCH):
             if exporter.export(spans[start : start + BATCH]) is not SpanExportResult.SUCCESS:
                 raise OSError(f"the collector did not take the spans ({start} of {len(spans)} are there)")
@@ -75,7 +78,14 @@ def _spans_of(step: ReportedStep) -> Iterator[ReadableSpan]:
     timeline, ended, ids = step.timeline, _Ended(), _Ids(step.timeline)
     service = os.environ.get("OTEL_SERVICE_NAME") or "stepscope"
     resource = Resource.create({"service.name": service, RUN_ID: timeline.run_id})
-    provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
+    # Samplers and limits of the environment are for the spans of a service: here, each one is wanted.
+    provider = TracerProvider(
+        sampler=ALWAYS_ON,
+        resource=resource,
+        shutdown_on_exit=False,
+        id_generator=ids,
+        span_limits=SpanLimits(max_attributes=SpanLimits.UNSET, max_span_attributes=SpanLimits.UNSET),
+    )
     provider.add_span_processor(ended)
     tracer = provider.get_tracer("stepscope")
     aligned = [

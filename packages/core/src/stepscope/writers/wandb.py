@@ -14,12 +14,14 @@ from stepscope.writers.protocol import ReportedStep
 
 _SERVICE = "WANDB_SERVICE"
 """Variable by which W&B passes its service on to the children of a process."""
+_REPORTED = "stepscope/reported"
+"""The last step whose figures were given to W&B. `stepscope/step` is the last that it has in a row."""
 
 
 def on_report(step: ReportedStep) -> None:
     training = _training_run()
     if training is not None:
-        _log(training, step)  # and it stays open
+        _log_beside(training, step)  # and it stays open
         return
     os.environ.pop(_SERVICE, None)  # the training's may end before this process
     run_id = step.report.run_id
@@ -43,6 +45,22 @@ def _training_run() -> wandb.Run | None:
         return wandb._attach(run_id)  # `wandb.attach` in newer versions, which have both
     except Exception:  # of several kinds: the run, or the service, has ended
         return None
+
+
+def _log_beside(run: wandb.Run, step: ReportedStep) -> None:
+    """Log a step in the row that the training has open, unless the figures of another step wait in it.
+
+    Raises:
+        OSError: They do, and these would take their place.
+    """
+    reported, logged = run.summary.get(_REPORTED), run.summary.get("stepscope/step")
+    if reported not in (None, logged, step.report.step):
+        raise OSError(
+            f"the figures of step {reported} wait for the training's next wandb.log, and these would take "
+            f"their place. Fix: wandb.log(...) at the end of each step"
+        )
+    _log(run, step)
+    run.summary[_REPORTED] = step.report.step
 
 
 def _log(run: wandb.Run, step: ReportedStep) -> None:
