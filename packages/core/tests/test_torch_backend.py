@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from stepscope import capture
 from stepscope.backends import PendingArtifact, SpanInfo
 from stepscope.backends.threaded.window_thread import MAIN
 from stepscope.backends.torch.backend import TorchBackend
@@ -363,8 +364,23 @@ class TestForeignThreads:
         thread = threading.Thread(target=lambda: pending.extend(backend.stop()), name="watchdog")
         occupy_main_thread_while(thread)
         [late] = pending
-        assert "thread watchdog" in str(late.truncated)
+        assert "thread watchdog" in str(late.note)
+        assert late.truncated is None
         assert names(late, tmp_path)["before"] == 1
+        assert callable(late.lacking)
+        assert late.lacking() is None
+
+    def test_a_capture_that_another_thread_closes_has_all_of_the_trace(self, tmp_path: Path) -> None:
+        config = ProfileConfig(save_path=tmp_path, steps=[0], torch={"activities": ["cpu"]})
+        opened = capture(0, config=config).open()
+        work("before")
+        thread = threading.Thread(target=opened.close)
+        occupy_main_thread_while(thread)
+        manifest = opened.result.wait(60)
+        assert manifest is not None
+        (trace,) = [item for item in manifest.processes[0].expected if item.kind == "trace"]
+        assert (trace.state, trace.reason) == ("ok", None)
+        assert "ended when MainThread came to it" in trace.notes[0]
 
     def test_a_main_thread_that_never_comes_back_is_an_error_with_both_names(
         self, make: Callable[..., TorchBackend], tmp_path: Path

@@ -148,6 +148,8 @@ class NpuBackend:
         def write(path: Path) -> None:
             late.wait(self._config.budget.export_seconds)
             first, *others = window.take()
+            reasons = (one.truncated or one.lacking for one in (first, *others))
+            late.cut = next(filter(None, reasons), None)
             _disk.place(first.folder, path)
             for recorded in others:  # cycles of a schedule: their number is known only now
                 _disk.place(recorded.folder, path / f"cycle{recorded.cycle}{_disk.SUFFIX}")
@@ -157,7 +159,8 @@ class NpuBackend:
             suffix=_disk.SUFFIX,
             write=write,
             compress=False,
-            truncated=late.truncated,
+            note=late.note,
+            lacking=lambda: late.cut,
             ignored=dict(window.ignored),
             options=dict(window.options.recorded),
             versions=dict(window.options.torch_npu.versions),

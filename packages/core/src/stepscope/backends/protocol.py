@@ -57,8 +57,12 @@ class PendingArtifact(msgspec.Struct, frozen=True, kw_only=True):
     compress: bool
     discard: Callable[[], None] = _nothing
     truncated: str | None = None
-    lacking: str | None = None
-    """The requested part that is missing from it, with the reason. The manifest then says `partial`."""
+    lacking: str | Callable[[], str | None] | None = None
+    """The requested part that is missing from it, with the reason. The manifest then says `partial`. A
+    function returns it once the file is written.
+    """
+    note: str | None = None
+    """A fact about it that is no problem."""
     ignored: dict[str, str] = {}
     options: dict[str, str | int | float | bool | None] = {}
     versions: dict[str, str] = {}

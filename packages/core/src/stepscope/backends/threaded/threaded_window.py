@@ -40,7 +40,10 @@ class Late:
         self._window = window
         self._task = task
         self._caller = threading.current_thread().name
-        self.truncated = f"stopped by thread {self._caller}, ended when {window.thread.name} came to it"
+        self.note = f"stopped by thread {self._caller}, ended when {window.thread.name} came to it"
+        """Nothing is lost by that: it may hold work from behind the stop."""
+        self.cut: str | None = None
+        """Why a recording that was written lacks something. Known once the window has ended."""
 
     def wait(self, patience_s: float, fix: str = "") -> None:
         """Wait until the window has ended.

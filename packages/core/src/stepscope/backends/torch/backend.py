@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
+
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
 from stepscope.backends.threaded.threaded_window import (
     HeldWindow,
@@ -158,9 +160,11 @@ class TorchBackend:
         def write(path: Path) -> None:
             late.wait(self._config.budget.export_seconds, ". Fix: torch.all_threads: true")
             for recorded in window.take():
+                late.cut = late.cut or recorded.truncated
                 _write(recorded, path)
 
-        return self._artifact(window, Recorded(None, 0, late.truncated), write)
+        artifact = self._artifact(window, Recorded(None, 0, None), write)
+        return msgspec.structs.replace(artifact, note=late.note, lacking=lambda: late.cut)
 
 
 def _write(recorded: Recorded, path: Path) -> None:

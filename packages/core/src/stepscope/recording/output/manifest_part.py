@@ -140,7 +140,8 @@ class ManifestPart:
             self._pending[name] -= 1
             old = self._items[name]
             if artifact is not None:
-                old = msgspec.structs.replace(old, artifacts=(*old.artifacts, artifact))
+                notes = old.notes if artifact.note is None else (*old.notes, artifact.note)
+                old = msgspec.structs.replace(old, artifacts=(*old.artifacts, artifact), notes=notes)
                 self._items[name] = old
             if error is not None:
                 self.fail(name, error, kind="trace")
@@ -186,16 +187,19 @@ class ManifestPart:
                 failures.note("writing the manifest", error)
             return manifest
 
-    def fold(self, step: StepLayout) -> None:
-        """Write `manifest.json` anew. Several threads do: at a wait, after a command, when late files come.
+    def fold(self, step: StepLayout) -> Manifest:
+        """Write `manifest.json` anew, and return it. Several threads do: after exports and commands, at a
+        wait, when late files come.
 
         A disk that refuses is noted.
         """
         with self._folding:
+            manifest = self.manifest(step)
             try:
-                write_manifest(step, self.manifest(step))
+                write_manifest(step, manifest)
             except ours(OSError) as error:
                 failures.note("writing the manifest", error)
+            return manifest
 
     def write(self) -> None:
         """Write the whole part to disk. A disk that refuses is noted as a failure."""

@@ -299,6 +299,7 @@ class Windows:
                 size_bytes=size_bytes,
                 truncated=truncated,
                 ignored=pending.ignored,
+                note=pending.note,
             )
             return Sidecar(
                 step=self._step,
@@ -312,7 +313,8 @@ class Windows:
             )
 
         def done(result: exporter.ExportResult) -> None:
-            trouble = result.error or pending.lacking
+            lacking = pending.lacking() if callable(pending.lacking) else pending.lacking
+            trouble = result.error or lacking
             self._manifest_part.export_ends(name, result.artifact, trouble, result.cost_ns)
             self._tell_late(name)
             if result.sidecar is not None and self._on_artifact is not None:
