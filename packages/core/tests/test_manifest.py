@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 from stepscope import ProfileConfig, capture
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.layout import StepLayout
+from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import fold, read_parts
-from stepscope.files.manifest.records import AWAITED, Expectation, Pending, ProcessPart, awaited
+from stepscope.files.manifest.records import AWAITED, Expectation, Manifest, Pending, ProcessPart, awaited
 from stepscope.files.sidecar import Artifact, ProcessInfo
+from stepscope.files.storage.reading import decode
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.report.tables.health import cut_processes
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
@@ -42,6 +44,29 @@ def test_an_engine_that_failed_is_missing_whatever_its_words(tmp_path: Path, wor
     assert any(words in line for line in cap.result.problems())
     with pytest.raises(MissingArtifactsError, match=words):
         cap.result.raise_for_missing()
+
+
+TWO_STEPS = """
+import sys, torch
+from stepscope import ProfileConfig, capture
+config = ProfileConfig(
+    save_path=sys.argv[1], steps=[0, 1], torch={"activities": ["cpu"]}, export={"when": sys.argv[2]}
+)
+for step in range(3):
+    with capture(step, config=config):
+        torch.ones(8) + 1
+"""
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("when", ["background", "deferred"])
+def test_the_manifest_of_a_process_that_has_ended_awaits_nothing(tmp_path: Path, when: str) -> None:
+    subprocess.run([sys.executable, "-c", TWO_STEPS, str(tmp_path), when], check=True, timeout=120)
+    for layout in RunLayout(tmp_path).steps().values():
+        manifest = decode(layout.manifest.read_bytes(), Manifest)
+        (part,) = manifest.processes
+        assert (manifest.state, manifest.awaited()) == ("ok", [])
+        assert part == read_parts(layout)[0][0]
 
 
 def artifact() -> Artifact:

@@ -34,6 +34,12 @@ report_hooks: list[Callable[[StepScalars], object]] = []
 """These lists have one writer: `stepscope.recording.after.hooks`."""
 _awaited: set[int] = set()
 """Closed steps whose files are being written. Writers: `hand_over`, `_capture_done`, `_forget`."""
+_MOST_UNFOLDED = 16
+"""A worker that died on another host is awaited for ever."""
+_unfolded: dict[Path, Session] = {}
+"""Captures whose `manifest.json` says that files are to come, by the step's folder. Writers:
+`fold_when_written`, `_fold_again`, `_forget`.
+"""
 _failed: set[object] = set()
 """Hooks whose failure was logged. One writer: `_Hook`."""
 
@@ -139,6 +145,32 @@ def once_written(session: Session, work: Callable[[], object]) -> None:
     exporter.exporter().then(work, deferred=session.config.export.when == "deferred")
 
 
+def fold_when_written(session: Session) -> None:
+    """Write `manifest.json` anew once this process has written its files, and later if others still write."""
+    _unfolded[session.layout.root] = session
+    while len(_unfolded) > _MOST_UNFOLDED:
+        del _unfolded[next(iter(_unfolded))]
+    once_written(session, _fold_again)
+
+
+def _fold_again() -> None:
+    for root, session in tuple(_unfolded.items()):
+        if not root.exists() or _is_final(session):
+            _unfolded.pop(root, None)
+
+
+def _is_final(session: Session) -> bool:
+    """Write `manifest.json` anew, and return whether no process of the capture writes files any more."""
+    part, layout = session.manifest_part, session.layout
+    while True:
+        manifest = part.fold(layout)
+        items = [item for process in manifest.processes for item in process.expected]
+        if not any(item.pending in ("closing", "exporting") for item in items):
+            return True
+        if part.manifest(layout) == manifest:  # else another rank wrote its own in between, and this is older
+            return False
+
+
 def _capture_done(closed: ClosedCapture, result: object, session: Session) -> None:
     for hook in tuple(capture_hooks):
         _hooks.put(_Hook("on_capture", hook, partial(hook, result), session.manifest_part))
@@ -195,6 +227,7 @@ def _end_of_process(ending: Ending, deadline_s: float) -> None:
     unwritten = exporter.exporter().drain(deadline_s)
     if unwritten:
         failures.warn("stepscope: lost at the end of the process: %s", ", ".join(unwritten))
+    _fold_again()
     left_s = max(0.0, until - time.monotonic())
     end(ending.error, left_s, patient=deadline_s >= shutdown.EXIT_S)
 
@@ -234,6 +267,7 @@ def _forget() -> None:
     # The parent's work is the parent's, and its threads are not here.
     global _hooks, _commands
     _awaited.clear()
+    _unfolded.clear()
     _hooks, _commands = _new_queues()
 
 

@@ -333,6 +333,7 @@ class Lifecycle:
         self._free()
         try:
             session.write_cost()  # before the chores, which read it
+            pipeline.fold_when_written(session)
             if self._manifest is not None and self._files is not None and not self._is_handed_over:
                 conclusion.tell_summary(session, self._files, self._manifest)
                 if not self._is_handed_over:  # a signal's handler may have come in between
