@@ -16,12 +16,16 @@ from pathlib import Path
 import pytest
 
 from stepscope import ProfileConfig, capture, span
+from stepscope.counters import CounterSource
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.manifest.records import Expectation
+from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.counters import log as log_module
 from stepscope.recording.counters import nvml as nvml_module
+from stepscope.recording.counters.sampler import Sampler
+from stepscope.recording.process import clock
 from stepscope.timeline import load_step
 from stepscope.timeline.record_files import CounterFile, read_counters
 
@@ -185,6 +189,40 @@ def test_a_full_disk_is_the_reason_and_keeps_what_was_written(
     file = file_of(tmp_path)
     assert file.problems == {}, "no half line"
     assert file.samples
+
+
+def test_the_file_of_a_counter_that_does_not_answer_is_closed_once_it_does(tmp_path: Path) -> None:
+    asked, answers = threading.Event(), threading.Event()
+
+    class Slow(CounterSource):
+        name, unit = "slow", ""
+
+        def sample(self) -> dict[str, float]:
+            asked.set()
+            answers.wait()
+            return {"": 1.0}
+
+    process = ProcessInfo(role="actor", rank=0, world_size=1, host="a", pid=1)
+    sampler = Sampler({"own": lambda: [Slow()]})
+    log = log_module.CounterLog(
+        tmp_path / "counters.jsonl", sampler, process=process, step=1, run_id="feed0004", hz=50
+    )
+    log.prepare()
+    log.open()
+    log.start(clock.read_anchor())
+    assert asked.wait(60)
+    log.close(clock.read_anchor())
+    assert log.failed == "a counter did not answer while the capture was closed"
+    assert str(log.path) in open_files()
+    answers.set()
+    assert sampler.stop(60)
+    assert str(log.path) not in open_files()
+
+
+def open_files() -> set[str]:
+    """Return the paths of the files that this process has open."""
+    numbers = Path("/proc/self/fd").iterdir()
+    return {os.readlink(number) for number in numbers if number.is_symlink()}
 
 
 def test_samples_beyond_the_bound_are_dropped_and_counted(

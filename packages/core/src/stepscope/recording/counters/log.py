@@ -99,7 +99,8 @@ class CounterLog:
         self._closing = True
         if not self.sampler.stop():
             self.failed = self.failed or "a counter did not answer while the capture was closed"
-            return  # its thread may write at any time
+            self._close_with_the_sampler()
+            return
         file = self._file
         if file is None:
             return
@@ -113,6 +114,14 @@ class CounterLog:
         finally:
             file.close()
             self._file = None
+
+    def _close_with_the_sampler(self) -> None:
+        """Close the file when the sampler's thread ends, which may write at any time before that."""
+        file = self._file
+        if file is not None:
+            self.sampler.ended = file.close
+            if self.sampler.is_over:  # it ended meanwhile, and may not have seen this
+                file.close()
 
     def _end(self, file: FileIO, anchor: ClockAnchor) -> None:
         if not self.began:

@@ -63,6 +63,10 @@ class Sampler:
         """CPU time of the thread so far."""
         self.ticked: Callable[[], None] | None = None
         """Called on the thread after each tick."""
+        self.ended: Callable[[], None] | None = None
+        """Called on the thread at its end."""
+        self.is_over = False
+        """True once the thread has no more to do, before `ended` is called."""
         self._openers = dict(openers)
         self._added: deque[tuple[str, Opener]] = deque()
         self._numbers: dict[tuple[str, str], int] = {}
@@ -83,7 +87,7 @@ class Sampler:
         Raises:
             RuntimeError: no thread can be started.
         """
-        self._period_ns, self._stopping = 0, False
+        self._period_ns, self._stopping, self.is_over = 0, False, False
         self._thread = threading.Thread(target=self._run, name="stepscope-counters", daemon=True)
         _samplers.add(self)
         self._thread.start()
@@ -154,6 +158,9 @@ class Sampler:
         finally:
             self._close_sources()
             _samplers.discard(self)
+            self.is_over = True
+            if self.ended is not None:
+                self.ended()
 
     def _loop(self, began_ns: int) -> None:
         due_ns, first = monotonic_ns(), True
