@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from packages.core.tests.actors import end
 from stepscope.engines import actor_call
 from stepscope.engines.actor_call import ActorGoneError, ActorLine, CallFailedError, abandon, begin, present
 
@@ -130,10 +131,7 @@ async def test_a_result_that_cannot_be_pickled_is_an_error(actors: dict[str, Any
 async def test_a_dead_actor_says_what_it_died_of() -> None:
     actor = ray.remote(Sync).remote()
     await actor.pid.remote()
-    ray.kill(actor)
-    with pytest.raises(ray.exceptions.RayActorError):
-        while True:  # until it has died
-            await actor.pid.remote()
+    await asyncio.to_thread(end, actor)
     line = ActorLine(actor)
     line.tell(fail)
     with pytest.raises(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from packages.core.tests.actors import end
 from stepscope import ProfileConfig, capture, prepare, profile_step
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import CaptureError
@@ -36,6 +37,7 @@ def test_an_engines_actor_records_spans_and_leaves_the_profiler_to_the_engine(
 ) -> None:
     handles: list[Any] = [ray.remote(num_cpus=0)(Replica).remote() for _ in range(2)]
     config = ProfileConfig(save_path=tmp_path, steps=[1], roles={"*": {"ranks": "all"}})
+    ray.get([handle.__ray_ready__.remote() for handle in handles])  # longer than 30 s on a busy machine
     try:
         # One of the two is also given as a worker; both are recorded once, and in the same way.
         workers, engines = {"policy": handles[0]}, [RayRollout(handle) for handle in handles]
@@ -70,7 +72,7 @@ def test_prepare_pays_the_first_start_on_every_worker(
         assert "roles.actr matched nothing" in caplog.text
         assert "roles.actor matched nothing" not in caplog.text
         assert not RunLayout(tmp_path).steps()
-        ray.kill(handles[1])
+        end(handles[1])
         with pytest.raises(CaptureError, match=r"in 1 place\(s\):\n  actor\[1\] Actor\(Replica.*died"):
             prepare(workers={"actor": handles}, config=config)
     finally:
@@ -87,7 +89,7 @@ def test_prepare_reaches_every_worker_of_a_run_that_is_only_triggered(
         prepare(workers={"actor": handles}, config=config)
         assert "roles.atcor matched nothing" in caplog.text
         assert not RunLayout(tmp_path).steps()
-        ray.kill(handles[1])
+        end(handles[1])
         prepare(workers={"actor": handles}, config=config)
         assert "a capture on request would not be whole" in caplog.text
         assert "actor[1] Actor(Replica" in caplog.text

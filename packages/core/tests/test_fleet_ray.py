@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from packages.core.tests.actors import end
 from packages.core.tests.suspensions import CancelledAt
 from stepscope import ProfileConfig, capture, prepare, profile_step
 from stepscope.backends.torch import backend as torch_backend
@@ -329,7 +330,7 @@ async def test_a_dead_actor_is_missing_and_the_others_are_recorded(
     crew: dict[str, list[Any]], config: ProfileConfig
 ) -> None:
     dead, alive = make(), crew["sync"][0]
-    ray.kill(dead)
+    await asyncio.to_thread(end, dead)
     async with capture(1, workers=[dead, alive], config=config) as cap:
         await alive.update.remote()
     (problem,) = await asyncio.to_thread(cap.result.problems)

@@ -19,6 +19,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from packages.core.tests.actors import end
 from stepscope import ProfileConfig, capture, profile_step, request_capture
 from stepscope.cli.app import run
 from stepscope.engines.fetch import LEFT_BEHIND
@@ -286,7 +287,7 @@ def test_a_worker_that_dies_before_its_files_are_fetched_is_named_with_its_host(
     config: ProfileConfig, mortal: Any
 ) -> None:
     result = alone(config.replace(export={"when": "deferred"}), mortal)
-    ray.kill(mortal)
+    end(mortal)
     (line,) = [line for line in problems(result) if "files of actor[0]" in line]
     assert "failed: actor died" in line
     assert "are on host-m" in line

@@ -7,10 +7,11 @@ or after a call into C: at some of these moments, spread over all of them.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, TypeAlias
@@ -38,6 +39,21 @@ if TYPE_CHECKING:
 OURS = os.path.dirname(stepscope.__file__)
 TESTING = os.path.join(OURS, "testing")
 TORCHS = ("torch/autograd/profiler.py", "torch/profiler/profiler.py")
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),  # one that no variable got yet
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),  # one that just began
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # in a generator's own end
+]
+"""Warnings of objects that a signal between two instructions leaves to the collector."""
+
+
+@pytest.fixture(autouse=True)
+def leftovers_are_collected() -> Iterator[None]:
+    """Collect these objects while their warnings are expected, since a later test would be told of them."""
+    yield
+    gc.collect()
 
 
 class Interrupter:
@@ -139,7 +155,6 @@ def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: str,
     raise AssertionError("unreachable")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that nobody got
 def test_a_ctrl_c_while_a_file_is_written_leaves_the_old_or_the_new_one_and_no_other(tmp_path: Path) -> None:
     for number in itertools.count():
         file = tmp_path / str(number) / "manifest.json"
@@ -158,16 +173,12 @@ def test_a_ctrl_c_while_a_file_is_written_leaves_the_old_or_the_new_one_and_no_o
             return
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # one that came too soon
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a generator's own end
 def test_a_ctrl_c_while_a_capture_closes_leaves_nothing_recording_and_a_whole_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert every(29, tmp_path, monkeypatch, "cuda_memory", closed) > 20
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_ctrl_c_that_ends_the_loop_in_which_a_capture_closes_leaves_nothing_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,8 +186,6 @@ def test_a_ctrl_c_that_ends_the_loop_in_which_a_capture_closes_leaves_nothing_re
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_ctrl_c_while_torchs_window_is_closed_leaves_no_session_of_torch_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ profiler's own start, and at some of all others.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
@@ -43,6 +44,21 @@ OURS = os.path.dirname(stepscope.__file__)
 LIBRARIES = ("torch/autograd/profiler.py", "torch/profiler/profiler.py", "/threading.py")
 LEFT_ALONE = tuple(os.path.join(OURS, name) for name in ("config", "files", "errors.py"))
 """Nothing opens there."""
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),  # one that no variable got yet
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),  # one that just began
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # in a generator's own end
+]
+"""Warnings of objects that a signal between two instructions leaves to the collector."""
+
+
+@pytest.fixture(autouse=True)
+def leftovers_are_collected() -> Iterator[None]:
+    """Collect these objects while their warnings are expected, since a later test would be told of them."""
+    yield
+    gc.collect()
 
 
 class Signal:
@@ -162,7 +178,6 @@ def whole_capture(config: ProfileConfig, step: int) -> None:
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a generator's own end
 @pytest.mark.parametrize(("handler", "first"), [(raises, 0), (closes, 3), (closes_and_raises, 6)])
 def test_a_signal_while_a_capture_opens_leaves_nothing_recording(
     config: ProfileConfig, tmp_path: Path, handler: Callable[[Callable[[], object]], None], first: int
@@ -219,7 +234,6 @@ def test_a_signal_at_any_moment_of_a_profilers_start_and_stop_leaves_it_off(
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("handler", [raises, closes])
 def test_a_signal_while_a_worker_opens_leaves_nothing_recording(
     config: ProfileConfig, handler: Callable[[Callable[[], object]], None]
