@@ -26,7 +26,14 @@ def ray_cluster() -> Iterator[None]:
         _temp_dir=folder,
     )
     yield
+    started = [
+        server.process
+        for servers in ray._private.worker._global_node.all_processes.values()
+        for server in servers
+    ]
     ray.shutdown()
+    for process in started:
+        process.wait(30)  # killed: one that is not waited for is a ResourceWarning
     shutil.rmtree(folder, ignore_errors=True)
 
 
