@@ -156,8 +156,66 @@ def test_the_first_steps_are_never_slow(tmp_path: Path) -> None:
 
 def test_a_trigger_writes_so_often_in_a_run(tmp_path: Path) -> None:
     config = config_in(tmp_path, recorder={"then_capture": 0, "per_trigger": 2, "last": 1, "slow_factor": 12})
-    steps_of(config, dict.fromkeys((12, 16, 20, 24), 0.3), 26)
+    steps_of(config, {12: 0.1, 16: 1.5, 20: 0.1, 24: 1.5, 25: 20.0}, 25)
     assert list(drained(tmp_path).steps()) == [12, 16]
+
+
+def test_a_cause_that_returns_is_written_once(tmp_path: Path) -> None:
+    config = config_in(tmp_path, recorder={"then_capture": 0, "last": 1, "slow_factor": 12})
+    for step in range(45):
+        with capture(step, config=config):
+            with span("update", role="actor"):
+                time.sleep(0.01)
+            if step % 10 == 2:
+                with span("save_checkpoint", role="trainer"):
+                    time.sleep(0.3)
+            if step == 43:
+                with span("hiccup", role="trainer"):
+                    time.sleep(0.3)
+    layout = drained(tmp_path)
+    assert list(layout.steps()) == [12, 43] or list(layout.steps()) == [43]
+    report = report_of(layout, 43)
+    assert report.baseline is not None
+    assert not report.baseline.alike
+
+
+def test_a_slow_step_of_a_short_kind_is_found_beside_a_longer_kind(tmp_path: Path) -> None:
+    config = config_in(tmp_path, recorder={"then_capture": 0, "last": 1, "slow_factor": 8})
+    for step in range(40):
+        with capture(step, config=config):
+            with span("update", role="actor"):
+                time.sleep(0.2 if step == 36 else 0.01)
+            if step % 4:
+                with span("generate", role="rollout"):
+                    time.sleep(0.15)
+        drained(tmp_path)  # the stages of the steps before are known
+    layout = drained(tmp_path)
+    assert list(layout.steps()) == [36]
+    recorder = manifest_of(layout, 36).recorder
+    assert recorder is not None
+    assert "times the median of 9 steps" in recorder.reason
+
+
+def test_a_step_is_compared_with_those_of_its_kind(tmp_path: Path) -> None:
+    config = config_in(tmp_path, recorder={"triggers": []}, steps=[22, 24])
+    for step in range(36):
+        with capture(step, config=config):
+            with span("update", role="actor"):
+                time.sleep(0.01)
+            if step % 4 == 0:
+                with span("generate", role="rollout"):
+                    time.sleep(0.06)
+    layout = drained(tmp_path)
+    for step in (22, 24):
+        baseline = report_of(layout, step).baseline
+        assert baseline is not None
+        assert baseline.alike
+        same = {other for other in range(1, 36) if (other % 4 == 0) == (step % 4 == 0)} - {22, 24}
+        assert set(baseline.steps) <= same
+        assert len(baseline.steps) >= len(same) - 2, "the first after a capture is left out"
+    (of_generation,) = (line for line in lines_of(layout) if line.step == 24)
+    assert of_generation.captured
+    assert set(of_generation.stages) == {"actor/update", "rollout/generate"}
 
 
 def test_a_trigger_that_is_not_listed_writes_nothing(tmp_path: Path) -> None:

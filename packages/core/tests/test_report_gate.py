@@ -193,6 +193,42 @@ def test_a_newer_run_that_captured_nothing_is_not_judged_by_the_one_before_it(
     assert run([*command, "--run-b", "run1"]) == 0
 
 
+def test_runs_with_different_numbers_of_checkpoints_compare_like_with_like(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, every, recorded in (("a", 8, True), ("b", 4, True), ("c", 8, False), ("d", 4, False)):
+        layout = RunLayout(a_run(tmp_path / name))
+        took = {
+            number: seconds * (1 if number % every else 3)
+            for number, seconds in enumerate(around(1.0, 61, seed=ord(name)))
+        }
+        lines: list[msgspec.Struct]
+        if recorded:
+            path = layout.step_lines("run1")
+            lines = [
+                StepLine(
+                    step=number,
+                    start_ns=number * MS,
+                    dur_ns=int(seconds * 1e9),
+                    stages={"actor/update": 1.0, **({} if number % every else {"actor/save": 2.0})},
+                )
+                for number, seconds in took.items()
+            ]
+        else:
+            path = layout.root / "uncaptured" / "trainer_rank0_run1.jsonl"
+            path.parent.mkdir()
+            lines = [
+                UncapturedStep(step=number, start_ns=number, dur_ns=int(seconds * 1e9))
+                for number, seconds in took.items()
+            ]
+        path.write_bytes(b"\n".join(map(msgspec.json.encode, lines)))
+    for a, b in ("ab", "ba", "cd", "dc"):
+        command = ["diff", str(tmp_path / a), str(tmp_path / b), "--fail-above", "10%", "--json"]
+        assert run(command) == 0
+        (step,) = json.loads(capsys.readouterr().out)["gate"]["checks"]
+        assert abs(step["change"]) < 0.05
+
+
 def test_uncaptured_steps_of_the_slowest_owner_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

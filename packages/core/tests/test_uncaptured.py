@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -239,3 +240,26 @@ def test_a_step_after_a_first_one_that_was_captured_is_no_warm_up(tmp_path: Path
     config = ProfileConfig(save_path=str(tmp_path), steps=[0])
     loop(config, range(3))
     assert [(row.step, row.warm_up) for row in kept(config)] == [(1, False), (2, False)]
+
+
+def test_a_long_step_among_long_ones_every_few_steps_is_usual(tmp_path: Path) -> None:
+    """No recorder runs, so that lengths alone tell the kinds apart."""
+    rows = [
+        UncapturedStep(step=n, start_ns=OPENED_NS + 1000 * n * MS, dur_ns=(40 if n % 4 else 160) * MS)
+        for n in range(36)
+    ]
+    for number, took_ms in ((20, 160), (22, 40)):
+        folder = StepFolder(tmp_path / str(number), step=number, opened_ns=OPENED_NS + 1000 * number * MS)
+        owner = folder.process("trainer", owner=True)
+        owner.close(took_ms * MS)
+        step = folder.write()
+        file = RunLayout(tmp_path / str(number)).uncaptured(owner.info, "run1")
+        file.parent.mkdir()
+        near = [row for row in rows if row.step != number]
+        file.write_bytes(b"\n".join(map(msgspec.json.encode, near)))
+        report = step_report(load_step(step))
+        assert report.baseline is not None
+        assert report.baseline.alike
+        assert {step % 4 == 0 for step in report.baseline.steps} == {number % 4 == 0}
+        assert report.baseline.excess_ns == 0
+        assert to_scalars(report)["uncaptured/p50_seconds"] == took_ms / 1000

@@ -12,6 +12,8 @@ from packages.core.tests.test_why import hanging
 from stepscope import ProfileConfig, capture, span
 from stepscope.cli import run
 from stepscope.files.recorder import StepLine
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.states import ProcessState
 from stepscope.recording.recorder import standing
 from stepscope.report.live import live
 
@@ -104,3 +106,19 @@ def test_only_the_last_steps_count() -> None:
     lines = [StepLine(step=step, start_ns=0, dur_ns=100 if step < 50 else 7) for step in range(100)]
     view = live(lines, [])
     assert (view.steps, len(view.durations_ns), view.median_ns) == (100, 50, 7)
+
+
+def test_the_step_that_runs_is_compared_with_its_kind() -> None:
+    lines = [StepLine(step=step, start_ns=0, dur_ns=7 if step % 4 else 28) for step in range(40)]
+    owner = ProcessState(
+        process=ProcessInfo(role="trainer", rank=None, world_size=None, host="h", pid=1),
+        run_id="r",
+        at_ns=0,
+        step=40,
+        step_age_ns=5,
+        spans=(),
+        threads=(),
+        tasks=(),
+    )
+    view = live(lines, [owner])
+    assert (view.median_ns, view.compared, len(view.durations_ns)) == (28, 10, 40)

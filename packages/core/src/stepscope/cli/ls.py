@@ -19,8 +19,8 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.late import Waiting, take_in, waiting
 from stepscope.files.manifest.records import Recorded, State
 from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
+from stepscope.files.uncaptured import comparable
 from stepscope.report.formatting import count, duration, middle, moment, size
-from stepscope.report.tables.baseline import comparable
 from stepscope.report.tables.health import step_health
 from stepscope.report.terminal.layout import listing, table
 from stepscope.timeline import Timeline, load_step

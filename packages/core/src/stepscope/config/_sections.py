@@ -207,7 +207,8 @@ class RecorderConfig(Section, frozen=True, kw_only=True):
     triggers: tuple[Trigger, ...] = ("slow", "exception", "hang", "signal")
     """Events that write steps. `signal` is SIGTERM. A request (`stepscope trigger --last`) always does."""
     slow_factor: Annotated[float, msgspec.Meta(gt=1)] = 1.5
-    """A step is slow if it takes this many times the median of the last 50. Never one of the first 10."""
+    """A step is slow if it takes this many times the median of the last 50 of its kind. Never one of the
+    first 10, and not if one of its kind was as long before."""
     hang_seconds: Seconds = 600
     """A step hangs if no span begins for so long in the process that bounds steps."""
     watchdog_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.files.clock import Int
+from stepscope.files.kinds import like
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.recorder import StepLine, read_step_lines
 from stepscope.files.sidecar import ProcessInfo
@@ -30,27 +31,52 @@ class UncapturedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """True for the first one after a capture: the export of traces may have run beside it."""
     warm_up: bool = False
     """True for the first of its loop, which pays for compiling, allocating and connecting."""
+    alike: bool = True
+    """False if the captured step that it is read for is of another kind. Not in files."""
 
 
 COMPARED = 40
-"""The largest number of steps that a captured step is compared with."""
+"""The largest number of steps, of its kind and of others, that a captured step is compared with."""
+ALONE = 3
+"""Least number of steps that do not follow a capture for which those that do are left out."""
+
+
+def comparable(near: Sequence[UncapturedStep]) -> Sequence[UncapturedStep]:
+    """Return the steps that a captured one compares with: those of its kind, or all if there are none.
+
+    Warm-up steps do not compare. Neither does the first step after a capture, if enough others are left.
+    """
+    warm = [step for step in near if not step.warm_up]
+    alike = [step for step in warm if step.alike] or warm
+    apart = [step for step in alike if not step.first]
+    return apart if len(apart) >= ALONE else alike
 
 
 def uncaptured_near(
-    step: StepLayout, process: ProcessInfo, run_id: str, opened_ns: int
+    step: StepLayout, process: ProcessInfo, run_id: str, opened_ns: int, number: int
 ) -> tuple[UncapturedStep, ...]:
-    """Return the uncaptured steps nearest to the capture that `process` opened at `opened_ns`, by start.
+    """Return the uncaptured steps nearest to the capture that `process` opened at `opened_ns`, by start: some
+    of the kind of that step, and some of others.
 
     They lie in the run's folder. A step's folder outside of it has none. With the flight recorder, all steps
     of the run are known.
+
+    Args:
+        number: Of the captured step.
     """
     run = RunLayout(step.root.absolute().parent)
-    recorded = {step.step: step for step in _of_recorder(read_step_lines(run.step_lines(run_id)))}
-    steps = (
-        recorded | {step.step: step for step in read_uncaptured(run.uncaptured(process, run_id))}
-    ).values()
-    near = sorted(steps, key=lambda other: abs(other.start_ns - opened_ns))[:COMPARED]
-    return tuple(sorted(near, key=lambda other: other.start_ns))
+    lines = read_step_lines(run.step_lines(run_id))
+    recorded = {step.step: step for step in _of_recorder(lines)}
+    steps = recorded | {step.step: step for step in read_uncaptured(run.uncaptured(process, run_id))}
+    took = {
+        other.step: other.dur_ns for other in steps.values() if other.step != number and not other.warm_up
+    }
+    same = like(number, took, {line.step: line.stages for line in lines})
+    by_distance = sorted(steps.values(), key=lambda other: abs(other.start_ns - opened_ns))
+    alike = [other for other in by_distance if other.step in same][:COMPARED]
+    others = [other for other in by_distance if other.step not in same][:COMPARED]
+    marked = (msgspec.structs.replace(other, alike=False) for other in others)
+    return tuple(sorted((*alike, *marked), key=lambda other: other.start_ns))
 
 
 def _of_recorder(lines: Sequence[StepLine]) -> Iterator[UncapturedStep]:

@@ -37,6 +37,8 @@ from stepscope.report.tables.breakdown import Line
 from stepscope.report.tables.engine import Engine
 from stepscope.report.tables.stages import Stage
 
+FLOOR = 100
+"""Findings are at least this part of the step: 1 %."""
 LINES = 40
 """A brief is never longer."""
 _WIDTH = 400
@@ -216,7 +218,8 @@ def _remark(advice: Advice, window_ns: int) -> Iterator[str]:
 
 
 def _findings(report: StepReport) -> Iterator[str]:
-    if uneven := [stage for stage in report.stages if _is_uneven(stage)]:
+    floor_ns = report.breakdown.window_ns / FLOOR
+    if uneven := [stage for stage in report.stages if _is_uneven(stage) and _lost_ns(stage) >= floor_ns]:
         yield _say_uneven(max(uneven, key=_lost_ns))
     if report.long_tail is not None:
         yield from islice(tail_sentences(report.long_tail), 1)
@@ -224,7 +227,7 @@ def _findings(report: StepReport) -> Iterator[str]:
             name, took, _ = slow_cells(slow)
             yield f"Slowest trajectory: {name}, {took}: {waits(slow)}"
     yield from engine_lines(report.engines)
-    idle = [row for row in report.idle if row.idle_ns]
+    idle = [row for row in report.idle if row.idle_ns >= max(1, floor_ns)]
     if idle and report.breakdown.window_ns:
         row = max(idle, key=lambda row: row.idle_ns)
         share = percent_of(row.idle_ns, report.breakdown.window_ns)

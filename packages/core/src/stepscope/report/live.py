@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from stepscope.files.kinds import like
 from stepscope.files.recorder import StepLine
 from stepscope.files.states import OpenSpan, ProcessState
 from stepscope.report.fleet import Fleet, Sampled, fleets
@@ -59,6 +60,9 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     durations_ns: tuple[int, ...]
     """Of the last steps, the latest last."""
     median_ns: int | None
+    """Of those of them that are of the kind of the step that runs."""
+    compared: int
+    """Number of these."""
     running: int | None
     """The step that runs."""
     running_ns: int | None
@@ -91,12 +95,15 @@ def live(
     """
     last = list(lines)[-COMPARED:]
     owner = next((state for state in states if state.step_age_ns is not None), None)
+    running = None if owner is None else owner.step
+    usual = usual_ns(last, running)
     flights = sorted(_flights(states), key=lambda flight: -flight.age_ns)
     return Live(
         steps=len(lines),
         durations_ns=tuple(line.dur_ns for line in last),
-        median_ns=middle(line.dur_ns for line in last) if last else None,
-        running=None if owner is None else owner.step,
+        median_ns=middle(usual) if usual else None,
+        compared=len(usual),
+        running=running,
         running_ns=None if owner is None else owner.step_age_ns,
         tokens_per_s=_tokens_per_s(last),
         stages=tuple(_stages(last)),
@@ -107,6 +114,13 @@ def live(
             fleets([Sampled(state.process, state.counters) for state in states], recorded, recorded_step)
         ),
     )
+
+
+def usual_ns(lines: Sequence[StepLine], step: int | None) -> list[int]:
+    """Return the durations of the last steps that are of the kind of `step`, by its number; None: of all."""
+    took = {line.step: line.dur_ns for line in lines[-COMPARED:]}
+    same = took if step is None else like(step, took)
+    return [ns for number, ns in took.items() if number in same]
 
 
 def _tokens_per_s(last: Sequence[StepLine]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import no_run
 from stepscope.cli.ls import rows_of
-from stepscope.cli.running.why import ask, step_lines
+from stepscope.cli.running.why import ask, say_median, step_lines
 from stepscope.files.layout import RunLayout, StepLayout, safe
 from stepscope.files.recorder import recorded_runs
 from stepscope.files.run import runs_of
@@ -181,8 +181,9 @@ def _fleet(fleet: Fleet) -> RenderableType:
 
 def _head(view: Live) -> str:
     ended = f"{count(view.steps, 'step')} so far"
-    median = "" if view.median_ns is None else f", median of the last {len(view.durations_ns)} "
-    median += "" if view.median_ns is None else duration(view.median_ns)
+    median = ""
+    if view.median_ns is not None:
+        median = f", {say_median(view.compared, view.steps)} {duration(view.median_ns)}"
     if view.running_ns is None:
         return f"No process answers: the run has ended, or hangs in C. {ended}{median}"
     ratio = "" if not view.median_ns else f", {view.running_ns / view.median_ns:.1f} times the median"

@@ -29,7 +29,7 @@ from stepscope.files.storage.processes import is_running
 from stepscope.files.storage.reading import read_records
 from stepscope.report.blocks.health import say_span
 from stepscope.report.formatting import duration, middle
-from stepscope.report.live import COMPARED
+from stepscope.report.live import COMPARED, usual_ns
 from stepscope.report.tables.health import step_health
 from stepscope.report.terminal.layout import listing
 from stepscope.report.waiting.calls import Standstill, say_call
@@ -64,7 +64,7 @@ def why(
     if json:
         screen.show_json(answer)
     else:
-        screen.show(*render(answer, _usual(layout)))
+        screen.show(*render(answer, _usual(layout, answer.step)))
     raise typer.Exit(Exit.OK if not answer.silent else Exit.INCOMPLETE)
 
 
@@ -130,9 +130,16 @@ def step_lines(layout: RunLayout) -> list[StepLine]:
     return read_step_lines(layout.step_lines(next(iter(runs)))) if runs else []
 
 
-def _usual(layout: RunLayout) -> str:
-    last = [line.dur_ns for line in step_lines(layout)[-COMPARED:]]
-    return f" (median of the last {len(last)}: {duration(middle(last))})" if last else ""
+def _usual(layout: RunLayout, step: int | None) -> str:
+    lines = step_lines(layout)
+    usual = usual_ns(lines, step)
+    return f" ({say_median(len(usual), len(lines))}: {duration(middle(usual))})" if usual else ""
+
+
+def say_median(compared: int, steps: int) -> str:
+    """Return `median of the last 50`, or `median of 12 of its kind`, of a run with so many steps."""
+    every = compared == min(steps, COMPARED)
+    return f"median of the last {compared}" if every else f"median of {compared} of its kind"
 
 
 def render(answer: Why, usual: str) -> Iterator[RenderableType]:

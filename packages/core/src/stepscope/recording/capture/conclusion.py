@@ -35,7 +35,7 @@ def conclude(asked: Asked, session: Session, participants: Participants | None) 
     baseline.captured(session)
     recorder, part = standing.standing(), session.manifest_part.record
     if recorder is not None and part.closed is not None:
-        recorder.captured(session.step, part.opened, part.closed, part.error)
+        recorder.captured(session.step, part.opened, part.closed, part.error, session.log.top_ns)
     return manifest
 
 

@@ -156,17 +156,29 @@ class Recorder:
             self._work.put(partial(self._write_line, step, self.steps.oldest_ns))
         if ending is not None:
             return self.fire("exception", ending.error)
-        slow = self.steps.slowness(step, self.config.recorder.slow_factor)
+        slow = self.steps.slowness(step, self.config.recorder.slow_factor, self._stages_of)
         return None if slow is None else self.fire("slow", slow)
 
-    def captured(self, number: int, opened: ClockAnchor, closed: ClockAnchor, error: str | None) -> None:
-        """Add the line of a step that was captured."""
+    def captured(
+        self,
+        number: int,
+        opened: ClockAnchor,
+        closed: ClockAnchor,
+        error: str | None,
+        top_ns: Mapping[tuple[str, str], int],
+    ) -> None:
+        """Add the line of a step that was captured.
+
+        Args:
+            top_ns: Times of the spans at its top, by role and stage.
+        """
         tokens = self.tokens.take()
         if self.process.rank in (None, 0):
             line = StepLine(
                 step=number,
                 start_ns=opened.wall_ns,
                 dur_ns=closed.mono_ns - opened.mono_ns,
+                stages=step_lines.seconds_of(top_ns),
                 tokens=tokens,
                 captured=True,
                 error=error,
@@ -183,7 +195,9 @@ class Recorder:
                 return None
             self._fired[trigger] += 1
             taken = self._take(steps)
-        self._order(taken, trigger, f"step {taken[-1].number}: {reason}")
+        rank = self.process.rank
+        of = "" if rank is None else f" of {self.process.role} rank {rank}"
+        self._order(taken, trigger, f"step {taken[-1].number}{of}: {reason}")
         return trigger
 
     def write_last(self, number: int) -> list[int]:
@@ -295,9 +309,15 @@ class Recorder:
 
         Those that are kept by now may have begun later, and older ones may be in an order behind this.
         """
-        line = step_lines.line_of(step, self.log.since(step.after), self.sampler)
+        line = step_lines.line_of(step, self._stages_of(step), self.sampler)
         step_lines.append(self.layout.step_lines(self.run_id), line)
         self.log.drop_before(oldest_ns)
+
+    def _stages_of(self, step: RecordedStep) -> dict[str, float]:
+        """Return the stages of a step that is over. They are summed once."""
+        if step.stages is None:
+            step.stages = step_lines.stages_of(step, self.log.since(step.after))
+        return step.stages
 
     def _give_and_obey(self, order: Order, windows: Sequence[Window]) -> None:
         if self.measure is not None and self.clocks and not self._is_hurried:

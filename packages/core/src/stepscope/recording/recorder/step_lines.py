@@ -22,12 +22,11 @@ MOST_BYTES = 4 << 20
 """The older half of the file goes when it is larger: some 20,000 steps stay."""
 
 
-def line_of(step: RecordedStep, spans: Sequence[Span], sampler: Sampler | None) -> StepLine:
-    """Return the line of a step that is over.
+def stages_of(step: RecordedStep, spans: Sequence[Span]) -> dict[str, float]:
+    """Return {`role/stage`: seconds} of a step that is over.
 
     Args:
         spans: Those that opened in it, and perhaps others.
-        sampler: Of the counters; None without any.
     """
     first_ns, last_ns = step.opened.mono_ns, step.opened.mono_ns + step.dur_ns
     took: dict[tuple[str, str], int] = defaultdict(int)
@@ -44,15 +43,30 @@ def line_of(step: RecordedStep, spans: Sequence[Span], sampler: Sampler | None) 
             took[role, span.stage] += end_ns - span.start_ns
         except TypeError:  # a list, say
             took[str(role), str(span.stage)] += end_ns - span.start_ns
+    return seconds_of(took)
+
+
+def seconds_of(took_ns: Mapping[tuple[str, str], int]) -> dict[str, float]:
+    """Return {`role/stage`: seconds} from times by role and stage."""
     stages: dict[str, int] = defaultdict(int)
-    for (role, stage), ns in took.items():
+    for (role, stage), ns in took_ns.items():
         if stage != STEP_TOKENS:
             stages[f"{bounded(str(role))}/{bounded(str(stage))}"] += ns
+    return {stage: round(ns / 1e9, 6) for stage, ns in _few(stages).items()}
+
+
+def line_of(step: RecordedStep, stages: dict[str, float], sampler: Sampler | None) -> StepLine:
+    """Return the line of a step that is over.
+
+    Args:
+        sampler: Of the counters; None without any.
+    """
+    first_ns, last_ns = step.opened.mono_ns, step.opened.mono_ns + step.dur_ns
     return StepLine(
         step=step.number,
         start_ns=step.opened.wall_ns,
         dur_ns=step.dur_ns,
-        stages={stage: round(ns / 1e9, 6) for stage, ns in _few(stages).items()},
+        stages=stages,
         counters={} if sampler is None else _means(sampler, first_ns, last_ns),
         tokens=step.tokens,
         error=None if step.ending is None else step.ending.error,

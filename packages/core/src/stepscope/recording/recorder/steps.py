@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from stepscope.files.clock import ClockAnchor
+from stepscope.files.kinds import Stages, alike, same_length
 from stepscope.files.manifest.records import Ending
 from stepscope.recording.process import clock
 
 COMPARED = 50
 """Steps whose median a step is compared with."""
+ENOUGH = 3
+"""Steps of its kind with which a step is compared, and not with all."""
+SHORTEST = 10
+"""A step is looked at if it is long beside the shortest tenth, which may be a kind of its own."""
 FIRST = 10
 """Steps at the beginning that are never slow: they warm up."""
 
@@ -18,7 +23,7 @@ FIRST = 10
 class RecordedStep:
     """One step, while it runs and afterwards."""
 
-    __slots__ = ("after", "closed", "ending", "is_written", "number", "opened", "tokens")
+    __slots__ = ("after", "closed", "ending", "is_written", "number", "opened", "stages", "tokens")
 
     def __init__(self, number: int, after: int) -> None:
         self.number = number
@@ -31,6 +36,8 @@ class RecordedStep:
         """The cause of its early end."""
         self.is_written = False
         """True if its folder is written, or about to be."""
+        self.stages: dict[str, float] | None = None
+        """{`role/stage`: seconds}. None until they are summed."""
         self.tokens: dict[str, int] = {}
         """Counted in it, by `step_tokens`."""
 
@@ -46,8 +53,9 @@ class Steps:
 
     def __init__(self, keep: int) -> None:
         self._kept: deque[RecordedStep] = deque(maxlen=keep)
-        self._usual: deque[int] = deque(maxlen=COMPARED)
-        """Times of the steps before, in ns."""
+        self._before: deque[RecordedStep] = deque(maxlen=COMPARED)
+        self._long: deque[RecordedStep] = deque(maxlen=COMPARED)
+        """Steps that were longer than usual, some of which were called slow."""
         self._seen = 0
 
     @property
@@ -70,21 +78,39 @@ class Steps:
     def end(self, step: RecordedStep, ending: Ending | None) -> None:
         step.closed, step.ending = clock.read_anchor(), ending
 
-    def slowness(self, step: RecordedStep, factor: float) -> str | None:
-        """Compare a step that is over with those before it, and count it as one of them.
+    def slowness(
+        self, step: RecordedStep, factor: float, stages_of: Callable[[RecordedStep], Stages]
+    ) -> str | None:
+        """Compare a step that is over with those of its kind before it, and count it as one of them.
+
+        A step that is as long as a longer one of its kind before is not slow: its cause is known.
+
+        Args:
+            stages_of: Sums the stages of a step. It is called only for one that is longer than others.
 
         Returns:
             The reason for calling it slow; None if it is not.
         """
-        before, self._seen, took_ns = list(self._usual), self._seen + 1, step.dur_ns
-        self._usual.append(took_ns)
-        if self._seen <= FIRST or not before:
+        before, self._seen, took_ns = list(self._before), self._seen + 1, step.dur_ns
+        self._before.append(step)
+        times_ns = sorted(other.dur_ns for other in before)
+        if not times_ns or took_ns <= factor * times_ns[len(times_ns) // SHORTEST]:
             return None
-        usual_ns = sorted(before)[len(before) // 2]
+        stages = stages_of(step)
+        same = [other for other in before if other.stages is not None and alike(other.stages, stages)]
+        compared = same if len(same) >= ENOUGH else before
+        usual_ns = sorted(other.dur_ns for other in compared)[len(compared) // 2]
         if took_ns <= factor * usual_ns:
             return None
+        is_known = any(
+            same_length(other.dur_ns, took_ns, factor) and alike(other.stages or {}, stages)
+            for other in self._long
+        )
+        self._long.append(step)
+        if is_known or self._seen <= FIRST:
+            return None
         took, usual = took_ns / 1e9, usual_ns / 1e9
-        times = f"{took / usual:.1f} times the median of {len(before)} steps"
+        times = f"{took / usual:.1f} times the median of {len(compared)} steps"
         return f"it took {took:.3g} s, {times} ({usual:.3g} s)"
 
     def last(self, number: int, *, ended: bool = False) -> list[RecordedStep]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from time import monotonic_ns, thread_time_ns
 from typing import TYPE_CHECKING
@@ -65,6 +65,8 @@ class SpanLog(SpanMaker):
         self.dropped = 0
         self.failed: str | None = None
         """The reason why the file is not whole; None while it is."""
+        self.top_ns: dict[tuple[str, str], int] = defaultdict(int)
+        """Times of the finished spans without any above them, by role and stage."""
         self._young: deque[Span] = deque()
         """Spans that were open when they were looked at, the oldest first. Used by the writing thread alone,
         as `_running`."""
@@ -196,7 +198,10 @@ class SpanLog(SpanMaker):
                 self.dropped += over
                 continue
             try:
-                batch.append(lines.record_of(span, end_ns, self._step))
+                record = lines.record_of(span, end_ns, self._step)
+                batch.append(record)
+                if record.parent is None and record.link is None and end_ns is not None:
+                    self.top_ns[record.role, record.stage] += end_ns - span.start_ns
             except ours() as error:  # one span is lost, and not all that come after it
                 self.dropped += over
                 failures.note("encoding a span", error)

@@ -25,6 +25,8 @@ def not_typical(evidence: Evidence) -> Advice | None:
     baseline, stalled_ns = evidence.baseline, evidence.breakdown.stalled_most_ns
     if baseline is None or baseline.excess_ns is None or len(baseline.steps) < ENOUGH:
         return _stalled(evidence)
+    if not baseline.alike and evidence.health.recorder is None:
+        return _stalled(evidence)
     took_ns = baseline.p50_ns + baseline.excess_ns
     slow, fast = took_ns > baseline.p90_ns, took_ns < baseline.min_ns
     if abs(baseline.excess_ns) * 10 < baseline.p50_ns or not (slow or fast):

@@ -13,7 +13,8 @@ def say_usual(baseline: Baseline | None) -> str:
             "There is no uncaptured step to compare it with. A loop that opens capture(step) for every step "
             "records them, after the first, which warms up"
         )
-    steps = f"{count(len(baseline.steps), 'uncaptured step')} near it ({numbers(baseline.steps)})"
+    kind = "" if baseline.alike else " of other kinds"
+    steps = f"{count(len(baseline.steps), 'uncaptured step')}{kind} near it ({numbers(baseline.steps)})"
     if len(baseline.steps) == 1:
         return f"{steps} took {duration(baseline.p50_ns)}"
     extent = f"{duration(baseline.min_ns)} to {duration(baseline.max_ns)}"

@@ -12,7 +12,7 @@ import msgspec
 
 from stepscope.errors import ConfigError
 from stepscope.report.gate.interval import ENOUGH, Interval, Sample, change_interval, relative_change
-from stepscope.report.gate.steps import STEP, Durations, GateSteps
+from stepscope.report.gate.steps import STEP, Durations, GateSteps, like_with_like
 
 Source: TypeAlias = Literal["captured", "unprofiled"]
 _NAMED = 12
@@ -62,6 +62,7 @@ def check_gate(a: GateSteps, b: GateSteps, limits: Sequence[Limit], seed: int = 
     Raises:
         ConfigError: a pattern matches no stage of either side, or the sides have no steps that compare.
     """
+    a, b = like_with_like(a, b)
     _, one, other = _samples(STEP, a, b)
     if not (one.values and other.values):
         raise ConfigError(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from stepscope.files.uncaptured import UncapturedStep
+from stepscope.files.uncaptured import comparable
 from stepscope.report.accounting import rank_of
 from stepscope.report.formatting import middle
 from stepscope.report.tables.breakdown import Breakdown
@@ -16,18 +14,18 @@ from stepscope.timeline.completeness import is_running
 
 ENOUGH = 5
 """Least number of uncaptured steps for a comparison."""
-UNDISTURBED = 3
-"""So many that do not follow a capture are enough to leave out those that do."""
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps of the same loop that were not captured, the nearest ones. Their times are of the step alone, as
-    `Breakdown.window_ns` is of the captured one.
+    """Steps of the same loop and kind that were not captured, the nearest ones. Their times are of the step
+    alone, as `Breakdown.window_ns` is of the captured one.
     """
 
     steps: tuple[int, ...]
     """Their numbers. The first one after a capture, during which traces may have been written, is among them
-    only where there are fewer than `UNDISTURBED` others."""
+    only where there are fewer than `ALONE` others."""
+    alike: bool
+    """False if none near it is of its kind, so that steps of other kinds are here."""
     min_ns: int
     p50_ns: int
     """The median."""
@@ -43,7 +41,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     None: its capture ended before the step did."""
     cost_ns: int | None
     """The same with opening and closing the capture: an estimate of all that it cost. None also for a step
-    that the flight recorder wrote: nothing opened."""
+    that the flight recorder wrote: nothing opened. And if they are not alike."""
 
 
 def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
@@ -63,6 +61,7 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
     whole = _whole(timeline)
     return Baseline(
         steps=tuple(step.step for step in used),
+        alike=used[0].alike,
         min_ns=took[0],
         p50_ns=p50_ns,
         p90_ns=took[rank_of(90, len(took))],
@@ -70,18 +69,8 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
         longer=sum(ns > breakdown.window_ns for ns in took),
         next_ns=next(after, None),
         excess_ns=breakdown.window_ns - p50_ns if whole else None,
-        cost_ns=breakdown.total_ns - p50_ns if whole and recorder is None else None,
+        cost_ns=breakdown.total_ns - p50_ns if whole and recorder is None and used[0].alike else None,
     )
-
-
-def comparable(near: Sequence[UncapturedStep]) -> Sequence[UncapturedStep]:
-    """Return the steps that a captured one compares with.
-
-    Warm-up steps do not compare. Neither does the first step after a capture, if enough others are left.
-    """
-    warm = [step for step in near if not step.warm_up]
-    apart = [step for step in warm if not step.first]
-    return apart if len(apart) >= UNDISTURBED else warm
 
 
 def _whole(timeline: Timeline) -> bool:

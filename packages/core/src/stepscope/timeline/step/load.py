@@ -190,7 +190,7 @@ def _assemble(
         stalls=stalls_of(parts, processes),
         replicas=replicas_of(parts),
         metrics=metrics,
-        uncaptured=uncaptured_near(layout, sources[0].info, run_id, sources[0].opened.wall_ns),
+        uncaptured=uncaptured_near(layout, sources[0].info, run_id, sources[0].opened.wall_ns, step),
     )
 
 
