@@ -59,8 +59,9 @@ def _large(stages: Stages) -> set[str]:
 
 
 def rhythms(took: Mapping[int, int]) -> list[tuple[set[int], tuple[int, int]]]:
-    """Return the groups of steps whose lengths lie apart from the usual ones and that come every n-th step,
-    each with its n and the remainder of its steps' numbers.
+    """Return the groups of steps whose lengths lie apart from the usual ones, and that come every n-th step.
+
+    Each has its n, and the remainder of its steps' numbers.
     """
     ordered = sorted(took, key=lambda step: took[step])
     breaks = [at for at, (a, b) in enumerate(pairwise(ordered), 1) if took[b] > GAP * took[a]]
@@ -74,7 +75,7 @@ def _rhythm(group: Sequence[int], took: Collection[int]) -> tuple[int, int] | No
     """Return the period and the remainder at which most steps are of the group, and most of the group are."""
     for period in sorted({b - a for a, b in pairwise(sorted(group))} - {1}):
         ((place, hits),) = Counter(step % period for step in group).most_common(1)
-        there = sum(step % period == place for step in took)
-        if hits >= _MEMBERS and hits >= _FITTING * max(len(group), there):
+        placed = sum(step % period == place for step in took)
+        if hits >= _MEMBERS and hits >= _FITTING * max(len(group), placed):
             return period, place
     return None
