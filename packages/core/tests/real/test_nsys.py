@@ -52,7 +52,7 @@ def under(words: list[str], folder: Path, **environ: str) -> subprocess.Complete
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        output, _ = process.communicate(timeout=150)
+        output, _ = process.communicate(timeout=500)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         pytest.fail(f"nsys did not end: {process.communicate()[0]}")

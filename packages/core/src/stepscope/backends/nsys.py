@@ -19,7 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,6 @@ _ANSWER_S = 30.0
 """Longest wait for an answer of nsys, which takes 10 ms to 0.7 s on a busy machine."""
 _HOLD_S = 10.0
 """Longest time for which the training waits until a recording has stopped, or the last report is written."""
-_POLL_S = 0.01
 _NOTHING = nullcontext()
 _SHARED = (
     "the nsys session of this process records already: `nsys profile` records the whole run, or another "
@@ -109,7 +108,7 @@ class NsysBackend:
         self._config = config.nsys
         self._window: Window | None = None
         self._folder = Path()
-        """The folder of the window's report and of what `nsys stop` prints."""
+        """Folder of the window's report and of what `nsys stop` prints; empty between windows."""
         self._starting: subprocess.Popen[bytes] | None = None
         self._stopping: subprocess.Popen[bytes] | None = None
 
@@ -146,8 +145,8 @@ class NsysBackend:
             self._starting = _popen("start", *_words(options))
             _finish(self._starting, "start")
         except ours() as error:
-            self._give_back()
             _remove(self._folder)
+            self._give_back()
             if isinstance(error, _RefusedError) and _state() == "Collection":
                 raise BackendError(f"{_SHARED}. Fix: `nsys launch` once for each recorded process") from error
             if not isinstance(error, BackendError):
@@ -187,12 +186,17 @@ class NsysBackend:
             shutil.move(_report(stopping, folder, seconds), path)
             _remove(folder)
 
+        def discard() -> None:
+            with suppress(subprocess.TimeoutExpired):  # nsys leaves its raw recording if its folder goes
+                stopping.wait(_HOLD_S)
+            _remove(folder)
+
         return [
             PendingArtifact(
                 kind="nsys_report",
                 suffix=".nsys-rep",
                 write=write,
-                discard=partial(_remove, folder),
+                discard=discard,
                 compress=False,
                 lacking=lacking if isinstance(lacking, str) else None,
                 options={"trace": ",".join(self._config.trace)},
@@ -201,7 +205,7 @@ class NsysBackend:
 
     def _give_back(self) -> None:
         PROCESS_LOCK.release(by=self)
-        self._starting = self._stopping = None
+        self._folder, self._starting, self._stopping = Path(), None, None
         self._window = None  # last: after an earlier interrupt, a second stop() repeats everything
 
 
@@ -278,18 +282,16 @@ def _await_output(stopping: subprocess.Popen[bytes], folder: Path) -> None:
     """Wait until nsys prints that it converts the recording, and so has ended it."""
     until = time.monotonic() + _HOLD_S
     while stopping.poll() is None and not (folder / "output").stat().st_size and time.monotonic() < until:
-        time.sleep(_POLL_S)
+        time.sleep(0.01)
 
 
 def _await_last_report() -> None:
-    if _last is not None:
-        try:
+    try:
+        if _last is not None:
             _last.wait(_HOLD_S)
-        except subprocess.TimeoutExpired:
-            raise ProfilerBusyError(
-                "nsys still writes the report of the window before. Fix: select steps that lie further "
-                "apart; in discrete mode fewer stages"
-            ) from None
+    except subprocess.TimeoutExpired:
+        fix = "Fix: select steps that lie further apart; in discrete mode fewer stages"
+        raise ProfilerBusyError(f"nsys still writes the report of the window before. {fix}") from None
 
 
 def _report(stopping: subprocess.Popen[bytes], folder: Path, seconds: float) -> Path:
@@ -313,10 +315,8 @@ def _report(stopping: subprocess.Popen[bytes], folder: Path, seconds: float) -> 
 
 def _converted(raw: Path, seconds: float) -> Path:
     """Return the report that nsys' importer makes of a raw recording."""
-    importer, report = (
-        Path(_program()).parents[1] / "host-linux-x64" / "QdstrmImporter",
-        raw.with_name("second"),
-    )
+    importer = Path(_program()).parents[1] / "host-linux-x64" / "QdstrmImporter"
+    report = raw.with_name("second")
     try:
         subprocess.run(
             [importer, "-i", raw, "-o", report],
