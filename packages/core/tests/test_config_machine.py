@@ -93,7 +93,8 @@ def test_a_folder_that_cannot_be_written_is_refused(path: str) -> None:
         check_save_path(ProfileConfig(save_path=path), on_ray=False)
 
 
-def test_a_disk_that_takes_no_bytes_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", [".", "run"])
+def test_a_disk_that_takes_no_bytes_is_refused(tmp_path: Path, folder: str) -> None:
     # A file size limit of 0 behaves like a full disk: files can be made and not filled.
     code = (
         "import resource, sys\n"
@@ -103,9 +104,10 @@ def test_a_disk_that_takes_no_bytes_is_refused(tmp_path: Path) -> None:
         "try:\n    check_save_path(ProfileConfig(save_path=sys.argv[1]), on_ray=False)\n"
         "except ConfigError as error:\n    print(error)\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
+    command = [sys.executable, "-c", code, str(tmp_path / folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert "a folder that this process can write to (File too large)" in done.stdout
+    assert done.stderr == ""
     assert everything_in(tmp_path) == []
 
 

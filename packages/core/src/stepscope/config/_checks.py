@@ -10,7 +10,7 @@ from pathlib import Path
 from stepscope.config._instrument import own_program
 from stepscope.config._profile import ProfileConfig
 from stepscope.config._words import closest
-from stepscope.errors import ConfigError
+from stepscope.errors import ConfigError, ours
 
 INSTALL_TORCH_NPU = "pip install torch-npu (the one for your torch and CANN), or tool: torch"
 
@@ -27,7 +27,7 @@ def check_save_path(config: ProfileConfig, *, on_ray: bool) -> None:
         raise ConfigError("save_path", config.save_path, allowed, f"write save_path: {path.absolute()}")
     try:
         _try_to_write(path.absolute())
-    except OSError as error:
+    except ours(OSError) as error:
         allowed = f"a folder that this process can write to ({error.strerror})"
         fix = "choose another folder, or change what stands in its way"
         raise ConfigError("save_path", config.save_path, allowed, fix) from None
@@ -195,11 +195,16 @@ def _try_to_write(folder: Path) -> None:
 
 
 def _write(folder: str | os.PathLike[str]) -> None:
-    from tempfile import NamedTemporaryFile
-
-    with NamedTemporaryFile(prefix=".stepscope-", dir=folder) as file:
-        file.write(b"stepscope")  # an empty file fits on a full disk
-        file.flush()
+    # No file object: one that a full disk keeps from closing prints a traceback when it is dropped.
+    path = os.path.join(folder, f".stepscope-{os.getpid()}-{os.urandom(6).hex()}")
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        try:
+            os.write(handle, b"stepscope")  # an empty file fits on a full disk
+        finally:
+            os.close(handle)  # where a disk in the network may say that it is full
+    finally:
+        os.unlink(path)
 
 
 def _nearest(path: Path) -> Path:

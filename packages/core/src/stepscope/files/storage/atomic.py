@@ -103,5 +103,7 @@ class Arrival:
         os.replace(self._name, self._target)
 
     def give_up(self) -> None:
-        self._file.close()
-        self._name.unlink(missing_ok=True)
+        try:
+            self._file.close()  # on a full disk it raises
+        finally:
+            self._name.unlink(missing_ok=True)
