@@ -6,14 +6,16 @@ For a step that is not selected, all of it is a no-op.
 from __future__ import annotations
 
 import time
+from collections import deque
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from stepscope import switch
 from stepscope.config import ProfileConfig
-from stepscope.errors import CaptureError, ConfigError
+from stepscope.errors import CaptureError
 from stepscope.files.manifest.records import Ending, OpenedBy
 from stepscope.recording.capture import configure, omissions
-from stepscope.recording.capture.asked import Asked, Closing
+from stepscope.recording.capture.asked import Asked, Closing, check_asked, rank_of, step_of
 from stepscope.recording.capture.on_demand import wanted
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.instrument import no_step
@@ -52,7 +54,7 @@ def capture(
     """Record one step, if the configuration selects it: `with`, `async with`, or `open()` and `close()`.
 
     Args:
-        step: Global number of the step, 0 or more.
+        step: Global number of the step, 0 or more. An integer of numpy or torch is taken too.
         workers: Processes to record too: a Ray actor handle, a sequence of them in rank order, or
             {role: handles}. Nothing has to be added to their classes. An empty one says that there are none.
         engines: Inference engines to record too: `EngineProfiler`s, or engine objects that an installed
@@ -63,7 +65,9 @@ def capture(
         rank: This process' own rank. Else STEPSCOPE_RANK, torch.distributed's, or RANK.
 
     Raises:
-        ConfigError: at once, for wrong arguments or a wrong configuration.
+        ConfigError: at once, for wrong arguments or a wrong configuration. Workers and engines are checked at
+            the first call, selected or not. What is wrong with them later is logged, and the run goes on.
+        EngineError: likewise, for an engine that no installed adapter knows.
         CaptureOpenError: on opening, while another capture is open in this process.
         CaptureError: on opening inside a running event loop without `async`, with workers or engines.
 
@@ -88,15 +92,16 @@ class Capture:
         began_ns = time.monotonic_ns()
         if switch.DISABLED:
             workers, engines, config = None, None, ProfileConfig()
-        elif not _is_whole(step):
-            fix = "pass the training loop's global step"
-            raise ConfigError("capture(step)", step, "an integer, 0 or more", fix)
+        else:
+            check_asked("capture", role, config, workers)
+            step, rank = step_of(step), rank_of(rank)
         config = configure.current() if config is None else config
         self.step = step
         if config.cuda_memory.oom_any_step != "off":
             oom.watch(config, identify(role, rank=rank), run.run_id(), step)
         names_workers = workers is not None
         workers = None if omissions.none_meant(workers) else workers
+        self._is_first = opened_by == "program" and _check_first(config, workers, engines)
         requested = wanted(config, step, role, rank, alone=workers is not None or engines is not None)
         self.config = config if requested is None else requested
         self.selected = self.config.selects(step)
@@ -113,9 +118,7 @@ class Capture:
         self._life: Lifecycle | None = None
         """None for a step that is not selected."""
         if self.selected:
-            from stepscope.recording.capture.lifecycle import Lifecycle  # import time: asyncio
-
-            self._life = Lifecycle(self._asked, taker=self)
+            self._life = _lifecycle().Lifecycle(self._asked, taker=self)
         self._spent_ns = time.monotonic_ns() - began_ns
         """Time spent on making it."""
 
@@ -133,6 +136,8 @@ class Capture:
     def open(self) -> Self:
         """Open the capture. A no-op for a step that is not selected."""
         if self._life is None:
+            if self._is_first:
+                self._refuse_to_block_a_loop()
             self._begin_unselected()
             return self
         began_ns = time.monotonic_ns() - self._spent_ns
@@ -234,8 +239,35 @@ class Capture:
         )
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _lifecycle() -> ModuleType:
+    from stepscope.recording.capture import lifecycle  # import time: asyncio
+
+    return lifecycle
+
+
+_checked: deque[tuple[ProfileConfig, bool, bool]] = deque(maxlen=8)
+"""Configurations whose first capture was made, and whether it was given workers, and engines. One writer:
+`_check_first`."""
+
+
+def _check_first(config: ProfileConfig, workers: object, engines: object) -> bool:
+    """Check everything that can be wrong about a run's captures at its first, selected or not. True for it.
+
+    A run that selects no steps is checked when it is asked for one: the capture then goes on without them.
+
+    Raises:
+        ConfigError: as `capture`.
+        EngineError: as `capture`.
+    """
+    asked = (config, workers is not None, engines is not None)
+    if switch.DISABLED or not config.steps or asked in _checked:
+        return False
+    on_ray = False
+    if workers is not None or engines is not None:
+        on_ray = _lifecycle().Participants(workers, engines).fleet is not None
+    configure.check(config, on_ray=on_ray)
+    _checked.append(asked)
+    return True
 
 
 def _raised(error: BaseException | str | None) -> Ending | None:

@@ -128,7 +128,7 @@ class Lifecycle:
             raise CaptureOpenError(refusal(asked.step, other))
         self.claim, self.state = claim, "opening"
         if asked.workers is not None or asked.engines is not None:
-            self.participants = Participants(asked.workers, asked.engines)
+            self.participants = Participants(asked.workers, asked.engines, checked=True)
         on_ray = self.participants is not None and self.participants.fleet is not None
         configure.check(asked.config, on_ray=on_ray)
         if asked.config.instrument:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from stepscope.errors import ConfigError, StepscopeError, is_users
+from stepscope.errors import CaptureError, is_users
 from stepscope.recording.after import pipeline
 from stepscope.recording.capture import omissions
 from stepscope.recording.capture.asked import Asked
@@ -60,6 +60,4 @@ def is_for_the_user(error: BaseException, asked: Asked) -> bool:
 
     Trouble of ours or of the disk does not stop a run; nor does a configuration that a request brought.
     """
-    if isinstance(error, ConfigError) and asked.on_request:
-        return False
-    return isinstance(error, StepscopeError) or is_users(error)
+    return isinstance(error, CaptureError) or is_users(error)

@@ -15,6 +15,7 @@ from stepscope import switch
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, StepscopeError, ours
 from stepscope.recording.capture import configure, omissions
+from stepscope.recording.capture.asked import check_asked
 from stepscope.recording.fanout.messages import PrepareRequest
 from stepscope.recording.fanout.worker_side import prepare_worker
 from stepscope.recording.process import failures, run, sigusr1
@@ -46,6 +47,7 @@ def prepare(
     """
     if switch.DISABLED:
         return
+    check_asked("prepare", role, config, workers)
     if in_event_loop():
         raise CaptureError("prepare() would block the running event loop. Fix: await aprepare(...)")
     config = _configured(config)
@@ -67,6 +69,7 @@ async def aprepare(
     """As `prepare`, without blocking the event loop."""
     if switch.DISABLED:
         return
+    check_asked("aprepare", role, config, workers)
     await _prepare(_configured(config), workers, engines, role, None)
 
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
+from stepscope.errors import ConfigError, EngineError, ours
 from stepscope.files.layout import sidecar_of
 from stepscope.files.manifest.records import Absent, Expectation, State, awaited
 from stepscope.recording.after import pipeline
 from stepscope.recording.fanout.engines import EngineGroup
 from stepscope.recording.fanout.fetch import Home
-from stepscope.recording.fanout.fleet import Fleet, WorkerOutcome, load_fleet
+from stepscope.recording.fanout.fleet import WorkerOutcome, load_fleet
 from stepscope.recording.fanout.given_engines import profilers_of
 from stepscope.recording.fanout.messages import StartRequest, StopRequest
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures
 from stepscope.recording.session.session import Session
+
+T = TypeVar("T")
 
 
 class Participants:
@@ -25,23 +30,45 @@ class Participants:
     """Of the owner. Set by `join`, and so is `_group`."""
     _group: EngineGroup
 
-    def __init__(self, workers: object, engines: object) -> None:
-        """Raises: ConfigError, EngineError: nothing installed knows a worker or an engine."""
-        self.profilers = [] if engines is None else profilers_of(engines)
+    def __init__(self, workers: object, engines: object, *, checked: bool = False) -> None:
+        """
+        Args:
+            checked: The run's first capture has checked them: what is wrong now is entered, and not raised.
+
+        Raises:
+            ConfigError, EngineError: nothing installed knows a worker or an engine.
+        """
+        self._checked = checked
+        self._wrong: dict[str, str] = {}
+        """{argument: the reason why it is left out}."""
+        self.profilers = self._taken("engines", partial(profilers_of, engines), engines is not None) or []
         recorded = {
             profiler.replica or 0: profiler.workers for profiler in self.profilers if profiler.workers
         }
-        self.fleet: Fleet | None = None
-        if workers is not None or recorded:
-            self.fleet = load_fleet(workers, recorded)
+        is_fleet = workers is not None or bool(recorded)
+        self.fleet = self._taken("workers", partial(load_fleet, workers, recorded), is_fleet)
         self.apart: list[str] = []
         """Workers whose files are to be fetched: they write to a folder that this process does not see."""
         self.actor_ids: set[str] = set()
         """Ray actors that take part, and whose parts of the manifest may not be here yet."""
         self._released = False
 
+    def _taken(self, argument: str, take: Callable[[], T], is_given: bool) -> T | None:
+        """Return what `take` makes of an argument; None if there is none, or it is left out."""
+        try:
+            return take() if is_given else None
+        except ours(ConfigError, EngineError) as error:
+            if not self._checked:
+                raise
+            self._wrong[argument] = str(error)
+            return None
+
     def join(self, session: Session) -> None:
-        """Connect workers and engines to the owner's session."""
+        """Connect workers and engines to the owner's session. Enter what is left out."""
+        for argument, reason in self._wrong.items():
+            session.manifest_part.fail(
+                argument, reason, kind="engine" if argument == "engines" else "selection"
+            )
         for profiler in self.profilers:
             session.sample_engine(profiler)
         self._session, self._group = session, EngineGroup(self.profilers, session)
