@@ -125,6 +125,16 @@ def test_a_slow_step_is_written_with_the_one_before_it(tmp_path: Path) -> None:
     assert report.health.complete
 
 
+def test_the_rank_whose_step_was_slow_is_named(tmp_path: Path) -> None:
+    config = config_in(tmp_path, recorder={"then_capture": 0, "last": 1, "slow_factor": 12})
+    for step in range(14):
+        with capture(step, config=config, rank=3, role="actor"):
+            time.sleep(0.3 if step == 13 else 0.005)
+    recorder = manifest_of(drained(tmp_path), 13).recorder
+    assert recorder is not None
+    assert recorder.reason.startswith("step 13 of actor rank 3: it took 0.3")
+
+
 def test_its_report_speaks_of_a_recorder_and_not_of_a_capture(tmp_path: Path) -> None:
     steps_of(config_in(tmp_path, recorder={"then_capture": 0, "slow_factor": 12}), {15: 0.3}, 20)
     layout = drained(tmp_path)
