@@ -145,3 +145,13 @@ def test_names_are_bounded_as_texts_are_and_those_that_differ_at_the_end_stay_ap
     ]
     assert all(line.link is None for line in written)
     assert max(len(path.name) for path in recorded.layout.root.rglob("*")) < 255
+
+
+def test_an_object_is_its_type_and_a_list_its_text(recorded: RecordedRun) -> None:
+    recorded.configure()
+    odd: dict[str, AttrValue] = {"sizes": [1, 2], "of": object(), "in": [object()]}  # type: ignore[dict-item]
+    with capture(1), span("update", "actor", attrs=odd):
+        pass
+    (written,) = recorded.spans()
+    assert written.attrs == {"sizes": "[1, 2]", "of": "<object object>", "in": "[<object object>]"}
+    assert written.role == "actor"

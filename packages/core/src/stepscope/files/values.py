@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -12,6 +13,7 @@ AttrValue: TypeAlias = str | int | float | bool | None
 MAX_TEXT = 500
 """The longest text attribute and name (stage, role, trajectory), in characters."""
 _PLAIN = {int, float, bool, type(None)}
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def attr_values(attrs: Mapping[str, object]) -> dict[str, AttrValue]:
@@ -20,7 +22,10 @@ def attr_values(attrs: Mapping[str, object]) -> dict[str, AttrValue]:
 
 
 def attr_value(value: object) -> AttrValue:
-    """Return `value` if JSON has it, a numpy or torch scalar as a number, the rest as text up to MAX_TEXT."""
+    """Return `value` if JSON has it, a numpy or torch scalar as a number, the rest as text up to MAX_TEXT.
+
+    A list is its text, and an object without a text of its own is its type.
+    """
     if type(value) in _PLAIN:
         return value  # type: ignore[return-value]  # by the line above
     try:
@@ -59,7 +64,8 @@ def _number(value: object) -> AttrValue:
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         item = value.item()
         return item if type(item) in _PLAIN else _cut(str(item))
-    return _cut(str(value))
+    # An address says nothing, and is another one in each run.
+    return _cut(_ADDRESS.sub("", str(value)))
 
 
 def _cut(text: str) -> str:

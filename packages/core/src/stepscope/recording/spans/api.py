@@ -67,8 +67,8 @@ def turn(index: int, *, attrs: Mapping[str, AttrValue] | None = None) -> Scope:
 
 def span(
     stage: str,
-    *,
     role: str | None = None,
+    *,
     step: int | None = None,
     policy_version: int | None = None,
     attrs: Mapping[str, AttrValue] | None = None,
@@ -82,7 +82,7 @@ def span(
         role: Who does it; the enclosing span's role, or the process', by default.
         step: The step that owns the work, if another than the one being captured.
         policy_version: Of the weights in use.
-        attrs: str, int, float, bool or None values.
+        attrs: str, int, float, bool or None values. Others become text.
     """
     session = slot.active
     if session is None:
