@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepscope import ProfileConfig, capture, profile_step
+from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.files.spans import Line, Span
 from stepscope.recording.instrument.call_arguments import Condition
 from stepscope.recording.instrument.kinds import Timing
@@ -44,14 +45,13 @@ def config(tmp_path: Path) -> ProfileConfig:
 
 @pytest.fixture
 def stages(config: ProfileConfig) -> Spans:
-    def read() -> list[str]:
-        files = Path(config.save_path).glob("step_*/spans/*.jsonl")
-        lines = [
-            line for file in files for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
-        ]
-        return [line.stage for line in lines if isinstance(line, Span)]
+    return lambda: [line.stage for line in recorded(config)]
 
-    return read
+
+def recorded(config: ProfileConfig) -> list[Span]:
+    files = Path(config.save_path).glob("step_*/spans/*.jsonl")
+    lines = [line for file in files for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())]
+    return sorted((line for line in lines if isinstance(line, Span)), key=lambda line: line.start_ns)
 
 
 @profile_step(role="actor")
@@ -91,6 +91,38 @@ def test_a_compiled_function_is_timed_with_the_decorator_above(config: ProfileCo
     with capture(1, config=config):
         assert forward(torch.ones(2)).tolist() == [2, 2]
     assert stages() == ["forward"]
+
+
+async def doubled(x: Any) -> Any:
+    with span("inside"):
+        await asyncio.sleep(0)
+    return torch.as_tensor(x * 2)
+
+
+HIDING = {  # torch itself compiles no function that awaits
+    "no_grad": torch.no_grad(),
+    "inference_mode": torch.inference_mode(),
+    "disable": torch.compiler.disable,
+}
+
+
+@pytest.mark.parametrize("hide", HIDING)
+def test_a_coroutine_below_a_decorator_of_torch_is_timed_to_its_end(
+    config: ProfileConfig, stages: Spans, hide: str
+) -> None:
+    timed = profile_step(role="actor", stage="outer")(HIDING[hide](doubled))
+
+    async def main() -> None:
+        async with capture(1, config=config):
+            assert (await timed(torch.ones(2))).tolist() == [2, 2]
+            with span("after"):
+                pass
+
+    asyncio.run(main())
+    assert stages() == ["outer", "inside", "after"]
+    outer, inside, after = recorded(config)
+    assert (inside.parent, after.parent) == (outer.span, None)
+    assert inside.start_ns + inside.dur_ns <= outer.start_ns + outer.dur_ns
 
 
 without_gradients = torch.no_grad()(double)
