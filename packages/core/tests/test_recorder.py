@@ -21,7 +21,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stepscope import ProfileConfig, attach, capture, carrier, profile_step, request_capture, span, trajectory
+from stepscope import (
+    ProfileConfig,
+    attach,
+    capture,
+    carrier,
+    profile_step,
+    request_capture,
+    span,
+    step_tokens,
+    trajectory,
+)
 from stepscope.cli import run
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
@@ -355,6 +365,36 @@ def test_a_captured_step_has_a_line_too(tmp_path: Path) -> None:
     steps_of(config_in(tmp_path, steps=[2]), {}, 4)
     lines = lines_of(drained(tmp_path))
     assert [(line.step, line.captured) for line in lines] == [(0, False), (1, False), (2, True), (3, False)]
+
+
+def test_captured_steps_before_the_first_recorded_one_have_lines(tmp_path: Path) -> None:
+    config = config_in(tmp_path, steps=[0, 1, 3])
+    for step in range(4):
+        with capture(step, config=config):
+            step_tokens(train=step + 1)
+    lines = lines_of(drained(tmp_path))
+    captured = [(line.step, line.captured, line.tokens["train"]) for line in lines]
+    assert captured == [(0, True, 1), (1, True, 2), (2, False, 3), (3, True, 4)]
+
+
+def test_a_forked_daemon_lists_a_captured_step_first_too(tmp_path: Path) -> None:
+    config = config_in(tmp_path, steps=[1, 3])
+    steps_of(config, {}, 1)
+    child = os.fork()
+    if child == 0:
+        for step in (1, 2, 3):
+            with capture(step, config=config):
+                pass
+        recorder = standing.standing()
+        os._exit(0 if recorder is not None and recorder.drain(30) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    lines = lines_of(drained(tmp_path))
+    assert sorted((line.step, line.captured) for line in lines) == [
+        (0, False),
+        (1, True),
+        (2, False),
+        (3, True),
+    ]
 
 
 def test_the_file_of_lines_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,7 @@ class Capture:
             return self
         began_ns = time.monotonic_ns() - self._spent_ns
         self._refuse_to_block_a_loop()
+        self._stand()
         self._life.open(began_ns)
         return self
 
@@ -150,7 +151,9 @@ class Capture:
         if self._life is None:
             self._begin_unselected()
         else:
-            await self._life.aopen(time.monotonic_ns() - self._spent_ns)
+            began_ns = time.monotonic_ns() - self._spent_ns
+            self._stand()
+            await self._life.aopen(began_ns)
         return self
 
     def close(self, error: str | None = None, deadline_s: float | None = None) -> None:
@@ -212,6 +215,13 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._aclose(error)
+
+    def _stand(self) -> None:
+        """Start the flight recorder, which lists captured steps too."""
+        if self.config.record != "off" and self.state == "new":
+            from stepscope.recording.capture import kept_steps  # import time: it reads and writes files
+
+            kept_steps.stand(self._asked)
 
     def _begin_unselected(self) -> None:
         """Begin a step that no capture records: its duration counts, and the flight recorder may keep it."""

@@ -44,11 +44,12 @@ def begin(asked: Asked) -> Callable[[object], None] | None:
     """
     recorder = standing.standing()
     if recorder is None or recorder.config is not asked.config:
-        try:
-            recorder = _start(asked)
-        except ours() as error:
-            failures.note("starting the flight recorder", error)
-            return None
+        recorder = _start(asked)
+    if recorder is None:
+        return None
+    if not recorder.is_told_of and (asked.workers is not None or asked.engines is not None):
+        recorder.is_told_of = True
+        _in_background(partial(_tell, recorder, asked.workers, asked.engines))
     return partial(_end, recorder, recorder.begin_step(asked.step))
 
 
@@ -61,14 +62,22 @@ def _end(recorder: Recorder, step: RecordedStep, error: object) -> None:
         _in_background(partial(_capture_next, recorder.config, step.number))
 
 
-def _start(asked: Asked) -> Recorder:
-    """Start the recorder of this process, and once, in the background, those of workers and engines."""
-    before, config = standing.standing(), asked.config
-    recorder = standing.start(config, identify(asked.role, rank=asked.rank), run.run_id(), owner=True)
-    recorder.config = config
-    recorder.later(partial(run.record, config, versions.versions))
-    if recorder is not before and (asked.workers is not None or asked.engines is not None):
-        _in_background(partial(_tell, recorder, asked.workers, asked.engines))
+def stand(asked: Asked) -> None:
+    """Have a recorder stand before a step is captured: the step has a line too, even if it is the first."""
+    if standing.standing() is None:
+        _start(asked)
+
+
+def _start(asked: Asked) -> Recorder | None:
+    """Start the recorder of this process. None if it could not be started, which is logged."""
+    try:
+        process = identify(asked.role, rank=asked.rank)
+        recorder = standing.start(asked.config, process, run.run_id(), owner=True)
+    except ours() as error:
+        failures.note("starting the flight recorder", error)
+        return None
+    recorder.config = asked.config
+    recorder.later(partial(run.record, asked.config, versions.versions))
     return recorder
 
 

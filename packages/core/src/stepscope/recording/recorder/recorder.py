@@ -88,6 +88,8 @@ class Recorder:
             self.engines.watch()
         self.workers: dict[str, str] = {}
         """{`ProcessInfo.key`: name} of the workers that record too."""
+        self.is_told_of = False
+        """True if workers and engines have been asked to record too."""
         self.clocks: list[ClockOffset] = []
         """Clocks of the workers on other hosts against this process', by measurement."""
         self.measure: Callable[[], Iterable[ClockOffset]] | None = None
