@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from packages.core.tests.traces import add_trace, op
+from stepscope import cli
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact
 from stepscope.report import step_report
@@ -66,3 +72,51 @@ def test_the_report_says_that_there_was_an_earlier_one(tmp_path: Path) -> None:
     Console(file=text, width=100).print(render(report))
     assert report.health.complete
     assert "Captured 2 times in this run; the last is shown" in text.getvalue()
+
+
+RETRIED = """
+import sys
+from stepscope import ProfileConfig, capture, span
+config = ProfileConfig(save_path=sys.argv[1], steps=[1], roles={"*": {"profiler": "off"}})
+for left in (2, 1, 0):
+    try:
+        with capture(1, config=config), span("generate", role="rollout"):
+            if left:
+                raise RuntimeError("CUDA out of memory")
+    except RuntimeError:
+        pass
+"""
+REPLACED = """
+import os, sys
+from stepscope import ProfileConfig, capture, span
+config = ProfileConfig(save_path=sys.argv[1], steps=[1], roles={"*": {"profiler": "off"}})
+opened = capture(1, config=config).open()
+with span("generate", role="rollout"):
+    pass
+if "again" not in sys.argv:
+    os.execv(sys.executable, [sys.executable, sys.argv[0], sys.argv[1], "again"])
+opened.close()
+"""
+
+
+@pytest.mark.parametrize("program", [RETRIED, REPLACED], ids=["retried", "replaced"])
+def test_log_ls_manifest_and_report_are_of_the_last_try(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], program: str
+) -> None:
+    script, run_folder = tmp_path / "program.py", tmp_path / "run"
+    script.write_text(program)
+    environment = {**os.environ, "STEPSCOPE_RUN_ID": "abcd1234"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(run_folder)],
+        env=environment, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert "step 1 captured: 1 process, 0 traces" in done.stderr
+    assert "processes" not in done.stderr
+    assert cli.run(["ls", str(run_folder), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["state"], row["processes"], row["error"], row["problems"]) == ("ok", 1, None, [])
+    assert cli.run(["report", str(run_folder), "--no-html"]) == 0
+    assert cli.run(["ls", str(run_folder), "--pending"]) == 0
+    manifest = json.loads((run_folder / "step_000001" / "manifest.json").read_text())
+    assert (manifest["state"], len(manifest["processes"])) == ("ok", 1)
+    assert len(list((run_folder / "step_000001" / "processes").glob("*.json"))) > 1

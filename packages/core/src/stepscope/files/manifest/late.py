@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest.parts import fold, part_files, write_manifest
+from stepscope.files.manifest.parts import fold, of_the_last, part_files, write_manifest
 from stepscope.files.manifest.records import LATE, Expectation, ProcessPart, of_engine
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.storage.atomic import write_atomic
@@ -32,14 +32,16 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def waiting(layout: StepLayout) -> list[Waiting]:
-    """Return everything that the processes of a step's captures wait for, of all runs."""
+    """Return everything that the processes of a step's last captures wait for, of all runs."""
     parts = list(part_files(layout, as_written=True)[0].values())
+    runs = dict.fromkeys(part.run_id for part in parts)
+    last = [part for run in runs for part in of_the_last([part for part in parts if part.run_id == run])]
     known = {artifact.path for part in parts for item in part.expected for artifact in item.artifacts}
     sidecars = read_records(layout.sidecars(), Sidecar)  # a merge reports those that cannot be read
     late = [sidecar for sidecar in sidecars if sidecar.artifact.path not in known]
     items = [
         (part, item, tuple(sidecar.artifact for sidecar in late if _belongs(sidecar, part, item)))
-        for part in parts
+        for part in last
         for item in part.expected
     ]
     return [

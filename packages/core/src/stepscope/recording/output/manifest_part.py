@@ -16,7 +16,7 @@ import msgspec
 from stepscope.errors import ours
 from stepscope.files.clock import ClockOffset
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest.parts import fold, part_files, write_manifest
+from stepscope.files.manifest.parts import fold, of_the_last, part_files, write_manifest
 from stepscope.files.manifest.records import (
     AWAITED,
     Absent,
@@ -165,8 +165,9 @@ class ManifestPart:
 
     def _others(self, step: StepLayout) -> list[ProcessPart]:
         """Return the other processes' parts. This one's is in memory: a full disk cannot hide it."""
-        parts = part_files(step, but=self._path)[0].values()
-        return [part for part in parts if part.run_id == self._part.run_id]
+        own, parts = self.record, part_files(step, but=self._path)[0].values()
+        last = of_the_last([own, *(part for part in parts if part.run_id == own.run_id)])
+        return [part for part in last if part is not own]
 
     def write_last(self, step: StepLayout, enter: Callable[[Sequence[ProcessPart]], None]) -> Manifest:
         """Write the part and the manifest at the end of a capture. The other parts are read once.

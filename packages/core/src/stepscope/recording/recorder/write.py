@@ -150,6 +150,7 @@ class StepWriter:
             step=window.step,
             process=process,
             owner=owner,
+            capture=number,
             opened=window.opened,
             closed=window.closed,
             recorded=False,

@@ -85,11 +85,16 @@ class Session:
             self._decision = selection.Decision(False, spans_only)
         self._spans_only = spans_only
         self._on_artifact = on_artifact
+        numbers = itertools.count(1)
+        number = next(n for n in numbers if not _exists(self.layout.part_of(process, run_id, n)))
+        self.number = number
+        """Number of this capture among those of this step in this process."""
         part = ProcessPart(
             run_id=run_id,
             step=step,
             process=process,
             owner=owner,
+            capture=number,
             opened=clock.read_anchor(),
             recorded=self._decision.record,
             why=self._decision.reason,
@@ -97,10 +102,6 @@ class Session:
             opened_by=opened_by,
             prepared=run.is_prepared(),
         )
-        numbers = itertools.count(1)
-        number = next(n for n in numbers if not _exists(self.layout.part_of(process, run_id, n)))
-        self.number = number
-        """Number of this capture among those of this step in this process."""
         path = self.layout.part_of(process, run_id, number)
         self.part_name = path.name
         """The file name of this process' part of the manifest."""

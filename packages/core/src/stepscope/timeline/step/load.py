@@ -74,6 +74,8 @@ def load_step(
     latest = of_the_last(of_run)
     used = set(map(id, latest))
     earlier = [source for source in of_run if id(source) not in used]
+    unused = {path for source in sources if id(source) not in used for path in _own_files(layout, source)}
+    problems = [problem for problem in problems if problem.file not in unused]
     made = list(_artifacts(latest))
     files = tuple(sorted({one.path for one in _artifacts(earlier)} - {one.path for one in made}))
     elsewhere = files_elsewhere(executor)
@@ -126,6 +128,12 @@ def _lost_records(layout: StepLayout, sources: Sequence[Source]) -> Iterator[Fil
             file = layout.part_of(part.process, part.run_id, part.capture)
             if not file.exists():
                 yield FileProblem(file=_inside(layout, file), what=GONE)
+
+
+def _own_files(layout: StepLayout, source: Source) -> Iterator[str]:
+    """Yield the names of a process' files of spans and counters."""
+    for path_of in (layout.spans_of, layout.counters_of):
+        yield _inside(layout, path_of(source.info, source.run_id, source.capture))
 
 
 def _inside(layout: StepLayout, path: Path) -> str:
