@@ -28,7 +28,7 @@ from stepscope.recording.session import claims, oom
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
+    from types import ModuleType, TracebackType
 
     from typing_extensions import Self
 
@@ -219,17 +219,13 @@ class Capture:
     def _stand(self) -> None:
         """Start the flight recorder, which lists captured steps too."""
         if self.config.record != "off" and self.state == "new":
-            from stepscope.recording.capture import kept_steps  # import time: it reads and writes files
-
-            kept_steps.stand(self._asked)
+            _kept_steps().stand(self._asked)
 
     def _begin_unselected(self) -> None:
         """Begin a step that no capture records: its duration counts, and the flight recorder may keep it."""
         self._began = baseline.begin()
         if self._began is not None and self.config.record != "off":
-            from stepscope.recording.capture import kept_steps  # import time: it reads and writes files
-
-            self._end_kept = kept_steps.begin(self._asked)
+            self._end_kept = _kept_steps().begin(self._asked)
 
     def _end_unselected(self, error: object) -> None:
         """End it. A step that an exception cut short compares with no other."""
@@ -278,6 +274,12 @@ def _check_first(config: ProfileConfig, workers: object, engines: object) -> boo
     configure.check(config, on_ray=on_ray)
     _checked.append(asked)
     return True
+
+
+def _kept_steps() -> ModuleType:
+    from stepscope.recording.capture import kept_steps  # import time: it reads and writes files
+
+    return kept_steps
 
 
 def _raised(error: BaseException | str | None) -> Ending | None:
