@@ -69,6 +69,15 @@ async def test_a_capture_that_would_block_the_loop_raises_at_the_first_step(conf
         capture(0, config=config, engines=[FakeEngineProfiler(FakeEngine(workers=1))]).open()
 
 
+async def test_async_with_opens_the_first_step_in_a_running_loop(config: ProfileConfig) -> None:
+    engines = [FakeEngineProfiler(FakeEngine(workers=1))]
+    captured = []
+    for step in range(3):
+        async with capture(step, config=config, engines=engines) as cap:
+            captured.append(cap.selected)
+    assert captured == [False, False, True]
+
+
 @pytest.mark.parametrize("step", [np.int64(2), torch.tensor(2), torch.tensor([2])])
 def test_an_integer_of_a_checkpoint_is_a_step_and_a_rank(config: ProfileConfig, step: Any) -> None:
     with capture(step, config=config, rank=step) as captured:

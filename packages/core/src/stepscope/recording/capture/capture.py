@@ -209,7 +209,7 @@ class Capture:
         self._life.close(Closing(_raised(error)))
 
     async def __aenter__(self) -> Self:
-        return await self.aopen() if self.selected else self.open()
+        return await self.aopen()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
