@@ -75,7 +75,7 @@ def codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, bool]:
     capsys.readouterr()
     code = run(["ls", str(folder)])
     capsys.readouterr()
-    run(["report", str(folder), "--json"])
+    run(["report", str(folder), "--json", "--no-traces"])  # the fake backend's are none
     (step,) = json.loads(capsys.readouterr().out)["steps"]
     return code, step["health"]["complete"]
 
@@ -169,9 +169,30 @@ def test_of_roles_that_nobody_wrote_a_capture_without_a_profiler_is_a_warning(
 def test_a_rank_that_closes_before_the_others_opened_says_nothing_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(identity, "ranks", lambda: 2)
+    monkeypatch.setattr(identity, "place", lambda: (0, 2))
     result = captured(config_of(tmp_path, nobody={"ranks": "all"}))
     assert not [line for line in result.problems() if "matched nothing" in line]
+
+
+def test_a_rank_that_is_left_out_on_purpose_is_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks of a launcher, without a process group. The one without a profiler closes first."""
+    config = config_of(tmp_path, trainer={"ranks": [0]})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        result = captured(config, workers={})
+        manifest = result.manifest()
+        assert manifest is not None
+        assert not [
+            entry for part in manifest.processes for entry in part.expected if entry.name == "profiler"
+        ]
+    assert codes(tmp_path, capsys) == (0, True)
+    monkeypatch.delenv("WORLD_SIZE")  # a rank alone knows of no others
+    monkeypatch.setenv("RANK", "1")
+    captured(config_of(tmp_path / "alone", trainer={"ranks": [0]}), workers={})
+    assert codes(tmp_path / "alone", capsys) == (0, True)
 
 
 # Ray's actors.

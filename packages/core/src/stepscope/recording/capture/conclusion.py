@@ -92,14 +92,15 @@ def _enter_omissions(
 def _knows_all(session: Session, participants: Participants | None, parts: Sequence[ProcessPart]) -> bool:
     """Return whether the parts of all that take part are here.
 
-    Of the ranks of torchrun, the last one to close has them.
+    Of the ranks of a launcher, the last one to close has them.
     """
     if participants is not None:
         return not participants.apart
-    if identity.is_alone():
+    _, size = identity.place()
+    if size == 1:
         return True
     ranks = {part.process.key for part in parts if part.owner}
-    return len(ranks) == identity.ranks() and not outcome.is_open_elsewhere(parts, session.process)
+    return len(ranks) == size and not outcome.is_open_elsewhere(parts, session.process)
 
 
 def _about_torch() -> str:

@@ -86,7 +86,9 @@ def enter_unmatched(
     for pattern, reason in unmatched.items():
         failures.warn_once(reason)
         manifest_part.lack(f"roles.{pattern}", reason, kind="selection")
-    why_none = None if unmatched else no_profiler(config, parts)
+    # A rank that `ranks` leaves out says nothing of the others, of which there may be no parts.
+    by_rank = any(_is_left_out(config, part) for part in parts)
+    why_none = None if unmatched or by_rank else no_profiler(config, parts)
     if why_none is not None:
         failures.warn_once(why_none)
         enter = manifest_part.skip if config.roles == ProfileConfig().roles else manifest_part.lack
@@ -158,6 +160,14 @@ def no_profiler(config: ProfileConfig, parts: Iterable[ProcessPart]) -> str | No
         f"no profiler ran: {'; '.join(reasons) or 'no stage began that it would record'}. "
         'For spans alone, write roles: {"*": {profiler: off}}'
     )
+
+
+def _is_left_out(config: ProfileConfig, part: ProcessPart) -> bool:
+    """Return whether a process is not profiled because of its rank, where other ranks of its role are."""
+    rank, size = part.process.rank, part.process.world_size
+    matches = (config.role(role) for role in (part.process.role, *part.roles))
+    is_profiled = any(match is not None and match[1].profiler for match in matches)
+    return is_profiled and not part.recorded and rank is not None and size != 1
 
 
 def left_out(taking_part: Collection[str]) -> dict[str, int]:

@@ -51,13 +51,8 @@ def _rank(rank: int | None, position: int | None) -> tuple[int | None, int | Non
 
 def is_alone() -> bool:
     """Return whether no other process of a torch.distributed group runs the same loop."""
-    return ranks() == 1
-
-
-def ranks() -> int:
-    """Return how many processes of a torch.distributed group run the same loop, this one included."""
     distributed = _torch_distributed()
-    return 1 if distributed is None else distributed[1]
+    return distributed is None or distributed[1] == 1
 
 
 def place() -> tuple[int, int]:
