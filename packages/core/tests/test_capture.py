@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import re
 import sys
 import threading
@@ -21,7 +22,7 @@ import pytest
 
 import stepscope
 from packages.core.tests.suspensions import CancelledAt
-from stepscope import Capture, ProfileConfig, capture, profile_step, span, trajectory, turn
+from stepscope import Capture, ProfileConfig, capture, cli, profile_step, span, trajectory, turn
 from stepscope.engines import EngineCapture
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, EngineError, MissingArtifactsError
 from stepscope.files.layout import RunLayout, StepLayout
@@ -233,6 +234,26 @@ def test_a_trajectory_begun_before_the_capture_keeps_its_name(config: ProfileCon
         pass
     line = spans_of(config, 2)["generate"]
     assert (line.trajectory, line.turn, line.parent) == ("early", 3, None)
+
+
+@pytest.mark.parametrize("configures", [True, False])
+def test_a_program_that_changes_its_working_directory_stays_in_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configures: bool
+) -> None:
+    from stepscope.recording.capture import configure
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").mkdir()
+    config = ProfileConfig(save_path="outputs/profile", steps=[0, 1], roles={"*": {"profiler": "off"}})
+    monkeypatch.setattr(configure, "_configured", None)
+    given = configure.configure(config) if configures else config
+    for step in range(2):
+        with capture(step, config=given), span("generate", role="rollout"):
+            os.chdir(tmp_path / "work")
+    stepscope.flush()
+    assert cli.run(["ls", str(tmp_path / "outputs" / "profile")]) == 0
+    assert not list((tmp_path / "work").iterdir())
+    assert sorted(RunLayout(tmp_path / "outputs" / "profile").steps()) == [0, 1]
 
 
 def test_selecting_no_steps_is_said_once(
@@ -884,6 +905,7 @@ def test_a_manifest_that_was_folded_earlier_does_not_come_last(
     order: list[str] = []
     files = cap.result._files
     assert files is not None
+    stepscope.flush()  # the exporter folds it too
     another = threading.Thread(target=files.fold)
 
     def write(step: StepLayout, manifest: Manifest) -> None:

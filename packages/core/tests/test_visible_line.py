@@ -42,7 +42,7 @@ def run(folder: Path, script: str) -> list[str]:
         check=True,
     )
     assert done.stdout == ""
-    return done.stderr.splitlines()
+    return done.stderr.replace(f"{folder}/", "").splitlines()  # a relative `save_path` is absolute in them
 
 
 def told(step: int, traces: int) -> str:

@@ -119,7 +119,9 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     }
 
     save_path: str = "outputs/profile"
-    """The run's folder. `~` is expanded when the config is made. On Ray it must be absolute."""
+    """The run's folder. `~` is expanded when the config is made. On Ray it must be absolute. Elsewhere a
+    relative one is of the working directory at `configure`, or at the first capture.
+    """
     steps: tuple[StepRange, ...] = ()
     """Steps that are captured. None by default."""
     tool: str = "torch"

@@ -95,7 +95,7 @@ class Capture:
         else:
             check_asked("capture", role, config, workers)
             step, rank = step_of(step), rank_of(rank)
-        config = configure.current() if config is None else config
+        config = configure.current() if config is None else configure.placed(config)
         self.step = step
         if config.cuda_memory.oom_any_step != "off":
             oom.watch(config, identify(role, rank=rank), run.run_id(), step)

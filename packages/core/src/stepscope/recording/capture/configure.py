@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from stepscope import switch
 from stepscope.config import ProfileConfig, check_finish, check_save_path, check_tool, resolve
 from stepscope.errors import ConfigError
@@ -22,6 +24,10 @@ _configured: ProfileConfig | None = None
 """Configuration that `configure` set, or that was read from the environment. One writer: this module."""
 _checked: dict[tuple[int, bool], ProfileConfig] = {}
 """By identity. The configurations are kept: an identity is reused once its object is gone."""
+_MOST_PLACED = 64
+_placed: dict[int, tuple[ProfileConfig, ProfileConfig]] = {}
+"""By the identities of both: a configuration with a relative `save_path`, and the same with an absolute one.
+One writer: `placed`."""
 
 
 def configure(
@@ -50,10 +56,26 @@ def configure(
         return _configured
     config = resolve(source, None, **settings)
     check(config, on_ray=False)
+    config = placed(config)
     instrument(config)
     sigusr1.handle(config)
     _configured = config
     return config
+
+
+def placed(config: ProfileConfig) -> ProfileConfig:
+    """Return the configuration with an absolute `save_path`, the same one each time.
+
+    A program that changes its working directory later stays one run in one folder.
+    """
+    if os.path.isabs(config.save_path):
+        return config
+    if id(config) not in _placed:
+        while len(_placed) >= _MOST_PLACED:  # a loop may make a configuration for each step
+            del _placed[next(iter(_placed))]
+        absolute = msgspec.structs.replace(config, save_path=os.path.abspath(config.save_path))
+        _placed[id(config)] = _placed[id(absolute)] = config, absolute
+    return _placed[id(config)][1]
 
 
 def _unchecked(
@@ -75,7 +97,7 @@ def current() -> ProfileConfig:
     if switch.DISABLED:
         return ProfileConfig() if _configured is None else _configured
     if _configured is None:
-        _configured = resolve()
+        _configured = placed(resolve())
         instrument(_configured)
         if not _configured.steps:
             failures.warn(
@@ -90,7 +112,7 @@ def start_up() -> None:
     """Read the environment's configuration while the program starts, before it imports a framework."""
     global _configured
     if _configured is None and not switch.DISABLED:
-        _configured = resolve()
+        _configured = placed(resolve())
         instrument(_configured, lenient=True)
 
 
@@ -111,5 +133,6 @@ def check(config: ProfileConfig, *, on_ray: bool) -> None:
         return
     check_tool(config)
     check_finish(config)
-    check_save_path(config, on_ray=on_ray)
+    as_written, _ = _placed.get(id(config), (config, config))
+    check_save_path(as_written, on_ray=on_ray)
     _checked[id(config), on_ray] = config

@@ -74,7 +74,7 @@ async def aprepare(
 
 
 def _configured(config: ProfileConfig | None) -> ProfileConfig:
-    config = configure.current() if config is None else config
+    config = configure.current() if config is None else configure.placed(config)
     sigusr1.handle(config)  # on this thread: the rest of `prepare` runs on the loop's
     return config
 
