@@ -17,6 +17,7 @@ import torch  # noqa: F401  # the ranks record with it
 from stepscope.cli import run
 from stepscope.files.manifest.records import Recorded
 from stepscope.testing.steps import StepFolder
+from stepscope.timeline import load_step
 
 MAIN = Path(__file__).with_name("spmd_main.py")
 MS = 1_000_000
@@ -184,6 +185,21 @@ def test_what_only_a_reader_of_traces_sees_is_told_by_those(
     assert {name.partition(" ")[0] for name, code in answers.exits.items() if code} == {"report", "merge"}
     assert "Complete: nothing is missing" not in answers.report + answers.brief
     assert "stepscope ls" not in answers.brief
+
+
+def test_ls_reads_no_spans_of_a_step_that_has_all(tmp_path: Path) -> None:
+    step = StepFolder(tmp_path, step=1)
+    trainer = step.process("trainer", owner=True)
+    for number in range(1, 100):
+        trainer.span("update", 0, number * MS)
+    trainer.close(100 * MS)
+    path = step.write()
+    read: list[int] = []
+    assert len(load_step(path, on_read=read.append).spans) == 99
+    assert sum(read) > 0
+    read.clear()
+    assert load_step(path, on_read=read.append, spans=False).spans == []
+    assert read == []
 
 
 def test_a_step_that_still_ran_and_one_without_its_owner_are_complete_nowhere(

@@ -48,7 +48,7 @@ def find_numbered(path: Path) -> dict[int, StepLayout]:
     if not is_step(path):
         return find_run(path)
     layout = StepLayout(path)
-    recorded = read_parts(layout)[0] or read_sources(layout)[0]
+    recorded = read_parts(layout)[0] or read_sources(layout, spans=False)[0]
     if not recorded:
         raise CommandError(f"{path} is the folder of a step of unknown number: give the run's: {path.parent}")
     return {recorded[0].step: layout}

@@ -33,7 +33,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str | None
     """None: no process left its part."""
     complete: bool
-    """As in the report, but for damage inside of traces, which are not read."""
+    """As in the report, but for damage inside of traces and between spans, which are not read."""
     state: State | None
     opened_ns: int | None
     """Time at which its owner opened the capture, unix ns."""
@@ -124,12 +124,12 @@ def rows_of(step: int, layout: StepLayout) -> Iterator[StepRow]:
     """Yield a row for each run that left something in a step's folder; one for a folder without any."""
     size_bytes = sum(path.stat().st_size for path in layout.root.rglob("*") if path.is_file())
     try:
-        last = load_step(layout.root, collectives=False)
+        last = load_step(layout.root, spans=False)
     except RecordError as error:
         yield _empty_row(step, size_bytes, str(error))
         return
     for run_id in last.runs:
-        of_run = last if run_id == last.run_id else load_step(layout.root, run_id=run_id, collectives=False)
+        of_run = last if run_id == last.run_id else load_step(layout.root, run_id=run_id, spans=False)
         yield _row(step, of_run, size_bytes)
 
 

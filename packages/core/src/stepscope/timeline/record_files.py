@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import TypeVar
@@ -11,13 +13,15 @@ import msgspec
 
 from stepscope.files import counters as counter_lines
 from stepscope.files import spans as span_lines
-from stepscope.files.storage.reading import lines_of, open_file
+from stepscope.files.storage.reading import LONGEST_LINE, lines_of, open_file
 
 _R = TypeVar("_R")
 _span_line = msgspec.json.Decoder(span_lines.Line).decode
 _counter_line = msgspec.json.Decoder(counter_lines.Line).decode
 _FARTHEST_NS = 1 << 62
 """Times beyond 146 years (of uptime, or since 1970) are garbage."""
+_LAST_BYTES = 4096
+"""The end of a file of spans is shorter."""
 
 
 class RecordFile(msgspec.Struct):
@@ -88,6 +92,18 @@ def read_spans(path: Path, on_read: Callable[[int], None] | None = None) -> Span
     if file.end is not None and finished < file.end.spans:
         file.note(f"spans lost: its end counts {file.end.spans}", lines=file.end.spans - finished)
     return file
+
+
+def skim_spans(path: Path, on_read: Callable[[int], None] | None = None) -> SpanFile:
+    """Return the header and the end of a file of spans, and none of the records between them. If one of the
+    two is not there, return the whole file, as `read_spans`.
+    """
+    file = SpanFile(path)
+    with suppress(OSError, ValueError, RecursionError), open_file(path) as stream:
+        _take(file, _span_line(stream.readline(LONGEST_LINE)))
+        stream.seek(-min(_LAST_BYTES, os.fstat(stream.fileno()).st_size), os.SEEK_END)
+        _take(file, _span_line(stream.readlines()[-1]))
+    return read_spans(path, on_read) if file.header is None or file.end is None else file
 
 
 def _take(file: SpanFile, record: span_lines.Line) -> None:

@@ -15,7 +15,14 @@ from stepscope.files.manifest.records import Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import Header
 from stepscope.timeline.model import FileProblem
-from stepscope.timeline.record_files import CounterFile, RecordFile, SpanFile, read_counters, read_spans
+from stepscope.timeline.record_files import (
+    CounterFile,
+    RecordFile,
+    SpanFile,
+    read_counters,
+    read_spans,
+    skim_spans,
+)
 
 
 class Source(NamedTuple):
@@ -46,13 +53,18 @@ class Source(NamedTuple):
 
 
 def read_sources(
-    layout: StepLayout, on_read: Callable[[int], None] | None = None
+    layout: StepLayout, on_read: Callable[[int], None] | None = None, *, spans: bool = True
 ) -> tuple[list[Source], list[FileProblem]]:
-    """Return all processes of every run that left files, and the problems of their files."""
+    """Return all processes of every run that left files, and the problems of their files.
+
+    Args:
+        spans: Whether the spans of files with an end are read.
+    """
+    read = read_spans if spans else skim_spans
     parts, unreadable = part_files(layout, as_written=True)
     # The part and the span file of one capture share a name, which identifies a file that lost its header.
     left = {path.stem: part for path, part in parts.items()}
-    files = {path.stem: read_spans(path, on_read) for path in sorted(layout.spans.glob("[!.]*.jsonl"))}
+    files = {path.stem: read(path, on_read) for path in sorted(layout.spans.glob("[!.]*.jsonl"))}
     counted = {
         path.stem: read_counters(path, on_read) for path in sorted(layout.counters.glob("[!.]*.jsonl"))
     }
@@ -66,8 +78,8 @@ def read_sources(
             number = layout.capture_of(Path(f"{name}.json"), source.info, source.run_id)
             sources.append(source._replace(capture=number))
         if name in files:
-            spans = len(files[name].spans) or None
-            problems += _problems(layout.spans, files[name], None if source is not None else spans)
+            unowned = None if source is not None else len(files[name].spans) or None
+            problems += _problems(layout.spans, files[name], unowned)
     for name, counters in counted.items():
         used = name in left or name in files
         problems += _problems(layout.counters, counters, None if used else len(counters.samples))

@@ -43,7 +43,7 @@ def load_step(
     on_read: Callable[[int], None] | None = None,
     digests: bool = True,
     executor: Executor | None = None,
-    collectives: bool = True,
+    spans: bool = True,
 ) -> Timeline:
     """Return the timeline of one captured step. Damaged parts of files are left out and named in `problems`.
 
@@ -54,13 +54,14 @@ def load_step(
         on_read: Called with the number of bytes of each read of the span files.
         digests: As of `load_traces`, for traces of several hosts: their collectives align the clocks.
         executor: Reads those traces that only its workers have.
-        collectives: Whether these also make clocks more exact that are measured, which reads traces.
+        spans: Whether the spans of files with an end are read. Without them, the timeline serves to say
+            whether the step is complete, and measured clocks are not made more exact by traces.
 
     Raises:
         RecordError: no process of a capture left a record, or none of the requested run did.
     """
     layout = StepLayout(path)
-    sources, problems = read_sources(layout, on_read)
+    sources, problems = read_sources(layout, on_read, spans=spans)
     runs = list(dict.fromkeys(source.run_id for source in sorted(sources, key=lambda s: s.opened.wall_ns)))
     if not runs:
         reasons = "; ".join(f"{problem.file}: {problem.what}" for problem in problems[:3])
@@ -87,7 +88,7 @@ def load_step(
         earlier_files=files,
         digests=digests,
         executor=executor,
-        collectives=collectives,
+        exact=spans,
     )
     timeline = _assemble(layout, sorted(latest, key=_order), tuple(runs), problems, align_all)
     timeline = add_foreign(layout, timeline)
@@ -218,7 +219,7 @@ def _align(
     earlier_files: tuple[str, ...],
     digests: bool,
     executor: Executor | None,
-    collectives: bool,
+    exact: bool,
 ) -> list[Aligned]:
     """Align each source, in order. The first one is the owner unless the owner left no files."""
     owner = sources[0]
@@ -236,7 +237,7 @@ def _align(
             jump_ns=placed.clock.drift_ns if placed.clock.jumped else 0,
         )
         aligned = [placed, *(_align_one(source, reference) for source in sources[1:])]
-    if not collectives and all(one.clock.alignment != "unaligned" for one in aligned):
+    if not exact and all(one.clock.alignment != "unaligned" for one in aligned):
         return aligned
     traces_of = partial(traces_by_source, sources, layout, earlier_files)
     return refine(sources, aligned, reference, traces_of, Digests(layout) if digests else None, executor)
