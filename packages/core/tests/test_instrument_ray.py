@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,11 @@ import msgspec
 import pytest
 
 from packages.core.tests.stale_trl import write_stale_trl
-from stepscope import ProfileConfig, capture
+from stepscope import ProfileConfig, capture, instrument
 from stepscope.files.spans import Line, Span
 from stepscope.recording.instrument import configured
 from stepscope.recording.process import failures
+from stepscope.recording.spans import wrapping
 from stepscope.report import step_report
 from stepscope.timeline.step.load import load_step
 
@@ -58,6 +60,101 @@ class Decorated(Base):
     def score():
         return 4
 """
+
+
+SHAPES = """
+import ray
+
+class Base:
+    def f(self):
+        return self.g()
+
+    def g(self):
+        return 1
+
+class AsyncBase:
+    async def f(self):
+        return 1
+
+class Grouped:
+    @ray.method(concurrency_group="io")
+    def f(self):
+        return 1
+
+@ray.remote(num_cpus=0)
+class Own:
+    def f(self):
+        return 1
+
+class Below(Base):
+    pass
+
+@ray.remote(num_cpus=0)
+class Inherits(Below):
+    pass
+
+class OwnName:
+    def f(self):
+        return 1
+
+@ray.remote(num_cpus=0)
+class InheritsByName(OwnName):
+    pass
+
+class Same:
+    def f(self):
+        return 1
+
+SameModule = ray.remote(num_cpus=0)(Same)
+
+class Both:
+    def f(self):
+        return 1
+
+class Hidden(Both):
+    pass
+
+Both = ray.remote(num_cpus=0)(Both)
+BelowHidden = ray.remote(num_cpus=0)(Hidden)
+
+@ray.remote(num_cpus=0)
+class InheritsAsync(AsyncBase):
+    pass
+
+@ray.remote(num_cpus=0, concurrency_groups={"io": 2})
+class InheritsGrouped(Grouped):
+    pass
+"""
+NAMED = {
+    "Own": "Own.f",
+    "Inherits": "Base.f",
+    "InheritsByName": "InheritsByName.f",
+    "SameModule": "Same.f",
+    "BelowHidden": "Both.f",
+    "InheritsAsync": "AsyncBase.f",
+    "InheritsGrouped": "Grouped.f",
+}
+"""Actor class -> the function that an entry names."""
+
+
+@pytest.fixture
+def shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Provide the actor classes, in no process instrumented, and what finds their module in actors."""
+    (tmp_path / "rayshapes.py").write_text(SHAPES)
+    (tmp_path / "rayshapes_base.py").write_text("class Base:\n    def f(self):\n        return 1\n")
+    (tmp_path / "rayshapes_later.py").write_text(
+        "import ray, rayshapes_base\nLater = ray.remote(num_cpus=0)(rayshapes_base.Base)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    environment = {"env_vars": {"PYTHONPATH": ":".join(filter(None, sys.path))}}
+    module: Any = importlib.import_module("rayshapes")
+    importlib.import_module("rayshapes_base")
+    yield {name: getattr(module, name).options(runtime_env=environment) for name in NAMED} | {
+        "Later": lambda: importlib.import_module("rayshapes_later").Later.options(runtime_env=environment)
+    }
+    configured.apply(ProfileConfig())
+    for name in ("rayshapes", "rayshapes_base", "rayshapes_later"):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +277,57 @@ def test_a_class_behind_ray_remote_travels_instrumented(
         assert spans(config, 3) == [("critic", "update")]
     finally:
         ray.kill(actor)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_each_shape_of_actor_class_has_each_call_recorded(
+    shapes: dict[str, Any], tmp_path: Path, live: bool
+) -> None:
+    """Ray copied all of them but one before their functions were replaced, and sends these copies."""
+    named = {**NAMED, "Later": "Base.f"}
+    config = ProfileConfig(
+        save_path=tmp_path / "run",
+        steps="every:1",
+        roles={"*": {"profiler": "off"}},
+        instrument=[
+            {"module": _module(shape), "name": name, "role": shape.lower(), "stage": "f"}
+            for shape, name in named.items()
+        ]
+        + [{"module": "rayshapes", "name": "Base.g", "role": "inherits", "stage": "g"}],
+    )
+    if not live:
+        configured.apply(config)
+    classes = {**shapes, "Later": shapes["Later"]()}
+    actors = {shape.lower(): cls.remote() for shape, cls in classes.items()}
+    try:
+        if live:
+            assert ray.get([actor.f.remote() for actor in actors.values()]) == [1] * len(actors)
+        for step in (1, 2):
+            with capture(step, config=config, workers=actors):
+                assert ray.get([actor.f.remote() for actor in actors.values()]) == [1] * len(actors)
+            assert spans(config, step) == sorted([*((role, "f") for role in actors), ("inherits", "g")])
+    finally:
+        for actor in actors.values():
+            ray.kill(actor)
+
+
+def _module(shape: str) -> str:
+    return "rayshapes_base" if shape == "Later" else "rayshapes"
+
+
+def test_the_copies_of_ray_come_back_too(shapes: dict[str, Any]) -> None:
+    module = sys.modules["rayshapes"]
+    copies = [getattr(module, name).__ray_metadata__.modified_class for name in NAMED]
+    before = [dict(vars(copy)) for copy in copies]
+    handles = [instrument("rayshapes", name, role="actor") for name in NAMED.values()]
+    assert all(wrapping.is_replacement(copy.f) for copy in copies)
+    assert all(
+        inspect.iscoroutinefunction(copy.f) == (name == "InheritsAsync")
+        for name, copy in zip(NAMED, copies, strict=True)
+    )
+    for handle in handles:
+        handle.remove()
+    assert [dict(vars(copy)) for copy in copies] == before
 
 
 class Importer:

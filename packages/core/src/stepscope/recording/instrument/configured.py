@@ -160,7 +160,8 @@ def boundaries() -> list[str]:
 def _fate(handle: Instrument) -> str:
     if handle.installed:
         count = calls[handle.target]
-        return f"was patched, and {f'began no step in {count} calls' if count else 'was never called'}"
+        fate = f"began no step in {count} calls" if count else "was not called"
+        return f"was patched, and {fate} in this process"
     if handle.module in sys.modules:
         return "could not be patched: see the log"
     if handle.module == program():

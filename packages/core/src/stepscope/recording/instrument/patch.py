@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from types import FunctionType, ModuleType
@@ -97,15 +97,12 @@ class Instrument:
 
     def install_on(self, cls: type) -> None:
         """Replace the method in the class of a live object that left its module: a Ray actor."""
-        *path, attribute = self.name.split(".")
-        owners = [
-            owner
-            for owner in cls.__mro__
-            if (owner.__module__, owner.__qualname__) == (self.module, ".".join(path))
-            and attribute in vars(owner)
-        ]
-        for owner in owners:
-            if not wrapping.is_replacement(vars(owner)[attribute]):
+        attribute = self.name.rpartition(".")[2]
+        for owner in reversed(cls.__mro__):
+            member = vars(owner).get(attribute)
+            # What a copy calls may have travelled apart from its class. The name is what is left.
+            named = {_name(owner) + f".{attribute}", _name(member)} if member is not None else ()
+            if f"{self.module}.{self.name}" in named and not wrapping.is_replacement(member):
                 self._replace(owner, attribute)
 
     def _replace(self, parent: object, attribute: str) -> None:
@@ -130,6 +127,12 @@ class Instrument:
             made.__module__, made.__qualname__ = parent.__module__, f"{parent.__qualname__}.{attribute}"
         wrapt.apply_patch(parent, attribute, replacement)
         self._patched.append(Patched(parent, attribute, original, replacement, inherited))
+        if isinstance(parent, type) and isinstance(original, FunctionType):
+            for cls, copy in _copies(parent, attribute):
+                renewed = layers.renewed(copy, original, cast(FunctionType, replacement))
+                if renewed is not None and not wrapping.is_replacement(copy):
+                    setattr(cls, attribute, renewed)
+                    self._patched.append(Patched(cls, attribute, copy, renewed, False))
 
     def _replacement(self, original: object) -> object:
         if isinstance(original, (classmethod, staticmethod)):
@@ -280,9 +283,27 @@ def parent_of(module: ModuleType, name: str) -> tuple[object, str]:
 
 
 def _original_class(owner: object) -> object:
-    """Return the class that `@ray.remote` hides. It is the class that travels to the actors."""
+    """Return the class that `@ray.remote` hides. A copy of it travels to the actors."""
     hidden = getattr(owner, "__ray_metadata__", None)
-    return owner if hidden is None else hidden.modified_class
+    return owner if hidden is None else hidden.modified_class.__ray_actor_class__
+
+
+def _name(thing: object) -> str:
+    return f"{getattr(thing, '__module__', None)}.{getattr(thing, '__qualname__', None)}"
+
+
+def _copies(cls: type, attribute: str) -> Iterator[tuple[type, FunctionType]]:
+    """Yield the classes below `cls` that have a function `attribute` of their own, and that function.
+
+    `@ray.remote` makes a subclass and sets each method on it, decorated, inherited ones too: it goes on to
+    call what the class had then.
+    """
+    subclasses: list[type] = type.__subclasses__(cls)
+    for below in subclasses:
+        own = vars(below).get(attribute)
+        if isinstance(own, FunctionType):
+            yield below, own
+        yield from _copies(below, attribute)
 
 
 def check_importable(module: str, *, early: bool = False) -> None:

@@ -8,6 +8,7 @@ So is a plain function above an `async def`: the coroutine that it returns tells
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType
@@ -39,6 +40,20 @@ def placed(fn: FunctionType, wrap: Callable[[FunctionType], FunctionType]) -> Fu
     for at in range(place, 0, -1):
         made = _rebuilt(path[at - 1], path[at], made)
     return made
+
+
+def renewed(fn: FunctionType, old: FunctionType, new: FunctionType) -> FunctionType | None:
+    """Return `fn`, which calls `new` where it or a decorator below it called `old`. None if none did.
+
+    The result holds no reference to `old`. Ray pickles the result by value, and `old`, whose name now finds
+    `new`, would go along by value too, with the globals of its module.
+    """
+    path = list(path_of(fn))
+    if old not in path:
+        return None
+    for at in range(path.index(old), 0, -1):
+        new = _holding(path[at - 1], path[at], new)
+    return new
 
 
 def path_of(fn: FunctionType) -> Iterator[FunctionType]:
@@ -89,11 +104,23 @@ def _coroutine_in(path: list[FunctionType]) -> int:
 
 
 def _rebuilt(above: FunctionType, below: FunctionType, made: FunctionType) -> FunctionType:
-    """Return the decorator's function `above`, which calls `made` where it called `below`."""
+    """Return a wrapper that is a copy of `above`, which calls `made` where that called `below`."""
+    copy = _holding(above, below, made)
+    shown = vars(copy).get("__wrapped__")
+    wrapping.wraps(above, copy, wrapping.declared(made))
+    if shown is made:
+        vars(copy)["__wrapped__"] = made
+    return copy
+
+
+def _holding(above: FunctionType, below: FunctionType, made: FunctionType) -> FunctionType:
+    """Return a copy of `above` with `made` in place of `below`."""
     closure = tuple(CellType(made) if _content(cell) is below else cell for cell in above.__closure__ or ())
     copy = FunctionType(above.__code__, above.__globals__, above.__name__, above.__defaults__, closure)
     copy.__kwdefaults__ = above.__kwdefaults__
-    wrapping.wraps(above, copy, wrapping.declared(made))
+    functools.update_wrapper(copy, above)
+    del vars(copy)["__wrapped__"]
+    vars(copy).update(vars(above))
     if vars(above).get("__wrapped__") is below:
         vars(copy)["__wrapped__"] = made
     return copy
