@@ -243,6 +243,15 @@ def test_without_trajectories_there_is_no_long_tail(tmp_path: Path) -> None:
     assert step_long_tail(load_step(folder.write())) is None
 
 
+def test_tools_in_no_trajectory_are_counted_where_their_clock_is_known(tmp_path: Path) -> None:
+    folder = rollout(tmp_path)
+    for host in ("host-a", "host-of-no-known-clock"):
+        folder.process("env", host=host).span("tool", 2 * MS, 3 * MS, role="env")
+    tail = step_long_tail(load_step(folder.write()))
+    assert tail is not None
+    assert [(outside.role, outside.stage, outside.calls) for outside in tail.outside] == [("env", "tool", 1)]
+
+
 def test_10_000_trajectories_are_reported_in_seconds(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver, replica = folder.process("trainer", owner=True), folder.process("rollout", 0)

@@ -241,15 +241,14 @@ def _after_ns(timeline: Timeline, ends: Sequence[int], cancelled: Iterable[Span]
 def _outside(timeline: Timeline, roots: Iterable[Span]) -> tuple[Outside, ...]:
     """Return the tools that began in no trajectory while trajectories ran."""
     running = placed(timeline, roots)
-    from_ns, until_ns = (
-        min((start for start, _ in running), default=0),
-        max((end for _, end in running), default=0),
-    )
+    from_ns = min((start_ns for start_ns, _ in running), default=0)
+    until_ns = max((end_ns for _, end_ns in running), default=0)
     calls = grouped(
         (
             span
             for span in timeline.spans
             if span.trajectory is None
+            and timeline.processes[span.process].aligned
             and is_tool(span.role, span.stage)
             and from_ns <= span.start_ns < until_ns
         ),
