@@ -120,7 +120,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 
     save_path: str = "outputs/profile"
     """The run's folder. `~` is expanded when the config is made. On Ray it must be absolute. Elsewhere a
-    relative one is of the working directory at `configure`, or at the first capture.
+    relative path starts at the working directory of the call of `configure`, or of the first capture.
     """
     steps: tuple[StepRange, ...] = ()
     """Steps that are captured. None by default."""
