@@ -109,9 +109,9 @@ NO_PAGES = {
 """Markdown that is history, measurements, a note on files of tests, or generated to look names up."""
 
 
-def test_all_documentation_has_at_most_25_000_words() -> None:
+def test_all_documentation_has_at_most_26_000_words() -> None:
     pages = {path.relative_to(ROOT).as_posix(): path for path in files(".md")}
     assert pages.keys() >= NO_PAGES
     # Code and tables count, as with `wc -w`: a reader reads them too.
     words = {name: len(path.read_text().split()) for name, path in pages.items() if name not in NO_PAGES}
-    assert sum(words.values()) <= 25_000, sorted(words.items(), key=lambda item: -item[1])[:10]
+    assert sum(words.values()) <= 26_000, sorted(words.items(), key=lambda item: -item[1])[:10]
