@@ -168,7 +168,7 @@ def test_a_tool_that_leaves_its_trajectory_has_a_name(config: ProfileConfig) -> 
     if all(tool.trajectory for tool in tools):
         pytest.skip("threads inherit the context from Python 3.14 on, where that is switched on")
     report = step_report(loaded(config))
-    assert "In no trajectory: 6 calls of env tool, though 6 ran." in of_trajectories(report)
+    assert "In no trajectory: 6 calls of env tool, while 6 trajectories ran." in of_trajectories(report)
 
 
 async def _returned(pool: ProcessPoolExecutor) -> str:

@@ -137,7 +137,7 @@ def nsys_report(tool: str) -> Iterator[Row]:
             fix = "host-linux-x64 (with QdstrmImporter) must lie beside target-linux-x64: install all of nsys"
             yield red("nsys report", f"nsys makes no report: {told or 'it says nothing'}", fix)
             return
-    yield green("nsys report", "nsys made one of a program")
+    yield green("nsys report", "nsys makes reports: it made one of a small program")
     if lacks := re.search(r"no markers: (.*?)(?: Fix: (.*))?$", done.stdout.decode(errors="replace"), re.M):
         yield red("nvtx", lacks[1], lacks[2] or "pip install 'stepscope[nsys]'")
 

@@ -60,9 +60,9 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     durations_ns: tuple[int, ...]
     """Of the last steps, the latest last."""
     median_ns: int | None
-    """Of those of them that are of the kind of the step that runs."""
+    """The median of the last steps that are of the kind of the step that runs. None if there is none."""
     compared: int
-    """Number of these."""
+    """Number of steps of which `median_ns` is the median."""
     running: int | None
     """The step that runs."""
     running_ns: int | None

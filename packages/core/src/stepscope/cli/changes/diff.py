@@ -156,7 +156,9 @@ def read_side(
         raise
     newest = next((name for name, start_ns in recorded.items() if start_ns > chosen.opened_ns), None)
     if run is None and newest not in (None, safe(chosen.run_id or "")):
-        screen.say(f"{path}: of the flight recorder's steps alone: the run that recorded last captured none")
+        screen.say(
+            f"{path}: only the flight recorder's steps, because the run that recorded last captured none"
+        )
         return side
     times = list[KernelTimes]()
 

@@ -52,8 +52,8 @@ def say_others(run_id: str | None, others: Mapping[str, Sequence[int]]) -> str:
         run_id: The run that is shown.
         others: {id of another run: those of its steps}.
     """
-    left = "; ".join(f"{numbers(steps)} of run {run}" for run, steps in others.items())
-    return f"Run {run_id} alone. Left out, see --run: step {left}"
+    left = "; ".join(f"step {numbers(steps)} of run {run}" for run, steps in others.items())
+    return f"Only run {run_id} is shown. Left out, see --run: {left}"
 
 
 OPEN_CLOSE = "open, close: the capture took this before and after the step. export: in the background."

@@ -108,18 +108,12 @@ def _after(tail: LongTail) -> str:
 
 def _say_outside(tail: LongTail) -> str:
     """Name the tools that are in no trajectory."""
-    calls = few(
-        [
-            f"{count(own.calls, 'call')} of {own.role} {own.stage}, though {own.running:,} ran"
-            for own in tail.outside
-        ],
-        LISTED,
-    )
-    return (
-        f"In no trajectory: {calls}. `attach(carrier())` in their thread or process puts them there."
-        if tail.outside
-        else ""
-    )
+    calls = [
+        f"{count(own.calls, 'call')} of {own.role} {own.stage}, while {count(own.running, 'trajectory')} ran"
+        for own in tail.outside
+    ]
+    fix = "`attach(carrier())` in their thread or process puts them there."
+    return f"In no trajectory: {few(calls, LISTED)}. {fix}" if calls else ""
 
 
 def _say_slowed(tail: LongTail) -> str:

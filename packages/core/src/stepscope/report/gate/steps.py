@@ -31,8 +31,8 @@ class GateSteps(msgspec.Struct, frozen=True, kw_only=True):
     recorded: Sequence[Durations] = ()
     """By the recorder's lines: stages are the spans at the top of the process that bounds steps."""
     timed: Sequence[Durations] = ()
-    """Uncaptured steps of which only the whole is known. A stage says the kind of those that are not of the
-    usual one."""
+    """Uncaptured steps of which only the whole is known. Those that are not of the usual
+    kind have a stage that is named for their kind."""
 
     def stages(self) -> set[str]:
         """Return the stages of any of its steps."""

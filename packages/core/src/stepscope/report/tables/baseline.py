@@ -25,7 +25,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """Their numbers. The first one after a capture, during which traces may have been written, is among them
     only where there are fewer than `ALONE` others."""
     alike: bool
-    """False if none near it is of its kind, so that steps of other kinds are here."""
+    """False if no step near it is of its kind, and `steps` are of other kinds."""
     min_ns: int
     p50_ns: int
     """The median."""
@@ -41,7 +41,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     None: its capture ended before the step did."""
     cost_ns: int | None
     """The same with opening and closing the capture: an estimate of all that it cost. None also for a step
-    that the flight recorder wrote: nothing opened. And if they are not alike."""
+    that the flight recorder wrote, because nothing opened, and if the steps are not `alike`."""
 
 
 def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:

@@ -59,8 +59,8 @@ class OtherStep(msgspec.Struct, frozen=True, kw_only=True):
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     state: State | None
-    """Of the manifest; `partial` if that is ok and something is amiss all the same. None: no process left its
-    part.
+    """State of the manifest; `partial` if that is ok although something is missing or damaged. None if no
+    process left its part.
     """
     missing: tuple[str, ...]
     """A line for each thing that was promised and is missing, partial, failed or pending, with its reason."""

@@ -5,7 +5,7 @@ for the times T(n) then has w = sum of T(n) r(n). The rates are those of the lar
 at random: Richardson and Lucy's iteration, which keeps them positive. With more requests, no replica does
 less, and no request gets more: without this, numbers that few requests saw got rates far off. Requests in
 flight include those that wait in the engine, so that its limit shows as a curve that stays flat. Where spans
-show the queue, they are those that it serves.
+show the queue, only the requests that it serves are in flight.
 
 Between measured numbers of requests, the tokens per second of the replica are interpolated. Below the
 smallest number, a request is served at the rate of the smallest; above the largest, the replica does no more

@@ -25,7 +25,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     offset_ns: int = 0
     """From the begin of its phase."""
     wait_ns: int = 0
-    """The part of the call that it waited for: a tool for a place in the pool, a generation for a slot."""
+    """The part of the call in which it waited: a tool for a place in the pool, a generation for a slot."""
     replica: int | None = None
     """Of a generation: the place of its replica in `Rollout.replicas`."""
     tokens: int | None = None

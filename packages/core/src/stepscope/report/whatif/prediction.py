@@ -326,7 +326,7 @@ def _why_not(slots: int | None) -> str:
     if slots is None:
         return (
             "The tokens of its generations do not explain their times, if replicas serve all requests at "
-            "once. Fix: where requests wait in front of one, record that as a span `queue` below theirs"
+            "once. Fix: if requests wait in front of a replica, record each wait as a span `queue`"
         )
     return (
         "The tokens of its generations do not explain their times, neither with the queue in front of "

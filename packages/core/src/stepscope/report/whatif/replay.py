@@ -1,9 +1,9 @@
 """The discrete-event replay of a rollout.
 
-A replica serves its requests at once, each at the rate of the service curve (processor sharing). One with
-slots serves at most so many, and takes the others as they came. Tools run in a pool that takes them in the
-order in which they come; without a pool, each takes its measured time. Rewards, and the time between calls,
-take as long as measured.
+A replica serves its requests at once, each at the rate of the service curve (processor sharing). A replica
+with slots serves at most as many; further requests wait, in the order in which they came. Tools run in a pool
+that takes them in the order in which they come; without a pool, each takes its measured time. Rewards, and
+the time between calls, take as long as measured.
 """
 
 from __future__ import annotations

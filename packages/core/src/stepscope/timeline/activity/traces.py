@@ -85,7 +85,7 @@ class Traces(msgspec.Struct, frozen=True, kw_only=True):
     unread: tuple[str, ...]
     """Files that no reader reads, each with the reason."""
     problems: tuple[FileProblem, ...]
-    """Of what is in the files. `Timeline.problems` has those that are missing."""
+    """Problems of what is in the files. `Timeline.problems` has those of missing files."""
     memory: tuple[MemoryRecord, ...] = ()
     """Summaries of snapshots of CUDA's allocator."""
 

@@ -122,7 +122,7 @@ def lost_files(
             continue
         if here is None:
             here = elsewhere.get(Path(os.path.abspath(file)))
-        if here is None and not beside:  # of one with a sidecar, `find_traces` tells
+        if here is None and not beside:  # `find_traces` reports a file with a sidecar
             yield FileProblem(file=path, what=GONE)
         elif here is not None and here < size_bytes:
             yield FileProblem(file=path, what=f"cut off: {here:,} of {size_bytes:,} bytes are here")
