@@ -27,8 +27,13 @@ def _scale(x: Any, *, by: float = 2.0) -> Any:
     return x * by
 
 
+def _break(x: Any) -> Any:
+    torch._dynamo.graph_break()
+    return x * 2
+
+
 sample = ModuleType("sample")
-sample.__dict__["double"] = _scale
+sample.__dict__.update(double=_scale, broken=_break)
 
 
 @pytest.fixture(autouse=True)
@@ -149,3 +154,20 @@ def test_nor_does_it_recompile_one_that_calls_an_instrumented_function(config: P
     finally:
         handle.remove()
     assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace")
+@pytest.mark.parametrize("kind", ["span", "turn", "trajectory"])
+def test_an_instrumented_function_that_breaks_the_graph_runs(config: ProfileConfig, kind: str) -> None:
+    values = {"gradient": "x.requires_grad"} if kind == "span" else {}
+    timing = Timing("actor", None, None, Condition({}, {}), kind=kind, values=values, id=("x",))
+    handle = Instrument(sample.__name__, "broken", [timing])
+    handle.install(sample)
+    compiled = torch.compile(lambda x: sample.broken(x + 1) - 1, backend="eager")
+    try:
+        for step in range(3):
+            assert compiled(torch.ones(2)).tolist() == [3, 3]
+            with capture(step, config=config):
+                assert compiled(torch.ones(2)).tolist() == [3, 3]
+    finally:
+        handle.remove()

@@ -91,27 +91,44 @@ SCOPES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 @pytest.mark.parametrize("scope", SCOPES.values(), ids=SCOPES)
 @pytest.mark.parametrize("above", [None, "outer"])
 @pytest.mark.parametrize("captured", [True, False])
-def test_a_scope_is_left_when_an_exception_comes_up_at_its_end(
+def test_a_scope_that_an_exception_kept_from_being_left_ends_with_its_step(
     scope: Callable[[], AbstractContextManager[object]],
     above: str | None,
     captured: bool,
     interruption: Interruption,
     tmp_path: Path,
 ) -> None:
-    def inside() -> None:
+    config = config_in(tmp_path)
+    with span("around"), capture(0, config=config if captured else ProfileConfig()):
         before = scopes.current.get()
-        with pytest.raises(Timeout):
-            with scope():
-                _ = -interruption
-        assert scopes.current.get() is before
+        with nullcontext() if above is None else trajectory(above):
+            with pytest.raises(Timeout):
+                with scope():
+                    _ = -interruption
+        assert above is None or scopes.current.get() is before
+    assert scopes.current.get() is None
 
-    with capture(0, config=config_in(tmp_path)) if captured else nullcontext():
-        if above is None:
-            inside()
-        else:
-            with span(above):
-                inside()
-    assert not [record for record in spans_of(tmp_path) if record["kind"] == "open"]
+
+def test_an_error_ends_the_scopes_inside_of_the_one_that_it_leaves(
+    interruption: Interruption, tmp_path: Path
+) -> None:
+    with capture(0, config=config_in(tmp_path)):
+        with pytest.raises(Timeout):
+            with span("outer"):
+                with span("inner"):
+                    _ = -interruption
+        assert scopes.current.get() is None
+    assert ["Timeout" in str(record.get("error")) for record in spans_of(tmp_path)] == [True, True]
+
+
+def test_a_capture_that_ends_elsewhere_leaves_the_scopes_there_alone(tmp_path: Path) -> None:
+    with trajectory("one"):
+        captured = capture(0, config=config_in(tmp_path)).open()
+    with trajectory("two"):
+        inside = scopes.current.get()
+        captured.close()
+        assert scopes.current.get() is inside
+    assert scopes.current.get() is None
 
 
 def test_an_async_scope_is_left_when_an_exception_comes_up_at_its_end(
@@ -119,14 +136,14 @@ def test_an_async_scope_is_left_when_an_exception_comes_up_at_its_end(
 ) -> None:
     async def work() -> None:
         with pytest.raises(Timeout):
-            async with span("inner"):
-                _ = -interruption
+            async with span("outer"):
+                async with span("inner"):
+                    _ = -interruption
         assert scopes.current.get() is None
 
     with capture(0, config=config_in(tmp_path)):
         asyncio.run(work())
-    (record,) = spans_of(tmp_path)
-    assert "Timeout" in str(record["error"])
+    assert ["Timeout" in str(record.get("error")) for record in spans_of(tmp_path)] == [True, True]
 
 
 def test_a_decorated_call_is_left_when_an_exception_comes_up_at_its_end(
@@ -161,10 +178,10 @@ def score(n):
     for _ in range(n): pass
 def short():
     for _ in range(4): score(5)
+@profile_step(role="reward")
 def reward():
-    with span("reward", role="reward"):
-        for _ in range(4):
-            with span("tool", role="env"): sum(range(50))
+    for _ in range(4):
+        with span("tool", role="env"): sum(range(50))
 with capture(0) as c:
     for round in range(3000):
         with span("generate", role="rollout"): pass

@@ -25,6 +25,7 @@ from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify
 from stepscope.recording.recorder import baseline
 from stepscope.recording.session import claims, oom
+from stepscope.recording.spans.scopes import Mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,6 +112,8 @@ class Capture:
         self._asked = Asked(
             step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by
         )
+        self._mark: Mark | None = None
+        """Where it was opened among the scopes of the task."""
         self._began: baseline.Began | None = None
         """Of a step that is not selected, between its opening and its closing."""
         self._end_kept: Callable[[object], None] | None = None
@@ -135,6 +138,7 @@ class Capture:
 
     def open(self) -> Self:
         """Open the capture. A no-op for a step that is not selected."""
+        self._mark = Mark()
         if self._life is None:
             if self._is_first:
                 self._refuse_to_block_a_loop()
@@ -148,6 +152,7 @@ class Capture:
 
     async def aopen(self) -> Self:
         """As `open`, without blocking the event loop. Cancelled, it rolls back first."""
+        self._mark = Mark()
         if self._life is None:
             self._begin_unselected()
         else:
@@ -164,6 +169,7 @@ class Capture:
             error: Why it ended, if not normally.
             deadline_s: For each worker and engine, instead of `budget.fanout_seconds`.
         """
+        self._leave_scopes()
         if self._life is None:
             self._end_unselected(error)
         elif not self._life.is_left_to_a_task():
@@ -179,9 +185,11 @@ class Capture:
 
     async def _aclose(self, error: BaseException | str | None) -> None:
         if self._life is None:
+            self._leave_scopes()
             self._end_unselected(error)
             return
         self._life.leave()  # before all else
+        self._leave_scopes()
         cancelled = await self._life.aclose(Closing(_raised(error)))
         if cancelled is not None and not isinstance(error, type(cancelled)):
             self._life.raise_cancellation(cancelled, now=error is None)
@@ -203,9 +211,11 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._life is None:
+            self._leave_scopes()
             self._end_unselected(error)
             return
         self._life.leave()  # before all else
+        self._leave_scopes()
         self._life.close(Closing(_raised(error)))
 
     async def __aenter__(self) -> Self:
@@ -215,6 +225,12 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._aclose(error)
+
+    def _leave_scopes(self) -> None:
+        """Leave the scopes of the step that an exception of a signal's handler kept from being left."""
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.leave_inner()
 
     def _stand(self) -> None:
         """Start the flight recorder, which lists captured steps too."""

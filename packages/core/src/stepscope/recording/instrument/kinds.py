@@ -32,7 +32,7 @@ from stepscope.recording.instrument.call_arguments import (
 )
 from stepscope.recording.process import failures
 from stepscope.recording.spans import api, results, slot, wrapping
-from stepscope.recording.spans.scopes import OFF, Scope, begins_with_try, next_turn
+from stepscope.recording.spans.scopes import OFF, Scope, next_turn
 from stepscope.recording.spans.wrapping import Attrs, Declared
 
 if TYPE_CHECKING:
@@ -102,7 +102,6 @@ class Calls:
             failures.note(f"the {self.timing.kind} of {self.target}", error)
             return OFF
 
-    @begins_with_try
     def leave(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
         """Read the values of a call that returned `result`, and close its scope."""
         try:
@@ -343,10 +342,10 @@ _CALL = """
     try:
         __result = {await_}__fn({call})
 {goes_on}
+        __calls.leave(__scope, __args, __kwargs, __result)
     except BaseException as __error:
         __scope.__exit__(None, __error, None)
         raise
-    __calls.leave(__scope, __args, __kwargs, __result)
     return __result
 """
 _GOES_ON = """

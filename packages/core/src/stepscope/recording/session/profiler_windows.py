@@ -359,7 +359,6 @@ class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
                 self.not_entered(error)
             raise
 
-    @scopes.begins_with_try
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

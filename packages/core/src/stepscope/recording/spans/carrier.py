@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from stepscope.files.values import MAX_TEXT
 from stepscope.recording.spans import slot
-from stepscope.recording.spans.scopes import MAX_DEPTH, Place, Scope, begins_with_try, current, inherited
+from stepscope.recording.spans.scopes import MAX_DEPTH, Place, Scope, current, inherited
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -239,7 +239,6 @@ class Attached(Place):
             )
             self._forget_resolved()
 
-    @begins_with_try
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -12,12 +12,11 @@ garbage collector would walk through one more object for each open scope.
 from __future__ import annotations
 
 import itertools
-import opcode
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
-from contextvars import ContextVar
-from types import FunctionType
-from typing import TYPE_CHECKING, TypeAlias, TypedDict, TypeVar, cast
+from collections.abc import Awaitable, Generator, Iterator, Mapping
+from contextvars import ContextVar, Token
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, cast
 
+from stepscope.errors import ours
 from stepscope.files.values import AttrValue, bounded
 
 if TYPE_CHECKING:
@@ -33,23 +32,6 @@ current: ContextVar[Scope | None] = ContextVar("stepscope_scope", default=None)
 _current, _enter = current.get, current.set
 MAX_DEPTH = 10_000
 """Levels of scopes that are visited, so that no loop is endless."""
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def begins_with_try(leave: F) -> F:
-    """Have a function that leaves a scope begin with its `try`, whatever a signal's handler raises.
-
-    Python looks for signals before the first line of a function. If a handler raises there, `__exit__` leaves
-    its scope entered for ever. It looks in the instruction RESUME, unless the argument of that says that an
-    `await` goes on (2). Before 3.11, Python does not look before a first line that is `try:`.
-    """
-    function = cast(FunctionType, leave)
-    instructions = bytearray(function.__code__.co_code)
-    at = instructions.find(bytes([opcode.opmap.get("RESUME", 0), 0]))
-    if "RESUME" in opcode.opmap and at >= 0 and at % 2 == 0:
-        instructions[at + 1] = 2
-        function.__code__ = function.__code__.replace(co_code=bytes(instructions))
-    return leave
 
 
 class _Left:
@@ -99,7 +81,6 @@ class Scope:
             _enter(self.parent)
             raise
 
-    @begins_with_try
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -121,7 +102,6 @@ class Scope:
         return self.__enter__()
 
     # No coroutine: that would leave the scope when it is awaited, which an exception may keep from happening.
-    @begins_with_try
     def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Awaitable[None]:
@@ -335,6 +315,33 @@ def _inside(scope: Scope, fields: Inherited) -> Inherited:
     if scope.turn is not None:
         turn = scope.turn
     return role, step, policy_version, trajectory, turn
+
+
+class Mark:
+    """A position in the scopes of a task or thread, to return to.
+
+    Python looks for signals before the first line of `__exit__`. If a handler raises there, the scope stays
+    entered. Returning to a mark from before leaves it.
+    """
+
+    __slots__ = ("_scope", "_token")
+
+    def __init__(self) -> None:
+        self._scope = _current()
+        self._token: Token[Scope | None] | None = _enter(self._scope)
+
+    def leave_inner(self) -> None:
+        """Leave the scopes that were entered since, in this task or thread and inside of the marked one."""
+        token, self._token = self._token, None
+        scope = _current()
+        while scope is not None and scope is not self._scope:
+            scope = scope.parent
+        if token is None or scope is not self._scope:
+            return
+        try:
+            current.reset(token)
+        except ours(ValueError):
+            pass  # the mark is of another task or thread
 
 
 def role_at(scope: Scope | None) -> str | None:

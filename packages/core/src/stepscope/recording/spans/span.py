@@ -18,7 +18,7 @@ from stepscope.files.trace_context import SpanIds
 from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.process.failures import outcome_of
 from stepscope.recording.spans import slot
-from stepscope.recording.spans.scopes import Inherited, Place, Placing, Scope, begins_with_try, current
+from stepscope.recording.spans.scopes import Inherited, Place, Placing, Scope, current
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -113,7 +113,6 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
         _enter(self.parent)
         self._ended(error)
 
-    @begins_with_try
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -121,6 +120,9 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
             end_ns = monotonic_ns()
             # As `_leave`, spelled out: a call is a tenth of a span.
             token = self.token
+            if error is not None and _current() is not self:
+                self._leave(kind, error, trace)
+                return
             if token is not None:
                 self.token = None
                 try:

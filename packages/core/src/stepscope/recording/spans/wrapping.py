@@ -179,10 +179,10 @@ _CALL = """
     try:
         __result = {await_}__fn({call})
 {goes_on}
+        __span.__exit__(None, None, None)
     except BaseException as __error:
         __span.__exit__(None, __error, None)
         raise
-    __span.__exit__(None, None, None)
     return __result
 """
 # A function that is no `async def` may return a coroutine: an `async def` below a decorator, for example.
@@ -225,6 +225,9 @@ _GENERATOR = """
             __span = __session.log.begin(__declared, {attrs}, __index, __session is not __before)
         try:
             __item = [{await_}__resume(__value)]
+            if __session is not None:
+                __span.__exit__(None, None, None)
+                __span = __off
         except {end} as __stop:
             __span.__exit__(None, None, None)
             return {returned}
@@ -236,9 +239,6 @@ _GENERATOR = """
             raise
         finally:
             __value = None
-        if __session is not None:
-            __span.__exit__(None, None, None)
-            __span = __off
         __index += 1
         try:
             __value = yield __item.pop()
