@@ -113,7 +113,7 @@ class Capture:
             step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by
         )
         self._mark: Mark | None = None
-        """Where it was opened among the scopes of the task."""
+        """The scope in which it was opened, while it is open."""
         self._began: baseline.Began | None = None
         """Of a step that is not selected, between its opening and its closing."""
         self._end_kept: Callable[[object], None] | None = None
