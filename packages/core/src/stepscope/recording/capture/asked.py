@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping
-from typing import NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 from stepscope.config import ProfileConfig
 from stepscope.errors import ConfigError, ours
@@ -73,13 +73,11 @@ def check_asked(call: str, role: object, config: object, workers: object) -> Non
 _ROLE = re.compile(r"[\w.:/-]{1,500}")
 
 
-def _whole(value: object) -> int | None:
-    if type(value) is int:
-        return value if value >= 0 else None
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+def _whole(value: Any) -> int | None:
+    if value is None or isinstance(value, bool):
         return None
     try:
         number = operator.index(value)
-    except ours():  # a tensor of several numbers, or of a fraction
+    except ours():  # text, a fraction, a tensor of several numbers
         return None
     return number if number >= 0 else None
