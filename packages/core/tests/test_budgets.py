@@ -218,6 +218,10 @@ def test_a_resumed_run_removes_its_own_part_of_steps_that_an_earlier_run_capture
             with capture(step, config=a_config(tmp_path, keep_steps=keep)) as block, span("update"):
                 pass
             assert block.result.wait(60)
+            if (name, step) == ("resumed", 3):
+                (trace,) = {*run.step(3).root.rglob("*.json.gz")} - files["before"]
+                trace.unlink()
+                (trace / "of_ascend").mkdir(parents=True)  # its recordings are folders
         files[name] = {file for file in run.step(3).root.rglob("*") if file.is_file()}
     assert {part.run_id for part in read_parts(run.step(3))[0]} == {"before"}
     assert files["resumed"] == files["before"], "with its trace and spans, and without the resumed run's"

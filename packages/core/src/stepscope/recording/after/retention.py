@@ -83,7 +83,10 @@ def _remove(run: RunLayout, number: int, run_id: str, keep: int) -> None:
             shutil.rmtree(step.root)
         else:
             for path in _files_of(step, run_id, parts):
-                path.unlink(missing_ok=True)
+                if path.is_dir():  # a recording of the Ascend profiler
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
             newest = max(others, key=lambda part: part.opened.wall_ns).run_id
             write_manifest(step, fold([part for part in others if part.run_id == newest]))
         with open(run.removed, "a", opener=private) as file:
