@@ -148,8 +148,8 @@ def once_written(session: Session, work: Callable[[], object]) -> None:
 def fold_when_written(session: Session) -> None:
     """Write `manifest.json` anew once this process has written its files, and later if others still write."""
     _unfolded[session.layout.root] = session
-    while len(_unfolded) > _MOST_UNFOLDED:
-        del _unfolded[next(iter(_unfolded))]
+    for root in tuple(_unfolded)[:-_MOST_UNFOLDED]:
+        _unfolded.pop(root, None)  # the exporting thread may have removed it
     once_written(session, _fold_again)
 
 
