@@ -10,13 +10,13 @@ import pytest
 
 from packages.core.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest.records import Expectation, OwnCost
-from stepscope.files.sidecar import Artifact
+from stepscope.files.sidecar import Artifact, Stall
 from stepscope.report import Advice, Table, step_health, step_report
 from stepscope.report.advice.evidence import Evidence
 from stepscope.report.advice.rules import step_advice
 from stepscope.report.blocks.health import say_other
 from stepscope.report.tables.long_tail import Late
-from stepscope.testing.steps import FakeProcess, StepFolder
+from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import load_step, load_traces
 
 MS = 1_000_000
@@ -216,6 +216,28 @@ def test_who_took_longest_to_record_is_named_with_a_remedy_that_fits(tmp_path: P
     opening = Case(tmp_path / "opening", cost_ms=400).advice()["profiler-cost"]
     assert opening.because[1].startswith("trainer took longest: 400 ms to open, 0 to close")
     assert opening.do == "prepare() before the first step pays the one-off part of opening"
+
+
+def test_a_replica_whose_profiler_wrote_while_the_capture_closed_is_named_and_not_its_driver(
+    tmp_path: Path,
+) -> None:
+    case = Case(tmp_path)
+    case.driver.cost = OwnCost(start_ns=10 * MS, stop_ns=950 * MS)
+    for replica, end_ms in enumerate((1100, 1940)):
+        stall = Stall(
+            start_ns=OPENED_NS + 1000 * MS, end_ns=OPENED_NS + end_ms * MS, doing="writing", source="stamps"
+        )
+        trace = Artifact(
+            path=f"traces/{replica}", kind="vllm_trace", tool="vllm", role="rollout", replica=replica,
+            host="host-a", size_bytes=1, stalls=(stall,),
+        )  # fmt: skip
+        case.driver.expected.append(
+            Expectation(name=f"replica {replica}", kind="engine", state="ok", artifacts=(trace,))
+        )
+    advice = case.advice()["profiler-cost"]
+    assert advice.because[1] == "replica 1 took longest: its profiler started and wrote for 940 ms"
+    assert "trainer" not in "".join(advice.because)
+    assert "record less for replica 1: fewer iterations of an engine" in advice.do
 
 
 def test_who_called_prepare_is_not_told_to(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 `recorded_engines` holds steps of vLLM 0.32.0 and SGLang 0.5.23 on a CPU: two data-parallel engines, and two
 tensor-parallel workers. Their traces are cut to the annotations of passes. Expected values are not ours: they
 come from a `StatLogger` of vLLM's, from SGLang's `forward_ct`, and from the answers themselves.
+
+One file above 400 lines: all of it reads one table.
 """
 
 from __future__ import annotations
@@ -97,8 +99,8 @@ def test_the_most_that_ran_at_once_is_what_the_scheduler_said(name: str, most: i
 @pytest.mark.parametrize("step", sorted(RECORDED.glob("*/step_*")), ids=lambda step: step.parent.name)
 def test_the_times_of_a_row_add_up(step: Path) -> None:
     for row in report_of(step).engines:
-        unknown = (row.held_ns, row.paused_ns, row.writing_ns)
-        times = (row.prefill_ns, row.decode_ns, row.mixed_ns, row.idle_ns, *(ns or 0 for ns in unknown))
+        unknown = (row.held_ns, row.paused_ns, row.writing_ns, row.idle_ns)
+        times = (row.prefill_ns, row.decode_ns, row.mixed_ns, *(ns or 0 for ns in unknown))
         assert sum(times) == row.recorded_ns <= row.window_ns
 
 
@@ -106,7 +108,7 @@ def test_an_engine_without_a_request_has_a_row_that_says_idle() -> None:
     row = recorded("vllm-dp/step_000004")
     assert (row.iterations, row.iterations_by_engine, row.is_idle) == (0, (0, 0), True)
     assert row.output_tokens == 0  # by its own counters
-    assert (row.held_ns, row.running_most, row.waiting_most) == (None, None, None)
+    assert (row.held_ns, row.running_most, row.waiting_most) == (0, None, None)
     report = report_of(RECORDED / "vllm-dp" / "step_000004")
     assert "replica 0 0 (idle)" in " ".join(printed(report).split())
     page = render_step(load_step(RECORDED / "vllm-dp" / "step_000004"), report)
@@ -148,10 +150,13 @@ class Rollout:
         for stage, begin, end in zip(("queue", "prefill", "decode"), edges, edges[1:], strict=False):
             self.driver.span(stage, begin * MS, end * MS, role="rollout", parent=call)
 
-    def rows(self) -> dict[str, Engine]:
+    def report(self) -> StepReport:
         for process in self.folder.processes:
             process.close(100 * MS)
-        rows = report_of(self.folder.write()).engines
+        return report_of(self.folder.write())
+
+    def rows(self) -> dict[str, Engine]:
+        rows = self.report().engines
         assert len({row.replica for row in rows}) == len(rows)
         return {row.replica: row for row in rows}
 
@@ -251,11 +256,38 @@ def test_an_engine_that_was_idle_and_left_no_file_has_a_row(tmp_path: Path) -> N
         Expectation(name=f"replica {number}", kind="engine", state="ok", idle=number == 1)
         for number in (0, 1)
     ]
+    rollout.driver.counter("unfinished requests", {0: 0, 5 * MS: 0}, of="replica 1")
     rows = rollout.rows()
     assert [(row.replica, row.iterations, row.is_idle) for row in rows.values()] == [
         ("replica 0", 1, False),
         ("replica 1", 0, True),
     ]
+
+
+def test_an_engine_that_holds_a_request_and_runs_no_pass_is_not_idle(tmp_path: Path) -> None:
+    """Its scheduler hangs and knows of none: its front end counts those that it has not answered."""
+    rollout = Rollout(tmp_path)
+    rollout.record(0, [decode(2, 90)])
+    rollout.driver.expected = [Expectation(name="replica 1", kind="engine", state="ok", idle=True)]
+    rollout.driver.counter("unfinished requests", {0: 0, 22 * MS: 0, 42 * MS: 1}, of="replica 1")
+    rollout.driver.counter("running requests", {0: 0, 22 * MS: 0, 42 * MS: 0}, of="replica 1")
+    report = rollout.report()
+    row = {row.replica: row for row in report.engines}["replica 1"]
+    assert (row.iterations, row.is_idle) == (0, False)
+    assert (row.held_ns, row.idle_ns, row.window_ns) == (70 * MS, 20 * MS, 90 * MS)
+    assert "0 (idle)" not in printed(report)
+
+
+def test_whether_an_engine_that_ran_nothing_was_idle_is_not_known_if_nothing_counts_its_requests(
+    tmp_path: Path,
+) -> None:
+    rollout = Rollout(tmp_path)
+    rollout.record(0, [decode(2, 90)])
+    rollout.driver.expected = [Expectation(name="replica 1", kind="engine", state="ok", idle=True)]
+    report = rollout.report()
+    row = {row.replica: row for row in report.engines}["replica 1"]
+    assert (row.iterations, row.is_idle, row.held_ns, row.idle_ns) == (0, False, None, None)
+    assert "0 (idle)" not in printed(report)
 
 
 def test_an_idle_engine_that_writes_is_called_idle(tmp_path: Path) -> None:
@@ -268,6 +300,8 @@ def test_an_idle_engine_that_writes_is_called_idle(tmp_path: Path) -> None:
     )  # fmt: skip
     idle = Expectation(name="replica 1", kind="engine", state="ok", idle=True, artifacts=(file,))
     rollout.driver.expected = [idle]
+    rollout.driver.counter("running requests", {0: 0}, of="replica 1")
+    rollout.driver.counter("waiting requests", {0: 0}, of="replica 1")
     row = rollout.rows()["replica 1"]
     assert (row.iterations, row.writing_ns, row.is_idle) == (0, 30 * MS, True)
 

@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from examples.trl_grpo import PROMPTS, count_ones, make_trainer, save_model, save_tokenizer
+from packages.core.tests import timed_rewards
 
 SMALL: dict[str, Any] = {
     "max_steps": 3,
@@ -50,6 +51,12 @@ def pairs() -> Dataset:
 
 def grpo(folder: str) -> Any:
     return make_trainer(f"{folder}/model", f"{folder}/out")
+
+
+def timed_grpo(folder: str) -> Any:
+    trainer = grpo(folder)
+    trainer.reward_funcs[0] = timed_rewards.rewards
+    return trainer
 
 
 def rloo(folder: str) -> Any:
@@ -136,7 +143,9 @@ def cpo(folder: str) -> Any:
     )
 
 
-CASES = {case.__name__: case for case in (grpo, rloo, sft, dpo, kto, reward, online_dpo, gkd, cpo)}
+CASES = {
+    case.__name__: case for case in (grpo, timed_grpo, rloo, sft, dpo, kto, reward, online_dpo, gkd, cpo)
+}
 
 
 def main(folder: str, *cases: str) -> None:
@@ -144,7 +153,8 @@ def main(folder: str, *cases: str) -> None:
         trainer = CASES[case](folder)
         trainer.train()
         weights = b"".join(p.detach().cpu().numpy().tobytes() for p in trainer.model.state_dict().values())
-        Path(folder, f"{case}.sha256").write_text(hashlib.sha256(weights).hexdigest())
+        ends = [hashlib.sha256(weights).hexdigest(), *timed_rewards.reached]
+        Path(folder, f"{case}.sha256").write_text("\n".join(ends))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,18 @@ def test_what_is_no_trace_is_not_complete(tmp_path: Path) -> None:
     file = tmp_path / "x-TP-0.trace.json.gz"
     file.write_bytes(b"no gzip at all")
     assert not read(file).complete
+
+
+@pytest.mark.parametrize("before", [0, *range((1 << 20) - 420, (1 << 20) + 20, 11)])
+def test_a_pass_counts_once_although_a_gpus_trace_has_it_twice(tmp_path: Path, before: int) -> None:
+    """Wherever the chunks end in which the file is read."""
+    names = ["step[EXTEND bs=4 toks=32]", "step[DECODE bs=4]", "step[DECODE bs=3]", "step[IDLE bs=0]"]
+    events = ", ".join(
+        f'{{"ph": "X", "cat": "{cat}", "name": "{name}", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0}}'
+        for name in names
+        for cat in ("user_annotation", "gpu_user_annotation")
+    )
+    path = tmp_path / "run-TP-0.trace.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * before + events.encode() + b"]}", 1))
+    content = read(path)
+    assert (content.complete, content.prefills, content.decodes) == (True, 1, 2)

@@ -68,3 +68,28 @@ def test_prefill_context_parallel_stands_between_tp_and_pp() -> None:
         (pp, pcp, tp) for pp in range(2) for pcp in range(2) for tp in range(2)
     ]
     assert global_rank(a_trace("s", 3, 8), layout, 1) == 11
+
+
+def kineto(*events: tuple[str, str]) -> bytes:
+    """Return events of a category and a name, as Kineto writes them."""
+    return b",\n".join(
+        f'{{\n    "ph": "X", "cat": "{cat}", "name": "{name}", "pid": 1, "tid": 1,\n    "ts": 1.000, '
+        '"dur": 2.000,\n    "args": {}\n  }'.encode()
+        for cat, name in events
+    )
+
+
+@pytest.mark.parametrize("before", [0, *range((1 << 20) - 420, (1 << 20) + 20, 11)])
+def test_a_pass_counts_once_although_a_gpus_trace_has_it_twice(tmp_path: Path, before: int) -> None:
+    """Wherever the chunks end in which the file is read."""
+    passes = [
+        "execute_context_1(8)_generation_0(0)",
+        "execute_1_context_0(0)_generation_3(3)",
+        "execute_context_0(0)_generation_0(0)",
+        "execute_context_0(sq0sk0)_generation_12(sq12sk90)",
+    ]
+    events = kineto(*((cat, name) for name in passes for cat in ("user_annotation", "gpu_user_annotation")))
+    path = tmp_path / "step_rank0.1.pt.trace.json"
+    path.write_bytes(b'{"traceEvents": [' + b" " * before + events + b"]}")
+    facts = traces.read(path)
+    assert (facts.iterations, facts.empty) == (4, 1)

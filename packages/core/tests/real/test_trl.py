@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,12 +61,29 @@ CASES: Mapping[str, tuple[Calls, Calls, Calls]] = {
 """Trainer of the script -> calls of each of its three steps."""
 
 
+REWARDS = """
+steps: [{steps}]
+record: {record}
+instrument:
+  - {{preset: trl}}
+  - {{module: packages.core.tests.timed_rewards, name: judge, role: reward}}
+  - {{module: packages.core.tests.timed_rewards, name: compare, role: reward}}
+"""
+
+
 class Run:
     """A run of the script: the weights it ends with, and what it captured."""
 
-    def __init__(self, folder: Path, *cases: str, captured: bool, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *cases: str,
+        captured: bool,
+        ranks: int = 1,
+        options: Sequence[str] = ("--preset", "trl", "--steps", "every:1"),
+    ) -> None:
         self.folder = folder / "run"
-        stepscope = ("-m", "stepscope", "run", "--preset", "trl", "--steps", "every:1")
+        stepscope = ("-m", "stepscope", "run", *options)
         profiled = (sys.executable, *stepscope, "--save-path", str(self.folder)) if captured else ()
         torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
         program = (sys.executable, *(torchrun if ranks > 1 else ()), str(SCRIPT), str(folder), *cases)
@@ -76,7 +93,7 @@ class Run:
         assert done.returncode == 0, done.stderr
         hashes = sorted(folder.glob("rank*/*.sha256"))
         self.weights = {(path.parent.name, path.stem): path.read_text() for path in hashes}
-        """(rank, trainer) -> hash of all final weights."""
+        """(rank, trainer) -> hash of all final weights, and what each timeout of a reward reached."""
         self.complaints = [
             line for line in done.stderr.splitlines() if "stepscope:" in line and " captured: " not in line
         ]
@@ -152,6 +169,19 @@ def test_ranks_of_torchrun_are_captured_and_end_with_the_same_weights(tmp_path: 
     assert len(run.weights) == 2
     assert run.complaints == []
     assert [len(report.health.processes) for report in run.steps] == [2, 2, 2]
+
+
+def test_rewards_that_time_out_make_the_same_weights_recorded_or_not(tmp_path: Path) -> None:
+    plain = Run(tmp_path / "plain", "timed_grpo", captured=False)
+    (ends,) = plain.weights.values()
+    assert ends.count("TimedOut of") == 16
+    for steps, record in (("every:1", "off"), ("99", "spans"), ("99", "off")):
+        folder = tmp_path / f"{record}_{steps}"
+        config = tmp_path / f"{folder.name}.yaml"
+        config.write_text(REWARDS.format(steps=steps, record=record))
+        run = Run(folder, "timed_grpo", captured=True, options=("--config", str(config)))
+        assert run.weights == plain.weights, folder.name
+        assert (len(RunLayout(run.folder).steps()) == 3) == (steps == "every:1")
 
 
 def test_a_trainer_that_the_preset_does_not_cover_is_named_at_the_start_and_in_the_report(

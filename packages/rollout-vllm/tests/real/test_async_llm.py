@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Coroutine, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -18,11 +19,13 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 import stepscope_vllm
-from stepscope import ProfileConfig, capture, span, turn
+from stepscope import CaptureResult, ProfileConfig, capture, span, turn
 from stepscope.engines import EngineCapture, EngineProfiler, Iterations
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
+from stepscope.report import Engine, step_report
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture, longest_gap_s
+from stepscope.timeline import load_step, load_traces
 from stepscope_vllm import VllmProfiler
 
 T = TypeVar("T")
@@ -118,6 +121,56 @@ def test_a_loop_of_the_users_captures_two_steps(home: Home, config: ProfileConfi
         assert f"step_{step:06d}" in trace.name
         (spans,) = (run_folder / f"step_{step:06d}" / "spans").glob("*.jsonl")
         assert '"queued_s"' in spans.read_text()
+
+
+def test_the_manifest_and_the_report_count_the_same_passes(
+    home: Home, config: ProfileConfig, run_folder: Path
+) -> None:
+    """vLLM also runs some without a request."""
+
+    async def loop() -> tuple[Artifact, ...]:
+        async with capture(4, engines=[home.engine], config=config) as cap:
+            await asyncio.gather(*(generate(home.engine, tokens) for tokens in (8, 3)))
+        return artifacts_of(cap.result)
+
+    (artifact,) = home.run(loop())
+    assert artifact.iterations == engine_of(run_folder / "step_000004").iterations
+
+
+def test_a_paused_engine_that_holds_a_request_is_not_idle(
+    home: Home, config: ProfileConfig, run_folder: Path
+) -> None:
+    async def loop() -> None:
+        await home.engine.pause_generation(mode="keep")
+        async with capture(5, engines=[home.engine], config=config):
+            request = asyncio.ensure_future(generate(home.engine))
+            done, _ = await asyncio.wait({request}, timeout=1.5)  # the sampler asks twice a second
+        await home.engine.resume_generation()
+        await request
+        assert not done
+        async with capture(6, engines=[home.engine], config=config):
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.Event().wait(), 1.1)
+
+    home.run(loop())
+    paused, idle = (engine_of(run_folder / f"step_{step:06d}") for step in (5, 6))
+    assert (paused.iterations, paused.is_idle) == (0, False)
+    assert (paused.held_ns or 0) > (paused.idle_ns or 0)
+    assert (idle.iterations, idle.is_idle, idle.held_ns) == (0, True, 0)
+
+
+def artifacts_of(result: CaptureResult) -> tuple[Artifact, ...]:
+    result.raise_for_missing()
+    manifest = result.manifest()
+    assert manifest is not None
+    items = [item for part in manifest.processes for item in part.expected if item.kind == "engine"]
+    return tuple(artifact for item in items for artifact in item.artifacts)
+
+
+def engine_of(step: Path) -> Engine:
+    timeline = load_step(step)
+    (row,) = step_report(timeline, load_traces(step, timeline)).engines
+    return row
 
 
 def test_synchronous_code_captures_an_engine_that_lives_in_another_thread(

@@ -21,7 +21,7 @@ READ_S = 0.5
 RUNNING = counters.RUNNING_REQUESTS
 WAITING = counters.WAITING_REQUESTS
 FINISHED = "finished requests"
-UNFINISHED = "unfinished requests"
+UNFINISHED = counters.UNFINISHED_REQUESTS
 """Those that its front end has not answered, whatever its scheduler knows."""
 PROMPT_TOKENS = "prompt tokens"
 GENERATION_TOKENS = counters.GENERATION_TOKENS

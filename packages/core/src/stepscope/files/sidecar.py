@@ -78,7 +78,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     ignored: dict[str, str] = {}
     """Options without effect: {option: reason}."""
     iterations: Int | None = None
-    """Engine iterations in it. None: it does not name them."""
+    """Engine iterations in it that had a request. None: it does not name them."""
     iterations_asked: Int | None = None
     """The number to record. None: all until the end of the capture."""
     ended: Ended | None = None

@@ -36,11 +36,14 @@ _HEAD = 1 << 16
 _TAIL = 1 << 12
 """Bytes behind the events, in which torch writes when it began and ended to record."""
 _LONGEST = 64
-"""Bytes of the longest text looked for: kept from one chunk for the next."""
+"""Bytes of the longest text that is looked for, at a name and before it."""
 _DISTRIBUTED = re.compile(rb'"distributedInfo":.*?"rank": (\d+), "world_size": (\d+)', re.DOTALL)
 _PID = re.compile(rb'"process_name",[^{}]*?"pid": (\d+)')
 _STEP = b'"name": "step['
-_PREFILL, _DECODE = (b"EXTEND", b"MIXED", b"SPLIT_PREFILL"), b"DECODE"
+_COPY = b'"cat": "gpu_user_annotation", '
+"""Bytes before `_STEP` if the pass stands in the trace a second time, at the times of the GPU."""
+_PREFILL = b"EXTEND", b"MIXED", b"SPLIT_PREFILL", b"DLLM_EXTEND"
+_DECODE = b"DECODE", b"TARGET_VERIFY", b"VERIFY"
 """Words after `_STEP`."""
 
 
@@ -87,7 +90,7 @@ def read(path: Path) -> Content:
     """Read a trace from end to end (0.3 s for 150 MB of JSON). Its content never raises an error."""
     from isal import igzip
 
-    head, tail, end, complete = b"", b"", b"", False
+    head, tail, end, first, complete = b"", b"", b"", 0, False
     steps: Counter[Stage] = Counter()
     try:
         with igzip.open(path, "rb") as file:  # type: ignore[no-untyped-call]  # isal has no types here
@@ -97,10 +100,11 @@ def read(path: Path) -> Content:
                 end = (end + chunk)[-_TAIL:]
                 text = tail + chunk
                 # An event's name that ends in the part kept for the next chunk is counted there.
-                limit = max(0, len(text) - _LONGEST)
-                steps += _steps(text, limit)
-                tail = text[limit:]
-            steps += _steps(tail, len(tail))
+                limit = max(first, len(text) - _LONGEST)
+                steps += _steps(text, first, limit)
+                begin = max(0, limit - _LONGEST)
+                tail, first = text[begin:], limit - begin
+            steps += _steps(tail, first, len(tail))
             complete = tail.rstrip().endswith(b"}")
     except (EOFError, OSError, zlib.error, igzip.BadGzipFile):  # cut off, or being written now
         complete = False
@@ -115,16 +119,18 @@ def read(path: Path) -> Content:
     )
 
 
-def _steps(text: bytes, limit: int) -> Counter[Stage]:
-    """Count the forward passes whose names begin before `limit`.
+def _steps(text: bytes, first: int, limit: int) -> Counter[Stage]:
+    """Count the forward passes whose names begin from `first` on, and before `limit`.
 
     It uses `find`, because a pattern costs as much as unpacking the file.
     """
     counts: Counter[Stage] = Counter()
-    at = text.find(_STEP)
+    at = text.find(_STEP, first)
     while 0 <= at < limit:
         word = at + len(_STEP)
-        if text.startswith(_DECODE, word):
+        if text.startswith(_COPY, max(0, at - len(_COPY))):
+            pass
+        elif text.startswith(_DECODE, word):
             counts["decode"] += 1
         elif text.startswith(_PREFILL, word):
             counts["prefill"] += 1

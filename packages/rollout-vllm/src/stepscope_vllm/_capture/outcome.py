@@ -70,7 +70,13 @@ def is_idle(reports: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def iterations(recording: Recording, trace: Trace) -> int | None:
-    """Return the engine iterations in a trace; None if it does not name them."""
+    """Return the engine iterations with a request in a trace; None if it does not name them."""
+    passes = _passes(recording, trace)
+    return None if passes is None else passes - trace.empty
+
+
+def _passes(recording: Recording, trace: Trace) -> int | None:
+    """Return the engine iterations in a trace, as vLLM counts them: with those that had no request."""
     if trace.frontend or trace.is_recording:
         return None
     named = _versions.names_iterations(recording.target.version)
@@ -85,7 +91,7 @@ def ending(recording: Recording, trace: Trace) -> Ending:
     here = trace.window is not None and trace.host == socket.gethostname()
     before = trace.window is not None and trace.window[1] < stop_ns
     return ending_of(
-        recorded=iterations(recording, trace),
+        recorded=_passes(recording, trace),
         asked=recording.iterations_asked,
         early=before if here else recording.is_early,
         ran=_ran(recording, trace),

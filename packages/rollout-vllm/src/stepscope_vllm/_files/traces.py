@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,12 @@ _HEAD = 1 << 16
 _TAIL = 1 << 12
 """Bytes behind the events, in which torch writes when it began and ended to record."""
 _ITERATION = b'"name": "execute_'
+_COPY = b'"cat": "gpu_user_annotation", '
+"""Bytes before the name of an annotation that stands in the trace a second time, at the times of the GPU."""
+_EMPTY = re.compile(rb'"name": "execute_(?:\d+_)?context_0\([^"]*_generation_0\(')
+"""The name of an iteration without a request: engines run these behind the last one, or to keep step."""
+_AROUND = 256
+"""Bytes of an iteration's name, and before it, that one look takes in."""
 _WAIT_S = 10.0
 """For a file that is still growing although its worker has answered (a slow shared disk)."""
 
@@ -41,7 +47,9 @@ class Trace(NamedTuple):
     window: tuple[int, int] | None = None
     """Start and end of torch's recording: unix ns of that host."""
     iterations: int = 0
-    """Engine iterations that it names."""
+    """Engine iterations that it names, those without a request included, as vLLM counts them."""
+    empty: int = 0
+    """Iterations without a request."""
 
     @property
     def is_recording(self) -> bool:
@@ -67,7 +75,7 @@ def wait_until_complete(paths: Iterable[Path]) -> None:
 
 def read(path: Path) -> Trace:
     """Read the facts that a file states in its content, or else in its name."""
-    head, tail, iterations = (b"", b"", 0) if path.is_dir() else _scan(path)
+    head, tail, iterations, empty = (b"", b"", 0, 0) if path.is_dir() else _scan(path)
     world, process = _STATED.search(head), _PID.search(head)
     pid = int(process[1]) if process else pid_of(path.name)
     dp = dp_of(path.name)
@@ -81,6 +89,7 @@ def read(path: Path) -> Trace:
         host=host[1].decode(errors="replace") if (host := _HOST.search(head)) else None,
         window=recorded_window(head, tail),
         iterations=iterations,
+        empty=empty,
     )
 
 
@@ -99,23 +108,40 @@ def _dp_of_process(pid: int | None) -> int | None:
     return int(match[1]) if match and "Worker" in title else None
 
 
-def _scan(path: Path) -> tuple[bytes, bytes, int]:
-    """Return the head and the end of a trace, and the number of iterations that it names.
+def _scan(path: Path) -> tuple[bytes, bytes, int, int]:
+    """Return the head and the end of a trace, the number of iterations that it names, and of the empty ones.
 
     Takes 0.3 s for 150 MB of JSON.
     """
     from isal import igzip
 
-    head = tail = b""
-    count = 0
+    head = tail = text = b""
+    first = 0  # of the text, where the part begins that is still to be counted
+    names: list[bytes] = []
     with igzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:  # type: ignore[no-untyped-call]
         while chunk := file.read(1 << 20):
             if len(head) < _HEAD:
                 head += chunk[:_HEAD]
-            kept = tail[-(len(_ITERATION) - 1) :]  # too short for a whole one, which would count twice
-            count += (kept + chunk).count(_ITERATION)
             tail = (tail + chunk)[-_TAIL:]
-    return head, tail, count
+            text += chunk
+            until = max(first, len(text) - _AROUND)
+            names += _names(text, first, until)
+            begin = max(0, until - _AROUND)
+            text, first = text[begin:], until - begin
+    names += _names(text, first, len(text))
+    return head, tail, len(names), sum(_EMPTY.match(name) is not None for name in names)
+
+
+def _names(text: bytes, first: int, until: int) -> Iterator[bytes]:
+    """Yield the names of iterations that begin in a part of the text, with what follows them.
+
+    It uses `find`, because a pattern costs as much as unpacking the file.
+    """
+    at = text.find(_ITERATION, first)
+    while 0 <= at < until:
+        if not text.startswith(_COPY, max(0, at - len(_COPY))):
+            yield text[at : at + _AROUND]
+        at = text.find(_ITERATION, at + 1)
 
 
 def unfinished(path: Path) -> str | None:

@@ -133,12 +133,17 @@ def profiler_cost(evidence: Evidence) -> Advice | None:
     traces = () if evidence.traces is None else evidence.traces.traces
     largest = max(traces, key=lambda trace: trace.events, default=None)
     because = [f"{duration(spent_ns)} beside a step of {duration(evidence.breakdown.window_ns)}"]
-    if worst is not None:
-        because += _name_slowest(worst, evidence.health)
     whose = "" if worst is None or worst.owner else f" for {worst.name}"
+    engine, wrote_ns = next(iter(evidence.profiling.writers), ("", 0))
+    waited = wrote_ns * 2 >= spent_ns and not whose  # the owner for an engine
+    if waited:
+        because.append(f"{engine} took longest: its profiler started and wrote for {duration(wrote_ns)}")
+        worst, whose = None, f" for {engine}"
+    elif worst is not None:
+        because += _name_slowest(worst, evidence.health)
     if largest is not None and largest.events >= LARGE_TRACE:
         because.append(f"the largest trace is that of {largest.process}: {count(largest.events, 'event')}")
-        whose = f" for {largest.process}"
+        whose = whose if waited else f" for {largest.process}"
     return Advice(
         rule="profiler-cost",
         what="opening and closing the capture took long next to this step; other steps do not pay it",

@@ -86,7 +86,7 @@ def step_breakdown(timeline: Timeline) -> Breakdown:
     profiler_ns = stalled_ns + shares.wall_ns.pop(WINDOWS, 0)
     for label in (STALLED, WINDOWS):
         shares.active_ns.pop(label, None)
-    opening_ns, closing_ns = _beside(timeline)
+    opening_ns, closing_ns = beside_step(timeline)
     labels = sorted(
         shares.active_ns, key=lambda label: (-shares.wall_ns[label], -shares.active_ns[label], label)
     )
@@ -111,7 +111,7 @@ def step_breakdown(timeline: Timeline) -> Breakdown:
     )
 
 
-def _beside(timeline: Timeline) -> tuple[int, int]:
+def beside_step(timeline: Timeline) -> tuple[int, int]:
     """Return the time for opening and for closing the capture.
 
     Ranks that each open a capture of their own wait for the slowest of them in the step: its times count.

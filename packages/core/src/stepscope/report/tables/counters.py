@@ -7,8 +7,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepscope.files.counters import GPU, NPU, CounterKind, CounterScope
-from stepscope.report.accounting import common_ns, joined
+from stepscope.files.counters import (
+    GPU,
+    NPU,
+    RUNNING_REQUESTS,
+    UNFINISHED_REQUESTS,
+    WAITING_REQUESTS,
+    CounterKind,
+    CounterScope,
+)
+from stepscope.report.accounting import Pair, common_ns, joined
 from stepscope.report.spans import is_tool, placed
 from stepscope.report.table import Table
 from stepscope.timeline import Counter, Timeline
@@ -89,6 +97,34 @@ def pieces_of(counter: Counter, timeline: Timeline) -> list[Piece]:
         Piece(max(piece.start_ns, start_ns), min(piece.end_ns, end_ns), piece.value)
         for piece in pieces
         if piece.end_ns >= start_ns and piece.start_ns <= end_ns
+    ]
+
+
+def requests_held(timeline: Timeline, number: int, role: str) -> list[Pair] | None:
+    """Return the stretches in which a replica had requests. None if no counter says it.
+
+    Its front end counts those that it has not answered, whatever its scheduler knows. The last value stands
+    to the end of the step.
+
+    Args:
+        role: Role of the processes that sample it, if another role has a replica of that number.
+    """
+    own = [
+        counter
+        for counter in timeline.counters
+        if f"{counter.of} ".startswith(f"replica {number} ")
+        and timeline.processes[counter.process].aligned
+        and role in ("", timeline.processes[counter.process].info.role)
+    ]
+    named = [counter for counter in own if counter.name == UNFINISHED_REQUESTS]
+    sampled = named or [counter for counter in own if counter.name in (RUNNING_REQUESTS, WAITING_REQUESTS)]
+    if not sampled:
+        return None
+    pieces = [piece for counter in sampled for piece in pieces_of(counter, timeline)]
+    end_ns = timeline.window.end_ns
+    pieces += [Piece(counter.times_ns[-1], end_ns, counter.values[-1]) for counter in sampled]
+    return [
+        (piece.start_ns, piece.end_ns) for piece in pieces if piece.value and piece.start_ns < piece.end_ns
     ]
 
 

@@ -60,13 +60,14 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     mixed_ns: int
     """While it did both: in one pass, or in several data-parallel engines."""
     held_ns: int | None
-    """While it ran no pass and had requests. By requests: while all of them waited."""
+    """While it ran no pass and had requests. By requests: while all of them waited. For a replica that ran
+    nothing, by its own counter of unfinished requests."""
     paused_ns: int | None
     """Of the rest, while it was paused, asleep, or loading weights, by spans."""
     writing_ns: int | None
     """Of the rest, while its own profiler started or wrote."""
-    idle_ns: int
-    """The rest."""
+    idle_ns: int | None
+    """The rest. None if it ran nothing, and nothing says whether it had requests."""
     requests: int | None
     """Requests that ended."""
     prompt_tokens: int | None
@@ -91,7 +92,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_idle(self) -> bool:
         """Return whether the replica was recorded, ran nothing and had nothing to do."""
-        return self.iterations == 0 and not self.held_ns
+        return self.iterations == 0 and self.held_ns == 0
 
 
 class Phaseless(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,6 +161,7 @@ class _Kind(IntEnum):
     RECORDED = 6
     PAUSED = 7
     STALLED = 8
+    HELD = 9
 
 
 _STAGES = {
@@ -235,7 +237,7 @@ def _engine(
     spent, present_ns = times.spent, times.present_ns
     if not replica.served and replica.passes:
         present_ns = max(ran.end_ns for ran in work) - min(ran.start_ns for ran in work)
-    known = bool(replica.served) or (idle and attributed)
+    known = bool(replica.served) or (idle and (attributed or replica.held is not None))
     waited = bool(replica.served) and (_waited(replica) or not unplaced)
     return Engine(
         replica=replica.name,
@@ -253,7 +255,7 @@ def _engine(
         held_ns=spent["held"] if known else None,
         paused_ns=None if replica.pauses is None else spent["paused"],
         writing_ns=None if replica.stalls is None else spent["stalled"],
-        idle_ns=spent["idle"],
+        idle_ns=spent["idle"] if known or not idle else None,
         requests=0 if idle and attributed else tokens.requests,
         prompt_tokens=tokens.prompt,
         cached_tokens=tokens.cached,
@@ -278,6 +280,8 @@ def _measure(replica: Replica, work: list[_Piece], window: tuple[int, int], sour
         *(_Piece(start_ns, end_ns, _Kind.PAUSED) for start_ns, end_ns in replica.pauses or ()),
         *(_Piece(start_ns, end_ns, _Kind.STALLED) for start_ns, end_ns in replica.stalls or ()),
     ]
+    if not work:  # samples are too far apart to say what was held up between passes
+        around += [_Piece(start_ns, end_ns, _Kind.HELD) for start_ns, end_ns in replica.held or ()]
     times = _Times(source)
     for from_ns, until_ns, levels in _levels([*work, *around]):
         times.add(max(from_ns, window[0]), min(until_ns, window[1]), levels)
@@ -313,7 +317,8 @@ class _Times:
     def _passes(self, levels: Levels) -> _Spent:
         both = levels[_Kind.BOTH] > 0
         work = _work(levels[_Kind.READS] > 0 or both, levels[_Kind.WRITES] > 0 or both)
-        return work or _stop(levels) or ("held" if any(levels[: _Kind.READS]) else "idle")
+        held = any(levels[: _Kind.READS]) or levels[_Kind.HELD]
+        return work or _stop(levels) or ("held" if held else "idle")
 
     def _requests(self, levels: Levels) -> _Spent:
         work = _work(levels[_Kind.PREFILLING] > 0, levels[_Kind.DECODING] > 0)

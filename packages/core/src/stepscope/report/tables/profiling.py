@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from stepscope.report.accounting import Pair, clipped, union_ns
+from stepscope.report.tables.breakdown import beside_step
 from stepscope.timeline import Timeline, TraceActivity
 
 _HEAVY = {"with_stack": "stacks", "record_shapes": "shapes", "profile_memory": "memory"}
@@ -33,6 +35,9 @@ class Profiling(msgspec.Struct, frozen=True, kw_only=True):
     """True if a trace shows an Ascend NPU."""
     prepared: bool = False
     """True if the owner called `prepare` before the capture, so that its one-off cost was paid."""
+    writers: tuple[tuple[str, int], ...] = ()
+    """(replica, ns): the replicas whose own profilers started or wrote while the capture opened or closed,
+    and for how long. The slowest first."""
     met: frozenset[str] = frozenset()
     """Names of the processes that the owner had an answer from: they are among its workers."""
 
@@ -64,5 +69,21 @@ def step_profilers(timeline: Timeline, activities: Sequence[TraceActivity]) -> P
         gpu=bool(devices or named) and not npu,
         npu=npu,
         prepared=any(part.prepared for part in parts if part.owner),
+        writers=_writers(timeline),
         met=frozenset(process.name for process in timeline.processes if process.info.key in began),
     )
+
+
+def _writers(timeline: Timeline) -> tuple[tuple[str, int], ...]:
+    stalls: dict[int, list[Pair]] = {}
+    for stall in timeline.stalls:
+        stalls.setdefault(stall.replica, []).append((stall.start_ns, stall.end_ns))
+    wrote = ((f"replica {number}", _beside_ns(timeline, own)) for number, own in stalls.items())
+    return tuple(sorted((pair for pair in wrote if pair[1]), key=lambda pair: (-pair[1], pair[0])))
+
+
+def _beside_ns(timeline: Timeline, pairs: Sequence[Pair]) -> int:
+    """Return the part of the pairs in which the capture opened or closed."""
+    (opening_ns, closing_ns), window = beside_step(timeline), timeline.window
+    opening = clipped(pairs, window.start_ns - opening_ns, window.start_ns)
+    return union_ns([*opening, *clipped(pairs, window.end_ns, window.end_ns + closing_ns)])

@@ -11,6 +11,7 @@ import msgspec
 
 from stepscope.files.spans import REPLICA, SERVED, WAITING
 from stepscope.report.spans import MOVES_WEIGHTS, ReplicaKey, replica_of, replica_of_process, whole
+from stepscope.report.tables.counters import requests_held
 from stepscope.timeline import Span, Timeline, TraceActivity
 from stepscope.timeline.activity.content import Iteration
 from stepscope.timeline.step.tree import CALLERS
@@ -69,6 +70,8 @@ class Replica(msgspec.Struct, kw_only=True):
     """The stretches in which it was paused. None: no span says."""
     stalls: list[tuple[int, int]] | None = None
     """The stretches in which its own profiler kept it from serving. None: no recording says."""
+    held: list[tuple[int, int]] | None = None
+    """The stretches in which it had requests, by the engine's own counters. None: nothing says."""
     tokens: Tokens = msgspec.field(default_factory=Tokens)
     idle: bool = False
     """The manifest says that it was recorded, and that it ran nothing."""
@@ -128,6 +131,9 @@ class _Search:
             self._replica(key).pauses = _stretches(replica_marks, self._timeline.window.end_ns)
         self._stall()
         self._count()
+        for key, replica in self._replicas.items():
+            role = key[1].role if key[0] == "replica" else ""
+            replica.held = _held(self._timeline, replica.number, role, self._recorded.get(key, ()))
         order = {"replica": 0, "process": 1, "requests of": 2}
         return [self._replicas[key] for key in sorted(self._replicas, key=lambda key: (order[key[0]], key))]
 
@@ -286,6 +292,10 @@ _FACTS = {
 """Attributes of a request's span, as `record_request` sets them, and the field that they count for."""
 _PHASE_FACTS = {"prefill": "prompt", "decode": "output"}
 """Stages whose attribute `tokens` counts likewise, where no request says it."""
+_REQUESTS_AT_ENDS = tuple(
+    f"requests_{queue}_at_{when}" for queue in ("running", "waiting") for when in ("start", "stop")
+)
+"""Readings of an adapter at the start and at the stop of a recording."""
 _COUNTERS = {"prompt_tokens": "prompt", "generation_tokens": "output", "preemptions": "preemptions"}
 """Counters that an adapter reads at start and stop."""
 
@@ -338,6 +348,20 @@ def _count_between(activities: Iterable[TraceActivity]) -> Tokens:
             if before is not None and after is not None and after >= before:
                 tokens.add(field, after - before)
     return tokens
+
+
+def _held(
+    timeline: Timeline, number: int | None, role: str, activities: Iterable[TraceActivity]
+) -> list[tuple[int, int]] | None:
+    """Return the stretches in which an engine had requests, by its counters.
+
+    Without samples, its scheduler's numbers at the start and the stop of its recording say if it had none.
+    """
+    sampled = None if number is None else requests_held(timeline, number, role)
+    ends = [_number(activity.options, name) for activity in activities for name in _REQUESTS_AT_ENDS]
+    if sampled is None and ends and not any(ends) and None not in ends:
+        return []
+    return sampled
 
 
 def _number(attrs: Mapping[str, object], name: str) -> int | None:
