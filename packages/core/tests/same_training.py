@@ -46,6 +46,7 @@ def main(folder: Path) -> None:
         "reached": timed_rewards.reached,
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(ended))
+    dist.barrier()  # without it, gloo aborts one exit in ten, stepscope or not
     dist.destroy_process_group()
 
 

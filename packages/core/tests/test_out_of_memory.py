@@ -7,6 +7,7 @@ before it raises, with the same four numbers. A real one is in test_cuda_memory.
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -186,6 +187,9 @@ def test_a_folder_that_cannot_be_written_does_not_stand_before_the_error(
 ) -> None:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     config = a_config(tmp_path)
+    with capture(0, config=config):  # the run's first: it checks the folder
+        pass
+    shutil.rmtree(config.save_path, ignore_errors=True)
     Path(config.save_path).write_text("in the way")
     with capture(1, config=config):
         runs_out(cuda)

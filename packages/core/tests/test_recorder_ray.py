@@ -308,20 +308,8 @@ def test_an_actor_that_is_captured_keeps_its_recorder(tmp_path: Path, actors: li
 def test_an_engine_that_cannot_be_taken_keeps_the_recorder_from_no_actor(
     tmp_path: Path, actors: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Engines(list[object]):
-        """Engines of which one is wrong once the run's first capture has checked them."""
-
-        def __iter__(self) -> Iterator[object]:
-            checked, self[:] = list(super().__iter__()), ["vlm"]
-            return iter(checked)
-
     config, until = config_in(tmp_path), time.monotonic() + 60
-    with capture(
-        0,
-        config=config,
-        workers={"actor": actors},
-        engines=Engines([FakeEngineProfiler(FakeEngine(workers=1))]),
-    ):
+    with capture(0, config=config, workers={"actor": actors}, engines=[FakeEngine(workers=1), "vlm"]):
         pass
     while min(ray.get([actor.recorded.remote() for actor in actors])) < 0:
         assert time.monotonic() < until, caplog.text
