@@ -96,7 +96,7 @@ PROCESS_STATE = {
     "stepscope.recording.capture.conclusion": ("_is_torch_explained",),
     "stepscope.recording.capture.configure": ("_configured",),
     "stepscope.recording.capture.omissions": ("_prepared", "_is_silent"),
-    "stepscope.recording.instrument.no_step": ("_config", "_steps", "_selected"),
+    "stepscope.recording.instrument.no_step": ("_config", "_steps", "_count", "_added"),
     "stepscope.recording.instrument.patch": ("refusals",),
     "stepscope.recording.process.failures": ("_noted", "_warned"),
     "stepscope.recording.process.run": ("_prepared_in",),

@@ -60,7 +60,7 @@ instrument:
 
 
 def launch(
-    folder: Path, program: str, *words: str, entries: str = ENTRIES
+    folder: Path, program: str, *words: str, entries: str = ENTRIES, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """`stepscope run` of a program beside `loop.py`."""
     (folder / "loop.py").write_text(LOOP)
@@ -74,7 +74,7 @@ def launch(
         env={**os.environ, "PYTHONPATH": paths, "STEPSCOPE_RAISE": "0"},
         capture_output=True,
         text=True,
-        check=True,
+        check=check,
     )
 
 
@@ -97,6 +97,7 @@ def test_a_boundary_that_a_child_process_calls_is_no_silence(tmp_path: Path) -> 
     )
     done = launch(tmp_path, program, entries="steps: [90]\n" + ENTRIES)
     assert "no step began" not in done.stderr
+    assert "steps began with 0, and `steps` selects 90" in done.stderr.splitlines()[-1]
     assert main.run(["ls", str(tmp_path / "run")]) != 0
 
 
@@ -136,6 +137,7 @@ def test_a_loop_on_a_ray_host_leaves_its_mark_in_the_folder_that_is_there(
     program = ON_RAY.format(address=address, elsewhere=str(tmp_path / elsewhere), steps=2)
     done = launch(tmp_path, program, entries="steps: [0]\n" + ENTRIES)
     assert (tmp_path / elsewhere / "step_000000").exists()
+    assert "no step was captured" not in done.stderr
     assert ("no step began on this host (Ray workers of other hosts" in done.stderr) == (elsewhere != "run")
 
 
@@ -192,6 +194,79 @@ def test_a_loop_that_an_actor_inherits_has_its_steps_captured(
     else:
         (line,) = [line for line in done.stderr.splitlines() if "no step began" in line]
         assert "never called" not in line  # the actor called it
+
+
+FITS = "import loop\nloop.Loop().train(3)\n"
+
+
+BLOCKED = """
+import asyncio, loop, ray, sys
+
+async def train(steps):
+    for step in range(steps):
+        loop.Loop().step()
+
+loop.Loop.workers = [object()]
+asyncio.run(train(3))
+print("the end", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["--require-capture", "train.py"]], ids=["plain", "required"])
+def test_selected_steps_that_could_not_be_captured_have_the_first_reason_and_its_fix_in_the_last_line(
+    tmp_path: Path, words: list[str]
+) -> None:
+    pytest.importorskip("ray")
+    entries = "instrument:\n- {module: loop, name: Loop.step, step: around, workers: {actor: self.workers}}\n"
+    done = launch(tmp_path, BLOCKED, *words, entries="steps: [1, 2]\n" + entries, check=False)
+    assert done.returncode == (4 if words else 0)
+    assert "no step was captured: " in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "would block the running event loop. Fix: " in last
+
+
+@pytest.mark.parametrize(
+    ("steps", "end", "code"),
+    [("[1]", "", 0), ("[7]", "", 4), ("[7]", "raise SystemExit(9)", 9)],
+    ids=["captured", "uncaptured", "program-failed"],
+)
+def test_a_run_that_requires_a_capture_has_an_exit_code_without_one(
+    tmp_path: Path, steps: str, end: str, code: int
+) -> None:
+    entries = f"steps: {steps}\n" + ENTRIES
+    done = launch(tmp_path, FITS + end, "--require-capture", "train.py", entries=entries, check=False)
+    assert done.returncode == code
+    assert ("--require-capture: no step was captured" in done.stderr.splitlines()[-1]) == (code == 4)
+
+
+def test_a_run_that_requires_a_capture_passes_signals_on(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"
+        "signal.pause()\n"
+    )
+    entries = "steps: [1]\n" + ENTRIES
+    done = launch(tmp_path, program, "--require-capture", "train.py", entries=entries, check=False)
+    assert done.returncode == 5
+
+
+def test_what_is_not_reached_is_named_when_the_second_step_begins(tmp_path: Path) -> None:
+    (tmp_path / "unused.py").touch()
+    program = (
+        "import sys, loop\n"
+        "for step in range(3):\n"
+        "    print('step', step, file=sys.stderr, flush=True)\n"
+        "    loop.Loop().step()\n"
+    )
+    unused = "- {module: unused, name: f, role: actor}\n- {module: loop, name: Loop.train, step: end}\n"
+    done = launch(tmp_path, program, entries="steps: [2]\n" + ENTRIES + unused)
+    lines = done.stderr.splitlines()
+    (named,) = [line for line in lines if "not reached by the second step" in line]
+    assert lines.index("step 1") < lines.index(named) < lines.index("step 2")
+    assert "unused:f was not patched: its module was never imported" in named
+    assert "loop:Loop.train (step: end) was patched, and was not called" in named
+    assert " loop:Loop.step" not in named
 
 
 def test_the_ranks_of_a_launcher_say_it_once(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ class Exit(IntEnum):
     """The command line or the configuration is wrong."""
     INCOMPLETE = 3
     """It worked, and something that should be there is missing, broken or was left out."""
+    UNCAPTURED = 4
+    """`run --require-capture`: the program succeeded, and no step of it was captured."""
 
 
 class CommandError(Exception):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +18,7 @@ from stepscope import switch
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.config import ProfileConfig, check_program, check_save_path, check_tool, resolve
+from stepscope.files.layout import CAPTURED, FAILED, RunLayout
 
 STARTUP = Path(__file__).parent.parent / "startup"
 RUN_PID = "STEPSCOPE_RUN_PID"
@@ -34,11 +38,15 @@ def run(
     print_env: Annotated[
         bool, typer.Option("--print-env", help="Print the variables as JSON instead, for a Ray runtime_env.")
     ] = False,
+    require_capture: Annotated[
+        bool, typer.Option("--require-capture", help="End with exit code 4 if no step was captured.")
+    ] = False,
 ) -> None:
     """Start a program whose training loop nobody edits, and capture its steps.
 
     Every Python process that it starts, and that those start, is instrumented as the configuration's
     `instrument` list and the presets say. The program keeps its exit code.
+    With `--require-capture`, a program that ends with 0 ends with 4 if no step was captured.
     """
     if switch.DISABLED and command:
         screen.say(f"{switch.VARIABLE} is set: the program runs as if stepscope were not installed")
@@ -54,12 +62,46 @@ def run(
         screen.say(
             "`steps` selects nothing: steps are captured once they are asked for (`stepscope trigger`)"
         )
+    if require_capture:
+        _require_capture(resolved, command, {**os.environ, **variables})
     _become(command, {**os.environ, **variables, RUN_PID: str(os.getpid())})
 
 
+def _require_capture(config: ProfileConfig, command: list[str], environ: Mapping[str, str]) -> NoReturn:
+    """Run the program as a child, and exit with its code, or with that for a run without a captured step."""
+    if not config.steps:
+        fix = "select the steps (--steps 2), or leave out --require-capture"
+        raise CommandError(f"--require-capture: `steps` selects nothing. Fix: {fix}")
+    code = _run_child(command, environ)
+    outcome = RunLayout(config.save_path).outcome(environ["STEPSCOPE_RUN_ID"])
+    if code == 0 and CAPTURED not in outcome:
+        reason = outcome.get(FAILED, "see the line above, or `stepscope ls` on the host of the loop")
+        message = f"--require-capture: no step was captured in {config.save_path}: {reason}"
+        raise CommandError(message, Exit.UNCAPTURED)
+    raise typer.Exit(code)
+
+
+def _run_child(command: list[str], environ: Mapping[str, str]) -> int:
+    """Run the program, pass this process' signals on, and return the exit code that a shell would."""
+    command = _with_python(command)
+    if shutil.which(command[0], path=environ.get("PATH")) is None:
+        raise CommandError(f"cannot run {command[0]!r}: No such file or directory")
+    sys.stdout.flush()
+    # The shell becomes the program, under the process id that the variable says.
+    child = subprocess.Popen(["sh", "-c", f'{RUN_PID}=$$ exec "$0" "$@"', *command], env=environ)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda got, _: child.send_signal(got))
+    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to the child too
+    code = child.wait()
+    return 128 - code if code < 0 else code
+
+
+def _with_python(command: list[str]) -> list[str]:
+    return [sys.executable, *command] if command[0].endswith(".py") else command
+
+
 def _become(command: list[str], environ: Mapping[str, str]) -> NoReturn:
-    if command[0].endswith(".py"):
-        command = [sys.executable, *command]
+    command = _with_python(command)
     sys.stdout.flush()
     try:
         os.execvpe(command[0], command, environ)

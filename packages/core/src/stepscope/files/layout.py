@@ -24,6 +24,10 @@ def safe(name: str) -> str:
     return cleaned or "unnamed"
 
 
+BEGAN, CAPTURED, FAILED = "began", "captured", "failed"
+"""The first words of lines in `RunLayout.reached`: a step began, is being captured, or could not be."""
+
+
 class RunLayout:
     """The folder of a run: `save_path`."""
 
@@ -99,8 +103,17 @@ class RunLayout:
         return self.root / f"steps_{safe(run_id)}.jsonl"
 
     def reached(self, run_id: str) -> Path:
-        """Return the mark of a step that began in a run whose loop is not edited."""
+        """Return the file with a line for each outcome of a run whose loop is not edited."""
         return self.root / f".reached_{safe(run_id)}"
+
+    def outcome(self, run_id: str) -> dict[str, str]:
+        """Return what the lines of `reached` say, the first of each kind: {`BEGAN`, say: text}."""
+        try:
+            lines = self.reached(run_id).read_text("utf-8").splitlines()
+        except FileNotFoundError:
+            return {}
+        pairs = [line.partition(" ") for line in reversed(lines)]
+        return {word: text for word, _, text in pairs}
 
     def step(self, step: int) -> StepLayout:
         return StepLayout(self.root / f"step_{step:06d}")

@@ -107,7 +107,7 @@ class Capture:
         self.config = config if requested is None else requested
         self.selected = self.config.selects(step)
         if config.instrument:
-            no_step.reached(config, step, self.selected)
+            no_step.reached(config, step)
         on_request = requested is not None
         self._asked = Asked(
             step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by

@@ -28,6 +28,7 @@ from stepscope.recording.capture.opening import is_for_the_user, make_session, r
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.fanout.messages import StopRequest
 from stepscope.recording.fanout.participants import Participants
+from stepscope.recording.instrument import no_step
 from stepscope.recording.process import failures, private_loop, run, versions
 from stepscope.recording.process.failures import describe
 from stepscope.recording.session import activation
@@ -108,6 +109,8 @@ class Lifecycle:
     def _fail(self, error: BaseException, reason: str) -> None:
         self._end_what_opened_late()
         conclusion.tell_asker(self.asked, reason)
+        if self.asked.config.instrument:
+            no_step.failed(error, self.asked.config)
         if is_for_the_user(error, self.asked):
             raise error
         failures.note("opening a capture", error)
@@ -162,6 +165,8 @@ class Lifecycle:
             activation.activate(session)
         if self._is_opening():
             self.state = "open"
+            if session.config.instrument:
+                no_step.captured(session.config)
         self._end_what_opened_late()
 
     def _end_what_opened_late(self) -> None:

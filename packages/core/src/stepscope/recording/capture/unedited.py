@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from stepscope.engines import instrumented_engines
 from stepscope.recording.capture import configure, prepare
 from stepscope.recording.capture.capture import Capture, opened
+from stepscope.recording.instrument import no_step
 from stepscope.recording.instrument.step_boundaries import StepCapture
 from stepscope.recording.spans import slot
 
@@ -45,6 +46,11 @@ class UneditedCapture:
 
     def _asks_engines(self) -> bool:
         return self.capture.selected or prepare.is_due(self.capture.config)
+
+
+def failed(error: Exception) -> None:
+    """Remember why a step of the loop could not be captured."""
+    no_step.failed(error)
 
 
 def new_capture(

@@ -22,6 +22,7 @@ from stepscope.recording.instrument.kinds import Timing
 from stepscope.recording.instrument.patch import Instrument
 from stepscope.recording.instrument.step_boundaries import Boundary, calls
 from stepscope.recording.process import failures
+from stepscope.recording.process.identity import is_first
 
 if TYPE_CHECKING:
     from stepscope.recording.output.manifest_part import ManifestPart
@@ -103,6 +104,27 @@ def note_absent() -> None:
             patch.note_failure(handle, error)
 
 
+def note_unreached() -> None:
+    """Log the listed functions that this process, which has begun its second step, has not come to."""
+    unreached = [
+        f"{_described(handle)} {_fate(handle)}"
+        for handle in _applied.values()
+        if not handle.origin and (_waits_here(handle) or _is_uncalled(handle))
+    ]
+    if unreached and is_first():
+        failures.warn("stepscope: not reached by the second step: %s", "; ".join(unreached))
+
+
+def _waits_here(handle: Instrument) -> bool:
+    """Return whether a function waits for an import, and no Ray worker is to make it instead."""
+    return not handle.installed and handle.module not in sys.modules and "ray" not in sys.modules
+
+
+def _is_uncalled(handle: Instrument) -> bool:
+    """Return whether a step's boundary, whose calls are counted, had none."""
+    return handle.installed and handle.boundary is not None and calls[handle.target] == 0
+
+
 def apply_to(instance: object) -> None:
     """Instrument the class of a live Ray actor. Ray built it from the copy that the driver sent."""
     for handle in _applied.values():
@@ -148,13 +170,18 @@ def boundaries() -> list[str]:
                 fates.append(f"the preset {entry.preset!r}: the framework is not installed in {sys.prefix}")
                 elsewhere.update(map(_target, preset.entries))
     begins = [
-        f"{handle.target} (step: {handle.boundary.entry.step}) {_fate(handle)}"
+        f"{_described(handle)} {_fate(handle)}"
         for handle in _applied.values()
         if handle.boundary is not None
         and handle.boundary.entry.step != "end"
         and handle.target not in elsewhere
     ]
     return begins + fates
+
+
+def _described(handle: Instrument) -> str:
+    boundary = handle.boundary
+    return handle.target if boundary is None else f"{handle.target} (step: {boundary.entry.step})"
 
 
 def _fate(handle: Instrument) -> str:

@@ -204,7 +204,7 @@ class Call:
             _step = Step(number, self._capture(number, finished.close))
             return finished._replace(open=_step.capture)
         except ours() as error:
-            failures.note("beginning a step of the framework", error)
+            _note("beginning a step of the framework", error)
             return finished
 
     def _is_within(self, step: Step, number: int | None) -> bool:
@@ -241,7 +241,7 @@ def switch(change: Switch) -> None:
         if change.open is not None:
             change.open.open()
     except ours() as error:
-        failures.note("capturing a step of the framework", error)
+        _note("capturing a step of the framework", error)
 
 
 async def aswitch(change: Switch) -> None:
@@ -252,7 +252,15 @@ async def aswitch(change: Switch) -> None:
         if change.open is not None:
             await change.open.aopen()
     except ours() as error:
-        failures.note("capturing a step of the framework", error)
+        _note("capturing a step of the framework", error)
+
+
+def _note(doing: str, error: Exception) -> None:
+    """Log a failure of ours, and keep it as the reason if the program ends without a captured step."""
+    opener = sys.modules.get(OPENER)
+    if opener is not None:  # None if the import of it is what failed
+        opener.failed(error)
+    failures.note(doing, error)
 
 
 def _finish(error: str | None) -> Switch:
