@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
@@ -16,13 +15,8 @@ from tests.tree import CORE, PACKAGES, ROOT, files, imports
 LONG = 400
 """Lines; a longer file says why in its docstring."""
 
-MOST_MODULES = 17
-"""Modules of one folder, beside its `__init__`."""
-
 MACHINE_PATH = re.compile(r"(?<![\w./~$}>-])/(?:root|work|home(?!/anna)|Users)/[\w.-]")
 """A path on a user's machine. Anna is invented: tests of `~` use her home."""
-NO_NOUNS = {"found", "each", "said", "mine", "there"}
-"""Names of variables that say nothing of the value. Fields of classes may have them: `Row.found`."""
 
 
 def test_no_module_is_named_after_nothing() -> None:
@@ -39,15 +33,6 @@ def test_a_long_file_says_why_at_its_top() -> None:
         if not re.search(r"\blines\b|\b(one|this) file\b", docstring(path.read_text()), re.IGNORECASE)
     ]
     assert not silent, "say why it is one file ('... above 400 lines, because ...'), or split it by noun"
-
-
-def test_no_folder_holds_more_modules_than_a_reader_takes_in() -> None:
-    folders = {path.parent for package in PACKAGES for path in (package / "src").rglob("*.py")}
-    counts = {
-        folder.relative_to(ROOT): sum(path.stem != "__init__" for path in folder.glob("*.py"))
-        for folder in folders
-    }
-    assert {folder: count for folder, count in counts.items() if count > MOST_MODULES} == {}, "give it rooms"
 
 
 def test_the_tree_has_its_folders_and_no_others() -> None:
@@ -128,30 +113,6 @@ def test_no_module_has_the_name_of_a_function_of_its_package() -> None:
         if isinstance(node, ast.FunctionDef) and path.with_name(f"{node.name}.py").exists()
     ]
     assert not hidden
-
-
-def bound_names(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and name of each variable, parameter and function below `node`, without those of classes."""
-    for child in ast.iter_child_nodes(node):
-        owner = isinstance(node, ast.ClassDef)
-        match child:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-                yield child.lineno, name
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if not owner:
-                yield child.lineno, name
-        if not (owner and isinstance(child, ast.AnnAssign)):
-            yield from bound_names(child)
-
-
-def test_variables_are_nouns_of_the_domain() -> None:
-    vague = [
-        f"{path.relative_to(ROOT)}:{line}: {name}"
-        for path in files(".py")
-        if "/tests/engines/" not in path.as_posix()  # recipes: an edit makes their environments anew
-        for line, name in bound_names(ast.parse(path.read_text()))
-        if name in NO_NOUNS
-    ]
-    assert not vague, "\n".join(vague)
 
 
 @pytest.mark.parametrize("module", PROCESS_STATE)

@@ -43,19 +43,19 @@ def wrong_sentences(path: Path, texts: Iterable[tuple[int, str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("place", CLEAN)
-def test_docstrings_are_short_and_plain(place: str) -> None:
+def test_docstrings_have_no_empty_words(place: str) -> None:
     paths = [path for path in files(".py") if path.relative_to(ROOT).is_relative_to(place)]
     assert paths, f"{place} has no Python file"
     wrong = [line for path in paths for line in wrong_sentences(path, docstrings(path.read_text()))]
     assert not wrong, "\n".join(wrong)
 
 
-def test_pages_are_short_and_plain() -> None:
+def test_pages_have_no_empty_words() -> None:
     wrong = [line for page in files(".md") for line in wrong_sentences(page, [(1, page.read_text())])]
     assert not wrong, "\n".join(wrong)
 
 
-def test_errors_and_helps_are_short_and_plain() -> None:
+def test_errors_and_helps_have_no_empty_words() -> None:
     sources = [path for path in files(".py") if "/src/" in path.as_posix()]
     texts = {path: list(messages(path.read_text())) for path in sources}
     assert sum(map(len, texts.values())) > 400
@@ -66,11 +66,6 @@ def test_errors_and_helps_are_short_and_plain() -> None:
 @pytest.mark.parametrize(
     ("sentence", "offence"),
     [
-        (f"A sentence of {'one word ' * 12}and more.", "29 words, more than 25: split it"),
-        (
-            "It was made, is kept and is read.",
-            "3 passive verbs (was made, is kept, is read): say who does it",
-        ),
         ("It is very slow.", "'very' adds nothing: leave it out, or say what is meant"),
         ("It opens the the file.", "'the' twice"),
     ],
