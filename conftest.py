@@ -39,7 +39,6 @@ ENGINES = {
     "sglang",
     "torch_npu",
     "hta",
-    "moto",
     "wandb",
     "trl",
     "viztracer",

@@ -28,10 +28,9 @@ MAY_IMPORT = {
     "compat": {"config", "errors", "recording", "switch"},
     "doctor": {"errors", "config", "recording", "engines", "switch"},
     "integrations": {"compat", "config", "errors", "recording", "switch"},
-    "mirror": {"files", "errors"},
     "writers": {"config", "files", "errors", "timeline", "report"},
     "startup": {"recording"},
-    "cli": ON_DISK | OFFLINE | {"mirror", "writers", "demo", "doctor", "switch", "__init__"},
+    "cli": ON_DISK | OFFLINE | {"writers", "demo", "doctor", "switch", "__init__"},
     "__init__": {"config", "errors", "recording", "integrations", "report"},
     "__main__": {"cli"},
 }

@@ -115,11 +115,9 @@ print(step_report(load_step(capture.result.path)).breakdown)
     assert "tool" in outcome.stdout
 
 
-def test_figures_and_copies_after_a_capture_need_no_extra_of_the_command(tmp_path: Path) -> None:
-    url = (tmp_path / "copy").as_uri()
+def test_figures_after_a_capture_need_no_extra_of_the_command(tmp_path: Path) -> None:
     outcome = without_cli(
         """
-from stepscope.mirror import program
 from stepscope.testing.steps import StepFolder
 from stepscope.writers import publish
 
@@ -128,13 +126,12 @@ driver = folder.process("trainer", owner=True)
 driver.span("rollout", 0, 8_000_000)
 driver.close(10_000_000)
 folder.write()
-print(publish.main(sys.argv[1], "2", "run1", ""), program.main(sys.argv[1], "2", sys.argv[2], "no"))
+print(publish.main(sys.argv[1], "2", "run1", ""))
 """,
         str(tmp_path / "run"),
-        url,
     )
-    assert outcome.stdout == "0 0\n", outcome.stderr
-    assert list((tmp_path / "copy" / "step_000002").glob("scalars_*.json"))
+    assert outcome.stdout == "0\n", outcome.stderr
+    assert list((tmp_path / "run" / "step_000002").glob("scalars_*.json"))
 
 
 def test_the_command_without_its_extra_names_it_in_one_line() -> None:

@@ -62,10 +62,10 @@ def fake(engine, replica):
 def on(kind, host, *args):
     return ray.remote(kind).options(num_cpus=0, resources={host: 0.01}).remote(*args)
 
-save_path, mirror, gather, stop, address = sys.argv[1:]
+save_path, gather, stop, address = sys.argv[1:]
 config = configure(
     save_path=save_path, control={"poll_seconds": 0.1}, torch={"activities": ["cpu"]},
-    finish={"mirror": mirror or None, "gather": gather == "gather"},
+    finish={"gather": gather == "gather"},
     budget={"fanout_seconds": 60, "keep_steps": 1},
 )
 ray.init(address=address, log_to_driver=False)
@@ -230,7 +230,7 @@ def train(folder: Path, hosts: tuple[Host, Host]) -> Iterator[Callable[..., Path
     """Start the program on the first host and return the folder of its run there."""
     stops: list[tuple[Path, subprocess.Popen[str]]] = []
 
-    def start(mirror: str = "", gather: str = "gather") -> Path:
+    def start(gather: str = "gather") -> Path:
         number = next(_numbers)
         program, stop, save_path = folder / "program.py", folder / f"stop{number}", folder / f"run/{number}"
         program.write_text(PROGRAM)
@@ -238,7 +238,6 @@ def train(folder: Path, hosts: tuple[Host, Host]) -> Iterator[Callable[..., Path
             sys.executable,
             str(program),
             str(save_path),
-            mirror,
             gather,
             str(stop),
             f"{hosts[0].address}:{PORT}",
@@ -314,27 +313,6 @@ def test_a_request_on_one_host_captures_both_and_the_files_of_the_other_come_hom
     (report_of_step,) = json.loads(report.stdout)["steps"]
     assert {row["host"] for row in report_of_step["health"]["processes"]} == {"host-a", "host-b"}
     assert report_of_step["health"]["complete"]
-
-
-def test_each_host_sends_its_own_files_to_a_mirror(
-    folder: Path, hosts: tuple[Host, Host], train: Callable[..., Path]
-) -> None:
-    one, other = hosts
-    store = folder / "store"
-    save_path = train(f"file://{store}")
-    assert one.say("trigger", str(save_path), "--ranks", "all", "--wait", "60").returncode == 0
-
-    def records() -> set[str]:
-        return {path.name for path in store.glob("step_*/mirror_*.json")}
-
-    wait_for(lambda: records() == {"mirror_host-a.json", "mirror_host-b.json"})
-    (step,) = store.glob("step_*")
-    assert hosts_of(step / "processes") == {"host-a", "host-b"}
-    here = RunLayout(one.view(save_path)).step(int(step.name[5:]))
-    mirrored = RunLayout(other.view(save_path)).step(int(step.name[5:]))
-    assert hosts_of(here.spans) == {"host-a"}
-    assert hosts_of(mirrored.spans) == {"host-b"}
-    assert len(list(step.glob("spans/*"))) == 4
 
 
 def test_traces_of_vllm_in_an_actor_on_the_other_host_come_home_to_their_steps(

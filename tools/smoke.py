@@ -25,7 +25,6 @@ NEEDED = {
     "npu": ("stepscope_npu._backend", "stepscope_npu._analysis"),
     "counters": ("pynvml",),
     "nsys": ("nvtx",),
-    "mirror": ("fsspec",),
     "mcp": ("mcp",),
     "parquet": ("pyarrow.parquet",),
     "tensorboard": ("stepscope.writers.tensorboard",),

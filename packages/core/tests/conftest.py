@@ -7,7 +7,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -67,12 +66,6 @@ def nothing_is_left() -> Iterator[None]:
     from stepscope.recording.after import pipeline
 
     pipeline.end("the test ended", 30, patient=False)
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    """Of a mirror's store."""
-    return f"file://{tmp_path}/store"
 
 
 @pytest.fixture

@@ -196,7 +196,6 @@ def test_what_others_end_by_a_finalizer_at_exit_still_ends_before_python_waits_f
         ("tool: npu", "torch_npu", "pip install torch-npu"),
         ("finish: {report_to: [tensorboard]}", "tensorboard", "pip install 'stepscope[tensorboard]'"),
         ("finish: {report_to: [nosuch]}", None, "install the package that brings it"),
-        ("finish: {mirror: 'gs://bucket/x'}", "gcsfs", "pip install 'stepscope[mirror]' gcsfs"),
     ],
 )
 def test_validate_refuses_what_is_not_installed_here(

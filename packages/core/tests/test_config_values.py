@@ -167,7 +167,6 @@ def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"step": [2]}, r"there is no 'step'; did you mean 'steps'\?"),
         ({"role": {}}, r"there is no 'role'; did you mean 'roles'\?"),
         ({"ranks": "all"}, r"there is no 'ranks'; did you mean 'roles.<role>.ranks'\?"),
-        ({"mirror": {"url": "s3://bucket"}}, "there is no 'mirror'; did you mean 'finish.mirror'"),
         ({1: 2}, "there is no '1'"),
     ],
 )

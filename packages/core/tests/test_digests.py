@@ -18,7 +18,6 @@ from packages.core.tests.test_kernels import step_with_traces
 from packages.core.tests.traces import kernel, op, trace_text
 from stepscope.cli import run
 from stepscope.files.layout import StepLayout
-from stepscope.files.mirror import files_below
 from stepscope.report.sections import step_report
 from stepscope.timeline import digests, load_step, load_traces
 from stepscope.timeline.activity import reading
@@ -156,13 +155,6 @@ def test_a_bar_goes_on_over_digests(step: Path) -> None:
     for read in (first, second):
         load_traces(step, load_step(step), on_read=read.append)
     assert sum(first) == sum(second) > 0
-
-
-def test_mirrors_do_not_take_them(step: Path) -> None:
-    before = files_below(step).keys()
-    reported(step)
-    assert kept(step)
-    assert files_below(step).keys() == before
 
 
 def test_no_digests_reads_the_traces(

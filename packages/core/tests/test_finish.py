@@ -305,6 +305,17 @@ def test_a_step_is_not_removed_before_its_command_is_done(tmp_path: Path) -> Non
     assert set(layout.steps()) == {3}
 
 
+def test_an_old_step_whose_command_failed_is_not_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = a_config(tmp_path, finish={"command": '[ "$STEPSCOPE_STEP" != 1 ]'}, budget={"keep_steps": 1})
+    for step in (1, 2, 3):
+        captured(config, step)
+        drain()
+    assert set(RunLayout(config.save_path).steps()) == {1, 3}
+    assert caplog.text.count("budget.keep_steps leaves step 1") == 1
+
+
 def test_of_ranks_that_capture_by_themselves_the_chosen_ones_run_it(tmp_path: Path) -> None:
     config = a_config(tmp_path, finish={"command": "true"})
     result = captured(config, rank=1)

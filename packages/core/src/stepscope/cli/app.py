@@ -29,7 +29,6 @@ from stepscope.cli.running.trigger import trigger
 from stepscope.cli.running.watch import watch
 from stepscope.cli.running.why import why
 from stepscope.cli.stores.export import export
-from stepscope.cli.stores.mirror import mirror
 from stepscope.cli.stores.publish import publish
 from stepscope.cli.validate import validate
 from stepscope.config._sources import unknown_variables
@@ -59,7 +58,6 @@ app.command(cls=Command)(why)
 app.command(cls=Command)(validate)
 app.command(cls=Command)(export)
 app.command(cls=Command)(publish)
-app.command(cls=Command)(mirror)
 app.command(cls=Command)(mcp)
 app.command(cls=Command)(doctor)
 

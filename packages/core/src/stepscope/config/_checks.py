@@ -99,44 +99,13 @@ def check_recorder(config: ProfileConfig) -> None:
 
 
 def check_finish(config: ProfileConfig) -> None:
-    """Make sure that packages for `finish.mirror` and `finish.report_to` are installed. Loads none.
+    """Make sure that packages for `finish.report_to` are installed. Loads none.
 
     Raises:
         ConfigError: it is not; names what to install.
     """
-    if config.finish.mirror is not None:
-        _check_mirror(config.finish.mirror)
     for name in config.finish.report_to:
         _check_writer(name)
-
-
-_STORES = {
-    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs",
-    "abfss": "adlfs", "oss": "ossfs", "hf": "huggingface_hub", "sftp": "paramiko", "ssh": "paramiko",
-    "smb": "smbprotocol", "hdfs": "pyarrow",
-}  # fmt: skip
-"""Protocol -> the package that fsspec needs for it."""
-
-
-def _check_mirror(url: str) -> None:
-    from importlib.util import find_spec
-
-    protocol = url.partition("://")[0]
-    package = _STORES.get(protocol, "")
-    fix = f"pip install 'stepscope[mirror]' {package}".rstrip()
-    if find_spec("fsspec") is None:
-        raise ConfigError("finish.mirror", url, "a URL, where fsspec is installed", fix)
-    from fsspec.registry import known_implementations, registry  # 60 ms, once per run
-
-    if protocol in registry or (package and find_spec(package) is not None):
-        return
-    known = known_implementations.get(protocol)
-    if known is None:
-        allowed = f"a protocol that fsspec knows: {', '.join(sorted(_STORES))}, file, ..."
-        raise ConfigError("finish.mirror", url, allowed, f"{protocol!r} is none of them")
-    if package or find_spec(known["class"].partition(".")[0]) is None:
-        allowed = f"a URL whose file system is installed ({known.get('err', package)})"
-        raise ConfigError("finish.mirror", url, allowed, fix)
 
 
 WRITERS = {

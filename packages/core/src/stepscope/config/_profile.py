@@ -48,7 +48,7 @@ def _parse_path(value: object, field: str) -> str:
         raise ConfigError(field, value, "the path of a folder", "write a path: outputs/profile")
     if url := _URL.match(path):
         local = f"/{url[2].lstrip('/')}" if url[1] == "file" else "outputs/profile"
-        fix = f"write a local path ({local}); finish.mirror: {path} copies each captured step there"
+        fix = f"write a local path ({local}); finish.command can copy each captured step to {path}"
         raise ConfigError(field, value, "a path in the file system, not a URL", fix)
     return os.path.expanduser(path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -234,28 +233,6 @@ class ExportConfig(Section, frozen=True, kw_only=True):
     """Write `.json.gz` (igzip); otherwise plain `.json`, some ten times the size."""
 
 
-_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<rest>[^/].*|/.+)", re.DOTALL)
-_READ_ONLY = ("memory", "http", "https", "data", "zip", "tar", "git", "github", "reference")
-"""Protocols of fsspec under which nothing would be kept."""
-
-
-def _parse_url(value: object, field: str) -> str | None:
-    if value is None:
-        return None
-    match = _URL.fullmatch(value) if isinstance(value, str) else None
-    allowed = "a URL of a store that fsspec writes to"
-    if match is None or match["protocol"] in _READ_ONLY or "::" in match[0]:
-        raise ConfigError(
-            field, value, allowed, "write s3://bucket/prefix, gs://bucket/prefix or file:///folder"
-        )
-    if "@" in match["rest"].partition("/")[0]:
-        # It would stand in run.json, in logs and in the copy itself.
-        shown = f"{match['protocol']}://...@{match['rest'].partition('@')[2]}"
-        fix = "leave it out, and give the store's own variables (AWS_..., FSSPEC_...) to the process"
-        raise ConfigError(field, shown, f"{allowed}, without a user name or password", fix)
-    return match[0].rstrip("/")
-
-
 def _parse_names(value: object, field: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(items_of(value) or ()))
     if not all(isinstance(name, str) and name for name in names) or (not names and value not in ([], (), "")):
@@ -271,25 +248,15 @@ class FinishConfig(Section, frozen=True, kw_only=True):
     _parsers: ClassVar[Mapping[str, Parser]] = {
         "ranks": parse_ranks,
         "report_to": _parse_names,
-        "mirror": _parse_url,
     }
 
     command: str | None = None
     """For the shell, with STEPSCOPE_STEP_PATH and others in its environment."""
     report_to: tuple[str, ...] = ()
     """Writers of the step's figures: `tensorboard`, `wandb`, `mlflow`, `otel`, or another installed one."""
-    mirror: str | None = None
-    """A URL of a store that fsspec knows, for a copy of the run."""
     gather: bool = True
-    """Fetch over Ray the recordings of Ray workers on hosts that do not share `save_path`. Not with
-    `mirror`.
-    """
+    """Fetch over Ray the recordings of Ray workers on hosts that do not share `save_path`."""
     timeout_s: Seconds = 600
     """Each of these is killed after that, with its children. At exit the process waits this long for each."""
     ranks: Ranks = "first"
     """Ranks that run them where each rank opens captures of its own, without workers."""
-
-    @property
-    def fetches(self) -> bool:
-        """Return whether the owner fetches files of hosts that share no folder with it."""
-        return self.gather and self.mirror is None

@@ -147,7 +147,7 @@ class StepLayout:
         self.tables = self.root / "tables"
         """The folder of the report's tables, as Parquet files."""
         self.digests = self.root / ".digests"
-        """The folder of contents of traces that a report read. Hidden, so that mirrors leave it out."""
+        """The folder of contents of traces that a report read. Hidden, so that copies may leave it out."""
 
     @property
     def is_step(self) -> bool:
@@ -195,14 +195,6 @@ class StepLayout:
     def finish_log_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
         """Return the log with the output of `finish.command`."""
         return self.root / f"finish_{_process_name(process)}_{safe(run_id)}{_again(capture)}.log"
-
-    def mirror_record(self, host: str) -> Path:
-        """Return the record of the files that `host` has copied to the mirror."""
-        return self.root / f"mirror_{safe(host)}.json"
-
-    def mirror_records(self) -> list[Path]:
-        """Return the records of all hosts."""
-        return sorted(self.root.glob("mirror_*.json"))
 
     def scalars(self, run_id: str) -> Path:
         """Return the file with a run's figures of the step, for curves."""

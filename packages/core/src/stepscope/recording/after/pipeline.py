@@ -1,5 +1,5 @@
-"""Work after a capture, once its files are written: hooks in Python; and `finish.command`, figures for
-curves, and the mirror, which are programs of their own.
+"""Work after a capture, once its files are written: hooks in Python; and `finish.command` and figures for
+curves, which are programs of their own.
 
 Hooks and programs have a thread each, so neither holds up training, an export, or the other. Both threads
 are started when a capture opens: at exit Python 3.12 starts no more.
@@ -18,7 +18,7 @@ from stepscope.files.manifest.records import Ending, Expectation, awaited
 from stepscope.files.scalars import StepScalars
 from stepscope.files.sidecar import Sidecar
 from stepscope.files.storage.reading import read_record
-from stepscope.recording.after.programs import COMMAND, MIRROR, SCALARS, Chores, ClosedCapture
+from stepscope.recording.after.programs import COMMAND, SCALARS, Chores, ClosedCapture
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures, fork, shutdown
@@ -92,7 +92,6 @@ def promise(session: Session, *, alone: bool) -> None:
     asked = {
         COMMAND: finish.command is not None,
         SCALARS: bool(finish.report_to or report_hooks),
-        MIRROR: finish.mirror is not None,
     }
     wanted = [name for name, is_asked in asked.items() if is_asked]
     if not wanted:
@@ -107,15 +106,6 @@ def promise(session: Session, *, alone: bool) -> None:
     _expect(session, wanted)
 
 
-def promise_in_worker(session: Session, *, apart: bool) -> None:
-    """Enter the work of a worker's session that opens: without a folder shared with the owner, it mirrors
-    its host's files.
-    """
-    if apart and session.config.finish.mirror is not None:
-        _expect(session, [MIRROR])
-        session.when_closed = _worker_done
-
-
 def _expect(session: Session, names: Sequence[str]) -> None:
     for name in names:
         session.manifest_part.expect(awaited(name, "after", "running"))
@@ -123,7 +113,7 @@ def _expect(session: Session, names: Sequence[str]) -> None:
 
 
 def _promised(session: Session) -> list[str]:
-    return [name for name in (COMMAND, SCALARS, MIRROR) if session.manifest_part.state(name) == "pending"]
+    return [name for name in (COMMAND, SCALARS) if session.manifest_part.state(name) == "pending"]
 
 
 def withdraw(session: Session, reason: str) -> None:
@@ -179,16 +169,7 @@ def _capture_done(closed: ClosedCapture, result: object, session: Session) -> No
     _awaited.discard(session.step)  # last: it is in the line now
 
 
-def _worker_done(session: Session, discard: str | None) -> None:
-    """Mirror the files of a worker's closed session once they are written."""
-    if discard is None:
-        once_written(session, partial(_start_chores, session, None))
-    else:
-        withdraw(session, discard)
-        session.manifest_part.write()
-
-
-def _start_chores(session: Session, closed: ClosedCapture | None) -> None:
+def _start_chores(session: Session, closed: ClosedCapture) -> None:
     def tell(scalars: StepScalars) -> None:
         for hook in tuple(report_hooks):
             _hooks.put(_Hook("on_report", hook, partial(hook, scalars), session.manifest_part))
@@ -203,11 +184,6 @@ def busy_steps(run: RunLayout) -> set[int]:
         at for at, step in run.steps().items() if any(file.is_relative_to(step.root) for file in files)
     }
     return written | _awaited | {job.step for job in _commands.unfinished()}
-
-
-def mirrors(session: Session) -> bool:
-    """Return whether this process copies the step. Otherwise another rank knows when it may be removed."""
-    return session.manifest_part.state(MIRROR) not in (None, "skipped")
 
 
 def artifact_done(path: Path, sidecar: Sidecar | None, manifest_part: ManifestPart) -> None:

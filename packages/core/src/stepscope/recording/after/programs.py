@@ -1,4 +1,4 @@
-"""Separate programs after one capture: the user's command, figures for curves, the mirror.
+"""Separate programs after one capture: the user's command, and figures for curves.
 
 Their work takes long, imports much and may crash, so it stays out of the training's process.
 """
@@ -11,12 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from socket import gethostname
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from stepscope.errors import ours
 from stepscope.files.manifest.records import Expectation, State
-from stepscope.files.mirror import record_of, uncopied
 from stepscope.files.scalars import StepScalars, read_scalars
 from stepscope.recording.after.command import Command, of_our_own
 from stepscope.recording.process import failures
@@ -25,7 +23,7 @@ from stepscope.recording.process.failures import describe
 if TYPE_CHECKING:
     from stepscope.recording.session.session import Session
 
-COMMAND, SCALARS, MIRROR = "finish command", "scalars", "mirror"
+COMMAND, SCALARS = "finish command", "scalars"
 """Their names in the manifest."""
 POLL_S = 0.5
 """Interval between two looks at the other processes' parts of the manifest."""
@@ -64,13 +62,10 @@ class Chore(NamedTuple):
 
 
 class Chores:
-    """Work of separate programs after one capture: the user's command, the figures, the mirror."""
+    """Work of separate programs after one capture: the user's command, and the figures."""
 
-    def __init__(
-        self, session: Session, result: ClosedCapture | None, tell: Callable[[StepScalars], None]
-    ) -> None:
+    def __init__(self, session: Session, result: ClosedCapture, tell: Callable[[StepScalars], None]) -> None:
         """Args:
-        result: Of the capture; None in a worker, which sends its own host's files and no more.
         tell: Called with the figures, once they are there.
         """
         self._tell = tell
@@ -81,16 +76,10 @@ class Chores:
         self._chores = [
             chore for chore in self._all() if session.manifest_part.state(chore.name) == "pending"
         ]
-        # Once more at the end, for the manifest that says that the first time went well.
-        self._last = self._mirror(earlier=False)
-        self._mirrors = session.manifest_part.state(MIRROR) == "pending"
         self.step = session.step
-        self.longest_s = session.config.finish.timeout_s * (len(self._chores) + self._mirrors)
+        self.longest_s = session.config.finish.timeout_s * len(self._chores)
 
     def _all(self) -> list[Chore]:
-        """Run the programs in order: the mirror comes last, so it also gets the command's files and the
-        outcomes.
-        """
         session, finish = self._session, self._session.config.finish
         writers = ",".join(finish.report_to)
         figures = of_our_own(
@@ -103,14 +92,7 @@ class Chores:
         return [
             Chore(COMMAND, self._program(finish.command or ""), lambda reason: reason),
             Chore(SCALARS, self._program(figures, _wandb_run()), self._figures),
-            Chore(MIRROR, self._mirror(earlier=True), self._mirrored),
         ]
-
-    def _mirror(self, *, earlier: bool) -> Command:
-        config, step = self._session.config, str(self._session.step)
-        scope = "yes" if earlier else "no"
-        url = config.finish.mirror or ""
-        return self._program(of_our_own("stepscope.mirror.program", config.save_path, step, url, scope))
 
     def _program(self, what: str | Sequence[str], variables: Mapping[str, str] = {}) -> Command:
         session = self._session
@@ -125,10 +107,6 @@ class Chores:
             failures.note("waiting for files of other processes", error)
         for chore in self._chores:
             self._do(chore)
-        if self._mirrors and self._session.manifest_part.state(MIRROR) == "ok":
-            reason = self._last.run()
-            if reason is not None:
-                self._say(MIRROR, f"the copy of the manifest is out of date: {self._mirrored(reason)}")
 
     def _do(self, chore: Chore) -> None:
         try:
@@ -144,8 +122,7 @@ class Chores:
         manifest_part.write()
         if reason:
             failures.warn("stepscope: step %d: %s: failed: %s", self._session.step, name, reason)
-        if self._result is not None:
-            self._result.fold()
+        self._result.fold()
 
     def _figures(self, reason: str | None) -> str | None:
         """Pass the figures on, and return the failures of writers, or else `reason`."""
@@ -158,28 +135,18 @@ class Chores:
         failed = [f"{name}: {why}" for name, why in scalars.written.items() if why is not None]
         return "; ".join(failed) or reason
 
-    def _mirrored(self, reason: str | None) -> str | None:
-        """Return the reason why the step's copy is not whole, from the record of copied files."""
-        layout, host, url = self._session.layout, gethostname(), self._session.config.finish.mirror or ""
-        if reason is None or not uncopied(layout, host, url):
-            return None  # the time may have run out for earlier steps
-        failed = record_of(layout, host, url).failed
-        name, why = next(iter(failed.items()), (None, None))
-        return reason if name is None else f"{reason}; {len(failed)} file(s) are not there, {name}: {why}"
-
     def hurry(self, seconds: float) -> None:
         """Limit the wait for other processes' files to `seconds` from now."""
         self._files_until = min(self._files_until, time.monotonic() + seconds)
 
     def give_up(self, reason: str) -> None:
-        for command in (*(chore.command for chore in self._chores), self._last):
-            command.kill(reason)
+        for chore in self._chores:
+            chore.command.kill(reason)
         self._over.set()
 
     def _wait_for_files(self) -> None:
-        if self._result is not None:  # a worker answers for its own files alone
-            drain = self._session.config.export.when == "deferred"
-            self._result.await_others(self._left_s, partial(self._over.wait, POLL_S), drain=drain)
+        drain = self._session.config.export.when == "deferred"
+        self._result.await_others(self._left_s, partial(self._over.wait, POLL_S), drain=drain)
 
     def _left_s(self) -> float:
         return 0 if self._over.is_set() else self._files_until - time.monotonic()

@@ -13,10 +13,10 @@ from stepscope.errors import ours
 from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
 from stepscope.files.manifest.parts import fold, part_files, read_parts, write_manifest
 from stepscope.files.manifest.records import ProcessPart
-from stepscope.files.mirror import is_whole
 from stepscope.files.storage.atomic import private
 from stepscope.files.storage.temporary import remove_abandoned
 from stepscope.recording.after import pipeline
+from stepscope.recording.after.programs import COMMAND
 from stepscope.recording.process import failures
 
 if TYPE_CHECKING:
@@ -30,47 +30,47 @@ _tidied: dict[str, StepLayout] = {}
 
 def clean_up(session: Session) -> None:
     """Remove old steps now, and unfinished files once this process has written its own."""
-    keep, url = session.config.budget.keep_steps, session.config.finish.mirror
-    # Of several ranks, the one that copies a step knows when it may be removed.
-    if keep is not None and (url is None or pipeline.mirrors(session)):
-        _retain(RunLayout(session.config.save_path), session.run_id, keep, url)
+    keep = session.config.budget.keep_steps
+    if keep is not None:
+        _retain(RunLayout(session.config.save_path), session.run_id, keep)
     # A walk through the run's folder: neither the opening nor the step waits for it.
     pipeline.once_written(session, partial(_tidy, session.config.save_path, session.layout))
 
 
-def _retain(run: RunLayout, run_id: str, keep: int, url: str | None) -> None:
+def _retain(run: RunLayout, run_id: str, keep: int) -> None:
     """Remove the oldest captured steps of this run, so that `keep` are left. Other runs' are not touched:
     of a step that an earlier run captured too, this run's files alone are removed.
 
-    A step stays for the next time while work after its capture is under way, or if it would be lost: its copy
-    in the mirror at `url` is not whole.
+    A step stays while work after its capture is under way, and if its `finish.command` failed, which may
+    have been the step's copy to another place.
     """
     times = {number: at for number, step in run.steps().items() if (at := _opened(step, run_id)) is not None}
     oldest = sorted(times, key=lambda number: times[number])[: max(0, len(times) - keep)]
     busy = pipeline.busy_steps(run)
     idle = [number for number in oldest if number not in busy]
-    kept = [number for number in idle if url is not None and not _is_mirrored(run.step(number), url)]
+    kept = [number for number in idle if not _is_finished(run.step(number), run_id)]
     _tell_kept(run, kept)
     for number in idle:
         if number not in kept:
             _remove(run, number, run_id, keep)
 
 
-def _is_mirrored(step: StepLayout, url: str) -> bool:
-    try:
-        return is_whole(step, url)
-    except ours(OSError):
-        return False
+def _is_finished(step: StepLayout, run_id: str) -> bool:
+    """Return whether no rank of the run has a `finish.command` for the step that failed or has not ended."""
+    parts, _ = read_parts(step)
+    commands = [
+        item for part in parts if part.run_id == run_id for item in part.expected if item.name == COMMAND
+    ]
+    return all(item.state not in ("pending", "failed") for item in commands)
 
 
 def _tell_kept(run: RunLayout, kept: Sequence[int]) -> None:
     if kept and str(run.root) not in _kept:
         _kept.add(str(run.root))
         failures.warn(
-            "stepscope: budget.keep_steps leaves step %s (said once): finish.mirror has no whole copy of it. "
-            "Its manifest says why; `stepscope mirror %s` tries again",
+            "stepscope: budget.keep_steps leaves step %s (said once): its finish.command has not ended well. "
+            "The step's manifest and its finish_*.log say why",
             ", ".join(map(str, kept)),
-            run.root,
         )
 
 

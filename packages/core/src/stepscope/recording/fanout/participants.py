@@ -142,7 +142,7 @@ class Participants:
         )
         outcomes = await self.fleet.start(request, deadline_s)
         self.actor_ids = {outcome.actor_id for outcome in outcomes if outcome.actor_id is not None}
-        manifest_part, fetched = session.manifest_part, session.config.finish.fetches
+        manifest_part, fetched = session.manifest_part, session.config.finish.gather
         self.apart = [outcome.name for outcome in outcomes if outcome.apart and fetched]
         for name in self.apart:
             manifest_part.expect(awaited(files_of(name), "fetch", "fetching"))

@@ -90,8 +90,7 @@ def _start(
         activation.hand_to_worker(claim, session)
         oom.watch(request.config, process, request.run_id, request.step)
         apart = not session.layout.has_part(request.owner_part)
-        pipeline.promise_in_worker(session, apart=apart)
-        if apart and request.config.finish.fetches:
+        if apart and request.config.finish.gather:
             fetch.keep(session)
         _sample_engines(session)
         session.open_files()

@@ -121,8 +121,6 @@ class Session:
         """Children forked while open: they record nothing, and the manifest says so."""
         self.switch_off: Callable[[Session], None] | None = None
         """Takes this session out of the process' slot; set by the slot's writer."""
-        self.when_closed: Callable[[Session, str | None], None] | None = None
-        """Called once, at the end of closing, with why the recordings are unwanted."""
         self._windows: Windows | None = None
         self._watchdog: budget.Watchdog | None = None
         self._discard: str | None = None
@@ -285,8 +283,6 @@ class Session:
             except BaseException:
                 self._closed = False
                 raise
-            if self.when_closed is not None:
-                self.when_closed(self, discard)
 
     def _stop_and_write(self, ending: Ending | None, discard: str | None) -> None:
         part, ended = self.manifest_part, self._end(discard=discard)
