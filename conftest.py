@@ -94,14 +94,14 @@ PROCESS_STATE = {
     "stepscope.recording.after.pipeline": ("artifact_hooks", "capture_hooks", "report_hooks", "_failed"),
     "stepscope.recording.capture.conclusion": ("_is_torch_explained",),
     "stepscope.recording.capture.configure": ("_configured",),
-    "stepscope.recording.capture.omissions": ("_prepared", "_is_silent"),
+    "stepscope.recording.capture.omissions": ("_prepared",),
     "stepscope.recording.instrument.no_step": ("_config", "_steps", "_count", "_added"),
     "stepscope.recording.instrument.patch": ("refusals",),
     "stepscope.recording.process.failures": ("_noted", "_warned"),
     "stepscope.recording.process.run": ("_prepared_in",),
     "stepscope.recording.process.settings": ("_named",),
     "stepscope.recording.spans.redaction": ("hook",),
-    "stepscope.recording.spans.wrapping": ("declared_roles", "declared_classes"),
+    "stepscope.recording.spans.wrapping": ("declared_roles",),
 }
 """Variables, by module, that each test finds as the tests before it did."""
 

@@ -273,16 +273,6 @@ def test_without_a_wait_they_come_home_beside_the_training(
     assert [part.process.host for part in manifest.processes if not part.owner] == ["host-b"]
 
 
-def test_workers_whose_parts_are_on_their_way_are_not_said_to_be_left_out(
-    config: ProfileConfig, hosts: dict[str, Any]
-) -> None:
-    manifest = alone(config, hosts["host-b"]).manifest()
-    assert manifest is not None
-    (owner,) = [part for part in manifest.processes if part.owner]
-    left_out = [item.name for item in owner.expected if item.name.startswith("actors of")]
-    assert left_out == ["actors of AsyncHost"]
-
-
 def test_a_worker_that_dies_before_its_files_are_fetched_is_named_with_its_host(
     config: ProfileConfig, mortal: Any
 ) -> None:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from stepscope import ProfileConfig, capture, flush, prepare, profile_step, span
+from stepscope import ProfileConfig, capture, flush, prepare, span
 from stepscope.cli import run
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.manifest.records import Expectation
-from stepscope.recording.capture import omissions
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.process import failures, identity
 from stepscope.recording.session import libraries, session
-from stepscope.recording.spans import wrapping
 from stepscope.testing.fake_backend import FakeBackend
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
@@ -193,105 +187,3 @@ def test_a_rank_that_is_left_out_on_purpose_is_not_missing(
     monkeypatch.setenv("RANK", "1")
     captured(config_of(tmp_path / "alone", trainer={"ranks": [0]}), workers={})
     assert codes(tmp_path / "alone", capsys) == (0, True)
-
-
-# Ray's actors.
-
-
-class Learner:
-    @profile_step(role="learner")
-    def step(self) -> int:
-        return 1
-
-
-class Other:
-    pass
-
-
-@pytest.fixture
-def learners(ray_cluster: None) -> Iterator[SimpleNamespace]:
-    import ray
-
-    handles: list[Any] = [ray.remote(num_cpus=0)(Learner).remote() for _ in range(2)]
-    ray.get([handle.step.remote() for handle in handles])
-    yield SimpleNamespace(handles=handles, call=lambda: ray.get([one.step.remote() for one in handles]))
-    for handle in handles:
-        ray.kill(handle)
-
-
-@pytest.mark.usefixtures("backend")
-def test_actors_that_were_called_and_are_not_in_workers_are_missing(
-    tmp_path: Path, learners: SimpleNamespace, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    with capture(1, config=config_of(tmp_path)) as cap:
-        learners.call()
-    left_out = item(cap.result, "actors of Learner")
-    assert left_out.state == "missing"
-    assert (left_out.reason or "").startswith("2 actors of this job, and none in workers")
-
-
-@pytest.mark.usefixtures("backend")
-def test_actors_beside_the_workers_that_were_given_are_a_warning(
-    tmp_path: Path, learners: SimpleNamespace
-) -> None:
-    import ray
-
-    other: Any = ray.remote(num_cpus=0)(Other).remote()
-    with capture(1, config=config_of(tmp_path), workers={"other": other}) as cap:
-        learners.call()
-    ray.kill(other)
-    assert item(cap.result, "actors of Learner").state == "skipped"
-    manifest = cap.result.manifest()
-    assert manifest is not None
-    assert [line for line in manifest.warnings() if "actors of Learner" in line]
-
-
-def test_actors_of_a_class_of_which_one_was_given_are_left_out_on_purpose(
-    tmp_path: Path, learners: SimpleNamespace
-) -> None:
-    with capture(1, config=config_of(tmp_path), workers={"learner": learners.handles[:1]}) as cap:
-        learners.call()
-    assert "Learner" not in str([line for line in cap.result.problems() if "actors of" in line])
-
-
-def test_workers_that_are_said_to_be_none_are_not_looked_for(
-    tmp_path: Path, learners: SimpleNamespace
-) -> None:
-    with capture(1, config=config_of(tmp_path), workers={}) as cap:
-        learners.call()
-    assert not [line for line in cap.result.problems() if "actors of" in line]
-
-
-@pytest.mark.usefixtures("backend")
-def test_a_capture_closes_while_ray_does_not_say_which_actors_there_are(
-    tmp_path: Path,
-    learners: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    from ray._private.state import state
-
-    answers = threading.Event()
-
-    def actor_table(*_: object) -> dict[str, Any]:
-        assert answers.wait(60)
-        return {}
-
-    monkeypatch.setattr(state, "actor_table", actor_table)
-    monkeypatch.setattr(omissions, "_ASK_S", 0.01)
-    monkeypatch.setattr(failures, "_warned", set())
-    with capture(1, config=config_of(tmp_path)) as cap:
-        learners.call()
-    assert not answers.is_set()
-    answers.set()
-    assert item(cap.result, "spans").state == "ok"
-    assert "Ray did not answer within 0.01 s" in caplog.text
-
-
-def test_only_classes_are_looked_for_among_the_actors() -> None:
-    @profile_step(role="actor")
-    def update() -> None:
-        pass
-
-    assert not wrapping.declared_classes & {"", "<locals>"}

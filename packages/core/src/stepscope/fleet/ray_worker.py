@@ -251,9 +251,7 @@ class Worker:
 
     def _outcome(self, state: State, reason: str | None = None) -> WorkerOutcome:
         process = None if self.begun is None else self.begun.process.key
-        return WorkerOutcome(
-            name=self.name, state=state, reason=reason, process=process, actor_id=self.actor_id
-        )
+        return WorkerOutcome(name=self.name, state=state, reason=reason, process=process)
 
 
 def _brief(actor: ActorHandle[Any]) -> str:

@@ -79,10 +79,6 @@ def _enter_omissions(
     """Enter what was asked for and did not take part."""
     manifest_part = session.manifest_part
     omissions.tell_missed(parts)
-    may_ask_ray = manifest_part.record.ended_by is None  # else there may be no time
-    if may_ask_ray and (not asked.names_workers or participants is not None):
-        present = set() if participants is None else participants.actor_ids
-        omissions.enter_left_out(manifest_part, parts, present, named=participants is not None)
     if manifest_part.record.absent or manifest_part.state(omissions.WORKERS) is not None:
         return  # who is not there may have the role
     if _knows_all(session, participants, parts):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.config._words import closest
@@ -16,18 +14,12 @@ from stepscope.files.manifest.records import OpenedBy, ProcessPart
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures
 from stepscope.recording.process.identity import is_first
-from stepscope.recording.recorder.in_time import in_time
-from stepscope.recording.spans import wrapping
 
 WORKERS, PROFILER = "workers", "profiler"
 """Their names in the manifest."""
 
 _prepared = False
 """True if `prepare` was given workers in this process. One writer: `workers_prepared`."""
-_ASK_S = 1.0
-"""The longest time for which closing a capture waits for Ray's list of actors."""
-_is_silent = False
-"""True if Ray did not answer in time: it is not asked again. One writer: `left_out`."""
 
 
 def none_meant(group: object) -> bool:
@@ -95,26 +87,6 @@ def enter_unmatched(
         enter(PROFILER, why_none, kind="selection")
 
 
-def enter_left_out(
-    manifest_part: ManifestPart, parts: Iterable[ProcessPart], actor_ids: Iterable[str], *, named: bool
-) -> None:
-    """Enter classes of this job's actors that have decorated methods and take no part.
-
-    Args:
-        actor_ids: Actors that take part, whether their parts are here or not.
-        named: The capture was given workers or engines: who names some may mean no others.
-    """
-    actors = {part.process.actor_id for part in parts if part.process.actor_id is not None}
-    for name, count in left_out(actors.union(actor_ids)).items():
-        reason = (
-            f"{count} actor{'s' * (count != 1)} of this job, and none in workers: calls of its decorated "
-            "methods are not recorded. Fix: add them to capture(workers={role: handles})"
-        )
-        failures.warn_once(f"{name}: {reason}")
-        enter = manifest_part.skip if named else manifest_part.lack
-        enter(f"actors of {name}", reason, kind="selection")
-
-
 def tell_missed(parts: Iterable[ProcessPart]) -> None:
     """Log what presets name and a process lacks, once a name, if no process has logged it.
 
@@ -168,33 +140,3 @@ def _is_left_out(config: ProfileConfig, part: ProcessPart) -> bool:
     matches = (config.role(role) for role in (part.process.role, *part.roles))
     is_profiled = any(match is not None and match[1].profiler for match in matches)
     return is_profiled and not part.recorded and rank is not None and size != 1
-
-
-def left_out(taking_part: Collection[str]) -> dict[str, int]:
-    """Return {class: number} of this Ray job's actors whose class `profile_step` decorates, where no actor of
-    that class is among the ids `taking_part`.
-    """
-    global _is_silent
-    if "ray" not in sys.modules or not wrapping.declared_classes or _is_silent:
-        return {}
-    names = in_time("asking Ray for actors", _actors, _ASK_S)  # it has no deadline
-    if names is None:
-        _is_silent = True
-        failures.warn_once(f"Ray did not answer within {_ASK_S:g} s: actors that were left out are not named")
-        return {}
-    present = {names[at] for at in taking_part if at in names}
-    return Counter(name for name in names.values() if name in wrapping.declared_classes - present)
-
-
-def _actors() -> dict[str, str]:
-    """Return {id: class} of this job's actors."""
-    ray: Any = sys.modules["ray"]
-    try:
-        if not ray.is_initialized() or ray.get_runtime_context().worker.mode != ray.SCRIPT_MODE:
-            return {}
-        job = ray.get_runtime_context().get_job_id()
-        table = ray._private.state.state.actor_table(None, None, "ALIVE")
-    except ours() as error:
-        failures.note("asking Ray for the actors of this job", error)
-        return {}
-    return {at: about["ActorClassName"] for at, about in table.items() if about["JobID"] == job}

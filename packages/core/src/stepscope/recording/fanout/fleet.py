@@ -36,8 +36,6 @@ class WorkerOutcome:
     """After `prepare`: what the configuration asks for and nobody has."""
     apart: bool = False
     """After `start`: it writes to a folder that this process does not see."""
-    actor_id: str | None = None
-    """Of a Ray actor."""
 
 
 class Fleet(Protocol):

@@ -49,8 +49,6 @@ class Participants:
         self.fleet = self._taken("workers", partial(load_fleet, workers, recorded), is_fleet)
         self.apart: list[str] = []
         """Workers whose files are to be fetched: they write to a folder that this process does not see."""
-        self.actor_ids: set[str] = set()
-        """Ray actors that take part, and whose parts of the manifest may not be here yet."""
         self._released = False
 
     def _taken(self, argument: str, take: Callable[[], T], is_given: bool) -> T | None:
@@ -141,7 +139,6 @@ class Participants:
             owner_part=session.part_name,
         )
         outcomes = await self.fleet.start(request, deadline_s)
-        self.actor_ids = {outcome.actor_id for outcome in outcomes if outcome.actor_id is not None}
         manifest_part, fetched = session.manifest_part, session.config.finish.gather
         self.apart = [outcome.name for outcome in outcomes if outcome.apart and fetched]
         for name in self.apart:

@@ -29,9 +29,6 @@ from stepscope.recording.spans.scopes import OFF, Scope
 declared_roles: set[str] = set()
 """The roles that functions of this process were decorated with. One writer: `wrap`."""
 
-declared_classes: set[str] = set()
-"""Names of the classes whose methods were decorated. One writer: `wrap`."""
-
 Attrs: TypeAlias = "Mapping[str, AttrValue] | Callable[..., Mapping[str, AttrValue] | None]"
 
 
@@ -273,9 +270,6 @@ def wrap(fn: FunctionType, *, role: str | None, stage: str | None, attrs: Attrs 
     declared = Declared(role, fn.__name__ if stage is None else stage, attrs, is_async=pieces["async_"] != "")
     if role is not None:
         declared_roles.add(role)
-    *_, owner, _ = ("", *fn.__qualname__.split("."))
-    if owner.isidentifier():  # else it is no method
-        declared_classes.add(owner)
     computed = "__declared.attrs_of(({args}), {{{kwargs}}}) if __session.calls_attrs else None"
     pieces = {**pieces, "attrs": _of(fn, computed) if callable(attrs) else "__declared.attrs"}
     made = _build(fn, _of(fn, template, **pieces), {"fn": fn, "runtime": slot, "declared": declared})
