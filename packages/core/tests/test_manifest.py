@@ -152,96 +152,13 @@ def test_what_a_process_of_another_host_owes_is_pending(tmp_path: Path) -> None:
     ]
 
 
-def test_a_part_of_a_later_format_is_named_and_not_guessed_at(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_part_of_another_format_is_named_and_not_guessed_at(tmp_path: Path, number: int) -> None:
     step = StepLayout(tmp_path)
-    path = put(step, a_part(format=3))
+    path = put(step, a_part(format=number))
     parts, unreadable = read_parts(step)
     assert not parts
-    assert "a later version of stepscope" in unreadable[path]
-
-
-def format_1(expected: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-    part = msgspec.to_builtins(a_part())
-    del part["ended_by"]
-    return {**part, "format": 1, "expected": expected, **fields}
-
-
-OLD = [
-    ({"name": "spans", "state": "ok"}, ("spans", "ok", None)),
-    (
-        {"name": "spans", "state": "missing", "reason": "the process has not closed its capture"},
-        ("spans", "pending", "closing"),
-    ),
-    (
-        {"name": "torch trace of update", "state": "missing", "reason": "not exported yet"},
-        ("trace", "pending", "exporting"),
-    ),
-    ({"name": "torch trace", "state": "skipped", "reason": "rank 1 of 2"}, ("trace", "skipped", None)),
-    (
-        {"name": "finish command", "state": "missing", "reason": "it has not run yet"},
-        ("after", "pending", "running"),
-    ),
-    (
-        {
-            "name": "files of actor[0]",
-            "state": "missing",
-            "reason": "on its own host, which shares no folder with this one; not fetched yet",
-        },
-        ("fetch", "pending", "fetching"),
-    ),
-    (
-        {"name": "replica 1", "state": "failed", "reason": "timeout: stop; its files may still come"},
-        ("engine", "failed", "late"),
-    ),
-    (
-        {"name": "replica 1", "state": "failed", "reason": "it has not run yet"},
-        ("engine", "failed", None),
-    ),
-    (
-        {"name": "torch trace", "state": "partial", "reason": "not exported yet"},
-        ("trace", "partial", None),
-    ),
-    ({"name": "actor rank 7", "state": "skipped", "reason": "no such rank"}, ("selection", "skipped", None)),
-]
-
-
-@pytest.mark.parametrize(("old", "new"), OLD)
-def test_an_expectation_of_format_1_is_typed_when_it_is_read(
-    tmp_path: Path, old: dict[str, Any], new: tuple[object, ...]
-) -> None:
-    step = StepLayout(tmp_path)
-    put(step, a_part()).write_bytes(msgspec.json.encode(format_1([old])))
-    ((item,),) = (part.expected for part in read_parts(step)[0])
-    assert (item.kind, item.state, item.pending) == new
-    assert item.reason == old.get("reason")
-
-
-@pytest.mark.parametrize(
-    ("error", "ended_by"),
-    [
-        ("the process was terminated (SIGTERM)", "signal"),
-        ("the process exited", "exit"),
-        ("ValueError: no", "exception"),
-        (None, None),
-    ],
-)
-def test_the_end_of_a_part_of_format_1_is_typed_when_it_is_read(
-    tmp_path: Path, error: str | None, ended_by: str | None
-) -> None:
-    step = StepLayout(tmp_path)
-    put(step, a_part()).write_bytes(msgspec.json.encode(format_1([], error=error)))
-    (part,) = read_parts(step)[0]
-    assert (part.ended_by, part.error) == (ended_by, error)
-
-
-@pytest.mark.parametrize(
-    "junk", [{"format": 1}, {"format": 1, "expected": [7]}, {"format": 1, "expected": 0}]
-)
-def test_what_only_says_that_it_is_format_1_is_no_part(tmp_path: Path, junk: dict[str, Any]) -> None:
-    step = StepLayout(tmp_path)
-    path = put(step, a_part())
-    path.write_bytes(msgspec.json.encode(junk))
-    assert list(read_parts(step)[1]) == [path]
+    assert "another version of stepscope" in unreadable[path]
 
 
 def test_a_user_error_in_the_words_of_an_exit_cuts_nothing(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""The manifest of a captured step: its records, its parts, and their older format."""
+"""The manifest of a captured step: its records and its parts."""

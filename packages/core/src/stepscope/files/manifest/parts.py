@@ -12,7 +12,6 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest.format_1 import from_format_1
 from stepscope.files.manifest.records import FORMAT, Absent, Expectation, Manifest, ProcessPart, State
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.atomic import write_atomic
@@ -73,14 +72,7 @@ def _decoded(data: bytes) -> ProcessPart:
     version = decode(data, _Head).format
     if version == FORMAT:
         return decode(data, ProcessPart)
-    if version == 1:
-        try:
-            return msgspec.convert(from_format_1(msgspec.json.decode(data)), ProcessPart)
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise RecordError(str(error)) from None
-    raise RecordError(
-        f"format {version}: a later version of stepscope wrote it, this one reads up to {FORMAT}"
-    )
+    raise RecordError(f"format {version}: another version of stepscope wrote it; this one reads {FORMAT}")
 
 
 def _reread(path: Path, part: ProcessPart | str) -> ProcessPart | str:

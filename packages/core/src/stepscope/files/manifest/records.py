@@ -17,7 +17,7 @@ from stepscope.files.manifest.settings import FrameworkSettings
 from stepscope.files.sidecar import Artifact, ProcessInfo
 
 FORMAT = 2
-"""Format of the manifest and of its parts. `format_1` maps the earlier one."""
+"""Format of the manifest and of its parts."""
 
 State: TypeAlias = Literal["ok", "pending", "partial", "missing", "failed", "skipped"]
 """`pending`: promised, and not there yet. `missing` and `failed` are final, unless `Expectation.pending` is
