@@ -1,4 +1,4 @@
-"""Time of merges and reports in one process, in two, and by two tasks of Ray, over steps of a real trace.
+"""Time of a report's reading in one process, in two, and by two actors of Ray, over steps of a real trace.
 
 They take turns. The children and Ray's workers are started before the clock runs, as in a command that reads
 many steps: Ray may not end those that idle while the others have their turn, as it does after a second. The
@@ -19,20 +19,15 @@ from pathlib import Path
 from _measure import arguments, header, interleaved, ratio_interval, table, verdict
 from _traces import Template, build, quickly, record
 
-from stepscope.cli.reading.ray_nodes import connected
+from stepscope.cli.ray_nodes import connected
 from stepscope.files.layout import StepLayout
-from stepscope.timeline import load_step, load_traces, merge_step
-from stepscope.timeline.execution.child_processes import ChildProcesses
+from stepscope.timeline import load_step, load_traces
+from stepscope.timeline.processes import workers
 
 RANKS = 8
 SIZE = 60_000_000
 """Bytes of JSON of each rank."""
 ROUNDS = 7
-
-
-def merged(step: Path, executor: Executor | None) -> bytes:
-    merge_step(step, executor=executor)
-    return (step / "timeline.json.gz").read_bytes()
 
 
 def read(step: Path, executor: Executor | None) -> object:
@@ -52,13 +47,13 @@ def main() -> None:
     os.environ["RAY_idle_worker_killing_time_threshold_ms"] = "600000"  # noqa: SIM112  # Ray's spelling
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        two = stack.enter_context(ChildProcesses(2))
+        two = stack.enter_context(workers(2, 0))
         nodes = stack.enter_context(connected("local", 2))
         template = Template(record(20 if quick else 100))
         step, size = build(Path(folder), template, RANKS, SIZE // (10 if quick else 1), quickly)
         nodes.add_step(StepLayout(step))
         ratios = {}
-        for name, work in (("merge", merged), ("traces of a report", read)):
+        for name, work in (("traces of a report", read),):
             assert work(step, None) == work(step, two) == work(step, nodes)
             sides: dict[str, Callable[[], float]] = {
                 which: partial(seconds, partial(work, step, executor))

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from packages.core.tests import golden
-from packages.core.tests.test_jobs import DEADLY, READ, patched
 from packages.core.tests.test_kernels import step_with_traces
 from packages.core.tests.traces import kernel, op, trace_text
 from stepscope.cli import run
@@ -25,7 +24,7 @@ from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.content_reader import nothing_read
 from stepscope.timeline.clocks import source_collectives
 from stepscope.timeline.digests import packed, unpacked
-from stepscope.timeline.execution.child_processes import ChildProcesses
+from stepscope.timeline.processes import workers
 
 
 @pytest.fixture(autouse=True)
@@ -134,17 +133,9 @@ def test_small_traces_get_none(step: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not kept(step)
 
 
-def test_a_trace_whose_readers_died_gets_none(step: Path) -> None:
-    traces = len(list(StepLayout(step).traces.rglob("*.json.gz")))
-    with ChildProcesses(2, patched(READ, DEADLY.format(flag=""))) as executor:
-        load_traces(step, load_step(step), executor=executor)
-    assert len(kept(step)) == traces - 1
-    assert b"died" not in b"".join(unpacked(path.read_bytes()) for path in kept(step))
-
-
 def test_two_processes_make_the_same_digests(step: Path, tmp_path: Path) -> None:
     other = shutil.copytree(step, tmp_path / "other")
-    with ChildProcesses(2) as executor:
+    with workers(2, 0) as executor:
         load_traces(other, load_step(other), executor=executor)
     reported(step)
     assert [path.read_bytes() for path in kept(other)] == [path.read_bytes() for path in kept(step)]

@@ -27,7 +27,7 @@ from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import Merged, Selection, load_step, merge_step
 from stepscope.timeline.merge.rewrite import NOT_THEN
-from stepscope.timeline.merge.write import Sink
+from stepscope.timeline.merge.write import TimelineFile
 from stepscope.timeline.step.rows import MARGIN_NS
 
 MS = 1_000_000
@@ -489,7 +489,7 @@ def test_a_disk_that_is_full_is_said_and_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Sink, "write", full)
+    monkeypatch.setattr(TimelineFile, "_write", full)
     with pytest.raises(OSError, match="No space left"):
         merge_step(path)
     assert not list(path.glob(".timeline*"))

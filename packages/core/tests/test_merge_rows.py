@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import zlib
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from stepscope.files.storage.temporary import remove_abandoned
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import Selection, merge_bytes, merge_step
 from stepscope.timeline.merge.tracks import Tracks
-from stepscope.timeline.merge.write import TimelineFile, piece_file
+from stepscope.timeline.merge.write import TimelineFile
 from stepscope.timeline.step.rows import Row
 
 MS = 1_000_000
@@ -128,28 +127,13 @@ def test_what_a_killed_merge_leaves_is_known_as_abandoned(tmp_path: Path) -> Non
 texts = st.lists(st.binary(min_size=1, max_size=400).map(lambda part: part * 40), max_size=4)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.sampled_from(["own", "piece", "file"]), texts), max_size=5))
-def test_the_file_is_one_gzip_member_whenever_it_is_flushed_and_whoever_wrote_its_pieces(
-    tmp_path_factory: pytest.TempPathFactory, parts: list[tuple[bool, str, list[bytes]]]
-) -> None:
+@given(st.lists(st.tuples(st.booleans(), texts), max_size=5))
+def test_the_file_is_one_gzip_member_whenever_it_is_flushed(parts: list[tuple[bool, list[bytes]]]) -> None:
     sink = io.BytesIO()
     file = TimelineFile(sink, 7)
-    for flush, writer, batch in parts:
-        if writer == "file":
-            path = tmp_path_factory.getbasetemp() / "piece"
-            path.write_bytes(b"token")
-            with piece_file(path, b"token") as piece:
-                assert piece is not None
-                for text in batch:
-                    piece.events(text)
-                written = piece.end()
-            file.append(path, written)
-        else:
-            with file.piece() if writer == "piece" else nullcontext(file) as out:
-                for text in batch:
-                    out.events(text)
-                if flush:
-                    assert out.flush() == len(sink.getvalue())
+    for flush, batch in parts:
+        for text in batch:
+            file.events(text)
         if flush:
             assert file.flush() == len(sink.getvalue())
     file.finish({})
@@ -157,7 +141,7 @@ def test_the_file_is_one_gzip_member_whenever_it_is_flushed_and_whoever_wrote_it
     content = member.decompress(sink.getvalue())
     assert member.eof
     assert not member.unused_data
-    events = b",\n".join(text for _, _, batch in parts for text in batch)
+    events = b",\n".join(text for _, batch in parts for text in batch)
     assert content.split(b"[\n", 1)[1] == events + b'\n],"stepscope":{}}\n'
 
 

@@ -308,9 +308,9 @@ TWO_DISKS = """
 import os, sys
 from pathlib import Path
 from ray.cluster_utils import Cluster
-from stepscope.cli.reading.ray_nodes import connected
+from stepscope.cli.ray_nodes import connected
 from stepscope.files.layout import StepLayout
-from stepscope.timeline import merge_step
+from stepscope.timeline import load_step, merge_step
 
 here, there, to = sys.argv[1:]
 cluster = Cluster(False)
@@ -323,8 +323,10 @@ try:
     with connected(cluster.address, 1) as nodes:
         nodes.add_step(step)
         assert sorted(path.name for path in nodes.elsewhere) == ["rank2.json", "rank3.json"]
-        assert sorted(node.here for node in nodes._nodes) == [False, True]
-        merge_step(step.root, to=Path(to), executor=nodes)
+        alignments = [process.clock.alignment for process in load_step(step.root, executor=nodes).processes]
+        assert alignments[3:] == ["collectives", "collectives"], alignments
+        nodes.fetch_traces()
+        merge_step(step.root, to=Path(to))
 finally:
     cluster.shutdown()
 """

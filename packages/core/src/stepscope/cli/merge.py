@@ -16,7 +16,7 @@ from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run, find_steps, is_step
 from stepscope.cli.plain import expect_traces, is_plain
-from stepscope.cli.reading.readers import RayAddress, absolute, cluster, readers
+from stepscope.cli.readers import RayAddress, absolute, cluster
 from stepscope.config._ranges import parse_ranges
 from stepscope.files.layout import StepLayout
 from stepscope.report.blocks.health import NOT_COMPLETE
@@ -26,7 +26,6 @@ from stepscope.report.tables.stages import Share, Stage
 from stepscope.report.terminal.layout import listing
 from stepscope.timeline import Merged, Selection, load_step, merge_bytes, merge_step
 from stepscope.timeline.merge.merge import merge_plain
-from stepscope.timeline.merge.per_node import NodeIndex, merge_per_node
 from stepscope.timeline.step.plain import plain_bytes
 
 _SHOWN = 20
@@ -66,23 +65,7 @@ def merge(
     run: Annotated[
         str | None, typer.Option(help="The run's id, where several wrote into one folder.")
     ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Processes that read traces. Default: idle cores; 1 if traces are small. 1 with --max-mb.",
-        ),
-    ] = None,
     ray: RayAddress = None,
-    per_node: Annotated[
-        bool,
-        typer.Option(
-            "--per-node",
-            help="With --ray: each node writes the timeline of its traces into the step's folder there. "
-            "Here comes an index of them, by default the step's timeline-nodes.json.",
-        ),
-    ] = False,
     json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,
 ) -> None:
     """One timeline of a step, spans and traces of all processes on one clock, for ui.perfetto.dev."""
@@ -94,62 +77,40 @@ def merge(
         max_mb=max_mb,
     )
     _check_limits(selection)
-    if ray is not None and (max_mb is not None or is_plain(paths)):
-        raise CommandError("--ray is for whole steps of stepscope: leave out --max-mb, and name a step")
-    if per_node:
-        if ray is None:
-            raise CommandError("--per-node needs --ray: the nodes are those of a Ray cluster")
-        layout = StepLayout(absolute(_step_of(paths[0], step), ray))
-        raise typer.Exit(_merge_nodes(layout, ray, run, selection, output, jobs, json))
+    if ray is not None and is_plain(paths):
+        raise CommandError("--ray is for steps of stepscope: name the folder of one")
     if is_plain(paths):
         if step is not None or run is not None:
             raise CommandError(f"--step and --run are for runs of stepscope, and {paths[0]} is none")
         expect_traces(paths)
         if output is None:  # folders of others are left as they are
             raise CommandError("stepscope did not write these traces: say where to write with --output")
-        steps, target = list[StepLayout](), output
-        size_of, write = partial(plain_bytes, paths), partial(merge_plain, paths, target)
+        target, step_path = output, None
+        total, write = plain_bytes(paths), partial(merge_plain, paths, target)
     else:
-        path = absolute(_step_of(paths[0], step), ray)
-        steps, target = [StepLayout(path)], output or StepLayout(path).timeline
-        size_of, write = partial(merge_bytes, path), partial(merge_step, path, run_id=run, to=target)
-    with readers(jobs, ray, steps, size_of) as (executor, total), screen.progress("merging", total) as done:
-        merged = write(selection=selection, on_read=done, executor=executor)
+        step_path = absolute(_step_of(paths[0], step), ray)
+        if ray is not None:
+            _fetch(ray, StepLayout(step_path))
+        target = output or StepLayout(step_path).timeline
+        total, write = merge_bytes(step_path), partial(merge_step, step_path, run_id=run, to=target)
+    with screen.progress("merging", total) as done:
+        merged = write(selection=selection, on_read=done)
     if json:
         screen.show_json(merged)
     else:
         _show(merged, target)
-        if steps and merged.events > EVENTS:
-            screen.say(proposal(steps[0].root, merged.run_id))
+        if step_path is not None and merged.events > EVENTS:
+            screen.say(proposal(step_path, merged.run_id))
     raise typer.Exit(_exit(merged))
 
 
-def _merge_nodes(
-    layout: StepLayout,
-    ray: str,
-    run: str | None,
-    selection: Selection,
-    output: Path | None,
-    jobs: int | None,
-    json: bool,
-) -> Exit:
-    """Have the nodes write their parts, and print where they are."""
-    with cluster(ray, jobs, [layout]) as nodes, screen.waiting("merging on the nodes"):
-        index = merge_per_node(layout.root, nodes, run_id=run, selection=selection, to=output, jobs=jobs)
-    if json:
-        screen.show_json(index)
-    else:
-        lines = [
-            f"{part.node}: {part.path}, {part.events:,} events of {', '.join(part.roles)}, "
-            f"{size(part.size_bytes)}"
-            for part in index.parts
-        ]
-        screen.show(listing(f"Timelines of {len(lines)} nodes; index: {output or layout.node_index}", lines))
-        _show_rest(index)
-    return _exit(index)
+def _fetch(ray: str, step: StepLayout) -> None:
+    """Fetch the files of a step that only other nodes of the cluster have."""
+    with cluster(ray, 1, [step]) as nodes, screen.waiting("fetching traces of other nodes"):
+        nodes.fetch_traces()
 
 
-def _exit(written: Merged | NodeIndex) -> Exit:
+def _exit(written: Merged) -> Exit:
     return Exit.INCOMPLETE if written.problems or written.incomplete else Exit.OK
 
 
@@ -184,7 +145,7 @@ def _show(merged: Merged, target: Path) -> None:
     _show_rest(merged)
 
 
-def _show_rest(written: Merged | NodeIndex) -> None:
+def _show_rest(written: Merged) -> None:
     if written.left_out:
         screen.show(listing("Left out", _some(written.left_out)))
     if written.incomplete:

@@ -16,7 +16,7 @@ from stepscope.report.brief import brief_markdown, brief_text
 from stepscope.report.formatting import plain
 from stepscope.report.plain import Plain
 from stepscope.report.terminal.layout import draw
-from stepscope.timeline.execution.workers import workers
+from stepscope.timeline.processes import workers
 from stepscope.timeline.step.plain import has_traces, is_ours, plain_bytes, read_plain
 
 

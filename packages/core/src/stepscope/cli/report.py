@@ -16,7 +16,7 @@ from stepscope.cli.find import STEPS_HELP, find_of_run, find_run, is_step
 from stepscope.cli.grouped import report_groups
 from stepscope.cli.pages import Pages
 from stepscope.cli.plain import is_plain, report_plain
-from stepscope.cli.reading.readers import RayAddress, absolute, readers
+from stepscope.cli.readers import RayAddress, absolute, readers
 from stepscope.demo.sample import unpack_sample
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout

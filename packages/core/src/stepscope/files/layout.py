@@ -141,8 +141,6 @@ class StepLayout:
         self.otel = self.root / "otel"
         """OTLP JSON files of other tracers. Those of the whole run are in `RunLayout.otel`."""
         self.timeline = self.root / "timeline.json.gz"
-        self.node_index = self.root / "timeline-nodes.json"
-        """Index of the timelines that nodes wrote (`timeline_of`)."""
         self.report = self.root / "report.html"
         self.tables = self.root / "tables"
         """The folder of the report's tables, as Parquet files."""
@@ -153,10 +151,6 @@ class StepLayout:
     def is_step(self) -> bool:
         """True if a process recorded into the folder."""
         return self.processes.is_dir() or self.spans.is_dir()
-
-    def timeline_of(self, node: str) -> Path:
-        """Return the timeline that a node writes of its own traces, in the step's folder there."""
-        return self.root / f"timeline-{re.sub(r'[^A-Za-z0-9._-]', '_', node)}.json.gz"
 
     def digest_of(self, names: Iterable[str]) -> Path:
         """Return the path of one of `digests`. Its name is of one length, whatever those of the traces."""

@@ -30,9 +30,7 @@ from stepscope.report.tables.long_tail import SlowTrajectory, Spread
 from stepscope.report.tables.stages import Stage
 from stepscope.report.tables.traces import DeviceRow, OperatorRow
 from stepscope.timeline import Timeline, load_step, load_traces
-from stepscope.timeline.execution.workers import workers
 from stepscope.timeline.step.plain import has_traces, is_ours
-from stepscope.timeline.step.traces import trace_bytes
 
 
 class _Span(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,8 +90,7 @@ class OpenStep(Briefed):
     def _report(self) -> StepReport:
         if not self._traces:
             return step_report(self.timeline)
-        with workers(None, trace_bytes(StepLayout(self.folder))) as executor:
-            return step_report(self.timeline, load_traces(self.folder, self.timeline, executor=executor))
+        return step_report(self.timeline, load_traces(self.folder, self.timeline))
 
     def report(self) -> StepReport:
         """Return all tables of the step. They are made once.

@@ -10,8 +10,7 @@ from typing import Any
 from stepscope.report.brief import Briefed, Part
 from stepscope.report.plain import Plain, PlainReport
 from stepscope.report.table import Rows, Table
-from stepscope.timeline.execution.workers import workers
-from stepscope.timeline.step.plain import plain_bytes, read_plain
+from stepscope.timeline.step.plain import read_plain
 
 
 class OpenTraces(Briefed):
@@ -32,9 +31,7 @@ class OpenTraces(Briefed):
 
     @cached_property
     def _plain(self) -> Plain:
-        with workers(None, plain_bytes([self.path])) as executor:
-            step = read_plain([self.path], executor=executor)
-        return Plain(step)
+        return Plain(read_plain([self.path]))
 
     def report(self) -> PlainReport:
         """Return all tables, as `stepscope report --json` prints them.

@@ -14,8 +14,7 @@ from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.content_reader import nothing_read, read_trace
 from stepscope.timeline.activity.recordings import ProcessContent, read_recording
 from stepscope.timeline.digests import Digests
-from stepscope.timeline.execution.near import size_of
-from stepscope.timeline.execution.parts import Lost, results
+from stepscope.timeline.processes import Lost, results, size_of
 from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.step.traces import TraceFile
 
@@ -53,7 +52,7 @@ def read_all(
     with closing(_read(missing, on_read, executor)) as parts:
         for trace, content in zip(missing, parts, strict=True):
             if isinstance(content, Lost):
-                contents[trace.path] = _alone(nothing_read(f"not read: twice, {content.why}"))
+                contents[trace.path] = _alone(nothing_read(f"not read: {content.why}"))
                 continue
             contents[trace.path] = content
             if digests is not None:

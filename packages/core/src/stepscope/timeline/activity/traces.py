@@ -18,8 +18,8 @@ from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.reading import read_all
 from stepscope.timeline.activity.recordings import ProcessContent
 from stepscope.timeline.digests import Digests
-from stepscope.timeline.execution.near import files_elsewhere
 from stepscope.timeline.model import FileProblem, Timeline
+from stepscope.timeline.processes import files_elsewhere
 from stepscope.timeline.readers.chrome import TraceFields
 from stepscope.timeline.step.recorded import Recorded
 from stepscope.timeline.step.rows import Row, Rows, axis_of, offset_at

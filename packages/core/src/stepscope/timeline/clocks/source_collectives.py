@@ -9,8 +9,7 @@ from pathlib import Path
 
 from stepscope.timeline.clocks.collectives import Collectives, Kind, Refused, Series, read_collectives
 from stepscope.timeline.digests import Digests
-from stepscope.timeline.execution.near import files_elsewhere
-from stepscope.timeline.execution.parts import Lost, results
+from stepscope.timeline.processes import Lost, files_elsewhere, results
 from stepscope.timeline.sources import Source
 
 Known = Mapping[int, Mapping[Kind, Series | Refused]]

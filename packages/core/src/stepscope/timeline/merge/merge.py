@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
-from contextlib import closing
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -18,10 +16,9 @@ from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.merged import Merged, MergedFile, duplicate_ranks, merged_row
 from stepscope.timeline.merge.plan import Plan, Recording, Sources, plan_merge, read_sources, sources_of
 from stepscope.timeline.merge.reader_events import Drawing
-from stepscope.timeline.merge.row_parts import write_rows
-from stepscope.timeline.merge.row_writer import RowOutcome, Write, noted, show, write_texts
+from stepscope.timeline.merge.row_writer import RowOutcome, Write, noted, show, write_row, write_texts
 from stepscope.timeline.merge.tracks import Event, Tracks
-from stepscope.timeline.merge.write import EventWriter, TimelineFile, timeline_file
+from stepscope.timeline.merge.write import TimelineFile, timeline_file
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.blocks import keep_memory
 from stepscope.timeline.selection import Selection
@@ -49,21 +46,17 @@ def merge_step(
     selection: Selection = EVERYTHING,
     to: str | os.PathLike[str] | None = None,
     on_read: Callable[[int], None] | None = None,
-    executor: Executor | None = None,
 ) -> Merged:
     """Write the timeline of one captured step, for ui.perfetto.dev and chrome://tracing.
 
-    The file is the same, byte for byte, whatever processes write it. Memory is bounded whatever the size of
-    the traces: only spans are held. If interrupted, it removes its partial output and keeps any previous
-    timeline.
+    Memory is bounded whatever the size of the traces: only spans are held. If interrupted, it removes its
+    partial output and keeps any previous timeline.
 
     Args:
         path: A step's folder.
         run_id: Which run, if several wrote into the folder. None: the one that opened it last.
         to: Where to write. None: `timeline.json.gz` in the step's folder.
         on_read: Called with a number of bytes each time that many more of the files were read.
-        executor: Processes that write the rows' traces. None, or a limit on the size: this process writes
-            them.
 
     Raises:
         RecordError: no process of a capture left anything, or none of the requested run.
@@ -72,10 +65,10 @@ def merge_step(
     """
     keep_memory()
     layout = StepLayout(path)
-    timeline = load_step(path, run_id=run_id, on_read=on_read, executor=executor)
-    sources = read_sources(layout, timeline, executor)
+    timeline = load_step(path, run_id=run_id, on_read=on_read)
+    sources = read_sources(layout, timeline)
     target = layout.timeline if to is None else Path(to)
-    return _merge(timeline, sources, selection, target, on_read, executor, gaps(timeline))
+    return _merge(timeline, sources, selection, target, on_read, gaps(timeline))
 
 
 def merge_plain(
@@ -84,7 +77,6 @@ def merge_plain(
     *,
     selection: Selection = EVERYTHING,
     on_read: Callable[[int], None] | None = None,
-    executor: Executor | None = None,
 ) -> Merged:
     """Write one timeline of traces that stepscope did not write: files, and folders that hold them.
 
@@ -94,8 +86,8 @@ def merge_plain(
         OSError: the file cannot be written.
     """
     keep_memory()
-    step = read_plain(paths, executor=executor)
-    return _merge(step.timeline, sources_of(step.files), selection, to, on_read, executor)
+    step = read_plain(paths)
+    return _merge(step.timeline, sources_of(step.files), selection, to, on_read)
 
 
 def _merge(
@@ -104,14 +96,11 @@ def _merge(
     selection: Selection,
     target: Path,
     on_read: Callable[[int], None] | None,
-    executor: Executor | None,
     incomplete: tuple[str, ...] = (),
 ) -> Merged:
     plan = plan_merge(timeline, sources, selection)
-    if selection.max_mb is not None:  # what a trace may take depends on those before
-        executor = None
     with timeline_file(target, plan.common.axis.base_ns) as out:
-        written = _write(plan, out, target.parent, on_read, executor)
+        written = _write(plan, out, on_read)
         written = msgspec.structs.replace(written, incomplete=incomplete)
         out.finish(written)
     return written
@@ -120,19 +109,16 @@ def _merge(
 def _write(
     plan: Plan,
     out: TimelineFile,
-    folder: Path,
     on_read: Callable[[int], None] | None,
-    executor: Executor | None,
 ) -> Merged:
-    """Write the events of a plan and return what was written. Rows depend on no other row."""
+    """Write the events of a plan and return what was written."""
     outcome = RowOutcome()
     spans = write_spans(plan, out.objects, outcome)
     counters = write_counters(plan, out.objects)
     shares = iter(range(sum(len(row.traces) for row in plan.traces) + len(plan.recordings), 0, -1))
     limit_of = partial(_limit, plan.selection.max_mb, shares)
-    with closing(write_rows(plan.traces, plan.common, out, executor, folder, on_read, limit_of)) as rows:
-        for row in rows:
-            outcome.add(row)
+    for traces in plan.traces:
+        outcome.add(write_row(traces, plan.common, out, limit_of=limit_of, on_read=on_read))
     for recording in plan.recordings:
         outcome.add(_write_recording(recording, plan, out, limit_of(out)))
         if on_read is not None:
@@ -182,7 +168,7 @@ def _write_recording(recording: Recording, plan: Plan, out: TimelineFile, limit:
     return outcome
 
 
-def _limit(max_mb: float | None, shares: Iterator[int], out: EventWriter) -> int | None:
+def _limit(max_mb: float | None, shares: Iterator[int], out: TimelineFile) -> int | None:
     """Return the size of the file at which the next trace ends: what is left is shared equally."""
     share = next(shares)
     if max_mb is None:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor
-from contextlib import closing
 from itertools import count
-from pathlib import Path
 from typing import NamedTuple
 
 from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout
-from stepscope.timeline.execution.near import NearFiles, files_elsewhere
-from stepscope.timeline.execution.parts import Lost, results
 from stepscope.timeline.merge.row_writer import Common, RowTrace, RowTraces
 from stepscope.timeline.merge.step_events import Drawn
 from stepscope.timeline.merge.time_mapping import Cut
@@ -64,39 +59,21 @@ class Plan(NamedTuple):
     problems: list[FileProblem]
 
 
-def read_sources(layout: StepLayout, timeline: Timeline, executor: Executor | None = None) -> Sources:
+def read_sources(layout: StepLayout, timeline: Timeline) -> Sources:
     """Find the traces of a step and read the beginning of each."""
-    without, elsewhere = timeline.earlier_files, files_elsewhere(executor)
-    files = find_traces(layout, timeline.run_id, without, elsewhere)
-    return sources_of(files._replace(problems=[]), executor)  # the timeline has those
+    files = find_traces(layout, timeline.run_id, timeline.earlier_files)
+    return sources_of(files._replace(problems=[]))  # the timeline has those
 
 
-def sources_of(files: StepFiles, executor: Executor | None = None) -> Sources:
+def sources_of(files: StepFiles) -> Sources:
     """Read the beginning of each trace."""
-    traces = [trace for trace in files.traces if trace.reader is None]
-    chrome = list(zip(traces, _beginnings([trace.path for trace in traces], executor), strict=True))
+    chrome = [(trace, ChromeTrace(trace.path).fields()) for trace in files.traces if trace.reader is None]
     recordings = [
         Recorded(trace.reader, trace.found_file, trace.role)
         for trace in files.traces
         if trace.reader is not None
     ]
     return Sources(chrome, recordings, list(files.unread), list(files.problems))
-
-
-def read_beginning(path: Path) -> TraceFields:
-    return ChromeTrace(path).fields()
-
-
-def _beginnings(paths: list[Path], executor: Executor | None) -> Iterator[TraceFields]:
-    remote = [path for path in paths if not path.exists()] if isinstance(executor, NearFiles) else []
-    fields = dict[Path, TraceFields | Lost]()
-    if executor is not None and remote:
-        with closing(results(executor, read_beginning, remote, [[path] for path in remote])) as read:
-            fields.update(zip(remote, read, strict=True))
-    for path in paths:
-        known = fields.get(path) or read_beginning(path)
-        # Nor will a lost trace itself be read, which names it among the problems.
-        yield TraceFields() if isinstance(known, Lost) else known
 
 
 def plan_merge(timeline: Timeline, sources: Sources, selection: Selection) -> Plan:

@@ -1,4 +1,4 @@
-"""Writing of the Chrome traces of one row. The result depends on no other row."""
+"""Writing of the Chrome traces of one row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stepscope.timeline.merge.merged import MergedFile
 from stepscope.timeline.merge.rewrite import Rewriter, Text
 from stepscope.timeline.merge.time_mapping import Cut, Place
 from stepscope.timeline.merge.tracks import Event, Tracks, row_metadata
-from stepscope.timeline.merge.write import EventWriter
+from stepscope.timeline.merge.write import TimelineFile
 from stepscope.timeline.model import FileProblem
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace
@@ -67,18 +67,13 @@ class RowOutcome(msgspec.Struct):
         self.left_out += other.left_out
 
 
-def unlimited(out: EventWriter) -> int | None:
-    """Return the limit on the size of a file that has none."""
-    return None
-
-
 def write_row(
     traces: RowTraces,
     common: Common,
-    out: EventWriter,
+    out: TimelineFile,
     *,
-    limit_of: Callable[[EventWriter], int | None] = unlimited,
-    on_read: Callable[[int], None] | None = None,
+    limit_of: Callable[[TimelineFile], int | None],
+    on_read: Callable[[int], None] | None,
 ) -> RowOutcome:
     """Write the traces of a row, in their order.
 
@@ -107,7 +102,7 @@ def write_texts(
     counts: Rewriter | Drawing,
     rows: Callable[[], list[Row]],
     tracks: Tracks,
-    out: EventWriter,
+    out: TimelineFile,
     limit: int | None,
 ) -> list[str]:
     """Write the events of a file up to the limit. Return what the limit and the selected time left out.

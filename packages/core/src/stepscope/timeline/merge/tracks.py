@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from copy import deepcopy
 from itertools import count
 from typing import TypeAlias
 
@@ -49,18 +48,6 @@ class Tracks:
         self._unnamed: dict[tuple[int, int], str] = {}
         self.metadata: list[Event] = []
         """Written since somebody last took them from here."""
-
-    def known(self, row: Row) -> RowTracks:
-        """Return a copy of what is known of a row's tracks, once all their metadata is written."""
-        return deepcopy(self._rows[row.pid])
-
-    def adopt(self, row: Row, known: RowTracks) -> None:
-        """Take over what is known of a row's tracks."""
-        taken = [tid for tids in known.tids.values() for tid in tids.values()]
-        self._rows[row.pid] = known
-        self._pids.update(known.counters.values())
-        self._taken.update((row.pid, tid) for tid in taken)
-        self._count[row.pid] = len(taken)
 
     def own(self, row: Row, name: str, sort: int, owner: str = _OWN) -> int:
         """Return the tid of the track that `owner` (stepscope or a reader) calls by this name."""

@@ -25,8 +25,8 @@ from stepscope.files.uncaptured import uncaptured_near
 from stepscope.timeline.clocks.align import Aligned, Placement, Reference, align, align_owner
 from stepscope.timeline.clocks.refine import refine, traces_by_source
 from stepscope.timeline.digests import Digests
-from stepscope.timeline.execution.near import files_elsewhere
 from stepscope.timeline.model import FileProblem, Process, Span, Timeline, Window
+from stepscope.timeline.processes import files_elsewhere
 from stepscope.timeline.sources import Source, read_sources
 from stepscope.timeline.step.counters import counters_of
 from stepscope.timeline.step.foreign import add_foreign

@@ -1,4 +1,4 @@
-"""Processes that read a command's traces: of this machine, or of a Ray cluster."""
+"""Processes that read a command's traces: children of this one, or actors of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from stepscope.cli.exits import CommandError
 from stepscope.files.layout import StepLayout
-from stepscope.timeline.execution.near import NearFiles, files_elsewhere
-from stepscope.timeline.execution.workers import workers
+from stepscope.timeline.processes import workers
+
+if TYPE_CHECKING:
+    from stepscope.cli.ray_nodes import RayNodes
 
 RayAddress: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--ray",
         metavar="ADDRESS",
-        help="Read traces on the nodes of this Ray cluster (`auto`: the one of this machine), also those "
-        "that are only there. --jobs: processes of each node.",
+        help="Also read traces that only other nodes of a Ray cluster have. `auto`: the cluster of this "
+        "machine.",
     ),
 ]
 
@@ -35,8 +37,8 @@ def readers(
     """Yield what reads the traces of these steps, and the number of bytes that there are.
 
     Args:
-        jobs: Processes, of each node with `ray`. None: one for each idle core.
-        ray: Address of a cluster. None: processes of this machine.
+        jobs: Processes, of each node with `ray`. None means one for each idle core.
+        ray: Address of a cluster. None means processes of this machine.
         size: Returns the number of bytes that this machine has.
     """
     if ray is None:
@@ -44,8 +46,8 @@ def readers(
         with workers(jobs, total) as executor:
             yield executor, total
         return
-    with cluster(ray, jobs, steps) as executor:
-        yield executor, size() + sum(files_elsewhere(executor).values())
+    with cluster(ray, jobs, steps) as nodes:
+        yield nodes, size() + sum(nodes.elsewhere.values())
 
 
 def absolute(path: Path, ray: str | None) -> Path:
@@ -54,11 +56,11 @@ def absolute(path: Path, ray: str | None) -> Path:
 
 
 @contextmanager
-def cluster(address: str, jobs: int | None, steps: list[StepLayout]) -> Iterator[NearFiles]:
+def cluster(address: str, jobs: int | None, steps: list[StepLayout]) -> Iterator[RayNodes]:
     """Yield the nodes of a Ray cluster, which know where the files of these steps are."""
     if find_spec("ray") is None:
         raise CommandError("--ray needs Ray: pip install ray, of the version of the cluster")
-    from stepscope.cli.reading.ray_nodes import connected  # Ray takes a second to import
+    from stepscope.cli.ray_nodes import connected  # Ray takes a second to import
 
     with connected(address, jobs) as nodes:
         for step in steps:

@@ -1,1 +1,0 @@
-"""Processes that read the traces of a command: of this machine, or of a Ray cluster."""

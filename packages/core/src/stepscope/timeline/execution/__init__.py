@@ -1,1 +1,0 @@
-"""Execution of work that is independent by trace or row, through any `concurrent.futures.Executor`."""

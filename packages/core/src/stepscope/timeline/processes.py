@@ -1,0 +1,152 @@
+"""Processes that read the traces of a step: children of this one, or workers where the files lie."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+_P = TypeVar("_P")
+_R = TypeVar("_R")
+
+SMALL = 16 << 20
+"""Total size of files on disk below which child processes cost more time than they save."""
+_MOST = 8
+
+
+class Lost(NamedTuple):
+    """A part whose machine is gone, so that no process can do it."""
+
+    why: str
+
+
+class NodeLostError(BrokenExecutor):
+    """No machine that has the files of a call answers."""
+
+
+class NearFiles(Executor):
+    """An executor whose workers may see other files than this machine does."""
+
+    elsewhere: Mapping[Path, int]
+    """Absolute paths of traces that this machine does not have, with their sizes in bytes."""
+
+    @abstractmethod
+    def submit_near(self, files: Sequence[Path], fn: Callable[[_P], _R], part: _P) -> Future[_R]:
+        """Call a function on a machine that has these files.
+
+        The future raises `NodeLostError` if there is no such machine, or it died.
+        """
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End all calls."""
+
+
+def files_elsewhere(executor: Executor | None) -> Mapping[Path, int]:
+    """Return the traces that only workers of the executor see, with their sizes in bytes."""
+    return executor.elsewhere if isinstance(executor, NearFiles) else {}
+
+
+def size_of(path: Path, executor: Executor | None = None) -> int:
+    """Return the size of a file in bytes; 0 if no machine has it."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return files_elsewhere(executor).get(path, 0)
+
+
+@contextmanager
+def workers(jobs: int | None, size: int) -> Iterator[Executor | None]:
+    """Yield a pool of `jobs` child processes, which end with the block; None if this process works alone.
+
+    The children import the main module of the program, as `multiprocessing` has it, so this is for commands.
+
+    Args:
+        jobs: None means one for each idle core, or this process alone if the files are small.
+        size: Total size of the files, in bytes.
+    """
+    count = jobs if jobs is not None else idle_cores() if size >= SMALL else 1
+    if count < 2 or not sys.executable or hasattr(sys, "frozen"):
+        yield None
+        return
+    before = set(active_children())
+    executor = ProcessPoolExecutor(count, get_context("spawn"), initializer=_begin)
+    try:
+        yield executor
+    except BaseException:  # Ctrl-C too: the user does not wait for the rest of a large file
+        executor.shutdown(wait=False, cancel_futures=True)
+        for child in set(active_children()) - before:
+            child.kill()
+        raise
+    finally:
+        executor.shutdown()
+
+
+def _begin() -> None:
+    """Prepare a child process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
+    os.dup2(2, 1)  # what a reader prints must not stand among the command's JSON
+
+
+def idle_cores() -> int:
+    """Return the number of cores that were idle in the last minute and may be used: 1 to 8."""
+    usable = len(os.sched_getaffinity(0))
+    idle = (os.cpu_count() or 1) - os.getloadavg()[0]
+    return max(1, min(usable, round(idle), _MOST))
+
+
+def results(
+    executor: Executor, function: Callable[[_P], _R], parts: Sequence[_P], files: Sequence[Sequence[Path]]
+) -> Generator[_R | Lost, None, None]:
+    """Yield the function's result for each part, in their order.
+
+    If a child process dies, this process does what is left. Close the generator if you end early.
+
+    Args:
+        files: The files of each part. The largest part begins first, so that it is not alone at the end.
+    """
+    sizes = [sum(size_of(path, executor) for path in paths) for paths in files]
+    futures = dict[int, Future[_R] | None]()
+    try:
+        for at in sorted(range(len(parts)), key=lambda at: -sizes[at]):
+            futures[at] = _submitted(executor, function, parts[at], files[at])
+        for at, part in enumerate(parts):
+            result = _result(futures.pop(at), partial(function, part))
+            yield result
+    except BaseException:
+        for future in futures.values():
+            if future is not None:
+                future.cancel()
+        if isinstance(executor, NearFiles):
+            executor.kill()
+        raise
+
+
+def _submitted(
+    executor: Executor, function: Callable[[_P], _R], part: _P, files: Sequence[Path]
+) -> Future[_R] | None:
+    if isinstance(executor, NearFiles):
+        return executor.submit_near(files, function, part)
+    try:
+        return executor.submit(function, part)
+    except (BrokenExecutor, OSError):  # a child died meanwhile, or no process can be started
+        return None
+
+
+def _result(future: Future[_R] | None, here: Callable[[], _R]) -> _R | Lost:
+    try:
+        if future is not None:
+            return future.result()
+    except NodeLostError as error:
+        return Lost(str(error))
+    except (BrokenExecutor, MemoryError):  # here no other part is read at the same time
+        pass
+    return here()
