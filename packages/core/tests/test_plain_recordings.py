@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 
 from packages.core.tests.test_plain_traces import printed, ranks_of
-from packages.core.tests.test_reader_nsys import KERNEL, PID, STRINGS, kernel, process, tables, thread, write
+from packages.core.tests.test_reader_nsys import KERNEL, PID, STRINGS, kernel, tables, write
 from stepscope.cli import run
-from stepscope.testing.reader_conformance import ReaderConformance
-from stepscope.timeline.readers import Reader
-from stepscope.timeline.readers.nsys_lines import NsysLinesReader
 
 OTHER = 4712
 NAMES = {1: "gemm<float>", 5: "attention", 6: "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"}
@@ -91,53 +88,20 @@ def test_a_report_of_an_nsys_export_has_the_times_of_a_sweep(
     assert sum(file["events"] for file in merged["files"]) >= len(kernels) + len(copies)
 
 
-def write_lines(path: Path, kernels: Iterable[dict[str, Any]], copies: Iterable[dict[str, Any]]) -> Path:
-    """Write what nsys' JSON has of them: 64-bit numbers are texts, and the names come last."""
-
-    def cuda(row: dict[str, Any], **more: object) -> dict[str, Any]:
-        times = {"startNs": str(row["start"]), "endNs": str(row["end"])}
-        where = {"deviceId": row["deviceId"], "streamId": str(row["streamId"]), "correlationId": 3}
-        return {"Type": 79, "CudaEvent": {**times, **where, "globalPid": str(row["globalPid"]), **more}}
-
-    names = {number: {"demangledName": str(number), "shortName": str(number)} for number in NAMES}
-    copied = {"sizebytes": "8", "copyKind": "1"}
-    nvtx = {"Timestamp": "1", "EndTimestamp": "9", "Text": "step", "GlobalTid": str(thread(PID, PID))}
-    call = {"startNs": "2", "endNs": "3", "name": "2", "globalTid": str(thread(PID, PID))}
-    lines = [
-        {"Type": 59, "NvtxEvent": {"Type": 59, **nvtx}},
-        {"Type": 48, "TraceProcessEvent": call},
-        {
-            "Type": 106,
-            "CudaEvent": {"startNs": "2", "endNs": "3", "globalPid": str(process(PID)), "sync": {}},
-        },
-        *(cuda(row, kernel=names[row["demangledName"]]) for row in kernels),
-        *(cuda(row, memcpy=copied) for row in copies),
-        {"data": ["", NAMES[1], "cudaLaunchKernel", "", "", NAMES[5], NAMES[6]]},
-    ]
-    path.write_text("\n".join(json.dumps(line, separators=(",", ":")) for line in lines) + "\n")
-    return path
-
-
-def test_a_report_of_nsys_json_has_the_times_of_a_sweep_and_no_clock(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"Type": 79, "CudaEvent": {"startNs": "2", "endNs": "3"}},
+        {"data": ["", "gemm"]},
+        {"type": "String", "id": "1", "value": "gemm"},
+    ],
+)
+def test_nsys_json_is_named_with_the_export_to_make(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: dict[str, Any]
 ) -> None:
-    kernels, copies, intervals = random_work()
-    write_lines(tmp_path / "report.jsonl", kernels, copies)
-    assert run(["report", str(tmp_path), "--json"]) == 3
-    traces = printed(capsys)["traces"]
-    check_devices(traces["devices"], intervals)
-    assert {*NAMES.values(), "Memcpy Host-to-Device"} == {row["name"] for row in traces["operators"]}
-    assert all("nsys export --type sqlite" in row["unaligned"] for row in traces["traces"])
-
-
-class TestNsysLines(ReaderConformance):
-    @pytest.fixture
-    def reader(self) -> Reader:
-        return NsysLinesReader()
-
-    def write(self, folder: Path) -> Path:
-        kernels, copies, _ = random_work()
-        return write_lines(folder / "report.json", kernels, copies)
+    (tmp_path / "report.json").write_text(json.dumps(line) + "\n")
+    assert run(["report", str(tmp_path)]) == 1
+    assert "nsys export --type sqlite" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_report_that_only_nsys_reads_is_named_with_what_to_run(

@@ -93,6 +93,5 @@ def _changed(folder: str) -> tuple[str, int | None]:
 
 def _own() -> Sequence[Reader]:
     from stepscope.timeline.readers.nsys import NsysReader  # import time: sqlite3, which only a merge needs
-    from stepscope.timeline.readers.nsys_lines import NsysLinesReader
 
-    return NsysReader(), NsysLinesReader()
+    return (NsysReader(),)

@@ -10,6 +10,7 @@ without it cannot be aligned.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -50,6 +51,10 @@ from stepscope.timeline.readers.nsys_schema import (
     unnamed,
 )
 
+_JSON = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+_JSON_HEAD = 1 << 12
+_JSON_LINE = re.compile(rb'\s*\{\s*"(?:Type"\s*:\s*\d+\s*,\s*"\w+Event"|data"\s*:\s*\[|type"\s*:\s*"String")')
+"""The first line of a file of `nsys export --type json` or `jsonlines`."""
 _MAGIC = b"SQLite format 3\0"
 _STRINGS = 1 << 16
 """Number of texts of `StringIds` that are cached."""
@@ -73,6 +78,8 @@ class NsysReader:
             exported = file.path.with_suffix(".sqlite").exists()
             fix = f"nsys export --type sqlite {file.path.name}"
             return Claim(read=False, why=None if exported else f"to have it in the timeline: {fix}")
+        if file.path.name.endswith(_JSON) and _JSON_LINE.match(file.head(_JSON_HEAD)):
+            return Claim(read=False, why="nsys' JSON has no start of its session: nsys export --type sqlite")
         if file.path.suffix == ".gz" or not file.head(len(_MAGIC)).startswith(_MAGIC):
             return None
         try:

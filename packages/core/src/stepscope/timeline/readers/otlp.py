@@ -1,18 +1,15 @@
 """Reader of OTLP JSON: spans that other tracers exported, as the collector's file exporter writes them.
 
 A file holds one `ExportTraceServiceRequest` a line, or a single one over many lines. Field names are
-lowerCamelCase as the specification says; snake_case (protobuf's own names) is read too. Texts are dropped
-unless `_TEXTS` lists them, because prompts and completions stand in attributes.
+lowerCamelCase, as the specification says. Texts are dropped unless `_TEXTS` lists them, because prompts and
+completions stand in attributes.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
@@ -151,7 +148,7 @@ def _decoded(data: bytes) -> Json | None:
 def _spans(request: Json, file: OtlpFile) -> Iterator[OtlpSpan]:
     try:
         resources = _objects(request, "resourceSpans")
-        others = {"resourceSpans", "resource_spans", "resourceLogs", "resourceMetrics"}
+        others = {"resourceSpans", "resourceLogs", "resourceMetrics"}
         if request and not request.keys() & others:
             raise FieldError(f"resourceSpans is missing among {', '.join(map(ascii, list(request)[:3]))}")
     except FieldError as error:
@@ -192,7 +189,7 @@ def _span(span: Json, resource: Resource, scope: str | None) -> OtlpSpan:
     start_ns, end_ns = _time(span, "startTimeUnixNano"), _time(span, "endTimeUnixNano")
     if end_ns < start_ns:
         raise FieldError(f"endTimeUnixNano is {end_ns}, before startTimeUnixNano")
-    name = _field(span, "name")
+    name = span.get("name")
     if not isinstance(name, str):
         raise FieldError(f"name is {_shown(name)}, no text")
     return OtlpSpan(
@@ -240,7 +237,7 @@ def _attributes(owner: Json) -> Iterator[tuple[str, str | int | float | bool]]:
         if not isinstance(key, str):
             raise FieldError(f"attributes.key is {_shown(key)}, no text")
         for kind, read in _VALUES.items():
-            given = _field(value, kind)
+            given = value.get(kind)
             plain = None if given is None else read(key, given)
             if plain is not None:
                 yield key, plain
@@ -284,7 +281,7 @@ _VALUES: Mapping[str, Callable[[str, object], str | int | float | bool | None]] 
 
 
 def _time(span: Json, name: str) -> int:
-    value = _field(span, name)
+    value = span.get(name)
     time_ns = int(value) if isinstance(value, str) and re.fullmatch(r"\d{1,19}", value) else value
     if type(time_ns) is not int or not 0 < time_ns < _FARTHEST_NS:
         raise FieldError(f"{name} is {_shown(value)}, no unix time in ns")
@@ -293,15 +290,10 @@ def _time(span: Json, name: str) -> int:
 
 def _id(span: Json, name: str, digits: int) -> str | None:
     """Return an id in lower-case hexadecimal digits; None if it is absent, empty or zero."""
-    value = _field(span, name)
+    value = span.get(name)
     if value in (None, ""):
         return None
     text = value.lower() if isinstance(value, str) else ""
-    if isinstance(value, str) and len(text) == (digits // 2 + 2) // 3 * 4 != digits:
-        try:  # protobuf's own JSON writes bytes so
-            text = base64.b64decode(value, validate=True).hex()
-        except binascii.Error:
-            text = ""
     if len(text) != digits or _HEX.fullmatch(text) is None:
         raise FieldError(f"{name} is {_shown(value)}, not {digits} hexadecimal digits")
     return text if text.strip("0") else None
@@ -312,7 +304,7 @@ def _missing(name: str) -> str:
 
 
 def _object(owner: Json, name: str) -> Json:
-    value = _field(owner, name)
+    value = owner.get(name)
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -321,21 +313,12 @@ def _object(owner: Json, name: str) -> Json:
 
 
 def _objects(owner: Json, name: str) -> list[Json]:
-    value = _field(owner, name)
+    value = owner.get(name)
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise FieldError(f"{name} is {_shown(value)}, no list of objects")
     return value
-
-
-def _field(owner: Json, name: str) -> object:
-    return owner[name] if name in owner else owner.get(_snake_case(name))
-
-
-@cache
-def _snake_case(name: str) -> str:
-    return re.sub("[A-Z]", lambda at: "_" + at[0].lower(), name)
 
 
 def _shown(value: object) -> str:
