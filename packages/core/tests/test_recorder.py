@@ -58,7 +58,7 @@ SETTINGS = {"record": "spans", "roles": SPANS_ALONE, "control": {"poll_seconds":
 
 
 def config_in(folder: Path, recorder: Mapping[str, object] = {}, **settings: object) -> ProfileConfig:
-    settings["recorder"] = {"watchdog_seconds": 0, **recorder}  # pytest has set that of this process
+    settings["recorder"] = recorder
     return ProfileConfig.from_mapping({"save_path": str(folder), **SETTINGS, **settings})
 
 

@@ -32,7 +32,7 @@ from stepscope import capture, configure, profile_step
 
 folder, rank = sys.argv[1], int(os.environ["RANK"])
 configure(save_path=folder, record="spans", control={"poll_seconds": 0.1},
-          recorder={"watchdog_seconds": 0}, roles={"*": {"profiler": "off"}})
+          roles={"*": {"profiler": "off"}})
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
 pair = dist.new_group([0, 1])
 dist.all_reduce(torch.ones(2))

@@ -29,7 +29,7 @@ from stepscope import capture, configure, span
 ray.init(num_cpus=2, include_dashboard=True, configure_logging=False, log_to_driver=False,
          _temp_dir=sys.argv[2])
 configure(save_path=sys.argv[1], record="spans", control={"poll_seconds": 0.1},
-          recorder={"watchdog_seconds": 0}, roles={"*": {"profiler": "off"}})
+          roles={"*": {"profiler": "off"}})
 
 @ray.remote(num_cpus=0.1)
 class Reward:

@@ -18,8 +18,8 @@ from stepscope.files.manifest.records import Expectation, Manifest, ProcessPart
 from stepscope.files.spans import End, Header, Line
 from stepscope.timeline import load_step
 
-TEMPORARY = re.compile(r"^\.(?!recordings$|stacks_).*")
-"""Names of files that nobody should find later. Stacks are there as long as their process lives."""
+TEMPORARY = re.compile(r"^\.(?!recordings$).*")
+"""Names of files that nobody should find later."""
 
 
 Gone: TypeAlias = Literal["before the end", "perhaps after it"] | None

@@ -210,9 +210,6 @@ class RecorderConfig(Section, frozen=True, kw_only=True):
     first 10, and not if one of its kind was as long before."""
     hang_seconds: Seconds = 600
     """A step hangs if no span begins for so long in the process that bounds steps."""
-    watchdog_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10
-    """A process whose Python stands still for so long leaves its stacks for `stepscope why`. 0: never.
-    It uses the one `faulthandler.dump_traceback_later` of the process, unless the program does."""
     last: AtLeastOne = 2
     """Steps that a trigger writes: the one that caused it, and those before it."""
     per_trigger: AtLeastOne = 3

@@ -91,13 +91,6 @@ class RunLayout:
     def state_of(self, process: ProcessInfo, order_id: str) -> Path:
         return self.states(order_id) / f"{_process_name(process)}.json"
 
-    def stacks_of(self, key: str, run_id: str) -> Path:
-        """Return the file for the stacks of a process (`ProcessInfo.key`) whose Python stands still."""
-        return self.root / f".stacks_{safe(key)}_{safe(run_id)}.txt"
-
-    def stacks(self) -> list[Path]:
-        return sorted(self.root.glob(".stacks_*.txt"))
-
     def step_lines(self, run_id: str) -> Path:
         """Return the file with a line for each step of a run."""
         return self.root / f"steps_{safe(run_id)}.jsonl"

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from pathlib import Path
-
 import msgspec
 
 from stepscope.files.clock import Int
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
-from stepscope.files.storage.reading import decode, read_file
-
-_MOST_STACKS = 4 << 20
-"""faulthandler writes 100 frames of 100 threads at most."""
-
 
 RECENT_NS = 10_000_000_000
 """Time whose mean a counter has in a state."""
@@ -169,60 +160,3 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     """Of all actors of the job, as the driver knows them from Ray."""
     more: bool = False
     """A second state follows, with what Ray says."""
-
-
-class StacksHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line of a file to which faulthandler's watchdog appends the stacks of its process."""
-
-    format: Int = 1
-    process: ProcessInfo
-    run_id: str
-    seconds: float
-    """Time without Python after which it does."""
-
-
-class Stacks(msgspec.Struct, frozen=True, kw_only=True):
-    """Stacks of a process whose Python stood still when they were written."""
-
-    process: ProcessInfo
-    run_id: str
-    since_ns: Int
-    """Unix ns by the clock of the file's disk."""
-    threads: tuple[Thread, ...]
-    """Names are known from Python 3.14 on. The oldest thread is the last."""
-
-
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):")
-_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-
-
-def read_stacks(path: Path) -> Stacks | None:
-    """Return the stacks in a file; None if the watchdog has not written any.
-
-    Raises:
-        OSError: The file cannot be read.
-        RecordError: It is something else.
-    """
-    head_line, _, dump = read_file(path, _MOST_STACKS).partition(b"\n")
-    if not dump:
-        return None
-    head = decode(head_line, StacksHead)
-    since_ns = path.stat().st_mtime_ns - round(head.seconds * 1e9)
-    threads = tuple(_threads(dump.decode(errors="replace")))
-    return Stacks(process=head.process, run_id=head.run_id, since_ns=since_ns, threads=threads)
-
-
-def _threads(dump: str) -> Iterator[Thread]:
-    """Yield the threads of a dump of faulthandler's, whose format is that of CPython's `traceback.c`."""
-    ident, name, frames = 0, "", list[Frame]()
-    for line in dump.splitlines():
-        head, frame = _THREAD.fullmatch(line), _FRAME.fullmatch(line)
-        if frame is not None:
-            number = 0 if frame[2] == "???" else int(frame[2])
-            frames.append(Frame(frame[1], number, frame[3]))
-        elif head is not None:
-            if frames:
-                yield Thread(id=ident, name=name, frames=tuple(frames))
-            ident, name, frames = int(head[1], 16), head[2] or "", []
-    if frames:
-        yield Thread(id=ident, name=name, frames=tuple(frames))

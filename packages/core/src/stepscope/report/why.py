@@ -11,7 +11,6 @@ from stepscope.files.states import EngineState, OpenSpan, ProcessState, RayCall
 from stepscope.report.waiting.calls import (
     STUCK_NS,
     Call,
-    Standstill,
     asks,
     call_of,
     engine_call,
@@ -20,9 +19,8 @@ from stepscope.report.waiting.calls import (
     queue_of,
     rank_of,
     remote_call,
-    standing_call,
 )
-from stepscope.report.waiting.places import asks_ray, held_frames, is_library, say_where
+from stepscope.report.waiting.places import asks_ray, is_library, say_where
 
 _RUNNING = "RUNNING"
 _MOST = 8
@@ -44,19 +42,18 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[str, ...]
     """Engines and their queues."""
     silent: tuple[str, ...]
-    """Workers without an answer and without stacks."""
+    """Workers without an answer."""
     beside: tuple[str, ...] = ()
     """Other threads in the process of the first culprit: one of them may hold what it waits for."""
 
 
-def why(states: Sequence[ProcessState], stills: Sequence[Standstill] = ()) -> Why:
+def why(states: Sequence[ProcessState]) -> Why:
     """Join the states of processes by their carriers.
 
     Args:
-        stills: Processes without a state. One at least is needed, of either kind.
+        states: At least one.
     """
     calls, places = _calls(states)
-    calls += map(standing_call, stills)
     calls += [engine_call(state, engine) for state in states for engine in _loaded(state)]
     ray = _RayCalls(states)
     calls += [remote_call(task) for tasks in ray.elsewhere().values() for task in tasks]
@@ -66,16 +63,16 @@ def why(states: Sequence[ProcessState], stills: Sequence[Standstill] = ()) -> Wh
         for call, indices in zip(calls, edges, strict=True)
     )
     owners = [state for state in states if state.step_age_ns is not None] or list(states)
-    answered = {state.process.key for state in states} | {still.stacks.process.key for still in stills}
+    answered = {state.process.key for state in states}
     expected = {key: name for state in states for key, name in state.workers.items()}
     culprits = tuple(_culprits(joined, states))
     return Why(
-        run_id=owners[0].run_id if owners else stills[0].stacks.run_id,
-        step=owners[0].step if owners else None,
-        step_age_ns=owners[0].step_age_ns if owners else None,
+        run_id=owners[0].run_id,
+        step=owners[0].step,
+        step_age_ns=owners[0].step_age_ns,
         calls=joined,
         culprits=culprits,
-        beside=tuple(_beside(states, stills, joined[culprits[0]])) if culprits else (),
+        beside=tuple(_beside(states, joined[culprits[0]])) if culprits else (),
         idle=tuple(f"{state.process.key}: {_main(state)}" for state in states if not state.spans),
         engines=tuple(
             f"{state.process.key} {engine.name}: {queue_of(engine)}"
@@ -171,7 +168,7 @@ def _line(parents: Mapping[int, int | None], span: int) -> set[int]:
 
 
 def _culprits(calls: Sequence[Call], states: Sequence[ProcessState]) -> list[int]:
-    """Return the calls without others below them: of processes and engines that stand still, then work, then
+    """Return the calls without others below them: of engines that stand still, then work, then
     what only waits, and last collectives.
     """
     last = [index for index, call in enumerate(calls) if not call.waits_for]
@@ -182,7 +179,7 @@ def _culprits(calls: Sequence[Call], states: Sequence[ProcessState]) -> list[int
     apart = _apart_from_peers(gathered, calls, work, states)
     free.sort(
         key=lambda index: (
-            not (calls[index].held or is_stuck(calls[index])),
+            not is_stuck(calls[index]),
             index not in apart,
             calls[index].waits,
             -calls[index].age_ns,
@@ -207,15 +204,10 @@ def _apart_from_peers(
     return missing or apart
 
 
-def _beside(states: Sequence[ProcessState], stills: Sequence[Standstill], call: Call) -> Iterator[str]:
+def _beside(states: Sequence[ProcessState], call: Call) -> Iterator[str]:
     """Yield the threads of a call's process that run code of the user's outside of any call."""
     state = next((state for state in states if state.process.key == call.process), None)
     if state is None:
-        for stacks in (still.stacks for still in stills if still.stacks.process.key == call.process):
-            own = held_frames(stacks)
-            for thread in stacks.threads:
-                if thread.frames is not own and not all(map(is_library, thread.frames)):
-                    yield f"thread {thread.name}: {say_where(thread.frames)}".replace(" :", ":")
         return
     busy = {span.thread for span in state.spans}
     for thread in state.threads:

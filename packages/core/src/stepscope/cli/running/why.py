@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from socket import gethostname
 from typing import Annotated
 
 import msgspec
@@ -23,16 +22,15 @@ from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.recorder import WHY, Order, StepLine, read_step_lines, recorded_runs
 from stepscope.files.run import steps_of_run
-from stepscope.files.states import ProcessState, read_stacks
+from stepscope.files.states import ProcessState
 from stepscope.files.storage.atomic import write_atomic
-from stepscope.files.storage.processes import is_running
 from stepscope.files.storage.reading import read_records
 from stepscope.report.blocks.health import say_span
 from stepscope.report.formatting import duration, middle
 from stepscope.report.live import COMPARED, usual_ns
 from stepscope.report.tables.health import step_health
 from stepscope.report.terminal.layout import listing
-from stepscope.report.waiting.calls import Standstill, say_call
+from stepscope.report.waiting.calls import say_call
 from stepscope.report.why import Why
 from stepscope.report.why import why as join
 from stepscope.timeline import load_step
@@ -40,8 +38,6 @@ from stepscope.timeline import load_step
 POLL_S = 0.1
 _LOOKS_S = 0.7
 """Time in which every process has looked for the order. Those that expect no other may answer first."""
-_ANSWER_S = 1.0
-"""A process whose Python runs answers in this time."""
 
 
 def why(
@@ -57,10 +53,9 @@ def why(
         raise CommandError(no_run(run))
     layout = RunLayout(run)
     states = ask(layout, wait)
-    stills = standstills(layout, states)
-    if not states and not stills:
+    if not states:
         _show_last_step(run)
-    answer = join(states, stills)
+    answer = join(states)
     if json:
         screen.show_json(answer)
     else:
@@ -79,8 +74,7 @@ def ask(layout: RunLayout, wait_s: float) -> list[ProcessState]:
         while (waited := time.monotonic() - began) < wait_s:
             time.sleep(POLL_S)
             states = _read(folder)
-            stills = standstills(layout, states) if waited > _ANSWER_S else []
-            if waited > _LOOKS_S and _is_all(states, stills):
+            if waited > _LOOKS_S and _is_all(states):
                 break
     states = _read(folder)
     path.unlink(missing_ok=True)
@@ -92,36 +86,9 @@ def _read(folder: Path) -> list[ProcessState]:
     return read_records(sorted(folder.glob("[!.]*.json")), ProcessState)
 
 
-def _is_all(states: Sequence[ProcessState], stills: Sequence[Standstill]) -> bool:
-    known = {state.process.key for state in states} | {still.stacks.process.key for still in stills}
+def _is_all(states: Sequence[ProcessState]) -> bool:
+    known = {state.process.key for state in states}
     return bool(known) and all(known >= state.workers.keys() and not state.more for state in states)
-
-
-def standstills(layout: RunLayout, states: Sequence[ProcessState]) -> list[Standstill]:
-    """Return the processes that left their stacks and do not answer, of one run: if none answers, the last.
-
-    Args:
-        states: The answers.
-    """
-    answered = {state.process.key for state in states}
-    run_id, stills = states[0].run_id if states else None, list[Standstill]()
-    for path in sorted(layout.stacks(), key=_changed, reverse=True):
-        with suppress(OSError, RecordError):
-            stacks = read_stacks(path)
-            if stacks is None or stacks.process.key in answered or stacks.run_id != (run_id or stacks.run_id):
-                continue
-            run_id = stacks.run_id
-            age_ns = max(0, time.time_ns() - stacks.since_ns)
-            is_gone = stacks.process.host == gethostname() and not is_running(stacks.process.pid)
-            stills.append(Standstill(stacks, age_ns, is_gone))
-    return stills
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def step_lines(layout: RunLayout) -> list[StepLine]:
@@ -167,7 +134,7 @@ def render(answer: Why, usual: str) -> Iterator[RenderableType]:
     if answer.idle:
         yield listing("In no call", answer.idle)
     if answer.silent:
-        note = "gone, on a host without this folder, or in C with the interpreter's lock held"
+        note = "gone, on a host without this folder, or in C with the interpreter's lock held (py-spy dump)"
         yield listing("No answer", [f"{name}: {note}" for name in answer.silent])
 
 

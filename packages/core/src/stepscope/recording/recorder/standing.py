@@ -64,9 +64,7 @@ def _end(ending: Ending, deadline_s: float) -> None:
     elif ending.by == "signal":
         recorder.ask_for_order(ending.error)
     recorder.drain(deadline_s)
-    if _watch is not None and ending.by == "signal":
-        _watch.rest()
-    elif _watch is not None:
+    if _watch is not None and ending.by != "signal":  # a process may go on after a signal
         _watch.stop()
 
 

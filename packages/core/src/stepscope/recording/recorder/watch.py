@@ -13,7 +13,6 @@ from stepscope.files.recorder import WHY, Order
 from stepscope.files.storage.reading import read_record
 from stepscope.recording.process import failures
 from stepscope.recording.recorder.recorder import Recorder
-from stepscope.recording.recorder.watchdog import Watchdog
 
 LONGEST_S = 0.5
 """Longest time between two looks, each of which is one `stat`: who asks why nothing moves waits for it."""
@@ -32,39 +31,22 @@ class Watch:
         self._progress: tuple[int, int] = (0, 0)
         """The number of the last span, and the number of those that ran, at the last look."""
         self._still_since = time.monotonic()
-        self._watchdog: Watchdog | None = None
-        seconds = recorder.config.recorder.watchdog_seconds
-        if seconds:
-            self._watchdog = Watchdog(recorder.layout, recorder.process, recorder.run_id, seconds)
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="stepscope-recorder-watch", daemon=True).start()
-
-    def rest(self) -> None:
-        """Leave nothing behind if the process ends now, as it was told."""
-        if self._watchdog is not None:
-            self._watchdog.rest()
 
     def stop(self) -> None:
         """End it."""
         self._stop.set()
-        if self._watchdog is not None:
-            self._watchdog.close(self._recorder.workers)
 
     def _run(self) -> None:
         self._read.update(self._old_orders())
         pause_s = min(LONGEST_S, self._recorder.config.control.poll_seconds)
-        self._note_life()
         while not self._stop.wait(pause_s):
             try:
-                self._note_life()
                 self._look_for_orders()
                 self._look_for_hang()
             except ours() as error:
                 failures.note("watching for orders of the flight recorder", error)
-
-    def _note_life(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.alive()
 
     def _old_orders(self) -> Iterator[str]:
         """Yield the orders from before this process began. Later ones are new, whatever the clock does."""

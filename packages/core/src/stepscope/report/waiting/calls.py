@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -15,7 +14,6 @@ from stepscope.files.states import (
     ProcessGroup,
     ProcessState,
     RayCall,
-    Stacks,
     Task,
     Thread,
 )
@@ -24,7 +22,6 @@ from stepscope.report.waiting.places import (
     asks_engine,
     collective_of,
     ends_in_code,
-    held_frames,
     is_polling,
     say_where,
 )
@@ -56,25 +53,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that have not entered it, of those that answered."""
     waits: bool = False
     """Its stage only waits."""
-    held: bool = False
-    """Its process stands still: a thread holds the interpreter's lock in C. Its span is unknown, 0."""
     remote: bool = False
     """It is a method of a Ray actor that does not record, known from Ray. Its span is unknown, 0."""
     engine: bool = False
     """It is the queue of an engine, `stage`; its age is the time without a token. Its span is unknown, 0."""
-    gone: bool = False
-    """Its process has ended since."""
     waits_for: tuple[int, ...] = ()
     """Indices in `Why.calls` of calls in other processes, below it."""
-
-
-class Standstill(NamedTuple):
-    """Stacks of a process that does not answer."""
-
-    stacks: Stacks
-    age_ns: int
-    gone: bool
-    """The process has ended."""
 
 
 def call_of(state: ProcessState, span: OpenSpan, states: Sequence[ProcessState]) -> Call:
@@ -147,21 +131,6 @@ def is_stuck(call: Call) -> bool:
     return call.engine and call.age_ns >= STUCK_NS
 
 
-def standing_call(still: Standstill) -> Call:
-    process, frames = still.stacks.process, held_frames(still.stacks)
-    return Call(
-        process=process.key,
-        span=0,
-        role=process.role,
-        stage="",
-        age_ns=still.age_ns,
-        where=say_where(frames),
-        collective=collective_of(frames),
-        held=True,
-        gone=still.gone,
-    )
-
-
 def frames_of(state: ProcessState, span: OpenSpan) -> Sequence[Frame]:
     """Return the stack of a span: of its task, else of its thread unless that only runs an event loop."""
     task = next((task for task in state.tasks if task.span == span.span), None)
@@ -208,9 +177,6 @@ def _missing(call: Call) -> str:
 
 def say_call(call: Call) -> str:
     """Return `actor_rank3_...: actor compute_log_prob since 312 s, forward at model.py:214`."""
-    if call.held:
-        gone = "; it has ended since" if call.gone else ""
-        return f"{call.process}: Python stands still since {duration(call.age_ns)}, {call.where}{gone}"
     if call.remote:
         return f"Ray actor {call.process[:8]}: {call.stage} since {duration(call.age_ns)}, {call.where}"
     if call.engine:

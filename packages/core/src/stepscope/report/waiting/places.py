@@ -6,7 +6,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from stepscope.files.states import Frame, Stacks, Task, Thread
+from stepscope.files.states import Frame, Task, Thread
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages", "<frozen")
 _COLLECTIVES = "torch/distributed/"
@@ -17,10 +17,6 @@ _CLIENTS = ("/httpx/", "/aiohttp/", "/openai/", "/requests/", "/http/client.py",
 _RAY = "/ray/_private/worker.py"
 _SKIPPED = ("_wrapper", "wrapper", "inner", "_call_impl")
 """Functions of torch.distributed that say nothing of the collective."""
-_WAITING = (
-    "threading.py", "selectors.py", "queue.py", "socket.py", "subprocess.py", "connection.py", "thread.py"
-)  # fmt: skip
-"""Files of the standard library in which a thread waits without the interpreter's lock."""
 
 
 def ends_in_code(task: Task) -> bool:
@@ -60,17 +56,6 @@ def collective_of(frames: Sequence[Frame]) -> str | None:
     inside = [frame for frame in frames if _COLLECTIVES in frame.file]
     named = [frame.function for frame in inside if frame.function not in _SKIPPED]
     return named[0] if named else (inside[0].function if inside else None)
-
-
-def held_frames(stacks: Stacks) -> Sequence[Frame]:
-    """Return the stack that most likely holds the lock: of the user's code and not waiting, the oldest."""
-    busy = [thread.frames for thread in stacks.threads if _is_busy(thread.frames)]
-    own = [frames for frames in busy if not all(map(is_library, frames))]
-    return (own or busy or [()])[-1]
-
-
-def _is_busy(frames: Sequence[Frame]) -> bool:
-    return not frames[0].file.endswith(_WAITING) and "/stepscope/" not in frames[0].file
 
 
 def asks_ray(frames: Sequence[Frame]) -> bool:
