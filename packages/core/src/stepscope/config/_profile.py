@@ -68,7 +68,7 @@ def _parse_patterns(value: object, field: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(str, items)))
 
 
-_DEFAULT_ROLES: Mapping[str, RoleConfig] = {
+DEFAULT_ROLES: Mapping[str, RoleConfig] = {
     # Equal replicas stay equal: a profiler in one of them makes it the slowest.
     "rollout": RoleConfig(ranks="all", profiler=False),
     "*": RoleConfig(),
@@ -132,7 +132,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     """`spans`: every process keeps the spans of the last steps in memory, and a trigger of `recorder` writes
     them as steps. Without a trigger, one line per step is written."""
     recorder: RecorderConfig = msgspec.field(default_factory=RecorderConfig)
-    roles: dict[str, RoleConfig] = msgspec.field(default_factory=lambda: dict(_DEFAULT_ROLES))
+    roles: dict[str, RoleConfig] = msgspec.field(default_factory=lambda: dict(DEFAULT_ROLES))
     """Role names or globs, first match wins; a role that none matches is not profiled."""
     redact: tuple[str, ...] = ()
     """Names or globs of span attributes whose values are not written; `error` is the text of an exception."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from stepscope.config import ProfileConfig, RoleConfig
+from stepscope.config._profile import DEFAULT_ROLES
 from stepscope.config._words import closest
 from stepscope.errors import ours
 from stepscope.files.manifest.records import OpenedBy, ProcessPart
@@ -83,7 +84,7 @@ def enter_unmatched(
     why_none = None if unmatched or by_rank else no_profiler(config, parts)
     if why_none is not None:
         failures.warn_once(why_none)
-        enter = manifest_part.skip if config.roles == ProfileConfig().roles else manifest_part.lack
+        enter = manifest_part.skip if config.roles == DEFAULT_ROLES else manifest_part.lack
         enter(PROFILER, why_none, kind="selection")
 
 
@@ -108,7 +109,7 @@ def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], wh
     Args:
         where: Behind "roles", whose they are: `in this capture`.
     """
-    if patterns == ProfileConfig().roles:
+    if patterns == DEFAULT_ROLES:
         return {}
     roles = sorted(set(roles))
     unmatched = {}
