@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from stepscope import ProfileConfig, capture, prepare
 from stepscope.backends import nsys
 from stepscope.backends.nsys import NsysBackend, command, launch_options, runtime_env
+from stepscope.backends.protocol import Window
 from stepscope.errors import BackendError, CaptureError, ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.sidecar import ProcessInfo
 
 
 def test_the_fix_is_whole_in_what_prepare_raises_and_in_the_manifest(
@@ -73,11 +78,47 @@ def test_an_unknown_thing_to_trace_is_refused() -> None:
         ProfileConfig(nsys={"trace": ["cuad"]})
 
 
+@pytest.fixture
+def _no_markers_are_known() -> Iterator[None]:
+    nsys._markers.cache_clear()
+    yield
+    nsys._markers.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_markers_are_known")
 def test_without_nvtx_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvtx", None)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    nsys.markers.cache_clear()
-    try:
-        assert "pip install 'stepscope[nsys]'" in str(nsys.markers())
-    finally:
-        nsys.markers.cache_clear()
+    assert "pip install 'stepscope[nsys]'" in str(nsys.markers())
+
+
+@pytest.mark.usefixtures("_no_markers_are_known")
+def test_a_torch_that_is_imported_later_gives_the_markers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert isinstance(nsys.markers(), str)
+    nvtx = SimpleNamespace(range_start=lambda name: 1, range_end=lambda number: None)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(nvtx=nvtx)))
+    assert isinstance(nsys.markers(), nsys.Markers)
+
+
+def test_a_window_that_does_not_stop_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nsys can be started, and is gone when the window ends."""
+    program = tmp_path / "nsys"
+    program.write_text("#!/bin/sh\nexit 0\n")
+    program.chmod(0o700)
+    for name in nsys._INJECTED[1:]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv(nsys.SESSION, "profile-1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    backend = NsysBackend(ProfileConfig(nsys={"trace": ["cuda"]}))
+    process = ProcessInfo(role="actor", rank=0, world_size=1, host="host-a", pid=1)
+    backend.start(Window(step=1, process=process, stage=None, index=0))
+    (folder,) = tmp_path.glob("stepscope-nsys-*")
+    program.unlink()
+    with pytest.raises((BackendError, OSError)):
+        backend.stop()
+    assert not folder.exists()

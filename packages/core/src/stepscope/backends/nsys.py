@@ -176,7 +176,9 @@ class NsysBackend:
                 self._stopping = _stop(self._folder)
             _await_output(self._stopping, self._folder)
         except ours():
+            folder = self._folder
             self._give_back()
+            _remove(folder)
             raise  # a Ctrl-C keeps the window: a second call stops it
         folder, stopping, seconds = self._folder, self._stopping, self._config.report_seconds
         self._give_back()
@@ -356,9 +358,14 @@ class Markers(NamedTuple):
     end: Callable[[Any], object]
 
 
-@cache
 def markers() -> Markers | str:
-    """Return how to make ranges that nsys records, or the reason why there are none.
+    """Return how to make ranges that nsys records, or the reason why there are none."""
+    return _markers("torch" in sys.modules)  # which the training may import later
+
+
+@cache
+def _markers(with_torch: bool) -> Markers | str:
+    """Return what `markers` does.
 
     nvtx 0.2.12 to 0.2.17 get no domain from nsys up to 2023.4, and then drop all ranges without a word.
     """
@@ -373,9 +380,9 @@ def markers() -> Markers | str:
             "the installed nvtx gets no domain from this nsys. Fix: --trace with nvtx; with nsys up to "
             "2023.4, pip install nvtx==0.2.11"
         )
-    torch: Any = sys.modules.get("torch")
     try:
-        if torch is not None:  # its own ranges have no domain
+        if with_torch:  # its own ranges have no domain
+            torch: Any = sys.modules["torch"]
             torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start(DOMAIN))
             return Markers(torch.cuda.nvtx.range_start, torch.cuda.nvtx.range_end)
     except (AttributeError, RuntimeError):
