@@ -517,3 +517,16 @@ def test_the_command_starts_without_torch_and_ray() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
+
+
+def test_merge_suggests_a_step_of_the_run_that_is_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for at, (run_id, step) in enumerate([("old", 1), ("new", 7)]):
+        folder = StepFolder(tmp_path, step=step, run_id=run_id, opened_ns=10**18 + at * 10**12)
+        folder.process("trainer", owner=True).close(1_000_000)
+        folder.write()
+    assert run(["merge", str(tmp_path)]) == 2
+    assert "such as --step 7" in capsys.readouterr().err
+    assert run(["merge", str(tmp_path), "--run", "old"]) == 2
+    assert "such as --step 1" in capsys.readouterr().err

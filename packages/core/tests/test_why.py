@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from stepscope import ProfileConfig, capture
 from stepscope.cli import run
+from stepscope.recording.recorder import standing
 
 HEAD = """
 import asyncio, os, queue, sys, threading, time
@@ -232,3 +234,23 @@ def test_a_killed_run_shows_what_its_last_step_never_ended(
     text = " ".join(capsys.readouterr().out.split())
     assert "Nobody answers. Step 3, the last on disk, never ended" in text
     assert "rollout push" in text
+
+
+@pytest.mark.parametrize(
+    ("record", "fix"), [("off", "record: spans, in the run's"), ("spans", "if it ended")]
+)
+def test_a_run_that_does_not_answer_is_told_what_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], record: str, fix: str
+) -> None:
+    settings = {
+        "save_path": str(tmp_path),
+        "steps": [1],
+        "record": record,
+        "roles": {"*": {"profiler": "off"}},
+    }
+    config = ProfileConfig.from_mapping(settings)
+    with capture(1, config=config):
+        pass
+    standing.stop()
+    assert run(["why", str(tmp_path), "--wait", "0.1"]) == 3
+    assert fix in " ".join(capsys.readouterr().err.split())

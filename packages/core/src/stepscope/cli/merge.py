@@ -14,7 +14,7 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import find_run, find_steps, is_step
+from stepscope.cli.find import find_run, find_steps, is_step, of_one_run
 from stepscope.cli.plain import expect_traces, is_plain
 from stepscope.cli.readers import RayAddress, absolute, cluster
 from stepscope.config._ranges import parse_ranges
@@ -88,7 +88,7 @@ def merge(
         target, step_path = output, None
         total, write = plain_bytes(paths), partial(merge_plain, paths, target)
     else:
-        step_path = absolute(_step_of(paths[0], step), ray)
+        step_path = absolute(_step_of(paths[0], step, run), ray)
         if ray is not None:
             _fetch(ray, StepLayout(step_path))
         target = output or StepLayout(step_path).timeline
@@ -114,7 +114,7 @@ def _exit(written: Merged) -> Exit:
     return Exit.INCOMPLETE if written.problems or written.incomplete else Exit.OK
 
 
-def _step_of(path: Path, step: str | None) -> Path:
+def _step_of(path: Path, step: str | None, run: str | None) -> Path:
     if step is not None:
         wanted = find_steps(path, step)
         if len(wanted) > 1:
@@ -122,7 +122,7 @@ def _step_of(path: Path, step: str | None) -> Path:
         return wanted[0].root
     if is_step(path):
         return path
-    steps = find_run(path)  # says what is there instead, if it is no run either
+    steps = of_one_run(path, find_run(path), run).steps  # or says what is there instead of a run
     raise CommandError(f"{path} is the folder of a run: give --step too, such as --step {next(iter(steps))}")
 
 

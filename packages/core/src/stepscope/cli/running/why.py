@@ -17,7 +17,7 @@ from rich.text import Text
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import no_run
+from stepscope.cli.find import no_run, read_run
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.recorder import WHY, Order, StepLine, read_step_lines, recorded_runs
@@ -159,8 +159,16 @@ def _show_last_step(run: Path) -> None:
     if not rows:
         raise CommandError(
             f"no process of the run in {run} answers, and its last step on disk has no open call. "
-            "Fix: record: spans, in the run's configuration; or look at the program's log",
+            f"Fix: {_fix(RunLayout(run))}",
             Exit.INCOMPLETE,
         )
     screen.show(listing(f"Nobody answers. Step {number}, the last on disk, never ended", rows))
     raise typer.Exit(Exit.INCOMPLETE)
+
+
+def _fix(layout: RunLayout) -> str:
+    records = [record for file in layout.runs() if (record := read_run(file)) is not None]
+    newest = max(records, key=lambda record: record.started_ns, default=None)
+    if newest is not None and newest.config.get("record") == "spans":
+        return "if it ended, look at the program's log; if not, its hosts may not share this folder"
+    return "record: spans, in the run's configuration; or look at the program's log"
