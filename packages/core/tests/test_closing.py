@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -188,3 +189,19 @@ def test_a_handler_that_exits_while_a_session_closes_leaves_it_closed(
     assert manifest is not None
     (part,) = manifest.processes
     assert [item.name for item in part.expected if item.pending] == []
+
+
+def test_a_step_whose_folder_cannot_be_made_is_not_said_to_be_captured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = ProfileConfig.from_mapping(
+        {"save_path": str(tmp_path), "steps": [1, 2], "roles": {"*": {"profiler": "off"}}}
+    )
+    with capture(1, config=config):
+        pass
+    RunLayout(tmp_path).step(2).root.write_text("in the way")
+    with capture(2, config=config) as cap:
+        pass
+    assert "step 2 was not captured: NotADirectoryError" in cap.result.summary()
+    assert "step 2 captured" not in caplog.text

@@ -48,10 +48,16 @@ def shortfall(manifest: Manifest, no_profiler: str | None) -> str | None:
 
 
 def summary(manifest: Manifest, folder: Path, save_path: str, apart: Sequence[str]) -> str:
-    """Return one line for the log: participants, traces (pending ones too), and the step's folder."""
+    """Return one line for the log: participants, traces (pending ones too), and the step's folder.
+
+    A process whose spans could not be written is not among the participants.
+    """
     items = [item for part in manifest.processes for item in part.expected]
     traces = sum(len(item.artifacts) + (item.pending == "exporting") for item in items)
-    processes = len(manifest.processes)
+    lost = [item for item in items if item.kind == "spans" and item.state == "failed"]
+    processes = len(manifest.processes) - len(lost)
+    if not processes and not traces:
+        return f"step {manifest.step} was not captured: {lost[0].reason if lost else 'no process took part'}"
     elsewhere = f" and {len(apart)} on other hosts, whose files are fetched" if apart else ""
     return (
         f"step {manifest.step} captured: {processes} process{'es' * (processes != 1)}{elsewhere}, "
