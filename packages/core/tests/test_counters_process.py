@@ -19,6 +19,7 @@ from stepscope.files.counters import EVENT_LOOP
 from stepscope.recording.counters.garbage import garbage
 from stepscope.recording.counters.host_load import HostClaim, HostCpu
 from stepscope.recording.counters.process_load import OpenFiles, ProcessCpu, ProcessMemory
+from stepscope.report.tables.event_loops import late_loops
 from stepscope.timeline import Counter, load_step
 
 MB = 1 << 20
@@ -186,3 +187,26 @@ def test_without_spans_on_a_loop_nothing_is_said_of_loops(config: ProfileConfig)
     names = {item.name for item in load_step(f"{config.save_path}/step_000001").counters}
     assert EVENT_LOOP not in names
     assert {"process CPU", "process memory", "open files", "garbage collector"} <= names
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_call_that_blocks_its_loop_is_named_if_others_wait_for_the_loop(
+    config: ProfileConfig, others: int
+) -> None:
+    async def waits() -> None:
+        with span("turn"):
+            for _ in range(50):
+                await asyncio.sleep(0.01)
+
+    async def work() -> None:
+        waiting = [asyncio.create_task(waits()) for _ in range(others)]
+        with span("warm-up"):
+            await asyncio.sleep(0.1)
+        with span("add", role="env"):
+            time.sleep(0.3)  # noqa: ASYNC251  # as above
+        await asyncio.gather(*waiting)
+
+    with capture(1, config=config):
+        asyncio.run(work())
+    late = list(late_loops(load_step(f"{config.save_path}/step_000001")))
+    assert [loop.blocker for loop in late] == ([("env", "add")] if others else [])

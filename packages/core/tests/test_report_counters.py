@@ -137,6 +137,49 @@ def test_a_late_event_loop_is_named_with_its_thread(case: Case) -> None:
     assert because == ("a callback on its thread MainThread waited for 300 ms",)
 
 
+def block(process: FakeProcess, start_ms: int, end_ms: int) -> None:
+    """Sample an event loop at 10 Hz, as the recorder does, that did not run from `start_ms` to `end_ms`."""
+    values, sent_ms = {}, None
+    for at_ms in range(0, 10_000, 100):
+        late_ms = 0 if sent_ms is None else min(at_ms, end_ms) - sent_ms
+        values[at_ms * MS] = float(late_ms)
+        sent_ms = (sent_ms or at_ms) if start_ms <= at_ms < end_ms else None
+    process.counter(EVENT_LOOP, values, of="AsyncIO Thread: default", unit="ms", kind="interval")
+
+
+def test_a_call_that_has_the_event_loop_for_itself_blocks_nothing(case: Case) -> None:
+    case.trainer.span("update_actor", 2000 * MS, 2990 * MS)
+    case.actor.span("compute_log_prob", 1500 * MS, 1900 * MS)
+    around = case.actor.span("update_actor", 2010 * MS, 2980 * MS)
+    case.actor.span("optimizer", 2900 * MS, 2970 * MS, parent=around)
+    case.actor.span("sync_weights", 3000 * MS, 3100 * MS)
+    block(case.actor, 2010, 2980)
+    assert "late-event-loop" not in case.advice()
+    counters = case.report().counters
+    assert counters is not None
+    assert [row.most for row in counters.rows] == [880.0]
+
+
+def test_a_call_that_blocks_the_event_loop_of_others_is_named(case: Case) -> None:
+    agents = case.folder.process("agent_loop", 0)
+    for number in range(3):
+        around = agents.span("trajectory", 0, (8000 + number) * MS, role="agent_loop")
+        agents.span("turn", 100 * MS, 2000 * MS, role="agent_loop", parent=around)
+        if number == 1:
+            agents.span("add", 2100 * MS, 4050 * MS, role="env", parent=around)
+    block(agents, 2100, 4050)
+    what, because = case.advice()["late-event-loop"]
+    assert what == "env add blocks the event loop of agent_loop 0"
+    assert because[0].endswith("waited for 1.95 s")
+
+
+@pytest.mark.parametrize(("start_ms", "end_ms"), [(2010, 9000), (2500, 2980)])
+def test_a_block_that_no_call_explains_is_told(case: Case, start_ms: int, end_ms: int) -> None:
+    case.actor.span("generate", start_ms * MS, end_ms * MS)
+    block(case.actor, 2010, 2980)
+    assert case.advice()["late-event-loop"][0] == "something blocks the event loop of actor 0"
+
+
 def test_a_loop_that_is_late_by_100_ms_is_no_news(case: Case) -> None:
     case.trainer.counter(EVENT_LOOP, {0: 0, S: 100}, of="MainThread", unit="ms", kind="interval")
     assert "late-event-loop" not in case.advice()

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from packages.core.tests.test_advice_fits import engine_recorded, profiled
 from packages.core.tests.test_report_advice import MS, Case, other_host
+from stepscope.files.manifest.records import OwnCost
 from stepscope.report import StepReport, step_report
 from stepscope.timeline.step.load import load_step
 
@@ -54,3 +56,28 @@ def test_phases_are_not_asked_for(tmp_path: Path) -> None:
     case = Case(tmp_path)
     case.replica.span("answer", 0, 400 * MS)
     assert unedited(case).phaseless == ()
+
+
+def slow_actor(case: Case) -> None:
+    case.driver.cost = OwnCost(start_ns=10 * MS, stop_ns=390 * MS)
+    case.actors[0].cost = OwnCost(start_ns=MS, stop_ns=380 * MS)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "remedy"),
+    [
+        ([engine_recorded, profiled(0)], "spans alone cost next to nothing: roles: {actor: {profiler: off}}"),
+        ([engine_recorded, profiled(0, 1)], "record less for actor 0: fewer ranks; or export.when: deferred"),
+        ([engine_recorded], "look at `Processes`: a busy worker, or a slow folder, makes all others wait"),
+        ([], "look at `Processes`: a busy worker, or a slow folder, makes all others wait"),
+    ],
+)
+def test_a_slow_process_is_advised_on_by_what_recorded_it(
+    tmp_path: Path, recorded: list[Callable[[Case], None]], remedy: str
+) -> None:
+    case = Case(tmp_path)
+    for change in (slow_actor, *recorded):
+        change(case)
+    advice = {advice.rule: advice for advice in unedited(case).advice}["profiler-cost"]
+    assert advice.because[1].startswith("actor 0 took longest")
+    assert advice.do == remedy

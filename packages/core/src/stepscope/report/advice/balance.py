@@ -86,7 +86,7 @@ def uneven_profiling(evidence: Evidence) -> Advice | None:
     stage, slowest = worst.stage, worst.slowest
     alike = (
         "ranks: all, or no engines in the capture"
-        if evidence.profiling.engines and stage.role in GENERATES
+        if any(one.engine and one.name == slowest.process for one in evidence.profiling.recorded)
         else "ranks: all, or profiler: off"
     )
     return Advice(

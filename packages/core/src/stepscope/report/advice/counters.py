@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepscope.files.counters import EVENT_LOOP, GC, KV_CACHE, PREEMPTIONS
+from stepscope.files.counters import GC, KV_CACHE, PREEMPTIONS
 from stepscope.report.advice.demand import FULL
 from stepscope.report.advice.evidence import Advice, Evidence, share_of_step
 from stepscope.report.advice.remedies import changes
 from stepscope.report.formatting import count, duration
 from stepscope.report.tables.counters import CounterRow
 
-LATE_MS = 100
 COLLECTING = 5
 """Percent of the step in the garbage collector."""
 
@@ -21,21 +20,27 @@ def _rows(evidence: Evidence, name: str) -> Sequence[CounterRow]:
 
 
 def late_event_loop(evidence: Evidence) -> Advice | None:
-    """Advise if an event loop was late by more than 100 ms."""
-    late = [row for row in _rows(evidence, EVENT_LOOP) if row.most > LATE_MS]
+    """Advise if calls waited for an event loop that was late by more than 100 ms."""
+    late = () if evidence.counters is None else evidence.counters.late_loops
     if not late:
         return None
-    worst = max(late, key=lambda row: row.most)
-    because = [f"a callback on its thread {worst.of} waited for {duration(round(worst.most * 1e6))}"]
+    worst = late[0]
+    because = [f"a callback on its thread {worst.thread} waited for {duration(worst.late_ns)}"]
+    if worst.blocker is not None:
+        because.append(f"the loop ran again when {' '.join(worst.blocker)} ended")
     if len(late) > 1:
         because.append(f"so it was on {count(len(late), 'loop')}")
     return Advice(
         rule="late-event-loop",
-        what=f"something blocks the event loop of {worst.process}",
+        what=f"{'something' if worst.blocker is None else ' '.join(worst.blocker)} blocks the event loop of "
+        f"{worst.process}",
         because=tuple(because),
         do=(
             "find the call that does not await (a tool, a tokenizer, a file) and run it in a thread: "
             "asyncio.to_thread; PYTHONASYNCIODEBUG=1 names slow callbacks"
+            if worst.blocker is None
+            else "run it in a thread (asyncio.to_thread), or await what it waits for: other calls of that "
+            "process stand still meanwhile"
         ),
         settings=changes(f"late-event-loop: {worst.role}", evidence),
     )

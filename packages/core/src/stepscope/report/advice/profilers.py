@@ -6,6 +6,7 @@ from stepscope.report.advice.evidence import Advice, Evidence, is_unedited, perc
 from stepscope.report.formatting import count, duration
 from stepscope.report.tables.baseline import ENOUGH
 from stepscope.report.tables.health import Health, ProcessRow
+from stepscope.report.tables.profiling import Profiled
 
 LARGE_TRACE = 100_000
 """Events from which on a trace is a likely reason why closing took long."""
@@ -53,7 +54,7 @@ def _slowed(evidence: Evidence) -> str:
     """Return the remedy for a step that took longer than uncaptured ones."""
     if evidence.health.recorder is not None:
         return "see below what took the time. `stepscope diff` with a usual step shows what grew"
-    if not evidence.profiling.ran:
+    if not evidence.profiling.recorded:
         return (
             "no profiler ran in it, and a span takes microseconds: see below what is slow, or capture another"
         )
@@ -64,18 +65,27 @@ def _slowed(evidence: Evidence) -> str:
     )
 
 
-def _less(evidence: Evidence) -> list[str]:
-    """Return the ways to record less that fit what was recorded. A schedule needs an edited program."""
-    profiling, ways = evidence.profiling, []
-    if profiling.several:
+def _less(evidence: Evidence, process: str | None = None) -> list[str]:
+    """Return the ways to record less that fit what was recorded. A schedule needs an edited program.
+
+    Args:
+        process: The process, or the replica, that the advice names; None if it is about the whole step.
+    """
+    recorded, ways = _recorded(evidence, process), []
+    if any(one.has_peers for one in recorded):
         ways.append("fewer ranks")
-    if profiling.heavy:
-        ways.append(f"without {' and '.join(profiling.heavy)}")
-    if profiling.by_torch and not is_unedited(evidence):
+    heavy = dict.fromkeys(word for one in recorded for word in one.heavy)
+    if heavy:
+        ways.append(f"without {' and '.join(heavy)}")
+    if any(one.by_torch for one in recorded) and not is_unedited(evidence):
         ways.append("a part of the step (torch.schedule)")
-    if profiling.engines:
+    if any(one.engine for one in recorded):
         ways.append("fewer iterations of an engine (iterations.count)")
     return ways
+
+
+def _recorded(evidence: Evidence, process: str | None) -> list[Profiled]:
+    return [one for one in evidence.profiling.recorded if process in (None, one.name)]
 
 
 def is_stalled(evidence: Evidence) -> bool:
@@ -133,17 +143,17 @@ def profiler_cost(evidence: Evidence) -> Advice | None:
     traces = () if evidence.traces is None else evidence.traces.traces
     largest = max(traces, key=lambda trace: trace.events, default=None)
     because = [f"{duration(spent_ns)} beside a step of {duration(evidence.breakdown.window_ns)}"]
-    whose = "" if worst is None or worst.owner else f" for {worst.name}"
+    whose = None if worst is None or worst.owner else worst.name
     engine, wrote_ns = next(iter(evidence.profiling.writers), ("", 0))
-    waited = wrote_ns * 2 >= spent_ns and not whose  # the owner for an engine
+    waited = wrote_ns * 2 >= spent_ns and whose is None  # the owner for an engine
     if waited:
         because.append(f"{engine} took longest: its profiler started and wrote for {duration(wrote_ns)}")
-        worst, whose = None, f" for {engine}"
+        worst, whose = None, engine
     elif worst is not None:
         because += _name_slowest(worst, evidence.health)
     if largest is not None and largest.events >= LARGE_TRACE:
         because.append(f"the largest trace is that of {largest.process}: {count(largest.events, 'event')}")
-        whose = whose if waited else f" for {largest.process}"
+        whose = whose if waited else largest.process
     return Advice(
         rule="profiler-cost",
         what="opening and closing the capture took long next to this step; other steps do not pay it",
@@ -171,18 +181,25 @@ def _name_slowest(worst: ProcessRow, health: Health) -> list[str]:
     return facts
 
 
-def _make_cheaper(evidence: Evidence, worst: ProcessRow | None, whose: str) -> str:
-    """Return the remedies that fit what was recorded."""
+def _make_cheaper(evidence: Evidence, worst: ProcessRow | None, whose: str | None) -> str:
+    """Return the remedies that fit what was recorded.
+
+    Args:
+        worst: The process that took longest to open and close.
+        whose: The process, or the replica, that made the others wait; None if that is unknown.
+    """
     remedies = []
     cost = None if worst is None else worst.cost
     prepared = evidence.profiling.prepared or is_unedited(evidence)
     if cost is not None and cost.start_ns >= cost.stop_ns and not prepared:
         remedies.append("prepare() before the first step pays the one-off part of opening")
-    ways = _less(evidence)
+    ways, recorded = _less(evidence, whose), _recorded(evidence, whose)
     if ways and (whose or not remedies):
-        remedies.append(f"record less{whose}: {', '.join(ways)}; or export.when: deferred")
-    if not remedies and is_unedited(evidence):
-        remedies.append("spans alone cost next to nothing: roles: {'*': {profiler: off}}")
+        of = f" for {whose}" if whose else ""
+        remedies.append(f"record less{of}: {', '.join(ways)}; or export.when: deferred")
+    if recorded and not remedies and is_unedited(evidence):
+        role = recorded[0].role if whose else "'*'"
+        remedies.append(f"spans alone cost next to nothing: roles: {{{role}: {{profiler: off}}}}")
     if not remedies:
         remedies.append("look at `Processes`: a busy worker, or a slow folder, makes all others wait")
     return "; ".join(remedies)

@@ -19,6 +19,7 @@ from stepscope.files.counters import (
 from stepscope.report.accounting import Pair, common_ns, joined
 from stepscope.report.spans import is_tool, placed
 from stepscope.report.table import Table
+from stepscope.report.tables.event_loops import LateLoop, late_loops
 from stepscope.timeline import Counter, Timeline
 
 
@@ -61,6 +62,9 @@ class IdleDevice(msgspec.Struct, frozen=True, kw_only=True):
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     rows: Table[CounterRow]
     """By process, in the order in which it sampled them first."""
+    late_loops: Table[LateLoop] = Table()
+    """Event loops that were late by more than 100 ms, the latest first. A call that had its loop for itself
+    makes none late."""
     idle_devices: Table[IdleDevice]
     """Devices that were at 0 % at some time, the most idle first."""
 
@@ -80,7 +84,8 @@ def step_counters(timeline: Timeline) -> Counters | None:
         return None
     idle = sorted(_idle(timeline, sampled), key=lambda device: (-device.idle_ns, device.host, device.device))
     rows = (_row(counter, pieces, timeline) for counter, pieces in sampled)
-    return Counters(rows=Table(rows), idle_devices=Table(idle))
+    late = sorted(late_loops(timeline), key=lambda loop: (-loop.late_ns, loop.process, loop.thread))
+    return Counters(rows=Table(rows), late_loops=Table(late), idle_devices=Table(idle))
 
 
 def pieces_of(counter: Counter, timeline: Timeline) -> list[Piece]:

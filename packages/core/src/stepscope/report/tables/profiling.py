@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from stepscope.report.accounting import Pair, clipped, union_ns
+from stepscope.report.table import grouped
 from stepscope.report.tables.breakdown import beside_step
 from stepscope.timeline import Timeline, TraceActivity
 
 _HEAVY = {"with_stack": "stacks", "record_shapes": "shapes", "profile_memory": "memory"}
 
 
+class Profiled(msgspec.Struct, frozen=True, kw_only=True):
+    """One process that a profiler recorded, or one replica that its engine's own profiler recorded."""
+
+    name: str
+    """As in the timeline: `actor 0`, `rollout replica 1`; `replica 1` for a replica as a whole."""
+    role: str
+    has_peers: bool = False
+    """True if other processes of its role were recorded too."""
+    by_torch: bool = False
+    """True if torch.profiler recorded it, which `torch.schedule` can shorten."""
+    heavy: tuple[str, ...] = ()
+    """Options that make recordings large and were on: `stacks`, `shapes`, `memory`."""
+    engine: bool = False
+    """True if the profiler is an engine's own."""
+
+
 class Profiling(msgspec.Struct, frozen=True, kw_only=True):
     """The profilers of one step, and the devices that their traces show."""
 
-    ran: bool = False
-    """True if any did, an engine's own included."""
-    several: tuple[str, ...] = ()
-    """Roles of which two or more processes were recorded."""
-    by_torch: bool = False
-    """True if torch.profiler recorded a process, which `torch.schedule` can shorten."""
-    heavy: tuple[str, ...] = ()
-    """Options that make recordings large and were on: `stacks`, `shapes`, `memory`."""
-    engines: bool = False
-    """True if engines were recorded by their own profilers."""
+    recorded: tuple[Profiled, ...] = ()
+    """Empty if no profiler ran."""
     given: bool = False
     """True if engines were given to the capture, recorded or not."""
     gpu: bool = False
@@ -45,32 +54,68 @@ class Profiling(msgspec.Struct, frozen=True, kw_only=True):
 def step_profilers(timeline: Timeline, activities: Sequence[TraceActivity]) -> Profiling:
     """Return the profilers that ran, by the manifest and by the traces."""
     parts = () if timeline.manifest is None else timeline.manifest.processes
-    recorded = {index for index, process in enumerate(timeline.processes) if process.profiled}
-    recorded |= {activity.process for activity in activities if activity.process is not None}
-    roles = Counter(timeline.processes[index].info.role for index in recorded)
-    made = [item for part in parts for item in part.expected if item.artifacts]
-    tools = {artifact.tool for item in made if item.kind == "trace" for artifact in item.artifacts}
     began = {key for part in parts for key in part.began}
-    engines = any(item.kind == "engine" for item in made)
     devices = {device.name for activity in activities for device in activity.content.devices}
     named = {name for activity in activities for name in activity.content.device_names}
     npu = any("npu" in name.lower() or "ascend" in name.lower() for name in devices | named)
     return Profiling(
-        ran=bool(recorded or engines),
-        several=tuple(sorted(role for role, number in roles.items() if number > 1)),
-        by_torch="torch" in tools,
-        heavy=tuple(
-            word
-            for option, word in _HEAVY.items()
-            if any(recorded_activity.options.get(option) is True for recorded_activity in activities)
-        ),
-        engines=engines,
+        recorded=(*_recorded_processes(timeline, activities), *_recorded_replicas(timeline, activities)),
         given=timeline.replicas > 0,
         gpu=bool(devices or named) and not npu,
         npu=npu,
         prepared=any(part.prepared for part in parts if part.owner),
         writers=_writers(timeline),
         met=frozenset(process.name for process in timeline.processes if process.info.key in began),
+    )
+
+
+def _recorded_processes(timeline: Timeline, activities: Sequence[TraceActivity]) -> Iterator[Profiled]:
+    """Yield the processes with spans that a profiler recorded."""
+    parts = () if timeline.manifest is None else timeline.manifest.processes
+    tools = {
+        (part.process.key, artifact.tool)
+        for part in parts
+        for item in part.expected
+        if item.kind == "trace"
+        for artifact in item.artifacts
+    }
+    own = {part.process.key for part in parts if part.profiled}
+    traces = grouped(activities, lambda activity: activity.process)
+    recorded = {
+        index: process
+        for index, process in enumerate(timeline.processes)
+        if process.profiled or index in traces
+    }
+    roles = Counter(process.info.role for process in recorded.values())
+    for index, process in recorded.items():
+        yield Profiled(
+            name=process.name,
+            role=process.info.role,
+            has_peers=roles[process.info.role] > 1,
+            by_torch=(process.info.key, "torch") in tools,
+            heavy=_heavy(traces.get(index, ())),
+            engine=process.profiled and process.info.key not in own,
+        )
+
+
+def _recorded_replicas(timeline: Timeline, activities: Sequence[TraceActivity]) -> Iterator[Profiled]:
+    """Yield the replicas that their engines recorded, and the processes of an engine that left no spans."""
+    parts = () if timeline.manifest is None else timeline.manifest.processes
+    names = [item.name for part in parts for item in part.expected if item.kind == "engine" and item.artifacts]
+    heavy = _heavy([activity for activity in activities if activity.replica is not None])
+    for name in dict.fromkeys(names):
+        yield Profiled(name=name, role="rollout", heavy=heavy, engine=True)
+    for activity in activities:
+        if activity.process is None:
+            role = activity.info.role
+            yield Profiled(name=activity.name, role=role, heavy=_heavy([activity]), engine=True)
+
+
+def _heavy(activities: Sequence[TraceActivity]) -> tuple[str, ...]:
+    return tuple(
+        word
+        for option, word in _HEAVY.items()
+        if any(activity.options.get(option) is True for activity in activities)
     )
 
 
