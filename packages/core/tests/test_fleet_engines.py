@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from stepscope import ProfileConfig, capture, prepare, profile_step
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import CaptureError
 from stepscope.files.layout import RunLayout
+from stepscope.recording.capture import readiness
+from stepscope.recording.capture.prepare import before_first_step
 
 pytest.importorskip("torch")
 ray = pytest.importorskip("ray")
@@ -96,3 +99,41 @@ def test_prepare_reaches_every_worker_of_a_run_that_is_only_triggered(
     finally:
         for handle in handles:
             ray.kill(handle)
+
+
+class Starting:
+    """An async actor whose constructor takes its time, as that of an agent loop does."""
+
+    def __init__(self, until: Path) -> None:
+        import torch  # noqa: F401  # without it, there is nothing to prepare
+
+        while not until.exists():
+            time.sleep(0.02)
+
+    async def has_started_kineto(self) -> bool:
+        from stepscope.backends.torch import window
+
+        return window.kineto_has_started
+
+
+def test_an_unedited_program_is_not_held_for_a_worker_that_starts(
+    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "PATIENCE_S", 1.0)
+    monkeypatch.setattr("stepscope.recording.process.run._prepared_in", 0)
+    config = ProfileConfig(save_path=tmp_path / "run", steps=[1], roles={"*": {"ranks": "all"}})
+    ready = tmp_path / "ready"
+    handle: Any = ray.remote(num_cpus=0)(Starting).remote(ready)
+    try:
+        began = time.monotonic()
+        before_first_step(config, {"agent_loop": [handle]}, None, "trainer")
+        assert time.monotonic() - began < config.budget.fanout_seconds / 2
+        assert "cannot work" not in caplog.text
+        ready.touch()
+        ray.get(handle.__ray_ready__.remote())
+        until = time.monotonic() + 60
+        while not ray.get(handle.has_started_kineto.remote()) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert ray.get(handle.has_started_kineto.remote())
+    finally:
+        ray.kill(handle)

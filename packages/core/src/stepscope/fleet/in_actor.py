@@ -26,7 +26,7 @@ from stepscope.recording.spans import wrapping
 T = TypeVar("T")
 
 _turn = threading.Lock()
-"""Serializes starts and stops: threaded and async actors run calls side by side, in any order."""
+"""Serializes preparing, starts and stops: threaded and async actors run calls side by side, in any order."""
 
 
 def start_here(instance: object, request: StartRequest, expires_ns: int) -> tuple[StartAnswer, str | None]:
@@ -50,9 +50,10 @@ def start_here(instance: object, request: StartRequest, expires_ns: int) -> tupl
 
 
 def prepare_here(instance: object, request: PrepareRequest) -> PrepareAnswer:
-    answer = prepare_worker(request, instance)
-    renew_methods(instance)
-    return answer
+    with _turn:
+        answer = prepare_worker(request, instance)
+        renew_methods(instance)
+        return answer
 
 
 def renew_methods(instance: object) -> None:

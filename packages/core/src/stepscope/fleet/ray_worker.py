@@ -187,7 +187,8 @@ class Worker:
         return dataclasses.replace(self._outcome("ok"), apart=answer.apart)
 
     async def _prepare(self, request: PrepareRequest) -> WorkerOutcome:
-        answer = await self._line.call(in_actor.prepare_here, request)
+        # After a timeout here it goes on in the worker, which is then ready for a later step.
+        answer = await self._line.call(in_actor.prepare_here, request, keep=True)
         outcome = self._outcome("ok" if answer.problem is None else "failed", answer.problem)
         process = None if answer.recorder is None else answer.recorder.key
         return dataclasses.replace(outcome, roles=answer.roles, warnings=answer.warnings, process=process)
@@ -214,7 +215,7 @@ class Worker:
             reason = (
                 f"timeout: {what} had no answer within {deadline_s:g} s; the worker may be busy or starting"
             )
-            return self._outcome("failed", reason)
+            return dataclasses.replace(self._outcome("failed", reason), late=True)
         except ActorGoneError as error:
             return self._outcome("missing", str(error))
         except EngineError as error:

@@ -23,6 +23,9 @@ from stepscope.recording.spans import wrapping
 
 STARTING_S = 300.0
 """Longest wait for the answer of a worker or an engine before the run: it may still be loading its model."""
+PATIENCE_S = 5.0
+"""Longest time for which an unedited program is held, once. A worker that has not answered by then, since it
+is busy or still starting, prepares when it can, and no later than in its first captured step."""
 _FACTS = {"activities", "artifacts", "version"}
 """Notes of an engine about each capture, whatever the user set: the default activities name devices that an
 engine may lack."""
@@ -41,8 +44,8 @@ async def make_ready(
 
     Args:
         edited: The program calls `prepare` itself: it declares its roles, and nothing is at work yet. In one
-            that nobody edits, roles come with the modules that it imports. A busy worker gets no more time
-            than in a capture.
+            that nobody edits, roles come with the modules that it imports. It is held for `PATIENCE_S` at
+            most, and a worker or an engine that has not answered by then is no problem.
         alone: The outcome of preparing this process; None if it is not prepared yet.
 
     Raises:
@@ -54,7 +57,8 @@ async def make_ready(
     configure.check(config, on_ray=participants.fleet is not None)
     if participants.profilers:
         warn_of_long_stops(config)
-    deadline_s = max(config.budget.fanout_seconds, STARTING_S if edited else 0.0)
+    patience_s = config.budget.fanout_seconds
+    deadline_s = max(patience_s, STARTING_S) if edited else min(patience_s, PATIENCE_S)
     request = PrepareRequest(config=config, run_id=run.run_id())
     own, outcomes, engine_problems = await asyncio.gather(
         _this_process(msgspec.structs.replace(request, role=role), alone),
@@ -62,8 +66,12 @@ async def make_ready(
         asyncio.gather(*(_engine(engine, config, deadline_s) for engine in participants.profilers)),
     )
     problems = [] if own.problem is None else [own.problem]
-    problems += [f"{outcome.name}: {outcome.reason}" for outcome in outcomes if outcome.state != "ok"]
-    problems += filter(None, engine_problems)
+    problems += [
+        f"{outcome.name}: {outcome.reason}"
+        for outcome in outcomes
+        if outcome.state != "ok" and (edited or not outcome.late)
+    ]
+    problems += [line for line, late in engine_problems if line is not None and (edited or not late)]
     if problems:
         listed = "\n  ".join(problems)
         raise CaptureError(f"profiling cannot work in {len(problems)} place(s):\n  {listed}")
@@ -93,8 +101,13 @@ async def _workers(
     return [] if participants.fleet is None else await participants.fleet.prepare(request, deadline_s)
 
 
-async def _engine(engine: EngineProfiler, config: ProfileConfig, deadline_s: float) -> str | None:
-    """Return why the profiler of an engine cannot work. Warn of options that have no effect on it."""
+async def _engine(
+    engine: EngineProfiler, config: ProfileConfig, deadline_s: float
+) -> tuple[str | None, bool]:
+    """Return why the profiler of an engine cannot work, and whether that is only that no answer came in time.
+
+    Warn of options that have no effect on it.
+    """
 
     def check() -> Mapping[str, str]:
         engine.check()
@@ -103,10 +116,10 @@ async def _engine(engine: EngineProfiler, config: ProfileConfig, deadline_s: flo
     try:
         ignored = await private_loop.within(own_thread(check), deadline_s)
     except asyncio.TimeoutError:
-        return f"replica {engine.replica}: no answer within {deadline_s:g} s"
+        return f"replica {engine.replica}: no answer within {deadline_s:g} s", True
     except ours() as error:
-        return f"replica {engine.replica}: {describe(error)}"
+        return f"replica {engine.replica}: {describe(error)}", False
     for option, reason in ignored.items():
         if option not in _FACTS:
             failures.warn_once(f"replica {engine.replica}: {option} has no effect: {reason}")
-    return None
+    return None, False

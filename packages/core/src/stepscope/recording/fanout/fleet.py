@@ -27,6 +27,8 @@ class WorkerOutcome:
     state: State
     """`ok`, or what the manifest should say of a worker that did not answer well."""
     reason: str | None = None
+    late: bool = False
+    """True if it failed because no answer came before the deadline: the worker may be busy or starting."""
     process: str | None = None
     """`ProcessInfo.key`, once the worker has said it."""
     clock: ClockOffset | None = None
