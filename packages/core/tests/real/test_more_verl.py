@@ -60,7 +60,10 @@ def legacy(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 @pytest.fixture(scope="session", params=[True, False], ids=["v1", "legacy"])
 def selected(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Training:
-    """Return a training whose steps verl's own configuration selects, with either trainer."""
+    """Return a training whose steps verl's own configuration selects, with either trainer.
+
+    Nothing of stepscope starts it: verl loads the entry point.
+    """
     folder = tmp_path_factory.mktemp("selected")
     return captured_training(folder, f"trainer.use_v1={request.param}", by_verl=True)
 
@@ -120,4 +123,6 @@ def test_verls_profiler_configuration_selects_whole_steps(selected: Training) ->
         assert (step.report["health"]["state"], step.report["health"]["missing"]) == ("ok", [])
         assert step.unaccounted < 0.05
         assert step.calls["actor", "update_actor"] == 1
+        assert step.calls["reward", "compute_reward"] == TRAJECTORIES
+        assert list(step.folder.glob("traces/rollout/replica0/*.json.gz"))  # armed when it was built
         assert ("actor_rollout_ref", "actor_update") not in step.calls  # verl's annotation of the same call

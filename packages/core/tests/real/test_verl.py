@@ -119,6 +119,15 @@ def test_the_wait_for_verls_poll_is_not_blamed_on_anybody(step: Step) -> None:
     assert waits["trainer", "wait_for_samples"] > 0
 
 
+def test_advice_blames_nobody_for_what_did_not_happen(training: Training, step: Step) -> None:
+    # The actor's update runs on its event loop, and nothing waits for the loop; agent loops start slowly.
+    assert "cannot work" not in training.output
+    assert {advice["rule"] for advice in step.report["advice"]} <= {"vain-wait", "profiler-cost", "long-tail"}
+    for advice in step.report["advice"]:
+        if "actor 0 took longest" in " ".join(advice["because"]):
+            assert "engine" not in advice["do"]
+
+
 def test_no_prompt_or_response_is_recorded(training: Training) -> None:
     spans = b"".join(path.read_bytes() for path in training.save_path.glob("step_*/spans/*"))
     assert spans

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from stepscope.files.spans import Line, Span
 from stepscope.integrations import verl, verl_trainer
 from stepscope.recording.process import run
 from stepscope.recording.spans import slot
+from stepscope.timeline import load_step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # verl and its packages use what others deprecate
 NUMBERS = {"timing_s/gen": 4.03, "critic/score/mean": 0.5, "response_length/mean": 32, "training/epoch": 0}
@@ -104,16 +106,59 @@ def test_the_logger_is_made_where_it_is_named(backends: str | list[str]) -> None
         tracking.Tracking("project", "experiment", "stepscop")
 
 
-@pytest.mark.parametrize("way", ["plug-in", "preset"])
+@pytest.mark.parametrize("way", ["entry point", "plug-in", "preset"])
 def test_verl_is_unedited(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", LOADED]
+    if way != "entry point":
+        monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
     if way == "plug-in":
         monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", verl.__name__)
-    else:
+    if way == "preset":
         options = ["--preset", "verl", "--steps", "2", "--save-path", str(tmp_path)]
         command = [sys.executable, "-m", "stepscope", "run", *options, *command]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "True", done.stderr
+
+
+def test_a_process_that_imports_verl_has_what_the_trainer_of_its_job_published(tmp_path: Path) -> None:
+    program = str(Path(__file__).parents[1] / "verl_cpu" / "join_job.py")
+    command = [sys.executable, program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    expected = str(stepscope.ProfileConfig(steps=[2, 5]).steps)
+    assert done.stdout.splitlines()[-3:] == ["None", expected, "None"]
+
+
+@pytest.mark.parametrize("by_preset", [False, True])
+def test_verls_annotations_for_rl_insight_are_spans_and_no_work_has_two(
+    by_preset: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rl_insight")
+    monkeypatch.setenv("VERL_RL_INSIGHT_ENABLE", "1")
+    worker = Worker(settings(tmp_path))
+    stepscope.configure(save_path=tmp_path, steps=[2])
+    with stepscope.capture(2, role="trainer"):
+        around = stepscope.span("update_actor", role="actor") if by_preset else contextlib.nullcontext()
+        with around:
+            assert worker.update_actor(1) == 2
+        with tracking.RLInsightLogger.trace_state("train_batch", state_lane_id="rank_0", epoch=1):
+            pass
+        with tracking.RLInsightLogger.trace_state("vllm_generate", state_lane_id="replica_3"):
+            pass
+    stepscope.flush(10)
+    spans = load_step(RunLayout(tmp_path).step(2).root).spans
+    assert [(span.role, span.stage, span.attrs) for span in spans] == [
+        ("actor", "update_actor", None),
+        ("trainer", "train_batch", {"epoch": 1}),
+        ("rollout", "generate", {"replica": 3}),
+    ]
+
+
+def test_verls_annotations_record_nothing_where_they_are_off(tmp_path: Path) -> None:
+    worker = Worker(settings(tmp_path))
+    stepscope.configure(save_path=tmp_path, steps=[2])
+    with stepscope.capture(2, role="trainer"):
+        assert worker.update_actor(1) == 2
+    assert stages(tmp_path) == {2: []}
 
 
 def test_weights_are_sent_to_every_kind_of_caller_as_without_the_preset(tmp_path: Path) -> None:
@@ -205,6 +250,12 @@ def test_the_trainer_takes_steps_ranks_and_roles_from_verl(
     assert {name: role.ranks for name, role in read.roles.items()} == {"actor": (0, 8), "rollout": (0, 8)}
     assert (read.tool, read.torch.with_stack, read.finish.command) == ("torch", True, None)
     assert [entry.preset for entry in read.instrument] == ["verl"]
+
+
+def test_a_trainer_without_an_enabled_profiler_records_spans_alone(tmp_path: Path) -> None:
+    read = verl_trainer.read_config(settings(tmp_path, "global_profiler.steps=[2,5]"))
+    assert [step for step in range(10) if read.selects(step)] == [2, 5]
+    assert {name: role.profiler for name, role in read.roles.items()} == {"*": False}
 
 
 def test_the_environment_lies_over_verls_configuration(

@@ -73,15 +73,18 @@ def captured_training(
     """Train in `folder`, and capture two of the four steps.
 
     Args:
-        by_verl: verl's own configuration selects the steps, through its profiler tool `stepscope`.
+        by_verl: verl's own configuration selects the steps, through its profiler tool `stepscope`, and no
+            command of stepscope starts the training.
     """
-    stepscope = [sys.executable, "-m", "stepscope"]
-    save_path = folder / "run"
+    save_path, steps = folder / "run", ",".join(map(str, CAPTURED))
+    before, selection = [], []
     if by_verl:
-        selection = [*BY_VERL, f"global_profiler.steps=[{','.join(map(str, CAPTURED))}]"]
+        selection = [
+            *BY_VERL, f"global_profiler.steps=[{steps}]", f"global_profiler.save_path={save_path}"
+        ]  # fmt: skip
     else:
-        selection, configuration = [], [*configuration, "--steps", ",".join(map(str, CAPTURED))]
-    before = [*stepscope, "run", *configuration, "--save-path", str(save_path)]
+        before = [sys.executable, "-m", "stepscope", "run", *configuration, "--steps", steps]
+        before += ["--save-path", str(save_path)]
     code, output = train(folder, LOGGERS, *selection, *overrides, before=before, gpus=gpus)
     assert code == 0, output[-5000:]
     return read_training(folder, save_path, output)

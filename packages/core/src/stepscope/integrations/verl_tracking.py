@@ -1,21 +1,42 @@
-"""`stepscope` among the backends of verl's `Tracking`: `trainer.logger='["console","stepscope"]'`."""
+"""`stepscope` among the backends of verl's `Tracking`: `trainer.logger='["console","stepscope"]'`.
+
+verl's annotations for rl-insight, which pass through the same module, are spans where they are on.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import wrapt
 
 from stepscope.recording.after.metrics import MetricsLog
 from stepscope.recording.capture import configure
+from stepscope.recording.spans import slot
+from stepscope.recording.spans.api import span
+from stepscope.recording.spans.scopes import current
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 BACKEND = "stepscope"
 """Name in `trainer.logger`."""
+
+
+ANNOTATED = {
+    "actor_update": ("actor", "update_actor"),
+    "actor_compute_log_prob": ("actor", "compute_log_prob"),
+    "ref_compute_log_prob": ("ref", "compute_ref_log_prob"),
+    "vllm_generate": ("rollout", "generate"),
+    "sglang_generate": ("rollout", "generate"),
+}
+"""Name of an annotation -> role and stage in the preset `verl`. Others keep their name, and the role that is
+around them.
+"""
+_REPLICA = re.compile(r"replica_(\d+)")
 
 
 class StepscopeLogger:
@@ -36,6 +57,8 @@ def extend(tracking: ModuleType) -> None:
     if BACKEND not in supported:
         supported.append(BACKEND)
         wrapt.wrap_function_wrapper(tracking, "Tracking.__init__", _make_backends)
+    if hasattr(getattr(tracking, "RLInsightLogger", None), "trace_state"):  # from 0.9 on
+        wrapt.wrap_function_wrapper(tracking, "RLInsightLogger.trace_state", _trace_state)
 
 
 def _make_backends(
@@ -46,3 +69,39 @@ def _make_backends(
     names: Any = inspect.signature(make).bind(*args, **kwargs).arguments.get("default_backend", ())
     if BACKEND in ([names] if isinstance(names, str) else names):
         tracking.logger[BACKEND] = StepscopeLogger()
+
+
+def _trace_state(
+    trace: Callable[..., AbstractContextManager[None]],
+    logger: Any,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> AbstractContextManager[None]:
+    """Return verl's annotation of a state, and a span around it if annotations are on and we record."""
+    theirs = trace(*args, **kwargs)
+    if slot.active is None or not logger.enabled():
+        return theirs
+    given = inspect.signature(trace).bind(*args, **kwargs).arguments
+    name = str(given["state_name"])
+    role, stage = ANNOTATED.get(name, (None, name))
+    if _is_open(role, stage):
+        return theirs
+    lane = _REPLICA.fullmatch(str(given.get("state_lane_id")))
+    attrs = {**given.get("labels", {}), **({"replica": int(lane[1])} if lane else {})}
+    return _within(span(stage, role, attrs=attrs), theirs)
+
+
+def _is_open(role: str | None, stage: str) -> bool:
+    """Return whether a span of that work is open here already: the preset's of the same function."""
+    scope: Any = current.get()
+    while scope is not None:
+        if (getattr(scope, "role", None), getattr(scope, "stage", None)) == (role, stage):
+            return True
+        scope = scope.parent
+    return False
+
+
+@contextmanager
+def _within(own: AbstractContextManager[Any], theirs: AbstractContextManager[None]) -> Iterator[None]:
+    with own, theirs:
+        yield

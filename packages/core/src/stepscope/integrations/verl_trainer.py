@@ -9,8 +9,11 @@ import wrapt
 from omegaconf import OmegaConf
 
 from stepscope.config import ProfileConfig, resolve
+from stepscope.errors import ours
+from stepscope.integrations import verl_job
 from stepscope.integrations.verl_profiler import AS_TORCH, TOOL
 from stepscope.recording.capture import configure
+from stepscope.recording.process import failures
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -29,13 +32,18 @@ def _make_trainer(
 ) -> None:
     make(*args, **kwargs)
     if OmegaConf.select(trainer.config, "global_profiler.tool") == TOOL:
-        configure.configure(read_config(trainer.config))
+        config = configure.configure(read_config(trainer.config))
+        try:
+            verl_job.publish(config)
+        except ours() as error:  # its workers get it with the first capture, which is late for an engine
+            failures.note("publishing the configuration for verl's workers", error)
 
 
 def read_config(config: DictConfig) -> ProfileConfig:
     """Return a configuration of verl's, with the preset `verl`: the whole step is captured.
 
-    verl's values take the place of a file: the environment lies over them.
+    verl's values take the place of a file: the environment lies over them. If verl enables the profiler of no
+    role, spans are recorded and no profiler runs.
 
     Args:
         config: What verl's trainer gets.
@@ -43,9 +51,13 @@ def read_config(config: DictConfig) -> ProfileConfig:
     Raises:
         ConfigError: as `ProfileConfig.from_verl`.
     """
-    tree = OmegaConf.to_container(config, resolve=True)
-    verls = ProfileConfig.from_verl(_as_torch(tree)).to_mapping()
-    return resolve({**verls, "instrument": ["verl"]})
+    tree = _as_torch(OmegaConf.to_container(config, resolve=True))
+    overall = tree["global_profiler"]
+    steps, overall["steps"] = overall.get("steps") or [], []
+    verls = ProfileConfig.from_verl(tree)
+    any_enabled = verls.roles != ProfileConfig().roles
+    roles = verls.to_mapping()["roles"] if any_enabled else {"*": {"profiler": "off"}}
+    return resolve({**verls.to_mapping(), "steps": steps, "roles": roles, "instrument": ["verl"]})
 
 
 def _as_torch(tree: Any) -> Any:

@@ -108,11 +108,16 @@ def current() -> ProfileConfig:
     return _configured
 
 
-def start_up() -> None:
-    """Read the environment's configuration while the program starts, before it imports a framework."""
+def start_up(config: ProfileConfig | None = None) -> None:
+    """Take a configuration while the program starts, before it imports what is instrumented.
+
+    Args:
+        config: That of another process of the run; None for the environment's. A configuration that this
+            process has already stays.
+    """
     global _configured
     if _configured is None and not switch.DISABLED:
-        _configured = placed(resolve())
+        _configured = placed(resolve() if config is None else config)
         instrument(_configured, lenient=True)
 
 
