@@ -101,7 +101,9 @@ def _recorded_processes(timeline: Timeline, activities: Sequence[TraceActivity])
 def _recorded_replicas(timeline: Timeline, activities: Sequence[TraceActivity]) -> Iterator[Profiled]:
     """Yield the replicas that their engines recorded, and the processes of an engine that left no spans."""
     parts = () if timeline.manifest is None else timeline.manifest.processes
-    names = [item.name for part in parts for item in part.expected if item.kind == "engine" and item.artifacts]
+    names = [
+        item.name for part in parts for item in part.expected if item.kind == "engine" and item.artifacts
+    ]
     heavy = _heavy([activity for activity in activities if activity.replica is not None])
     for name in dict.fromkeys(names):
         yield Profiled(name=name, role="rollout", heavy=heavy, engine=True)
