@@ -25,6 +25,11 @@ class UneditedCapture:
         self._engines = engines
         self._role = role
 
+    @property
+    def blocks(self) -> bool:
+        """See `StepCapture`."""
+        return self._workers is not None or self._engines is not None
+
     def open(self) -> None:
         if self._engines is not None and self._asks_engines():
             self._engines.number()

@@ -15,15 +15,20 @@ from types import FunctionType
 from typing import NamedTuple, Protocol, cast
 
 from stepscope.config import InstrumentConfig
-from stepscope.errors import ours
+from stepscope.errors import CaptureError, ours
 from stepscope.recording.instrument import framework_settings, uncovered
 from stepscope.recording.instrument.call_arguments import Arguments, Condition
 from stepscope.recording.process import failures, fork
+from stepscope.recording.process.event_loop import in_event_loop
 from stepscope.recording.spans import results, wrapping
 
 
 class StepCapture(Protocol):
     """The capture of one step, as boundaries open and close it."""
+
+    @property
+    def blocks(self) -> bool:
+        """True if opening it without `await` waits for other processes or engines."""
 
     def open(self) -> None: ...
     async def aopen(self) -> None: ...
@@ -98,7 +103,7 @@ def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
 _CALL = """
 {async_}def wrapper({params}):
     __call = __boundaries.Call(__boundary, __arguments, __target, ({args}), {{{kwargs}}})
-    {await_}__boundaries.{a_}switch(__call.before)
+    {await_}__boundaries.{a_}begin(__call)
     try:
         __result = {await_}__fn({call})
     except BaseException as __error:
@@ -118,11 +123,17 @@ _GOES_ON = """
 def follow(call: Call, result: object) -> object:
     """Return what to return for a coroutine, with whose end the call ends; None for another result."""
     is_exclusive = results.is_exclusive(sys.getrefcount(result))
-    held = results.unbegun(result, is_exclusive, call.drop) if call.has_end else None
-    return None if held is None else held.stand_in(_to_its_end(held, call))
+    held = results.unbegun(result, is_exclusive, call.drop) if call.has_end or call.is_late else None
+    if held is not None:
+        return held.stand_in(_to_its_end(held, call))
+    if call.is_late:
+        switch(call.before)
+    return None
 
 
 async def _to_its_end(held: results.Unbegun, call: Call) -> object:
+    if call.is_late:
+        await aswitch(call.before)
     try:
         result: object = await held.begin()
     except BaseException as error:
@@ -138,6 +149,8 @@ class Switch(NamedTuple):
     close: StepCapture | None = None
     error: str | None = None
     open: StepCapture | None = None
+    target: str = ""
+    """The function `module:name` whose call opens it."""
 
 
 _NOTHING = Switch()
@@ -159,8 +172,11 @@ class Call:
         self._boundary = boundary
         self._arguments = arguments
         self._given = (args, kwargs)
+        self._target = target
         self._kind: str | None = boundary.entry.step
         self.before = _NOTHING
+        self.is_late = False
+        """True if the change `before` is left to the coroutine that the call returns."""
         if not boundary.condition.holds(arguments, args, kwargs):
             self._kind = None
         elif self._kind == "around" and _step is not None:
@@ -187,6 +203,8 @@ class Call:
 
     def drop(self) -> None:
         """End the step of a coroutine that nobody has awaited."""
+        if self.is_late:
+            switch(self.before._replace(open=None))
         if self._kind == "around":
             switch(_finish(None))
 
@@ -202,7 +220,7 @@ class Call:
             number = _next if number is None else number
             _next = number + 1
             _step = Step(number, self._capture(number, finished.close))
-            return finished._replace(open=_step.capture)
+            return finished._replace(open=_step.capture, target=self._target)
         except ours() as error:
             _note("beginning a step of the framework", error)
             return finished
@@ -233,12 +251,35 @@ class Call:
         return values
 
 
+def begin(call: Call) -> None:
+    """Make the change before a call of a plain function.
+
+    In a running event loop a change that would block it is left to the coroutine that the call may return.
+    """
+    changed = (call.before.close, call.before.open)
+    if in_event_loop() and any(capture is not None and capture.blocks for capture in changed):
+        call.is_late = True
+    else:
+        switch(call.before)
+
+
+async def abegin(call: Call) -> None:
+    """Make the change before a call of a coroutine function."""
+    await aswitch(call.before)
+
+
 def switch(change: Switch) -> None:
     """Close a capture and open another. An error is logged, and the loop goes on."""
     try:
         if change.close is not None:
             change.close.close(change.error)
         if change.open is not None:
+            if change.open.blocks and in_event_loop():
+                raise CaptureError(
+                    f"{change.target} is called in an event loop and returns no coroutine: opening its step's "
+                    "capture, with workers or engines, would block the running event loop. Fix: begin the step "
+                    "with an `async def` that the loop awaits"
+                )
             change.open.open()
     except ours() as error:
         _note("capturing a step of the framework", error)
