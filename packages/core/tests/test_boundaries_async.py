@@ -1,4 +1,4 @@
-"""Steps of an async trainer that nobody edits: their captures open and close without blocking its event loop."""
+"""Steps of an async trainer that nobody edits: captures open and close without blocking its event loop."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ def test_a_step_that_begins_with_a_coroutine_is_captured_with_its_workers_while_
     trainer = trained(module, worker, tmp_path / "run", begin)
     for step in (1, 2):
         files = (tmp_path / "run").glob(f"step_{step:06d}/spans/*.jsonl")
-        lines = [line for file in files for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())]
+        lines = [
+            line for file in files for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
+        ]
         stages = sorted((line.role, line.stage) for line in lines if isinstance(line, Span))
         assert stages == [("actor", "update"), ("rollout", "_generate"), ("trainer", "update")]
     assert sorted(path.name for path in (tmp_path / "run").glob("step_*")) == ["step_000001", "step_000002"]
@@ -128,7 +130,11 @@ def test_a_step_that_begins_with_a_coroutine_is_captured_with_its_workers_while_
 
 
 def test_a_step_that_begins_with_a_plain_call_is_refused_at_the_first_one_with_the_fix(
-    module: Any, worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    module: Any,
+    worker: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     with caplog.at_level(logging.WARNING, "stepscope"):

@@ -109,8 +109,13 @@ class Condition(NamedTuple):
 
     def check(self, arguments: Arguments, target: str) -> None:
         """Raise `ConfigError` for a path that does not begin with an argument."""
-        for path in (*self.where, *self.same, *self.same.values()):
+        for path in self.paths:
             arguments.check(path, target)
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths that it reads."""
+        return [*self.where, *self.same, *self.same.values()]
 
     @property
     def any_call(self) -> bool:

@@ -139,7 +139,8 @@ def timed() -> dict[str, tuple[str, ...]]:
     return {
         handle.target: tuple(timing.label(handle.name) for timing in recorded)
         for handle in _applied.values()
-        if handle.installed and (recorded := [timing for timing in handle.timings if timing.kind != "engine"])
+        if handle.installed
+        and (recorded := [timing for timing in handle.recorded if timing.kind != "engine"])
     }
 
 

@@ -17,6 +17,7 @@ from stepscope.config._words import closest
 from stepscope.errors import ConfigError, ours
 from stepscope.recording.instrument import kinds, step_boundaries
 from stepscope.recording.instrument.call_arguments import Arguments, Condition
+from stepscope.recording.instrument.fitting import fitted
 from stepscope.recording.instrument.kinds import Timing
 from stepscope.recording.instrument.step_boundaries import Boundary
 from stepscope.recording.process import failures
@@ -59,6 +60,8 @@ class Instrument:
         self.name = name
         self.target = f"{module}:{name}"
         self.timings = tuple(timings)
+        self.recorded = self.timings
+        """`timings` without the paths that begin with no argument of the function."""
         self.boundary = boundary
         self.origin = origin
         """Words for messages: the preset that it belongs to, if any."""
@@ -143,11 +146,16 @@ class Instrument:
         return made
 
     def _recorded(self, fn: FunctionType) -> FunctionType:
+        boundary = self.boundary
+        if self.origin:
+            self.recorded, boundary, lost = fitted(fn, self.timings, boundary, self.target)
+            for path, error in lost.items():
+                _note_lost(self, path, error)
         for layer in kinds.LAYERS:
-            timings = [timing for timing in self.timings if timing.kind in layer]
+            timings = [timing for timing in self.recorded if timing.kind in layer]
             if timings:
                 fn = _timed(fn, timings, self.target)
-        return fn if self.boundary is None else step_boundaries.wrap(fn, self.boundary, self.target)
+        return fn if boundary is None else step_boundaries.wrap(fn, boundary, self.target)
 
     def _imported(self, module: ModuleType) -> None:
         with _lock:
@@ -171,6 +179,13 @@ def note_failure(handle: Instrument, error: Exception) -> None:
         missed[place] = failures.describe(error)
     # What a preset lacks, all processes that import the framework lack. A capture tells the rest.
     failures.note(place, error, aloud=not handle.origin or is_first())
+
+
+def _note_lost(handle: Instrument, path: str, error: ConfigError) -> None:
+    """Log what an entry of a preset cannot read here, as `note_failure` does. Its calls are recorded."""
+    place = f"{path!r} of instrument({handle.module!r}, {handle.name!r}){handle.origin}"
+    missed[place] = failures.describe(error)
+    failures.note(place, error, aloud=is_first())
 
 
 def instrument(

@@ -276,9 +276,8 @@ def switch(change: Switch) -> None:
         if change.open is not None:
             if change.open.blocks and in_event_loop():
                 raise CaptureError(
-                    f"{change.target} is called in an event loop and returns no coroutine: opening its step's "
-                    "capture, with workers or engines, would block the running event loop. Fix: begin the step "
-                    "with an `async def` that the loop awaits"
+                    f"{change.target} returns no coroutine: opening a capture with workers or engines in it "
+                    "would block the running event loop. Fix: begin the step with an `async def`"
                 )
             change.open.open()
     except ours() as error:
