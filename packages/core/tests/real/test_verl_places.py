@@ -255,7 +255,8 @@ def test_the_trainer_takes_steps_ranks_and_roles_from_verl(
 def test_a_trainer_without_an_enabled_profiler_records_spans_alone(tmp_path: Path) -> None:
     read = verl_trainer.read_config(settings(tmp_path, "global_profiler.steps=[2,5]"))
     assert [step for step in range(10) if read.selects(step)] == [2, 5]
-    assert {name: role.profiler for name, role in read.roles.items()} == {"*": False}
+    ((name, role),) = read.roles.items()
+    assert (name, role.profiler, role.engine.profiler) == ("*", False, False)
 
 
 def test_the_environment_lies_over_verls_configuration(

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
+_SPANS_ALONE: Mapping[str, object] = {"*": {"profiler": "off", "engine": {"profiler": "off"}}}
+
 
 def extend(trainer: ModuleType) -> None:
     """Let each PPO trainer of verl's module take steps, ranks, roles and options from its configuration."""
@@ -56,7 +58,7 @@ def read_config(config: DictConfig) -> ProfileConfig:
     steps, overall["steps"] = overall.get("steps") or [], []
     verls = ProfileConfig.from_verl(tree)
     any_enabled = verls.roles != ProfileConfig().roles
-    roles = verls.to_mapping()["roles"] if any_enabled else {"*": {"profiler": "off"}}
+    roles = verls.to_mapping()["roles"] if any_enabled else _SPANS_ALONE
     return resolve({**verls.to_mapping(), "steps": steps, "roles": roles, "instrument": ["verl"]})
 
 
