@@ -340,6 +340,17 @@ def test_ranks_that_are_late_in_turn_wait_for_each_other(tmp_path: Path) -> None
     assert "180 ms before the last rank had entered" in advice.because
 
 
+@pytest.mark.parametrize("reduced_ms", [0, 100])
+def test_a_broadcast_of_weights_is_no_gradient_to_reduce(tmp_path: Path, reduced_ms: int) -> None:
+    case = Case(tmp_path)
+    case.actors[0].span("sync_weights", 900 * MS, 950 * MS)
+    broadcast = event("gloo:broadcast", "user_annotation", 900_000, 45_000, tid=2)
+    reduce = event("gloo:all_reduce", "user_annotation", 600_000, reduced_ms * 1000, tid=2)
+    add_trace(case.folder, case.actors[0], [op("aten::mm", 500_000, 100_000), broadcast, reduce])
+    advice = case.advice(traces=True).get("collectives")
+    assert (None if advice is None else advice.saves_ns) == (reduced_ms * MS or None)
+
+
 def test_short_collectives_are_not_worth_a_word(tmp_path: Path) -> None:
     case = Case(tmp_path)
 

@@ -286,6 +286,14 @@ def test_a_micro_batch_is_doubled_if_the_memory_is_there(tmp_path: Path, reserve
     )
 
 
+def test_weights_do_not_go_from_device_to_device_where_there_is_none(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    weights_to_replicas(case)
+    add_trace(case.folder, case.actors[0], [op("aten::mm", 500_000, 400_000)])
+    advice = advice_of(case, "weight-sync", named(**PRESENT))
+    assert lines_of(advice.settings) == ("mine: bucket MB: 512 -> higher",)
+
+
 def test_dynamic_batches_have_no_micro_batch(tmp_path: Path) -> None:
     case = Case(tmp_path)
     waiting_device("actor")(case)

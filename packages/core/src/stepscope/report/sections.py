@@ -46,7 +46,7 @@ from stepscope.report.tables.counters import step_counters
 from stepscope.report.tables.cuda_memory import cuda_memory_peaks
 from stepscope.report.tables.engine import Engine, Phaseless, engine_usage, phaseless_engines
 from stepscope.report.tables.health import Health, cut_processes, step_health
-from stepscope.report.tables.idle import Idle, idle_times
+from stepscope.report.tables.idle import Idle, collectives_of_sync, idle_times
 from stepscope.report.tables.long_tail import step_long_tail
 from stepscope.report.tables.profiling import step_profilers
 from stepscope.report.tables.stages import stage_times
@@ -74,6 +74,7 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
             stages=sources.value_of(STAGES),
             long_tail=sources.value_of(LONG_TAIL),
             idle=sources.value_of(IDLE),
+            syncing_ns=collectives_of_sync(timeline, sources.activities),
             vain_waits=sources.value_of(VAIN_WAITS),
             engines=sources.value_of(ENGINES),
             traces=sources.value_of(TRACES),

@@ -6,6 +6,7 @@ from stepscope.report.advice.evidence import Advice, Evidence, percentage_of
 from stepscope.report.advice.remedies import changes
 from stepscope.report.formatting import duration, size
 from stepscope.report.spans import GENERATES, ROLLOUT
+from stepscope.report.tables.idle import Idle
 
 _TRAINS = ("actor", "trainer")
 
@@ -45,16 +46,16 @@ def memory_nearly_full(evidence: Evidence) -> Advice | None:
 
 def collectives(evidence: Evidence) -> Advice | None:
     """Advise if a process spent a tenth of its busy time, and 2 % of the step, in collectives that nothing
-    hides.
+    hides. Those that moved weights are for the advice on weight syncs.
     """
-    rows = [row for row in evidence.idle if row.collective_ns]
-    worst = max(rows, key=lambda row: row.collective_ns or 0, default=None)
-    if worst is None or worst.collective_ns is None:
+    spent = ((max(0, (row.collective_ns or 0) - _syncing_ns(row, evidence)), row) for row in evidence.idle)
+    collective_ns, worst = max(spent, key=lambda pair: pair[0], default=(0, None))
+    if worst is None or collective_ns * 10 < worst.busy_ns:
         return None
-    if worst.collective_ns * 10 < worst.busy_ns or worst.collective_ns * 50 < evidence.breakdown.window_ns:
+    if not collective_ns or collective_ns * 50 < evidence.breakdown.window_ns:
         return None
-    late = worst.skew_ns is not None and worst.skew_ns * 2 >= worst.collective_ns
-    because = [f"{worst.process}: {duration(worst.collective_ns)} of {duration(worst.busy_ns)} busy"]
+    late = worst.skew_ns is not None and worst.skew_ns * 2 >= collective_ns
+    because = [f"{worst.process}: {duration(collective_ns)} of {duration(worst.busy_ns)} busy"]
     one = late and worst.awaited is not None and worst.awaited_ns * 2 >= (worst.skew_ns or 0)
     if worst.skew_ns is not None:
         because.append(f"{duration(worst.skew_ns)} before the last rank had entered")
@@ -62,7 +63,7 @@ def collectives(evidence: Evidence) -> Advice | None:
             because.append(f"that was {worst.awaited} for {duration(worst.awaited_ns)} of it")
     whom = worst.awaited if one else "each other"
     if worst.skew_ns is None and _has_unprofiled_peers(evidence, worst.role):
-        return _may_wait(worst.role, tuple(because), worst.collective_ns)
+        return _may_wait(worst.role, tuple(because), collective_ns)
     return Advice(
         rule="collectives",
         what=(
@@ -79,11 +80,15 @@ def collectives(evidence: Evidence) -> Advice | None:
             if worst.role in ROLLOUT
             else "larger buckets, and overlap of gradient reduction with backward"
         ),
-        saves_ns=worst.collective_ns,
+        saves_ns=collective_ns,
         settings=changes(
             f"collectives: {'late' if late else _side(worst.process, evidence)}", evidence, worst.process
         ),
     )
+
+
+def _syncing_ns(row: Idle, evidence: Evidence) -> int:
+    return evidence.syncing_ns.get(row.process, 0)
 
 
 def _side(process: str, evidence: Evidence) -> str:

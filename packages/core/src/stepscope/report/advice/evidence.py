@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -37,6 +37,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     stages: Table[Stage]
     long_tail: LongTail | None
     idle: Table[Idle]
+    syncing_ns: Mapping[str, int] = {}  # never written
+    """Time in collectives that moved weights, by the name of the process."""
     vain_waits: Table[VainWait] = Table()
     engines: Table[Engine]
     traces: TraceTables | None

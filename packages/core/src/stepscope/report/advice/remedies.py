@@ -198,6 +198,10 @@ def _has_several_devices(case: Case) -> bool:
     return (case.number("tensor_parallel") or 2) > 1
 
 
+def _may_have_a_device(case: Case) -> bool:
+    return not case.evidence.profiling.on_cpu
+
+
 def _has_memory_left(case: Case) -> bool:
     return (case.number("kv_memory") or 0) < _MOST_MEMORY
 
@@ -248,6 +252,9 @@ REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
     "slow-tools": (_MORE_TOOLS,),
     "straggler: rollout": (Remedy("balance_requests", "on", options=Options(balance="load")),),
     "straggler: training": _EVEN_BATCHES,
-    "weight-sync": (Remedy("fast_weights", "on"), Remedy("weight_bucket", "higher")),
+    "weight-sync": (
+        Remedy("fast_weights", "on", applies=_may_have_a_device),
+        Remedy("weight_bucket", "higher"),
+    ),
 }
 """Rule, with its case -> the knobs that it turns."""

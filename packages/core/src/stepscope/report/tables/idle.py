@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from stepscope.report.accounting import Interval, Label, bits_of, union_ns, walk
+from stepscope.report.accounting import Interval, Label, Pair, bits_of, common_ns, union_ns, walk
 from stepscope.report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is_transfer, label_of
 from stepscope.report.table import Table
 from stepscope.report.tables.breakdown import intervals_of
@@ -301,6 +301,24 @@ def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
         if activity.process is not None and content.collectives:
             exposed_us = sum(device.exposed_us for device in content.devices)
             times[activity.process] += round(1000 * (content.waiting_us + exposed_us))
+    return dict(times)
+
+
+def collectives_of_sync(timeline: Timeline, activities: Iterable[TraceActivity]) -> dict[str, int]:
+    """Return the time in collectives that moved weights, by the name of the process: in its own span of a
+    weight sync.
+    """
+    syncs: dict[int, list[Pair]] = defaultdict(list)
+    for span in timeline.spans:
+        if MOVES_WEIGHTS.search(span.stage):
+            end_ns = timeline.window.end_ns if span.end_ns is None else span.end_ns
+            syncs[span.process].append((span.start_ns, end_ns))
+    times: Counter[str] = Counter()
+    for activity in activities:
+        if activity.process in syncs and activity.unaligned is None:
+            calls = chain.from_iterable(collective.calls() for collective in activity.content.collectives)
+            placed = [(activity.unix_ns(start_us), activity.unix_ns(end_us)) for start_us, end_us in calls]
+            times[timeline.processes[activity.process].name] += common_ns(placed, syncs[activity.process])
     return dict(times)
 
 

@@ -42,6 +42,8 @@ class Profiling(msgspec.Struct, frozen=True, kw_only=True):
     """True if a trace shows a GPU. False without traces."""
     npu: bool = False
     """True if a trace shows an Ascend NPU."""
+    on_cpu: bool = False
+    """True if there are traces, and neither they nor the processes have a device."""
     prepared: bool = False
     """True if the owner called `prepare` before the capture, so that its one-off cost was paid."""
     writers: tuple[tuple[str, int], ...] = ()
@@ -63,6 +65,9 @@ def step_profilers(timeline: Timeline, activities: Sequence[TraceActivity]) -> P
         given=timeline.replicas > 0,
         gpu=bool(devices or named) and not npu,
         npu=npu,
+        on_cpu=bool(activities)
+        and not (devices or named)
+        and all(part.hardware.device is None for part in parts),
         prepared=any(part.prepared for part in parts if part.owner),
         writers=_writers(timeline),
         met=frozenset(process.name for process in timeline.processes if process.info.key in began),
