@@ -123,7 +123,7 @@ class RayTrainGroup:
         """
 class BasePPOTrainer:
     def __init__(self, args): self.args = args
-    def init_checkpoint_states(self): pass
+    def restore_best_checkpoint_state(self, checkpoint_states): pass
     def save_logs_and_checkpoints(self, global_step, logs_dict=None, client_states=None): pass
 """,
     ),
@@ -167,7 +167,7 @@ def begin_step(preset: str, module: Any, configuration: Any) -> None:
     elif preset == "slime":
         module.RayTrainGroup(configuration).update_weights()
     elif preset == "openrlhf":
-        module.BasePPOTrainer(configuration).init_checkpoint_states()
+        module.BasePPOTrainer(configuration).restore_best_checkpoint_state({"global_step": 0})
     else:
         handler = module.CallbackHandler()
         handler.on_step_begin(configuration, Namespace(global_step=1), None)
