@@ -91,17 +91,17 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 PROCESS_STATE = {
-    "stepscope.recording.after.pipeline": ("artifact_hooks", "capture_hooks", "report_hooks", "_failed"),
-    "stepscope.recording.capture.conclusion": ("_is_torch_explained",),
-    "stepscope.recording.capture.configure": ("_configured",),
-    "stepscope.recording.capture.omissions": ("_prepared",),
-    "stepscope.recording.instrument.no_step": ("_config", "_steps", "_count", "_added"),
-    "stepscope.recording.instrument.patch": ("refusals",),
-    "stepscope.recording.process.failures": ("_noted", "_warned"),
-    "stepscope.recording.process.run": ("_prepared_in",),
-    "stepscope.recording.process.settings": ("_named",),
-    "stepscope.recording.spans.redaction": ("hook",),
-    "stepscope.recording.spans.wrapping": ("declared_roles",),
+    "stepscope._recording.after.pipeline": ("artifact_hooks", "capture_hooks", "report_hooks", "_failed"),
+    "stepscope._recording.capture.conclusion": ("_is_torch_explained",),
+    "stepscope._recording.capture.configure": ("_configured",),
+    "stepscope._recording.capture.omissions": ("_prepared",),
+    "stepscope._recording.instrument.no_step": ("_config", "_steps", "_count", "_added"),
+    "stepscope._recording.instrument.patch": ("refusals",),
+    "stepscope._recording.process.failures": ("_noted", "_warned"),
+    "stepscope._recording.process.run": ("_prepared_in",),
+    "stepscope._recording.process.settings": ("_named",),
+    "stepscope._recording.spans.redaction": ("hook",),
+    "stepscope._recording.spans.wrapping": ("declared_roles",),
 }
 """Variables, by module, that each test finds as the tests before it did."""
 
@@ -203,8 +203,8 @@ def state_put_back() -> Iterator[None]:
 
 def surroundings() -> dict[str, object]:
     """Return what a test shares with all others and has to leave as it was."""
+    from stepscope._recording.spans import slot
     from stepscope.backends.process_lock import PROCESS_LOCK
-    from stepscope.recording.spans import slot
 
     return {
         "the open capture": slot.active,

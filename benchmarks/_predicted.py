@@ -7,7 +7,7 @@ from statistics import median
 
 from _measure import table, verdict
 
-from stepscope.report.whatif.prediction import Prediction
+from stepscope_report.whatif.prediction import Prediction
 
 
 def show(results: Mapping[str, Sequence[tuple[Prediction, float]]], unchanged: Sequence[Prediction]) -> None:

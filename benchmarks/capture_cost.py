@@ -22,11 +22,11 @@ import torch
 from _measure import arguments, header, interleaved, ratio_interval, table, verdict
 
 from stepscope import capture, configure, prepare, span
-from stepscope.demo.batch import Batch
-from stepscope.demo.run import start_ray
-from stepscope.demo.task import VOCABULARY
-from stepscope.demo.worker import ActorWorker, ReferenceWorker
-from stepscope.recording.capture.capture import Capture
+from stepscope._recording.capture.capture import Capture
+from stepscope_report.demo.batch import Batch
+from stepscope_report.demo.run import start_ray
+from stepscope_report.demo.task import VOCABULARY
+from stepscope_report.demo.worker import ActorWorker, ReferenceWorker
 
 OPERATORS = 5000
 SEQUENCES = 64

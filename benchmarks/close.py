@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 
 from stepscope import ProfileConfig, capture
+from stepscope._recording.output import exporter
+from stepscope._recording.process.run import run_id
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording.output import exporter
-from stepscope.recording.process.run import run_id
 
 OTHERS = (0, 64, 512)
 ROUNDS = 7

@@ -17,12 +17,12 @@ from pathlib import Path
 from _measure import arguments, header, table, verdict
 
 from stepscope import ProfileConfig, capture, span
-from stepscope.counters import CounterSource
+from stepscope._recording.counters.garbage import garbage
+from stepscope._recording.counters.host_load import HostClaim, host_load
+from stepscope._recording.counters.process_load import process_load
+from stepscope.backends.counters import CounterSource
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts
-from stepscope.recording.counters.garbage import garbage
-from stepscope.recording.counters.host_load import HostClaim, host_load
-from stepscope.recording.counters.process_load import process_load
 
 HZ = 10
 GOAL_PERCENT = 0.5

@@ -22,9 +22,9 @@ from _measure import arguments, header, interleaved, median_over, table, verdict
 from _peers import Peer
 
 from stepscope import profile_step
-from stepscope.recording.instrument import kinds
-from stepscope.recording.instrument.call_arguments import Condition
-from stepscope.recording.instrument.kinds import Timing
+from stepscope._recording.instrument import kinds
+from stepscope._recording.instrument.call_arguments import Condition
+from stepscope._recording.instrument.kinds import Timing
 
 CALLS = 20_000
 ANY_CALL = Condition({}, {})

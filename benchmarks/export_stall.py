@@ -22,10 +22,10 @@ import msgspec
 import torch
 from _measure import Measured, arguments, header, interleaved, median_over, table, verdict
 
+from stepscope._recording.output.exporter import Exporter, ExportResult
 from stepscope.backends.torch.backend import TorchBackend
 from stepscope.config import ProfileConfig
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope.recording.output.exporter import Exporter, ExportResult
 from stepscope.testing.backend_conformance import a_window
 
 EVENTS = 200_000

@@ -25,10 +25,10 @@ import ray
 from _measure import Measured, header, interleaved, parser, table, verdict
 
 from stepscope import ProfileConfig
-from stepscope.fleet.ray import RayFleet, fleet_of
-from stepscope.fleet.ray_worker import Worker
-from stepscope.recording.fanout.fleet import WorkerOutcome
-from stepscope.recording.fanout.messages import StartRequest, StopRequest
+from stepscope._recording.fanout.fleet import WorkerOutcome
+from stepscope._recording.fanout.messages import StartRequest, StopRequest
+from stepscope._recording.fanout.ray_fleet import RayFleet, fleet_of
+from stepscope._recording.fanout.ray_worker import Worker
 
 SIZES = (2, 8, 32)
 MANY_ROUNDS = 6

@@ -14,7 +14,7 @@ from pathlib import Path
 from _measure import arguments, header, table, verdict
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from packages.core.tests.simulated_gate import SECONDS, names_stage, pair_gate
+from packages.report.tests.simulated_gate import SECONDS, names_stage, pair_gate
 
 PAIRS = 200
 

@@ -22,7 +22,7 @@ PROGRAMS = {
     "import stepscope": "import stepscope",
     "every name": "from stepscope import *",
     "every name, and instrument()": "from stepscope import *; instrument('json', 'dumps', role='env')",
-    "import stepscope.cli": "import stepscope.cli",
+    "import stepscope_report.cli": "import stepscope_report.cli",
     "import asyncio": "import asyncio",
 }
 """The last one for scale: the standard library's own."""

@@ -19,10 +19,10 @@ from pathlib import Path
 from _measure import arguments, header, interleaved, ratio_interval, table, verdict
 from _traces import Template, build, quickly, record
 
-from stepscope.cli.ray_nodes import connected
 from stepscope.files.layout import StepLayout
-from stepscope.timeline import load_step, load_traces
-from stepscope.timeline.processes import workers
+from stepscope_report.cli.ray_nodes import connected
+from stepscope_report.timeline import load_step, load_traces
+from stepscope_report.timeline.processes import workers
 
 RANKS = 8
 SIZE = 60_000_000

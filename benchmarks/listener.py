@@ -16,7 +16,7 @@ from collections.abc import Callable
 from _measure import arguments, header, interleaved, median_over, table, verdict
 
 from stepscope import ProfileConfig, capture, request_capture
-from stepscope.recording.capture import on_demand
+from stepscope._recording.capture import on_demand
 
 OFF, ON = "off", "on"
 

@@ -17,10 +17,10 @@ import torch
 from _measure import arguments, header, interleaved, table, verdict
 from export_stall import Training, describe
 
+from stepscope._recording.output.exporter import Exporter
 from stepscope.backends.torch import libc
 from stepscope.backends.torch.backend import TorchBackend
 from stepscope.config import ProfileConfig
-from stepscope.recording.output.exporter import Exporter
 from stepscope.testing.backend_conformance import a_window
 
 EVENTS = 400_000

@@ -41,8 +41,8 @@ from typing import Any
 from _measure import header, interleaved, parser, table, verdict
 from _traces import PROFILE_ID, Template, as_torch, build, build_of_files, record, record_transformer
 
-from stepscope.timeline import merge_step
-from stepscope.timeline.readers.blocks import Notes, read_blocks
+from stepscope_report.timeline import merge_step
+from stepscope_report.timeline.readers.blocks import Notes, read_blocks
 
 RANKS = 3
 STEPS = {"linear layers": (record, 300), "a transformer, with shapes": (record_transformer, 20)}

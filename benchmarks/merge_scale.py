@@ -21,7 +21,7 @@ from _measure import header, parser, table, verdict
 from _traces import Template, build, quickly, record
 from merge import peak_kb
 
-from stepscope.timeline import merge_step
+from stepscope_report.timeline import merge_step
 
 STEPS = [(2, 10), (8, 100), (8, 1000), (512, 1000)]
 """Files, and MB of JSON in all of them."""

@@ -23,8 +23,8 @@ import _peers
 from _measure import Measured, arguments, header, interleaved, ratio_interval, table, verdict
 
 from stepscope import ProfileConfig, capture, profile_step
+from stepscope._recording.recorder import standing
 from stepscope.files.layout import RunLayout
-from stepscope.recording.recorder import standing
 
 SPANS = 20_000
 RING = 160_000
@@ -121,7 +121,7 @@ def memory(folder: Path, steps: int) -> tuple[float, float]:
 WRITER = """
 import sys, time
 from stepscope import ProfileConfig, capture, span
-from stepscope.recording.recorder import standing
+from stepscope._recording.recorder import standing
 recorder = {"triggers": [], "memory_mb": 256, "keep_steps": int(sys.argv[2]) + 1}
 config = ProfileConfig.from_mapping(
     {"save_path": sys.argv[1], "record": "spans", "control": {"poll_seconds": 0.2}, "recorder": recorder}

@@ -25,7 +25,7 @@ from report_traces import RANKS, make_trace
 
 LAYERS_OF_100_MB = 35_500
 PEER = "HolisticTraceAnalysis"
-REPORT = "import sys; from stepscope.cli import run; run(['report', *sys.argv[1:], '--json'])"
+REPORT = "import sys; from stepscope_report.cli import run; run(['report', *sys.argv[1:], '--json'])"
 HTA_STARTS = "import sys, pathlib, report_traces as r, hta.trace_analysis; r.quiet()"
 HTA = f"{HTA_STARTS}; [r.holistic(pathlib.Path(path)) for path in sys.argv[1:]]"
 PRINT_PEAK = (

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from _measure import header, interleaved, table, verdict
 from merge import peak_kb
 
-from stepscope.timeline.activity.content_reader import read_trace
+from stepscope_report.timeline.activity.content_reader import read_trace
 
 RANKS = 4
 ROUNDS = 5

@@ -26,11 +26,11 @@ from _measure import header, parser, table, verdict
 from _scale import Ranks, ScaledStep, build, record
 from merge import peak_kb
 
-from stepscope.cli.pages import Pages
 from stepscope.files.layout import StepLayout
-from stepscope.report.sections import step_report
-from stepscope.timeline import load_step, load_traces
-from stepscope.timeline.processes import workers
+from stepscope_report.cli.pages import Pages
+from stepscope_report.sections import step_report
+from stepscope_report.timeline import load_step, load_traces
+from stepscope_report.timeline.processes import workers
 
 RANKS = (64, 256, 1024)
 SIZE = 8_000_000
@@ -62,7 +62,7 @@ def readers(step: Path, how: str) -> Iterator[Executor | None]:
         with workers(2 if how == "two" else 1, 0) as executor:
             yield executor
         return
-    from stepscope.cli.ray_nodes import connected  # Ray takes 50 MB, which count in the peak
+    from stepscope_report.cli.ray_nodes import connected  # Ray takes 50 MB, which count in the peak
 
     with connected("local", 2) as nodes:
         nodes.add_step(StepLayout(step))

@@ -35,9 +35,9 @@ from _measure import Measured, arguments, header, interleaved, table, verdict
 from _peers import Peer
 
 from stepscope import ProfileConfig, capture, profile_step, span, trajectory, turn
-from stepscope.recording.recorder import standing
-from stepscope.recording.spans import slot
-from stepscope.recording.spans.log import SpanLog
+from stepscope._recording.recorder import standing
+from stepscope._recording.spans import slot
+from stepscope._recording.spans.log import SpanLog
 
 BURST = 1_000
 FLOOD = 20_000

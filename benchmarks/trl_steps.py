@@ -38,8 +38,8 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 import stepscope
-from stepscope.recording.recorder import standing
-from stepscope.recording.session import activation
+from stepscope._recording.recorder import standing
+from stepscope._recording.session import activation
 
 STEPS = 12
 ROUNDS = 30

@@ -36,7 +36,7 @@ from _measure import (
 )
 
 from stepscope import ProfileConfig, capture, flush
-from stepscope.recording.capture.capture import Capture
+from stepscope._recording.capture.capture import Capture
 
 ROUNDS = 9
 TOKENS, REQUESTS = 64, 16
@@ -47,7 +47,7 @@ class Bench:
     def __init__(self, folder: Path, tokens: int) -> None:
         from vllm import LLM, SamplingParams
 
-        from stepscope.demo.model import Transformer, llama_config, llama_weights
+        from stepscope_report.demo.model import Transformer, llama_config, llama_weights
         from stepscope_vllm import engine_args
 
         self.steps = itertools.count(2, 2)

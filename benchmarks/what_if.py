@@ -17,9 +17,9 @@ from _predicted import show
 
 from stepscope import capture, configure
 from stepscope.files.layout import RunLayout
-from stepscope.report.whatif.changes import Options
-from stepscope.report.whatif.prediction import Prediction, predict
-from stepscope.timeline import load_step
+from stepscope_report.timeline import load_step
+from stepscope_report.whatif.changes import Options
+from stepscope_report.whatif.prediction import Prediction, predict
 
 TRAJECTORIES = 40
 ROUNDS = 3

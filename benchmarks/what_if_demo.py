@@ -29,18 +29,18 @@ from _measure import header, parser
 from _predicted import show
 
 from stepscope import ProfileConfig, aprepare, capture, span
-from stepscope.demo import task
-from stepscope.demo.agent_loop import play
-from stepscope.demo.batch import Trajectory, group_advantages
-from stepscope.demo.calculator import Calculator
-from stepscope.demo.rollout import RolloutReplica
-from stepscope.demo.run import WARM_UP, start_ray
-from stepscope.demo.trainer import ACTORS, GROUP, Trainer
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
-from stepscope.report.whatif.changes import Options
-from stepscope.report.whatif.prediction import Predicting, Prediction
-from stepscope.timeline import Timeline, load_step
+from stepscope_report.demo import task
+from stepscope_report.demo.agent_loop import play
+from stepscope_report.demo.batch import Trajectory, group_advantages
+from stepscope_report.demo.calculator import Calculator
+from stepscope_report.demo.rollout import RolloutReplica
+from stepscope_report.demo.run import WARM_UP, start_ray
+from stepscope_report.demo.trainer import ACTORS, GROUP, Trainer
+from stepscope_report.timeline import Timeline, load_step
+from stepscope_report.whatif.changes import Options
+from stepscope_report.whatif.prediction import Predicting, Prediction
 
 ROUNDS = 3
 SPANS = {"*": {"ranks": "all", "profiler": "off", "engine": {"profiler": "off"}}}

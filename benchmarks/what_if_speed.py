@@ -11,13 +11,13 @@ from pathlib import Path
 
 from _measure import arguments, header, table, verdict
 
-from stepscope.report.whatif.changes import Options
-from stepscope.report.whatif.curve import Curve
-from stepscope.report.whatif.model import Call, Phase, Trajectory
-from stepscope.report.whatif.prediction import Predicting
-from stepscope.report.whatif.replay import Rules, replay
 from stepscope.testing.steps import StepFolder
-from stepscope.timeline import load_step
+from stepscope_report.timeline import load_step
+from stepscope_report.whatif.changes import Options
+from stepscope_report.whatif.curve import Curve
+from stepscope_report.whatif.model import Call, Phase, Trajectory
+from stepscope_report.whatif.prediction import Predicting
+from stepscope_report.whatif.replay import Rules, replay
 
 REPLICAS, ROUNDS = 8, 5
 MS = 1_000_000

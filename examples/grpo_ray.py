@@ -1,7 +1,7 @@
 """GRPO on Ray with multi-turn rollouts, profiled: python examples/grpo_ray.py
 
 What to copy into a trainer of your own is marked `# stepscope`. Model, task and inference engine are those of
-`stepscope.demo`: not the point here, and small enough to be read.
+`stepscope_report.demo`: not the point here, and small enough to be read.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stepscope import capture, carrier, configure, profile_step, span, trajectory, turn  # stepscope
-from stepscope.demo import task
-from stepscope.demo.batch import Batch, Trajectory, group_advantages, pad, solved
-from stepscope.demo.calculator import Calculator
-from stepscope.demo.model import Transformer, token_log_probs
-from stepscope.demo.rollout import RolloutReplica
-from stepscope.demo.worker import Weights, grpo_loss
 from stepscope.engines.ray import RayRollout  # stepscope
+from stepscope_report.demo import task
+from stepscope_report.demo.batch import Batch, Trajectory, group_advantages, pad, solved
+from stepscope_report.demo.calculator import Calculator
+from stepscope_report.demo.model import Transformer, token_log_probs
+from stepscope_report.demo.rollout import RolloutReplica
+from stepscope_report.demo.worker import Weights, grpo_loss
 
 STEPS, RANKS, REPLICAS, GROUP = 4, 2, 2, 8
 

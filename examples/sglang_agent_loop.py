@@ -2,7 +2,7 @@
 
 Each trajectory calls a calculator until it knows the answer. Captured steps have the engine's times of each
 turn, and the trace of the engine's own profiler. The lines that profile are marked `# stepscope`. Model and
-task are those of `stepscope.demo`, and tiny: a minute on a CPU. Needs SGLang and `stepscope[cli,sglang]`.
+task are those of `stepscope_report.demo`, and tiny: a minute on a CPU. Needs SGLang and `stepscope[cli,sglang]`.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ from pathlib import Path
 import sglang
 
 from stepscope import aprepare, capture, configure, span, trajectory, turn  # stepscope
-from stepscope.demo import task
-from stepscope.demo.batch import Trajectory
-from stepscope.demo.calculator import Calculator
-from stepscope.demo.checkpoint import warmed_up, write_checkpoint
+from stepscope_report.demo import task
+from stepscope_report.demo.batch import Trajectory
+from stepscope_report.demo.calculator import Calculator
+from stepscope_report.demo.checkpoint import warmed_up, write_checkpoint
 from stepscope_sglang import record_request  # stepscope
 
 STEPS, OPERATIONS = 4, (1, 1, 1, 2, 2, 3, 3, 8)

@@ -2,7 +2,7 @@
 
 Each trajectory calls a calculator until it knows the answer. Captured steps have the engine's times of each
 turn, and the trace of the engine's own profiler. The lines that profile are marked `# stepscope`. Model and
-task are those of `stepscope.demo`, and tiny: a minute on a CPU. Needs vLLM and `stepscope[cli,vllm]`.
+task are those of `stepscope_report.demo`, and tiny: a minute on a CPU. Needs vLLM and `stepscope[cli,vllm]`.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from stepscope import aprepare, capture, configure, span, trajectory, turn  # stepscope
-from stepscope.demo import task
-from stepscope.demo.batch import Trajectory
-from stepscope.demo.calculator import Calculator
-from stepscope.demo.checkpoint import warmed_up, write_checkpoint
+from stepscope_report.demo import task
+from stepscope_report.demo.batch import Trajectory
+from stepscope_report.demo.calculator import Calculator
+from stepscope_report.demo.checkpoint import warmed_up, write_checkpoint
 from stepscope_vllm import engine_args, record_request  # stepscope
 
 STEPS, OPERATIONS = 4, (1, 1, 1, 2, 2, 3, 3, 8)

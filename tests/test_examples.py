@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.report import StepReport, step_report
-from stepscope.report.tables.diff import diff
-from stepscope.timeline import load_step
+from stepscope_report import StepReport, step_report
+from stepscope_report.tables.diff import diff
+from stepscope_report.timeline import load_step
 from tests.tree import files
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -56,7 +56,7 @@ PUBLIC = (
         f"stepscope.engines.{name}"
         for name in ("artifacts", "fetch", "http", "metrics", "own_thread", "supported")
     }
-    | {f"stepscope.demo.{name}" for name in ("engine_replica", "model", "task")}
+    | {f"stepscope_report.demo.{name}" for name in ("engine_replica", "model", "task")}
     | {
         f"stepscope.backends.{name}"
         for name in (

@@ -100,8 +100,8 @@ def test_a_step_is_captured_and_reported_without_the_extra_of_the_command(tmp_pa
     outcome = without_cli(
         """
 import stepscope
-from stepscope.report import step_report
-from stepscope.timeline import load_step
+from stepscope_report import step_report
+from stepscope_report.timeline import load_step
 
 stepscope.configure(save_path=sys.argv[1], steps=[1], roles={"*": {"profiler": "off"}})
 with stepscope.capture(1) as capture, stepscope.span("tool"):
@@ -119,7 +119,7 @@ def test_figures_after_a_capture_need_no_extra_of_the_command(tmp_path: Path) ->
     outcome = without_cli(
         """
 from stepscope.testing.steps import StepFolder
-from stepscope.writers import publish
+from stepscope_report.writers import publish
 
 folder = StepFolder(sys.argv[1], step=2, run_id="run1")
 driver = folder.process("trainer", owner=True)
@@ -135,7 +135,7 @@ print(publish.main(sys.argv[1], "2", "run1", ""))
 
 
 def test_the_command_without_its_extra_names_it_in_one_line() -> None:
-    outcome = without_cli("from stepscope.cli import main; main()", "ls")
+    outcome = without_cli("from stepscope_report.cli import main; main()", "ls")
     assert outcome.returncode == 2
     assert outcome.stdout == ""
     needs, fix = outcome.stderr.splitlines()[0].split(". ")
@@ -147,5 +147,5 @@ def test_the_command_without_its_extra_names_it_in_one_line() -> None:
 def test_only_the_command_and_what_it_prints_import_its_extra() -> None:
     extra = {"typer", "rich"}
     importers = {entry.module for entry in imports(CORE) if entry.target.partition(".")[0] in extra}
-    allowed = ("stepscope.cli.", "stepscope.report.terminal.")
+    allowed = ("stepscope_report.cli.", "stepscope_report.terminal.")
     assert not [module for module in importers if not module.startswith(allowed)]

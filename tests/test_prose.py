@@ -98,7 +98,7 @@ def test_decisions_have_at_most_300_words() -> None:
 NO_PAGES = {
     "CHANGELOG.md",
     "benchmarks/README.md",
-    "packages/core/tests/recorded_otel/README.md",
+    "packages/report/tests/recorded_otel/README.md",
     *(f"docs/reference/{name}.md" for name in reference.PAGES),
 }
 """Markdown that is history, measurements, a note on files of tests, or generated to look names up."""

@@ -1,4 +1,4 @@
-"""Imports between the rooms of `recording/`: each imports rooms below it alone, and no modules form a circle.
+"""Imports between the rooms of `_recording/`: each imports rooms below it alone, and no modules form a circle.
 
 Imports for types count, and so do those inside functions.
 """
@@ -25,7 +25,7 @@ BELOW = {
     "capture": {"fanout", "after", "recorder", "session", "instrument", "spans", "output", "process"},
 }
 """Room -> the rooms that it may import."""
-ROOT = "stepscope.recording."
+ROOT = "stepscope._recording."
 FOLDER = CORE / "src" / "stepscope" / "recording"
 MODULES = {f"{ROOT}{path.parent.name}.{path.stem}" for path in FOLDER.glob("*/*.py")}
 
@@ -69,7 +69,7 @@ def test_no_modules_of_recording_import_each_other_in_a_circle() -> None:
 
 
 def imports_inside_functions() -> Iterator[str]:
-    """Yield each import inside a function of `recording/`, with the line above it."""
+    """Yield each import inside a function of `_recording/`, with the line above it."""
     for path in sorted(FOLDER.rglob("*.py")):
         lines = path.read_text().splitlines()
         functions = (

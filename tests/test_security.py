@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stepscope import ProfileConfig, capture, flush, span
-from stepscope.cli.app import run
+from stepscope_report.cli.app import run
 from tests.tree import PACKAGES, ROOT, imports
 
 UNPICKLE = {"dill", "cloudpickle", "shelve", "joblib", "jsonpickle"}
@@ -20,8 +20,8 @@ LOADS = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "np.lo
 RUNS_CODE = {"eval", "exec", "compile", "__import__", "marshal.load", "marshal.loads"}
 KNOWN = {
     # Wrappers written for the signature of the function that is decorated.
-    ("packages/core/src/stepscope/recording/spans/wrapping.py", "exec"),
-    ("packages/core/src/stepscope/recording/spans/wrapping.py", "compile"),
+    ("packages/core/src/stepscope/_recording/spans/wrapping.py", "exec"),
+    ("packages/core/src/stepscope/_recording/spans/wrapping.py", "compile"),
     # The class that the running engine's own configuration names, and has imported in its workers.
     ("packages/rollout-vllm/src/stepscope_vllm/_driving/in_process.py", "__import__"),
 }

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.demo.run import DemoResult, run_demo
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.report import step_report
-from stepscope.timeline import Timeline, load_step, load_traces, merge_step
+from stepscope_report import step_report
+from stepscope_report.demo.run import DemoResult, run_demo
+from stepscope_report.timeline import Timeline, load_step, load_traces, merge_step
 from tools.engine_environments import newest
 
 STEP = 1

@@ -83,7 +83,7 @@ VLLM = """
 import sys
 import ray
 from stepscope import capture, configure
-from stepscope.demo.model import Transformer
+from stepscope_report.demo.model import Transformer
 from stepscope.engines.ray import RayRollout
 from stepscope_vllm._demo import VllmReplica
 

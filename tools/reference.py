@@ -19,11 +19,11 @@ import yaml
 
 import stepscope_sglang._driving.facts as sglang
 import stepscope_vllm._driving.facts as vllm
-from stepscope.cli.app import app
 from stepscope.config import ProfileConfig
 from stepscope.config.presets import preset_names, read_preset
 from stepscope.files.manifest.settings import KNOBS
-from stepscope.report.advice.remedies import REMEDIES
+from stepscope_report.advice.remedies import REMEDIES
+from stepscope_report.cli.app import app
 from tools.repository import ROOT
 
 FOLDER = ROOT / "docs" / "reference"

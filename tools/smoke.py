@@ -19,7 +19,7 @@ from pathlib import Path
 
 NEEDED = {
     "cli": ("typer", "rich", "stringzilla"),
-    "ray": ("ray", "stepscope.fleet.ray"),
+    "ray": ("ray", "stepscope._recording.fanout.ray_fleet"),
     "vllm": ("stepscope_vllm._profiler",),
     "sglang": ("stepscope_sglang._profiler",),
     "npu": ("stepscope_npu._backend", "stepscope_npu._analysis"),
@@ -27,10 +27,10 @@ NEEDED = {
     "nsys": ("nvtx",),
     "mcp": ("mcp",),
     "parquet": ("pyarrow.parquet",),
-    "tensorboard": ("stepscope.writers.tensorboard",),
-    "wandb": ("stepscope.writers.wandb",),
-    "mlflow": ("stepscope.writers.mlflow",),
-    "otel": ("stepscope.writers.otel",),
+    "tensorboard": ("stepscope_report.writers.tensorboard",),
+    "wandb": ("stepscope_report.writers.wandb",),
+    "mlflow": ("stepscope_report.writers.mlflow",),
+    "otel": ("stepscope_report.writers.otel",),
 }
 """Extra -> modules that it makes importable. `all` is all of them."""
 WRITERS = ("tensorboard", "wandb", "mlflow", "otel")
@@ -96,8 +96,8 @@ def check_adapters(extras: set[str]) -> None:
 def check_capture(run: Path) -> None:
     """Capture a step without torch, and read it back."""
     import stepscope
-    from stepscope.report import step_report
-    from stepscope.timeline import load_step
+    from stepscope_report import step_report
+    from stepscope_report.timeline import load_step
 
     stepscope.configure(save_path=run, steps=[1], roles={"*": {"profiler": "off"}})
     with stepscope.capture(1, workers={}) as capture, stepscope.span("update_actor", role="actor"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from stepscope import ProfileConfig, capture, span
-from stepscope.timeline import Counter, Timeline, load_step
+from stepscope_report.timeline import Counter, Timeline, load_step
 from tools.gpu import standin_allocator, standin_nvml
 from tools.gpu.device import Device
 from tools.gpu.machine import uuid

@@ -15,8 +15,8 @@ from stepscope import ProfileConfig, capture, span
 from stepscope.files.cuda_memory import DeviceMemory
 from stepscope.files.layout import RunLayout
 from stepscope.files.out_of_memory import read_out_of_memory
-from stepscope.report import step_report
-from stepscope.timeline import load_step, load_traces
+from stepscope_report import step_report
+from stepscope_report.timeline import load_step, load_traces
 from tools.gpu.device import Device
 from tools.gpu.results import Record
 from tools.gpu.standin_allocator import Allocator, standing_in

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepscope import ProfileConfig, aprepare, capture, span
-from stepscope.demo import task
-from stepscope.demo.agent_loop import play
-from stepscope.demo.batch import Batch, Trajectory, group_advantages, pad
-from stepscope.demo.calculator import Calculator
-from stepscope.demo.rollout import RolloutReplica
-from stepscope.demo.worker import ActorWorker, ReferenceWorker
 from stepscope.engines.torch_inprocess import TorchRolloutProfiler
+from stepscope_report.demo import task
+from stepscope_report.demo.agent_loop import play
+from stepscope_report.demo.batch import Batch, Trajectory, group_advantages, pad
+from stepscope_report.demo.calculator import Calculator
+from stepscope_report.demo.rollout import RolloutReplica
+from stepscope_report.demo.worker import ActorWorker, ReferenceWorker
 from tools.gpu.device import Device
 
 RANKS = 2

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from stepscope.recording.counters import nvml
+from stepscope._recording.counters import nvml
 from tools.gpu.standin_smi import VALUES
 
 

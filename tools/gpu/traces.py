@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from stepscope import ProfileConfig, capture
-from stepscope.report import step_report
-from stepscope.timeline import load_step, load_traces
+from stepscope_report import step_report
+from stepscope_report.timeline import load_step, load_traces
 from tools.gpu.device import Device
 from tools.gpu.results import Record
 from tools.gpu.trace_files import Work, artifacts, busy_ns, counts, shown, work_in

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepscope.timeline import Span, Timeline, load_step
+from stepscope_report.timeline import Span, Timeline, load_step
 from tools.gpu.device import Device
 from tools.gpu.rank import RANKS, Own
 from tools.gpu.results import Record

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from decimal import Decimal
 
 from stepscope import profile_step
-from stepscope.recording.spans import slot
+from stepscope._recording.spans import slot
 
 
 @profile_step(role="env")

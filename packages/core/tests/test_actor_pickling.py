@@ -18,10 +18,10 @@ import pytest
 
 from packages.core.tests.framework_names import DATA, definition, released
 from stepscope import ProfileConfig, instrument
+from stepscope._recording.instrument import configured, patch
+from stepscope._recording.spans.wrapping import declared, is_replacement
 from stepscope.config import InstrumentConfig
 from stepscope.config.presets import preset_names, read_preset
-from stepscope.recording.instrument import configured, patch
-from stepscope.recording.spans.wrapping import declared, is_replacement
 
 ray = pytest.importorskip("ray")
 

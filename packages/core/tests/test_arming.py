@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from stepscope import ProfileConfig
+from stepscope._recording.instrument import arming
+from stepscope._recording.process import failures
 from stepscope.engines import EngineFactory, EngineProfiler, protocol
-from stepscope.recording.instrument import arming
-from stepscope.recording.process import failures
 
 LIBRARY = """
 class Settings:

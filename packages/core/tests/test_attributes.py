@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from stepscope import attach, consume, flush, profile_step, redact, span, trajectory
+from stepscope._recording.capture.capture import capture
+from stepscope._recording.spans import redaction
 from stepscope.config import ProfileConfig
 from stepscope.errors import ConfigError
 from stepscope.files.values import MAX_TEXT, AttrValue
-from stepscope.recording.capture.capture import capture
-from stepscope.recording.spans import redaction
 from stepscope.testing.recorded_run import RecordedRun
 
 SECRET = "the user's own words"

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, configure
+from stepscope._recording.capture import configure as run
+from stepscope._recording.instrument import configured, step_boundaries
+from stepscope._recording.process import failures
 from stepscope.files.manifest.records import Manifest
 from stepscope.files.spans import Line, Span
-from stepscope.recording.capture import configure as run
-from stepscope.recording.instrument import configured, step_boundaries
-from stepscope.recording.process import failures
 from stepscope.testing.fake_backend import FakeBackend
 
 FRAMEWORK = """
@@ -336,11 +336,11 @@ def test_the_profiler_is_started_for_nothing_once_before_the_first_step(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: str
 ) -> None:
     backend = Warmed()
-    for user in ("stepscope.recording.fanout.worker_side", "stepscope.recording.session.session"):
+    for user in ("stepscope._recording.fanout.worker_side", "stepscope._recording.session.session"):
         monkeypatch.setattr(f"{user}.load_backend", lambda tool, config: backend)
-    monkeypatch.setattr("stepscope.recording.fanout.worker_side.library_loaded", lambda tool: True)
-    monkeypatch.setattr("stepscope.recording.session.session.library_loaded", lambda tool: False)
-    monkeypatch.setattr("stepscope.recording.process.run._prepared_in", 0)
+    monkeypatch.setattr("stepscope._recording.fanout.worker_side.library_loaded", lambda tool: True)
+    monkeypatch.setattr("stepscope._recording.session.session.library_loaded", lambda tool: False)
+    monkeypatch.setattr("stepscope._recording.process.run._prepared_in", 0)
     seen = []
     entry = {"module": module, "name": "Loop.train_step", "step": "around"}
     configure(ProfileConfig(save_path=tmp_path / "run", steps=steps, instrument=[entry]))

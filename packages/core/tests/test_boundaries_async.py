@@ -15,10 +15,10 @@ import pytest
 
 from packages.core.tests.actors import end
 from stepscope import ProfileConfig, configure
+from stepscope._recording.capture import configure as run
+from stepscope._recording.instrument import configured, step_boundaries
+from stepscope._recording.process import failures
 from stepscope.files.spans import Line, Span
-from stepscope.recording.capture import configure as run
-from stepscope.recording.instrument import configured, step_boundaries
-from stepscope.recording.process import failures
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("torch")

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from stepscope import ProfileConfig, capture, span
+from stepscope._recording.after import pipeline
+from stepscope._recording.output import exporter
+from stepscope._recording.process import run as run_identity
+from stepscope._recording.session import budget as control
+from stepscope._recording.spans import slot
 from stepscope.config import BudgetConfig
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import Manifest
-from stepscope.recording.after import pipeline
-from stepscope.recording.output import exporter
-from stepscope.recording.process import run as run_identity
-from stepscope.recording.session import budget as control
-from stepscope.recording.spans import slot
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
-from stepscope.timeline import load_step
+from stepscope_report.timeline import load_step
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -22,22 +22,23 @@ import pytest
 
 import stepscope
 from packages.core.tests.suspensions import CancelledAt
-from stepscope import Capture, ProfileConfig, capture, cli, profile_step, span, trajectory, turn
+from stepscope import Capture, ProfileConfig, capture, profile_step, span, trajectory, turn
+from stepscope._recording.capture import capture as capture_module
+from stepscope._recording.capture import conclusion
+from stepscope._recording.fanout import worker_side
+from stepscope._recording.output import manifest_part
+from stepscope._recording.process import failures, run
+from stepscope._recording.session.session import Session
+from stepscope._recording.spans import slot
+from stepscope._recording.spans.scopes import current
 from stepscope.engines import EngineCapture
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, EngineError, MissingArtifactsError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.files.sidecar import Artifact
 from stepscope.files.spans import Line, Span
-from stepscope.recording.capture import capture as capture_module
-from stepscope.recording.capture import conclusion
-from stepscope.recording.fanout import worker_side
-from stepscope.recording.output import manifest_part
-from stepscope.recording.process import failures, run
-from stepscope.recording.session.session import Session
-from stepscope.recording.spans import slot
-from stepscope.recording.spans.scopes import current
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+from stepscope_report import cli
 
 
 @pytest.fixture
@@ -240,7 +241,7 @@ def test_a_trajectory_begun_before_the_capture_keeps_its_name(config: ProfileCon
 def test_a_program_that_changes_its_working_directory_stays_in_one_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configures: bool
 ) -> None:
-    from stepscope.recording.capture import configure
+    from stepscope._recording.capture import configure
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "work").mkdir()
@@ -259,7 +260,7 @@ def test_a_program_that_changes_its_working_directory_stays_in_one_folder(
 def test_selecting_no_steps_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from stepscope.recording.capture import configure
+    from stepscope._recording.capture import configure
 
     monkeypatch.setattr(configure, "_configured", None)
     monkeypatch.chdir(tmp_path)
@@ -279,7 +280,7 @@ def test_what_is_skipped_says_why(config: ProfileConfig) -> None:
 
 
 def test_two_runs_in_one_folder_keep_apart(config: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepscope.recording.process import run
+    from stepscope._recording.process import run
 
     for name in ("aaaaaaaa", "bbbbbbbb"):
         monkeypatch.setattr(run, "_ids", {"run": name})

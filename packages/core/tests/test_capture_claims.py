@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from stepscope import Capture, ProfileConfig, capture
+from stepscope._recording.capture import capture as captures
+from stepscope._recording.fanout.messages import StartRequest, StopRequest
+from stepscope._recording.fanout.worker_side import start_worker, stop_worker
+from stepscope._recording.process import run
+from stepscope._recording.session import claims
+from stepscope._recording.session.claims import Claim
+from stepscope._recording.session.session import Session
+from stepscope._recording.spans import slot
 from stepscope.errors import CaptureError, CaptureOpenError
-from stepscope.recording.capture import capture as captures
-from stepscope.recording.fanout.messages import StartRequest, StopRequest
-from stepscope.recording.fanout.worker_side import start_worker, stop_worker
-from stepscope.recording.process import run
-from stepscope.recording.session import claims
-from stepscope.recording.session.claims import Claim
-from stepscope.recording.session.session import Session
-from stepscope.recording.spans import slot
 
 THREADS = 8
 ROUNDS = 40

@@ -16,14 +16,14 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture
+from stepscope._recording.capture.files import CapturedFiles
+from stepscope._recording.capture.result import CaptureResult
+from stepscope._recording.process.run import run_id
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.spans import End, Line, Open, Span
-from stepscope.recording.capture.files import CapturedFiles
-from stepscope.recording.capture.result import CaptureResult
-from stepscope.recording.process.run import run_id
 
 PRELUDE = """
 import os, sys, signal, time

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from stepscope import ProfileConfig, capture, flush, on_capture
+from stepscope._recording.after import pipeline
+from stepscope._recording.capture import conclusion
+from stepscope._recording.output import manifest_part
+from stepscope._recording.spans.log import SpanLog
 from stepscope.engines import EngineProfiler
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import parts
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.sidecar import Artifact
-from stepscope.recording.after import pipeline
-from stepscope.recording.capture import conclusion
-from stepscope.recording.output import manifest_part
-from stepscope.recording.spans.log import SpanLog
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 

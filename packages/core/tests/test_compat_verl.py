@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepscope.compat import verl
-from stepscope.compat.verl import DistProfiler, DistProfilerExtension
+from stepscope._recording.after import pipeline
+from stepscope._recording.output import exporter
+from stepscope._recording.spans import slot
 from stepscope.errors import VerlDifference
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Manifest
 from stepscope.files.spans import Line, Span
-from stepscope.recording.after import pipeline
-from stepscope.recording.output import exporter
-from stepscope.recording.spans import slot
+from stepscope.integrations import verl_dist_profiler as verl
+from stepscope.integrations.verl_dist_profiler import DistProfiler, DistProfilerExtension
 from tests.downloads import wheel
 
 

@@ -17,9 +17,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from stepscope.compat.verl import DistProfiler
+from stepscope._recording.spans import slot
 from stepscope.errors import VerlDifference
-from stepscope.recording.spans import slot
+from stepscope.integrations.verl_dist_profiler import DistProfiler
 from tests.downloads import wheel
 
 pytest.importorskip("omegaconf")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stepscope.cli import run
 from stepscope.config import resolve
 from stepscope.errors import ConfigError
+from stepscope_report.cli import run
 from tests.downloads import wheel
 
 TITAN = """

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.cli import run
 from stepscope.config import ProfileConfig, check_save_path, check_tool
 from stepscope.errors import ConfigError
+from stepscope_report.cli import run
 
 
 def everything_in(folder: Path) -> list[Path]:
@@ -213,7 +213,9 @@ def test_validate_refuses_what_is_not_installed_here(
 
     monkeypatch.setattr(importlib.util, "find_spec", spec_of)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr("stepscope.cli.validate.check_tool", lambda config: None)  # stepscope-npu is there
+    monkeypatch.setattr(
+        "stepscope_report.cli.validate.check_tool", lambda config: None
+    )  # stepscope-npu is there
     path = tmp_path / "stepscope.yaml"
     path.write_text(f"steps: [1]\n{setting}\n")
     assert run(["validate", str(path)]) == 2

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from stepscope import ProfileConfig, capture
+from stepscope._recording.after import pipeline
+from stepscope._recording.output import exporter
 from stepscope.config import EngineConfig, IterationsConfig, ScheduleConfig, _verl_keys
 from stepscope.config._steps import parse_steps
 from stepscope.errors import ConfigError, VerlDifference
-from stepscope.recording.after import pipeline
-from stepscope.recording.output import exporter
 from tests.downloads import wheel
 
 RELEASES = ("0.6.1", "0.7.1", "0.8.0", "0.9.1")

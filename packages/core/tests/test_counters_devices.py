@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from packages.core.tests.compiled import compiled, run_with
-from stepscope.recording.counters import nvml as nvml_module
-from stepscope.recording.counters.allocators import allocators
-from stepscope.recording.counters.dcmi import ascend_npus
-from stepscope.recording.counters.nvml import nvidia_gpus
-from stepscope.recording.counters.sampler import AbsentError
-from stepscope.recording.process import hardware
+from stepscope._recording.counters import nvml as nvml_module
+from stepscope._recording.counters.allocators import allocators
+from stepscope._recording.counters.dcmi import ascend_npus
+from stepscope._recording.counters.nvml import nvidia_gpus
+from stepscope._recording.counters.sampler import AbsentError
+from stepscope._recording.process import hardware
 from tests.downloads import wheel
 
 PYNVML = "nvidia-ml-py==13.615.71"
@@ -52,7 +52,7 @@ const char *nvmlErrorString(int result) { return "made up"; }
 """
 SAMPLE_NVML = """
 import json
-from stepscope.recording.counters import nvml
+from stepscope._recording.counters import nvml
 nvml.DRIVER = "/proc/self/stat"
 sources = list(nvml.nvidia_gpus())
 print(json.dumps([{source.name: dict(source.sample()) for source in sources} for _ in range(2)]))
@@ -206,7 +206,7 @@ int dcmi_get_device_frequency(int card_id, int device_id, int input_type, unsign
 SAMPLE_DCMI = """
 import json, sys, types
 sys.modules["torch_npu"] = types.ModuleType("torch_npu")
-from stepscope.recording.counters.dcmi import ascend_npus
+from stepscope._recording.counters.dcmi import ascend_npus
 sources = list(ascend_npus())
 print(json.dumps([{source.name: dict(source.sample()) for source in sources} for _ in range(2)]))
 """

@@ -16,18 +16,18 @@ from pathlib import Path
 import pytest
 
 from stepscope import ProfileConfig, capture, span
-from stepscope.counters import CounterSource
+from stepscope._recording.counters import log as log_module
+from stepscope._recording.counters import nvml as nvml_module
+from stepscope._recording.counters.sampler import Sampler
+from stepscope._recording.process import clock
+from stepscope.backends.counters import CounterSource
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording.counters import log as log_module
-from stepscope.recording.counters import nvml as nvml_module
-from stepscope.recording.counters.sampler import Sampler
-from stepscope.recording.process import clock
-from stepscope.timeline import load_step
-from stepscope.timeline.record_files import CounterFile, read_counters
+from stepscope_report.timeline import load_step
+from stepscope_report.timeline.record_files import CounterFile, read_counters
 
 
 def config(folder: Path, **settings: object) -> ProfileConfig:

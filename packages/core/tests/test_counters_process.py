@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from stepscope import ProfileConfig, capture, span
+from stepscope._recording.counters.garbage import garbage
+from stepscope._recording.counters.host_load import HostClaim, HostCpu
+from stepscope._recording.counters.process_load import OpenFiles, ProcessCpu, ProcessMemory
 from stepscope.files.counters import EVENT_LOOP
-from stepscope.recording.counters.garbage import garbage
-from stepscope.recording.counters.host_load import HostClaim, HostCpu
-from stepscope.recording.counters.process_load import OpenFiles, ProcessCpu, ProcessMemory
-from stepscope.report.tables.event_loops import late_loops
-from stepscope.timeline import Counter, load_step
+from stepscope_report.tables.event_loops import late_loops
+from stepscope_report.timeline import Counter, load_step
 
 MB = 1 << 20
 
@@ -112,7 +112,7 @@ def test_one_process_of_a_host_samples_it() -> None:
 
 def test_a_killed_process_gives_the_host_back() -> None:
     code = (
-        "import time; from stepscope.recording.counters.host_load import HostClaim\n"
+        "import time; from stepscope._recording.counters.host_load import HostClaim\n"
         "claim = HostClaim('/run/killed'); print(claim.taken, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:

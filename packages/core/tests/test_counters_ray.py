@@ -12,12 +12,12 @@ import pytest
 import ray
 
 from stepscope import ProfileConfig, capture
-from stepscope.counters import CounterSource
+from stepscope._recording.counters.ray_store import ray_store
+from stepscope.backends.counters import CounterSource
 from stepscope.engines.metrics import FINISHED, EngineMetrics
 from stepscope.engines.ray import ProfilerFactory, RayRollout
-from stepscope.recording.counters.ray_store import ray_store
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
-from stepscope.timeline import load_step
+from stepscope_report.timeline import load_step
 
 MB = 1 << 20
 

@@ -9,9 +9,9 @@ from itertools import count
 
 import pytest
 
-from stepscope.counters import CounterSource
-from stepscope.recording.counters import sampler as sampler_module
-from stepscope.recording.counters.sampler import AbsentError, Sampler
+from stepscope._recording.counters import sampler as sampler_module
+from stepscope._recording.counters.sampler import AbsentError, Sampler
+from stepscope.backends.counters import CounterSource
 
 
 class Ticks(CounterSource):

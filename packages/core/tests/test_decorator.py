@@ -21,12 +21,12 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, profile_step, span
+from stepscope._recording.process import failures as guard
+from stepscope._recording.session.profiler_windows import Windows
+from stepscope._recording.spans import maker as recorder
+from stepscope._recording.spans import scopes, slot
 from stepscope.errors import ConfigError
 from stepscope.files.spans import Line, Span
-from stepscope.recording.process import failures as guard
-from stepscope.recording.session.profiler_windows import Windows
-from stepscope.recording.spans import maker as recorder
-from stepscope.recording.spans import scopes, slot
 
 Spans = Callable[[], list[Span]]
 
@@ -581,7 +581,7 @@ def test_a_traceback_has_one_frame_of_ours(config: ProfileConfig, kind: str, cap
             RAISING[kind]()
     frames = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert sum(file.startswith("<profile_step ") for file in frames) == 1
-    assert not [name for name in frames if "stepscope/recording" in name]
+    assert not [name for name in frames if "stepscope/_recording" in name]
     assert caught.value.__context__ is None
 
 

@@ -23,9 +23,9 @@ import cloudpickle  # type: ignore[import-untyped] # it has none
 import pytest
 
 from stepscope import profile_step
-from stepscope.recording.fanout import worker_side
-from stepscope.recording.spans import slot
-from stepscope.recording.spans.wrapping import Declared
+from stepscope._recording.fanout import worker_side
+from stepscope._recording.spans import slot
+from stepscope._recording.spans.wrapping import Declared
 
 HERE = Path(__file__).parent
 

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, profile_step, span
+from stepscope._recording.instrument.call_arguments import Condition
+from stepscope._recording.instrument.kinds import Timing
+from stepscope._recording.instrument.patch import Instrument
 from stepscope.files.spans import Line, Span
-from stepscope.recording.instrument.call_arguments import Condition
-from stepscope.recording.instrument.kinds import Timing
-from stepscope.recording.instrument.patch import Instrument
 
 torch = pytest.importorskip("torch")
 testing = pytest.importorskip("torch._dynamo.testing")

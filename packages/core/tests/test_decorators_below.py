@@ -21,11 +21,11 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, configure, instrument, profile_step, span
+from stepscope._recording.instrument import patch
+from stepscope._recording.spans import scopes
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.spans import Line, Span
-from stepscope.recording.instrument import patch
-from stepscope.recording.spans import scopes
 
 Any_ = Callable[..., Any]
 Spans = Callable[[], list[Span]]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from stepscope import ProfileConfig, capture
-from stepscope.counters import CounterSource
+from stepscope.backends.counters import CounterSource
 from stepscope.engines.metrics import (
     FINISHED,
     HITS,
@@ -20,7 +20,7 @@ from stepscope.engines.metrics import (
 )
 from stepscope.files.counters import KV_CACHE
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
-from stepscope.timeline import load_step
+from stepscope_report.timeline import load_step
 
 NAMES = {"vllm:running": RUNNING, "vllm:usage": KV_CACHE, "vllm:done_total": FINISHED}
 PAGE = """# HELP vllm:running Number of requests.

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from stepscope._recording.counters.sampler import Sampler, Tick
+from stepscope._recording.recorder.engine_queues import engine_states
 from stepscope.engines.metrics import GENERATION_TOKENS, RUNNING, UNFINISHED, WAITING
 from stepscope.files.clock import Int
 from stepscope.files.counters import Series
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import EngineState, Frame, OpenSpan, ProcessState, Thread
-from stepscope.recording.counters.sampler import Sampler, Tick
-from stepscope.recording.recorder.engine_queues import engine_states
-from stepscope.report.waiting.calls import say_call
-from stepscope.report.why import why
+from stepscope_report.waiting.calls import say_call
+from stepscope_report.why import why
 
 S: Int = 10**9
 NAMES = (RUNNING, WAITING, UNFINISHED, GENERATION_TOKENS)

@@ -7,6 +7,8 @@ from importlib.metadata import EntryPoint, EntryPoints, version
 
 import pytest
 
+from stepscope._recording.fanout.given_engines import profilers_of
+from stepscope._recording.process.versions import versions
 from stepscope.engines import (
     EngineCapture,
     EngineFactory,
@@ -18,8 +20,6 @@ from stepscope.engines import (
 )
 from stepscope.engines.protocol import installed
 from stepscope.errors import ConfigError, EngineError
-from stepscope.recording.fanout.given_engines import profilers_of
-from stepscope.recording.process.versions import versions
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 LIVE: list[FakeEngine] = []

@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stepscope._recording.output import exporter as export
+from stepscope._recording.output.exporter import Exporter, ExportResult
 from stepscope.backends import PendingArtifact
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope.recording.output import exporter as export
-from stepscope.recording.output.exporter import Exporter, ExportResult
 from stepscope.testing.backend_conformance import in_child
 
 BODY = b'{"traceEvents": []}' * 1000

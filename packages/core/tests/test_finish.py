@@ -21,15 +21,15 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, on_artifact, on_capture, span
+from stepscope._recording.after import pipeline, programs
+from stepscope._recording.capture.result import CaptureResult
+from stepscope._recording.output import exporter
+from stepscope._recording.process import shutdown
 from stepscope.config import resolve
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest.records import Expectation, Manifest, awaited
 from stepscope.files.sidecar import ProcessInfo, Sidecar
-from stepscope.recording.after import pipeline, programs
-from stepscope.recording.capture.result import CaptureResult
-from stepscope.recording.output import exporter
-from stepscope.recording.process import shutdown
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 
@@ -410,7 +410,7 @@ def test_a_terminated_process_takes_its_command_with_it(tmp_path: Path) -> None:
     began = time.monotonic()
     tail = """
         from stepscope import flush
-        from stepscope.recording.process import shutdown
+        from stepscope._recording.process import shutdown
         shutdown.SIGTERM_S = 0.5
         flush()
         os.kill(os.getpid(), signal.SIGTERM)

@@ -13,16 +13,16 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, configure
+from stepscope._recording.capture import configure as run
+from stepscope._recording.instrument import configured, patch, step_boundaries
+from stepscope._recording.instrument.configured import _timing
+from stepscope._recording.instrument.fitting import fitted
+from stepscope._recording.instrument.kinds import LAYERS, Timing
+from stepscope._recording.instrument.step_boundaries import Boundary
+from stepscope._recording.process import failures
 from stepscope.config import InstrumentConfig
 from stepscope.config.presets import preset_names, read_preset
 from stepscope.files.spans import Line, Span
-from stepscope.recording.capture import configure as run
-from stepscope.recording.instrument import configured, patch, step_boundaries
-from stepscope.recording.instrument.configured import _timing
-from stepscope.recording.instrument.fitting import fitted
-from stepscope.recording.instrument.kinds import LAYERS, Timing
-from stepscope.recording.instrument.step_boundaries import Boundary
-from stepscope.recording.process import failures
 
 NEWEST = """
 class SkyRLGymGenerator:

@@ -10,11 +10,11 @@ import pytest
 
 from packages.core.tests.actors import end
 from stepscope import ProfileConfig, capture, prepare, profile_step
+from stepscope._recording.capture import readiness
+from stepscope._recording.capture.prepare import before_first_step
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import CaptureError
 from stepscope.files.layout import RunLayout
-from stepscope.recording.capture import readiness
-from stepscope.recording.capture.prepare import before_first_step
 
 pytest.importorskip("torch")
 ray = pytest.importorskip("ray")
@@ -120,7 +120,7 @@ def test_an_unedited_program_is_not_held_for_a_worker_that_starts(
     ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "PATIENCE_S", 1.0)
-    monkeypatch.setattr("stepscope.recording.process.run._prepared_in", 0)
+    monkeypatch.setattr("stepscope._recording.process.run._prepared_in", 0)
     config = ProfileConfig(save_path=tmp_path / "run", steps=[1], roles={"*": {"ranks": "all"}})
     ready = tmp_path / "ready"
     handle: Any = ray.remote(num_cpus=0)(Starting).remote(ready)

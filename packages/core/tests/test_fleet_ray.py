@@ -24,21 +24,21 @@ import pytest
 from packages.core.tests.actors import end
 from packages.core.tests.suspensions import CancelledAt
 from stepscope import ProfileConfig, capture, prepare, profile_step
+from stepscope._recording.capture import omissions
+from stepscope._recording.capture.capture import Capture
+from stepscope._recording.fanout import ray_worker
+from stepscope._recording.fanout.fleet import WorkerOutcome, load_fleet
+from stepscope._recording.fanout.in_actor import start_here
+from stepscope._recording.fanout.messages import StartRequest, StopRequest
+from stepscope._recording.fanout.ray_fleet import RayFleet, fleet_of
+from stepscope._recording.fanout.ray_worker import Worker
+from stepscope._recording.process import failures
+from stepscope._recording.spans import slot
 from stepscope.backends.torch import backend as torch_backend
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.spans import Line, Open
-from stepscope.fleet import ray_worker
-from stepscope.fleet.in_actor import start_here
-from stepscope.fleet.ray import RayFleet, fleet_of
-from stepscope.fleet.ray_worker import Worker
-from stepscope.recording.capture import omissions
-from stepscope.recording.capture.capture import Capture
-from stepscope.recording.fanout.fleet import WorkerOutcome, load_fleet
-from stepscope.recording.fanout.messages import StartRequest, StopRequest
-from stepscope.recording.process import failures
-from stepscope.recording.spans import slot
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("ray_cluster")

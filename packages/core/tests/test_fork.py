@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from stepscope.recording.after import pipeline
-from stepscope.recording.output import exporter
-from stepscope.recording.process import failures, fork
+from stepscope._recording.after import pipeline
+from stepscope._recording.output import exporter
+from stepscope._recording.process import failures, fork
 
 
 def test_a_child_forgets_in_the_order_of_the_table_and_goes_on_after_a_failure(

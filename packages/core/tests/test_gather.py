@@ -21,7 +21,17 @@ import pytest
 
 from packages.core.tests.actors import end
 from stepscope import ProfileConfig, capture, profile_step, request_capture
-from stepscope.cli.app import run
+from stepscope._recording.after import pipeline, programs
+from stepscope._recording.capture import on_demand
+from stepscope._recording.capture.files import CapturedFiles
+from stepscope._recording.capture.result import CaptureResult
+from stepscope._recording.fanout import fetch
+from stepscope._recording.fanout.fleet import WorkerOutcome
+from stepscope._recording.fanout.participants import Participants
+from stepscope._recording.output import exporter
+from stepscope._recording.recorder import baseline
+from stepscope._recording.session import budget
+from stepscope._recording.session.session import Session
 from stepscope.engines.fetch import LEFT_BEHIND
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
@@ -29,19 +39,9 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import Expectation, Manifest, ProcessPart
 from stepscope.files.requests import read_listening
 from stepscope.files.storage.atomic import Arrival
-from stepscope.recording.after import pipeline, programs
-from stepscope.recording.capture import on_demand
-from stepscope.recording.capture.files import CapturedFiles
-from stepscope.recording.capture.result import CaptureResult
-from stepscope.recording.fanout import fetch
-from stepscope.recording.fanout.fleet import WorkerOutcome
-from stepscope.recording.fanout.participants import Participants
-from stepscope.recording.output import exporter
-from stepscope.recording.recorder import baseline
-from stepscope.recording.session import budget
-from stepscope.recording.session.session import Session
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope.testing.steps import StepFolder
+from stepscope_report.cli.app import run
 
 ray = pytest.importorskip("ray")
 

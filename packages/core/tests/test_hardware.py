@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from stepscope import ProfileConfig, capture
+from stepscope._recording.process.hardware import read_hardware
 from stepscope.config import ThroughputConfig
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.manifest.records import Hardware
-from stepscope.recording.process.hardware import read_hardware
 
 
 def device_module(name: str, *, initialised: bool) -> SimpleNamespace:

@@ -18,12 +18,12 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, configure
+from stepscope._recording.capture import configure as run
+from stepscope._recording.instrument import configured
+from stepscope._recording.process import failures
 from stepscope.files.spans import Line, Span
-from stepscope.recording.capture import configure as run
-from stepscope.recording.instrument import configured
-from stepscope.recording.process import failures
-from stepscope.report import step_report
-from stepscope.timeline.step.load import load_step
+from stepscope_report import step_report
+from stepscope_report.timeline.step.load import load_step
 
 FRAMEWORK = '''
 import asyncio

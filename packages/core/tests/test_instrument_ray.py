@@ -14,12 +14,12 @@ import pytest
 
 from packages.core.tests.stale_trl import write_stale_trl
 from stepscope import ProfileConfig, capture, instrument
+from stepscope._recording.instrument import configured
+from stepscope._recording.process import failures
+from stepscope._recording.spans import wrapping
 from stepscope.files.spans import Line, Span
-from stepscope.recording.instrument import configured
-from stepscope.recording.process import failures
-from stepscope.recording.spans import wrapping
-from stepscope.report import step_report
-from stepscope.timeline.step.load import load_step
+from stepscope_report import step_report
+from stepscope_report.timeline.step.load import load_step
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("ray_cluster")

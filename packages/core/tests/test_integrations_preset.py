@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 
+from stepscope._recording.instrument import configured
 from stepscope.config.presets import Preset, read_preset
 from stepscope.integrations import verl
-from stepscope.recording.instrument import configured
 
 
 @pytest.fixture(autouse=True)

@@ -21,16 +21,16 @@ import pytest
 
 import stepscope
 from stepscope import ProfileConfig, capture, span
+from stepscope._recording.capture import capture as captures
+from stepscope._recording.output import exporter
+from stepscope._recording.process import private_loop
+from stepscope._recording.spans import slot
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.threaded import threaded_window, window_thread
 from stepscope.backends.torch import foreign_sessions, window
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Manifest
 from stepscope.files.storage.atomic import write_atomic
-from stepscope.recording.capture import capture as captures
-from stepscope.recording.output import exporter
-from stepscope.recording.process import private_loop
-from stepscope.recording.spans import slot
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 if TYPE_CHECKING:

@@ -22,6 +22,14 @@ import pytest
 
 import stepscope
 from stepscope import ProfileConfig, capture
+from stepscope._recording.capture import capture as captures
+from stepscope._recording.fanout.messages import StartRequest, StopRequest
+from stepscope._recording.fanout.worker_side import start_worker, stop_worker
+from stepscope._recording.output.manifest_part import ManifestPart
+from stepscope._recording.process import shutdown
+from stepscope._recording.session import session
+from stepscope._recording.session.profiler_windows import Windows
+from stepscope._recording.spans import slot
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.protocol import Backend
 from stepscope.backends.torch import foreign_sessions
@@ -30,14 +38,6 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Ending, Manifest, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording.capture import capture as captures
-from stepscope.recording.fanout.messages import StartRequest, StopRequest
-from stepscope.recording.fanout.worker_side import start_worker, stop_worker
-from stepscope.recording.output.manifest_part import ManifestPart
-from stepscope.recording.process import shutdown
-from stepscope.recording.session import session
-from stepscope.recording.session.profiler_windows import Windows
-from stepscope.recording.spans import slot
 from stepscope.testing.fake_backend import FakeBackend
 
 OURS = os.path.dirname(stepscope.__file__)

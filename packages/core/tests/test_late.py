@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture
-from stepscope.cli import run
+from stepscope._recording.after import pipeline
 from stepscope.engines import EngineCapture, patience_s
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.late import Waiting, take_in, waiting
 from stepscope.files.manifest.parts import part_files
 from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.files.sidecar import Artifact
-from stepscope.recording.after import pipeline
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+from stepscope_report.cli import run
 
 
 class Slow(FakeEngineProfiler):

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture
+from stepscope._recording.output.manifest_part import ManifestPart
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout, StepLayout
@@ -19,10 +20,9 @@ from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import AWAITED, Expectation, Manifest, Pending, ProcessPart, awaited
 from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.files.storage.reading import decode
-from stepscope.recording.output.manifest_part import ManifestPart
-from stepscope.report.tables.health import cut_processes
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
-from stepscope.timeline import load_step
+from stepscope_report.tables.health import cut_processes
+from stepscope_report.timeline import load_step
 
 
 class Unlucky(FakeEngineProfiler):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from stepscope._recording.capture.omissions import tell_missed
+from stepscope._recording.instrument import patch
+from stepscope._recording.process import failures
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.manifest.records import ProcessPart
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording.capture.omissions import tell_missed
-from stepscope.recording.instrument import patch
-from stepscope.recording.process import failures
 
 ANCHOR = ClockAnchor(wall_ns=1, mono_ns=1, raw_ns=1, uncertainty_ns=0)
 PLACE = "instrument('trl.trainer', 'Trainer.step') of the preset 'trl'"

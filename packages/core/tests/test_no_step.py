@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.cli import app as main
+from stepscope_report.cli import app as main
 
 LOOP = """
 class Loop:

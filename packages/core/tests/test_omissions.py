@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from stepscope import ProfileConfig, capture, flush, prepare, span
-from stepscope.cli import run
+from stepscope._recording.capture.result import CaptureResult
+from stepscope._recording.process import failures, identity
+from stepscope._recording.session import libraries, session
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.manifest.records import Expectation
-from stepscope.recording.capture.result import CaptureResult
-from stepscope.recording.process import failures, identity
-from stepscope.recording.session import libraries, session
 from stepscope.testing.fake_backend import FakeBackend
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+from stepscope_report.cli import run
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def backend(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     made = FakeBackend()
     for user in ("session.session", "fanout.worker_side"):
-        monkeypatch.setattr(f"stepscope.recording.{user}.load_backend", lambda name, config: made)
+        monkeypatch.setattr(f"stepscope._recording.{user}.load_backend", lambda name, config: made)
     monkeypatch.setattr(libraries, "LIBRARY", {})
     return made
 

@@ -24,7 +24,9 @@ from hypothesis import strategies as st
 
 import stepscope
 from stepscope import ProfileConfig, capture, request_capture
-from stepscope.cli.app import run
+from stepscope._recording.capture import configure as run_module
+from stepscope._recording.capture import on_demand
+from stepscope._recording.process import identity
 from stepscope.config import RoleConfig
 from stepscope.errors import CaptureError, ConfigError, RecordError
 from stepscope.files.layout import RunLayout
@@ -37,9 +39,7 @@ from stepscope.files.requests import (
     read_listening,
     read_requests,
 )
-from stepscope.recording.capture import configure as run_module
-from stepscope.recording.capture import on_demand
-from stepscope.recording.process import identity
+from stepscope_report.cli.app import run
 
 
 @pytest.fixture

@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from stepscope import ProfileConfig, capture
+from stepscope._recording.fanout import worker_side
+from stepscope._recording.fanout.messages import PrepareRequest
+from stepscope._recording.session import budget, oom
 from stepscope.backends.cuda_memory import oom as cuda_oom
 from stepscope.backends.cuda_memory.backend import CudaMemoryBackend
-from stepscope.cli.app import run
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
-from stepscope.recording.fanout import worker_side
-from stepscope.recording.fanout.messages import PrepareRequest
-from stepscope.recording.session import budget, oom
 from stepscope.testing.backend_conformance import a_window
+from stepscope_report.cli.app import run
 
 
 class Allocator:

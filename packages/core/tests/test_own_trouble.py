@@ -17,6 +17,14 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, flush, request_capture, span
+from stepscope._recording.capture import on_demand
+from stepscope._recording.fanout.messages import StartRequest
+from stepscope._recording.fanout.worker_side import start_worker
+from stepscope._recording.output import exporter
+from stepscope._recording.process import private_loop
+from stepscope._recording.session import budget
+from stepscope._recording.session.session import Session
+from stepscope._recording.spans import slot
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout
@@ -26,14 +34,6 @@ from stepscope.files.requests import Control, Request, read_requests
 from stepscope.files.sidecar import Artifact
 from stepscope.files.storage.temporary import remove_abandoned, temporary
 from stepscope.files.values import attr_value
-from stepscope.recording.capture import on_demand
-from stepscope.recording.fanout.messages import StartRequest
-from stepscope.recording.fanout.worker_side import start_worker
-from stepscope.recording.output import exporter
-from stepscope.recording.process import private_loop
-from stepscope.recording.session import budget
-from stepscope.recording.session.session import Session
-from stepscope.recording.spans import slot
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 
@@ -169,7 +169,7 @@ def test_engines_are_stopped_though_the_closing_is_interrupted_before_it_comes_t
 def test_a_capture_that_never_opened_claims_no_spans(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepscope.recording.capture.lifecycle.Lifecycle._begin", fail(KeyboardInterrupt()))
+    monkeypatch.setattr("stepscope._recording.capture.lifecycle.Lifecycle._begin", fail(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         capture(1, config=config).open()
     (part,) = read_parts(RunLayout(config.save_path).step(1))[0]
@@ -209,7 +209,7 @@ def test_hooks_are_called_though_the_manifest_cannot_be_written(
 ) -> None:
     config = config.replace(finish={"command": "true"})
     monkeypatch.setattr(
-        "stepscope.recording.output.manifest_part.write_manifest", fail(OSError(28, "No space left"))
+        "stepscope._recording.output.manifest_part.write_manifest", fail(OSError(28, "No space left"))
     )
     with capture(1, config=config) as cap:
         pass
@@ -289,7 +289,7 @@ def test_a_request_that_cannot_be_met_does_not_raise_in_the_training_loop(
     config = config.replace(steps=[])
     request_capture("7", save_path=config.save_path, next_run=True)
     monkeypatch.setattr(
-        "stepscope.recording.capture.configure.check",
+        "stepscope._recording.capture.configure.check",
         fail(ConfigError("save_path", "x", "a folder", "mend it")),
     )
     with capture(7, config=config) as cap:

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, instrument
+from stepscope._recording.instrument import patch
+from stepscope._recording.process import failures
 from stepscope.errors import ConfigError
 from stepscope.files.spans import Line, Span
-from stepscope.recording.instrument import patch
-from stepscope.recording.process import failures
 
 MODULE = """
 import functools

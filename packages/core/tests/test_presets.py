@@ -18,13 +18,13 @@ import pytest
 from packages.core.tests.framework_names import DATA, arguments, definition, released, settings_of
 from packages.core.tests.stale_trl import write_stale_trl
 from stepscope import ProfileConfig
-from stepscope.cli import app as main
+from stepscope._recording.instrument import configured
+from stepscope._recording.process import failures
 from stepscope.config import InstrumentConfig
 from stepscope.config._instrument import paths_in
 from stepscope.config.presets import preset_names, read_preset
 from stepscope.errors import ConfigError
-from stepscope.recording.instrument import configured
-from stepscope.recording.process import failures
+from stepscope_report.cli import app as main
 
 WHEELS = [
     ("trl", "0.29.0"),
@@ -154,7 +154,7 @@ def test_rank_0_alone_says_which_name_is_gone_once(stale_trl: tuple[Any, list[st
 
 @pytest.mark.parametrize("worker", ["ray", "multiprocessing"])
 def test_workers_without_a_rank_leave_it_to_the_main_process(worker: str) -> None:
-    code = "import sys\nfrom stepscope.recording.process.identity import is_first\n"
+    code = "import sys\nfrom stepscope._recording.process.identity import is_first\n"
     code += "sys.argv[0] = '/x/default_worker.py'\n" if worker == "ray" else "import multiprocessing as m\n"
     ask = "m.get_context('fork').Pool(1).apply(is_first)" if worker == "multiprocessing" else "is_first()"
     environment = {name: text for name, text in os.environ.items() if name != "RANK"}

@@ -32,7 +32,12 @@ from stepscope import (
     step_tokens,
     trajectory,
 )
-from stepscope.cli import run
+from stepscope._recording.capture import on_demand
+from stepscope._recording.process import shutdown
+from stepscope._recording.recorder import standing, step_lines, write
+from stepscope._recording.recorder.ring import SPAN_BYTES, Ring
+from stepscope._recording.recorder.steps import FIRST
+from stepscope._recording.spans import lines, slot
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
@@ -40,16 +45,11 @@ from stepscope.files.manifest.records import Ending, Manifest
 from stepscope.files.recorder import StepLine, read_step_lines
 from stepscope.files.requests import read_requests
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording.capture import on_demand
-from stepscope.recording.process import shutdown
-from stepscope.recording.recorder import standing, step_lines, write
-from stepscope.recording.recorder.ring import SPAN_BYTES, Ring
-from stepscope.recording.recorder.steps import FIRST
-from stepscope.recording.spans import lines, slot
-from stepscope.report import StepReport, step_report
-from stepscope.report.html.step_page import render_step
-from stepscope.report.terminal.text import render
-from stepscope.timeline import load_step
+from stepscope_report import StepReport, step_report
+from stepscope_report.cli import run
+from stepscope_report.html.step_page import render_step
+from stepscope_report.terminal.text import render
+from stepscope_report.timeline import load_step
 
 pytestmark = pytest.mark.usefixtures("one_recorder")
 
@@ -649,7 +649,7 @@ def test_what_was_triggered_is_written_before_the_process_ends(tmp_path: Path) -
 def test_counters_between_captures_are_written_with_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepscope.recording.recorder.recorder.COUNTERS_HZ", 20.0)
+    monkeypatch.setattr("stepscope._recording.recorder.recorder.COUNTERS_HZ", 20.0)
     config = config_in(tmp_path, recorder={"triggers": []})
     steps_of(config, {}, 1)
     with capture(1, config=config):
@@ -699,7 +699,7 @@ def test_triggers_at_once_write_each_step_once(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from stepscope import capture, configure, span
-from stepscope.recording.recorder import standing, write
+from stepscope._recording.recorder import standing, write
 configure(save_path=sys.argv[1], record="spans", recorder={"triggers": []}, counters="off")
 with capture(0):
     for _ in range(5000):

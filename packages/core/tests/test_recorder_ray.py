@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from stepscope import ProfileConfig, attach, capture, carrier, profile_step, span
-from stepscope.cli.running.why import ask
-from stepscope.counters import CounterSource
+from stepscope._recording.fanout.ray_worker import Worker
+from stepscope._recording.recorder import standing
+from stepscope._recording.recorder.engine_queues import engine_states
+from stepscope.backends.counters import CounterSource
 from stepscope.engines.metrics import RUNNING, EngineMetrics
 from stepscope.engines.ray import RayRollout
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.states import EngineState
-from stepscope.fleet.ray_worker import Worker
-from stepscope.recording.recorder import standing
-from stepscope.recording.recorder.engine_queues import engine_states
-from stepscope.report import step_report
-from stepscope.report.why import why
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
-from stepscope.timeline import load_step
+from stepscope_report import step_report
+from stepscope_report.cli.running.why import ask
+from stepscope_report.timeline import load_step
+from stepscope_report.why import why
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("ray_cluster", "one_recorder")

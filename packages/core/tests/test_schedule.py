@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from stepscope._recording.session.selection import Decision, decide, decide_process, unreachable_ranks
 from stepscope.config import ProfileConfig
-from stepscope.recording.session.selection import Decision, decide, decide_process, unreachable_ranks
 
 CONFIG = ProfileConfig(
     steps=[2, "10:50:10"],

@@ -14,13 +14,13 @@ from omegaconf import OmegaConf
 
 import stepscope
 from stepscope import ProfileConfig, capture
+from stepscope._recording.instrument import configured, step_boundaries
+from stepscope._recording.process import settings
 from stepscope.config.presets import preset_names, read_preset
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.manifest.settings import KNOBS, SWITCHES, FrameworkSettings, Knob, Setting
-from stepscope.recording.instrument import configured, step_boundaries
-from stepscope.recording.process import settings
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
 

@@ -20,20 +20,20 @@ import msgspec
 import pytest
 
 import stepscope
+from stepscope._recording.process.clock import read_anchor
+from stepscope._recording.process.identity import identify
+from stepscope._recording.spans import api, scopes
+from stepscope._recording.spans import span as spans
+from stepscope._recording.spans.carrier import Carrier, attach, carrier
+from stepscope._recording.spans.log import SpanLog
+from stepscope._recording.spans.scopes import Place, Scope
+from stepscope._recording.spans.span import Span as LiveSpan
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import End, Header, Line, Open, Span
 from stepscope.files.trace_context import SpanIds
 from stepscope.files.values import MAX_TEXT
-from stepscope.recording.process.clock import read_anchor
-from stepscope.recording.process.identity import identify
-from stepscope.recording.spans import api, scopes
-from stepscope.recording.spans import span as spans
-from stepscope.recording.spans.carrier import Carrier, attach, carrier
-from stepscope.recording.spans.log import SpanLog
-from stepscope.recording.spans.scopes import Place, Scope
-from stepscope.recording.spans.span import Span as LiveSpan
 from stepscope.testing.fake_clock import START_NS, FakeClock
-from stepscope.timeline.record_files import read_spans
+from stepscope_report.timeline.record_files import read_spans
 
 ACTOR = ProcessInfo(role="actor", rank=0, world_size=2, host="h", pid=7)
 

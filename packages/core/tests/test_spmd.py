@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.cli import run
+from stepscope_report.cli import run
 
 MAIN = Path(__file__).with_name("spmd_main.py")
 

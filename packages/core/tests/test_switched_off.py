@@ -18,8 +18,8 @@ EVERYTHING = """
 import asyncio, json, os, signal, sys, threading
 import stepscope
 from stepscope import *
-from stepscope.compat.verl import DistProfiler
-from stepscope.recording.spans import slot
+from stepscope.integrations.verl_dist_profiler import DistProfiler
+from stepscope._recording.spans import slot
 
 def fail(*_): raise AssertionError("called")
 configure("no-such-file.yaml")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from stepscope._recording.instrument import uncovered
 from stepscope.config.presets import preset_names, read_preset
-from stepscope.recording.instrument import uncovered
 
 TRAIN = "transformers.trainer:Trainer.train"
 

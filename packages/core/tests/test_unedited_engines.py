@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, configure
+from stepscope._recording.capture import configure as run
+from stepscope._recording.instrument import configured, step_boundaries
+from stepscope._recording.process import failures
 from stepscope.engines import instrumented_engines
 from stepscope.files.manifest.records import Expectation, Manifest
-from stepscope.recording.capture import configure as run
-from stepscope.recording.instrument import configured, step_boundaries
-from stepscope.recording.process import failures
 
 pytest.importorskip("torch")
 
@@ -64,7 +64,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     monkeypatch.setattr(run, "_configured", None)
     monkeypatch.setattr(step_boundaries, "_next", 0)
     monkeypatch.setattr(instrumented_engines, "_entries", [])
-    monkeypatch.setattr("stepscope.recording.process.run._prepared_in", 0)
+    monkeypatch.setattr("stepscope._recording.process.run._prepared_in", 0)
 
     def build(engines: dict[str, str], *kinds: dict[str, object], **rollout: object) -> Any:
         entries: list[dict[str, object]] = [

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, configure
+from stepscope._recording.capture import configure as run
+from stepscope._recording.fanout import unedited_engines
+from stepscope._recording.instrument import configured, step_boundaries
 from stepscope.engines import instrumented_engines
 from stepscope.engines import ray as engines_of_actors
 from stepscope.engines.instrumented_engines import register, register_none
 from stepscope.files.manifest.records import Expectation, Manifest
-from stepscope.recording.capture import configure as run
-from stepscope.recording.fanout import unedited_engines
-from stepscope.recording.instrument import configured, step_boundaries
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("torch")
@@ -88,7 +88,7 @@ def trainer(
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(run, "_configured", None)
     monkeypatch.setattr(step_boundaries, "_next", 0)
-    monkeypatch.setattr("stepscope.recording.process.run._prepared_in", 0)
+    monkeypatch.setattr("stepscope._recording.process.run._prepared_in", 0)
     engines = {"torch": "self.handles"}
     step = {"module": "server_loop", "name": "Trainer.step", "step": "around", "engines": engines}
     roles = {"rollout": {"profiler": "off", "ranks": "all"}, "*": {"profiler": "off"}}

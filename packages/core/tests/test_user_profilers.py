@@ -8,8 +8,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from stepscope import ProfileConfig, capture, profile_step
-from stepscope.cli import run
 from stepscope.files.manifest.records import Manifest
+from stepscope_report.cli import run
 
 
 @profile_step(role="trainer")

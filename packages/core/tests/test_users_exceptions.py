@@ -25,8 +25,8 @@ import pytest
 import torch
 
 from stepscope import ProfileConfig, attach, capture, profile_step, span, trajectory, turn
+from stepscope._recording.spans import scopes
 from stepscope.errors import is_users, ours
-from stepscope.recording.spans import scopes
 
 SOURCE = Path(scopes.__file__).parents[2]
 between_instructions = pytest.mark.skipif(

@@ -15,14 +15,14 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, profile_step, span
+from stepscope._recording.session import libraries, session
+from stepscope._recording.spans import slot
 from stepscope.backends import Backend, load_backend
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.engines import EngineCapture
 from stepscope.errors import BackendError, ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Expectation, Manifest
-from stepscope.recording.session import libraries, session
-from stepscope.recording.spans import slot
 from stepscope.testing.fake_backend import FakeBackend
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 

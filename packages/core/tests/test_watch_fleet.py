@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture
-from stepscope.cli import run
-from stepscope.cli.running.watch import look
-from stepscope.counters import CounterSource
+from stepscope._recording.capture import on_demand
+from stepscope._recording.recorder import baseline, standing
+from stepscope.backends.counters import CounterSource
 from stepscope.files.layout import RunLayout
 from stepscope.files.recorder import StepLine
-from stepscope.recording.capture import on_demand
-from stepscope.recording.recorder import baseline, standing
 from stepscope.testing.steps import StepFolder
+from stepscope_report.cli import run
+from stepscope_report.cli.running.watch import look
 
 S = 1_000_000_000
 GPUS = 8

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from stepscope import ProfileConfig, capture
-from stepscope.cli import run
-from stepscope.recording.recorder import standing
+from stepscope._recording.recorder import standing
+from stepscope_report.cli import run
 
 HEAD = """
 import asyncio, os, queue, sys, threading, time

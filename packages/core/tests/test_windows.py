@@ -20,6 +20,9 @@ import pytest
 
 import stepscope
 from stepscope import ProfileConfig, capture, prepare, profile_step, span
+from stepscope._recording.fanout import worker_side
+from stepscope._recording.session import libraries, session
+from stepscope._recording.spans import scopes, slot
 from stepscope.backends import Window
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.config import RoleConfig
@@ -27,9 +30,6 @@ from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.files.sidecar import Sidecar
-from stepscope.recording.fanout import worker_side
-from stepscope.recording.session import libraries, session
-from stepscope.recording.spans import scopes, slot
 from stepscope.testing.fake_backend import FakeBackend
 
 Configure: TypeAlias = "Callable[..., ProfileConfig]"
@@ -336,7 +336,7 @@ def test_stages_in_two_threads_share_one_window_at_a_time(configure: Configure) 
 def test_a_trace_budget_that_is_used_up_opens_no_further_window(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stepscope.recording.output import exporter
+    from stepscope._recording.output import exporter
 
     monkeypatch.setattr(exporter.Exporter, "bytes_written", lambda self, step: 3 << 20)
     config = configure(budget={"trace_mb": 3})
@@ -355,7 +355,7 @@ def test_windows_that_the_trace_budget_kept_shut_are_in_the_manifest_and_logged_
     written: bool,
 ) -> None:
     """The first window's trace is on the disk by then, or on its way."""
-    from stepscope.recording.output import exporter
+    from stepscope._recording.output import exporter
 
     config = configure(
         mode="discrete", budget={"trace_mb": 1}, export={} if written else {"when": "deferred"}

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packages.core.tests.damage import damage
 from packages.npu.tests.real.cann.fake_msprof import write_database, write_json
+from packages.report.tests.damage import damage
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, StepFolder
-from stepscope.timeline import merge_step
+from stepscope_report.timeline import merge_step
 
 MS = 1_000_000
 MARKED = [(OPENED_NS + MS, OPENED_NS + 2 * MS, 1, "default", "actor.work")]

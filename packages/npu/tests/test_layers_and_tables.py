@@ -14,7 +14,9 @@ import pytest
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope.timeline.readers import (
+from stepscope_npu import _database
+from stepscope_npu._reader import DatabaseReader, TraceViewReader
+from stepscope_report.timeline.readers import (
     Claim,
     Event,
     Flow,
@@ -26,8 +28,6 @@ from stepscope.timeline.readers import (
     Slice,
     Track,
 )
-from stepscope_npu import _database
-from stepscope_npu._reader import DatabaseReader, TraceViewReader
 
 Rows: TypeAlias = Sequence[tuple[object, ...]]
 AT = 1_750_000_000_000_000_000

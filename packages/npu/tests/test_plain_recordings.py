@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import pytest
 
-from packages.core.tests.test_plain_recordings import length_ns
-from packages.core.tests.test_plain_traces import printed
 from packages.npu.tests.real.cann.fake_msprof import us
-from stepscope.cli import run
+from packages.report.tests.test_plain_recordings import length_ns
+from packages.report.tests.test_plain_traces import printed
+from stepscope_report.cli import run
 
 AT = 1_750_000_000_000_000_000
 Interval = tuple[int, int]

@@ -20,10 +20,13 @@ from packages.npu.tests.real.cann.fake_msprof import write_database, write_json
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope.testing.reader_conformance import ReaderConformance
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
-from stepscope.timeline import merge_step
-from stepscope.timeline.readers import (
+from stepscope_npu._layers import layer_category
+from stepscope_npu._reader import DatabaseReader, TraceViewReader
+from stepscope_npu._trace_view import nanoseconds
+from stepscope_report.testing import ReaderConformance
+from stepscope_report.timeline import merge_step
+from stepscope_report.timeline.readers import (
     Claim,
     Counter,
     Event,
@@ -35,9 +38,6 @@ from stepscope.timeline.readers import (
     Slice,
     Track,
 )
-from stepscope_npu._layers import layer_category
-from stepscope_npu._reader import DatabaseReader, TraceViewReader
-from stepscope_npu._trace_view import nanoseconds
 
 AT = 1_750_000_000_000_000_000
 PID, THREAD = 4711, 4712

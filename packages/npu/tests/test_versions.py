@@ -49,10 +49,10 @@ def test_a_process_with_torch_and_without_torch_npu_is_not_called_complete(
     monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(
-        "stepscope.recording.session.session.load_backend", lambda tool, config: NpuBackend(config)
+        "stepscope._recording.session.session.load_backend", lambda tool, config: NpuBackend(config)
     )
     config = ProfileConfig(save_path=tmp_path, steps=[1], tool="npu")
-    monkeypatch.setattr("stepscope.recording.capture.configure.check_tool", lambda config: None)
+    monkeypatch.setattr("stepscope._recording.capture.configure.check_tool", lambda config: None)
     with monkeypatch.context() as patch:
         if imported:
             patch.setitem(sys.modules, "torch", torch)

@@ -24,7 +24,7 @@ import pytest
 from stepscope import ProfileConfig, capture
 from stepscope.files.layout import RunLayout
 from stepscope.testing.engine_conformance import a_capture
-from stepscope.timeline import merge_step
+from stepscope_report.timeline import merge_step
 from stepscope_vllm import VllmServer
 
 EMPTY: dict[str, Any] = {"traceEvents": []}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from stepscope.recording.after.hooks import (
+from stepscope._recording.after.hooks import (
     advance,
     consume,
     flush,
@@ -18,24 +18,24 @@ from stepscope.recording.after.hooks import (
     redact,
     step_tokens,
 )
-from stepscope.recording.spans.api import span, trajectory, turn
-from stepscope.recording.spans.carrier import attach, carrier
-from stepscope.recording.spans.decorator import profile_step
-from stepscope.recording.spans.scopes import Scope as Span
+from stepscope._recording.spans.api import span, trajectory, turn
+from stepscope._recording.spans.carrier import attach, carrier
+from stepscope._recording.spans.decorator import profile_step
+from stepscope._recording.spans.scopes import Scope as Span
 
 if TYPE_CHECKING:
+    from stepscope._recording.capture.capture import Capture, capture
+    from stepscope._recording.capture.configure import configure
+    from stepscope._recording.capture.prepare import aprepare, prepare
+    from stepscope._recording.capture.requesting import request_capture
+    from stepscope._recording.capture.result import CaptureResult, on_capture
+    from stepscope._recording.instrument.patch import instrument
+    from stepscope._recording.process.settings import name_settings
     from stepscope.config import ProfileConfig
     from stepscope.files.scalars import StepScalars
     from stepscope.files.sidecar import Sidecar
     from stepscope.integrations.arguments import add_arguments, config_from_args
-    from stepscope.recording.capture.capture import Capture, capture
-    from stepscope.recording.capture.configure import configure
-    from stepscope.recording.capture.prepare import aprepare, prepare
-    from stepscope.recording.capture.requesting import request_capture
-    from stepscope.recording.capture.result import CaptureResult, on_capture
-    from stepscope.recording.instrument.patch import instrument
-    from stepscope.recording.process.settings import name_settings
-    from stepscope.report.opened.runs import open  # noqa: A004  # read as `stepscope.open`
+    from stepscope_report.opened.runs import open  # noqa: A004  # read as `stepscope.open`
 
     __version__: str
 
@@ -73,22 +73,22 @@ __all__ = [
 ]
 
 _LATER = {
-    "Capture": "stepscope.recording.capture.capture",
-    "CaptureResult": "stepscope.recording.capture.result",
+    "Capture": "stepscope._recording.capture.capture",
+    "CaptureResult": "stepscope._recording.capture.result",
     "ProfileConfig": "stepscope.config",
     "Sidecar": "stepscope.files.sidecar",
     "StepScalars": "stepscope.files.scalars",
     "add_arguments": "stepscope.integrations.arguments",
-    "aprepare": "stepscope.recording.capture.prepare",
-    "capture": "stepscope.recording.capture.capture",
+    "aprepare": "stepscope._recording.capture.prepare",
+    "capture": "stepscope._recording.capture.capture",
     "config_from_args": "stepscope.integrations.arguments",
-    "configure": "stepscope.recording.capture.configure",
-    "instrument": "stepscope.recording.instrument.patch",
-    "name_settings": "stepscope.recording.process.settings",
-    "on_capture": "stepscope.recording.capture.result",
-    "open": "stepscope.report.opened.runs",
-    "prepare": "stepscope.recording.capture.prepare",
-    "request_capture": "stepscope.recording.capture.requesting",
+    "configure": "stepscope._recording.capture.configure",
+    "instrument": "stepscope._recording.instrument.patch",
+    "name_settings": "stepscope._recording.process.settings",
+    "on_capture": "stepscope._recording.capture.result",
+    "open": "stepscope_report.opened.runs",
+    "prepare": "stepscope._recording.capture.prepare",
+    "request_capture": "stepscope._recording.capture.requesting",
 }
 
 

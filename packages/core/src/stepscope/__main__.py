@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from stepscope.cli import main
+from stepscope_report.cli import main
 
 main()

@@ -26,10 +26,10 @@ from trainer import Trainer, expected
 from truth import findings, temporary_files
 
 from stepscope import ProfileConfig, capture
+from stepscope._recording.recorder import standing
+from stepscope._recording.recorder.recorder import Recorder
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
-from stepscope.recording.recorder import standing
-from stepscope.recording.recorder.recorder import Recorder
 
 STEPS = 3
 """Steps of a dump."""

@@ -28,10 +28,10 @@ from trainer import Trainer, expected
 from truth import Gone, findings, temporary_files
 
 from stepscope import Capture, ProfileConfig, capture, prepare
+from stepscope._recording.capture.result import CaptureResult
+from stepscope._recording.spans import slot
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Manifest
-from stepscope.recording.capture.result import CaptureResult
-from stepscope.recording.spans import slot
 
 DEADLINE_S = 3
 BOUND_S = DEADLINE_S + 9

@@ -25,9 +25,9 @@ from pathlib import Path
 import ray
 
 from stepscope import ProfileConfig, aprepare, capture
-from stepscope.demo.calculator import Calculator
-from stepscope.demo.run import WARM_UP, start_ray
-from stepscope.demo.trainer import Trainer
+from stepscope_report.demo.calculator import Calculator
+from stepscope_report.demo.run import WARM_UP, start_ray
+from stepscope_report.demo.trainer import Trainer
 
 EVERY = 3
 LEAST = 8

@@ -16,7 +16,7 @@ from stepscope.files.layout import StepLayout, sidecar_of
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import Expectation, Manifest, ProcessPart
 from stepscope.files.spans import End, Header, Line
-from stepscope.timeline import load_step
+from stepscope_report.timeline import load_step
 
 TEMPORARY = re.compile(r"^\.(?!recordings$).*")
 """Names of files that nobody should find later."""

@@ -20,11 +20,11 @@ import typing_extensions
 
 from packages.core.tests.framework_names import released
 from stepscope import ProfileConfig, capture, configure
+from stepscope._recording.capture import configure as run
+from stepscope._recording.instrument import configured, step_boundaries
 from stepscope.files.spans import Line, Span
-from stepscope.recording.capture import configure as run
-from stepscope.recording.instrument import configured, step_boundaries
-from stepscope.report import step_report
-from stepscope.timeline.step.load import load_step
+from stepscope_report import step_report
+from stepscope_report.timeline.step.load import load_step
 
 assert loguru.logger
 pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own

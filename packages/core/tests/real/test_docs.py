@@ -13,10 +13,10 @@ import mkdocs
 import pytest
 from typer.main import get_command
 
-from stepscope.cli.app import app
 from stepscope.config.presets import preset_names, read_preset
 from stepscope.files.manifest.settings import KNOBS
-from stepscope.report.advice.remedies import REMEDIES
+from stepscope_report.advice.remedies import REMEDIES
+from stepscope_report.cli.app import app
 from tests.tree import ROOT
 
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}

@@ -27,9 +27,9 @@ import pytest
 
 from stepscope import ProfileConfig
 from stepscope.backends.nsys import command
-from stepscope.doctor import libraries
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
+from stepscope_report.doctor import libraries
 
 HOME, ABSENT = Path(sys.prefix, "nsys"), Path(sys.prefix, "nsys-absent.txt")
 NSYS = HOME / "target-linux-x64" / "nsys"

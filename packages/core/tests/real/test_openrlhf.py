@@ -13,7 +13,7 @@ from packages.core.tests.openrlhf_cpu.launch import PROMPTS, RESPONSES
 from packages.core.tests.openrlhf_cpu.runs import CAPTURED, MULTI_TURN, REWARDED, Training, captured_training
 from packages.core.tests.verl_cpu.runs import Step
 from stepscope.config.presets import read_preset
-from stepscope.timeline import load_step
+from stepscope_report.timeline import load_step
 
 pytest.importorskip("openrlhf")
 TRAJECTORIES = PROMPTS * RESPONSES

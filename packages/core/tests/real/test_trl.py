@@ -14,11 +14,11 @@ import pytest
 import trl
 
 from packages.core.tests.framework_names import definition
-from stepscope.cli.report import read_reports
 from stepscope.config.presets import read_preset
 from stepscope.files.layout import RunLayout
-from stepscope.report.model import StepReport
-from stepscope.timeline import load_step
+from stepscope_report.cli.report import read_reports
+from stepscope_report.model import StepReport
+from stepscope_report.timeline import load_step
 from tests.tree import ROOT
 
 SCRIPT = Path(__file__).parents[1] / "trl_script.py"

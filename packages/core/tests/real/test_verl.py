@@ -9,7 +9,7 @@ import pytest
 from packages.core.tests.verl_cpu.launch import TOOLS
 from packages.core.tests.verl_cpu.runs import CAPTURED, Step, Training, example_training
 from stepscope.config.presets import read_preset
-from stepscope.timeline import load_step
+from stepscope_report.timeline import load_step
 
 pytest.importorskip("verl")
 TRAJECTORIES = 4 * 4

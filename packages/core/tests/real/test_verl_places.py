@@ -21,14 +21,14 @@ from verl.utils import omega_conf_to_dataclass, profiler, tracking
 from verl.utils.profiler import DistProfiler, DistProfilerExtension
 
 import stepscope
-from stepscope.compat import verl as facade
+from stepscope._recording.process import run
+from stepscope._recording.spans import slot
 from stepscope.files.layout import RunLayout
 from stepscope.files.scalars import read_metrics
 from stepscope.files.spans import Line, Span
 from stepscope.integrations import verl, verl_trainer
-from stepscope.recording.process import run
-from stepscope.recording.spans import slot
-from stepscope.timeline import load_step
+from stepscope.integrations import verl_dist_profiler as facade
+from stepscope_report.timeline import load_step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # verl and its packages use what others deprecate
 NUMBERS = {"timing_s/gen": 4.03, "critic/score/mean": 0.5, "response_length/mean": 32, "training/epoch": 0}

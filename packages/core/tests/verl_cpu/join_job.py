@@ -23,7 +23,7 @@ class Worker:
     def steps(self) -> str:
         import verl  # noqa: F401  # this loads the entry point
 
-        from stepscope.recording.capture import configure
+        from stepscope._recording.capture import configure
 
         return str(configure._configured and configure._configured.steps)
 

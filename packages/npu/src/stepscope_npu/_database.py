@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from stepscope.errors import RecordError
-from stepscope.timeline.readers import Event, Flow, Instant, Notes, Origin, Slice, Track
 from stepscope_npu._layers import layer_category
+from stepscope_report.timeline.readers import Event, Flow, Instant, Notes, Origin, Slice, Track
 
 BACKWARDS = "events that end before they begin"
 NO_TIME = "events without a time"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
-from stepscope.doctor import Row
 from stepscope_npu._versions import MSPROF_VARIABLES, SOURCE_CANN
+from stepscope_report.doctor import Row
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _DEADLINE_S = 60

@@ -12,9 +12,9 @@ import re
 from pathlib import Path
 
 from stepscope.files.storage.reading import read_file
-from stepscope.timeline.readers import Claim, FoundFile, Notes, Origin, Recording
 from stepscope_npu._analysis import analysed
 from stepscope_npu._disk import SUFFIX
+from stepscope_report.timeline.readers import Claim, FoundFile, Notes, Origin, Recording
 
 _INFO = "profiler_info"
 _RANK = re.compile(rf"{_INFO}_(\d+)\.json")

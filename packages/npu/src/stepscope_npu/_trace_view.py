@@ -19,7 +19,8 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from stepscope.timeline.readers import (
+from stepscope_npu._layers import layer_category
+from stepscope_report.timeline.readers import (
     Counter,
     Event,
     Flow,
@@ -30,7 +31,6 @@ from stepscope.timeline.readers import (
     Track,
     chrome_events,
 )
-from stepscope_npu._layers import layer_category
 
 NOT_UNDERSTOOD = "events that are not of the form that trace_view.json has"
 NO_TIME = "events without a time"

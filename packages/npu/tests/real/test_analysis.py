@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from packages.npu.tests.real.cann.build import build, environment, make_home
-from stepscope.cli.app import run
 from stepscope.errors import BackendError
 from stepscope.files.layout import RunLayout
 from stepscope_npu import _doctor
 from stepscope_npu._analysis import NpuAnalyser, analyse, analysed
 from stepscope_npu._doctor import rows
+from stepscope_report.cli.app import run
 from tests.tree import ROOT
 
 pytestmark = pytest.mark.needs("torch_npu")

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from packages.npu.tests.real.cann.build import build, environment, make_home
-from stepscope.cli.app import run as cli
 from stepscope.files.manifest.records import Manifest
+from stepscope_report.cli.app import run as cli
 from tests.tree import ROOT
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from stepscope import ProfileConfig
-from stepscope.counters import CounterSource
+from stepscope.backends.counters import CounterSource
 from stepscope.engines import (
     EngineCapture,
     EngineFactory,

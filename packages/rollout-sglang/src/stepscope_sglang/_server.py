@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from stepscope.counters import CounterSource
+from stepscope.backends.counters import CounterSource
 from stepscope.engines.http import Server, workers_of
 from stepscope.engines.metrics import EngineMetrics
 from stepscope_sglang._capture.replica import ReplicaProfiler

@@ -11,7 +11,7 @@ import sglang
 from tiny_sglang import on_its_loop
 
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.timeline import load_step
+from stepscope_report.timeline import load_step
 
 PAGE = Path(__file__).parents[4] / "docs" / "engines-sglang.md"
 CONFIG = """

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from stepscope.files.layout import RunLayout
-from stepscope.report import step_report
-from stepscope.timeline import load_step, load_traces
+from stepscope_report import step_report
+from stepscope_report.timeline import load_step, load_traces
 from tests.tree import ROOT
 
 

@@ -17,7 +17,7 @@ from stepscope.engines.protocol import Iterations
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
 from stepscope.testing.engine_conformance import a_capture, assert_complete
-from stepscope.timeline import merge_step
+from stepscope_report.timeline import merge_step
 
 
 class Rollout:

@@ -23,7 +23,7 @@ from stepscope.engines.protocol import Iterations
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout
 from stepscope.testing.engine_conformance import a_capture, assert_complete
-from stepscope.timeline import load_step, merge_step
+from stepscope_report.timeline import load_step, merge_step
 from stepscope_sglang import SglangServer
 
 

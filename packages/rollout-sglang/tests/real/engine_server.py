@@ -19,9 +19,9 @@ from stepscope.engines.http import Server
 from stepscope.engines.protocol import EngineProfiler, Iterations
 from stepscope.errors import EngineError
 from stepscope.files.manifest.records import IDLE
-from stepscope.report import step_report
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture, assert_complete
-from stepscope.timeline import load_step
+from stepscope_report import step_report
+from stepscope_report.timeline import load_step
 from stepscope_sglang import SglangServer, request_facts
 
 

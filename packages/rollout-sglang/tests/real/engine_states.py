@@ -22,7 +22,8 @@ import sglang
 from tiny_sglang import generate, on_its_loop
 
 from stepscope import ProfileConfig, capture, span
-from stepscope.cli.running.why import ask
+from stepscope._recording.capture.result import CaptureResult
+from stepscope._recording.recorder import standing
 from stepscope.engines.protocol import EngineCapture, Iterations
 from stepscope.engines.supported import numbers
 from stepscope.errors import EngineError
@@ -30,13 +31,12 @@ from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest.late import waiting
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Sidecar, Stall
-from stepscope.recording.capture.result import CaptureResult
-from stepscope.recording.recorder import standing
-from stepscope.report import CounterRow, step_report
-from stepscope.report.waiting.calls import say_call
-from stepscope.report.why import Why, why
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
-from stepscope.timeline import load_step
+from stepscope_report import CounterRow, step_report
+from stepscope_report.cli.running.why import ask
+from stepscope_report.timeline import load_step
+from stepscope_report.waiting.calls import say_call
+from stepscope_report.why import Why, why
 from stepscope_sglang import SglangProfiler
 from stepscope_sglang._driving.in_process import InProcessTarget
 from stepscope_sglang._versions import PLUGINS_SINCE

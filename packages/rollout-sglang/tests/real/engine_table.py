@@ -18,7 +18,7 @@ from stepscope import ProfileConfig, aprepare, capture
 from stepscope.errors import ConfigError
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact
-from stepscope.timeline import load_step
+from stepscope_report.timeline import load_step
 from stepscope_sglang._versions import PLUGINS_SINCE, installed, older
 
 MERGES = not older(installed(), "0.5.4")

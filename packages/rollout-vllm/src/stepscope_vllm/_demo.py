@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepscope.demo import task
-from stepscope.demo.engine_replica import EngineReplica
+from stepscope_report.demo import task
+from stepscope_report.demo.engine_replica import EngineReplica
 from stepscope_vllm._arming.arguments import engine_args
 from stepscope_vllm._requests import TimedSpan, record_request
 

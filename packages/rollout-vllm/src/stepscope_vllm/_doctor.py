@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from stepscope_vllm._driving.built_settings import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
-    from stepscope.doctor import Row
+    from stepscope_report.doctor import Row
 
 
 def doctor_rows() -> list[Row]:
     """Return a row that names what switches vLLM's profiler on; none where vLLM is not installed."""
-    from stepscope.doctor import Row  # import time: for `stepscope doctor` alone
+    from stepscope_report.doctor import Row  # import time: for `stepscope doctor` alone
 
     if find_spec("vllm") is None:
         return []

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary, ref
 
 from stepscope import ProfileConfig, name_settings
-from stepscope.counters import CounterSource
+from stepscope.backends.counters import CounterSource
 from stepscope.engines import EngineCapture, EngineFactory, EngineProfiler
 from stepscope.engines.metrics import EngineMetrics
 from stepscope.engines.own_thread import own_thread

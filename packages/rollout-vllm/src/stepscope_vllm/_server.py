@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.counters import CounterSource
+from stepscope.backends.counters import CounterSource
 from stepscope.engines import EngineCapture
 from stepscope.engines.http import Answer, AnswerLostError, Server, UnreachableError, workers_of
 from stepscope.engines.metrics import EngineMetrics

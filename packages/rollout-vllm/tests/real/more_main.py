@@ -17,10 +17,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 import stepscope_vllm
 from stepscope import ProfileConfig, capture
-from stepscope.cli import run as command
+from stepscope._recording.capture.capture import Capture
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.late import waiting
-from stepscope.recording.capture.capture import Capture
+from stepscope_report.cli import run as command
 from stepscope_vllm import VllmProfiler
 
 _requests = 0

@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 import stepscope_vllm
 from stepscope import ProfileConfig, capture
-from stepscope.recording.capture.capture import Capture
+from stepscope._recording.capture.capture import Capture
 
 
 async def main(model: str, save_path: str, sizes: dict[str, Any]) -> None:

@@ -23,9 +23,9 @@ from stepscope import CaptureResult, ProfileConfig, capture, span, turn
 from stepscope.engines import EngineCapture, EngineProfiler, Iterations
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
-from stepscope.report import Engine, step_report
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture, longest_gap_s
-from stepscope.timeline import load_step, load_traces
+from stepscope_report import Engine, step_report
+from stepscope_report.timeline import load_step, load_traces
 from stepscope_vllm import VllmProfiler
 
 T = TypeVar("T")

@@ -15,13 +15,13 @@ import vllm
 from vllm import AsyncEngineArgs, SamplingParams
 
 from stepscope import ProfileConfig, capture
+from stepscope._recording.capture import configure
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.sidecar import Sidecar
-from stepscope.recording.capture import configure
-from stepscope.report.tables.long_tail import step_long_tail
 from stepscope.testing.engine_conformance import a_capture
-from stepscope.timeline import Span, load_step
+from stepscope_report.tables.long_tail import step_long_tail
+from stepscope_report.timeline import Span, load_step
 from stepscope_vllm import VllmProfiler
 
 T = TypeVar("T")

@@ -23,9 +23,9 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope.report import step_report
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
-from stepscope.timeline import load_step
+from stepscope_report import step_report
+from stepscope_report.timeline import load_step
 from stepscope_vllm import VllmProfiler, _versions
 from stepscope_vllm._capture.session import Desk
 from stepscope_vllm._driving import work_loop

@@ -18,9 +18,9 @@ from stepscope import ProfileConfig, capture
 from stepscope.engines import EngineCapture
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
-from stepscope.report import step_report
 from stepscope.testing.engine_conformance import a_capture
-from stepscope.timeline import load_step, merge_step
+from stepscope_report import step_report
+from stepscope_report.timeline import load_step, merge_step
 
 assert vllm
 

@@ -25,9 +25,9 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.late import waiting
 from stepscope.files.manifest.records import Manifest
-from stepscope.report import step_report
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
-from stepscope.timeline import load_step
+from stepscope_report import step_report
+from stepscope_report.timeline import load_step
 from stepscope_vllm import VllmServer
 from stepscope_vllm._files import names, traces
 

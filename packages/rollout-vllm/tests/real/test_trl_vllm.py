@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import trl  # noqa: F401  where it is not installed this file is left out
 
-from stepscope.cli.report import read_reports
 from stepscope.files.layout import RunLayout
+from stepscope_report.cli.report import read_reports
 from tests.tree import ROOT
 
 MAIN = Path(__file__).with_name("trl_vllm_main.py")

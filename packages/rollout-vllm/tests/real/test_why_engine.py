@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import vllm
 
-from stepscope.cli.running.why import ask
 from stepscope.files.layout import RunLayout
-from stepscope.report.waiting.calls import say_call
-from stepscope.report.why import why
+from stepscope_report.cli.running.why import ask
+from stepscope_report.waiting.calls import say_call
+from stepscope_report.why import why
 
 assert vllm
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from stepscope.counters import CounterSource
+from stepscope.backends.counters import CounterSource
 from stepscope.errors import ours
 from stepscope.files import counters
 from stepscope.files.counters import KV_CACHE, PREEMPTIONS, CounterKind

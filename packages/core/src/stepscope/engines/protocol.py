@@ -13,8 +13,8 @@ from typing import Protocol, cast, runtime_checkable
 
 import msgspec
 
+from stepscope.backends.counters import CounterSource
 from stepscope.config import ProfileConfig
-from stepscope.counters import CounterSource
 from stepscope.errors import EngineError, ours
 from stepscope.files.sidecar import Artifact
 

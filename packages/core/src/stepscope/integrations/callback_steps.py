@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from stepscope._recording.capture import configure
 from stepscope.config import ProfileConfig, resolve
-from stepscope.recording.capture import configure
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import wrapt
 
-from stepscope import switch
+from stepscope._recording.capture import configure
+from stepscope._recording.process import failures
 from stepscope.errors import ours
+from stepscope.files import switch
 from stepscope.integrations import verl_job
-from stepscope.recording.capture import configure
-from stepscope.recording.process import failures
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from stepscope.compat.verl import DistProfiler
+from stepscope.integrations.verl_dist_profiler import DistProfiler
 
 if TYPE_CHECKING:
     from types import ModuleType

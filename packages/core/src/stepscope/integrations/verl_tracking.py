@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from stepscope.recording.after.metrics import MetricsLog
-from stepscope.recording.capture import configure
-from stepscope.recording.spans import slot
-from stepscope.recording.spans.api import span
-from stepscope.recording.spans.scopes import current
+from stepscope._recording.after.metrics import MetricsLog
+from stepscope._recording.capture import configure
+from stepscope._recording.spans import slot
+from stepscope._recording.spans.api import span
+from stepscope._recording.spans.scopes import current
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 from omegaconf import OmegaConf
 
+from stepscope._recording.capture import configure
+from stepscope._recording.process import failures
 from stepscope.config import ProfileConfig, resolve
 from stepscope.errors import ours
 from stepscope.integrations import verl_job
 from stepscope.integrations.verl_profiler import AS_TORCH, TOOL
-from stepscope.recording.capture import configure
-from stepscope.recording.process import failures
 
 if TYPE_CHECKING:
     from types import ModuleType

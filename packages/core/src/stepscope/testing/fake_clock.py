@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from stepscope.recording.process import clock
-from stepscope.recording.spans import log, span
+from stepscope._recording.process import clock
+from stepscope._recording.spans import log, span
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from stepscope._recording.capture import configure
+from stepscope._recording.process import shutdown
+from stepscope._recording.spans import slot
 from stepscope.files.manifest.records import Ending
-from stepscope.recording.capture import configure
-from stepscope.recording.process import shutdown
-from stepscope.recording.spans import slot
 from stepscope.testing.fake_clock import FakeClock
 from stepscope.testing.recorded_run import RecordedRun
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from stepscope._recording.capture import configure as run
 from stepscope.config import ProfileConfig, Settings
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import Manifest
 from stepscope.files.spans import Line, Span
-from stepscope.recording.capture import configure as run
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from stepscope import switch
+from stepscope.files import switch
 from stepscope_sglang._engine_side.states import (
     COUNT,
     PROFILE_V2,

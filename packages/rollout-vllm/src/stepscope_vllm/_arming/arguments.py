@@ -8,9 +8,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stepscope import ProfileConfig, switch
+from stepscope import ProfileConfig
 from stepscope.config import RoleConfig
 from stepscope.errors import ConfigError
+from stepscope.files import switch
 from stepscope_vllm import _versions
 
 log = logging.getLogger("stepscope")

@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from stepscope import ProfileConfig, switch
+from stepscope import ProfileConfig
 from stepscope.errors import ConfigError
+from stepscope.files import switch
 from stepscope_vllm import _versions
 from stepscope_vllm._arming.arguments import folder_of
 from stepscope_vllm._driving.built_settings import CUDA_VARIABLE, FOLDER_VARIABLE, VARIABLES, building

@@ -14,8 +14,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from stepscope import switch
 from stepscope.backends.torch.record_function_scopes import is_unrecorded, unrecorded
+from stepscope.files import switch
 
 _STATE = "vllm.distributed.parallel_state"
 _ENDS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from stepscope.timeline import Requests
+from stepscope_report.timeline import Requests
 
 
 def requests(name: str) -> Requests | None:

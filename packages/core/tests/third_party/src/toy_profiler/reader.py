@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stepscope.timeline.readers import Claim, Event, FoundFile, Notes, Origin, Recording, Slice, Track
+from stepscope_report.timeline.readers import Claim, Event, FoundFile, Notes, Origin, Recording, Slice, Track
 
 
 class ToyReader:

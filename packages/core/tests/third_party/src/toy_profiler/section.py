@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stepscope.report.blocks.block import TextTable
-from stepscope.report.section import Section, Sources
+from stepscope_report.blocks.block import TextTable
+from stepscope_report.section import Section, Sources
 
 
 def stages(sources: Sources) -> TextTable:

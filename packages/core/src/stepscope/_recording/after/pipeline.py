@@ -1,0 +1,251 @@
+"""Work after a capture, once its files are written: hooks in Python; and `finish.command` and figures for
+curves, which are programs of their own.
+
+Hooks and programs have a thread each, so neither holds up training, an export, or the other. Both threads
+are started when a capture opens: at exit Python 3.12 starts no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepscope._recording.after.programs import COMMAND, SCALARS, Chores, ClosedCapture
+from stepscope._recording.output import exporter
+from stepscope._recording.output.manifest_part import ManifestPart
+from stepscope._recording.process import failures, fork, shutdown
+from stepscope._recording.process.failures import describe
+from stepscope._recording.process.work_queue import WorkQueue
+from stepscope.files.layout import RunLayout, sidecar_of
+from stepscope.files.manifest.records import Ending, Expectation, awaited
+from stepscope.files.scalars import StepScalars
+from stepscope.files.sidecar import Sidecar
+from stepscope.files.storage.reading import read_record
+
+if TYPE_CHECKING:
+    from stepscope._recording.session.session import Session
+
+artifact_hooks: list[Callable[[Path, Sidecar], object]] = []
+capture_hooks: list[Callable[[Any], object]] = []
+report_hooks: list[Callable[[StepScalars], object]] = []
+"""These lists have one writer: `stepscope._recording.after.hooks`."""
+_awaited: set[int] = set()
+"""Closed steps whose files are being written. Writers: `hand_over`, `_capture_done`, `_forget`."""
+_MOST_UNFOLDED = 16
+"""A worker that died on another host is awaited for ever."""
+_unfolded: dict[Path, Session] = {}
+"""Captures whose `manifest.json` says that files are to come, by the step's folder. Writers:
+`fold_when_written`, `_fold_again`, `_forget`.
+"""
+_failed: set[object] = set()
+"""Hooks whose failure was logged. One writer: `_Hook`."""
+
+
+class _Hook:
+    """One call of one hook."""
+
+    def __init__(
+        self, kind: str, hook: Callable[..., object], call: Callable[[], object], manifest_part: ManifestPart
+    ) -> None:
+        self._name = f"{kind} hook {getattr(hook, '__qualname__', repr(hook))}"
+        self._hook = hook
+        self._call = call
+        self._manifest_part = manifest_part
+
+    def __call__(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:  # SystemExit too: the thread is ours
+            self.give_up(describe(error))
+
+    def give_up(self, reason: str) -> None:
+        self._manifest_part.fail(self._name, reason, kind="after")
+        self._manifest_part.write()
+        if self._hook not in _failed:
+            _failed.add(self._hook)
+            failures.warn("stepscope: the %s failed (logged once): %s", self._name, reason)
+
+
+def _new_queues() -> tuple[WorkQueue[_Hook], WorkQueue[Chores]]:
+    return (
+        WorkQueue("stepscope-hooks", _Hook.__call__),
+        WorkQueue("stepscope-finish", Chores.__call__),
+    )
+
+
+_hooks, _commands = _new_queues()
+"""One writer: this module."""
+
+
+def promise(session: Session, *, alone: bool) -> None:
+    """Enter the work after a capture that opens into its manifest, and start the threads for it.
+
+    Args:
+        alone: The capture has neither workers nor engines: other ranks may have opened one of their own.
+    """
+    if artifact_hooks or capture_hooks or report_hooks:
+        _hooks.start()
+    finish = session.config.finish
+    asked = {
+        COMMAND: finish.command is not None,
+        SCALARS: bool(finish.report_to or report_hooks),
+    }
+    wanted = [name for name, is_asked in asked.items() if is_asked]
+    if not wanted:
+        return
+    ranks, rank = finish.ranks, session.process.rank
+    chosen = ranks == "all" or (rank == 0 if ranks == "first" else rank in ranks)
+    if alone and rank is not None and not chosen:
+        spelled = ranks if isinstance(ranks, str) else list(ranks)
+        for name in wanted:
+            session.manifest_part.skip(name, f"rank {rank} is not in finish.ranks: {spelled}", kind="after")
+        return
+    _expect(session, wanted)
+
+
+def _expect(session: Session, names: Sequence[str]) -> None:
+    for name in names:
+        session.manifest_part.expect(awaited(name, "after", "running"))
+    _commands.start()
+
+
+def _promised(session: Session) -> list[str]:
+    return [name for name in (COMMAND, SCALARS) if session.manifest_part.state(name) == "pending"]
+
+
+def withdraw(session: Session, reason: str) -> None:
+    """Withdraw the work after a capture that is discarded."""
+    for name in _promised(session):
+        session.manifest_part.expect(Expectation(name=name, kind="after", state="skipped", reason=reason))
+
+
+def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
+    """Begin the work after a closed capture once this process has written its files. Hooks get `result`."""
+    if not (capture_hooks or _promised(session) or closed.apart):
+        return
+    _awaited.add(session.step)
+    once_written(session, partial(_capture_done, closed, result, session))
+
+
+def once_written(session: Session, work: Callable[[], object]) -> None:
+    """Do work once the files of this process are written or given up."""
+    exporter.exporter().then(work, deferred=session.config.export.when == "deferred")
+
+
+def fold_when_written(session: Session) -> None:
+    """Write `manifest.json` anew once this process has written its files, and later if others still write."""
+    _unfolded[session.layout.root] = session
+    for root in tuple(_unfolded)[:-_MOST_UNFOLDED]:
+        _unfolded.pop(root, None)  # the exporting thread may have removed it
+    once_written(session, _fold_again)
+
+
+def _fold_again() -> None:
+    for root, session in tuple(_unfolded.items()):
+        if not root.exists() or _is_final(session):
+            _unfolded.pop(root, None)
+
+
+def _is_final(session: Session) -> bool:
+    """Write `manifest.json` anew, and return whether no process of the capture writes files any more."""
+    part, layout = session.manifest_part, session.layout
+    while True:
+        manifest = part.fold(layout)
+        items = [item for process in manifest.processes for item in process.expected]
+        if not any(item.pending in ("closing", "exporting") for item in items):
+            return True
+        if part.manifest(layout) == manifest:  # else another rank wrote its own in between, and this is older
+            return False
+
+
+def _capture_done(closed: ClosedCapture, result: object, session: Session) -> None:
+    for hook in tuple(capture_hooks):
+        _hooks.put(_Hook("on_capture", hook, partial(hook, result), session.manifest_part))
+    if _promised(session) or closed.apart:
+        _start_chores(session, closed)
+    _awaited.discard(session.step)  # last: it is in the line now
+
+
+def _start_chores(session: Session, closed: ClosedCapture) -> None:
+    def tell(scalars: StepScalars) -> None:
+        for hook in tuple(report_hooks):
+            _hooks.put(_Hook("on_report", hook, partial(hook, scalars), session.manifest_part))
+
+    _commands.put(Chores(session, closed, tell))
+
+
+def busy_steps(run: RunLayout) -> set[int]:
+    """Return the steps with files that are still written, or with unfinished work after their capture."""
+    files = exporter.exporter().unwritten()
+    written = {
+        at for at, step in run.steps().items() if any(file.is_relative_to(step.root) for file in files)
+    }
+    return written | _awaited | {job.step for job in _commands.unfinished()}
+
+
+def artifact_done(path: Path, sidecar: Sidecar | None, manifest_part: ManifestPart) -> None:
+    """Tell the hooks of a file in place. `sidecar` is None for an engine's file: it is read from beside the
+    file.
+    """
+    for hook in tuple(artifact_hooks):
+        _hooks.put(_Hook("on_artifact", hook, partial(_tell, hook, path, sidecar), manifest_part))
+
+
+def _tell(hook: Callable[[Path, Sidecar], object], path: Path, sidecar: Sidecar | None) -> None:
+    hook(path, sidecar or read_record(sidecar_of(path), Sidecar))
+
+
+def _end_of_process(ending: Ending, deadline_s: float) -> None:
+    until = time.monotonic() + deadline_s
+    unwritten = exporter.exporter().drain(deadline_s)
+    if unwritten:
+        failures.warn("stepscope: lost at the end of the process: %s", ", ".join(unwritten))
+    _fold_again()
+    left_s = max(0.0, until - time.monotonic())
+    end(ending.error, left_s, patient=deadline_s >= shutdown.EXIT_S)
+
+
+def end(reason: str, deadline_s: float, *, patient: bool) -> None:
+    """End the work with the process. This kills commands under way, leaves hooks, and records both.
+
+    Args:
+        patient: Commands get their own time; else `deadline_s` is for all.
+    """
+    until = time.monotonic() + deadline_s
+    _leave_hooks(reason, deadline_s)
+    jobs = _commands.unfinished()
+    if not jobs:
+        return
+    left_s = max(0.0, until - time.monotonic())
+    try:
+        if patient:
+            for job in jobs:
+                job.hurry(left_s)
+            left_s += sum(job.longest_s for job in jobs)
+            failures.warn("stepscope: waiting for the work after captures (`finish`), at most %d s", left_s)
+        _commands.drain(left_s)
+    finally:  # an impatient Ctrl-C must not leave the command behind
+        for late in _commands.unfinished():
+            late.give_up(f"unfinished at the end: {reason}")
+        _commands.drain(1)  # for its record
+    _leave_hooks(reason, 1)  # those of figures that came last
+
+
+def _leave_hooks(reason: str, timeout_s: float) -> None:
+    for call in _hooks.drain(timeout_s):
+        call.give_up(f"unfinished at the end: {reason}")
+
+
+def _forget() -> None:
+    # The parent's work is the parent's, and its threads are not here.
+    global _hooks, _commands
+    _awaited.clear()
+    _unfolded.clear()
+    _hooks, _commands = _new_queues()
+
+
+shutdown.on_exit("files and what comes after them", _end_of_process, order=20)
+fork.forgets("hooks and programs", _forget)

@@ -1,0 +1,179 @@
+"""Separate programs after one capture: the user's command, and figures for curves.
+
+Their work takes long, imports much and may crash, so it stays out of the training's process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from stepscope._recording.after.command import Command, of_our_own
+from stepscope._recording.process import failures
+from stepscope._recording.process.failures import describe
+from stepscope.errors import ours
+from stepscope.files.manifest.records import Expectation, State
+from stepscope.files.scalars import StepScalars, read_scalars
+
+if TYPE_CHECKING:
+    from stepscope._recording.session.session import Session
+
+COMMAND, SCALARS = "finish command", "scalars"
+"""Their names in the manifest."""
+POLL_S = 0.5
+"""Interval between two looks at the other processes' parts of the manifest."""
+
+
+class ClosedCapture(Protocol):
+    """A closed capture, as far as the work after it needs it."""
+
+    @property
+    def apart(self) -> list[str]:
+        """Workers whose files are fetched."""
+        ...
+
+    def await_others(self, left_s: Callable[[], float], pause: Callable[[], object], *, drain: bool) -> None:
+        """Wait until the other processes have written their files, and fetch those of workers that are apart.
+
+        Args:
+            pause: Called between two looks.
+            drain: Let workers write deferred files now.
+        """
+        ...
+
+    def fold(self) -> None:
+        """Write `manifest.json` anew."""
+        ...
+
+
+class Chore(NamedTuple):
+    """One task of a separate program after a capture."""
+
+    name: str
+    """In the manifest."""
+    command: Command
+    outcome: Callable[[str | None], str | None]
+    """(why the program failed, or None) -> why the chore did."""
+
+
+class Chores:
+    """Work of separate programs after one capture: the user's command, and the figures."""
+
+    def __init__(self, session: Session, result: ClosedCapture, tell: Callable[[StepScalars], None]) -> None:
+        """Args:
+        tell: Called with the figures, once they are there.
+        """
+        self._tell = tell
+        self._result = result
+        self._session = session
+        self._over = threading.Event()
+        self._files_until = time.monotonic() + session.config.budget.export_seconds
+        self._chores = [
+            chore for chore in self._all() if session.manifest_part.state(chore.name) == "pending"
+        ]
+        self.step = session.step
+        self.longest_s = session.config.finish.timeout_s * len(self._chores)
+
+    def _all(self) -> list[Chore]:
+        session, finish = self._session, self._session.config.finish
+        writers = ",".join(finish.report_to)
+        figures = of_our_own(
+            "stepscope_report.writers.publish",
+            session.config.save_path,
+            str(session.step),
+            session.run_id,
+            writers,
+        )
+        return [
+            Chore(COMMAND, self._program(finish.command or ""), lambda reason: reason),
+            Chore(SCALARS, self._program(figures, _wandb_run()), self._figures),
+        ]
+
+    def _program(self, what: str | Sequence[str], variables: Mapping[str, str] = {}) -> Command:
+        session = self._session
+        log = session.layout.finish_log_of(session.process, session.run_id, session.number)
+        environ = {**_environ(session), **variables}
+        return Command(what, environ=environ, log=log, timeout_s=session.config.finish.timeout_s)
+
+    def __call__(self) -> None:
+        try:
+            self._wait_for_files()
+        except ours() as error:
+            failures.note("waiting for files of other processes", error)
+        for chore in self._chores:
+            self._do(chore)
+
+    def _do(self, chore: Chore) -> None:
+        try:
+            reason = chore.outcome(chore.command.run())
+        except ours() as error:
+            reason = describe(error)
+        self._say(chore.name, reason)
+
+    def _say(self, name: str, reason: str | None) -> None:
+        manifest_part = self._session.manifest_part
+        state: State = "failed" if reason else "ok"
+        manifest_part.expect(Expectation(name=name, kind="after", state=state, reason=reason))
+        manifest_part.write()
+        if reason:
+            failures.warn("stepscope: step %d: %s: failed: %s", self._session.step, name, reason)
+        self._result.fold()
+
+    def _figures(self, reason: str | None) -> str | None:
+        """Pass the figures on, and return the failures of writers, or else `reason`."""
+        session = self._session
+        try:
+            scalars = read_scalars(session.layout, session.run_id)
+        except ours(OSError, ValueError):
+            return reason or "the figures were not written"
+        self._tell(scalars)
+        failed = [f"{name}: {why}" for name, why in scalars.written.items() if why is not None]
+        return "; ".join(failed) or reason
+
+    def hurry(self, seconds: float) -> None:
+        """Limit the wait for other processes' files to `seconds` from now."""
+        self._files_until = min(self._files_until, time.monotonic() + seconds)
+
+    def give_up(self, reason: str) -> None:
+        for chore in self._chores:
+            chore.command.kill(reason)
+        self._over.set()
+
+    def _wait_for_files(self) -> None:
+        drain = self._session.config.export.when == "deferred"
+        self._result.await_others(self._left_s, partial(self._over.wait, POLL_S), drain=drain)
+
+    def _left_s(self) -> float:
+        return 0 if self._over.is_set() else self._files_until - time.monotonic()
+
+
+def _environ(session: Session) -> dict[str, str]:
+    process = session.process
+    known = {
+        "STEPSCOPE_SAVE_PATH": os.path.abspath(session.config.save_path),
+        "STEPSCOPE_STEP": str(session.step),
+        "STEPSCOPE_STEP_PATH": os.path.abspath(session.layout.root),
+        "STEPSCOPE_RUN_ID": session.run_id,
+        "STEPSCOPE_ROLE": process.role,
+        "STEPSCOPE_PID": str(process.pid),
+    }
+    others = {name: value for name, value in os.environ.items() if name != "STEPSCOPE_RANK"}
+    return others | known | ({} if process.rank is None else {"STEPSCOPE_RANK": str(process.rank)})
+
+
+def _wandb_run() -> dict[str, str]:
+    """Return W&B's variables for the run in which this process logs, if it has one open."""
+    try:
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        if run is None:
+            return {}
+        mode = "disabled" if run.disabled else "offline" if run.offline else None
+        return {"WANDB_RUN_ID": str(run.id)} | ({} if mode is None else {"WANDB_MODE": mode})
+    except ours() as error:
+        failures.note("reading the training's run of W&B", error)
+        return {}

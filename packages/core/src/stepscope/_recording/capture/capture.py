@@ -1,0 +1,304 @@
+"""Captures: one step recorded in this process, its workers and its engines.
+
+For a step that is not selected, all of it is a no-op.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from stepscope._recording.capture import configure, omissions
+from stepscope._recording.capture.asked import Asked, Closing, check_asked, rank_of, step_of
+from stepscope._recording.capture.on_demand import wanted
+from stepscope._recording.capture.result import CaptureResult
+from stepscope._recording.instrument import no_step
+from stepscope._recording.process import run
+from stepscope._recording.process.event_loop import in_event_loop
+from stepscope._recording.process.failures import describe
+from stepscope._recording.process.identity import identify
+from stepscope._recording.recorder import baseline
+from stepscope._recording.session import claims, oom
+from stepscope._recording.spans.scopes import Mark
+from stepscope.config import ProfileConfig
+from stepscope.errors import CaptureError
+from stepscope.files import switch
+from stepscope.files.manifest.records import Ending, OpenedBy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType, TracebackType
+
+    from typing_extensions import Self
+
+    from stepscope._recording.capture.lifecycle import Lifecycle
+    from stepscope._recording.fanout.arguments import Engines, Workers
+
+
+def opened() -> Capture | None:
+    """Return the capture of this process that is opening, open or closing."""
+    holder = claims.holder()
+    return holder if isinstance(holder, Capture) else None
+
+
+def capture(
+    step: int,
+    *,
+    workers: Workers | None = None,
+    engines: Engines | None = None,
+    config: ProfileConfig | None = None,
+    role: str = "trainer",
+    rank: int | None = None,
+) -> Capture:
+    """Record one step, if the configuration selects it: `with`, `async with`, or `open()` and `close()`.
+
+    Args:
+        step: Global number of the step, 0 or more. An integer of numpy or torch is taken too.
+        workers: Processes to record too: a Ray actor handle, a sequence of them in rank order, or
+            {role: handles}. Nothing has to be added to their classes. An empty one says that there are none.
+        engines: Inference engines to record too: `EngineProfiler`s, or engine objects that an installed
+            adapter knows; an adapter's name, such as "vllm", stands for its engines in this process. In their
+            order they are replicas 0, 1, 2...
+        config: Instead of what `configure` and the environment say.
+        role: This process' own role.
+        rank: This process' own rank. Else STEPSCOPE_RANK, torch.distributed's, or RANK.
+
+    Raises:
+        ConfigError: at once, for wrong arguments or a wrong configuration. Workers and engines are checked at
+            the first call, selected or not. What is wrong with them later is logged, and the run goes on.
+        EngineError: likewise, for an engine that no installed adapter knows.
+        CaptureOpenError: on opening, while another capture is open in this process.
+        CaptureError: on opening inside a running event loop without `async`, with workers or engines.
+
+    With STEPSCOPE_DISABLE=1 it raises nothing, and records nothing.
+    """
+    return Capture(step, workers, engines, config, role, rank, "program")
+
+
+class Capture:
+    """The recording of one step. Made by `capture`; `result` has its outcome."""
+
+    def __init__(
+        self,
+        step: int,
+        workers: object,
+        engines: object,
+        config: ProfileConfig | None,
+        role: str,
+        rank: int | None,
+        opened_by: OpenedBy,
+    ) -> None:
+        began_ns = time.monotonic_ns()
+        if switch.DISABLED:
+            workers, engines, config = None, None, ProfileConfig()
+        else:
+            check_asked("capture", role, config, workers)
+            step, rank = step_of(step), rank_of(rank)
+        config = configure.current() if config is None else configure.placed(config)
+        self.step = step
+        if config.cuda_memory.oom_any_step != "off":
+            oom.watch(config, identify(role, rank=rank), run.run_id(), step)
+        names_workers = workers is not None
+        workers = None if omissions.none_meant(workers) else workers
+        self._is_first = opened_by == "program" and _check_first(config, workers, engines)
+        requested = wanted(config, step, role, rank, alone=workers is not None or engines is not None)
+        self.config = config if requested is None else requested
+        self.selected = self.config.selects(step)
+        if config.instrument:
+            no_step.reached(config, step)
+        on_request = requested is not None
+        self._asked = Asked(
+            step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by
+        )
+        self._mark: Mark | None = None
+        """The scope in which it was opened, while it is open."""
+        self._began: baseline.Began | None = None
+        """Of a step that is not selected, between its opening and its closing."""
+        self._end_kept: Callable[[object], None] | None = None
+        """Ends such a step in the flight recorder, if that is on."""
+        self._life: Lifecycle | None = None
+        """None for a step that is not selected."""
+        if self.selected:
+            self._life = _lifecycle().Lifecycle(self._asked, taker=self)
+        self._spent_ns = time.monotonic_ns() - began_ns
+        """Time spent on making it."""
+
+    @property
+    def result(self) -> CaptureResult:
+        """The capture's result; once it is open, or for a step that is not selected at any time."""
+        result = None if self._life is None else self._life.result
+        return CaptureResult(self.step) if result is None else result
+
+    @property
+    def state(self) -> str:
+        """One of new, opening, open, closing and closed; new for a step that is not selected."""
+        return "new" if self._life is None else self._life.state
+
+    def open(self) -> Self:
+        """Open the capture. A no-op for a step that is not selected."""
+        self._mark = Mark()
+        if self._life is None:
+            if self._is_first:
+                self._refuse_to_block_a_loop()
+            self._begin_unselected()
+            return self
+        began_ns = time.monotonic_ns() - self._spent_ns
+        self._refuse_to_block_a_loop()
+        self._stand()
+        self._life.open(began_ns)
+        return self
+
+    async def aopen(self) -> Self:
+        """As `open`, without blocking the event loop. Cancelled, it rolls back first."""
+        self._mark = Mark()
+        if self._life is None:
+            self._begin_unselected()
+        else:
+            began_ns = time.monotonic_ns() - self._spent_ns
+            self._stand()
+            await self._life.aopen(began_ns)
+        return self
+
+    def close(self, error: str | None = None, deadline_s: float | None = None) -> None:
+        """Close the capture. Idempotent; what a task is closing is left to it. Trouble of our own goes to
+        the manifest and is not raised.
+
+        Args:
+            error: Why it ended, if not normally.
+            deadline_s: For each worker and engine, instead of `budget.fanout_seconds`.
+        """
+        self._leave_scopes()
+        if self._life is None:
+            self._end_unselected(error)
+        elif not self._life.is_left_to_a_task():
+            self._life.close(Closing(_raised(error), deadline_s))
+
+    async def aclose(self, error: str | None = None) -> None:
+        """As `close`, without blocking the event loop.
+
+        A cancellation does not interrupt it. It is raised when closing ends, or at the task's next await if
+        `error` is given: that goes up first.
+        """
+        await self._aclose(error)
+
+    async def _aclose(self, error: BaseException | str | None) -> None:
+        if self._life is None:
+            self._leave_scopes()
+            self._end_unselected(error)
+            return
+        self._life.leave()  # before all else
+        self._leave_scopes()
+        cancelled = await self._life.aclose(Closing(_raised(error)))
+        if cancelled is not None and not isinstance(error, type(cancelled)):
+            self._life.raise_cancellation(cancelled, now=error is None)
+
+    def end(self, ending: Ending, deadline_s: float) -> None:
+        """See `claims.Taker`."""
+        if self._life is not None:
+            self._life.close(Closing(ending, deadline_s))
+
+    def disown(self) -> None:
+        """See `claims.Taker`. The child may leave the block too, by `exit()` say, and must close nothing."""
+        if self._life is not None:
+            self._life.state, self._life.result = "closed", None
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._life is None:
+            self._leave_scopes()
+            self._end_unselected(error)
+            return
+        self._life.leave()  # before all else
+        self._leave_scopes()
+        self._life.close(Closing(_raised(error)))
+
+    async def __aenter__(self) -> Self:
+        return await self.aopen()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._aclose(error)
+
+    def _leave_scopes(self) -> None:
+        """Leave the scopes of the step that an exception of a signal's handler kept from being left."""
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.leave_inner()
+
+    def _stand(self) -> None:
+        """Start the flight recorder, which lists captured steps too."""
+        if self.config.record != "off" and self.state == "new":
+            _kept_steps().stand(self._asked)
+
+    def _begin_unselected(self) -> None:
+        """Begin a step that no capture records: its duration counts, and the flight recorder may keep it."""
+        self._began = baseline.begin()
+        if self._began is not None and self.config.record != "off":
+            self._end_kept = _kept_steps().begin(self._asked)
+
+    def _end_unselected(self, error: object) -> None:
+        """End it. A step that an exception cut short compares with no other."""
+        began, self._began = self._began, None
+        end_kept, self._end_kept = self._end_kept, None
+        if began is not None and error is None:
+            baseline.end(began, step=self.step, save_path=self.config.save_path, role=self._asked.role)
+        if end_kept is not None:
+            end_kept(error)
+
+    def _refuse_to_block_a_loop(self) -> None:
+        if (self._asked.workers is None and self._asked.engines is None) or not in_event_loop():
+            return
+        raise CaptureError(
+            "opening a capture with workers or engines would block the running event loop. "
+            "Fix: `async with capture(step, ...)`, or `await` its aopen() and aclose()"
+        )
+
+
+def _lifecycle() -> ModuleType:
+    from stepscope._recording.capture import lifecycle  # import time: asyncio
+
+    return lifecycle
+
+
+_checked: deque[tuple[ProfileConfig, bool, bool]] = deque(maxlen=8)
+"""Configurations whose first capture was made, and whether it was given workers, and engines. One writer:
+`_check_first`."""
+
+
+def _check_first(config: ProfileConfig, workers: object, engines: object) -> bool:
+    """Check everything that can be wrong about a run's captures at its first, selected or not. True for it.
+
+    A run that selects no steps is checked when it is asked for one: the capture then goes on without them.
+
+    Raises:
+        ConfigError: as `capture`.
+        EngineError: as `capture`.
+    """
+    asked = (config, workers is not None, engines is not None)
+    if switch.DISABLED or not config.steps or asked in _checked:
+        return False
+    on_ray = False
+    if workers is not None or engines is not None:
+        on_ray = _lifecycle().Participants(workers, engines).fleet is not None
+    configure.check(config, on_ray=on_ray)
+    _checked.append(asked)
+    return True
+
+
+def _kept_steps() -> ModuleType:
+    from stepscope._recording.capture import kept_steps  # import time: it reads and writes files
+
+    return kept_steps
+
+
+def _raised(error: BaseException | str | None) -> Ending | None:
+    if error is None:
+        return None
+    return Ending("exception", error if isinstance(error, str) else describe(error))

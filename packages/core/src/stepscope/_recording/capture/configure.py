@@ -1,0 +1,143 @@
+"""Configuration of this process: `configure`, its checks, and the list of functions that it instruments."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope._recording.instrument import configured, no_step
+from stepscope._recording.process import failures, sigusr1
+from stepscope.config import ProfileConfig, check_finish, check_save_path, check_tool, resolve
+from stepscope.errors import ConfigError
+from stepscope.files import switch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from stepscope.config import Settings
+
+_configured: ProfileConfig | None = None
+"""Configuration that `configure` set, or that was read from the environment. One writer: this module."""
+_checked: dict[tuple[int, bool], ProfileConfig] = {}
+"""By identity. The configurations are kept: an identity is reused once its object is gone."""
+_MOST_PLACED = 64
+_placed: dict[int, tuple[ProfileConfig, ProfileConfig]] = {}
+"""By the identities of both: a configuration with a relative `save_path`, and the same with an absolute one.
+One writer: `placed`."""
+
+
+def configure(
+    source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None = None,
+    **settings: Unpack[Settings],
+) -> ProfileConfig:
+    """Set this process' configuration, for every later `capture` that is given none.
+
+    Args:
+        source: A YAML or JSON file, or a mapping of the same content; or a ready `ProfileConfig`, which is
+            taken exactly as it is. None: the file that STEPSCOPE_CONFIG names, if it does.
+        **settings: Fields of `ProfileConfig`. Order of precedence, weakest first: defaults, file, STEPSCOPE_*
+            environment variables, these arguments.
+
+    Returns:
+        The configuration as resolved.
+
+    Raises:
+        ConfigError: A value is wrong, a tool is missing or the folder is not writable. The message names the
+            field, its value, the allowed ones and the fix. With STEPSCOPE_DISABLE=1 that is a warning, and
+            what is returned are the defaults.
+    """
+    global _configured
+    if switch.DISABLED:
+        _configured = _unchecked(source, settings)
+        return _configured
+    config = resolve(source, None, **settings)
+    check(config, on_ray=False)
+    config = placed(config)
+    instrument(config)
+    sigusr1.handle(config)
+    _configured = config
+    return config
+
+
+def placed(config: ProfileConfig) -> ProfileConfig:
+    """Return the configuration with an absolute `save_path`, the same one each time.
+
+    A program that changes its working directory later stays one run in one folder.
+    """
+    if os.path.isabs(config.save_path):
+        return config
+    if id(config) not in _placed:
+        while len(_placed) >= _MOST_PLACED:  # a loop may make a configuration for each step
+            del _placed[next(iter(_placed))]
+        absolute = msgspec.structs.replace(config, save_path=os.path.abspath(config.save_path))
+        _placed[id(config)] = _placed[id(absolute)] = config, absolute
+    return _placed[id(config)][1]
+
+
+def _unchecked(
+    source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None, settings: Settings
+) -> ProfileConfig:
+    """Return the configuration as far as it can be resolved, for code that reads it while all is off."""
+    try:
+        return resolve(source, None, **settings)
+    except ConfigError as error:
+        failures.warn("stepscope: %s is set, so this is only a warning: %s", switch.VARIABLE, error)
+        return ProfileConfig()
+
+
+def current() -> ProfileConfig:
+    """Return the configuration that `configure` set, or else that of STEPSCOPE_CONFIG and the environment,
+    resolved once.
+    """
+    global _configured
+    if switch.DISABLED:
+        return ProfileConfig() if _configured is None else _configured
+    if _configured is None:
+        _configured = placed(resolve())
+        instrument(_configured)
+        if not _configured.steps:
+            failures.warn(
+                "stepscope: `steps` selects nothing, so this run records nothing before it is asked to "
+                "(`stepscope trigger`). "
+                'Set steps, for instance configure(steps=[2, "10:50:10"]) or STEPSCOPE_STEPS=2'
+            )
+    return _configured
+
+
+def start_up(config: ProfileConfig | None = None) -> None:
+    """Take a configuration while the program starts, before it imports what is instrumented.
+
+    Args:
+        config: That of another process of the run; None for the environment's. A configuration that this
+            process has already stays.
+    """
+    global _configured
+    if _configured is None and not switch.DISABLED:
+        _configured = placed(resolve() if config is None else config)
+        instrument(_configured, lenient=True)
+
+
+def instrument(config: ProfileConfig, *, lenient: bool = False) -> None:
+    """Put the `instrument` list of a configuration into effect, as `instrument.configured` says."""
+    if config.instrument or "stepscope._recording.instrument.configured" in sys.modules:
+        configured.apply(config, lenient=lenient)
+        no_step.watch(config)
+
+
+def check(config: ProfileConfig, *, on_ray: bool) -> None:
+    """Check everything about a configuration that can be wrong on this machine, once per configuration.
+
+    Raises:
+        ConfigError: see `configure`.
+    """
+    if (id(config), on_ray) in _checked:
+        return
+    check_tool(config)
+    check_finish(config)
+    as_written, _ = _placed.get(id(config), (config, config))
+    check_save_path(as_written, on_ray=on_ray)
+    _checked[id(config), on_ray] = config

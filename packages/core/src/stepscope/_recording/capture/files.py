@@ -1,0 +1,78 @@
+"""Files of one capture, written by all of its processes."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from stepscope._recording.process import private_loop
+from stepscope.files.manifest.parts import read_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stepscope._recording.fanout.participants import Participants
+    from stepscope._recording.session.session import Session
+    from stepscope.files.manifest.records import Manifest
+
+
+class CapturedFiles:
+    """The owner's view of them. Its methods block, and may be called from any thread."""
+
+    def __init__(self, session: Session, participants: Participants | None) -> None:
+        self.session = session
+        self._participants = participants
+        self._gathering = threading.Lock()
+
+    @property
+    def apart(self) -> list[str]:
+        """Workers whose files are fetched once the capture is closed: their hosts share no folder with this
+        one.
+        """
+        return [] if self._participants is None else self._participants.apart
+
+    def manifest(self) -> Manifest:
+        """Return the manifest of this moment, folded from the processes' parts."""
+        return self.session.manifest_part.manifest(self.session.layout)
+
+    def fold(self) -> None:
+        """Write `manifest.json` anew. A disk that refuses is noted."""
+        self.session.manifest_part.fold(self.session.layout)
+
+    def unfinished(self) -> bool:
+        """Return whether another process, a worker or a peer of torchrun's, still records or writes.
+
+        It is read off the disk, because a call would hold up a busy one.
+        """
+        own = self.session.manifest_part.record
+        lost = {absent.process for absent in own.absent}
+        return any(
+            item.pending in ("exporting", "closing")
+            for part in read_parts(self.session.layout)[0]
+            if part.run_id == own.run_id and part.process != own.process and part.process.key not in lost
+            for item in part.expected
+        )
+
+    def await_others(self, left_s: Callable[[], float], pause: Callable[[], object], *, drain: bool) -> None:
+        """See `ClosedCapture`."""
+        if drain and self._participants is not None and self._participants.fleet is not None:
+            private_loop.run(self._participants.fleet.drain(max(0.0, left_s())))
+        self.gather(left_s)
+        while left_s() > 0 and self.unfinished():
+            pause()
+
+    def gather(self, left_s: Callable[[], float]) -> None:
+        """Fetch the files of workers that are apart.
+
+        A second call, during the first or after it, fetches the rest.
+        """
+        participants = self._participants
+        if participants is None or participants.fleet is None or not participants.apart:
+            return
+        if not self._gathering.acquire(timeout=max(0.0, left_s())):
+            return  # the other call fetches, and enters its files
+        try:
+            private_loop.run(participants.gather(left_s))
+            self.fold()
+        finally:
+            self._gathering.release()

@@ -1,0 +1,328 @@
+"""Captures on demand: a request in the run's folder, or a signal, makes a step selected that was not.
+
+`control.json` is looked at when a step begins (one `stat`), and by a thread in between, so that the asker
+learns within seconds that the run has heard. Only a process that opens captures listens; its workers and
+engines take part as in any other capture. Whatever a request holds, nothing raises in the training loop: the
+answer says why it was refused.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from functools import lru_cache
+
+import msgspec
+
+from stepscope._recording.process import failures, fork, run, shutdown, sigusr1
+from stepscope._recording.process.identity import identify, is_alone
+from stepscope._recording.spans import slot
+from stepscope.config import ProfileConfig, StepRange, check_tool
+from stepscope.errors import ConfigError, RecordError, ours
+from stepscope.files import switch
+from stepscope.files.layout import RunLayout
+from stepscope.files.requests import (
+    MAX_REQUESTS,
+    Answer,
+    AnswerState,
+    Listening,
+    Request,
+    answer_by_now,
+    claim_step,
+    read_requests,
+    write_listening,
+)
+from stepscope.files.sidecar import ProcessInfo
+
+_listener: Listener | None = None
+"""Of this process. One writer: `_listening`."""
+
+
+def apply(config: ProfileConfig, request: Request, step: int) -> ProfileConfig:
+    """Return `config` for the requested step.
+
+    Raises:
+        ConfigError: the request names what does not exist.
+    """
+    changes: dict[str, object] = {"steps": [step]}
+    if request.tool is not None:
+        changes["tool"] = request.tool
+    if request.seconds is not None:
+        changes["budget"] = config.budget.replace(seconds=request.seconds)
+    ranks = request.ranks
+    if request.roles is not None:
+        selected = config.role(request.roles) or next(iter(config.roles.items()))
+        role = selected[1].replace(ranks=selected[1].ranks if ranks is None else ranks, profiler=True)
+        changes["roles"] = {request.roles: role}
+    elif ranks is not None:
+        changes["roles"] = {name: role.replace(ranks=ranks) for name, role in config.roles.items()}
+    return config.replace(**changes)
+
+
+class Listener:
+    """Polls one run's `control.json` for this process."""
+
+    def __init__(self, config: ProfileConfig, process: ProcessInfo) -> None:
+        self.save_path = config.save_path
+        self._layout = RunLayout(config.save_path)
+        self._control = os.fspath(self._layout.control)
+        self._step: int | None = None
+        """The latest that has begun."""
+        self._lock = threading.RLock()  # a signal's handler may come in the middle of a look
+        self._seen: tuple[int, int] | None = None
+        """The file's time and size at the last look."""
+        self._requests: list[Request] = []
+        self._claimed: dict[str, int] = {}
+        self._answers: dict[str, Answer] = {}
+        """By request. Replaced and never changed: a signal's handler may come in between."""
+        self._itself = Listening(
+            host=process.host,
+            pid=process.pid,
+            role=process.role,
+            rank=process.rank,
+            since_ns=time.time_ns(),
+            step=None,
+        )
+        self._written: Listening | None = None
+        self._stop = threading.Event()
+        self._poll_s = config.control.poll_seconds
+        threading.Thread(target=self._poll, name="stepscope-requests", daemon=True).start()
+
+    def wanted(self, config: ProfileConfig, step: int, *, alone: bool) -> ProfileConfig | None:
+        """Return the configuration of the request for `step`; None if nobody asks for it.
+
+        Args:
+            alone: Whether this process decides alone when `next` is. Others that open captures of their own
+                hear of it within their next step, so it is the one after this.
+        """
+        self._step = step
+        if self._nothing_asked():
+            return None
+        with self._lock:
+            self._look()
+            if sigusr1.take():
+                return config.replace(steps=[step])
+            for request in self._requests:
+                chosen = self._decide(config, request, step, alone)
+                if chosen is not None:
+                    return chosen
+        return None
+
+    def amend(self, step: int, **fields: object) -> None:
+        """Replace fields of the answers whose latest step is `step`."""
+        with self._lock:
+            self._answers = {
+                name: msgspec.structs.replace(answer, **fields) if step in answer.steps[-1:] else answer
+                for name, answer in self._answers.items()
+            }
+
+    def write_last(self, why: str) -> None:
+        """Write the answers for the case that no other step begins. A process may survive SIGTERM."""
+        with self._lock:
+            self._look()
+            answers = {
+                request.id: answer_by_now(request, self._answers[request.id], gone=why)
+                for request in self._requests
+            }
+            if self._layout.root.is_dir():
+                self._write(answers, ended_ns=time.time_ns())
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _nothing_asked(self) -> bool:
+        """Return whether there is no request: no file now or at the last look, no signal. Takes no lock."""
+        if self._requests or self._seen is not None or sigusr1.pending():
+            return False
+        return not os.access(self._control, os.F_OK)
+
+    def _decide(
+        self, config: ProfileConfig, request: Request, step: int, alone: bool
+    ) -> ProfileConfig | None:
+        answer = self._answers.get(request.id)
+        if request.last is not None or answer is None or answer.state not in ("heard", "captured"):
+            return None
+        try:
+            if not self._is_for(request, step, alone):
+                return None
+            chosen = apply(config, request, step)
+            check_tool(chosen)
+        except ours(ConfigError, OSError) as error:
+            self._answer(request, Answer(state="refused", reason=str(error)))
+            return None
+        steps = [*answer.steps, step]
+        self._answer(request, Answer(state="captured", steps=steps, reason=answer.reason))
+        return chosen
+
+    def _is_for(self, request: Request, step: int, alone: bool) -> bool:
+        """Return whether `request` asks for `step`; answer it if all of its steps are in the past."""
+        answer = self._answers[request.id]
+        if step in answer.steps:
+            return False
+        if request.steps == "next":
+            if request.id not in self._claimed:
+                if time.time_ns() > request.expires_ns:
+                    return self._miss(request, "it had expired when a step began", "expired")
+                proposed = step if alone else step + 1
+                self._claimed[request.id] = claim_step(self._layout, request.id, proposed)
+            claimed = self._claimed[request.id]
+            ranges: tuple[StepRange, ...] = (StepRange(claimed, claimed + 1),)
+        else:
+            ranges = _ranges(request.steps)
+        if any(step in steps for steps in ranges):
+            return time.time_ns() <= request.expires_ns or bool(answer.steps)
+        over = all(steps.stop is not None and steps.stop <= step for steps in ranges)
+        if over and not answer.steps:
+            return self._miss(request, f"step {step} was reached when it was heard")
+        return False
+
+    def _miss(self, request: Request, reason: str, state: AnswerState = "missed") -> bool:
+        self._answer(request, Answer(state=state, reason=reason))
+        return False
+
+    def _poll(self) -> None:
+        while not self._stop.wait(self._poll_s):
+            try:
+                with self._lock:
+                    self._look()
+                    self._write()
+            except ours() as error:  # a disk that is full now may have room at the next look
+                failures.note("polling for requests", error)
+        if _listener is not self:
+            _write_last(self, "its process went on in another run's folder")
+
+    def _look(self) -> None:
+        """Read `control.json` if it has changed, and answer new requests. No content of it raises."""
+        seen = _stamp(self._control)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            known = read_requests(self._layout.control)
+            self._requests = [
+                request for request in known if request.runs is None or run.run_id() in request.runs
+            ]
+        except RecordError as error:
+            failures.warn("stepscope: requests are ignored until this is fixed: %s", error)
+            self._requests = []
+        for request in self._requests:
+            if request.id not in self._answers:
+                self._answer(request, _first_answer(request))
+        asked = {request.id for request in self._requests}
+        self._answers = {name: answer for name, answer in self._answers.items() if name in asked}
+
+    def _answer(self, request: Request, answer: Answer) -> None:
+        self._answers = {**self._answers, request.id: answer}
+
+    def _write(self, last: dict[str, Answer] | None = None, ended_ns: int | None = None) -> None:
+        """Write on the thread that polls, because nothing is written where a step begins. The run's folder is
+        made for it: an asker has no other sign of the run.
+        """
+        answers = self._answers if last is None else last
+        record = msgspec.structs.replace(
+            self._itself, step=self._step, run_id=run.run_id(), answers=answers, ended_ns=ended_ns
+        )
+        if record != self._written:
+            write_listening(self._layout, record)
+            self._written = record
+
+
+def _first_answer(request: Request) -> Answer:
+    """Return the answer to a new request. One for steps that are over is obeyed at once."""
+    if time.time_ns() > request.expires_ns:
+        return Answer(state="expired", reason="it had expired")
+    if request.last is None:
+        return Answer(state="heard")
+    recorder = slot.recorder
+    if recorder is None:
+        return Answer(
+            state="refused", reason="this run keeps no steps. Fix: record: spans, in its configuration"
+        )
+    steps = recorder.write_last(request.last)
+    if not steps:
+        return Answer(state="refused", reason="no step is in memory that is not written yet")
+    few = None if len(steps) == request.last else "no further step is in memory that is not written yet"
+    return Answer(state="captured", steps=steps, reason=few)
+
+
+def wanted(
+    config: ProfileConfig, step: int, role: str, rank: int | None, *, alone: bool
+) -> ProfileConfig | None:
+    """As `Listener.wanted`, of this process' listener. Never raise."""
+    if switch.DISABLED or not config.control.requests:
+        return None
+    try:
+        return _listening(config, role, rank).wanted(config, step, alone=alone or is_alone())
+    except ours() as error:
+        failures.note("looking for requests", error)
+        return None
+
+
+def _listening(config: ProfileConfig, role: str, rank: int | None) -> Listener:
+    """Return this process' listener at the run in `config.save_path`. One that listened elsewhere is
+    closed.
+    """
+    global _listener
+    standing = _listener
+    if standing is None or standing.save_path != config.save_path:
+        if standing is not None:
+            standing.close()
+        standing = _listener = Listener(config, identify(role, rank=rank))
+        sigusr1.handle(config)
+    return standing
+
+
+def listens_here(save_path: str) -> bool:
+    """Return whether this process listens at the run in that folder."""
+    return _listener is not None and _listener.save_path == save_path
+
+
+def tell_others(step: int, others: dict[str, str]) -> None:
+    """Note the answers of workers and replicas to the capture of a requested step."""
+    if _listener is not None:
+        _listener.amend(step, others=others)
+
+
+def tell_outcome(step: int, reason: str | None) -> None:
+    """Note the end of a requested capture; `reason`: the failure, or why it holds nothing."""
+    if _listener is not None and reason is not None:
+        _listener.amend(step, reason=f"step {step}: {reason}")
+
+
+def end(why: str) -> None:
+    """Answer the requests that the end of the process leaves open."""
+    if _listener is not None:
+        _write_last(_listener, f"{why} before such a step began")
+
+
+def _write_last(listener: Listener, why: str) -> None:
+    try:
+        listener.write_last(why)
+    except ours() as error:
+        failures.note("writing the last answers", error)
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except ours(OSError):
+        return None
+    return status.st_mtime_ns, status.st_ino
+
+
+@lru_cache(maxsize=MAX_REQUESTS)
+def _ranges(steps: str) -> tuple[StepRange, ...]:
+    """Return the steps of a request; read once, since one for a far step stands at every step until then."""
+    return ProfileConfig.from_mapping({"steps": steps}).steps
+
+
+def _forget() -> None:
+    global _listener
+    _listener = None  # the child has the object and not the thread
+
+
+fork.forgets("request listener", _forget)
+shutdown.on_exit("on-demand requests", lambda ending, _: end(ending.error), order=30)
+atexit.register(end, "the process exited")

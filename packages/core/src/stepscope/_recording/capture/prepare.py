@@ -1,0 +1,161 @@
+"""prepare(): checks and one-off costs before the first step.
+
+Without it the first captured step does both: its body is not slower for it, but the run waits some seconds
+before it. torch.profiler's first start in a process takes 1.2 to 2.5 s, more on a busy machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from stepscope._recording.capture import configure, omissions
+from stepscope._recording.capture.asked import check_asked
+from stepscope._recording.fanout.messages import PrepareRequest
+from stepscope._recording.fanout.worker_side import prepare_worker
+from stepscope._recording.process import failures, run, sigusr1
+from stepscope._recording.process.event_loop import in_event_loop
+from stepscope.config import ProfileConfig
+from stepscope.errors import CaptureError, StepscopeError, ours
+from stepscope.files import switch
+
+if TYPE_CHECKING:
+    from stepscope._recording.fanout.arguments import Engines, Workers
+    from stepscope._recording.fanout.messages import PrepareAnswer
+
+
+def prepare(
+    *,
+    workers: Workers | None = None,
+    engines: Engines | None = None,
+    config: ProfileConfig | None = None,
+    role: str = "trainer",
+) -> None:
+    """Check this process, its workers and its engines, and start each profiler once for nothing.
+
+    Call it once, after the workers are placed. It takes what `capture` takes. If the configuration
+    selects no steps, it prepares for requests, and problems are warnings and not raised; with
+    `control.requests` false too it does nothing.
+
+    Raises:
+        ConfigError: as `capture` on opening.
+        EngineError: as `capture` on opening.
+        CaptureError: one line for each process or engine whose profiler cannot work, with the reason; or this
+            runs inside an event loop (await `aprepare` there).
+    """
+    if switch.DISABLED:
+        return
+    check_asked("prepare", role, config, workers)
+    if in_event_loop():
+        raise CaptureError("prepare() would block the running event loop. Fix: await aprepare(...)")
+    config = _configured(config)
+    alone = None
+    if _may_capture(config):
+        # On this thread: torch prints an error where its profiler first starts on another one than that which
+        # imported torch.
+        alone = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role))
+    _wait_for(_prepare(config, workers, engines, role, alone))
+
+
+async def aprepare(
+    *,
+    workers: Workers | None = None,
+    engines: Engines | None = None,
+    config: ProfileConfig | None = None,
+    role: str = "trainer",
+) -> None:
+    """As `prepare`, without blocking the event loop."""
+    if switch.DISABLED:
+        return
+    check_asked("aprepare", role, config, workers)
+    await _prepare(_configured(config), workers, engines, role, None)
+
+
+def _configured(config: ProfileConfig | None) -> ProfileConfig:
+    config = configure.current() if config is None else configure.placed(config)
+    sigusr1.handle(config)  # on this thread: the rest of `prepare` runs on the loop's
+    return config
+
+
+def _may_capture(config: ProfileConfig) -> bool:
+    return bool(config.steps) or config.control.requests
+
+
+async def _prepare(
+    config: ProfileConfig,
+    workers: object,
+    engines: object,
+    role: str,
+    alone: PrepareAnswer | None,
+) -> None:
+    """Args: alone: The outcome of preparing this process; None if it is not prepared yet."""
+    run.mark_prepared()
+    workers = None if omissions.none_meant(workers) else workers
+    if workers is not None:
+        omissions.workers_prepared()
+    if not _may_capture(config):
+        return
+    try:
+        await _readiness().make_ready(config, workers, engines, role, alone=alone)
+    except StepscopeError as error:
+        if config.steps:
+            raise
+        failures.warn(
+            "stepscope: `steps` selects nothing, and a capture on request would not be whole: %s", error
+        )
+
+
+def before_first_step(config: ProfileConfig, workers: object, engines: object, role: str) -> None:
+    """Prepare an unedited program, once: it has no line that could call `prepare`.
+
+    Trouble is logged. Without selected steps nothing is prepared, as no step may ever be asked for.
+    """
+    if not is_due(config):
+        return
+    with _logged():
+        if workers is not None or engines is not None:
+            _wait_for(_readiness().make_ready(config, workers, engines, role, edited=False))
+            return
+        configure.check(config, on_ray=False)
+        # On the thread that is recorded: on another one torch logs an error.
+        problem = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role)).problem
+        if problem is not None:
+            raise CaptureError(f"profiling cannot work in this process: {problem}")
+
+
+def _wait_for(work: Coroutine[Any, Any, None]) -> None:
+    from stepscope._recording.process import private_loop  # import time: asyncio
+
+    private_loop.run(work)
+
+
+async def abefore_first_step(config: ProfileConfig, workers: object, engines: object, role: str) -> None:
+    """As `before_first_step`, without blocking the event loop."""
+    if not is_due(config):
+        return
+    with _logged():
+        await _readiness().make_ready(config, workers, engines, role, edited=False)
+
+
+def _readiness() -> ModuleType:
+    from stepscope._recording.capture import readiness  # import time: asyncio
+
+    return readiness
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    run.mark_prepared()
+    try:
+        yield
+    except StepscopeError as error:
+        failures.warn("stepscope: %s", error)
+    except ours() as error:
+        failures.note("preparing before the first step", error)
+
+
+def is_due(config: ProfileConfig) -> bool:
+    """Return whether an unedited program is still to be prepared."""
+    return bool(config.steps) and not run.is_prepared()

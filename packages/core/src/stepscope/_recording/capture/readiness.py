@@ -1,0 +1,125 @@
+"""Checks before the first step: every process and engine of a run, with one start of its profiler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from stepscope._recording.capture import configure, omissions
+from stepscope._recording.fanout.engines import check_capture, warn_of_long_stops
+from stepscope._recording.fanout.fleet import WorkerOutcome
+from stepscope._recording.fanout.messages import PrepareAnswer, PrepareRequest
+from stepscope._recording.fanout.participants import Participants
+from stepscope._recording.fanout.worker_side import prepare_worker
+from stepscope._recording.process import failures, identity, private_loop, run
+from stepscope._recording.process.failures import describe
+from stepscope._recording.spans import wrapping
+from stepscope.config import ProfileConfig
+from stepscope.engines import EngineProfiler
+from stepscope.engines.own_thread import own_thread
+from stepscope.errors import CaptureError, ours
+
+STARTING_S = 300.0
+"""Longest wait for the answer of a worker or an engine before the run: it may still be loading its model."""
+PATIENCE_S = 5.0
+"""Longest time for which an unedited program is held, once. A worker that has not answered by then, since it
+is busy or still starting, prepares when it can, and no later than in its first captured step."""
+_FACTS = {"activities", "artifacts", "version"}
+"""Notes of an engine about each capture, whatever the user set: the default activities name devices that an
+engine may lack."""
+
+
+async def make_ready(
+    config: ProfileConfig,
+    workers: object,
+    engines: object,
+    role: str,
+    *,
+    edited: bool = True,
+    alone: PrepareAnswer | None = None,
+) -> None:
+    """Check and warm up this process, its workers and its engines.
+
+    Args:
+        edited: The program calls `prepare` itself: it declares its roles, and nothing is at work yet. In one
+            that nobody edits, roles come with the modules that it imports. It is held for `PATIENCE_S` at
+            most, and a worker or an engine that has not answered by then is no problem.
+        alone: The outcome of preparing this process; None if it is not prepared yet.
+
+    Raises:
+        ConfigError: as a capture on opening.
+        EngineError: as a capture on opening.
+        CaptureError: all that is wrong.
+    """
+    participants = Participants(workers, engines)
+    configure.check(config, on_ray=participants.fleet is not None)
+    if participants.profilers:
+        warn_of_long_stops(config)
+    patience_s = config.budget.fanout_seconds
+    deadline_s = max(patience_s, STARTING_S) if edited else min(patience_s, PATIENCE_S)
+    request = PrepareRequest(config=config, run_id=run.run_id())
+    own, outcomes, engine_problems = await asyncio.gather(
+        _this_process(msgspec.structs.replace(request, role=role), alone),
+        _workers(participants, request, deadline_s),
+        asyncio.gather(*(_engine(engine, config, deadline_s) for engine in participants.profilers)),
+    )
+    problems = [] if own.problem is None else [own.problem]
+    problems += [
+        f"{outcome.name}: {outcome.reason}"
+        for outcome in outcomes
+        if outcome.state != "ok" and (edited or not outcome.late)
+    ]
+    problems += [line for line, late in engine_problems if line is not None and (edited or not late)]
+    if problems:
+        listed = "\n  ".join(problems)
+        raise CaptureError(f"profiling cannot work in {len(problems)} place(s):\n  {listed}")
+    for warning in dict.fromkeys(
+        (*own.warnings, *(line for outcome in outcomes for line in outcome.warnings))
+    ):
+        failures.warn_once(warning)
+    if edited and (outcomes or participants.profilers or identity.is_alone()):
+        # Roles that only `span(role=)` names are not known yet: a capture warns again once it has seen them.
+        roles = {
+            *own.roles,
+            *(name for outcome in outcomes for name in outcome.roles),
+            *wrapping.declared_roles,
+        }
+        roles |= {"rollout"} if participants.profilers else set()
+        for reason in omissions.unmatched_roles(config.roles, roles, "known before the run").values():
+            failures.warn_once(reason)
+
+
+async def _this_process(request: PrepareRequest, alone: PrepareAnswer | None) -> PrepareAnswer:
+    return await own_thread(prepare_worker, request) if alone is None else alone
+
+
+async def _workers(
+    participants: Participants, request: PrepareRequest, deadline_s: float
+) -> Sequence[WorkerOutcome]:
+    return [] if participants.fleet is None else await participants.fleet.prepare(request, deadline_s)
+
+
+async def _engine(
+    engine: EngineProfiler, config: ProfileConfig, deadline_s: float
+) -> tuple[str | None, bool]:
+    """Return why the profiler of an engine cannot work, and whether that is only that no answer came in time.
+
+    Warn of options that have no effect on it.
+    """
+
+    def check() -> Mapping[str, str]:
+        engine.check()
+        return check_capture(config, engine, run.run_id())
+
+    try:
+        ignored = await private_loop.within(own_thread(check), deadline_s)
+    except asyncio.TimeoutError:
+        return f"replica {engine.replica}: no answer within {deadline_s:g} s", True
+    except ours() as error:
+        return f"replica {engine.replica}: {describe(error)}", False
+    for option, reason in ignored.items():
+        if option not in _FACTS:
+            failures.warn_once(f"replica {engine.replica}: {option} has no effect: {reason}")
+    return None, False

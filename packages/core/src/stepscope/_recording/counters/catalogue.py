@@ -1,0 +1,55 @@
+"""All sources of a process, by the names that reasons for their absence use."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from stepscope._recording.counters.allocators import allocators
+from stepscope._recording.counters.dcmi import ascend_npus
+from stepscope._recording.counters.event_loops import EventLoops
+from stepscope._recording.counters.garbage import garbage
+from stepscope._recording.counters.host_load import HostClaim, host_load
+from stepscope._recording.counters.nvml import nvidia_gpus
+from stepscope._recording.counters.process_load import process_load
+from stepscope._recording.counters.ray_store import ray_store
+from stepscope._recording.counters.sampler import Opener
+from stepscope._recording.spans.maker import SpanMaker
+
+
+def openers(log: SpanMaker, step_folder: str, *, owner: bool) -> dict[str, Opener]:
+    """Return the openers of a process' sources, in the order of a report.
+
+    Args:
+        log: The log of its spans, whose event loops are watched.
+        step_folder: Of the capture: one process of each host samples the host for it.
+        owner: Whether the process opened the capture. It looks at the cluster as well.
+    """
+    host = _Host(step_folder)
+    sources: dict[str, Opener] = {
+        "the process": process_load,
+        "event loops": lambda: [EventLoops(log)],
+        "the garbage collector": garbage,
+        "torch's allocators": allocators,
+    }
+    if owner:
+        sources["Ray"] = ray_store
+    return sources | {
+        "the host": lambda: host_load(host.claim),
+        "NVIDIA GPUs": host.only(nvidia_gpus),
+        "Ascend NPUs": host.only(ascend_npus),
+    }
+
+
+class _Host:
+    """The right to sample the host, asked for when the sources are opened."""
+
+    def __init__(self, step_folder: str) -> None:
+        self._step_folder = step_folder
+
+    @cached_property
+    def claim(self) -> HostClaim:
+        return HostClaim(self._step_folder)
+
+    def only(self, opener: Opener) -> Opener:
+        """Return `opener` for the process that has the right, and one without sources for others."""
+        return lambda: opener() if self.claim.taken else ()

@@ -1,0 +1,169 @@
+"""Lateness of the event loops that spans run on.
+
+The sampler's thread gives each loop a callback, and looks how long the loop takes to run it. A loop that is
+blocked does not: the time since then counts, so that a hang is seen while it lasts. A stretch that began
+before the callback was given is seen from there on: the value is too small by one tick of the sampler at
+most.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+from weakref import ref
+
+from stepscope._recording.process.event_loop import running_loop
+from stepscope._recording.spans.maker import SpanMaker, SpanObserver
+from stepscope._recording.spans.scopes import Placing
+from stepscope._recording.spans.span import Span
+from stepscope.backends.counters import CounterSource
+from stepscope.errors import ours
+from stepscope.files.counters import EVENT_LOOP, CounterKind
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
+    from typing_extensions import Unpack
+
+    from stepscope._recording.spans.wrapping import Declared
+    from stepscope.files.values import AttrValue
+
+LOOKS = 8
+"""Spans after each tick that are asked for their loop. The others cost nothing more."""
+MOST_LOOPS = 16
+
+
+class LoopFinder(SpanObserver):
+    """Observer of the next few spans of a log, which finds the loops that they run on.
+
+    It stands in front of the observer that the log has, a profiler's windows, and leaves of itself.
+    """
+
+    def __init__(self, log: SpanMaker, seen: Callable[[AbstractEventLoop], None]) -> None:
+        self._log = log
+        self._seen = seen
+        self._behind: SpanObserver | None = None
+        self._left = 0
+
+    def look(self) -> None:
+        """Ask the next `LOOKS` spans."""
+        if self._log.observer is not self:
+            self._behind = self._log.observer
+            self._left = LOOKS
+            self._log.observer = self
+
+    def leave(self) -> None:
+        """Ask no more spans."""
+        if self._log.observer is self:
+            self._log.observer = self._behind
+
+    def new(
+        self,
+        log: SpanMaker,
+        stage: str,
+        role: str | None,
+        attrs: Mapping[str, AttrValue] | None,
+        **place: Unpack[Placing],
+    ) -> Span:
+        """As `SpanMaker.new`."""
+        self._ask()
+        if self._behind is not None:
+            return self._behind.new(log, stage, role, attrs, **place)
+        return Span(log, stage, role, attrs, **place)
+
+    def begin(
+        self, log: SpanMaker, declared: Declared, attrs: Mapping[str, AttrValue] | None, first: bool
+    ) -> Span:
+        """As `SpanMaker.begin`."""
+        self._ask()
+        if self._behind is not None:
+            return self._behind.begin(log, declared, attrs, first)
+        return Span(log, declared.stage, declared.role, attrs).__enter__()
+
+    def _ask(self) -> None:
+        loop = running_loop()
+        if loop is not None:
+            self._seen(loop)
+        self._left -= 1
+        if self._left <= 0:
+            self.leave()
+
+
+class _Watched:
+    """One loop, and the callback that it owes."""
+
+    def __init__(self, loop: AbstractEventLoop, name: str) -> None:
+        self.loop = ref(loop)
+        self.name = name
+        self._number = 0
+        """Of the callback that is out; answers to earlier ones do not count."""
+        self._sent_ns: int | None = None
+        self._latest_ns = 0
+
+    def late_ns(self) -> int | None:
+        """Return how late the loop was since the last call. None: it does not run."""
+        loop = self.loop()
+        if loop is None or not loop.is_running():
+            self._sent_ns = None  # whatever it answers when it runs again
+            self._number += 1
+            return None
+        sent_ns = self._sent_ns
+        late_ns, self._latest_ns = self._latest_ns, 0
+        if sent_ns is not None:
+            return max(late_ns, time.monotonic_ns() - sent_ns)
+        self._send(loop)
+        return late_ns
+
+    def _send(self, loop: AbstractEventLoop) -> None:
+        self._number += 1
+        self._sent_ns = time.monotonic_ns()
+        try:
+            loop.call_soon_threadsafe(self._answer, self._number)
+        except ours(RuntimeError):  # closed meanwhile
+            self._sent_ns = None
+
+    def _answer(self, number: int) -> None:
+        """Run on the loop."""
+        sent_ns = self._sent_ns
+        if number == self._number and sent_ns is not None:
+            self._latest_ns = max(self._latest_ns, time.monotonic_ns() - sent_ns)
+            self._sent_ns = None
+
+
+class EventLoops(CounterSource):
+    """Longest time that each loop was late, by the name of its thread."""
+
+    name = EVENT_LOOP
+    unit = "ms"
+    kind: CounterKind = "interval"
+
+    def __init__(self, log: SpanMaker) -> None:
+        self._finder = LoopFinder(log, self._see)
+        self._watched: dict[int, _Watched] = {}
+        """{id of a loop: it}. Writers: spans that the finder asks, and `sample`."""
+        self._finder.look()
+
+    def sample(self) -> Mapping[str, float]:
+        self._finder.look()
+        values: dict[str, float] = {}
+        for key, watched in tuple(self._watched.items()):
+            if (loop := watched.loop()) is None or loop.is_closed():
+                self._watched.pop(key, None)
+                continue
+            late_ns = watched.late_ns()
+            if late_ns is not None:
+                values[watched.name] = max(values.get(watched.name, 0.0), late_ns / 1e6)
+        return values
+
+    def close(self) -> None:
+        self._finder.leave()
+
+    def _see(self, loop: AbstractEventLoop) -> None:
+        """Run in the recorded code, below a span: raise nothing."""
+        if id(loop) in self._watched or len(self._watched) >= MOST_LOOPS:
+            return
+        with suppress(TypeError):  # a loop of another library that takes no weak reference
+            self._watched[id(loop)] = _Watched(loop, threading.current_thread().name)

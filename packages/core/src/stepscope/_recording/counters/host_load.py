@@ -1,0 +1,77 @@
+"""CPU of the host, and the choice of the one process of each host that samples what belongs to the host."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from zlib import crc32
+
+from stepscope.backends.counters import CounterSource
+from stepscope.errors import ours
+from stepscope.files.counters import CounterKind, CounterScope
+
+
+class HostCpu(CounterSource):
+    """Busy time of all cores of the host, in percent of all of them (proc_stat(5))."""
+
+    name = "host CPU"
+    unit = "%"
+    kind: CounterKind = "interval"
+    scope: CounterScope = "host"
+    interval_s = 0.5  # on a host with hundreds of cores the kernel takes 1 ms to write the file
+
+    def __init__(self, claim: HostClaim) -> None:
+        self._claim = claim
+        self._busy, self._all = _ticks()
+
+    def sample(self) -> Mapping[str, float]:
+        busy, whole = _ticks()
+        busy_since, since = busy - self._busy, whole - self._all
+        self._busy, self._all = busy, whole
+        return {"": 100 * busy_since / since} if since > 0 else {}
+
+    def close(self) -> None:
+        self._claim.free()
+
+
+def _ticks() -> tuple[int, int]:
+    """Return the busy time and the whole time of all cores since the host booted, in clock ticks."""
+    with open("/proc/stat", "rb") as file:
+        user, nice, system, idle, iowait, *rest = map(int, file.readline().split()[1:])
+    busy = user + nice + system + sum(rest[:3])  # irq, softirq, steal; guests are part of user
+    return busy, busy + idle + iowait
+
+
+def host_load(claim: HostClaim) -> Iterator[CounterSource]:
+    """Yield the source if this process has the right to sample the host. It gives the right back."""
+    if claim.taken:
+        yield HostCpu(claim)
+
+
+class HostClaim:
+    """The right to sample what belongs to the host. The first process that asks for a step gets it.
+
+    It is the name of a socket, which the kernel frees when its process closes it or ends. Nothing is sent.
+    """
+
+    def __init__(self, step_folder: str) -> None:
+        name = f"\0stepscope-counters-{os.getuid()}-{crc32(step_folder.encode()):08x}"
+        self.taken = True
+        """True if this process has the right."""
+        self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            self._socket.bind(name)
+        except ours(OSError) as error:
+            # Where such names are not allowed, every process samples the host: that costs more, and is right.
+            self.taken = error.errno != errno.EADDRINUSE
+            self.free()
+
+    def free(self) -> None:
+        """Give the right back. Idempotent."""
+        held, self._socket = self._socket, None
+        if held is not None:
+            with suppress(OSError):
+                held.close()

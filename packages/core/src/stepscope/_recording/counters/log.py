@@ -1,0 +1,167 @@
+"""Counter file of one process for one capture. The sampler's thread writes it, at least once a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from time import monotonic_ns
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope._recording.counters.sampler import Sampler, Tick
+from stepscope._recording.process import failures
+from stepscope._recording.process.failures import describe
+from stepscope.errors import ours
+from stepscope.files import counters as records
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.storage.atomic import append_whole, private
+
+if TYPE_CHECKING:
+    from io import FileIO
+
+WRITE_NS = 900_000_000
+"""Longest time that a sample waits for the disk, less a tick."""
+MOST_SAMPLES = 100_000
+"""Samples of one file: almost three hours at 10 Hz. Further ones are dropped and counted."""
+_encode = msgspec.json.Encoder().encode
+
+
+class CounterLog:
+    """The counters of one capture: `prepare`, `open`, `start`, then `close`."""
+
+    def __init__(
+        self, path: Path, sampler: Sampler, *, process: ProcessInfo, step: int, run_id: str, hz: float
+    ) -> None:
+        self.path = path
+        self.began = False
+        """True from `start` on."""
+        self.samples = 0
+        """Written so far."""
+        self.dropped = 0
+        self.failed: str | None = None
+        """The reason why the file is not whole; None while it is."""
+        self.sampler = sampler
+        self._head = records.Header(
+            step=step, run_id=run_id, process=process, anchor=ClockAnchor(wall_ns=0, mono_ns=0), hz=hz
+        )
+        self._file: FileIO | None = None
+        self._size = 0
+        self._series = 0
+        """Series that the file names."""
+        self._until_ns = 0
+        """Time of the last tick in the file."""
+        self._written_ns = 0
+        self._closing = False
+
+    def prepare(self) -> None:
+        """Open the sources, on their thread: some import libraries. Raise nothing."""
+        try:
+            self.sampler.open()
+        except ours(RuntimeError) as error:  # the system has no thread for it
+            self.failed = describe(error)
+        self._end_if_closed()
+
+    def open(self) -> None:
+        """Create the file. Raise nothing."""
+        if self._closing:  # by a signal's handler
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._file = open(self.path, "xb", buffering=0, opener=private)  # noqa: SIM115  # until close()
+        except ours(OSError) as error:
+            self.failed = describe(error)
+
+    def start(self, anchor: ClockAnchor) -> None:
+        """Begin at `anchor`. This waits for no disk: the sampler's thread writes."""
+        if self._closing or self.failed is not None:
+            return
+        self.began = True
+        self._head = msgspec.structs.replace(self._head, anchor=anchor)
+        self._until_ns = anchor.mono_ns - 1
+        self.sampler.ticked = self._ticked
+        try:
+            self.sampler.start(self._head.hz)
+        except ours(RuntimeError) as error:  # its thread ended, and another one is refused
+            self.failed = describe(error)
+        self._end_if_closed()
+
+    def _end_if_closed(self) -> None:
+        """End the thread if this was closed while it started: a cancelled opening goes on in its own."""
+        if self._closing:
+            self.sampler.end()
+
+    def close(self, anchor: ClockAnchor) -> None:
+        """End the sampling, and write the rest and the end line. Idempotent. Interrupted by a Ctrl-C, or by
+        an opening that went on, a second call closes what is open.
+        """
+        self._closing = True
+        if not self.sampler.stop():
+            self.failed = self.failed or "a counter did not answer while the capture was closed"
+            self._close_with_the_sampler()
+            return
+        file = self._file
+        if file is None:
+            return
+        try:
+            self._end(file, anchor)
+        except ours(OSError) as error:
+            self.failed = self.failed or describe(error)
+        except BaseException:
+            self.failed = self.failed or "interrupted while the last counters were written"
+            raise
+        finally:
+            file.close()
+            self._file = None
+
+    def _close_with_the_sampler(self) -> None:
+        """Close the file when the sampler's thread ends, which may write at any time before that."""
+        file = self._file
+        if file is not None:
+            self.sampler.ended = file.close
+            if self.sampler.is_over:  # it ended meanwhile, and may not have seen this
+                file.close()
+
+    def _end(self, file: FileIO, anchor: ClockAnchor) -> None:
+        if not self.began:
+            self.path.unlink()
+            return
+        self._write(file)
+        absent = self.sampler.absent
+        self._append(
+            file, [records.End(anchor=anchor, samples=self.samples, dropped=self.dropped, absent=absent)]
+        )
+
+    def _ticked(self) -> None:
+        file, now_ns = self._file, monotonic_ns()
+        if file is None or self.failed is not None or self._closing or now_ns - self._written_ns < WRITE_NS:
+            return
+        self._written_ns = now_ns
+        try:
+            self._write(file)
+        except ours(OSError) as error:
+            self.failed = describe(error)
+            failures.note("writing counters", error)
+
+    def _write(self, file: FileIO) -> None:
+        """Write what the file lacks: the header, series, and ticks."""
+        if not self._size:
+            self._append(file, [self._head])
+        ticks = self.sampler.between(self._until_ns, monotonic_ns())
+        taken = ticks[: max(0, MOST_SAMPLES - self.samples)]
+        series = self.sampler.series[self._series :]
+        self._append(file, [*series, *map(_sample, taken)])
+        self._series += len(series)
+        self.samples += len(taken)
+        self.dropped += len(ticks) - len(taken)
+        if ticks:
+            self._until_ns = ticks[-1].at_ns
+
+    def _append(self, file: FileIO, lines: Iterable[records.Line]) -> None:
+        data = b"".join(_encode(line) + b"\n" for line in lines)
+        self._size = append_whole(file.fileno(), self._size, data)
+
+
+def _sample(tick: Tick) -> records.Sample:
+    return records.Sample(at_ns=tick.at_ns, values=tick.values)

@@ -1,0 +1,34 @@
+"""Use of Ray's object store, over the whole cluster."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stepscope.backends.counters import CounterSource
+
+_STORE = "object_store_memory"
+"""Ray's name of the resource. What is available of it follows what objects occupy, within about a second."""
+
+
+class ObjectStore(CounterSource):
+    """Bytes that objects occupy in the shared memory of all nodes."""
+
+    name = "Ray object store"
+    unit = "B"
+    interval_s = 2.0  # two calls to the cluster's head
+
+    def sample(self) -> Mapping[str, float]:
+        ray: Any = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return {}
+        whole = ray.cluster_resources().get(_STORE)
+        if whole is None:
+            return {}
+        return {"": max(0.0, whole - ray.available_resources().get(_STORE, 0.0))}
+
+
+def ray_store() -> Iterator[CounterSource]:
+    """Yield the source. It says nothing in a process that is not connected to a cluster."""
+    yield ObjectStore()

@@ -1,0 +1,283 @@
+"""Sampler thread: asks sources for their values at a fixed rate, and keeps the latest in a bounded ring.
+
+Sources are opened, sampled and closed on this thread alone, so what they import costs the recorded code
+nothing but the GIL.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from queue import Empty, SimpleQueue
+from time import monotonic_ns, thread_time_ns
+from typing import NamedTuple, TypeAlias
+
+from stepscope._recording.process import failures, fork
+from stepscope.backends.counters import CounterSource
+from stepscope.errors import ours
+from stepscope.files.counters import Series
+from stepscope.files.values import bounded
+
+TICKS = 3600
+"""Ticks that are kept: an hour at 1 Hz, six minutes at 10 Hz. Some 3 MB of a process' counters."""
+MOST_SERIES = 1000
+"""Series of one sampler; further ones are left out."""
+_JOIN_S = 1.0
+_DUE = 0.9
+"""A source is due after this part of its interval: ticks are never exactly on time."""
+
+
+class AbsentError(Exception):
+    """A source cannot be sampled here, for the reason that is its message. No failure of ours."""
+
+
+Opener: TypeAlias = Callable[[], Iterable[CounterSource]]
+"""Returns the sources of one module; empty if what they count does not exist here. Raises `AbsentError`."""
+
+
+class Tick(NamedTuple):
+    """Values of one moment."""
+
+    at_ns: int
+    """CLOCK_MONOTONIC, ns."""
+    values: dict[int, float]
+    """{number in `Sampler.series`: value}."""
+
+
+class Sampler:
+    """The sampler of one process. `start` and `stop` may be called again and again."""
+
+    def __init__(self, openers: Mapping[str, Opener], *, ticks: int = TICKS) -> None:
+        """Args:
+        openers: {name: opener} of the sources, by what a reason for their absence names.
+        """
+        self.series: list[Series] = []
+        """Every series so far, by number."""
+        self.absent: dict[str, str] = {}
+        """{name: reason} of sources that cannot be sampled."""
+        self.since_ns = 0
+        """Every tick after this time is kept. 0 until the oldest have gone. One writer: the thread."""
+        self.cpu_ns = 0
+        """CPU time of the thread so far."""
+        self.ticked: Callable[[], None] | None = None
+        """Called on the thread after each tick."""
+        self.ended: Callable[[], None] | None = None
+        """Called on the thread at its end."""
+        self.is_over = False
+        """True once the thread has no more to do, before `ended` is called."""
+        self._openers = dict(openers)
+        self._added: deque[tuple[str, Opener]] = deque()
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._ticks: deque[Tick] = deque(maxlen=ticks)
+        self._sources: list[CounterSource] = []
+        self._due_ns: dict[int, int] = {}
+        """{id of a source: when it is due}."""
+        self._period_ns = 0
+        """0: `start` is awaited."""
+        # No Event: the handler of a signal that comes within its `set` could not call that again.
+        self._wake = SimpleQueue[None]()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Start the thread and open the sources, which may import libraries. `start` begins the sampling.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+        self._period_ns, self._stopping, self.is_over = 0, False, False
+        self._thread = threading.Thread(target=self._run, name="stepscope-counters", daemon=True)
+        _samplers.add(self)
+        self._thread.start()
+
+    def start(self, hz: float) -> None:
+        """Sample so many times a second from now on. A sampler that runs changes its rate.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            self.open()
+        self._period_ns = round(1e9 / hz)
+        self._wake.put(None)
+
+    def add(self, name: str, opener: Opener) -> None:
+        """Open further sources now, and sample them until the next stop. From any thread."""
+        self._added.append((name, opener))
+        self._wake.put(None)
+
+    def stop(self, timeout_s: float = _JOIN_S) -> bool:
+        """Take a last sample and end the thread. Return False if a source still holds it. Idempotent."""
+        self.end()
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        try:
+            thread.join(timeout_s)
+        except ours(RuntimeError):  # interrupted in its start: it ends as soon as it begins
+            pass
+        return not thread.is_alive()
+
+    def end(self) -> None:
+        """Have the thread take a last sample and end, without waiting for it."""
+        self._stopping = True
+        self._wake.put(None)
+
+    def between(self, start_ns: int, end_ns: int) -> list[Tick]:
+        """Return the kept ticks after `start_ns`, up to `end_ns`, in order (CLOCK_MONOTONIC)."""
+        return [tick for tick in tuple(self._ticks) if start_ns < tick.at_ns <= end_ns]
+
+    def means(self, start_ns: int, end_ns: int) -> dict[Series, float]:
+        """Return the mean of each series that is no total over that time, of those with a sample in it."""
+        values: dict[int, list[float]] = defaultdict(list)
+        for tick in self.between(start_ns, end_ns):
+            for number, value in tick.values.items():
+                values[number].append(value)
+        return {
+            series: round(sum(own) / len(own), 3)
+            for series in self.series
+            if series.how != "total" and (own := values.get(series.series))
+        }
+
+    def forget(self) -> None:
+        """In the child of a fork, let go of what the parent's thread holds there."""
+        self._close_sources()
+
+    def _run(self) -> None:
+        began_ns = thread_time_ns()
+        try:
+            self._open_sources()
+            while not self._period_ns and not self._stopping:
+                self._wake.get()
+                self._open_added()
+            self._loop(began_ns)
+        except ours() as error:
+            failures.note("the sampler of counters", error)
+        finally:
+            self._close_sources()
+            _samplers.discard(self)
+            self.is_over = True
+            if self.ended is not None:
+                self.ended()
+
+    def _loop(self, began_ns: int) -> None:
+        due_ns, first = monotonic_ns(), True
+        while self._period_ns:
+            last, first = self._stopping and not first, False
+            self._tick()
+            self.cpu_ns += (now_ns := thread_time_ns()) - began_ns
+            began_ns = now_ns
+            if last:
+                return
+            # A late tick is not made up for: a process that was stopped would be sampled in a burst.
+            due_ns = max(due_ns + self._period_ns, monotonic_ns())
+            self._wait(due_ns)
+
+    def _wait(self, due_ns: int) -> None:
+        """Wait until then, or for a shorter period from now on, or for the end."""
+        while not self._stopping and (left_ns := min(due_ns - monotonic_ns(), self._period_ns)) > 0:
+            try:
+                self._wake.get(timeout=left_ns / 1e9)
+            except Empty:
+                return
+            if self._open_added():
+                return  # their first values are of now
+
+    def _open_sources(self) -> None:
+        self._due_ns.clear()
+        for name, opener in self._openers.items():
+            self._open(name, opener)
+        self._open_added()
+
+    def _open_added(self) -> bool:
+        """Open the sources that were added, and return whether there were any."""
+        added = bool(self._added)
+        while self._added:
+            self._open(*self._added.popleft())
+        return added
+
+    def _open(self, name: str, opener: Opener) -> None:
+        try:
+            self._sources += opener()
+        except AbsentError as reason:
+            self.absent[name] = str(reason)
+        except ours() as error:
+            self.absent[name] = failures.describe(error)
+            failures.note(f"the counters of {name}", error)
+
+    def _close_sources(self) -> None:
+        sources, self._sources = self._sources, []
+        for source in sources:
+            try:
+                source.close()
+            except ours():  # it has given its numbers
+                pass
+
+    def _tick(self) -> None:
+        self._open_added()
+        at_ns, values = monotonic_ns(), dict[int, float]()
+        for source in tuple(self._sources):
+            if self._is_due(source, at_ns):
+                values.update(self._values(source))
+        if values:
+            if len(self._ticks) == self._ticks.maxlen:
+                self.since_ns = self._ticks[0].at_ns
+            self._ticks.append(Tick(at_ns, values))
+        if self.ticked is not None:
+            self.ticked()
+
+    def _is_due(self, source: CounterSource, at_ns: int) -> bool:
+        if not source.interval_s:
+            return True
+        due_ns = self._due_ns.get(id(source))
+        if due_ns is not None and at_ns < due_ns and not self._stopping:
+            return False
+        self._due_ns[id(source)] = at_ns + round(source.interval_s * _DUE * 1e9)
+        return True
+
+    def _values(self, source: CounterSource) -> dict[int, float]:
+        try:
+            sampled = source.sample()
+            numbers = ((self._number(source, of), value) for of, value in sampled.items())
+            return {
+                number: round(value, 3)
+                for number, value in numbers
+                if number is not None and math.isfinite(value)
+            }
+        except ours() as error:
+            self._sources.remove(source)
+            self.absent[source.name] = failures.describe(error)
+            failures.note(f"the counter {source.name}", error)
+            return {}
+
+    def _number(self, source: CounterSource, of: str) -> int | None:
+        number = self._numbers.get((source.name, of))
+        if number is not None or len(self.series) >= MOST_SERIES:
+            return number
+        number = self._numbers[source.name, of] = len(self.series)
+        self.series.append(
+            Series(
+                series=number,
+                name=bounded(source.name),
+                of=bounded(of),
+                unit=source.unit,
+                how=source.kind,
+                scope=source.scope,
+            )
+        )
+        return number
+
+
+_samplers: set[Sampler] = set()
+"""Samplers whose threads run. Writers: this module's `Sampler`, and `_forget` in a forked child."""
+
+
+def _forget() -> None:
+    for sampler in _samplers:
+        sampler.forget()
+    _samplers.clear()
+
+
+fork.forgets("counters", _forget)

@@ -1,0 +1,146 @@
+"""Outcomes of the replicas of one capture in the manifest, in time and late."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from stepscope._recording.after import pipeline
+from stepscope._recording.fanout import late_files
+from stepscope._recording.output.manifest_part import ManifestPart
+from stepscope._recording.process.failures import describe
+from stepscope.engines.fetch import LEFT_BEHIND
+from stepscope.errors import ours
+from stepscope.files.layout import StepLayout, sidecar_of
+from stepscope.files.manifest.late import waiting
+from stepscope.files.manifest.records import (
+    AWAITED,
+    IDLE,
+    LATE,
+    Expectation,
+    Pending,
+    State,
+    cut_short,
+    of_engine,
+)
+from stepscope.files.sidecar import Artifact
+
+
+class EngineOutcomes:
+    """Outcomes of replicas, as expectations `replica N` in the owner's part of the manifest."""
+
+    def __init__(self, layout: StepLayout, manifest_part: ManifestPart) -> None:
+        self._layout = layout
+        self._manifest_part = manifest_part
+        self._elsewhere: set[str] = set()
+        """Labels of engines that announced files which were not here: they may yet be fetched."""
+
+    def look_again(self) -> None:
+        """Enter files that were not here at the stop, and have been fetched since."""
+        for item in self._manifest_part.record.expected:
+            if item.name in self._elsewhere:
+                reason = self._not_here(item.artifacts) or cut_short(item.artifacts)
+                state: State = "partial" if reason else "ok"
+                kept = {
+                    option: why
+                    for option, why in item.ignored.items()
+                    if reason or not option.startswith(LEFT_BEHIND)
+                }
+                self._manifest_part.expect(
+                    msgspec.structs.replace(item, state=state, reason=reason, ignored=kept)
+                )
+
+    def fail_for_now(self, label: str, reason: str) -> None:
+        self._manifest_part.fail(label, f"{reason}; {AWAITED['late']}", kind="engine", pending="late")
+
+    def enter(self, label: str, artifacts: Sequence[Artifact], ignored: dict[str, str]) -> None:
+        entered = {artifact.path for artifact in self._entered(label)}
+        self._manifest_part.expect(self._outcome(label, tuple(artifacts), ignored))
+        for artifact in artifacts:
+            path = self._layout.root / artifact.path
+            # Its sidecar may lie on another host's own disk.
+            if artifact.path not in entered and sidecar_of(path).exists():
+                pipeline.artifact_done(path, None, self._manifest_part)
+
+    def enter_late_stop(self, label: str, stopped: asyncio.Future[list[Artifact]]) -> None:
+        """Enter the outcome of a stop that ended after its deadline."""
+        try:
+            artifacts = stopped.result()
+        except ours() as error:
+            self._manifest_part.fail(label, f"stop, after its deadline: {describe(error)}", kind="engine")
+            self._write()
+        else:
+            self._enter_late(label, artifacts)
+
+    def enter_given_up(self, label: str) -> bool:
+        """Enter files of an abandoned stop. Blocks.
+
+        Returns:
+            Whether all seem to have come: some are here, and no more since the last look.
+        """
+        part = self._manifest_part.record
+        came = [
+            artifact
+            for late in waiting(self._layout)
+            if (late.run_id, late.process, late.name) == (part.run_id, part.process.key, label)
+            for artifact in late.came
+        ]
+        before = self._entered(label)
+        if came:
+            self._enter_late(label, [*before, *came])
+        awaits = any(item.pending is not None for item in part.expected if item.name == label)
+        return bool(before) and not came and not awaits
+
+    def _enter_late(self, label: str, artifacts: Sequence[Artifact]) -> None:
+        # Not the profiler's `ignored`: that may be of a later capture.
+        ignored = {k: v for artifact in artifacts for k, v in artifact.ignored.items() if k != LATE}
+        self.enter(label, artifacts, ignored)
+        self._write()
+
+    def _entered(self, label: str) -> list[Artifact]:
+        return [
+            artifact
+            for item in self._manifest_part.record.expected
+            if item.name == label
+            for artifact in item.artifacts
+        ]
+
+    def _outcome(self, label: str, artifacts: tuple[Artifact, ...], ignored: dict[str, str]) -> Expectation:
+        if not artifacts and IDLE in ignored:
+            idle = ignored.pop(IDLE)
+            return Expectation(
+                name=label, kind="engine", state="ok", idle=True, notes=(idle,), ignored=ignored
+            )
+        if not artifacts:
+            state: State = "skipped" if "artifacts" in ignored else "missing"
+            reason = ignored.get("artifacts", "the engine stopped and left no file")
+            return Expectation(name=label, kind="engine", state=state, reason=reason, ignored=ignored)
+        pending: Pending | None = None
+        trouble = self._not_here(artifacts)
+        if trouble is not None:
+            self._elsewhere.add(label)
+        elif LATE in ignored:
+            trouble, pending = f"{ignored[LATE]}; {AWAITED['late']}", "late"
+            late_files.expect(partial(self.enter_given_up, label))
+        return of_engine(label, artifacts, ignored, trouble, pending)
+
+    def _not_here(self, artifacts: Sequence[Artifact]) -> str | None:
+        """Return the absent files and the place to look: a host may have a disk of its own at that path.
+        None if all are here.
+        """
+        absent = [artifact for artifact in artifacts if not (self._layout.root / artifact.path).exists()]
+        if not absent:
+            return None
+        hosts = {artifact.host for artifact in absent} - {socket.gethostname()}
+        others = ", ".join(sorted(filter(None, hosts)))
+        hint = f". They are on {others}, below {self._layout.root} there" if others else ""
+        return f"announced and not on disk: {', '.join(artifact.path for artifact in absent)}{hint}"
+
+    def _write(self) -> None:
+        """Write this part and the manifest again, because the capture is closed."""
+        self._manifest_part.write()
+        self._manifest_part.fold(self._layout)

@@ -1,0 +1,252 @@
+"""The inference engines of one capture: started and stopped at once, each with its own deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from stepscope._recording.fanout import late_files
+from stepscope._recording.fanout.engine_outcomes import EngineOutcomes
+from stepscope._recording.process import failures, identity
+from stepscope._recording.process.failures import describe
+from stepscope._recording.process.private_loop import within
+from stepscope._recording.session import selection
+from stepscope._recording.session.session import Session
+from stepscope.config import ProfileConfig, RoleConfig
+from stepscope.engines import EngineCapture, EngineProfiler, Iterations
+from stepscope.engines.own_thread import own_thread
+from stepscope.engines.protocol import waited_s
+from stepscope.errors import ours
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest.records import LATE, awaited
+from stepscope.files.sidecar import Artifact
+
+ROLE = "rollout"
+"""The role whose `ranks` and `engine` options apply to engines."""
+_LONG_STOP_S = 108.0
+"""The longest stop that users have reported."""
+
+
+def warn_of_long_stops(config: ProfileConfig) -> None:
+    """Warn once that stops may take long, before any engine is started."""
+    match = config.role(ROLE)
+    bounded = match is not None and match[1].engine.iterations.count is not None
+    heavy = config.torch.with_stack or config.torch.profile_memory
+    if heavy and not bounded and config.budget.fanout_seconds < _LONG_STOP_S:
+        failures.warn_once(
+            "engines serve nothing while they write their files, which stacks and memory make large: 25 to "
+            f"{_LONG_STOP_S:g} s were seen, and a stop is waited for {config.budget.fanout_seconds:g} s. "
+            f"Fix: roles.{ROLE}.engine.iterations.count, or a budget.fanout_seconds of {_LONG_STOP_S:g}"
+        )
+
+
+class EngineGroup:
+    """All replicas of one capture."""
+
+    def __init__(self, profilers: Sequence[EngineProfiler], session: Session) -> None:
+        self._profilers = profilers
+        self._session = session
+        self._config = session.config
+        self._manifest_part = session.manifest_part
+        self._started: list[EngineProfiler] = []
+        self.outcomes = EngineOutcomes(session.layout, session.manifest_part)
+
+    async def start(self, deadline_s: float) -> None:
+        """Start the selected replicas concurrently. One that fails or hangs costs its deadline and nothing
+        else.
+        """
+        self._say_unreachable_ranks()
+        selected = [profiler for profiler in self._profilers if self._selects(profiler)]
+        if selected:
+            warn_of_long_stops(self._config)
+        full = None
+        try:
+            await late_files.give_up()
+            full = await own_thread(self._session.over_budget) if selected else None
+        except ours() as error:  # of the disk, or of a process that may have no more threads
+            failures.note("looking for room before a capture", error)
+        if full is not None:
+            for profiler in selected:
+                self._manifest_part.fail(_label(profiler), full, kind="engine")
+            return
+        await asyncio.gather(*(self._start(profiler, deadline_s) for profiler in selected))
+        await late_files.enter_what_came()  # an engine that has started is through with its last stop
+
+    async def stop(self, deadline_s: float) -> None:
+        """Stop the replicas that started, concurrently. If cancelled, it leaves the others to a second
+        call.
+        """
+        await asyncio.gather(*(self._stop(profiler, deadline_s) for profiler in tuple(self._started)))
+
+    def _say_unreachable_ranks(self) -> None:
+        if identity.place()[1] > 1:
+            return  # other processes have the other replicas
+        sizes = [(_number(profiler), profiler.world_size) for profiler in self._profilers]
+        for rank, reason in selection.unreachable_in_engines(self._config, ROLE, sizes).items():
+            self._manifest_part.lack(f"{ROLE} rank {rank}", reason, kind="selection")
+
+    def _selects(self, profiler: EngineProfiler) -> bool:
+        reason = _unselected(self._config, profiler)
+        if reason is not None:
+            self._manifest_part.skip(_label(profiler), reason, kind="engine")
+        return reason is None
+
+    async def _start(self, profiler: EngineProfiler, deadline_s: float) -> None:
+        label = _label(profiler)
+        waited_s.set(deadline_s)  # in the task that this is
+        # Listed before the start returns: a capture cancelled meanwhile must stop this one too.
+        self._started.append(profiler)
+        try:
+            await within(_checked_start(profiler, self._capture_of(profiler)), deadline_s)
+        except ours() as error:
+            self._manifest_part.fail(label, _why("start", error, deadline_s), kind="engine")
+            return
+        if profiler not in self._started:  # it was told to stop before it had started: it is told again
+            self._started.append(profiler)
+        self._manifest_part.expect(awaited(label, "engine", "closing"))
+
+    async def _stop(self, profiler: EngineProfiler, deadline_s: float) -> None:
+        label = _label(profiler)
+        # One that did not is stopped to leave nothing behind, and why it did not is what is worth knowing.
+        started = self._manifest_part.state(label) != "failed"
+        waited_s.set(deadline_s)  # in the task that this is
+        stopping = asyncio.ensure_future(profiler.stop())
+        try:
+            await asyncio.wait({stopping}, timeout=deadline_s)
+        except asyncio.CancelledError:
+            stopping.cancel()
+            raise
+        if profiler not in self._started:
+            return  # its loop stood still, and a second call has stopped it
+        self._started.remove(profiler)
+        if not stopping.done():
+            self._await_late(label, stopping, deadline_s, started)
+        elif started:
+            self._enter_stopped(profiler, stopping, deadline_s)
+        else:
+            _heard(stopping)
+
+    def _await_late(
+        self, label: str, stopping: asyncio.Future[list[Artifact]], deadline_s: float, started: bool
+    ) -> None:
+        if not started:
+            late_files.add(stopping, _heard)
+            return
+        outcomes = self.outcomes
+        late_files.add(
+            stopping, partial(outcomes.enter_late_stop, label), partial(outcomes.enter_given_up, label)
+        )
+        outcomes.fail_for_now(label, f"timeout: stop did not return within {deadline_s:g} s")
+
+    def _enter_stopped(
+        self, profiler: EngineProfiler, stopped: asyncio.Future[list[Artifact]], deadline_s: float
+    ) -> None:
+        label = _label(profiler)
+        try:
+            artifacts = stopped.result()
+        except (Exception, asyncio.CancelledError) as error:
+            reason = _why("stop", error, deadline_s)
+            if profiler.ignored.get(LATE) is None:
+                self._manifest_part.fail(label, reason, kind="engine")
+            else:
+                self.outcomes.fail_for_now(label, reason)
+                late_files.expect(partial(self.outcomes.enter_given_up, label))
+        else:
+            self.outcomes.enter(label, artifacts, dict(profiler.ignored))
+
+    def _capture_of(self, profiler: EngineProfiler) -> EngineCapture:
+        session, layout = self._session, self._session.layout
+        return _capture_of(self._config, profiler, session.step, session.run_id, layout)
+
+
+def check_capture(config: ProfileConfig, profiler: EngineProfiler, run_id: str) -> Mapping[str, str]:
+    """Return the options without effect on captures of a replica; none if it takes no part. May block.
+
+    Raises:
+        EngineError: the replica cannot record such captures at all.
+    """
+    if _unselected(config, profiler) is not None:
+        return {}
+    layout = RunLayout(config.save_path).step(0)
+    return profiler.check_capture(_capture_of(config, profiler, 0, run_id, layout))
+
+
+def _capture_of(
+    config: ProfileConfig, profiler: EngineProfiler, step: int, run_id: str, layout: StepLayout
+) -> EngineCapture:
+    match = config.role(ROLE)
+    role = match[1] if match else RoleConfig()
+    torch, window, replica = config.torch, role.engine.iterations, _number(profiler)
+    return EngineCapture(
+        step=step,
+        run_id=run_id,
+        seconds=config.budget.seconds,
+        stop_seconds=config.budget.fanout_seconds,
+        out_dir=os.path.abspath(layout.engine_dir(replica)),
+        step_dir=os.path.abspath(layout.root),
+        name=f"step_{step:06d}_{run_id}",
+        replica=replica,
+        activities=torch.activities,
+        with_stack=torch.with_stack,
+        record_shapes=torch.record_shapes,
+        profile_memory=torch.profile_memory,
+        iterations=Iterations(start=window.start, count=window.count),
+        by_stage=role.engine.by_stage,
+        merge=role.engine.merge,
+        ranks=None if isinstance(role.ranks, str) else role.ranks,
+        extra=role.engine.extra,
+    )
+
+
+def _heard(stopped: asyncio.Future[list[Artifact]]) -> None:
+    """Fetch the error of a stop, which asyncio would otherwise complain about."""
+    if stopped.done() and not stopped.cancelled():
+        stopped.exception()
+
+
+async def _checked_start(profiler: EngineProfiler, capture: EngineCapture) -> None:
+    await own_thread(profiler.check)  # it may block
+    await profiler.start(capture)
+
+
+def _why(verb: str, error: BaseException, deadline_s: float) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return f"{verb}: cancelled"
+    if isinstance(error, asyncio.TimeoutError):
+        return f"timeout: {verb} did not return within {deadline_s:g} s"
+    return f"{verb}: {describe(error)}"
+
+
+def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:
+    """Return the reason why a replica takes no part; None if it does.
+
+    Replica r of size n owns global ranks [r*n, (r+1)*n).
+    """
+    match = config.role(ROLE)
+    if match is None:
+        return f"no pattern in roles matches role '{ROLE}'"
+    pattern, ranks = match[0], match[1].ranks
+    if not match[1].engine.profiler:
+        return f"roles.{pattern}.engine.profiler is off"
+    number, size = _number(profiler), profiler.world_size
+    if ranks == "all":
+        return None
+    if ranks == "first":
+        return None if number == 0 else f"roles.{pattern} selects the first rank, which is on replica 0"
+    if size is None:
+        return None  # the adapter surfaces the wanted ranks once it knows its own
+    first = number * size
+    if any(first <= rank < first + size for rank in ranks):
+        return None
+    return f"its ranks {first} to {first + size - 1} are not in roles.{pattern}.ranks {list(ranks)}"
+
+
+def _number(profiler: EngineProfiler) -> int:
+    """Return the replica's number. `profilers_of` made sure that there is one."""
+    return 0 if profiler.replica is None else profiler.replica
+
+
+def _label(profiler: EngineProfiler) -> str:
+    return f"replica {_number(profiler)}"

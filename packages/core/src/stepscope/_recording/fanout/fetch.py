@@ -1,0 +1,166 @@
+"""Transfer of recordings from hosts that share no folder with the owner.
+
+A worker that does not see the owner's part of the manifest when its capture opens is *apart*. Once its files
+are whole they are fetched in pieces, through the same calls that started it: its part of the manifest comes
+last, so a process whose part is here has all of its files here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope._recording.session import budget
+from stepscope.config import ProfileConfig
+from stepscope.errors import EngineError
+from stepscope.files.layout import StepLayout, sidecar_of
+from stepscope.files.storage.atomic import PIECE, Arrival
+
+if TYPE_CHECKING:
+    from stepscope._recording.session.session import Session
+
+_KEPT = 256
+"""Captures whose files a worker keeps to be fetched: more than any line of finish work holds. An owner that
+died asks for none and releases none.
+"""
+
+
+class Remote(msgspec.Struct, frozen=True, kw_only=True):
+    """A file on a worker's host."""
+
+    path: str
+    """In the step's folder."""
+    size_bytes: int
+
+
+# In the worker.
+
+_sessions: dict[str, Session] = {}
+"""By the capture's id, the oldest first. Writers: `keep`, `release`."""
+_given_up: deque[str] = deque(maxlen=_KEPT)
+"""Captures beyond that limit. One writer: `keep`."""
+
+
+def keep(session: Session) -> None:
+    """Keep the session's files until they are released, because the owner will ask for them."""
+    _sessions[session.capture_id] = session
+    while len(_sessions) > _KEPT:
+        oldest = next(iter(_sessions))
+        release(oldest)
+        _given_up.append(oldest)
+
+
+def release(capture_id: str) -> None:
+    """Forget a capture: the owner has all of its files, or wants none."""
+    _sessions.pop(capture_id, None)
+
+
+def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
+    """Return the files that this process, and an engine on its host, wrote. Its manifest part is last.
+
+    Args:
+        engine_files: Paths in the step's folder, as the engine named them; what is not there is left out.
+
+    Returns:
+        Without the part where the disk does not have it and does not take it now; `Home.is_part` tells.
+
+    Raises:
+        EngineError: this process knows of no such capture, or has not closed it.
+    """
+    session = _session(capture_id)
+    layout, part = session.layout, session.manifest_part.record
+    if part.closed is None:
+        raise EngineError("its capture is still open there")
+    own = layout.part_of(session.process, session.run_id, session.number)
+    if not own.is_file():
+        session.manifest_part.write()
+    written = [artifact.path for item in part.expected for artifact in item.artifacts]
+    named = [_within(layout, path) for path in (*engine_files, *written)]
+    named += [layout.spans_of(session.process, session.run_id, session.number)]
+    named += [layout.counters_of(session.process, session.run_id, session.number), own]
+    files = dict.fromkeys(file for path in named for file in (*_below(path), sidecar_of(path)))
+    return [
+        Remote(path=file.relative_to(layout.root).as_posix(), size_bytes=file.stat().st_size)
+        for file in files
+        if file.is_file()
+    ]
+
+
+def piece_of(capture_id: str, path: str, offset: int) -> bytes:
+    """At most `PIECE` bytes of one of those files, from `offset` on.
+
+    Raises:
+        EngineError: this process knows of no such capture.
+        OSError: the file cannot be read.
+    """
+    with _within(_session(capture_id).layout, path).open("rb") as file:
+        file.seek(offset)
+        return file.read(PIECE)
+
+
+def _session(capture_id: str) -> Session:
+    session = _sessions.get(capture_id)
+    if session is not None:
+        return session
+    if capture_id in _given_up:
+        raise EngineError(f"{_KEPT} later captures waited to be fetched, and the worker keeps no more")
+    raise EngineError("the worker is another process than the one that recorded (did it restart?)")
+
+
+def _below(path: Path) -> Iterator[Path]:
+    """Return the files of an artifact, which may be a folder."""
+    if not path.is_dir():
+        yield path
+        return
+    for folder, _, names in os.walk(path):
+        yield from (Path(folder, name) for name in sorted(names))
+
+
+# In the owner.
+
+
+class Home:
+    """The owner's folder of one step, where fetched files are put in place whole."""
+
+    def __init__(self, layout: StepLayout, config: ProfileConfig) -> None:
+        self._layout = layout
+        self._config = config
+
+    def path_of(self, path: str) -> Path:
+        """Return the local path of a path in the step's folder."""
+        return _within(self._layout, path)
+
+    def is_part(self, file: Remote) -> bool:
+        """Return whether it is a process' part of the manifest."""
+        return self.path_of(file.path).parent == self._layout.processes
+
+    def begin(self, file: Remote) -> Arrival | str | None:
+        """Begin to receive a file. Blocks.
+
+        Returns:
+            Why a trace is left where it is; None if the file is here by now, on a shared disk that was slow
+            to show it.
+        """
+        path = self.path_of(file.path)
+        if path.exists():
+            return None
+        refused = budget.over_budget(self._config) if path.is_relative_to(self._layout.traces) else None
+        return Arrival(path) if refused is None else refused
+
+
+def _within(layout: StepLayout, path: str) -> Path:
+    """`path` below the step's folder.
+
+    Raises:
+        EngineError: it leads out of it.
+    """
+    root = layout.root.resolve()
+    target = (root / path).resolve()
+    if not target.is_relative_to(root) or target == root:
+        raise EngineError(f"{path!r} is no path in the step's folder")
+    return layout.root / target.relative_to(root)

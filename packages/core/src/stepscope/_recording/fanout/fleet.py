@@ -1,0 +1,129 @@
+"""Contract of a fleet: captures fanned out to worker processes. Implemented in `stepscope.fleet`.
+
+Found through the entry points `stepscope.fleets`, so that recording knows no cluster library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Protocol
+
+from stepscope._recording.fanout.fetch import Home
+from stepscope._recording.fanout.messages import PrepareRequest, StartRequest, StopRequest
+from stepscope.errors import ConfigError
+from stepscope.files.clock import ClockOffset
+from stepscope.files.manifest.records import State
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerOutcome:
+    """Outcome of one call to one worker."""
+
+    name: str
+    """For people: `actor[3]`, with the actor id."""
+    state: State
+    """`ok`, or what the manifest should say of a worker that did not answer well."""
+    reason: str | None = None
+    late: bool = False
+    """True if it failed because no answer came before the deadline: the worker may be busy or starting."""
+    process: str | None = None
+    """`ProcessInfo.key`, once the worker has said it."""
+    clock: ClockOffset | None = None
+    roles: tuple[str, ...] = ()
+    """After `prepare`: the roles that it does the work of."""
+    warnings: tuple[str, ...] = ()
+    """After `prepare`: what the configuration asks for and nobody has."""
+    apart: bool = False
+    """After `start`: it writes to a folder that this process does not see."""
+
+
+class Fleet(Protocol):
+    """The workers of one capture. One instance per capture."""
+
+    async def prepare(self, request: PrepareRequest, deadline_s: float) -> list[WorkerOutcome]:
+        """Pay the profiler's one-off costs on all workers at once; `failed` where it cannot work."""
+        ...
+
+    async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
+        """Open the capture on all workers at once. One outcome each; one worker's trouble is never an
+        exception.
+
+        When cancelled, workers that were asked to start are told to stop before the cancellation goes on.
+        """
+        ...
+
+    async def stop(self, request: StopRequest, deadline_s: float) -> list[WorkerOutcome]:
+        """Close it at once on all workers that began, or may have. One outcome each."""
+        ...
+
+    async def drain(self, timeout_s: float) -> list[WorkerOutcome]:
+        """Wait until the workers have written their files; `failed` with what is unfinished at the
+        deadline.
+        """
+        ...
+
+    async def gather(
+        self, capture_id: str, engine_files: dict[str, list[str]], home: Home, left_s: Callable[[], float]
+    ) -> list[WorkerOutcome]:
+        """Fetch the files of the workers that are apart, until `left_s` says that no time is left. One
+        outcome each.
+
+        Args:
+            engine_files: {host: paths in the step's folder} of what engines wrote there.
+        """
+        ...
+
+    def release(self, capture_id: str) -> None:
+        """All files of the capture are here: the workers need not keep them to be fetched. Waits for
+        nobody.
+        """
+        ...
+
+
+def load_fleet(workers: object, engine_workers: Mapping[int, Sequence[object]] | None = None) -> Fleet:
+    """Return the fleet that knows what `workers` is.
+
+    Args:
+        workers: What was given to `capture(workers=)`; None for nothing.
+        engine_workers: By replica, workers that an engine's own profiler records: they record spans only.
+
+    Raises:
+        ConfigError: no installed fleet knows it.
+    """
+    for fleet_of in _installed():
+        fleet = fleet_of(workers, engine_workers or {})
+        if fleet is not None:
+            return fleet
+    if isinstance(workers, Mapping) and workers:
+        role, group = next(iter(workers.items()))
+        raise not_workers(group, role)
+    raise not_workers(workers, None)
+
+
+@cache  # reading the entry points takes 4 ms, inside the opening of a capture
+def _installed() -> tuple[Callable[[object, Mapping[int, Sequence[object]]], Fleet | None], ...]:
+    points = sorted(entry_points(group="stepscope.fleets"), key=lambda point: point.name)
+    return tuple(point.load() for point in points)
+
+
+def not_workers(group: object, role: object) -> ConfigError:
+    """Return the error for what is no worker, given as `capture(workers=group)` or {role: group}."""
+    is_empty = group is None or (isinstance(group, Sized) and not len(group))
+    item = group[0] if isinstance(group, Sequence) and group else group
+    kind = type(item).__qualname__
+    fix = "pass the Ray actor handles of the workers; pip install 'stepscope[ray]' if Ray is missing"
+    if isinstance(item, type):
+        kind, fix = item.__qualname__, f"pass what {item.__name__}.remote(...) returned, not the class"
+    elif kind.startswith("ActorClass("):
+        fix = f"pass what {kind[11:-1]}.remote(...) returned, not the class"
+    elif is_empty:
+        fix = "leave it out"
+    return ConfigError(
+        "capture(workers=)" if role is None else f"capture(workers=)[{role!r}]",
+        group if is_empty or isinstance(group, str) else kind if item is group else f"a list of {kind}",
+        "a Ray actor handle, a sequence of them in rank order, {number: handle}, or {role: any of these}",
+        fix,
+    )

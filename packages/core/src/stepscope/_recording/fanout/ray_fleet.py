@@ -1,0 +1,146 @@
+"""Captures fanned out to Ray actors, whose classes stay as they are.
+
+All workers are called at once, each with its own deadline. A start expires at the deadline by the worker's
+clock, so that nothing happens late in a worker that was busy. The first call only asks for that clock, unless
+the worker is known to be on this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stepscope._recording.fanout.fetch import Home
+from stepscope._recording.fanout.fleet import WorkerOutcome, not_workers
+from stepscope._recording.fanout.messages import PrepareRequest, StartRequest, StopRequest
+from stepscope._recording.fanout.ray_worker import Worker
+from stepscope.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+_LISTS = ("workers", "_workers", "actors", "_actors")
+"""Attributes in which worker groups keep their handles: `workers` in verl, `_actors` in RLlib's manager."""
+_BY_ITS_ENGINE = "the profiler of the engine in it records this process"
+
+
+def fleet_of(
+    workers: object, engine_workers: Mapping[int, Sequence[object]] | None = None
+) -> RayFleet | None:
+    """Return the fleet of `workers` and `engine_workers`; None when they are not Ray's.
+
+    Args:
+        workers: An actor handle, a sequence of them in rank order, a {number: handle}, an object that keeps
+            one of these in `workers`, or {role: any of these}; None for nothing. An actor that is given twice
+            takes part once, in its first place.
+        engine_workers: Actors that the profiler of an engine records, by replica. They record spans only,
+            under their role in `workers`, else `rollout`.
+
+    Raises:
+        ConfigError: only some of a sequence are actor handles, or one is the actor that asks.
+    """
+    if "ray" not in sys.modules:
+        return None
+    groups: dict[object, object] = {} if workers is None else {None: workers}
+    if isinstance(workers, Mapping) and not all(isinstance(key, int) for key in workers):
+        groups = dict(workers)
+    actors = {role: _handles(group) for role, group in groups.items()}
+    if not any(actors.values()) and groups:
+        return None
+    members: dict[str, Worker] = {}
+    for role, handles in actors.items():
+        if not handles:
+            raise not_workers(groups[role], role)
+        for position, handle in enumerate(handles):
+            worker = Worker(handle, None if role is None else str(role), position, len(handles))
+            members.setdefault(worker.actor_id, worker)
+    engines = [
+        (replica, handle)
+        for replica, group in (engine_workers or {}).items()
+        for handle in _handles(group) or ()
+    ]
+    for position, (replica, handle) in enumerate(engines):
+        worker = Worker(handle, "rollout", position, len(engines))
+        worker = members.setdefault(worker.actor_id, worker)
+        worker.replica, worker.spans_only = replica, _BY_ITS_ENGINE
+    _refuse_oneself(members)
+    return RayFleet(list(members.values()))
+
+
+class RayFleet:
+    """The Ray actors of one capture. See `Fleet`."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = workers
+
+    async def prepare(self, request: PrepareRequest, deadline_s: float) -> list[WorkerOutcome]:
+        return await asyncio.gather(*(worker.prepare(request, deadline_s) for worker in self.workers))
+
+    async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
+        try:
+            return await asyncio.gather(*(worker.start(request, deadline_s) for worker in self.workers))
+        except BaseException:
+            for worker in self.workers:
+                worker.take_back(request.capture_id, "opening the capture was given up")
+                worker.in_doubt = True
+            raise
+
+    async def stop(self, request: StopRequest, deadline_s: float) -> list[WorkerOutcome]:
+        asked = [worker for worker in self.workers if worker.begun is not None or worker.in_doubt]
+        return await asyncio.gather(*(worker.stop(request, deadline_s) for worker in asked))
+
+    async def drain(self, timeout_s: float) -> list[WorkerOutcome]:
+        begun = [worker for worker in self.workers if worker.begun is not None]
+        return await asyncio.gather(*(worker.drain(timeout_s) for worker in begun))
+
+    async def gather(
+        self, capture_id: str, engine_files: dict[str, list[str]], home: Home, left_s: Callable[[], float]
+    ) -> list[WorkerOutcome]:
+        apart = [worker for worker in self.workers if worker.begun is not None and worker.begun.apart]
+        files = dict(engine_files)  # the first worker on an engine's host also sends the engine's files
+        asked = [(worker, files.pop(worker.host, [])) for worker in apart]
+        return await asyncio.gather(
+            *(worker.gather(capture_id, named, home, left_s) for worker, named in asked)
+        )
+
+    def release(self, capture_id: str) -> None:
+        for worker in self.workers:
+            if worker.begun is not None and worker.begun.apart:
+                worker.release(capture_id)
+
+
+def _handles(group: object) -> list[ActorHandle[Any]] | None:
+    """Return the actor handles in `group`, in order; None when it is something else."""
+    from ray.actor import ActorHandle
+
+    if isinstance(group, ActorHandle):
+        return [group]
+    if isinstance(group, Mapping):  # RLlib: {1: handle, 2: handle}
+        group = list(group.values())
+    if isinstance(group, str) or not isinstance(group, Sequence):
+        lists = (getattr(group, name, None) for name in _LISTS)
+        return next((_handles(member) for member in lists if isinstance(member, Sequence | Mapping)), None)
+    strange = [index for index, member in enumerate(group) if not isinstance(member, ActorHandle)]
+    if strange and len(strange) < len(group):
+        raise ConfigError(
+            f"capture(workers=)[{strange[0]}]",
+            group[strange[0]],
+            "a Ray actor handle, like the others",
+            "pass what `Class.remote(...)` returned",
+        )
+    return None if strange else list(group)
+
+
+def _refuse_oneself(members: Mapping[str, Worker]) -> None:
+    import ray
+
+    own = ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
+    if own is not None and own in members:
+        raise ConfigError(
+            "capture(workers=)",
+            members[own].name,
+            "other actors than the one that opens the capture: it would wait for itself",
+            "leave it out; the process that opens a capture is always recorded",
+        )

@@ -1,0 +1,150 @@
+"""Engines of a program that nobody edits: those that its `instrument` entries lead to or have found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from stepscope._recording.process import failures, private_loop
+from stepscope.config import ProfileConfig
+from stepscope.engines import EngineCapture, EngineProfiler, EngineProfilerBase, installed, load_engine
+from stepscope.engines.instrumented_engines import registered
+from stepscope.engines.protocol import ADAPTERS
+from stepscope.engines.ray import Instrumented, RayRollout, is_elsewhere
+from stepscope.errors import EngineError, ours
+from stepscope.files.sidecar import Artifact
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+_ASK_S = 5.0
+"""Longest wait for an actor to say its engine's number."""
+_answers: dict[str, Instrumented] = {}
+"""Id of an actor -> its engines, once it has said some that live there. One writer: `UneditedEngines`.
+
+No handles: an actor ends when the last one is gone.
+"""
+
+
+class UnusableEngine(EngineProfilerBase):
+    """An engine that cannot be recorded, with the reason. The capture goes on without it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self._reason = reason
+
+    @property
+    def world_size(self) -> int | None:
+        return None
+
+    def check(self) -> None:
+        raise EngineError(self._reason)
+
+    async def start(self, capture: EngineCapture) -> None:
+        self.check()
+
+    async def stop(self) -> list[Artifact]:
+        return []
+
+
+class UneditedEngines:
+    """Profilers of the engines of one step: `profilers`, for its capture."""
+
+    def __init__(self, groups: Mapping[str, object], config: ProfileConfig) -> None:
+        """Args: groups: {adapter: engines, URLs of servers, or Ray actors that hold an engine}."""
+        self._config = config
+        self.profilers: list[EngineProfiler] = []
+        self._rollouts: list[tuple[str, RayRollout]] = []
+        """Those whose actors are still to be asked."""
+        self._known: set[object] = set()
+        """Addresses of the engines that are taken: each is recorded once."""
+        for adapter, engine, replica in registered():
+            self._add(adapter, engine, replica)
+        for adapter, group in groups.items():
+            for item in _items(group):
+                self._add(adapter, item, None)
+
+    def number(self) -> None:
+        """Give each engine the framework's number of it, or all of them their position. Blocks."""
+        if self._rollouts:
+            private_loop.run(self.anumber())
+        else:
+            self._position()
+
+    async def anumber(self) -> None:
+        """As `number`, without blocking the event loop."""
+        while self._rollouts:  # an actor may name others
+            asked, self._rollouts = self._rollouts, []
+            answers = await asyncio.gather(*(self._ask(rollout) for _, rollout in asked))
+            for (adapter, rollout), answer in zip(asked, answers, strict=True):
+                self._take(adapter, rollout, answer)
+        self._position()
+
+    def _add(self, adapter: str, item: object, replica: int | None) -> None:
+        if adapter not in installed():
+            failures.warn_once(f"engines of {adapter!r} are not recorded: no adapter. Fix: {ADAPTERS}")
+            return
+        profiler = _profiler(adapter, item, self._config)
+        address: object = item if isinstance(item, str) else id(item)
+        if isinstance(profiler, RayRollout):
+            address = profiler.actor_id
+        if (adapter, address) in self._known:
+            return
+        self._known.add((adapter, address))
+        profiler.replica = replica
+        self.profilers.append(profiler)
+        if isinstance(profiler, RayRollout):
+            self._rollouts.append((adapter, profiler))
+
+    async def _ask(self, rollout: RayRollout) -> Instrumented:
+        known = _answers.get(rollout.actor_id)
+        if known is not None:
+            return known
+        try:
+            answer = await private_loop.within(rollout.instrumented(), _ASK_S)
+        except ours():
+            return {}  # its start says why
+        if answer and all(target is None for engines in answer.values() for _, target in engines):
+            _answers[rollout.actor_id] = answer
+        return answer
+
+    def _take(self, adapter: str, rollout: RayRollout, answer: Instrumented) -> None:
+        """Give `rollout` its number, or put the engines in its place that its actor names."""
+        engines = answer.get(adapter, [])
+        elsewhere = [(number, target) for number, target in engines if target is not None]
+        if answer and (elsewhere or not engines):
+            self.profilers.remove(rollout)
+        elif len(engines) == 1:
+            rollout.replica = engines[0][0]
+        for number, target in elsewhere:
+            self._add(adapter, target, number)
+
+    def _position(self) -> None:
+        numbers = [profiler.replica for profiler in self.profilers]
+        if None in numbers or len(set(numbers)) < len(numbers):
+            for profiler in self.profilers:
+                profiler.replica = None
+
+
+def _profiler(adapter: str, engine: object, config: ProfileConfig) -> EngineProfiler:
+    if is_elsewhere(engine) and not isinstance(engine, str):
+        return RayRollout(cast("ActorHandle[Any]", engine), adapter)
+    try:
+        factory = load_engine(adapter)
+        if isinstance(engine, str):
+            return factory.serving(engine if "://" in engine else f"http://{engine}", config)
+        if factory.recognises(engine):
+            return factory(engine, 0)
+    except ours() as error:
+        return UnusableEngine(failures.describe(error))
+    kind = f"{type(engine).__module__}.{type(engine).__qualname__}"
+    return UnusableEngine(
+        f"the adapter {adapter!r} knows no {kind}. Fix: a path to the engine itself in the `instrument` entry"
+    )
+
+
+def _items(group: object) -> Sequence[object]:
+    if isinstance(group, Mapping):
+        return [group[key] for key in sorted(group)]
+    return group if isinstance(group, list | tuple) else [group]

@@ -1,0 +1,214 @@
+"""Worker's side of a fanned-out capture: plain functions that a fleet runs inside the worker process.
+
+A worker holds at most one session. Requests carry the capture's id: a start is refused if its capture was
+already stopped, because the worker was busy past its deadline. A stop for a capture that is not open answers
+so and does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+
+from stepscope._recording.after import pipeline
+from stepscope._recording.fanout import fetch
+from stepscope._recording.fanout.messages import (
+    PrepareAnswer,
+    PrepareRequest,
+    StartAnswer,
+    StartRequest,
+    StopRequest,
+    WorkerRequest,
+)
+from stepscope._recording.instrument import configured
+from stepscope._recording.process import sigusr1
+from stepscope._recording.process.failures import describe
+from stepscope._recording.process.identity import identify
+from stepscope._recording.recorder import standing
+from stepscope._recording.session import activation, oom
+from stepscope._recording.session.claims import Claim
+from stepscope._recording.session.libraries import library_loaded
+from stepscope._recording.session.selection import decide_process, may_record, missing_ranks
+from stepscope._recording.session.session import Session
+from stepscope._recording.spans import slot, wrapping
+from stepscope.backends import load_backend
+from stepscope.engines import EngineProfiler, driven_engines
+from stepscope.errors import ours
+from stepscope.files import switch
+from stepscope.files.manifest.records import Ending
+from stepscope.files.sidecar import ProcessInfo
+
+_stopped: set[str] = set()
+"""Captures whose stop came before their start was over. Writers: `stop_worker`, and `start_worker`, which
+takes them out.
+"""
+_OFF = f"{switch.VARIABLE} is set in this process"
+_OVER = "the capture was over before it began here"
+
+
+def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
+    """Open the capture in this process. Runs in the worker, and never raises for what is wrong there."""
+    began_ns = time.monotonic_ns()
+    process, roles = _joined(request, instance)
+    if switch.DISABLED:
+        return StartAnswer(process=process, refused=_OFF, off=True)
+    if request.capture_id in _stopped:
+        _stopped.discard(request.capture_id)
+        return StartAnswer(process=process, refused=_OVER)
+    claim = Claim(request.step)
+    try:
+        other = claim.take()
+        if other is not None:
+            refused = f"a capture of step {other.step} is open in this process"
+            return StartAnswer(process=process, refused=refused)
+        answer = _start(request, process, roles, claim, began_ns)
+        if instance is not None:
+            _record(request, process)
+        return answer
+    except BaseException:
+        claim.free()
+        raise
+
+
+def _start(
+    request: StartRequest, process: ProcessInfo, roles: tuple[str, ...], claim: Claim, began_ns: int
+) -> StartAnswer:
+    session = Session(
+        config=request.config,
+        step=request.step,
+        process=process,
+        roles=roles,
+        run_id=request.run_id,
+        capture_id=request.capture_id,
+        owner=False,
+        spans_only=request.spans_only,
+        began_ns=began_ns,
+        on_artifact=pipeline.artifact_done,
+    )
+    try:
+        activation.hand_to_worker(claim, session)
+        oom.watch(request.config, process, request.run_id, request.step)
+        apart = not session.layout.has_part(request.owner_part)
+        if apart and request.config.finish.gather:
+            fetch.keep(session)
+        _sample_engines(session)
+        session.open_files()
+        session.start_profiler()
+        activation.activate(session)
+        session.end_what_opened_late()
+    except BaseException as error:
+        fetch.release(request.capture_id)
+        reason = f"opening failed: {describe(error)}"
+        session.close(ending=Ending("rollback", reason), discard=reason)
+        session.end_what_opened_late()
+        raise
+    if request.capture_id in _stopped:  # meanwhile, on another thread
+        _stopped.discard(request.capture_id)
+        session.close(discard=_OVER)
+        return StartAnswer(process=process, refused=_OVER)
+    return StartAnswer(process=process, apart=apart)
+
+
+def _sample_engines(session: Session) -> None:
+    """Sample the engines of this process that the capture drives, also those that begin later."""
+    reference = weakref.ref(session)
+
+    def join(profiler: EngineProfiler) -> None:
+        opened = reference()
+        if opened is not None:
+            opened.sample_engine(profiler)
+
+    driven_engines.tell(join)
+
+
+def stop_worker(request: StopRequest) -> bool:
+    """Close the capture in this process. Runs in the worker.
+
+    Returns:
+        False if it was not open here: the process is new (a restarted actor), or never heard of it.
+    """
+    if request.discard is not None:
+        fetch.release(request.capture_id)
+    _stopped.add(request.capture_id)  # first, so that a start on another thread sees it and closes
+    session = slot.active
+    if not isinstance(session, Session) or session.capture_id != request.capture_id:
+        return False
+    _stopped.discard(request.capture_id)
+    session.leave()
+    session.close(ending=request.ending, discard=request.discard)
+    session.manifest_part.told = True  # by the owner, which reads the part
+    session.write_cost()
+    session.hand_back()
+    return True
+
+
+def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareAnswer:
+    """Pay the profiler's one-off costs, if it will record this process. Runs in the worker."""
+    config = request.config
+    process, roles = _joined(request, instance)
+    if switch.DISABLED:
+        return PrepareAnswer(roles=roles)
+    oom.watch(config, process, request.run_id, None)
+    recorder = None if instance is None else _record(request, process)
+    if request.record_only:
+        return PrepareAnswer(roles=roles, recorder=recorder)
+    chosen = decide_process(config, roles=roles, rank=process.rank, world_size=process.world_size)
+    warnings = tuple(f"{name}: {reason}" for name, reason in missing_ranks(config, process).items())
+    problem = None
+    if library_loaded(config.tool) and may_record(config, chosen):
+        try:
+            backend = load_backend(config.tool, config)
+            backend.check()
+            backend.prepare()
+        except ours() as error:
+            problem = describe(error)
+    return PrepareAnswer(roles=roles, recorder=recorder, problem=problem, warnings=warnings)
+
+
+def _joined(request: WorkerRequest, instance: object) -> tuple[ProcessInfo, tuple[str, ...]]:
+    """Put the configuration into effect in this process, in the class of `instance` too.
+
+    Returns:
+        This process, and all roles that it does the work of, its own first.
+    """
+    config = request.config
+    if not switch.DISABLED:
+        if config.instrument:
+            configured.apply(config, lenient=True)
+            if instance is not None:
+                configured.apply_to(instance)
+        sigusr1.handle(config)
+    declared = decorated_roles(type(instance)) if instance is not None else ()
+    role = request.role or next(iter(declared), "worker")
+    process = identify(
+        role,
+        position=request.position,
+        world_size=request.world_size,
+        actor_id=_actor_id(),
+        replica=request.replica,
+    )
+    return process, (role, *(other for other in declared if other != role))
+
+
+def _record(request: WorkerRequest, process: ProcessInfo) -> ProcessInfo | None:
+    """Start the flight recorder of this worker, if it is on. Return the process then."""
+    if request.config.record == "off":
+        return None
+    standing.start(request.config, process, request.run_id)
+    return process
+
+
+def decorated_roles(cls: type) -> tuple[str, ...]:
+    """Return the roles that `profile_step` gave to the methods of `cls`, in order of definition."""
+    members = (member for owner in reversed(cls.__mro__) for member in vars(owner).values())
+    roles = (declared.role for declared in map(wrapping.declared, members) if declared is not None)
+    return tuple(dict.fromkeys(filter(None, roles)))
+
+
+def _actor_id() -> str | None:
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    actor_id: str | None = ray.get_runtime_context().get_actor_id()
+    return actor_id

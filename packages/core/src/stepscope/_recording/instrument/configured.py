@@ -1,0 +1,291 @@
+"""The configuration's `instrument` list, put into effect in this process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from stepscope._recording.instrument import arming, framework_settings, patch, uncovered
+from stepscope._recording.instrument.call_arguments import Condition
+from stepscope._recording.instrument.kinds import Timing
+from stepscope._recording.instrument.patch import Instrument
+from stepscope._recording.instrument.step_boundaries import Boundary, calls
+from stepscope._recording.process import failures
+from stepscope._recording.process.identity import is_first
+from stepscope.config import InstrumentConfig, ProfileConfig
+from stepscope.config.presets import Preset, read_preset
+from stepscope.errors import ConfigError, ours
+from stepscope.files import switch
+from stepscope.files.spans import CONSUME
+
+if TYPE_CHECKING:
+    from stepscope._recording.output.manifest_part import ManifestPart
+
+_applied: dict[str, Instrument] = {}
+"""Functions `module:name` that are instrumented because of a configuration. One writer: `apply`."""
+_entries: tuple[InstrumentConfig, ...] = ()
+"""The list that was applied. One writer: `apply`."""
+_integrations: set[str] = set()
+"""Integrations that wait for their framework, or are imported. One writer: `integrate`."""
+_adapters: set[str] = set()
+"""Adapters of the engines that the list names. One writer: `apply`."""
+
+
+def apply(config: ProfileConfig, *, lenient: bool = False) -> None:
+    """Instrument the functions that `config` lists, now or at their import, and restore all others.
+
+    Args:
+        lenient: Log a wrong entry instead of raising. Workers need this, and so does a program's start: a
+            package that is not found may still come (`note_absent`).
+
+    Raises:
+        ConfigError: An entry names a module, or a function of an imported module, that does not exist. An
+            entry of a preset that does not fit is logged, and the rest of the preset is used.
+    """
+    if config.instrument != _entries:
+        _apply(config, lenient)
+    arming.watch(config, _adapters)
+
+
+def _apply(config: ProfileConfig, lenient: bool) -> None:
+    global _entries, _adapters
+    presets = _presets(config.instrument, lenient)
+    wanted = {handle.target: handle for handle in _handles(config.instrument, presets)}
+    uncovered.expect(presets)
+    framework_settings.expect(presets, _installed)
+    integrate(presets)
+    for key in [key for key in _applied if key not in wanted]:
+        _applied.pop(key).remove()
+    for key, handle in wanted.items():
+        known = _applied.get(key)
+        if known is not None and not patch.same(known, handle):
+            _applied.pop(key).remove()
+        try:
+            _applied[key] = patch.place(handle, early=lenient)
+        except ours() as error:
+            if not (lenient or handle.origin):
+                raise
+            patch.note_failure(handle, error)
+    _entries = config.instrument
+    entries = [entry for _, entry in _flat(_entries, presets)]
+    _adapters = {name for entry in entries for name in (*entry.engines, entry.adapter) if name is not None}
+
+
+def integrate(presets: Iterable[Preset]) -> None:
+    """Import the integration of each preset once its framework is imported. A failure is logged."""
+    for preset in presets:
+        if preset.integration is not None and preset.integration not in _integrations and not switch.DISABLED:
+            _integrations.add(preset.integration)
+            package = preset.distribution.replace("-", "_")
+            patch.when_imported(package, partial(_import_integration, preset.integration))
+
+
+def _import_integration(name: str, framework: ModuleType) -> None:
+    try:
+        import_module(name)
+    except ours() as error:  # the import is the user's, and succeeds
+        failures.note(f"{name} in {framework.__name__}", error)
+
+
+def note_absent() -> None:
+    """Log each listed module that this process, which has begun its first step, still cannot find."""
+    for handle in _applied.values():
+        if handle.installed or handle.module in sys.modules or handle.origin:
+            continue
+        try:
+            patch.check_importable(handle.module)
+        except ConfigError as error:
+            patch.note_failure(handle, error)
+
+
+def note_unreached() -> None:
+    """Log the listed functions that this process, which has begun its second step, has not come to."""
+    unreached = [
+        f"{_described(handle)} {_fate(handle)}"
+        for handle in _applied.values()
+        if not handle.origin and (_waits_here(handle) or _is_uncalled(handle))
+    ]
+    if unreached and is_first():
+        failures.warn("stepscope: not reached by the second step: %s", "; ".join(unreached))
+
+
+def _waits_here(handle: Instrument) -> bool:
+    """Return whether a function waits for an import, and no Ray worker is to make it instead."""
+    return not handle.installed and handle.module not in sys.modules and "ray" not in sys.modules
+
+
+def _is_uncalled(handle: Instrument) -> bool:
+    """Return whether a step's boundary, whose calls are counted, had none."""
+    return handle.installed and handle.boundary is not None and calls[handle.target] == 0
+
+
+def apply_to(instance: object) -> None:
+    """Instrument the class of a live Ray actor. Ray built it from the copy that the driver sent."""
+    for handle in _applied.values():
+        try:
+            handle.install_on(type(instance))
+        except ours() as error:
+            patch.note_failure(handle, error)
+
+
+def timed() -> dict[str, tuple[str, ...]]:
+    """Return the functions that are replaced and recorded in this process: {`module:name`: roles/stages}."""
+    return {
+        handle.target: tuple(timing.label(handle.name) for timing in recorded)
+        for handle in _applied.values()
+        if handle.installed
+        and (recorded := [timing for timing in handle.recorded if timing.kind != "engine"])
+    }
+
+
+def enter(part: ManifestPart) -> None:
+    """Enter what is recorded in this process, and what is not in effect here, into its manifest part.
+
+    A preset lists functions of several versions of its framework, and need not find them all.
+    """
+    part.update(instrumented=timed(), missed=dict(patch.missed))
+    for entry in _entries:
+        reason = patch.refusals.get(_target(entry))
+        if entry.preset is None and reason is not None:
+            part.lack(f"instrument {_target(entry)}", reason, kind="selection")
+    for trainer, reason in uncovered.uncovered().items():
+        part.skip(trainer, reason, kind="selection")
+
+
+def boundaries() -> list[str]:
+    """Return a line for each function that was to begin a step, with its fate in this process."""
+    fates = []
+    elsewhere: set[str] = set()
+    for entry in _entries:
+        if entry.step not in (None, "end") and _target(entry) not in _applied:
+            fates.append(f"{_target(entry)} (step: {entry.step}) could not be patched: see the log")
+        elif entry.preset is not None:
+            preset = read_preset(entry.preset, _installed)
+            if not _is_here(preset):
+                fates.append(f"the preset {entry.preset!r}: the framework is not installed in {sys.prefix}")
+                elsewhere.update(map(_target, preset.entries))
+    begins = [
+        f"{_described(handle)} {_fate(handle)}"
+        for handle in _applied.values()
+        if handle.boundary is not None
+        and handle.boundary.entry.step != "end"
+        and handle.target not in elsewhere
+    ]
+    return begins + fates
+
+
+def _described(handle: Instrument) -> str:
+    boundary = handle.boundary
+    return handle.target if boundary is None else f"{handle.target} (step: {boundary.entry.step})"
+
+
+def _fate(handle: Instrument) -> str:
+    if handle.installed:
+        count = calls[handle.target]
+        fate = f"began no step in {count} calls" if count else "was not called"
+        return f"was patched, and {fate} in this process"
+    if handle.module in sys.modules:
+        return "could not be patched: see the log"
+    if handle.module == program():
+        return "was not patched: that module is the program itself, which runs as `__main__`"
+    absent = patch.absent_part(handle.module)
+    return "was not patched: " + (
+        "its module was never imported" if absent is None else f"there is no module {absent!r}"
+    )
+
+
+def program() -> str | None:
+    """Return the name under which another module could import this process' program."""
+    main = sys.modules.get("__main__")
+    if getattr(main, "__spec__", None) is not None:
+        return str(main.__spec__.name)  # type: ignore[union-attr]  # python -m
+    file = getattr(main, "__file__", None)
+    return None if file is None else os.path.splitext(os.path.basename(file))[0]
+
+
+def _handles(entries: Iterable[InstrumentConfig], presets: Sequence[Preset]) -> Iterator[Instrument]:
+    """Return one handle per function. Earlier entries of a function come first, and presets come last."""
+    grouped: dict[str, tuple[str, list[InstrumentConfig]]] = {}
+    for origin, entry in _flat(entries, presets):
+        grouped.setdefault(_target(entry), (origin, []))[1].append(entry)
+    kinds = {entry.step for _, group in grouped.values() for entry in group}
+    for target, (origin, group) in grouped.items():
+        module, _, name = target.partition(":")
+        timings = [_timing(entry) for entry in group if entry.step is None]
+        step = next((entry for entry in group if entry.step is not None), None)
+        boundary = None if step is None else Boundary(step, counts="next" not in kinds)
+        yield Instrument(module, name, timings, boundary, origin)
+
+
+def _target(entry: InstrumentConfig) -> str:
+    return f"{entry.module}:{entry.name}"
+
+
+def _flat(
+    entries: Iterable[InstrumentConfig], presets: Iterable[Preset]
+) -> Iterator[tuple[str, InstrumentConfig]]:
+    yield from (("", entry) for entry in entries if entry.preset is None)
+    for preset in presets:
+        yield from ((_origin(preset), entry) for entry in preset.entries)
+
+
+def _presets(entries: Iterable[InstrumentConfig], lenient: bool) -> list[Preset]:
+    presets = [read_preset(entry.preset, _installed) for entry in entries if entry.preset is not None]
+    for preset in presets:
+        if not (lenient or _is_here(preset)):
+            allowed = f"a framework that is installed in {sys.prefix}"
+            fix = f"pip install {preset.distribution}, or put its source on PYTHONPATH"
+            raise ConfigError("instrument.preset", preset.name, allowed, fix)
+    return presets
+
+
+def _is_here(preset: Preset) -> bool:
+    return patch.absent_part(preset.distribution.replace("-", "_")) is None
+
+
+def _origin(preset: Preset) -> str:
+    installed = _installed(preset.distribution)
+    here = f"{installed} is installed" if installed else "none is installed"
+    return f" of the preset {preset.name!r}, written for {preset.distribution} {preset.tested} ({here} here)"
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+_NAMES: dict[str, tuple[str, str | None]] = {
+    "trajectory": ("agent_loop", "trajectory"),
+    "turn": ("agent_loop", "turn"),
+    "tool": ("env", None),
+    "weight_sync": ("trainer", "sync_weights"),
+    "consume": ("*", CONSUME),
+}
+"""Kind -> the role and the stage of its spans; a None is the function's name."""
+
+
+def _timing(entry: InstrumentConfig) -> Timing:
+    role, stage = _NAMES.get(entry.kind, ("", None))
+    return Timing(
+        role=entry.role or role,
+        stage=entry.stage or stage,
+        attrs=dict(entry.attrs) or None,
+        condition=Condition(entry.where, entry.same),
+        kind=entry.kind,
+        id=entry.id,
+        policy_version=entry.policy_version,
+        turn=entry.index,
+        tool=entry.tool,
+        values=entry.values,
+        engine=entry.engine,
+        replica=entry.replica,
+        adapter=entry.adapter,
+    )

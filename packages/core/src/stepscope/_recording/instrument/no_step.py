@@ -1,0 +1,142 @@
+"""A line at the end of a program in which no step began, or none of the selected ones.
+
+A preset that does not fit, or a function that the loop never calls, would otherwise capture nothing and say
+nothing. The process that `stepscope run` became speaks for the run. Without one, or if that is no Python
+program, each process speaks that read the configuration by itself: rank 0 of several, and no Ray worker. Each
+process adds to a file in the run's folder that a step began, was captured, or could not be: the process that
+speaks reads it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping
+
+from stepscope._recording.instrument import configured
+from stepscope._recording.process import failures, run
+from stepscope._recording.process.identity import in_ray_worker
+from stepscope.config import ProfileConfig
+from stepscope.errors import ours
+from stepscope.files import layout
+from stepscope.files.layout import RunLayout
+from stepscope.files.storage.atomic import private
+
+MAIN = "STEPSCOPE_RUN_PID"
+"""Variable that `stepscope run` sets: the program's process id. A Python program adds `_IS_PYTHON` to it."""
+_IS_PYTHON = " python"
+
+_config: ProfileConfig | None = None
+"""The configuration that is checked when this process ends. One writer: `watch`."""
+_steps: list[int] = []
+"""The lowest and the latest step that began in this process. One writer: `reached`."""
+_count = 0
+"""Number of steps that began in this process. One writer: `reached`."""
+_added: set[str] = set()
+"""The first words of the lines that this process has added. One writer: `_add`."""
+
+
+def watch(config: ProfileConfig) -> None:
+    """Check at the end of this process, which read `config` by itself, that a step began."""
+    global _config
+    if _config is None:
+        atexit.register(_at_exit, os.getpid())
+    _config = config
+    if os.environ.get(MAIN) == str(os.getpid()):
+        os.environ[MAIN] += _IS_PYTHON
+
+
+def reached(config: ProfileConfig, step: int) -> None:
+    """Remember that a step begins, captured or not. Name what is not reached when the second one begins."""
+    global _count
+    _count += 1
+    if _count == 1:
+        configured.note_absent()
+        _add(config, layout.BEGAN, str(step))
+    elif _count == 2:
+        configured.note_unreached()
+    _steps[:] = min([step, *_steps]), step
+
+
+def captured(config: ProfileConfig) -> None:
+    """Remember that a step is being captured."""
+    _add(config, layout.CAPTURED, "")
+
+
+def failed(error: BaseException, config: ProfileConfig | None = None) -> None:
+    """Remember why a selected step could not be captured, if it is the first failure of this process."""
+    if config is not None or _config is not None:
+        _add(config or _config, layout.FAILED, failures.describe(error))
+
+
+def _add(config: ProfileConfig | None, word: str, text: str) -> None:
+    if word in _added or config is None:
+        return
+    _added.add(word)
+    try:
+        mark = RunLayout(config.save_path).reached(run.run_id())
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        with open(mark, "a", encoding="utf-8", opener=private) as file:
+            file.write(" ".join([word, *text.split()]) + "\n")
+    except ours(OSError):  # a folder that cannot be written is reported by the captures
+        pass
+
+
+def _at_exit(pid: int) -> None:
+    if _config is None or pid != os.getpid() or not _speaks():  # a forked child says nothing
+        return
+    try:
+        outcome = RunLayout(_config.save_path).outcome(run.run_id())
+        line = _about_captures(_config, outcome) if outcome else _about_boundaries()
+        if line is not None:
+            sys.stderr.write(f"stepscope: {line}\n")
+    except ours() as error:
+        failures.note("checking whether a step began", error)
+
+
+def _about_captures(config: ProfileConfig, outcome: Mapping[str, str]) -> str | None:
+    """Return a line if steps began and none was captured."""
+    is_main = os.environ.get(MAIN, "").endswith(_IS_PYTHON)
+    if not config.steps or layout.CAPTURED in outcome or not (_steps or is_main):
+        return None
+    if layout.FAILED in outcome:
+        return f"no step was captured: {outcome[layout.FAILED]}"
+    steps = f"were {_steps[0]} to {_steps[1]}" if _steps else f"began with {outcome[layout.BEGAN]}"
+    selection = ", ".join(map(str, config.steps))
+    ended_by = _ended_by()
+    return f"no step was captured: the program's steps {steps}, and `steps` selects {selection}. " + (
+        f"The program ended with {ended_by}" if ended_by else "Fix: select steps that it has (--steps)"
+    )
+
+
+def _about_boundaries() -> str | None:
+    boundaries = configured.boundaries()
+    if not boundaries or _steps:
+        return None
+    if os.environ.get(MAIN) is None and not any("was patched" in fate for fate in boundaries):
+        return None  # a process of another kind: it does not even import the framework
+    ended_by = _ended_by()
+    if ended_by is not None:
+        return f"no step began, and none was captured: the program ended before, with {ended_by}"
+    on_ray = " on this host (Ray workers of other hosts may have begun some)"
+    where = on_ray if "ray" in sys.modules else ", and none was captured"
+    return (
+        f"no step began{where}: {'; '.join(boundaries)}. Fix: if the program failed, fix that first. Else "
+        "list under `instrument` the preset of the framework, or a function that the loop calls once a step "
+        "({module, name, step: around}); see docs/frameworks.md"
+    )
+
+
+def _ended_by() -> str | None:
+    """Return the exception that ended the program."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return None if error is None else failures.describe(error)
+
+
+def _speaks() -> bool:
+    """Return whether this process speaks for its run."""
+    main = os.environ.get(MAIN, "")
+    if main.endswith(_IS_PYTHON):
+        return main == f"{os.getpid()}{_IS_PYTHON}"
+    return not in_ray_worker() and os.environ.get("RANK", "0") == "0"

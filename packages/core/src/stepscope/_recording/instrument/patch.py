@@ -1,0 +1,389 @@
+"""The function `instrument`: it times functions of code that nobody edits, as `profile_step` would."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, cast
+
+from stepscope._recording.instrument import kinds, step_boundaries
+from stepscope._recording.instrument.call_arguments import Arguments, Condition
+from stepscope._recording.instrument.fitting import fitted
+from stepscope._recording.instrument.kinds import Timing
+from stepscope._recording.instrument.step_boundaries import Boundary
+from stepscope._recording.process import failures
+from stepscope._recording.process.identity import is_first
+from stepscope._recording.spans import decorator, layers, wrapping
+from stepscope._recording.spans.wrapping import Attrs
+from stepscope.config._words import closest
+from stepscope.errors import ConfigError, ours
+from stepscope.files import switch
+
+_lock = threading.RLock()
+_instruments: dict[str, Instrument] = {}
+"""`module:name` -> handle that is installed, or waits for the import. One writer: this module."""
+refusals: dict[str, str] = {}
+"""`module:name` -> reason why nothing is installed. One writer: this module."""
+missed: dict[str, str] = {}
+"""Functions that presets name and this process lacks: {`instrument(...) of the preset ...`: reason}. One
+writer: `note_failure`."""
+
+
+class Patched(NamedTuple):
+    """One attribute that was replaced."""
+
+    parent: object
+    attribute: str
+    original: object
+    replacement: object
+    inherited: bool
+
+
+class Instrument:
+    """The handle of one instrumented function. Made by `instrument`."""
+
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        timings: Sequence[Timing],
+        boundary: Boundary | None = None,
+        origin: str = "",
+    ) -> None:
+        self.module = module
+        self.name = name
+        self.target = f"{module}:{name}"
+        self.timings = tuple(timings)
+        self.recorded = self.timings
+        """`timings` without the paths that begin with no argument of the function."""
+        self.boundary = boundary
+        self.origin = origin
+        """Words for messages: the preset that it belongs to, if any."""
+        self._patched: list[Patched] = []
+
+    @property
+    def installed(self) -> bool:
+        """True if the function is replaced: not before its module is imported, and not after `remove`."""
+        return bool(self._patched)
+
+    def remove(self) -> None:
+        """Restore the original, or cancel the wait for the module. Idempotent."""
+        with _lock:
+            if _instruments.get(self.target) is self:
+                del _instruments[self.target]
+            for patched in list(self._patched):
+                if inspect.getattr_static(patched.parent, patched.attribute, None) is not patched.replacement:
+                    failures.warn("stepscope: %s was replaced again since, and stays as it is", self.target)
+                    continue
+                if patched.inherited:
+                    delattr(patched.parent, patched.attribute)
+                else:
+                    setattr(patched.parent, patched.attribute, patched.original)
+                self._patched.remove(patched)
+
+    def install(self, module: ModuleType) -> None:
+        """Replace the function in its module, which is imported.
+
+        Raises:
+            ConfigError: It does not exist, or is timed already.
+            TypeError: It is not a Python function.
+        """
+        parent, attribute = parent_of(module, self.name)
+        self._replace(parent, attribute)
+        refusals.pop(self.target, None)
+
+    def install_on(self, cls: type) -> None:
+        """Replace the method in the class of a live object that left its module: a Ray actor."""
+        attribute = self.name.rpartition(".")[2]
+        for owner in reversed(cls.__mro__):
+            member = vars(owner).get(attribute)
+            # What a copy calls may have travelled apart from its class. The name is what is left.
+            named = {_name(owner) + f".{attribute}", _name(member)} if member is not None else ()
+            if f"{self.module}.{self.name}" in named and not wrapping.is_replacement(member):
+                self._replace(owner, attribute)
+
+    def _replace(self, parent: object, attribute: str) -> None:
+        import wrapt  # import time: 54 ms, and few programs come here
+
+        # A lazy module has only what it was asked for; a class is read without calling its descriptors.
+        original = (
+            getattr(parent, attribute)
+            if isinstance(parent, ModuleType)
+            else inspect.getattr_static(parent, attribute)
+        )
+        declared = wrapping.declared(original)
+        if declared is not None and any(timing.kind in kinds.SPANS for timing in self.timings):
+            role = "" if declared.role is None else f"{declared.role}/"
+            fix = f"nothing to do: it is recorded as {role}{declared.stage}"
+            raise ConfigError("instrument()", self.target, "a function that is not timed yet", fix)
+        replacement = self._replacement(original)
+        inherited = attribute not in vars(parent)
+        if inherited and isinstance(parent, type):
+            # Where pickle looks for it: under its old name it finds the function of the base class.
+            made = cast(FunctionType, getattr(replacement, "__func__", replacement))
+            made.__module__, made.__qualname__ = parent.__module__, f"{parent.__qualname__}.{attribute}"
+        wrapt.apply_patch(parent, attribute, replacement)
+        self._patched.append(Patched(parent, attribute, original, replacement, inherited))
+        if isinstance(parent, type) and isinstance(original, FunctionType):
+            for cls, copy in _copies(parent, attribute):
+                renewed = layers.renewed(copy, original, cast(FunctionType, replacement))
+                if renewed is not None and not wrapping.is_replacement(copy):
+                    setattr(cls, attribute, renewed)
+                    self._patched.append(Patched(cls, attribute, copy, renewed, False))
+
+    def _replacement(self, original: object) -> object:
+        if isinstance(original, (classmethod, staticmethod)):
+            inner = cast(FunctionType, self._replacement(original.__func__))
+            return type(original)(inner)
+        made = layers.placed(decorator.function(original), self._recorded)
+        wrapping.mark_replacement(made)
+        return made
+
+    def _recorded(self, fn: FunctionType) -> FunctionType:
+        boundary = self.boundary
+        if self.origin:
+            self.recorded, boundary, lost = fitted(fn, self.timings, boundary, self.target)
+            for path, error in lost.items():
+                _note_lost(self, path, error)
+        for layer in kinds.LAYERS:
+            timings = [timing for timing in self.recorded if timing.kind in layer]
+            if timings:
+                fn = _timed(fn, timings, self.target)
+        return fn if boundary is None else step_boundaries.wrap(fn, boundary, self.target)
+
+    def _imported(self, module: ModuleType) -> None:
+        with _lock:
+            if _instruments.get(self.target) is not self:
+                return  # removed while it waited
+            try:
+                self.install(module)
+            except ours() as error:
+                # The import is the user's: it succeeds, whatever we do not find in the module.
+                del _instruments[self.target]
+                note_failure(self, error)
+
+
+def note_failure(handle: Instrument, error: Exception) -> None:
+    """Log, once per absent module, that a function is not timed here. Keep the reason for the manifest."""
+    is_absent = isinstance(error, ConfigError) and error.value == handle.module
+    target = repr(handle.module) if is_absent else f"{handle.module!r}, {handle.name!r}"
+    refusals[handle.target] = str(error)
+    place = f"instrument({target}){handle.origin}"
+    if handle.origin:
+        missed[place] = failures.describe(error)
+    # What a preset lacks, all processes that import the framework lack. A capture tells the rest.
+    failures.note(place, error, aloud=not handle.origin or is_first())
+
+
+def _note_lost(handle: Instrument, path: str, error: ConfigError) -> None:
+    """Log what an entry of a preset cannot read here, as `note_failure` does. Its calls are recorded."""
+    place = f"{path!r} of instrument({handle.module!r}, {handle.name!r}){handle.origin}"
+    missed[place] = failures.describe(error)
+    failures.note(place, error, aloud=is_first())
+
+
+def instrument(
+    module: str, name: str, *, role: str, stage: str | None = None, attrs: Attrs | None = None
+) -> Instrument:
+    """Time the function `name` (`"Class.method"`) of `module`: now, or once the module is imported.
+
+    Code that imported it before (`from module import name`) keeps the untimed function. Only this process
+    changes: with Ray, call it in the worker, or list it under `instrument` in the configuration. A second
+    call with the same arguments returns the same handle.
+
+    Args:
+        module: Dotted name. It is not imported here.
+        name: Dotted path inside the module.
+        role: As for `profile_step`, and so are `stage` and `attrs`.
+
+    Raises:
+        ConfigError: No such module or name (the message lists the names), it is timed already, or an argument
+            is wrong.
+        TypeError: It is not a Python function.
+
+    A wrong name in a module that is imported later is logged then; the import succeeds. With
+    STEPSCOPE_DISABLE=1 nothing is ever replaced.
+    """
+    decorator.check(role, stage, attrs)
+    return place(Instrument(module, name, [Timing(role, stage, attrs, Condition({}, {}))]))
+
+
+def place(handle: Instrument, *, early: bool = False) -> Instrument:
+    """Install `handle`, or let it wait for its module. Return the one that stands there if it is the same.
+
+    Args:
+        early: `sys.path` is not complete yet (a program that starts, a Ray worker): a package that is not
+            found may come later.
+
+    Raises:
+        ConfigError: as `instrument`.
+        TypeError: as `instrument`.
+    """
+    if switch.DISABLED:
+        return handle
+    with _lock:
+        known = _instruments.get(handle.target)
+        if known is not None:
+            if same(known, handle):
+                return known
+            allowed = "one role, stage and attrs per function"
+            raise ConfigError("instrument()", handle.target, allowed, "remove() the first handle")
+        loaded = sys.modules.get(handle.module)
+        if loaded is not None:
+            handle.install(loaded)
+        else:
+            check_importable(handle.module, early=early)
+        _instruments[handle.target] = handle
+    if loaded is None:
+        when_imported(handle.module, handle._imported)
+    return handle
+
+
+def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
+    """Call `hook(module)` once `module` is imported; now, if it is."""
+    import wrapt  # import time, as above
+
+    wrapt.register_post_import_hook(hook, module)
+
+
+def same(one: Instrument, other: Instrument) -> bool:
+    """Return whether both time a function alike, with the same boundary."""
+    return (one.timings, one.boundary) == (other.timings, other.boundary)
+
+
+def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> FunctionType:
+    """Return `fn`, recorded by the first of `timings` whose condition a call meets: all of one layer."""
+    versions = [(timing.condition, kinds.wrap(fn, timing, target)) for timing in timings]
+    if versions[0][0].any_call:
+        return versions[0][1]
+    if wrapping.is_generator(fn):
+        raise TypeError(f"{target} is a generator: `where` and `same` tell calls of plain functions apart")
+    arguments = Arguments(fn)
+    for condition, _ in versions:
+        condition.check(arguments, target)
+
+    def version(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., Any]:
+        return next((timed for condition, timed in versions if condition.holds(arguments, args, kwargs)), fn)
+
+    made = wrapping.calling(fn, _CHOICE, "", always=kinds.is_always(timings), version=version)
+    # The roles of a class are read off it.
+    return wrapping.wraps(fn, made, wrapping.declared(versions[0][1]))
+
+
+_CHOICE = """
+{async_}def wrapper({params}):
+    if __runtime.active is None and not __always:
+        return {await_}__fn({call})
+    return {await_}__version(({args}), {{{kwargs}}})({call})
+"""
+
+
+def parent_of(module: ModuleType, name: str) -> tuple[object, str]:
+    """Return the class or module that holds `name`, and the last part of `name`."""
+    *path, attribute = name.split(".")
+    parent: object = module
+    for at, part in enumerate(path):
+        if not hasattr(parent, part):
+            raise _missing(module, name, parent, path[:at])
+        parent = _original_class(getattr(parent, part))
+    if not hasattr(parent, attribute):
+        raise _missing(module, name, parent, path)
+    return parent, attribute
+
+
+def _original_class(owner: object) -> object:
+    """Return the class that `@ray.remote` hides. A copy of it travels to the actors."""
+    hidden = getattr(owner, "__ray_metadata__", None)
+    return owner if hidden is None else hidden.modified_class.__ray_actor_class__
+
+
+def _name(thing: object) -> str:
+    return f"{getattr(thing, '__module__', None)}.{getattr(thing, '__qualname__', None)}"
+
+
+def _copies(cls: type, attribute: str) -> Iterator[tuple[type, FunctionType]]:
+    """Yield the classes below `cls` that have a function `attribute` of their own, and that function.
+
+    `@ray.remote` makes a subclass and sets each method on it, decorated, inherited ones too: it goes on to
+    call what the class had then.
+    """
+    subclasses: list[type] = type.__subclasses__(cls)
+    for below in subclasses:
+        own = vars(below).get(attribute)
+        if isinstance(own, FunctionType):
+            yield below, own
+        yield from _copies(below, attribute)
+
+
+def check_importable(module: str, *, early: bool = False) -> None:
+    """Raise ConfigError if `module` cannot be imported; `early`: only if its package lacks it."""
+    absent = absent_part(module)
+    if absent is not None:
+        package, _, below = absent.rpartition(".")
+        if early and not package:
+            return
+        fix = (
+            f"correct the name: there is no {below!r} in {package}"
+            if package
+            else f"install {absent!r}, or correct the name"
+        )
+        raise ConfigError("instrument()", module, "a module that can be imported", fix)
+
+
+def absent_part(module: str) -> str | None:
+    """Return the first part of a dotted module name that cannot be found, or None. Import nothing."""
+    first, *rest = module.split(".")
+    if not first:
+        return module
+    spec = None if first in sys.modules else find_spec(first)
+    if spec is None and first not in sys.modules:
+        return first
+    folders = (
+        getattr(sys.modules[first], "__path__", None) if spec is None else spec.submodule_search_locations
+    )
+    dotted = first
+    for part in rest:
+        dotted = f"{dotted}.{part}"
+        if dotted in sys.modules:
+            folders = getattr(sys.modules[dotted], "__path__", None)
+            continue
+        try:
+            part_spec = None if folders is None else PathFinder.find_spec(dotted, list(folders))
+        except KeyError:  # a folder without __init__.py: its spec wants the parent imported
+            folders = [os.path.join(folder, part) for folder in folders or ()]
+            continue
+        if part_spec is None:
+            return dotted
+        folders = part_spec.submodule_search_locations
+    return None
+
+
+def _missing(module: ModuleType, name: str, parent: object, path: Sequence[str]) -> ConfigError:
+    """Return the error for a name of which only `path` exists, which leads to `parent`."""
+    keys = [key for key in dir(parent) if not key.startswith("__") and _can_be_timed(parent, key)]
+    names = [".".join((*path, key)) for key in keys]
+    near = closest(name, names)
+    fix = "use one of these" if names else "correct the module"
+    if module.__name__ == "__main__":
+        fix = (
+            "a script's functions do not exist yet when they are looked up, and never in its workers. Move "
+            "them into a module that it imports, or mark them with profile_step"
+        )
+    return ConfigError(
+        "instrument()",
+        f"{module.__name__}:{name}",
+        ", ".join(names[:20] + ["..."] * (len(names) > 20)) or "nothing: the module has no function",
+        f"did you mean {near!r}?" if near else fix,
+    )
+
+
+def _can_be_timed(parent: object, key: str) -> bool:
+    # getattr_static: lazy modules import what they are asked for.
+    member = inspect.getattr_static(parent, key, None)
+    return isinstance(member, (FunctionType, classmethod, staticmethod, type))

@@ -1,0 +1,317 @@
+"""Steps of a loop that nobody edits: captures that open and close around, or between, calls in it.
+
+A call `around` is one step. With `begin` a step starts when a call starts. With `end` it is over when a call
+returns or raises. With `next` one step is over and another starts when a call returns. A step also ends where
+the following one begins, and with the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from types import FunctionType
+from typing import NamedTuple, Protocol, cast
+
+from stepscope._recording.instrument import framework_settings, uncovered
+from stepscope._recording.instrument.call_arguments import Arguments, Condition
+from stepscope._recording.process import failures, fork
+from stepscope._recording.process.event_loop import in_event_loop
+from stepscope._recording.spans import results, wrapping
+from stepscope.config import InstrumentConfig
+from stepscope.errors import CaptureError, ours
+
+
+class StepCapture(Protocol):
+    """The capture of one step, as boundaries open and close it."""
+
+    @property
+    def blocks(self) -> bool:
+        """True if opening it without `await` waits for other processes or engines."""
+
+    def open(self) -> None: ...
+    async def aopen(self) -> None: ...
+    def close(self, error: str | None) -> None: ...
+    async def aclose(self, error: str | None) -> None: ...
+
+
+OPENER = "stepscope._recording.capture.unedited"
+"""Its `new_capture` makes the captures. Imported by name when a step begins: captures import this room, and
+most processes begin no step.
+
+A Ray worker needs it too. It unpickles a wrapper with its class, and configures nothing itself.
+"""
+
+
+class Boundary(NamedTuple):
+    """The meaning of one function's calls for steps."""
+
+    entry: InstrumentConfig
+    """An entry with `step`."""
+    counts: bool
+    """True if each call of a `begin` without `number` begins a step: not beside a `next`, which counts."""
+
+    @property
+    def condition(self) -> Condition:
+        """The calls that are meant."""
+        return Condition(self.entry.where, self.entry.same)
+
+
+class Step(NamedTuple):
+    """A step of the loop, captured or not."""
+
+    number: int
+    capture: StepCapture | None
+
+
+_step: Step | None = None
+"""The step that this process' loop is in. One writer: this module."""
+_next = 0
+"""The number of the next step that is counted."""
+calls: Counter[str] = Counter()
+"""Number of calls of each boundary, `module:name`, in this process. One writer: `Call`."""
+
+
+def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
+    """Return a function of `fn`'s kind that opens and closes captures around its calls.
+
+    Raises:
+        ConfigError: A path of `boundary` does not begin with an argument of `fn`.
+        TypeError: `fn` is a generator, whose calls begin and end nothing.
+    """
+    if wrapping.is_generator(fn):
+        raise TypeError(f"{target} is a generator: take the function that consumes it as the step's boundary")
+    arguments = Arguments(fn)
+    boundary.condition.check(arguments, target)
+    entry = boundary.entry
+    for path in filter(None, (entry.number, *entry.workers.values(), *entry.engines.values())):
+        arguments.check(path, target)
+    made = wrapping.calling(
+        fn,
+        _CALL,
+        _GOES_ON,
+        boundaries=sys.modules[__name__],
+        boundary=boundary,
+        arguments=arguments,
+        target=target,
+    )
+    return wrapping.wraps(fn, made, wrapping.declared(fn))
+
+
+# A wrapper travels with a Ray class by value, and so does its closure: it holds importable things alone.
+_CALL = """
+{async_}def wrapper({params}):
+    __call = __boundaries.Call(__boundary, __arguments, __target, ({args}), {{{kwargs}}})
+    {await_}__boundaries.{a_}begin(__call)
+    try:
+        __result = {await_}__fn({call})
+    except BaseException as __error:
+        {await_}__boundaries.{a_}switch(__call.failed(__error))
+        raise
+{goes_on}
+    {await_}__boundaries.{a_}switch(__call.returned())
+    return __result
+"""
+_GOES_ON = """
+    __rest = __boundaries.follow(__call, __result)
+    if __rest is not None:
+        return __rest
+"""
+
+
+def follow(call: Call, result: object) -> object:
+    """Return what to return for a coroutine, with whose end the call ends; None for another result."""
+    is_exclusive = results.is_exclusive(sys.getrefcount(result))
+    held = results.unbegun(result, is_exclusive, call.drop) if call.has_end or call.is_late else None
+    if held is not None:
+        return held.stand_in(_to_its_end(held, call))
+    if call.is_late:
+        switch(call.before)
+    return None
+
+
+async def _to_its_end(held: results.Unbegun, call: Call) -> object:
+    if call.is_late:
+        await aswitch(call.before)
+    try:
+        result: object = await held.begin()
+    except BaseException as error:
+        await aswitch(call.failed(error))
+        raise
+    await aswitch(call.returned())
+    return result
+
+
+class Switch(NamedTuple):
+    """A capture to close, with the error that ended its step, and the one to open then."""
+
+    close: StepCapture | None = None
+    error: str | None = None
+    open: StepCapture | None = None
+    target: str = ""
+    """The function `module:name` whose call opens it."""
+
+
+_NOTHING = Switch()
+
+
+class Call:
+    """One call of a boundary `target`, which is about to be made."""
+
+    def __init__(
+        self,
+        boundary: Boundary,
+        arguments: Arguments,
+        target: str,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> None:
+        calls[target] += 1
+        uncovered.look(target, args)
+        self._boundary = boundary
+        self._arguments = arguments
+        self._given = (args, kwargs)
+        self._target = target
+        self._kind: str | None = boundary.entry.step
+        self.before = _NOTHING
+        self.is_late = False
+        """True if the change `before` is left to the coroutine that the call returns."""
+        if not boundary.condition.holds(arguments, args, kwargs):
+            self._kind = None
+        elif self._kind == "around" and _step is not None:
+            self._kind = None  # a step of its own inside one is a part of that
+        elif self._kind in ("around", "begin"):
+            self.before = self._start()
+        # Last: a worker's first capture configures it.
+        framework_settings.look(target, arguments, args, kwargs)
+
+    def returned(self) -> Switch:
+        """Return the change that the call's return makes."""
+        if self._kind == "next":
+            return self._start()
+        return _finish(None) if self._kind in ("around", "end") else _NOTHING
+
+    def failed(self, error: BaseException) -> Switch:
+        """Return the change that the call's exception makes."""
+        return _finish(failures.describe(error)) if self._kind in ("around", "end") else _NOTHING
+
+    @property
+    def has_end(self) -> bool:
+        """True if the end of this call changes the step."""
+        return self._kind in ("around", "end", "next")
+
+    def drop(self) -> None:
+        """End the step of a coroutine that nobody has awaited."""
+        if self.is_late:
+            switch(self.before._replace(open=None))
+        if self._kind == "around":
+            switch(_finish(None))
+
+    def _start(self) -> Switch:
+        global _step, _next
+        finished = _NOTHING
+        try:
+            path = self._boundary.entry.number
+            number = None if path is None else self._arguments.number(path, *self._given)
+            if self._kind == "begin" and _step is not None and self._is_within(_step, number):
+                return _NOTHING
+            finished = _finish(None)
+            number = _next if number is None else number
+            _next = number + 1
+            _step = Step(number, self._capture(number, finished.close))
+            return finished._replace(open=_step.capture, target=self._target)
+        except ours() as error:
+            _note("beginning a step of the framework", error)
+            return finished
+
+    def _is_within(self, step: Step, number: int | None) -> bool:
+        """Return whether a call of a `begin` belongs to the step that this process is in."""
+        return not self._boundary.counts if number is None else number == step.number
+
+    def _capture(self, number: int, closing: StepCapture | None) -> StepCapture | None:
+        entry, opener = self._boundary.entry, importlib.import_module(OPENER)
+        engines, role = self._at(entry.engines), entry.role or "trainer"
+        capture = opener.new_capture(number, self._workers(), engines, role, closing)
+        return cast("StepCapture | None", capture)
+
+    def _workers(self) -> dict[str, object] | None:
+        return self._at(self._boundary.entry.workers) or None if "ray" in sys.modules else None
+
+    def _at(self, paths: Mapping[str, str]) -> dict[str, object]:
+        """Return the values at `paths`, without those that are not there or empty."""
+        values = {}
+        for name, path in paths.items():
+            try:
+                value = self._arguments.read(path, *self._given)
+            except LookupError:
+                continue  # a critic that this run does not have
+            if value is not None and not (isinstance(value, (list, dict, tuple)) and not value):
+                values[name] = value
+        return values
+
+
+def begin(call: Call) -> None:
+    """Make the change before a call of a plain function.
+
+    In a running event loop a change that would block it is left to the coroutine that the call may return.
+    """
+    changed = (call.before.close, call.before.open)
+    if in_event_loop() and any(capture is not None and capture.blocks for capture in changed):
+        call.is_late = True
+    else:
+        switch(call.before)
+
+
+async def abegin(call: Call) -> None:
+    """Make the change before a call of a coroutine function."""
+    await aswitch(call.before)
+
+
+def switch(change: Switch) -> None:
+    """Close a capture and open another. An error is logged, and the loop goes on."""
+    try:
+        if change.close is not None:
+            change.close.close(change.error)
+        if change.open is not None:
+            if change.open.blocks and in_event_loop():
+                raise CaptureError(
+                    f"{change.target} returns no coroutine: opening a capture with workers or engines in it "
+                    "would block the running event loop. Fix: begin the step with an `async def`"
+                )
+            change.open.open()
+    except ours() as error:
+        _note("capturing a step of the framework", error)
+
+
+async def aswitch(change: Switch) -> None:
+    """As `switch`, without blocking the event loop."""
+    try:
+        if change.close is not None:
+            await change.close.aclose(change.error)
+        if change.open is not None:
+            await change.open.aopen()
+    except ours() as error:
+        _note("capturing a step of the framework", error)
+
+
+def _note(doing: str, error: Exception) -> None:
+    """Log a failure of ours, and keep it as the reason if the program ends without a captured step."""
+    opener = sys.modules.get(OPENER)
+    if opener is not None:  # None if the import of it is what failed
+        opener.failed(error)
+    failures.note(doing, error)
+
+
+def _finish(error: str | None) -> Switch:
+    global _step
+    step, _step = _step, None
+    return _NOTHING if step is None else Switch(close=step.capture, error=error)
+
+
+def _forget() -> None:
+    global _step
+    _step = None  # it is the parent's
+
+
+fork.forgets("step of the framework", _forget)

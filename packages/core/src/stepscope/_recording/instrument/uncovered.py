@@ -1,0 +1,55 @@
+"""Trainers that a preset does not cover: named once, and in the manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from stepscope._recording.process import failures
+from stepscope.config.presets import Preset
+
+_presets: dict[str, Preset] = {}
+"""Function that gets the trainer as its first argument, `module:name` -> the preset that covers some. One
+writer: `expect`."""
+_reasons: dict[type, str | None] = {}
+"""Class of a trainer that was seen -> why it is not covered; None if it is. One writer: `look`."""
+
+
+def expect(presets: Iterable[Preset]) -> None:
+    """Take the trainers of these presets for the ones that are covered."""
+    _presets.clear()
+    _reasons.clear()
+    for preset in presets:
+        _presets.update(dict.fromkeys(preset.covers, preset))
+
+
+def look(target: str, args: tuple[object, ...]) -> None:
+    """Name the trainer that the function `target` was called with, if its preset does not cover it."""
+    preset = _presets.get(target)
+    if preset is None or not args or type(args[0]) in _reasons:
+        return
+    cls = type(args[0])
+    reason = _reasons[cls] = None if _is_covered(cls, preset, target) else _reason(cls, preset)
+    if reason is not None and os.environ.get("RANK", "0") == "0":
+        failures.warn_once(f"{cls.__name__}: {reason}")
+
+
+def uncovered() -> dict[str, str]:
+    """Return the trainers of this process that no preset covers: {name: reason}."""
+    return {cls.__name__: reason for cls, reason in _reasons.items() if reason is not None}
+
+
+def _is_covered(cls: type, preset: Preset, target: str) -> bool:
+    """Return whether the framework's class that `cls` is, or derives from first, is covered."""
+    # Of the framework, and of what it builds on.
+    packages = (target.partition(".")[0], preset.distribution.replace("-", "_"))
+    own = (base for base in cls.__mro__ if base.__module__.partition(".")[0] in packages)
+    return next(own, cls).__name__ in preset.covers[target]
+
+
+def _reason(cls: type, preset: Preset) -> str:
+    return (
+        f"the preset {preset.name!r} does not cover this trainer. Its steps show what all trainers of "
+        f"the framework share, and no more. Fix: list functions of {cls.__module__}.{cls.__qualname__} "
+        "under `instrument`"
+    )

@@ -1,0 +1,186 @@
+"""Background export of recordings to files.
+
+torch holds the GIL while it writes a trace (3 us an event). So a job may be *deferred* to a moment when the
+process waits anyway. A forked child would write it without our GIL, but a process that holds CUDA or threads
+is not safe to fork. Compression (igzip, which releases the GIL) is most of the rest.
+
+A job works in a hidden folder beside its target. The finished file is renamed into place first, its sidecar
+second, so a sidecar always has its file. Neither is ever incomplete, and a name that is taken is not used
+again. Files are not fsynced: a machine that loses power may lose its last trace, and in exchange no export
+waits for a network disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from stepscope._recording.process import failures, fork
+from stepscope._recording.process.work_queue import WorkQueue
+from stepscope.backends.protocol import PendingArtifact
+from stepscope.errors import ours
+from stepscope.files.layout import sidecar_of
+from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.files.storage.recordings import compress, free_path
+from stepscope.files.storage.temporary import temporary
+
+
+class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Outcome of an export: the artifact, whole and in place, or the error."""
+
+    sidecar: Sidecar | None = None
+    """The record that was written beside the artifact."""
+    error: str | None = None
+    cost_ns: int
+    """Time of the job in its thread."""
+    stall_ns: int = 0
+    """Time of `PendingArtifact.write` in it, which may have held the GIL."""
+
+    @property
+    def artifact(self) -> Artifact | None:
+        return None if self.sidecar is None else self.sidecar.artifact
+
+
+class _Job(msgspec.Struct, kw_only=True, eq=False):
+    pending: PendingArtifact
+    target: Path
+    describe: Callable[[int, Path], Sidecar]
+    on_done: Callable[[ExportResult], None]
+
+
+class _Then(msgspec.Struct, eq=False):
+    """Work that follows all that was submitted before it."""
+
+    work: Callable[[], object]
+
+
+class Exporter:
+    """The exporter of one process. `submit` never raises for a disk's error: the result holds it."""
+
+    def __init__(self) -> None:
+        self._queue: WorkQueue[_Job | _Then] = WorkQueue("stepscope-export", self._do, inline=True)
+        self._written: Counter[int] = Counter()
+
+    def submit(
+        self,
+        pending: PendingArtifact,
+        *,
+        target: Path,
+        describe: Callable[[int, Path], Sidecar],
+        on_done: Callable[[ExportResult], None],
+        deferred: bool,
+    ) -> None:
+        """Queue one recording.
+
+        Args:
+            target: Its path, without `.gz`. Folders are created; a name that is taken gets a number.
+            describe: (size in bytes, final path) -> the sidecar to write beside it.
+            on_done: Called once, on the exporter's thread.
+            deferred: Wait for `drain`.
+        """
+        job = _Job(pending=pending, target=target, describe=describe, on_done=on_done)
+        self._queue.put(job, deferred=deferred)
+
+    def then(self, work: Callable[[], object], *, deferred: bool) -> None:
+        """Call `work` on the exporter's thread after all that was submitted before, deferred as given."""
+        self._queue.put(_Then(work), deferred=deferred)
+
+    def drain(self, timeout_s: float) -> list[str]:
+        """Wait until all is written, deferred jobs too.
+
+        Returns:
+            File names that are unfinished after `timeout_s`. They go on in the background.
+        """
+        return [job.target.name for job in self._queue.drain(timeout_s) if isinstance(job, _Job)]
+
+    def unwritten(self) -> list[Path]:
+        """Return the targets that are under way or still to come."""
+        return [job.target for job in self._queue.unfinished() if isinstance(job, _Job)]
+
+    def bytes_written(self, step: int) -> int:
+        """Return the size of one step's files that are in place."""
+        return self._written[step]
+
+    def _do(self, job: _Job | _Then) -> None:
+        try:
+            if isinstance(job, _Then):
+                job.work()
+            else:
+                self._export(job)
+        except ours() as error:
+            failures.note("reporting an export", error)
+
+    def _export(self, job: _Job) -> None:
+        result = _export(job)
+        if result.sidecar is not None:
+            self._written[result.sidecar.step] += result.sidecar.artifact.size_bytes
+        job.on_done(result)
+
+
+def _export(job: _Job) -> ExportResult:
+    began = time.monotonic_ns()
+    stall_ns = 0
+    folder: Path | None = None
+    try:
+        job.target.parent.mkdir(parents=True, exist_ok=True)
+        folder = temporary(job.target)
+        folder.mkdir(mode=0o700)
+        file = folder / job.target.name
+        writing = time.monotonic_ns()
+        try:
+            job.pending.write(file)
+        finally:
+            stall_ns = time.monotonic_ns() - writing
+        if job.pending.compress:
+            file = compress(file)
+        sidecar = _put(job, file)
+    except ours() as error:
+        job.pending.discard()
+        took = time.monotonic_ns() - began
+        return ExportResult(error=f"{type(error).__name__}: {error}", cost_ns=took, stall_ns=stall_ns)
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return ExportResult(sidecar=sidecar, cost_ns=time.monotonic_ns() - began, stall_ns=stall_ns)
+
+
+def _put(job: _Job, file: Path) -> Sidecar:
+    """Rename the finished file into place, then its sidecar. A disk refuses before that, if it does."""
+    stem = job.target.name.removesuffix(job.pending.suffix)
+    final = free_path(job.target.parent, stem, file.name.removeprefix(stem))
+    sidecar = job.describe(_size(file), final)
+    beside = file.with_name("sidecar")
+    beside.write_bytes(msgspec.json.encode(sidecar))
+    for path in (file, beside):
+        path.chmod(0o700 if path.is_dir() else 0o600)  # the content of a trace is private to the user
+    file.rename(final)
+    beside.rename(sidecar_of(final))
+    return sidecar
+
+
+def _size(file: Path) -> int:
+    """Return the size in bytes; of a folder, with all that is in it."""
+    return sum(path.stat().st_size for path in (file, *file.rglob("*")) if path.is_file())
+
+
+_exporter = Exporter()
+"""One writer: this module."""
+
+
+def exporter() -> Exporter:
+    """Return the exporter of this process."""
+    return _exporter
+
+
+def _forget() -> None:
+    # The parent's jobs are the parent's to write, and its thread is not here.
+    global _exporter
+    _exporter = Exporter()
+
+
+fork.forgets("exporter", _forget)

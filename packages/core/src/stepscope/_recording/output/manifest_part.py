@@ -1,0 +1,211 @@
+"""Part of the manifest that belongs to this process, kept true on disk during a capture and after it.
+
+Everything that was promised stands in it from the moment it is promised, as `pending`, so that a process
+that dies leaves the truth behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepscope._recording.process import failures
+from stepscope.errors import ours
+from stepscope.files.clock import ClockOffset
+from stepscope.files.layout import StepLayout
+from stepscope.files.manifest.parts import fold, of_the_last, part_files, write_manifest
+from stepscope.files.manifest.records import (
+    AWAITED,
+    Absent,
+    Expectation,
+    Kind,
+    Manifest,
+    Pending,
+    ProcessPart,
+    State,
+    awaited,
+)
+from stepscope.files.sidecar import Artifact
+from stepscope.files.storage.atomic import write_atomic
+
+
+class ManifestPart:
+    """The part in memory. Thread-safe. `write` puts it on disk after opening, closing and each export."""
+
+    def __init__(self, path: Path, part: ProcessPart) -> None:
+        self._path = path
+        self._part = part
+        self._items: dict[str, Expectation] = {}
+        self.told = False
+        """True if the problems of the capture were logged: later problems are logged one by one."""
+        self._pending: Counter[str] = Counter()
+        self._cut: dict[str, str] = {}
+        """Name -> the budget that kept some of its windows from opening."""
+        self._lock = threading.RLock()  # a signal handler may write in the middle of a write
+        self._folding = threading.RLock()  # the same, and the newest fold is to be the last one written
+
+    @property
+    def record(self) -> ProcessPart:
+        with self._lock:
+            return msgspec.structs.replace(self._part, expected=tuple(self._items.values()))
+
+    def update(self, **fields: object) -> None:
+        """Replace fields of the part (`closed`, `spans`, `dropped`, `clocks`, `error`...)."""
+        with self._lock:
+            self._part = msgspec.structs.replace(self._part, **fields)
+
+    def add_absent(self, absent: tuple[Absent, ...]) -> None:
+        with self._lock:
+            self.update(absent=self._part.absent + absent)
+
+    def add_clocks(self, clocks: tuple[ClockOffset, ...]) -> None:
+        """Add newly measured offsets: several of one process give its drift."""
+        with self._lock:
+            self.update(clocks=self._part.clocks + clocks)
+
+    def state(self, name: str) -> State | None:
+        with self._lock:
+            return self._items[name].state if name in self._items else None
+
+    def spend(self, **ns: int) -> None:
+        """Add to the cost of profiling itself in this process: to fields of `OwnCost`."""
+        with self._lock:
+            cost = self._part.cost
+            total = {name: getattr(cost, name) + more for name, more in ns.items()}
+            self.update(cost=msgspec.structs.replace(cost, **total))
+
+    def expect(self, item: Expectation) -> None:
+        """Promise an item, or replace it."""
+        with self._lock:
+            self._items[item.name] = item
+
+    def skip(self, name: str, reason: str, *, kind: Kind) -> None:
+        """Record why an item is skipped, unless it is known: another call of a stage may have a recording."""
+        with self._lock:
+            if name not in self._items:
+                self.expect(Expectation(name=name, kind=kind, state="skipped", reason=reason))
+
+    def lack(self, name: str, reason: str, *, kind: Kind) -> None:
+        """Record that an item was asked for and that nothing can provide it."""
+        with self._lock:
+            self.expect(Expectation(name=name, kind=kind, state="missing", reason=reason))
+
+    def cut(self, name: str, reason: str, *, kind: Kind) -> None:
+        """Record that a budget kept a window of an item closed: `missing`, or `partial` with artifacts."""
+        with self._lock:
+            self._cut.setdefault(name, reason)
+            old = self._items.get(name)
+            if old is None or old.state == "skipped":
+                old = Expectation(name=name, kind=kind, state="missing", reason=reason)
+            elif old.state == "ok":
+                old = msgspec.structs.replace(old, state="partial", reason=reason)
+            self.expect(msgspec.structs.replace(old, truncated=old.truncated or reason))
+
+    def fail(self, name: str, reason: str, *, kind: Kind, pending: Pending | None = None) -> None:
+        """Record a failure: the item is `partial` if it has artifacts, else `failed`.
+
+        Args:
+            pending: The event after which files may come all the same.
+        """
+        with self._lock:
+            old = self._items.get(name, Expectation(name=name, kind=kind, state="failed"))
+            state: State = "partial" if old.artifacts else "failed"
+            if self._pending[name]:
+                pending = "exporting"
+            self.expect(msgspec.structs.replace(old, state=state, reason=reason, pending=pending))
+
+    def export_begins(self, name: str, truncated: str | None, ignored: dict[str, str]) -> None:
+        """Record that an artifact of `name` is on its way to the disk."""
+        with self._lock:
+            self._pending[name] += 1
+            old = self._items.get(name, awaited(name, "trace", "exporting"))
+            if old.state not in ("failed", "partial"):
+                old = msgspec.structs.replace(old, state="pending", reason=AWAITED["exporting"])
+            self.expect(
+                msgspec.structs.replace(
+                    old,
+                    pending="exporting",
+                    truncated=truncated or old.truncated,
+                    ignored={**old.ignored, **ignored},
+                )
+            )
+
+    def export_ends(self, name: str, artifact: Artifact | None, error: str | None, cost_ns: int) -> None:
+        """Record the outcome of an export: the artifact, or the trouble with it."""
+        with self._lock:
+            self._pending[name] -= 1
+            old = self._items[name]
+            if artifact is not None:
+                notes = old.notes if artifact.note is None else (*old.notes, artifact.note)
+                old = msgspec.structs.replace(old, artifacts=(*old.artifacts, artifact), notes=notes)
+                self._items[name] = old
+            if error is not None:
+                self.fail(name, error, kind="trace")
+            elif self._pending[name] == 0:
+                self._end_exports(old)
+            self.spend(export_ns=cost_ns)
+            self.write()
+
+    def _end_exports(self, item: Expectation) -> None:
+        """Enter the outcome of an item at its last file. One that failed before is partial now."""
+        cut = self._cut.get(item.name) or item.truncated
+        if item.state == "pending":
+            item = msgspec.structs.replace(item, state="partial" if cut else "ok", reason=cut)
+        elif item.state == "failed":
+            item = msgspec.structs.replace(item, state="partial")
+        self.expect(msgspec.structs.replace(item, pending=None))
+
+    def manifest(self, step: StepLayout) -> Manifest:
+        """Return the manifest of this moment, folded from the parts of all processes of the step."""
+        return fold([self.record, *self._others(step)])
+
+    def _others(self, step: StepLayout) -> list[ProcessPart]:
+        """Return the other processes' parts. This one's is in memory: a full disk cannot hide it."""
+        own, parts = self.record, part_files(step, but=self._path)[0].values()
+        last = of_the_last([own, *(part for part in parts if part.run_id == own.run_id)])
+        return [part for part in last if part is not own]
+
+    def write_last(self, step: StepLayout, enter: Callable[[Sequence[ProcessPart]], None]) -> Manifest:
+        """Write the part and the manifest at the end of a capture. The other parts are read once.
+
+        A disk that refuses is noted.
+
+        Args:
+            enter: Adds to this part what follows from the parts of all processes.
+        """
+        with self._folding:
+            others = self._others(step)
+            enter([self.record, *others])
+            self.write()
+            manifest = fold([self.record, *others])
+            try:
+                write_manifest(step, manifest)
+            except ours(OSError) as error:
+                failures.note("writing the manifest", error)
+            return manifest
+
+    def fold(self, step: StepLayout) -> Manifest:
+        """Write `manifest.json` anew, and return it. Several threads do: after exports and commands, at a
+        wait, when late files come.
+
+        A disk that refuses is noted.
+        """
+        with self._folding:
+            manifest = self.manifest(step)
+            try:
+                write_manifest(step, manifest)
+            except ours(OSError) as error:
+                failures.note("writing the manifest", error)
+            return manifest
+
+    def write(self) -> None:
+        """Write the whole part to disk. A disk that refuses is noted as a failure."""
+        with self._lock:
+            try:
+                write_atomic(self._path, msgspec.json.encode(self.record))
+            except ours(OSError) as error:
+                failures.note("writing the manifest", error)

@@ -1,0 +1,101 @@
+"""Settings of this process' framework and engines, for the advice of reports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from stepscope.config._words import closest
+from stepscope.errors import ConfigError
+from stepscope.files import switch
+from stepscope.files.manifest.settings import (
+    KNOBS,
+    SWITCHES,
+    FrameworkSettings,
+    Knob,
+    Named,
+    Setting,
+    is_number,
+)
+
+_MOST = 8
+"""Frameworks and engines of one process."""
+_LONGEST = 200
+_WORD = re.compile(r"[A-Za-z][\w.-]{0,39}")
+
+_named: dict[str, FrameworkSettings] = {}
+"""By framework. One writer: `keep`."""
+
+
+def name_settings(
+    framework: str,
+    settings: Mapping[Knob, Named],
+    *,
+    version: str | None = None,
+    engine: bool = False,
+) -> None:
+    """Name settings of this run that the advice of its reports may suggest to change.
+
+    Presets and engine adapters do this for theirs. Captured steps keep what was named last.
+
+        stepscope.name_settings("mine", {"max_requests": ("rollout.slots", 256), "tool_pool": ("tools", 8)})
+
+    Args:
+        framework: Its name.
+        settings: {knob: (name, present value)}. A value is a number, a boolean, or None for unset. The value
+            that turns a switch on comes third if it is not True; both may then be words.
+        version: Of the framework.
+        engine: True for an inference engine. Advice names a setting of a framework rather than its engine's.
+
+    Raises:
+        ConfigError: a knob is unknown, or a name or value cannot be kept.
+    """
+    if switch.DISABLED:
+        return
+    keep(
+        FrameworkSettings(
+            framework=_name("framework", framework),
+            version=None if version is None else str(version)[:_LONGEST],
+            engine=engine,
+            settings=tuple(_setting(knob, named) for knob, named in settings.items()),
+        )
+    )
+
+
+def keep(settings: FrameworkSettings) -> None:
+    """Keep settings for the manifest, in the place of earlier ones of the same framework."""
+    if settings.framework in _named or len(_named) < _MOST:
+        _named[settings.framework] = settings
+
+
+def kept() -> tuple[FrameworkSettings, ...]:
+    """Return what was named in this process: frameworks before engines."""
+    return tuple(sorted(_named.values(), key=lambda settings: settings.engine))
+
+
+def _setting(knob: str, named: Named) -> Setting:
+    field = f"settings[{knob!r}]"
+    if knob not in KNOBS:
+        near = closest(knob, KNOBS)
+        fix = f"did you mean {near!r}?" if near else "omit what no knob stands for"
+        raise ConfigError(field, named, f"knobs: {', '.join(KNOBS)}", fix)
+    if len(named) not in (2, 3):
+        raise ConfigError(field, named, "(name, value)", "for instance ('rollout.slots', 256)")
+    name, value = _name(field, named[0]), named[1]
+    better: bool | str = named[2] if len(named) == 3 else True
+    is_word = knob in SWITCHES and isinstance(better, str) and _is_word(better) and _is_word(value)
+    if not (is_word or is_number(value)):
+        allowed = "a number, a boolean or None; for a switch with words, a word"
+        raise ConfigError(field, value, allowed, "give the number, or omit the setting")
+    is_off = knob in SWITCHES and value != better
+    return Setting(knob=knob, name=name, value=value, better=better if is_off else None)
+
+
+def _name(field: str, name: object) -> str:
+    if not (isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isprintable()):
+        raise ConfigError(field, name, f"a printable name of up to {_LONGEST} characters", "shorten it")
+    return name
+
+
+def _is_word(value: object) -> bool:
+    return value is None or (isinstance(value, str) and _WORD.fullmatch(value) is not None)

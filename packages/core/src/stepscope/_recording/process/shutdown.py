@@ -1,0 +1,77 @@
+"""End of the process, by interpreter exit or SIGTERM: everything that is open is closed first.
+
+torch's profiler segfaults when a process exits with a window open, and a killed process leaves nothing
+behind. At exit closing has the export deadline, on SIGTERM a few seconds (schedulers follow with SIGKILL).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from stepscope._recording.process import failures
+from stepscope.errors import ours
+from stepscope.files.manifest.records import Ending
+
+EXIT_S = 60.0
+SIGTERM_S = 5.0
+
+_closers: dict[str, tuple[int, Callable[[Ending, float], None]]] = {}
+"""Name -> (order, function that closes). One writer: `on_exit`."""
+_is_installed = False
+"""True if `atexit` calls this. One writer: `install`."""
+_before: Callable[[int, FrameType | None], object] | int | None = None
+"""The SIGTERM handler that was installed before ours."""
+
+
+def on_exit(name: str, close: Callable[[Ending, float], None], order: int) -> None:
+    """Register `close(ending, deadline_s)`, which is called when a process that called `install` ends.
+
+    Args:
+        order: The lowest is called first.
+    """
+    _closers[name] = order, close
+
+
+def install() -> None:
+    """Watch for the end of this process; for SIGTERM from the main thread alone (Python's rule)."""
+    global _is_installed, _before
+    if not _is_installed:
+        atexit.register(_at_exit)
+        _is_installed = True
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is not _on_sigterm
+    ):
+        standing = signal.getsignal(signal.SIGTERM)
+        if standing is None or standing == signal.SIG_IGN:
+            return  # set from C, or ignored on purpose: not ours to change
+        _before = standing
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _at_exit() -> None:
+    close_everything(Ending("exit", "the process exited"), EXIT_S)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    close_everything(Ending("signal", "the process was terminated (SIGTERM)"), SIGTERM_S)
+    if callable(_before):
+        _before(number, frame)
+        return
+    # The default is to die of the signal, and that is what the parent must see.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def close_everything(ending: Ending, deadline_s: float) -> None:
+    """Close what is open in this process, and write its files."""
+    for name, (_, close) in sorted(_closers.items(), key=lambda item: item[1][0]):
+        try:
+            close(ending, deadline_s)
+        except ours() as error:
+            failures.note(f"closing {name} at the end of the process", error)

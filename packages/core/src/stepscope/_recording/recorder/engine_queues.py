@@ -1,0 +1,146 @@
+"""Queues of the engines of this process: the counters that they have, between captures too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+from stepscope._recording.counters.sampler import Sampler, Tick
+from stepscope._recording.process import failures
+from stepscope.backends.counters import CounterSource
+from stepscope.config import ProfileConfig
+from stepscope.engines import EngineProfiler, EngineProfilerBase, driven_engines, load_engine
+from stepscope.engines.instrumented_engines import registered
+from stepscope.engines.metrics import FINISHED, GENERATION_TOKENS, PROMPT_TOKENS, RUNNING, UNFINISHED, WAITING
+from stepscope.errors import ours
+from stepscope.files.counters import KV_CACHE
+from stepscope.files.states import EngineState
+
+SAMPLE_S = 2.0
+"""Time between two samples: a server spends 10 ms on one."""
+_ENGINE = "replica "
+_PROGRESS = (FINISHED, GENERATION_TOKENS, PROMPT_TOKENS)
+"""Totals that grow while an engine works."""
+
+
+class EngineQueues:
+    """Engines that the recorder's sampler asks for their counters."""
+
+    def __init__(self, sampler: Sampler, config: ProfileConfig) -> None:
+        self._sampler = sampler
+        self._config = config
+        self._known: set[str] = set()
+
+    def add(self, profiler: EngineProfiler) -> None:
+        """Sample an engine from now on, in its own process if that is another. Once for each replica."""
+        name = f"{_ENGINE}{profiler.replica or 0}"
+        if name not in self._known:
+            self._known.add(name)
+            self._sampler.add(name, partial(_sources, profiler))
+            if isinstance(profiler, EngineProfilerBase):
+                profiler.sample_apart()
+
+    def watch(self) -> None:
+        """Add engines that `instrument` entries find from now on, and those that another process drives."""
+        self._sampler.add("engines", lambda: [_Finder(self, self._config)])
+
+
+def _sources(profiler: EngineProfiler) -> Iterable[CounterSource]:
+    return [_Slower(source) for source in profiler.counters()]
+
+
+class _Slower(CounterSource):
+    """A source that is sampled less often."""
+
+    interval_s = SAMPLE_S
+
+    def __init__(self, source: CounterSource) -> None:
+        self.name, self.unit, self.kind, self.scope = source.name, source.unit, source.kind, source.scope
+        self._source = source
+
+    def sample(self) -> Mapping[str, float]:
+        return self._source.sample()
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class _Finder(CounterSource):
+    """No counter: on the sampler's thread, it looks for engines of this process."""
+
+    name = "engines"
+    unit = ""
+    interval_s = SAMPLE_S
+
+    def __init__(self, queues: EngineQueues, config: ProfileConfig) -> None:
+        self._queues = queues
+        self._config = config
+        self._seen: set[int | str] = set()
+        """Ids of engines, or their URLs."""
+
+    def sample(self) -> Mapping[str, float]:
+        for adapter, engine, replica in registered():
+            key = engine if isinstance(engine, str) else id(engine)
+            if key not in self._seen:
+                self._seen.add(key)
+                self._add(adapter, engine, replica or 0)
+        for profiler in driven_engines.seated():
+            self._queues.add(profiler)
+        return {}
+
+    def _add(self, adapter: str, engine: object, replica: int) -> None:
+        try:
+            factory = load_engine(adapter)
+            if isinstance(engine, str):
+                profiler = factory.serving(engine if "://" in engine else f"http://{engine}", self._config)
+                profiler.replica = replica
+                self._queues.add(profiler)
+            elif factory.recognises(engine):
+                self._queues.add(factory(engine, replica))
+        except ours() as error:
+            failures.note("sampling an engine for the flight recorder", error)
+
+
+def engine_states(sampler: Sampler | None, now_ns: int) -> Iterator[EngineState]:
+    """Yield the states of the engines that a sampler has asked. `now_ns`: CLOCK_MONOTONIC."""
+    if sampler is None:
+        return
+    series = [item for item in tuple(sampler.series) if item.of.startswith(_ENGINE)]
+    ticks = sampler.between(0, now_ns)[::-1]
+    for name in sorted({item.of for item in series}):
+        numbers = {item.name: item.series for item in series if item.of == name}
+        known = [tick for tick in ticks if not tick.values.keys().isdisjoint(numbers.values())]
+        if known:
+            yield _state(name, numbers, known, now_ns)
+
+
+def _state(name: str, numbers: Mapping[str, int], ticks: Sequence[Tick], now_ns: int) -> EngineState:
+    """Return the state of an engine. `ticks`: those with values of it, the last first."""
+
+    def value(tick: Tick, counter: str) -> float | None:
+        number = numbers.get(counter)
+        return None if number is None else tick.values.get(number)
+
+    def requests(tick: Tick) -> float:
+        queued = (value(tick, RUNNING) or 0.0) + (value(tick, WAITING) or 0.0)
+        return max(queued, value(tick, UNFINISHED) or 0.0)
+
+    def progress(tick: Tick) -> tuple[float | None, ...]:
+        totals = tuple(value(tick, counter) for counter in _PROGRESS)
+        return totals if any(total is not None for total in totals) else (value(tick, UNFINISHED),)
+
+    last = ticks[0]
+    still = last
+    for tick in ticks:
+        if not requests(tick) or progress(tick) != progress(last):
+            break
+        still = tick
+    return EngineState(
+        name=name,
+        sampled_ns=now_ns - last.at_ns,
+        still_ns=now_ns - still.at_ns if requests(last) else None,
+        requests=round(requests(last)),
+        running=value(last, RUNNING),
+        waiting=value(last, WAITING),
+        kv_percent=value(last, KV_CACHE),
+    )

@@ -1,0 +1,380 @@
+"""Flight recorder of this process: what opens spans between captures, and what writes them on a trigger."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from stepscope._recording.counters.catalogue import openers
+from stepscope._recording.counters.sampler import Sampler
+from stepscope._recording.process import clock, failures
+from stepscope._recording.process.work_queue import WorkQueue
+from stepscope._recording.recorder import ray_calls, step_lines
+from stepscope._recording.recorder.engine_queues import EngineQueues
+from stepscope._recording.recorder.in_time import in_time
+from stepscope._recording.recorder.ring import Ring
+from stepscope._recording.recorder.state import state_of
+from stepscope._recording.recorder.steps import RecordedStep, Steps, StepTokens
+from stepscope._recording.recorder.write import (
+    COUNTERS_HZ,
+    StepWriter,
+    Window,
+    Written,
+    window_of,
+    windows_by_time,
+)
+from stepscope._recording.spans import slot
+from stepscope._recording.spans.span import Span, mark, mark_consumed
+from stepscope.config import ProfileConfig
+from stepscope.errors import ours
+from stepscope.files.clock import ClockAnchor, ClockOffset
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest.parts import part_files
+from stepscope.files.manifest.records import Ending
+from stepscope.files.recorder import Order, OrderedStep, StepLine
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import STEP_TOKENS
+from stepscope.files.storage.atomic import write_atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+
+_LOOK_S = 0.2
+_RAY_S = 1.0
+"""Longest wait for Ray, more of which may first be imported."""
+_ORDER_S = 2.0
+"""Longest wait of a terminated worker for an order: both sides look twice a second."""
+_WORKERS_S = 5.0
+"""Longest wait for the parts of workers, beyond the time in which they look."""
+
+
+class Recorder:
+    """Keeps the spans of this process' last steps.
+
+    A process that bounds steps (`begin_step`) decides what is written, and orders all others by a file in the
+    run's folder. A process that bounds none, a worker, writes by the times in the order.
+    """
+
+    calls_attrs = False
+
+    def __init__(self, config: ProfileConfig, process: ProcessInfo, run_id: str, *, owner: bool) -> None:
+        """Args:
+        owner: Whether this process bounds steps.
+        """
+        self.config = config
+        self.process = process
+        self.run_id = run_id
+        self.layout = RunLayout(config.save_path)
+        self.log = Ring(
+            process=process,
+            run_id=run_id,
+            memory_mb=config.recorder.memory_mb,
+            redact=config.redact,
+        )
+        self.sampler: Sampler | None = None
+        """Of the counters between captures."""
+        self.engines: EngineQueues | None = None
+        if config.counters.hz:
+            self.sampler = Sampler(openers(self.log, str(self.layout.root.absolute()), owner=owner))
+            self.engines = EngineQueues(self.sampler, config)
+            self.engines.watch()
+        self.workers: dict[str, str] = {}
+        """{`ProcessInfo.key`: name} of the workers that record too."""
+        self.is_told_of = False
+        """True if workers and engines have been asked to record too."""
+        self.clocks: list[ClockOffset] = []
+        """Clocks of the workers on other hosts against this process', by measurement."""
+        self.measure: Callable[[], Iterable[ClockOffset]] | None = None
+        """Measures them again, where workers answer at once."""
+        self.steps = Steps(config.recorder.keep_steps)
+        self.tokens = StepTokens()
+        self._fired: Counter[str] = Counter()
+        """Number of times that each trigger has written."""
+        self._work: WorkQueue[Callable[[], None]] = WorkQueue("stepscope-recorder", _do, inline=True)
+        self._taking = threading.RLock()  # a signal's handler may fire in the middle of it
+        self._has_obeyed = False
+        """True once an order came, after `ask_for_order` began."""
+        self._is_hurried = False
+        """True if the process ends: nobody waits for the workers' files."""
+
+    def sample(self) -> None:
+        """Begin to sample counters."""
+        if self.sampler is not None:
+            try:
+                self.sampler.start(COUNTERS_HZ)
+            except ours(RuntimeError) as error:  # the system has no thread for it
+                failures.note("sampling counters for the flight recorder", error)
+
+    def stop(self) -> None:
+        """Let go of what samples; of the spans and the thread that writes, once it has written."""
+        if self.sampler is not None:
+            self.sampler.end()
+        self._work.put(self.log.close)
+        self._work.end()
+
+    # What the recorded code calls, besides `log.new` and `log.begin`.
+
+    @property
+    def step(self) -> int | None:
+        return self.log.step
+
+    def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
+        """See `ActiveSession`."""
+        mark_consumed(self.log, trajectory, begun, policy_version)
+
+    def count_tokens(self, counts: Mapping[str, int]) -> None:
+        """See `ActiveSession`. Between two steps they belong to none."""
+        mark(self.log, STEP_TOKENS, dict(counts))
+        if self.steps.running is not None:
+            self.tokens.add(counts)
+
+    def note_tokens(self, counts: Mapping[str, int]) -> None:
+        """See `FlightRecorder`."""
+        self.tokens.add(counts)
+
+    def advance(self) -> None:
+        """See `ActiveSession`. There is no profiler."""
+
+    # What the loop calls.
+
+    def begin_step(self, number: int) -> RecordedStep:
+        """Begin a step of the loop in this process, which is not captured."""
+        self.log.begin_step(number)
+        return self.steps.begin(number, self.log.last_id)
+
+    def end_step(self, step: RecordedStep, ending: Ending | None) -> str | None:
+        """End it. Return the trigger that it fired, if any."""
+        self.steps.end(step, ending)
+        step.tokens = self.tokens.take()
+        if self.process.rank in (None, 0):
+            self._work.put(partial(self._write_line, step, self.steps.oldest_ns))
+        if ending is not None:
+            return self.fire("exception", ending.error)
+        slow = self.steps.slowness(step, self.config.recorder.slow_factor, self._stages_of)
+        return None if slow is None else self.fire("slow", slow)
+
+    def captured(
+        self,
+        number: int,
+        opened: ClockAnchor,
+        closed: ClockAnchor,
+        error: str | None,
+        top_ns: Mapping[tuple[str, str], int],
+    ) -> None:
+        """Add the line of a step that was captured.
+
+        Args:
+            top_ns: Times of the spans at its top, by role and stage.
+        """
+        tokens = self.tokens.take()
+        if self.process.rank in (None, 0):
+            line = StepLine(
+                step=number,
+                start_ns=opened.wall_ns,
+                dur_ns=closed.mono_ns - opened.mono_ns,
+                stages=step_lines.seconds_of(top_ns),
+                tokens=tokens,
+                captured=True,
+                error=error,
+            )
+            self._work.put(partial(step_lines.append, self.layout.step_lines(self.run_id), line))
+
+    def fire(self, trigger: str, reason: str) -> str | None:
+        """Write the last steps in the background, if the trigger may. Return the trigger if so."""
+        with self._taking:
+            settings = self.config.recorder
+            steps = [step for step in self.steps.last(settings.last) if not step.is_written]
+            is_allowed = trigger in settings.triggers and self._fired[trigger] < settings.per_trigger
+            if not steps or not is_allowed:
+                return None
+            self._fired[trigger] += 1
+            taken = self._take(steps)
+        rank = self.process.rank
+        of = "" if rank is None else f" of {self.process.role} rank {rank}"
+        self._order(taken, trigger, f"step {taken[-1].number}{of}: {reason}")
+        return trigger
+
+    def write_last(self, number: int) -> list[int]:
+        """Write the last steps that have ended, in the background. Return those that are new."""
+        taken = self._take(self.steps.last(number, ended=True))
+        if taken:
+            self._order(taken, "request", "somebody asked for it")
+        return [step.number for step in taken]
+
+    def _take(self, steps: Sequence[RecordedStep]) -> list[RecordedStep]:
+        """Return those of the steps that nobody writes yet: the caller does."""
+        with self._taking:
+            taken = [step for step in steps if not step.is_written]
+            for step in taken:
+                step.is_written = True
+            return taken
+
+    def _order(self, steps: Sequence[RecordedStep], trigger: str, reason: str) -> None:
+        now = clock.read_anchor()
+        windows = [window_of(step, now) for step in steps]
+        order = Order(
+            run_id=self.run_id,
+            trigger=trigger,
+            reason=reason,
+            made_ns=time.time_ns(),
+            steps=tuple(
+                OrderedStep(step=window.step, start_ns=window.opened.wall_ns, end_ns=window.closed.wall_ns)
+                for window in windows
+            ),
+        )
+        self._work.put(partial(self._give_and_obey, order, windows))
+
+    def obey(self, order: Order) -> None:
+        """Write the steps of another process' order in the background."""
+        self._work.put(partial(self._obey, order))
+        self._has_obeyed = True
+
+    def serve(self, order: Order) -> None:
+        """Order all to write the last steps, because a worker that is terminated asks for it."""
+        if self.steps.running is not None:
+            self.fire(order.trigger, order.reason)
+
+    def ask_for_order(self, reason: str) -> None:
+        """Ask the process that bounds steps to order the last ones, and wait for that order.
+
+        A worker does so when it is terminated in the middle of a call: it knows no steps.
+        """
+        if "signal" not in self.config.recorder.triggers or not self.log.open_spans():
+            return
+        order = Order(
+            run_id=self.run_id,
+            trigger="signal",
+            reason=f"{self.process.key}: {reason}",
+            made_ns=time.time_ns(),
+            steps=(),
+        )
+        self._has_obeyed = False  # first: the answer may come at once
+        try:
+            write_atomic(self.layout.order(self.run_id, os.urandom(4).hex()), msgspec.json.encode(order))
+        except ours(OSError) as error:
+            failures.note("asking for an order of the flight recorder", error)
+            return
+        until = time.monotonic() + _ORDER_S
+        while not self._has_obeyed and time.monotonic() < until:
+            time.sleep(_LOOK_S / 4)
+
+    def write_state(self, order_id: str) -> None:
+        """Write what this process does right now. On the calling thread: another one may hang.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        running, session = self.steps.running, slot.session()
+        spans = self.log.open_spans()
+        if session is not None:
+            spans += cast("list[Span]", session.log.open_spans())
+        state = state_of(
+            self.process,
+            self.run_id,
+            spans,
+            step=self.log.step if session is None else session.step,
+            step_age_ns=None if running is None else running.dur_ns,
+            workers=dict(self.workers),
+            sampler=self.sampler,
+        )
+        path, asks_ray = (
+            self.layout.state_of(self.process, order_id),
+            ray_calls.known_here(bool(self.workers)),
+        )
+        write_atomic(path, msgspec.json.encode(msgspec.structs.replace(state, more=asks_ray)))
+        if asks_ray:
+            calls = in_time("asking Ray for calls", ray_calls.open_calls, _RAY_S) or ()
+            if path.exists():  # somebody still waits for it
+                write_atomic(path, msgspec.json.encode(msgspec.structs.replace(state, ray_calls=calls)))
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do some work in the background, after what was triggered before."""
+        self._work.put(work)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until all is written. Return whether it is."""
+        self._is_hurried = True
+        return not self._work.drain(timeout_s)
+
+    # On the recorder's thread.
+
+    def _write_line(self, step: RecordedStep, oldest_ns: int) -> None:
+        """Write the line of a step, and drop the spans of steps that were no longer kept at its end.
+
+        Those that are kept by now may have begun later, and older ones may be in an order behind this.
+        """
+        line = step_lines.line_of(step, self._stages_of(step), self.sampler)
+        step_lines.append(self.layout.step_lines(self.run_id), line)
+        self.log.drop_before(oldest_ns)
+
+    def _stages_of(self, step: RecordedStep) -> dict[str, float]:
+        """Return the stages of a step that is over. They are summed once."""
+        if step.stages is None:
+            step.stages = step_lines.stages_of(step, self.log.since(step.after))
+        return step.stages
+
+    def _give_and_obey(self, order: Order, windows: Sequence[Window]) -> None:
+        if self.measure is not None and self.clocks and not self._is_hurried:
+            self.clocks += self.measure()
+        offsets = {clock.process: clock.offset_ns for clock in self.clocks}
+        order = msgspec.structs.replace(order, offsets_ns=offsets)
+        try:
+            path = self.layout.order(self.run_id, os.urandom(4).hex())
+            write_atomic(path, msgspec.json.format(msgspec.json.encode(order)))
+        except ours(OSError) as error:
+            failures.warn("stepscope: the flight recorder's order to the workers is lost: %s", error)
+        writer = StepWriter(self.log, self.sampler, self.config, order)
+        written = writer.write(windows, owner=True, began=self.workers, clocks=self.clocks)
+        self._fold(written)
+        for step in written:
+            failures.tell(
+                "stepscope: step %d is on record (%s: %s): stepscope report %s",
+                step.part.record.step,
+                order.trigger,
+                order.reason,
+                step.layout.root,
+            )
+
+    def _obey(self, order: Order) -> None:
+        now = clock.read_anchor()
+        known = {step.number: step for step in self.steps.last(self.config.recorder.keep_steps)}
+        if not known:
+            StepWriter(self.log, self.sampler, self.config, order).write(
+                windows_by_time(order, self.process, now), owner=False
+            )
+            return
+        own = self._take([known[step.step] for step in order.steps if step.step in known])
+        windows = [window_of(step, now) for step in own]
+        StepWriter(self.log, self.sampler, self.config, order).write(windows, owner=True, began=self.workers)
+
+    def _fold(self, written: Sequence[Written]) -> None:
+        """Write the manifests, and once more when the workers' parts are there."""
+        until = time.monotonic() + 2 * self.config.control.poll_seconds + _WORKERS_S
+        while self.workers and not self._is_hurried and time.monotonic() < until:
+            if all(self._is_whole(step) for step in written):
+                break
+            time.sleep(_LOOK_S)
+        for step in written:
+            step.part.fold(step.layout)
+
+    def _is_whole(self, step: Written) -> bool:
+        parts = part_files(step.layout, as_written=True)[0].values()
+        whole = {
+            part.process.key for part in parts if not any(item.state == "pending" for item in part.expected)
+        }
+        return self.workers.keys() <= whole
+
+
+def _do(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except ours() as error:
+        failures.note("writing from the flight recorder", error)

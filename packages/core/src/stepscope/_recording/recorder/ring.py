@@ -1,0 +1,105 @@
+"""Spans of the last steps, in memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import NamedTuple
+
+from stepscope._recording.spans.maker import SpanMaker, not_kept
+from stepscope._recording.spans.span import Span
+from stepscope.errors import ours
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.trace_context import SpanIds
+
+SPAN_BYTES = 400
+"""Memory of a span without attributes, its numbers and its place in the ring included, rounded up."""
+_TRIES = 10
+"""Copies that are begun before a ring counts as too busy: each ends early if a span opens meanwhile."""
+
+
+class Copied(NamedTuple):
+    """The spans of a ring at one moment."""
+
+    spans: list[Span]
+    """In the order of opening, which is nearly that of their starts."""
+    since_ns: int
+    """Every span that began later, up to this moment, is among them."""
+
+
+class Ring(SpanMaker):
+    """The spans of this process, as live objects. The oldest go when there are too many."""
+
+    def __init__(
+        self, *, process: ProcessInfo, run_id: str, memory_mb: int, redact: tuple[str, ...] = ()
+    ) -> None:
+        limit = max(1, (memory_mb << 20) // SPAN_BYTES)
+        self._spans: deque[Span] = deque(maxlen=limit)
+        self._long: list[Span] = []
+        """Spans that still ran when their step was dropped. Used by one thread, the recorder's."""
+        self._dropped_ns = 0
+        """Time before which spans were dropped with their steps. Written by that thread."""
+        self._run_id = run_id
+        super().__init__(process=process, run_id=run_id, step=None, opened=self._spans.append, redact=redact)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @property
+    def last_id(self) -> int:
+        """The number of the span that opened last; 0 before the first."""
+        try:
+            return self._spans[-1].id
+        except IndexError:
+            return 0
+
+    def begin_step(self, step: int) -> None:
+        """Have carriers and trace contexts name this step from now on."""
+        self.step = step
+        self.trace = SpanIds(self._run_id, step, self.process.key)
+
+    def copy(self) -> Copied:
+        """Return the spans of this moment.
+
+        Raises:
+            RuntimeError: spans opened during every try.
+        """
+        for _ in range(_TRIES):
+            dropped_ns = self._dropped_ns
+            try:
+                spans = list(self._spans)
+            except ours(RuntimeError):  # the collector ran, and a span opened meanwhile
+                continue
+            first_ns = spans[0].start_ns if len(spans) == self._spans.maxlen else 0
+            return Copied([*self._long, *spans], max(dropped_ns, first_ns))
+        raise RuntimeError("spans opened faster than the flight recorder could copy them")
+
+    def since(self, span_id: int) -> list[Span]:
+        """Return the spans that opened after the one with this number, the last first."""
+        for _ in range(_TRIES):
+            try:
+                return list(islice(reversed(self._spans), max(0, self.last_id - span_id)))
+            except ours(RuntimeError):
+                continue
+        return []
+
+    def open_spans(self) -> list[Span]:
+        return [span for span in self.copy().spans if span.end_ns is None]
+
+    def drop_before(self, start_ns: int) -> None:
+        """Drop the spans that began earlier, but those that still run."""
+        self._long = [span for span in self._long if span.end_ns is None]
+        self._dropped_ns = max(self._dropped_ns, start_ns)
+        try:
+            while self._spans[0].start_ns < start_ns:
+                span = self._spans.popleft()
+                if span.end_ns is None:
+                    self._long.append(span)
+        except IndexError:
+            pass
+
+    def close(self) -> None:
+        """Let go of all spans."""
+        self.opened = not_kept
+        self._spans.clear()
+        self._long.clear()

@@ -1,0 +1,256 @@
+"""Steps written backwards: from the spans in memory to folders like those of captured steps."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope._recording.counters.sampler import TICKS, Sampler
+from stepscope._recording.output.manifest_part import ManifestPart
+from stepscope._recording.process import failures, settings
+from stepscope._recording.process.failures import describe
+from stepscope._recording.process.hardware import read_hardware
+from stepscope._recording.recorder.ring import Copied, Ring
+from stepscope._recording.recorder.steps import RecordedStep
+from stepscope._recording.spans import lines
+from stepscope._recording.spans.span import Span
+from stepscope.config import ProfileConfig
+from stepscope.errors import ours
+from stepscope.files import counters
+from stepscope.files import spans as records
+from stepscope.files.clock import ClockAnchor, ClockOffset
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest.records import Ending, Expectation, ProcessPart, Recorded, awaited
+from stepscope.files.recorder import Order
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.storage.atomic import write_atomic
+
+COUNTERS_HZ = 1.0
+"""Samples of counters in a second, between captures."""
+WHY = "the flight recorder keeps spans, and starts no profiler"
+_BATCH = 500
+"""Spans that are encoded at a stretch: some 2 ms, after which other threads have the GIL for as long."""
+
+
+class Window(NamedTuple):
+    """A step in this process' time."""
+
+    step: int
+    opened: ClockAnchor
+    closed: ClockAnchor
+    ending: Ending | None = None
+    """The cause of its early end."""
+    running: bool = False
+    """True if it still runs."""
+
+
+class Written(NamedTuple):
+    """A step that this process has written."""
+
+    layout: StepLayout
+    part: ManifestPart
+
+
+def window_of(step: RecordedStep, now: ClockAnchor) -> Window:
+    """Return the window of a step of this process; one that still runs ends now.
+
+    Its times of day are by the present wall clock: it may have jumped since, and workers use theirs.
+    """
+    running, opened, closed = step.closed is None, _by_now(step.opened, now), _by_now(step.closed or now, now)
+    return Window(step.number, opened, closed, step.ending, running)
+
+
+def _by_now(anchor: ClockAnchor, now: ClockAnchor) -> ClockAnchor:
+    return msgspec.structs.replace(anchor, wall_ns=now.wall_ns - now.mono_ns + anchor.mono_ns)
+
+
+def windows_by_time(order: Order, process: ProcessInfo, now: ClockAnchor) -> list[Window]:
+    """Return the windows of an order in a process that knows no steps: by its wall clock."""
+    ahead_ns = order.offsets_ns.get(process.key, 0)
+
+    def at(orderer_ns: int) -> ClockAnchor:
+        wall_ns = orderer_ns + ahead_ns
+        return ClockAnchor(
+            wall_ns=wall_ns,
+            mono_ns=wall_ns - now.wall_ns + now.mono_ns,
+            uncertainty_ns=now.uncertainty_ns,
+        )
+
+    return [Window(step.step, at(step.start_ns), at(step.end_ns)) for step in order.steps]
+
+
+class StepWriter:
+    """Writes what this process recorded of the steps of one order."""
+
+    def __init__(self, ring: Ring, sampler: Sampler | None, config: ProfileConfig, order: Order) -> None:
+        self._ring = ring
+        self._sampler = sampler
+        self._config = config
+        self._order = order
+
+    def write(
+        self,
+        windows: Sequence[Window],
+        *,
+        owner: bool,
+        began: dict[str, str] | None = None,
+        clocks: Sequence[ClockOffset] = (),
+    ) -> list[Written]:
+        """Write the steps, one after the other. Trouble with the disk stands in the parts of the manifest.
+
+        Args:
+            windows: In the order of time.
+            owner: Whether this process bounds the steps.
+            began: {`ProcessInfo.key`: name} of the workers that record too.
+            clocks: Of workers on other hosts, as measured at any time.
+        """
+        copied, lost = self._copy()
+        spans = _by_window(copied.spans, windows)
+        return [
+            self._write(
+                window,
+                inside,
+                self._outcome(window, copied.since_ns, lost),
+                owner=owner,
+                began=began or {},
+                clocks=tuple(clocks),
+            )
+            for window, inside in zip(windows, spans, strict=True)
+        ]
+
+    def _copy(self) -> tuple[Copied, str | None]:
+        """Return the spans, and the reason why there are none if they could not be copied."""
+        try:
+            return self._ring.copy(), None
+        except ours(RuntimeError) as error:
+            return Copied([], 0), str(error)
+
+    def _write(
+        self,
+        window: Window,
+        spans: Sequence[Span],
+        outcome: Expectation,
+        *,
+        owner: bool,
+        began: dict[str, str],
+        clocks: tuple[ClockOffset, ...],
+    ) -> Written:
+        process, run_id = self._ring.process, self._order.run_id
+        layout = RunLayout(self._config.save_path).step(window.step)
+        number = next(n for n in itertools.count(1) if not layout.part_of(process, run_id, n).exists())
+        ending = window.ending
+        part = ProcessPart(
+            run_id=run_id,
+            step=window.step,
+            process=process,
+            owner=owner,
+            capture=number,
+            opened=window.opened,
+            closed=window.closed,
+            recorded=False,
+            why=WHY,
+            roles=(process.role,),
+            began=began,
+            clocks=clocks,
+            hardware=read_hardware(self._config.throughput),
+            settings=settings.kept(),
+            ended_by=None if ending is None else ending.by,
+            error=None if ending is None else ending.error,
+            recorder=Recorded(trigger=self._order.trigger, reason=self._order.reason, running=window.running),
+        )
+        manifest_part = ManifestPart(layout.part_of(process, run_id, number), part)
+        manifest_part.expect(awaited("spans", "spans", "exporting"))
+        manifest_part.write()
+        try:
+            write_atomic(layout.spans_of(process, run_id, number), self._file(window, spans))
+        except ours(OSError) as error:
+            manifest_part.fail("spans", describe(error), kind="spans")
+            failures.warn("stepscope: step %d of the flight recorder is lost: %s", window.step, error)
+        else:
+            manifest_part.update(
+                spans=sum(span.end_ns is not None for span in spans),
+                roles=tuple(dict.fromkeys((process.role, *sorted(self._ring.roles)))),
+            )
+            manifest_part.expect(outcome)
+        if self._sampler is not None:
+            self._write_counters(
+                layout.counters_of(process, run_id, number), self._sampler, window, manifest_part
+            )
+        manifest_part.write()
+        return Written(layout, manifest_part)
+
+    def _write_counters(
+        self, path: Path, sampler: Sampler, window: Window, manifest_part: ManifestPart
+    ) -> None:
+        content, outcome = self._counters(sampler, window), _outcome_of_counters(sampler, window)
+        try:
+            write_atomic(path, content)
+        except ours(OSError) as error:
+            manifest_part.fail("counters", describe(error), kind="counters")
+        else:
+            manifest_part.expect(outcome)
+
+    def _counters(self, sampler: Sampler, window: Window) -> bytes:
+        """Return the content of the counter file."""
+        ticks = sampler.between(window.opened.mono_ns, window.closed.mono_ns)
+        head = counters.Header(
+            step=window.step,
+            run_id=self._order.run_id,
+            process=self._ring.process,
+            anchor=window.opened,
+            hz=COUNTERS_HZ,
+        )
+        samples = [counters.Sample(at_ns=tick.at_ns, values=tick.values) for tick in ticks]
+        end = counters.End(anchor=window.closed, samples=len(samples), absent=sampler.absent)
+        return b"".join(msgspec.json.encode(line) + b"\n" for line in (head, *sampler.series, *samples, end))
+
+    def _file(self, window: Window, spans: Sequence[Span]) -> bytes:
+        """Return the content of the span file, and leave other threads half of the time meanwhile."""
+        header = records.Header(
+            step=window.step, run_id=self._order.run_id, process=self._ring.process, anchor=window.opened
+        )
+        text, finished, dropped = [lines.encoded(header)], 0, 0
+        for first in range(0, len(spans), _BATCH):
+            began = time.monotonic()
+            chosen = spans[first : first + _BATCH]
+            batch = [lines.record_of(span, span.end_ns, window.step) for span in chosen]
+            encoded, lost = lines.encoded_spans(batch)
+            text.append(encoded)
+            finished += sum(type(record) is records.Span for record in batch) - lost
+            dropped += lost
+            time.sleep(time.monotonic() - began)
+        text.append(lines.encoded(records.End(anchor=window.closed, spans=finished, dropped=dropped)))
+        return b"".join(text)
+
+    def _outcome(self, window: Window, since_ns: int, lost: str | None) -> Expectation:
+        """Return the outcome of a step's spans, of which the copy holds those that began after `since_ns`."""
+        if lost is not None:
+            return Expectation(name="spans", kind="spans", state="failed", reason=lost)
+        if since_ns <= window.opened.mono_ns:
+            return Expectation(name="spans", kind="spans", state="ok")
+        reason = f"older spans had gone: recorder.memory_mb is {self._config.recorder.memory_mb}"
+        return Expectation(name="spans", kind="spans", state="partial", reason=reason)
+
+
+def _outcome_of_counters(sampler: Sampler, window: Window) -> Expectation:
+    if sampler.since_ns <= window.opened.mono_ns:
+        return Expectation(name="counters", kind="counters", state="ok")
+    reason = f"older samples had gone: {TICKS:,} are kept"
+    return Expectation(name="counters", kind="counters", state="partial", reason=reason)
+
+
+def _by_window(spans: Sequence[Span], windows: Sequence[Window]) -> list[list[Span]]:
+    """Return the spans that began in each window."""
+    starts = [window.opened.mono_ns for window in windows]
+    inside: list[list[Span]] = [[] for _ in windows]
+    for span in spans:
+        at = bisect_right(starts, span.start_ns) - 1
+        if at >= 0 and span.start_ns <= windows[at].closed.mono_ns:
+            inside[at].append(span)
+    return inside

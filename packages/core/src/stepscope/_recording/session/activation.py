@@ -1,0 +1,83 @@
+"""The session that records this process: switched on, switched off, and closed when the process ends.
+
+The only writer of `slot.active`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from stepscope._recording.process import fork, shutdown
+from stepscope._recording.session import claims
+from stepscope._recording.session.claims import Claim
+from stepscope._recording.session.session import Session
+from stepscope._recording.spans import slot
+from stepscope._recording.spans.carrier import keep_places
+from stepscope._recording.spans.slot import FlightRecorder
+from stepscope.files.manifest.records import Ending
+
+activations = 0
+"""Number of sessions that recorded this process so far. One writer: `activate`."""
+
+
+def activate(session: Session) -> None:
+    """Switch recording on in this process: the last act of opening."""
+    global activations
+    shutdown.install()
+    keep_places()
+    activations += 1
+    if session.switch_off is None:
+        session.switch_off = deactivate
+    slot.active = session
+    session.begin()
+    if session.ended:  # its watchdog ended it first
+        deactivate(session)
+
+
+def deactivate(session: Session) -> None:
+    """Switch recording off, if this session records."""
+    if slot.active is session:
+        slot.active = slot.recorder
+
+
+def keep(recorder: FlightRecorder | None) -> None:
+    """Have a flight recorder record whenever no session does. None: nothing does."""
+    keep_places()
+    resting = slot.session() is None
+    slot.recorder = recorder
+    if resting:
+        slot.active = recorder
+
+
+def hand_to_worker(claim: Claim, session: Session) -> None:
+    """Give a worker's session the claim, which is freed when its recording ends."""
+
+    def switch_off(session: Session) -> None:
+        deactivate(session)
+        claim.free()
+
+    session.switch_off = switch_off
+    claim.taker = session
+
+
+def _end(ending: Ending, deadline_s: float) -> None:
+    taker = claims.holder()
+    if taker is not None:
+        taker.end(ending, deadline_s)
+
+
+def _forget() -> None:
+    """Leave the span file, the profiler and the capture to the parent: the child is not recorded."""
+    slot.active = slot.recorder = None
+    claims.forget()
+
+
+def _in_parent() -> None:
+    session = slot.active
+    if isinstance(session, Session):
+        session.forks += 1
+
+
+shutdown.on_exit("the capture", _end, order=0)
+fork.forgets("capture", _forget)
+os.register_at_fork(after_in_parent=_in_parent)

@@ -1,0 +1,396 @@
+"""The windows of a session's backend: one for the whole capture (continuous) or one per stage (discrete)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from stepscope._recording.output import exporter
+from stepscope._recording.output.manifest_part import ManifestPart
+from stepscope._recording.process import clock, failures
+from stepscope._recording.process.event_loop import in_event_loop
+from stepscope._recording.session import selection
+from stepscope._recording.spans import scopes
+from stepscope._recording.spans.maker import SpanMaker
+from stepscope._recording.spans.span import Span, record
+from stepscope.backends import Backend, PendingArtifact, SpanInfo, Window
+from stepscope.backends.process_lock import PROCESS_LOCK
+from stepscope.config import ProfileConfig
+from stepscope.errors import BackendError, ours
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import StepLayout
+from stepscope.files.manifest.records import Expectation, awaited
+from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.files.spans import PROFILING
+from stepscope.files.values import AttrValue, bounded
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self, Unpack
+
+    from stepscope._recording.spans.wrapping import Declared
+
+OnArtifact: TypeAlias = Callable[[Path, Sidecar | None, ManifestPart], None]
+"""Called with a file in place, its sidecar (None: read it from beside the file), and the manifest's part."""
+
+
+class Windows:
+    """Owner of the backend of one session. Its failures go to the manifest, never to the recorded code."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: ProfileConfig,
+        layout: StepLayout,
+        manifest_part: ManifestPart,
+        on_artifact: OnArtifact | None,
+    ) -> None:
+        part = manifest_part.record
+        self.discrete = config.mode == "discrete"
+        self.running: str | None = None
+        """Name in the manifest of the window that is open now."""
+        self._backend = backend
+        self._config = config
+        self._layout = layout
+        self._process = part.process
+        self._step = part.step
+        self._run_id = part.run_id
+        self._manifest_part = manifest_part
+        self._on_artifact = on_artifact
+        self._starting = False
+        self._off: str | None = None
+        """The reason why no further window opens; None while windows may open."""
+        self._warned = False
+        self._opened: ClockAnchor | None = None
+        self._stage: str | None = None
+        self._role = part.process.role
+        self._indices: Counter[str | None] = Counter()
+        self._lock = threading.RLock()
+
+    def open(self, stage: str | None, role: str) -> bool:
+        """Start the backend. False if it does not start; the manifest has the reason."""
+        name = self._name(stage)
+        with self._lock:
+            reason = self._refusal(stage, role)
+            if reason is not None:
+                self._manifest_part.skip(name, reason, kind="trace")
+                return False
+            reason = self._used_up()
+            if reason is not None:
+                self._manifest_part.cut(name, reason, kind="trace")
+                self._warn_once(f"is truncated: {reason}; no further window opens")
+                return False
+            try:
+                return self._start(name, stage, role)
+            except BaseException:  # a signal's handler raised: the backend may have started
+                self._undo_start(name, "it was interrupted while it started")
+                raise
+
+    def _start(self, name: str, stage: str | None, role: str) -> bool:
+        began = time.monotonic_ns()
+        window = Window(step=self._step, process=self._process, stage=stage, index=self._indices[stage])
+        self.running, self._stage, self._role = name, stage, role  # before: an interrupted start is stopped
+        try:
+            self._starting = True
+            self._backend.start(window)
+        except BackendError as error:
+            # For example the user's own profiler, which may end: the next window is tried.
+            self.running = None
+            self._manifest_part.fail(name, failures.describe(error), kind="trace")
+            self._warn_once(f"lacks the {name}: {failures.describe(error)}")
+            return False
+        except ours() as error:
+            self.running, self._off = None, failures.describe(error)
+            self._manifest_part.fail(name, self._off, kind="trace")
+            failures.note(f"starting the {self._backend.name} profiler", error)
+            return False
+        finally:
+            self._starting = False
+        self._indices[stage] += 1
+        self._manifest_part.update(profiled=True)
+        if self._indices[stage] == 1 and self._manifest_part.state(name) != "failed":
+            self._manifest_part.expect(awaited(name, "trace", "closing"))
+        self._opened = clock.read_anchor()
+        if stage is not None:
+            self._manifest_part.spend(inside_ns=time.monotonic_ns() - began)
+        if self._off is not None:
+            self._undo_start(name, self._off)
+            return False
+        return True
+
+    def _undo_start(self, name: str, reason: str) -> None:
+        """Stop a backend that started, or may have started, after a signal's handler closed this."""
+        self.running = name
+        self.close(discard=reason)
+
+    def close(self, *, truncated: str | None = None, discard: str | None = None) -> None:
+        """Stop the backend and hand its recordings to the exporter. Do nothing if no window is open."""
+        with self._lock:
+            if self.running is None or self._starting:  # by a signal's handler: the start sees it and stops
+                return
+            began = time.monotonic_ns()
+            closed = clock.read_anchor()
+            name, self.running = self.running, None
+            try:
+                pending = self._backend.stop()
+            except BackendError as error:
+                # This is the outcome: nothing was recorded, for this reason. The next window is tried.
+                self._enter_none(name, failures.describe(error), discard)
+                return
+            except ours() as error:
+                self._off = failures.describe(error)
+                self._manifest_part.fail(name, self._off, kind="trace")
+                failures.note(f"stopping the {self._backend.name} profiler", error)
+                return
+            except BaseException:  # a Ctrl-C: the next close stops the backend
+                self.running = name
+                raise
+            finally:
+                if self.discrete and self._off is None:
+                    self._manifest_part.spend(inside_ns=time.monotonic_ns() - began)
+            if discard is not None or not pending:
+                self._enter_none(name, "the profiler recorded nothing", discard)
+            for artifact in pending:
+                if discard is None:
+                    self._submit(name, artifact, closed, truncated or artifact.truncated)
+                else:
+                    artifact.discard()
+
+    def _enter_none(self, name: str, reason: str, discard: str | None) -> None:
+        """Enter a window without a recording, which is no failure if the recording is unwanted."""
+        if discard is None:
+            self._manifest_part.fail(name, reason, kind="trace")
+        else:
+            item = Expectation(name=name, kind="trace", state="skipped", reason=discard)
+            self._manifest_part.expect(item)
+
+    def finish(self, *, truncated: str | None = None, discard: str | None = None) -> None:
+        """Close the window for good: no stage that still runs opens another."""
+        with self._lock:
+            self._off = truncated or "the capture is closed"
+            self.close(truncated=truncated, discard=discard)
+            for item in self._manifest_part.record.expected:  # a Ctrl-C between a stop and the exporter
+                if (item.kind, item.pending) == ("trace", "closing"):
+                    self._manifest_part.fail(
+                        item.name, "interrupted while it was closed: the recording is lost", kind="trace"
+                    )
+
+    def advance(self) -> None:
+        try:
+            self._backend.advance()
+        except ours() as error:
+            failures.note(f"advancing the {self._backend.name} profiler", error)
+
+    def new(
+        self,
+        log: SpanMaker,
+        stage: str,
+        role: str | None,
+        attrs: Mapping[str, AttrValue] | None,
+        **place: Unpack[scopes.Placing],
+    ) -> MarkedSpan:
+        """Return a span to enter once."""
+        return MarkedSpan(log, stage, role, attrs, windows=self, is_async=in_event_loop(), **place)
+
+    def begin(
+        self, log: SpanMaker, declared: Declared, attrs: Mapping[str, AttrValue] | None, first: bool
+    ) -> MarkedSpan:
+        """As `SpanMaker.begin`."""
+        # A window per resumption would be thousands for a token stream: the first one in the capture stands
+        # for the generator, which may be older than the capture.
+        opens = self.discrete and first
+        is_async = declared.is_async
+        span = MarkedSpan(
+            log, declared.stage, declared.role, attrs, windows=self, is_async=is_async, opens=opens
+        )
+        return span.__enter__()
+
+    def mark(self, span: Span, is_async: bool) -> AbstractContextManager[None] | None:
+        """Open the backend's marker around a span; None if there is none to close."""
+        if self.running is None:
+            return None
+        try:  # an interrupted marker ends with the profiler's session
+            role = bounded(span.role or scopes.role_at(span.parent) or self._role)
+            info = SpanInfo(stage=bounded(span.stage), role=role, span=span.id, is_async=is_async)
+            marker = self._backend.range(info)
+            marker.__enter__()
+        except RecursionError:
+            return None  # at the limit of the user's recursion: noting it would fail, and leave the span open
+        except ours() as error:
+            failures.note(f"a {self._backend.name} marker", error)
+            return None
+        return marker
+
+    def unmark(self, marker: AbstractContextManager[None]) -> None:
+        try:
+            marker.__exit__(None, None, None)
+        except ours() as error:
+            failures.note(f"a {self._backend.name} marker", error)
+
+    def _name(self, stage: str | None) -> str:
+        return f"{self._backend.name} trace" if stage is None else f"{self._backend.name} trace of {stage}"
+
+    def _refusal(self, stage: str | None, role: str) -> str | None:
+        if self._off is not None:
+            return self._off
+        if self.running is not None:
+            return f"it ran inside the window of `{self.running}`: one profiler window per process"
+        if PROCESS_LOCK.holder is not None:
+            return f"{PROCESS_LOCK.holder} records this process already"  # an engine that lives in it
+        if stage is not None:
+            decision = selection.decide(self._config, role=role, rank=self._process.rank)
+            return None if decision.record else decision.reason
+        return None
+
+    def _used_up(self) -> str | None:
+        allowed_mb = self._config.budget.trace_mb
+        written_mb = exporter.exporter().bytes_written(self._step) >> 20
+        if written_mb < allowed_mb:
+            return None
+        return f"budget.trace_mb: {written_mb} MB of traces are written, {allowed_mb} allowed"
+
+    def _warn_once(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            failures.warn("stepscope: step %d %s", self._step, what)
+
+    def _tell_late(self, name: str) -> None:
+        """Log a problem with a file after the capture has logged the earlier ones."""
+        if not self._manifest_part.told:
+            return
+        for item in self._manifest_part.record.expected:
+            if item.name == name and item.state in ("partial", "failed"):
+                failures.warn("stepscope: step %d: %s: %s: %s", self._step, name, item.state, item.reason)
+
+    def _submit(
+        self, name: str, pending: PendingArtifact, closed: ClockAnchor, truncated: str | None
+    ) -> None:
+        process, stage, opened, role = self._process, self._stage, self._opened, self._role
+        index = self._indices[f"{stage}/files"]
+        self._indices[f"{stage}/files"] += 1
+        target = self._layout.trace_of(
+            process,
+            self._run_id,
+            role=role,
+            stage=stage,
+            index=index,
+            kind=pending.kind,
+            suffix=pending.suffix,
+        )
+
+        def describe_file(size_bytes: int, path: Path) -> Sidecar:
+            artifact = Artifact(
+                path=str(path.relative_to(self._layout.root)),
+                kind=pending.kind,
+                tool=self._backend.name,
+                role=role,
+                stage=stage,
+                rank=process.rank,
+                world_size=process.world_size,
+                replica=process.replica,
+                host=process.host,
+                pid=process.pid,
+                size_bytes=size_bytes,
+                truncated=truncated,
+                ignored=pending.ignored,
+                note=pending.note,
+            )
+            return Sidecar(
+                step=self._step,
+                run_id=self._run_id,
+                artifact=artifact,
+                process=process.key,
+                opened=opened,
+                closed=closed,
+                versions=pending.versions,
+                options=pending.options,
+            )
+
+        def done(result: exporter.ExportResult) -> None:
+            lacking = pending.lacking() if callable(pending.lacking) else pending.lacking
+            trouble = result.error or lacking
+            self._manifest_part.export_ends(name, result.artifact, trouble, result.cost_ns)
+            self._tell_late(name)
+            if result.sidecar is not None and self._on_artifact is not None:
+                path = self._layout.root / result.sidecar.artifact.path
+                self._on_artifact(path, result.sidecar, self._manifest_part)
+
+        self._manifest_part.export_begins(name, truncated, pending.ignored)
+        exporter.exporter().submit(
+            pending,
+            target=target,
+            describe=describe_file,
+            on_done=done,
+            deferred=self._config.export.when == "deferred",
+        )
+
+
+class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
+    """A span in a process that a profiler records: it stands in the profiler's trace too."""
+
+    windows: Windows
+    is_async: bool
+    opens: bool = False
+    """True if this span is a stage with its own window (discrete mode)."""
+    marker: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> Self:
+        if self.start_ns:
+            return self._again()
+        if self.opens:
+            # Before the span begins: starting a profiler is not the stage's own time.
+            began_ns = time.monotonic_ns()
+            role = self.role or scopes.role_at(scopes.current.get())
+            self.opens = self.windows.open(self.stage, role or self.log.process.role)
+            if self.opens:
+                self._say_profiling(began_ns)
+        try:
+            super().__enter__()
+            self.marker = self.windows.mark(self, self.is_async)
+            return self
+        except BaseException as error:  # of a signal's handler: nobody leaves what was not entered
+            if self.end_ns is None:
+                self.not_entered(error)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._leave(kind, error, trace)
+        except ours() as failure:
+            failures.note(f"closing the span {self.role}/{self.stage}", failure)
+        except BaseException as thrown:  # of a signal's handler
+            self._leave(kind, error or thrown, trace)
+            if self.opens:
+                self._ended(error or thrown)
+            raise
+
+    def hand_on(self) -> None:
+        self._unmark()  # a marker ends on the thread that it began on
+        super().hand_on()
+
+    def _unmark(self) -> None:
+        marker, self.marker = self.marker, None
+        if marker is not None:
+            self.windows.unmark(marker)
+
+    def _say_profiling(self, began_ns: int) -> None:
+        """Record that the profiler was started or stopped since `began_ns`, beside this span."""
+        record(self.log, PROFILING, {"window": self.stage}, began_ns, time.monotonic_ns())
+
+    def _ended(self, error: BaseException | None) -> None:
+        self._unmark()
+        if self.end_ns is None:
+            super()._ended(error)
+        if self.opens:
+            began_ns = time.monotonic_ns()
+            self.windows.close()
+            self.opens = False
+            self._say_profiling(began_ns)

@@ -1,0 +1,365 @@
+"""One captured step in one process: its spans, its profiler windows, its part of the manifest.
+
+States: new -> open -> (truncated ->) closed. Opening makes the folders, starts the profiler (if continuous),
+then the span file and the watchdog. Closing ends them: in the owner as one stage of `capture/lifecycle.py`,
+in a worker as `fanout/worker_side.py` asks.
+Nothing here raises for a profiler's or a disk's trouble: the manifest has it, with its reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+
+from stepscope._recording.output import exporter
+from stepscope._recording.output.manifest_part import ManifestPart
+from stepscope._recording.process import clock, failures, run, settings
+from stepscope._recording.process.failures import describe
+from stepscope._recording.process.hardware import read_hardware
+from stepscope._recording.session import budget, selection
+from stepscope._recording.session.files import close_counters, close_spans, counters_of
+from stepscope._recording.session.libraries import LIBRARY, library_loaded
+from stepscope._recording.session.profiler_windows import OnArtifact, Windows
+from stepscope._recording.spans import redaction
+from stepscope._recording.spans.log import SpanLog
+from stepscope._recording.spans.span import mark, mark_consumed
+from stepscope.backends import load_backend
+from stepscope.config import ProfileConfig
+from stepscope.engines import EngineProfiler
+from stepscope.errors import BackendError, ours
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest.records import Absent, Ending, OpenedBy, ProcessPart, awaited
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import STEP_TOKENS
+
+CLOSED_WHILE_OPENING = "the capture was closed while it opened"
+_ANSWER_S = 0.1
+_HAND_BACK_S = 1.0  # so long exports, and the record of what closing took, wait for its end
+
+
+class Session:
+    """Made by `capture` (in the owner) or by `worker_side` (in a process that the owner's fleet reached)."""
+
+    calls_attrs = True
+
+    def __init__(
+        self,
+        *,
+        config: ProfileConfig,
+        step: int,
+        process: ProcessInfo,
+        roles: tuple[str, ...],
+        run_id: str,
+        capture_id: str,
+        owner: bool,
+        spans_only: str | None = None,
+        began_ns: int | None = None,
+        opened_by: OpenedBy = "program",
+        on_artifact: OnArtifact | None = None,
+    ) -> None:
+        """Args:
+        spans_only: Why no profiler of ours is to start here; None: the configuration decides.
+        began_ns: When opening began (monotonic); None: now.
+        on_artifact: Called once a file of its profiler is in place.
+        """
+        self._began_ns = time.monotonic_ns() if began_ns is None else began_ns
+        self.config = config
+        self.step = step
+        self.process = process
+        self.run_id = run_id
+        self.capture_id = capture_id
+        self.owner = owner
+        self.layout = RunLayout(config.save_path).step(step)
+        self.over_budget = cache(partial(budget.over_budget, config))
+        """`budget.over_budget`, as it was when it was first asked: it may walk through all of the run."""
+        self._decision = selection.decide_process(
+            config, roles=roles, rank=process.rank, world_size=process.world_size
+        )
+        if spans_only is not None:
+            self._decision = selection.Decision(False, spans_only)
+        self._spans_only = spans_only
+        self._on_artifact = on_artifact
+        numbers = itertools.count(1)
+        number = next(n for n in numbers if not _exists(self.layout.part_of(process, run_id, n)))
+        self.number = number
+        """Number of this capture among those of this step in this process."""
+        part = ProcessPart(
+            run_id=run_id,
+            step=step,
+            process=process,
+            owner=owner,
+            capture=number,
+            opened=clock.read_anchor(),
+            recorded=self._decision.record,
+            why=self._decision.reason,
+            roles=roles,
+            opened_by=opened_by,
+            prepared=run.is_prepared(),
+        )
+        path = self.layout.part_of(process, run_id, number)
+        self.part_name = path.name
+        """The file name of this process' part of the manifest."""
+        self.manifest_part = ManifestPart(path, part)
+        self.log = SpanLog(
+            self.layout.spans_of(process, run_id, number),
+            process=process,
+            step=step,
+            run_id=run_id,
+            limit=config.budget.spans,
+            redact=config.redact,
+        )
+        self._counters = counters_of(config, self.layout, self.log, self.manifest_part, number)
+        self._replicas: set[str] = set()
+        """Engines whose counters are sampled."""
+        self.forks = 0
+        """Children forked while open: they record nothing, and the manifest says so."""
+        self.switch_off: Callable[[Session], None] | None = None
+        """Takes this session out of the process' slot; set by the slot's writer."""
+        self._windows: Windows | None = None
+        self._watchdog: budget.Watchdog | None = None
+        self._discard: str | None = None
+        """Why the recordings of a session that is closed are unwanted."""
+        self._ended: ClockAnchor | None = None
+        """Time at which recording ended: at close, or earlier if it was truncated."""
+        self._closing: ClockAnchor | None = None
+        """Time at which closing began."""
+        self._handed_back = threading.Event()
+        self._closed = False
+        self._lock = threading.RLock()  # a signal may close the session while it is being closed
+
+    def end_what_opened_late(self) -> None:
+        """End what the opening has started since a signal's handler, or another thread, closed this."""
+        with self._lock:
+            if self._closed:
+                self._closed = False
+                self.close(discard=self._discard or CLOSED_WHILE_OPENING)
+
+    def open_files(self) -> None:
+        """Do the part of opening that may run on any thread: folders, files, the profiler library's one-off
+        costs.
+        """
+        if self.config.export.when == "deferred":
+            # What nobody has flushed since the last capture must not be written inside this one.
+            exporter.exporter().drain(self.config.budget.export_seconds)
+        self.manifest_part.expect(awaited("spans", "spans", "closing"))
+        if self._counters is not None:
+            self.manifest_part.expect(awaited("counters", "counters", "closing"))
+            self._counters.prepare()
+        shared = selection.is_shared(self.config, self.process.role)
+        for name, why in selection.missing_ranks(self.config, self.process).items():
+            (self.manifest_part.skip if shared else self.manifest_part.lack)(name, why, kind="selection")
+        reason = self._no_profiler()
+        if reason is not None:
+            self.manifest_part.skip(f"{self.config.tool} trace", reason, kind="trace")
+        elif full := self.over_budget():
+            self.manifest_part.fail(f"{self.config.tool} trace", full, kind="trace")
+            failures.warn("stepscope: step %d has spans alone: %s", self.step, full)
+        else:
+            self._windows = self.log.observer = self._make_windows()
+        self.manifest_part.write()
+
+    def _no_profiler(self) -> str | None:
+        """Return why no profiler runs here; None when one does."""
+        if self._spans_only is not None:
+            return self._spans_only
+        if not selection.may_record(self.config, self._decision):
+            return self._decision.reason
+        if not library_loaded(self.config.tool):
+            # A driver that only orchestrates: importing torch would cost it a second, for an empty trace.
+            return f"{LIBRARY[self.config.tool]} is not imported in this process: there is nothing to record"
+        return None
+
+    def _make_windows(self) -> Windows | None:
+        try:
+            backend = load_backend(self.config.tool, self.config)
+            backend.check()
+            backend.prepare()
+        except ours() as error:
+            self.manifest_part.fail(f"{self.config.tool} trace", describe(error), kind="trace")
+            if not isinstance(error, BackendError):
+                failures.note(f"preparing the {self.config.tool} profiler", error)
+            else:
+                failures.warn("stepscope: %s", error)
+            return None
+        return Windows(backend, self.config, self.layout, self.manifest_part, self._on_artifact)
+
+    def start_profiler(self) -> None:
+        """Do the part of opening that belongs on the thread whose work is recorded."""
+        with self._lock:  # another thread closes what this one has opened, and not the half of it
+            if self._closed:
+                return
+            if self._windows is not None and not self._windows.discrete:
+                self._windows.open(None, self.process.role)
+            try:
+                self.log.open()
+            except ours(OSError) as error:
+                if not self._closed:
+                    self.manifest_part.fail("spans", describe(error), kind="spans")
+                    failures.note("opening the span file", error)
+            if self._counters is not None:
+                self._counters.open()
+            self.manifest_part.write()
+            if not self._closed:
+                self._watchdog = budget.Watchdog(self.config.budget, self.truncate)
+                self._watchdog.start()
+
+    def sample_engine(self, profiler: EngineProfiler) -> None:
+        """Sample the counters of an engine until the capture ends here. Once for each replica."""
+        name = f"replica {profiler.replica or 0}"
+        if self._counters is not None and name not in self._replicas:
+            self._replicas.add(name)
+            self._counters.sampler.add(name, profiler.counters)
+
+    def begin(self) -> None:
+        """End the opening: the step's time begins now. Waits for no disk."""
+        if self._ended is not None:
+            return
+        anchor = clock.read_anchor()
+        self.log.start(anchor)
+        if self._counters is not None:
+            self._counters.start(anchor)
+        self.manifest_part.update(opened=anchor)
+        self.manifest_part.spend(start_ns=anchor.mono_ns - self._began_ns)
+
+    @property
+    def state(self) -> None:
+        """See `claims.Taker`."""
+
+    def end(self, ending: Ending, deadline_s: float) -> None:
+        """See `claims.Taker`."""
+        self.close(ending=ending)
+
+    def disown(self) -> None:
+        """See `claims.Taker`. Nothing closes the session once it is neither active nor claimed."""
+
+    def leave(self) -> None:
+        """Begin the closing: the step's time ends now, if it has not ended before. Idempotent."""
+        if self._closing is None:
+            self._closing = clock.read_anchor()
+
+    def hand_back(self) -> None:
+        """End the closing: the caller goes on. Idempotent."""
+        if self._closing is not None and not self._handed_back.is_set():
+            self.manifest_part.spend(stop_ns=time.monotonic_ns() - self._closing.mono_ns)
+            self._handed_back.set()
+
+    def _await_caller(self) -> None:
+        self._handed_back.wait(_HAND_BACK_S)
+        if not self.owner:  # the answer to the owner needs the GIL too, and nothing tells that it is sent
+            time.sleep(_ANSWER_S)
+
+    def write_cost(self) -> None:
+        """Have the part of the manifest written after `hand_back`: the writes before are what it measures."""
+        exporter.exporter().then(self._write_cost, deferred=False)
+
+    def _write_cost(self) -> None:
+        if self._handed_back.wait(_HAND_BACK_S) and self.layout.root.exists():  # it may have been removed
+            self.manifest_part.write()
+
+    def close(self, *, ending: Ending | None = None, discard: str | None = None) -> None:
+        """Stop the profiler, hand its recordings to the exporter, end the files. Idempotent; from any
+        thread. Interrupted by a Ctrl-C, a second call goes on from there.
+
+        Args:
+            ending: Why the capture ended early; None if it did not.
+            discard: Why the recordings are unwanted; None to keep them.
+        """
+        is_awaited = self._closing is not None
+        self.leave()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed, self._discard = True, discard
+            try:
+                if is_awaited:  # an export takes the GIL, and the caller would wait longer
+                    exporter.exporter().then(self._await_caller, deferred=False)
+                self._stop_and_write(ending, discard)
+            except BaseException:
+                self._closed = False
+                raise
+
+    def _stop_and_write(self, ending: Ending | None, discard: str | None) -> None:
+        part, ended = self.manifest_part, self._end(discard=discard)
+        part.update(closed=ended, settings=settings.kept(), hardware=read_hardware(self.config.throughput))
+        if ending is not None:
+            error = redaction.error_of(ending.error, self.config.redact)
+            self.manifest_part.update(ended_by=ending.by, error=error)
+        close_spans(self.log, self.manifest_part, ended, self.config.budget.spans, discard)
+        if self._counters is not None:
+            close_counters(self._counters, self.manifest_part, ended, discard)
+        listed = sys.modules.get("stepscope._recording.instrument.configured")
+        if listed is not None and self.config.instrument:
+            listed.enter(self.manifest_part)
+        if self.forks:
+            forks, self.forks = self.forks, 0
+            self.manifest_part.add_absent((_forked(forks),))
+        self.manifest_part.write()
+
+    def truncate(self, reason: str) -> None:
+        """End the recording early; what is there is kept and marked. The owner's capture stays open for its
+        owner.
+        """
+        with self._lock:
+            if self._closed or self._ended is not None:
+                return
+            failures.warn("stepscope: step %d is truncated: %s", self.step, reason)
+            began = time.monotonic_ns()
+            self._end(truncated=reason)
+            self.manifest_part.spend(stop_ns=time.monotonic_ns() - began)
+            if self.owner:
+                self.manifest_part.write()
+            else:
+                self.close()  # nobody may ever come to do it: the owner is perhaps gone
+
+    def _end(self, *, truncated: str | None = None, discard: str | None = None) -> ClockAnchor:
+        if self.switch_off is not None:
+            self.switch_off(self)
+        if self._ended is None:
+            self._ended = self._closing or clock.read_anchor()
+        if self._counters is not None:
+            self._counters.sampler.end()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if self._windows is not None:
+            self._windows.finish(truncated=truncated, discard=discard)
+        if truncated is not None:
+            self.manifest_part.expect(awaited("spans", "spans", "closing", truncated=truncated))
+        return self._ended
+
+    @property
+    def ended(self) -> bool:
+        """True if recording is over: closed, or truncated."""
+        return self._ended is not None
+
+    # What the recorded code calls, besides `log.new` and `log.begin`: see `ActiveSession`.
+
+    def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
+        mark_consumed(self.log, trajectory, begun, policy_version)
+
+    def count_tokens(self, counts: Mapping[str, int]) -> None:
+        mark(self.log, STEP_TOKENS, dict(counts))
+
+    def advance(self) -> None:
+        if self._windows is not None:
+            self._windows.advance()
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except ours(OSError):  # a folder that may not be read, or is gone from its server
+        return False
+
+
+def _forked(count: int) -> Absent:
+    return Absent(
+        name=f"{count} forked child process(es)",
+        state="skipped",
+        reason="forked while the capture was open: profilers and spans do not cross a fork",
+    )

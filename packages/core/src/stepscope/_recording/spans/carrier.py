@@ -1,0 +1,274 @@
+"""Carriers: the place of the running code, sent to another process or thread and attached there.
+
+The threads of `loop.run_in_executor` get it without one (`keep_places`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+from stepscope._recording.spans import slot
+from stepscope._recording.spans.scopes import MAX_DEPTH, Place, Scope, current, inherited
+from stepscope.files.values import MAX_TEXT
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self  # typing.Self is 3.11+
+
+    from stepscope.files.spans import SpanLink
+
+
+_KEEPS = "__stepscope_keeps_places__"
+"""The attribute of a `run_in_executor` that `keep_places` put there, and of whatever wraps it since."""
+T = TypeVar("T")
+
+
+class Carrier(TypedDict, total=False):
+    """A place in one process' spans, as JSON-able data. Send it along and `attach` it on the other side."""
+
+    process: str
+    """The process of `span`. Where no span is recorded, the process that made this: `host_pid123`."""
+    span: int
+    captured: int
+    """The captured step whose files hold `span`."""
+    step: int
+    """The step that owns the work."""
+    policy_version: int
+    trajectory: str
+    turn: int
+    traceparent: str
+    """`span` in W3C trace context, for OpenTelemetry's propagators."""
+
+
+def carrier() -> Carrier | None:
+    """Return the place of this code, to be sent to another process or thread; None outside all scopes."""
+    scope = current.get()
+    if scope is None:
+        return None
+    _, step, policy_version, trajectory, turn = inherited(scope)
+    data = Carrier()
+    link, traceparent = _recorded(scope)
+    if link is not None:
+        data["process"], data["span"] = link.process, link.span
+        if link.step is not None:
+            data["captured"] = link.step
+            step = link.step if step is None else step
+    if step is not None:
+        data["step"] = step
+    if policy_version is not None:
+        data["policy_version"] = policy_version
+    if trajectory is not None:
+        data["trajectory"] = trajectory
+    if turn is not None:
+        data["turn"] = turn
+    if data and link is None:
+        data["process"] = f"{os.uname().nodename}_pid{os.getpid()}"
+    if traceparent is not None:
+        data["traceparent"] = traceparent
+    return data or None
+
+
+def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
+    """Return a context manager (`with` and `async with`) that puts spans below the carrier's span.
+
+    None is allowed and changes nothing, so a caller need not ask whether a capture is on. Unknown keys are
+    ignored: the other side may be newer. A mapping that holds another tracer's `traceparent` (the headers of
+    a request, say) is a carrier too.
+
+    A method that `profile_step` times may attach a carrier in its body. The method's own span then hangs
+    below the carrier's span too, if it is a top span and the same task or thread attaches.
+    """
+    if carried is None:
+        return Place()
+    process, span, trajectory = carried.get("process"), _int(carried.get("span")), carried.get("trajectory")
+    link = None
+    process = process if isinstance(process, str) and len(process) <= MAX_TEXT else None
+    if process is not None and span is not None:
+        # For import time: a carrier names a span only during a capture, and recording loads this anyway.
+        from stepscope.files.spans import SpanLink
+
+        link = SpanLink(process=process, span=span, step=_int(carried.get("captured")))
+    context = carried.get("traceparent")
+    if not isinstance(context, str) or not (_is_ours(context, link) or _is_valid(context)):
+        context = None
+    elif process is None:
+        process = context  # another tracer's, so another process than any of ours
+    kind = Place if process is None else Attached
+    return kind(
+        step=_int(carried.get("step")),
+        policy_version=_int(carried.get("policy_version")),
+        trajectory=trajectory if isinstance(trajectory, str) else None,
+        turn=_int(carried.get("turn")),
+        link=link,
+        process=process,
+        context=context,
+    )
+
+
+def keep_places() -> None:
+    """Let calls in `loop.run_in_executor` have the place of the code that makes them, during a capture.
+
+    `asyncio.to_thread` copies the context, and this does not. A tool would leave its trajectory.
+    """
+    loops = [
+        getattr(sys.modules.get(module), name, None)
+        for module, name in (("asyncio", "BaseEventLoop"), ("uvloop", "Loop"))
+    ]
+    for loop in loops:
+        if loop is not None and not hasattr(loop.run_in_executor, _KEEPS):
+            loop.run_in_executor = _keeping(loop.run_in_executor)
+
+
+def _keeping(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def run_in_executor(loop: object, executor: object, func: Callable[..., Any], *args: Any) -> Any:
+        scope = None if slot.active is None else current.get()
+        if scope is None or not _is_of_threads(executor) or inspect.iscoroutinefunction(func):
+            return run(loop, executor, func, *args)
+        return run(loop, executor, _run_at, scope, func, *args)
+
+    setattr(run_in_executor, _KEEPS, True)
+    return run_in_executor
+
+
+def _is_of_threads(executor: object) -> bool:
+    from concurrent.futures import ThreadPoolExecutor  # for import time: a loop with executors has it
+
+    return executor is None or isinstance(executor, ThreadPoolExecutor)
+
+
+def _run_at(scope: Scope, func: Callable[..., T], *args: Any) -> T:
+    token = current.set(scope)
+    try:
+        return func(*args)
+    finally:
+        current.reset(token)
+
+
+def _recorded(scope: Scope | None) -> tuple[SpanLink | None, str | None]:
+    """Return the nearest recorded span at or above `scope`: its link, None for another tracer's, and its
+    `traceparent`.
+    """
+    while scope is not None:
+        link, traceparent = scope.reference(), scope.traceparent()
+        if link is not None or traceparent is not None:
+            return link, traceparent
+        scope = scope.parent
+    return None, None
+
+
+def _is_ours(traceparent: str, link: SpanLink | None) -> bool:
+    """Return whether it comes from `carrier`. It is then passed on as it is: checking takes 2 us."""
+    return link is not None and len(traceparent) <= MAX_TEXT
+
+
+def _is_valid(traceparent: str) -> bool:
+    # For import time: only another tracer's carrier comes here.
+    from stepscope.files.trace_context import parse_traceparent
+
+    return parse_traceparent(traceparent) is not None
+
+
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+class Caller(Place):
+    """The caller of a method that a top span times. It stands above that span once the method attaches it."""
+
+    __slots__ = ()
+
+    def matches(self, place: Place) -> bool:
+        own = (self.link, self.context, self.trajectory, self.turn)
+        return own == (place.link, place.context, place.trajectory, place.turn)
+
+    def clear(self) -> None:
+        self.link = self.context = self.step = self.policy_version = self.trajectory = self.turn = None
+
+
+class Attached(Place):
+    """The place of a carrier.
+
+    A decorated method begins its span before its body attaches the carrier. If that span is a top span, it
+    hangs below the carrier's span too, and what is attached hangs below the method's span.
+    """
+
+    __slots__ = ("_caller",)
+
+    _caller: Caller | None
+
+    def __enter__(self) -> Self:
+        if self.entered:
+            return self._again()
+        self._caller = None
+        try:
+            super().__enter__()
+            self._hang_method()
+            return self
+        except BaseException:  # of a signal's handler: nobody leaves what was not entered
+            self._leave(None, None, None)
+            raise
+
+    def _hang_method(self) -> None:
+        """Put the carrier's place above the method that attaches it, if that has none."""
+        top = self.parent
+        for _ in range(MAX_DEPTH):
+            if top is None or isinstance(top, Attached) or top.parent is None:
+                break
+            top = top.parent
+        if isinstance(top, Caller):
+            if top.matches(self):
+                self._caller = top
+            else:
+                top.clear()  # one call that works for several callers hangs below none of them
+            self._forget_resolved()
+        elif top is not None and self.process is not None and top.awaits_place(self.process):
+            self._caller = top.parent = Caller(
+                step=self.step,
+                policy_version=self.policy_version,
+                trajectory=self.trajectory,
+                turn=self.turn,
+                link=self.link,
+                context=self.context,
+            )
+            self._forget_resolved()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._caller is not None:
+                self._forget_resolved()  # once more: the writing thread may have been in the middle of a line
+            Place.__exit__(self, kind, error, trace)
+        except BaseException:  # of a signal's handler
+            self._leave(kind, error, trace)
+            raise
+
+    def reference(self) -> SpanLink | None:
+        return None if self._hangs_method() else self.link
+
+    def traceparent(self) -> str | None:
+        return None if self._hangs_method() else self.context
+
+    def _hangs_method(self) -> bool:
+        """Return whether the method's own span hangs below the caller's, and what is attached below that."""
+        caller = self._caller
+        return caller is not None and (caller.link is not None or caller.context is not None)
+
+    def _forget_resolved(self) -> None:
+        """Have the places of this scope and all above it resolved anew.
+
+        An `open` line may be on disk with the old place; the line of the end then states the new one.
+        """
+        scope: Scope | None = self
+        for _ in range(MAX_DEPTH):
+            if scope is None:
+                break
+            scope.resolved = None
+            scope = scope.parent

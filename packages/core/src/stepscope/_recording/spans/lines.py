@@ -1,0 +1,137 @@
+"""Lines of the span file, one for each span."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias, cast
+
+import msgspec
+
+from stepscope._recording.process import failures
+from stepscope._recording.spans import redaction, scopes
+from stepscope._recording.spans.span import Span
+from stepscope.errors import ours
+from stepscope.files import spans as records
+from stepscope.files.spans import SpanLink
+from stepscope.files.values import MAX_TEXT, attr_value, bounded
+
+Record: TypeAlias = records.Open | records.Span
+
+_encoder = msgspec.json.Encoder()
+
+
+def encoded(record: records.Header | records.End) -> bytes:
+    """Return `record` as a line."""
+    return _encoder.encode(record) + b"\n"
+
+
+def encoded_spans(batch: Sequence[Record]) -> tuple[bytes, int]:
+    """Return the lines of spans, and the number of finished spans that have none.
+
+    All of them go through one call: in calls of their own, each takes twice as long.
+    """
+    try:
+        return _encoder.encode_lines(batch), 0
+    except ours():  # one of them has a value that JSON has not
+        lines, lost = [], 0
+        for record in batch:
+            try:
+                lines.append(_line(record))
+            except ours() as error:  # one span is lost, and not all that come after it
+                lost += isinstance(record, records.Span)
+                failures.note("encoding a span", error)
+        return b"".join(lines), lost
+
+
+def _line(record: Record) -> bytes:
+    try:
+        return _encoder.encode(record) + b"\n"
+    except ours():
+        # The values are the user's: an int beyond 64 bits, a lone surrogate, a role that is no text. The span
+        # is kept, and they are written as text.
+        attrs = {_ascii(key): _ascii(attr_value(value)) for key, value in (record.attrs or {}).items()}
+        stage, role = _ascii(record.stage), _ascii(record.role)
+        return _encoder.encode(msgspec.structs.replace(record, attrs=attrs, stage=stage, role=role)) + b"\n"
+
+
+def _ascii(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return ascii(text)[1:-1][:MAX_TEXT]
+
+
+def record_of(span: Span, end_ns: int | None, file_step: int | None) -> Record:
+    """Return what is written of a span: an `Open` while it runs, a `Span` when it is over.
+
+    Args:
+        file_step: The step of the file.
+    """
+    log, above = span.log, span.parent
+    link = traceparent = None
+    if above is not None and above.log is log:
+        parent: int | None = cast(Span, above).id
+    else:
+        parent, link, traceparent = parent_of(span)
+    role, step, policy_version, trajectory, turn = scopes.inherited(span)
+    if step == file_step:
+        step = None
+    role, stage = _name(role or log.process.role), _name(span.stage)
+    log.roles.add(role)
+    attrs = redaction.written(span.attrs, log.redact) if span.attrs else None
+    error = span.error
+    cancelled = error == failures.CANCELLED
+    error = redaction.error_of(error, log.redact) if error and not cancelled else None
+    # Two calls, spelled out: building the second from the first would double the cost of a line.
+    if end_ns is None:
+        return records.Open(
+            span=span.id,
+            parent=parent,
+            link=link,
+            traceparent=traceparent,
+            role=role,
+            stage=stage,
+            start_ns=span.start_ns,
+            step=step,
+            policy_version=policy_version,
+            trajectory=trajectory,
+            turn=turn,
+            thread=span.thread,
+            attrs=attrs,
+        )
+    return records.Span(
+        span=span.id,
+        parent=parent,
+        link=link,
+        traceparent=traceparent,
+        role=role,
+        stage=stage,
+        start_ns=span.start_ns,
+        step=step,
+        policy_version=policy_version,
+        trajectory=trajectory,
+        turn=turn,
+        thread=span.thread,
+        attrs=attrs,
+        dur_ns=end_ns - span.start_ns,
+        error=error,
+        cancelled=cancelled,
+    )
+
+
+def _name(name: object) -> str:
+    return name if type(name) is str and len(name) <= MAX_TEXT else bounded(str(name))
+
+
+def parent_of(span: Span) -> tuple[int | None, SpanLink | None, str | None]:
+    """Return the parent: its id in this file, a link to a span elsewhere, or a foreign `traceparent`."""
+    scope = span.parent
+    while scope is not None:
+        if scope.log is span.log:
+            return cast(Span, scope).id, None, None
+        link = scope.reference()
+        if link is not None:
+            return None, link, None
+        traceparent = scope.traceparent()
+        if traceparent is not None:
+            return None, None, traceparent
+        scope = scope.parent
+    return None, None, None

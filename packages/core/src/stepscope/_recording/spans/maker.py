@@ -1,0 +1,172 @@
+"""Makers of spans: the part of a log that the recorded code calls."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Protocol
+
+from stepscope._recording.process import failures
+from stepscope._recording.spans.scopes import OFF, Placing, Scope, current
+from stepscope._recording.spans.span import Span, thread
+from stepscope._recording.spans.wrapping import INLINED, Declared
+from stepscope.errors import is_users
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.trace_context import SpanIds
+from stepscope.files.values import AttrValue
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# Looked up once: a span that goes through `current` for each of them takes a twentieth longer.
+_current, _enter = current.get, current.set
+
+
+class SpanObserver(Protocol):
+    """Maker of a log's spans where something else records them too: the windows of a profiler."""
+
+    def new(
+        self,
+        log: SpanMaker,
+        stage: str,
+        role: str | None,
+        attrs: Mapping[str, AttrValue] | None,
+        **place: Unpack[Placing],
+    ) -> Span:
+        """As `SpanMaker.new`."""
+        ...
+
+    def begin(
+        self, log: SpanMaker, declared: Declared, attrs: Mapping[str, AttrValue] | None, first: bool
+    ) -> Span:
+        """As `SpanMaker.begin`."""
+        ...
+
+
+class SpanMaker:
+    """Maker of the spans of one process."""
+
+    step: int | None
+    """The step that its spans belong to; None: nobody has told this process."""
+
+    def __init__(
+        self,
+        *,
+        process: ProcessInfo,
+        run_id: str,
+        step: int | None,
+        opened: Callable[[Span], None],
+        redact: tuple[str, ...] = (),
+    ) -> None:
+        """Args:
+        opened: Called by a span when it opens. It must not block.
+        """
+        self.process = process
+        self.step = step
+        self.redact = redact
+        self.ids: Iterator[int] = itertools.count(1)
+        self.trace = SpanIds(run_id, step or 0, process.key)
+        self.roles: set[str] = set()
+        """Of all spans that are written so far. One writer: `lines.record_of`."""
+        self.opened = opened
+        self.observer: SpanObserver | None = None
+        """The profiler's windows, where a profiler records this process: its trace shows the spans too. For a
+        few spans at a time, the sampler of counters stands in front of it."""
+
+    @property
+    def is_closing(self) -> bool:
+        """True if it writes its last spans, or has written them."""
+        return False
+
+    def open_spans(self) -> list[Span]:
+        """Return the spans that have not ended, those that are known, the oldest first."""
+        return []
+
+    def new(
+        self,
+        stage: str,
+        role: str | None = None,
+        attrs: Mapping[str, AttrValue] | None = None,
+        step: int | None = None,
+        policy_version: int | None = None,
+        trajectory: str | None = None,
+        turn: int | None = None,
+    ) -> Span:
+        """Return a span to enter once."""
+        observer = self.observer  # another thread may put another one in its place
+        if observer is None:
+            return Span(self, stage, role, attrs, step, policy_version, trajectory, turn)
+        place = Placing(step=step, policy_version=policy_version, trajectory=trajectory, turn=turn)
+        return observer.new(self, stage, role, attrs, **place)
+
+    def begin(
+        self,
+        declared: Declared,
+        attrs: Mapping[str, AttrValue] | None,
+        resumption: int | None = None,
+        first: bool = True,
+    ) -> Scope:
+        """Open the span of a call of a decorated function, and return it. In discrete mode, open its window.
+
+        This is `new` and `__enter__` spelled out, and it keeps our failures away from the user's code, all in
+        one frame. It returns OFF if that fails: the call then goes on untimed.
+
+        Args:
+            resumption: The index of the generator's resumption; None for a call.
+            first: Whether the capture sees this call or generator for the first time.
+        """
+        span = None
+        try:
+            if resumption is not None:
+                attrs = {**(attrs or {}), "resumption": resumption}
+            observer = self.observer
+            if observer is not None:
+                return observer.begin(self, declared, attrs, first)
+            parent = _current()
+            span = Span(
+                self,
+                declared.stage,
+                declared.role,
+                attrs,
+                parent=parent,
+                thread=thread.id,
+                id=next(self.ids),
+                start_ns=monotonic_ns(),
+            )
+            token = _enter(span)
+            if parent is None:
+                span.token = token
+            self.opened(span)
+            return span
+        except RecursionError:
+            return OFF  # near the limit of the user's recursion: the depth that is left is for the call
+        except BaseException as failure:
+            if span is not None:
+                span.not_entered(failure)
+            if is_users(failure):
+                raise
+            failures.note(f"opening the span {declared.stage}", failure)
+            return OFF
+
+
+def not_kept(span: Span) -> None:
+    """Stand for `opened` once a log is over.
+
+    Its spans name it, and the garbage collector sees no spans: it must let go of them.
+    """
+
+
+def _begin_in_compiled_code(
+    self: SpanMaker,
+    declared: Declared,
+    attrs: Mapping[str, AttrValue] | None,
+    resumption: int | None = None,
+    first: bool = True,
+) -> Scope:
+    return OFF
+
+
+# A span cannot be part of a graph: tracing one would break the graph, and raise under fullgraph=True in the
+# middle of a run.
+setattr(SpanMaker.begin, INLINED, _begin_in_compiled_code)

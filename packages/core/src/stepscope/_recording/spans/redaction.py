@@ -1,0 +1,68 @@
+"""Attributes and errors of spans as they may be written: redacted, and bounded in size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from functools import lru_cache
+
+from stepscope._recording.process import failures
+from stepscope.errors import ours
+from stepscope.files.values import AttrValue, attr_value
+
+MAX_KEY = 100
+MAX_COUNT = 64
+"""Attributes kept of a span. The attribute `attributes_left_out` counts the rest."""
+REDACTED = "[redacted]"
+
+hook: Callable[[str, AttrValue], AttrValue] | None = None
+"""Receives every attribute before it is written. One writer: `stepscope._recording.after.hooks`."""
+
+
+def written(attrs: Mapping[str, AttrValue], patterns: tuple[str, ...]) -> dict[str, AttrValue]:
+    """Return the attributes as they may be written.
+
+    Args:
+        patterns: `redact` of the configuration.
+    """
+    kept = attrs if len(attrs) <= MAX_COUNT else dict(list(attrs.items())[:MAX_COUNT])
+    if not patterns and hook is None:
+        safe = {_key(key): attr_value(value) for key, value in kept.items()}
+    else:
+        safe = {
+            _key(key): attr_value(_redacted(str(key), attr_value(value), patterns))
+            for key, value in kept.items()
+        }
+    if kept is not attrs:
+        safe["attributes_left_out"] = len(attrs) - MAX_COUNT
+    return safe
+
+
+def error_of(text: str | None, patterns: tuple[str, ...]) -> str | None:
+    """Return an exception's text, redacted as the attribute `error`: it may quote the user's data."""
+    if text is None or (not patterns and hook is None):
+        return text
+    kept = _redacted("error", text, patterns)
+    return text if kept == text else f"{text.partition(':')[0]}: {kept}"[:200]
+
+
+def _redacted(key: str, value: AttrValue, patterns: tuple[str, ...]) -> AttrValue:
+    if patterns and _matches(key, patterns):
+        return REDACTED
+    if hook is None:
+        return value
+    try:
+        return hook(key, value)
+    except ours() as error:
+        failures.note("the redact hook", error)
+        return REDACTED  # nothing allows the value to be written
+
+
+@lru_cache(maxsize=4096)
+def _matches(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _key(key: object) -> str:
+    text = str(key)
+    return text if len(text) <= MAX_KEY else text[:MAX_KEY] + "..."

@@ -1,0 +1,130 @@
+"""Results that go on when their function has returned: a coroutine or a future of a plain function.
+
+`inspect` does not see such a function: an `async def` below a decorator, or a `def` that returns what another
+one makes. Its span ends when the result does. A coroutine is replaced by one that ends the span, but only if
+nobody else holds it, because it could be awaited elsewhere. A future stays what it is. Other awaitables, such
+as Ray's `ObjectRef`, cannot be followed: their span ends at the return.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import CoroutineType, NoneType
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from stepscope._recording.process import failures
+from stepscope._recording.spans.scopes import OFF, Scope, current
+from stepscope.errors import ours
+
+if TYPE_CHECKING:
+    from asyncio import Future
+
+OVER = frozenset({NoneType, bool, int, float, str, bytes, tuple, list, dict, set, frozenset})
+"""Types of most results, which are over when they are returned: a quick look, before `follow`."""
+Ended: TypeAlias = Callable[[object], None]
+Coroutine: TypeAlias = "CoroutineType[Any, Any, Any]"
+
+
+def _references_of_one_holder() -> int:
+    class Follower:
+        def count(self, result: object) -> int:
+            return sys.getrefcount(result)
+
+    result = object()
+    return Follower().count(result)
+
+
+_ONE_HOLDER = _references_of_one_holder()
+
+
+def is_exclusive(references: int) -> bool:
+    """Return whether a method's caller alone holds an object, by the references that the method counts."""
+    return references <= _ONE_HOLDER
+
+
+class Unbegun:
+    """A coroutine that has not begun. If what stands for it is dropped, it does not warn a second time."""
+
+    def __init__(self, coroutine: Coroutine, dropped: Callable[[], None]) -> None:
+        """Args:
+        dropped: Called if it never begins.
+        """
+        self._coroutine: Coroutine | None = coroutine
+        self._dropped = dropped
+
+    def begin(self) -> Coroutine:
+        """Return the coroutine, to await it."""
+        coroutine, self._coroutine = self._coroutine, None
+        return cast(Coroutine, coroutine)
+
+    def stand_in(self, made: Any) -> object:
+        """Return the coroutine `made`, which awaits this one, under its name."""
+        coroutine = cast(Coroutine, self._coroutine)
+        made.__name__, made.__qualname__ = coroutine.__name__, coroutine.__qualname__
+        return made
+
+    def __del__(self) -> None:
+        if self._coroutine is not None:
+            self._coroutine.close()
+            self._dropped()
+
+
+def unbegun(result: object, is_exclusive: bool, dropped: Callable[[], None]) -> Unbegun | None:
+    """Return a result that may be replaced by a coroutine which awaits it. None if it is none."""
+    if not (is_exclusive and isinstance(result, CoroutineType)):
+        return None
+    return Unbegun(result, dropped) if inspect.getcoroutinestate(result) == inspect.CORO_CREATED else None
+
+
+def follow(result: object, scope: Scope, is_exclusive: bool, ended: Ended | None = None) -> object:
+    """Return what to return for a result that goes on, so that `scope` ends with it; None if it is over.
+
+    Args:
+        ended: Called with what the coroutine or future results in, in the scope. It must not raise.
+    """
+    held = unbegun(result, is_exclusive, lambda: scope._ended(None))
+    if held is not None:
+        scope.hand_on()
+        return held.stand_in(_to_its_end(held, scope, ended))
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is not None and isinstance(result, asyncio.Future) and not result.done():
+        scope.hand_on()
+        result.add_done_callback(lambda future: _end_with(future, scope, ended))
+        return result
+    return None
+
+
+async def _to_its_end(held: Unbegun, scope: Scope, ended: Ended | None) -> object:
+    before = current.get()
+    try:
+        if scope is not OFF:
+            current.set(scope)
+        result: object = await held.begin()
+        if ended is not None:
+            ended(result)
+        _return_to(before, scope)
+        scope._ended(None)
+    except BaseException as error:
+        _return_to(before, scope)
+        scope._ended(error)
+        raise
+    return result
+
+
+def _return_to(before: Scope | None, scope: Scope) -> None:
+    if current.get() is scope:  # else another task or thread closes the coroutine
+        current.set(before)
+
+
+def _end_with(future: Future[object], scope: Scope, ended: Ended | None) -> None:
+    # `exception()` would take the error for handled, and asyncio would not log it.
+    error = sys.modules["asyncio"].CancelledError() if future.cancelled() else future._exception
+    try:
+        if error is None and ended is not None:
+            ended(future.result())
+    except ours() as failure:
+        failures.note("reading what a future results in", failure)
+    finally:
+        scope._ended(error)

@@ -1,0 +1,86 @@
+"""Process-wide slot for what records this process: a capture's session, or the flight recorder between two.
+
+Profilers are process-wide, so the slot is too. `_recording.session.activation` is its only writer. All others
+read it through the module (`slot.active`) and never import the name: cloudpickle copies a global by value,
+and a copy would never switch on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from stepscope._recording.spans.scopes import Scope
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from stepscope.files.values import AttrValue
+
+
+class SpanFactory(Protocol):
+    """A span log, as code that opens spans needs it. Wrappers also call its `begin`."""
+
+    def new(
+        self,
+        stage: str,
+        role: str | None = None,
+        attrs: Mapping[str, AttrValue] | None = None,
+        step: int | None = None,
+        policy_version: int | None = None,
+        trajectory: str | None = None,
+        turn: int | None = None,
+    ) -> Scope:
+        """Return a span to enter once. The last four say more of its place."""
+        ...
+
+    def open_spans(self) -> Sequence[Scope]:
+        """Return the spans that have not ended, the oldest first."""
+        ...
+
+
+class ActiveSession(Protocol):
+    """A session or the flight recorder, as the recorded code needs it."""
+
+    calls_attrs: bool
+    """True if the `attrs` functions of `profile_step` are called: during a capture."""
+
+    @property
+    def log(self) -> SpanFactory: ...
+
+    @property
+    def step(self) -> int | None: ...
+
+    def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
+        """Record that this step consumes a trajectory."""
+        ...
+
+    def count_tokens(self, counts: Mapping[str, int]) -> None:
+        """Record tokens of this step: {`rollout` or `train`: number}."""
+        ...
+
+    def advance(self) -> None:
+        """Move the profiler's schedule forward by one mini-batch."""
+        ...
+
+
+class FlightRecorder(ActiveSession, Protocol):
+    """The flight recorder, as those that ask for its steps need it."""
+
+    def write_last(self, number: int) -> list[int]:
+        """Write the last steps that have ended, and return those that were not written before."""
+        ...
+
+    def note_tokens(self, counts: Mapping[str, int]) -> None:
+        """Add tokens to the line of the step that runs, while a capture records it."""
+        ...
+
+
+active: ActiveSession | None = None
+"""None while nothing is recorded."""
+recorder: FlightRecorder | None = None
+"""The flight recorder, which is active while no session is. None: it is off."""
+
+
+def session() -> ActiveSession | None:
+    """Return the session of the capture that records this process; None without a capture."""
+    return None if active is recorder else active

@@ -1,0 +1,389 @@
+"""Wrappers in place of functions, for `profile_step` and `instrument`, generated for the signature of each.
+
+Generated as dataclasses generate `__init__`: a `def wrapper(self, batch, *, lr)` that calls
+`fn(self, batch, lr=lr)` costs a third of a `*args, **kwargs` closure while nothing is recorded, raises the
+user's TypeErrors where the user expects them, and has the code that others inspect: its arguments and kind.
+
+The closure of a wrapper is pickled with it when its class travels by value (Ray): the function, the declared
+arguments, and the module `slot`, by reference. A name imported *from* that module would be copied, and a copy
+never switches on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import linecache
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, KeysView, Mapping
+from types import AsyncGeneratorType, CodeType, FunctionType, GeneratorType
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+
+from stepscope._recording.process import failures
+from stepscope._recording.spans import results, slot
+from stepscope._recording.spans.scopes import OFF, Scope
+from stepscope.errors import ours
+from stepscope.files.values import AttrValue, attr_values
+
+declared_roles: set[str] = set()
+"""The roles that functions of this process were decorated with. One writer: `wrap`."""
+
+Attrs: TypeAlias = "Mapping[str, AttrValue] | Callable[..., Mapping[str, AttrValue] | None]"
+
+
+class Declared:
+    """The arguments of `profile_step`. The wrapper carries them as `__stepscope__`."""
+
+    __slots__ = ("attrs", "is_async", "role", "stage")
+
+    off = OFF
+    """The span of a generator while nothing is captured."""
+    over = results.OVER
+    """Types of results that are over when they are returned."""
+
+    def __init__(self, role: str | None, stage: str, attrs: Attrs | None, is_async: bool) -> None:
+        self.role = role
+        """None: that of the enclosing span, else of the process."""
+        self.stage = stage
+        self.attrs = attrs
+        self.is_async = is_async
+
+    def attrs_of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, AttrValue] | None:
+        """Return the result of the user's `attrs` function for a call; None if it fails."""
+        compute = cast("Callable[..., Mapping[str, AttrValue] | None]", self.attrs)
+        try:
+            attrs = compute(*args, **kwargs)
+            return None if attrs is None else attr_values(attrs)
+        except ours() as failure:
+            failures.note(f"the attrs of {self.role or 'any role'}/{self.stage}", failure)
+            return None
+
+    def follow(self, span: Scope, result: object) -> object:
+        """Return what to return for a result that goes on, so that `span` ends with it; None if it is over.
+
+        A generator is timed per resumption from here on, and `span`, that of the call, ends.
+        """
+        is_exclusive = results.is_exclusive(sys.getrefcount(result))
+        if span is OFF:
+            return None
+        try:
+            if is_exclusive and isinstance(result, (GeneratorType, AsyncGeneratorType)):
+                resumed = _resumed(result, self)
+                span.__exit__(None, None, None)
+                return resumed
+            return results.follow(result, span, is_exclusive)
+        except ours() as failure:
+            failures.note(f"timing what {self.stage} returned to its end", failure)
+            return None
+
+    def start(self, inner: AsyncGenerator[object, object]) -> Awaitable[object]:
+        """Resume an async generator for the first time, hidden from the event loop.
+
+        At its end a loop closes all generators that it knows, at once. It knows the wrapper, which closes the
+        inner generator. Closed by both, the inner one would raise "already running".
+        """
+        first_iteration = sys.get_asyncgen_hooks().firstiter
+        sys.set_asyncgen_hooks(firstiter=None)
+        try:
+            return inner.asend(None)
+        finally:
+            sys.set_asyncgen_hooks(firstiter=first_iteration)
+
+
+INLINED = "_torchdynamo_inline"
+"""The attribute of a function that names another one, for torch.compile to trace in its place."""
+
+
+def _follow_in_compiled_code(self: Declared, span: Scope, result: object) -> object:
+    return None
+
+
+setattr(Declared.follow, INLINED, _follow_in_compiled_code)
+_DECLARED, _REPLACES = "__stepscope__", "__stepscope_replaces__"
+_OURS = frozenset((INLINED, _DECLARED, _REPLACES))
+W = TypeVar("W", bound=Callable[..., object])
+_Generator: TypeAlias = "GeneratorType[Any, Any, Any] | AsyncGeneratorType[Any, Any]"
+
+
+class Attributes(dict[str, object]):
+    """The `__dict__` of a wrapper. `functools.wraps` copies only the user's own attributes from it.
+
+    A copy of our attributes stands for the original where it must not. torch.compile traces the original and
+    leaves out the decorator above ours, a `torch.no_grad` for example. Ray wraps each method of an actor, and
+    pickles the original by value, with the globals of its module. A wrapper that is pickled by value itself
+    keeps them, because its closure holds the original anyway.
+    """
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override] # typeshed's dict_keys cannot be made
+        return self.copy().keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.copy())
+
+    def copy(self) -> dict[str, object]:
+        return {name: value for name, value in self.items() if name not in _OURS}
+
+    def __reduce__(self) -> tuple[type[dict[str, object]], tuple[dict[str, object]]]:
+        return dict, ({name: value for name, value in self.items()},)  # noqa: C416 # dict() asks for keys
+
+
+def wraps(fn: FunctionType, wrapper: W, declared: Declared | None) -> W:
+    """Return `wrapper` with the metadata of `fn`, the declared arguments, and the function to compile."""
+    functools.update_wrapper(wrapper, fn)
+    attributes = Attributes(vars(wrapper))
+    # Of a decorator, `__wrapped__` is the way around it: `step.__wrapped__` is `step` without its no_grad.
+    attributes.update(vars(fn))
+    attributes[INLINED] = getattr(fn, INLINED, fn)  # `fn` may be what torch.compile returned
+    if declared is not None:
+        attributes[_DECLARED] = declared
+    wrapper.__dict__ = attributes
+    return wrapper
+
+
+def declared(member: object) -> Declared | None:
+    """Return the arguments of `profile_step` for a function or method, below whatever decorators."""
+    return cast("Declared | None", _nearest(member, _DECLARED))
+
+
+def mark_replacement(wrapper: Callable[..., object]) -> None:
+    """Note that `wrapper` stands in the place of a function that nobody decorated."""
+    vars(wrapper)[_REPLACES] = True
+
+
+def is_replacement(member: object) -> bool:
+    """Return whether `instrument` put a function or method there, below whatever decorators."""
+    return _nearest(member, _REPLACES) is True
+
+
+def _nearest(member: object, attribute: str) -> object:
+    wrapper: Any = getattr(member, "__func__", member)
+    try:
+        wrapper = inspect.unwrap(wrapper, stop=lambda inner: attribute in getattr(inner, "__dict__", ()))
+    except ValueError:  # wrappers in a circle
+        return None
+    return getattr(wrapper, "__dict__", {}).get(attribute)
+
+
+# The function is called at one place in each branch, and nothing of ours can fail around it (`begin` and
+# `__exit__` see to that): it runs exactly once.
+_CALL = """
+{async_}def wrapper({params}):
+    __session = __runtime.active
+    if __session is None:
+        return {await_}__fn({call})
+    __span = __session.log.begin(__declared, {attrs})
+    try:
+        __result = {await_}__fn({call})
+{goes_on}
+        __span.__exit__(None, None, None)
+    except BaseException as __error:
+        __span.__exit__(None, __error, None)
+        raise
+    return __result
+"""
+# A function that is no `async def` may return a coroutine: an `async def` below a decorator, for example.
+_GOES_ON = """
+        if type(__result) not in __declared.over:
+            __rest = __declared.follow(__span, __result)
+            if __rest is not None:
+                return __rest
+"""
+
+# One span per resumption, closed before the `yield`: the consumer's time is not the generator's, and
+# whoever resumes or closes it next may be another task. The slot is read at every resumption: a generator
+# may outlive many captures. While suspended, the frame holds neither the yielded value (hence the list) nor
+# an exception that was thrown in (whose traceback holds the frame). GeneratorExit is how a generator is
+# closed early: not an error of the span.
+#
+# While nothing is captured, only the loop at the top runs. An exception there is of the inner generator if
+# that has ended. Otherwise the consumer threw it in.
+_GENERATOR = """
+{async_}def wrapper({params}):
+    __inner = __fn({call})
+    __send = __inner.{send}
+    __resume, __value, __index, __session = {first}, 0, None
+    __off = __span = __declared.off
+    while True:
+        if __resume is __send and __value is None:
+            try:
+                while __runtime.active is None and __value is None:
+                    __index += 1
+                    __value = yield {await_}__send(None)
+            except BaseException as __stop:
+                if __inner.{frame} is not None:
+                    __resume, __value = __inner.{throw}, __stop
+                elif isinstance(__stop, {end}):
+                    return {returned}
+                else:
+                    raise
+        __before, __session = __session, __runtime.active
+        if __session is not None:
+            __span = __session.log.begin(__declared, {attrs}, __index, __session is not __before)
+        try:
+            __item = [{await_}__resume(__value)]
+            if __session is not None:
+                __span.__exit__(None, None, None)
+                __span = __off
+        except {end} as __stop:
+            __span.__exit__(None, None, None)
+            return {returned}
+        except GeneratorExit:
+            __span.__exit__(None, None, None)
+            raise
+        except BaseException as __error:
+            __span.__exit__(None, __error, None)
+            raise
+        finally:
+            __value = None
+        __index += 1
+        try:
+            __value = yield __item.pop()
+            __resume = __send
+        except BaseException as __error:
+            __resume, __value = __inner.{throw}, __error
+"""
+
+_SYNC = {"async_": "", "await_": "", "a_": "", "goes_on": _GOES_ON}
+_ASYNC = {"async_": "async ", "await_": "await ", "a_": "a", "goes_on": ""}
+_SEND = {
+    "first": "__send, None",
+    "send": "send",
+    "throw": "throw",
+    "frame": "gi_frame",
+    "end": "StopIteration",
+    "returned": "__stop.value",
+}
+_ASEND = {
+    "first": "__declared.start, __inner",
+    "send": "asend",
+    "throw": "athrow",
+    "frame": "ag_frame",
+    "end": "StopAsyncIteration",
+    "returned": "",
+}
+
+
+def wrap(fn: FunctionType, *, role: str | None, stage: str | None, attrs: Attrs | None) -> FunctionType:
+    """Return a function of `fn`'s kind, signature and metadata that times it during a capture."""
+    template, pieces = _kind(fn)
+    declared = Declared(role, fn.__name__ if stage is None else stage, attrs, is_async=pieces["async_"] != "")
+    if role is not None:
+        declared_roles.add(role)
+    computed = "__declared.attrs_of(({args}), {{{kwargs}}}) if __session.calls_attrs else None"
+    pieces = {**pieces, "attrs": _of(fn, computed) if callable(attrs) else "__declared.attrs"}
+    made = _build(fn, _of(fn, template, **pieces), {"fn": fn, "runtime": slot, "declared": declared})
+    return wraps(fn, made, declared)
+
+
+def calling(fn: FunctionType, template: str, goes_on: str, **names: object) -> FunctionType:
+    """Return a function of `fn`'s kind and signature with another body. `fn` is no generator function.
+
+    Args:
+        template: The source, as `_CALL`. It finds `__fn`, `__runtime`, and `names` after two underscores.
+        goes_on: The part of it that stands in plain functions alone: they may return a coroutine.
+    """
+    pieces = _ASYNC if inspect.iscoroutinefunction(fn) else {**_SYNC, "goes_on": goes_on}
+    return _build(fn, _of(fn, template, **pieces), {"fn": fn, "runtime": slot, **names})
+
+
+def is_generator(fn: FunctionType) -> bool:
+    """Return whether each call of `fn` makes a generator, async or not."""
+    return inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn)
+
+
+def _resumed(inner: _Generator, declared: Declared) -> object:
+    """Return a generator that times the resumptions of `inner`."""
+    resuming = _resuming(isinstance(inner, AsyncGeneratorType))
+    made: Any = resuming(lambda given: given, slot, declared)(inner)
+    made.__name__, made.__qualname__ = inner.__name__, inner.__qualname__
+    return made
+
+
+@functools.cache
+def _resuming(is_async: bool) -> Callable[..., FunctionType]:
+    pieces = _ASYNC | _ASEND if is_async else _SYNC | _SEND
+    source = _GENERATOR.format(params="given", call="given", attrs="__declared.attrs", **pieces)
+    return _factory(source, f"{__name__}._resumed", ("fn", "runtime", "declared"))
+
+
+def _kind(fn: FunctionType) -> tuple[str, dict[str, str]]:
+    if inspect.iscoroutinefunction(fn):
+        return _CALL, _ASYNC
+    if inspect.isasyncgenfunction(fn):
+        return _GENERATOR, _ASYNC | _ASEND
+    if inspect.isgeneratorfunction(fn):
+        return _GENERATOR, _SYNC | _SEND
+    return _CALL, _SYNC
+
+
+class _Signature(NamedTuple):
+    """A signature as pieces of source, each parameter with a comma behind it."""
+
+    params: str
+    """`a, /, b, *c, d, **e`"""
+    call: str
+    """`a, b, *c, d=d, **e`"""
+    args: str
+    """`a, b, *c`"""
+    kwargs: str
+    """`'d': d, **e`"""
+
+    @classmethod
+    def of(cls, code: CodeType) -> _Signature:
+        """Read the code: `inspect.signature` would return the claim of a decorator below us instead."""
+        taken = iter(code.co_varnames)
+        args = [f"{name}, " for name in itertools.islice(taken, code.co_argcount)]
+        only = list(itertools.islice(taken, code.co_kwonlyargcount))
+        star = f"*{next(taken)}, " if code.co_flags & inspect.CO_VARARGS else ""
+        stars = f"**{next(taken)}, " if code.co_flags & inspect.CO_VARKEYWORDS else ""
+        if any(name.lstrip("*").startswith("__") for name in (*args, *only, star, stars)):
+            # The templates' own names begin so.
+            return cls("*__args, **__kwargs", "*__args, **__kwargs", "*__args, ", "**__kwargs")
+        slash = ["/, "] if code.co_posonlyargcount else []
+        params = [*args[: code.co_posonlyargcount], *slash, *args[code.co_posonlyargcount :]]
+        params += [star or ("*, " if only else ""), *(f"{name}, " for name in only), stars]
+        return cls(
+            params="".join(params).removesuffix(", "),  # the grammar allows no comma behind **e
+            call="".join([*args, star, *(f"{name}={name}, " for name in only), stars]),
+            args="".join([*args, star]),
+            kwargs="".join([*(f"{name!r}: {name}, " for name in only), stars]),
+        )
+
+
+def _of(fn: FunctionType, template: str, **pieces: str) -> str:
+    """Fill in the signature of `fn`, and `pieces`."""
+    return template.format(**_Signature.of(fn.__code__)._asdict(), **pieces)
+
+
+def _build(fn: FunctionType, source: str, names: Mapping[str, object]) -> FunctionType:
+    """Return the `wrapper` of the source, to be called as `fn`. It finds `names` after two underscores."""
+    built = _factory(source, f"{fn.__module__}.{fn.__qualname__}", tuple(names))(*names.values())
+    # With the function's own globals, where FastAPI and others look up annotations that are strings.
+    code = built.__code__.replace(co_name=fn.__name__)
+    wrapper = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, built.__closure__)
+    wrapper.__kwdefaults__ = fn.__kwdefaults__ and dict(fn.__kwdefaults__)
+    return wrapper
+
+
+def _factory(source: str, name: str, names: tuple[str, ...]) -> Callable[..., FunctionType]:
+    header = f"def factory({', '.join(f'__{free}' for free in names)}):"
+    factory = header + source.replace("\n", "\n    ") + "return wrapper\n"
+    namespace: dict[str, Callable[..., FunctionType]] = {}
+    exec(compile(factory, _register(factory, name), "exec"), namespace)
+    return namespace["factory"]
+
+
+def _register(source: str, name: str) -> str:
+    """Put generated source where tracebacks, `inspect` and pdb find it. Return its file name there."""
+    lines = source.splitlines(keepends=True)
+    names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
+    files = (f"<profile_step {name}>" for name in names)
+    # A function that is decorated again needs no second copy; another one of the same name does.
+    return next(file for file in files if _cached(file, source, lines) == lines)
+
+
+def _cached(file: str, source: str, lines: list[str]) -> object:
+    """Return the lines under the name `file`, which are `lines` if there were none."""
+    entry = linecache.cache.setdefault(file, (len(source), None, lines, file))
+    return entry[2] if len(entry) == 4 else None

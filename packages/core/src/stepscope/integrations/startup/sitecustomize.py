@@ -1,0 +1,42 @@
+"""Python runs this first of all in the processes that `stepscope run` started, and those that they start.
+
+The folder stands at the front of PYTHONPATH there. It takes the configuration's `instrument` list, so that a
+framework is patched while it is imported. Nothing here may keep a program from starting.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+
+
+def _run_the_one_behind() -> None:
+    """Run the `sitecustomize` that this one hides: a distribution's, or another tool's."""
+    here = Path(__file__).resolve().parent
+    behind = [folder for folder in sys.path if Path(folder or ".").resolve() != here]
+    spec = PathFinder.find_spec("sitecustomize", behind)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(module_from_spec(spec))
+
+
+def _take_the_configuration() -> None:
+    try:
+        from stepscope._recording.capture import configure
+    except ImportError as error:  # another environment than that of `stepscope run`
+        _say(f"is not installed in {sys.prefix} ({error})")
+        return
+    try:
+        configure.start_up()
+    except Exception as error:
+        _say(str(error))
+
+
+def _say(why: str) -> None:
+    sys.stderr.write(f"stepscope: this process is not instrumented: {why}\n")
+
+
+if __name__ == "sitecustomize":
+    _run_the_one_behind()
+    _take_the_configuration()

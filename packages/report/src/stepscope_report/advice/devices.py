@@ -1,0 +1,142 @@
+"""Advice on devices: memory, collectives, idle time."""
+
+from __future__ import annotations
+
+from stepscope_report.advice.evidence import Advice, Evidence, percentage_of
+from stepscope_report.advice.remedies import changes
+from stepscope_report.formatting import duration, size
+from stepscope_report.spans import GENERATES, ROLLOUT
+from stepscope_report.tables.idle import Idle
+
+_TRAINS = ("actor", "trainer")
+
+
+def memory_nearly_full(evidence: Evidence) -> Advice | None:
+    """Advise if an allocator held 95 % of its device or more."""
+    full = [
+        row
+        for row in evidence.memory
+        if row.capacity_bytes and row.reserved_bytes >= 0.95 * row.capacity_bytes
+    ]
+    if not full:
+        return None
+    worst = max(full, key=lambda row: row.reserved_bytes / (row.capacity_bytes or 1))
+    gap = worst.reserved_bytes - worst.allocated_bytes
+    return Advice(
+        rule="memory-nearly-full",
+        kind="alarm",
+        what=f"{worst.process} held nearly all memory of {worst.device}",
+        because=(
+            (
+                f"{size(worst.reserved_bytes)} of {size(worst.capacity_bytes or 0)} reserved, "
+                f"{size(worst.allocated_bytes)} of it in use at most"
+            ),
+        ),
+        do=(
+            f"the rest is fragments: PYTORCH_{'NPU' if evidence.profiling.npu else 'CUDA'}_ALLOC_CONF="
+            "expandable_segments:True"
+            if gap > 0.2 * worst.reserved_bytes
+            else "smaller micro-batches, or activation checkpointing, before a longer sequence ends the run"
+        ),
+        settings=()
+        if gap > 0.2 * worst.reserved_bytes
+        else changes(f"memory-nearly-full: {_side(worst.process, evidence)}", evidence, worst.process),
+    )
+
+
+def collectives(evidence: Evidence) -> Advice | None:
+    """Advise if a process spent a tenth of its busy time, and 2 % of the step, in collectives that nothing
+    hides. Those that moved weights are for the advice on weight syncs.
+    """
+    spent = ((max(0, (row.collective_ns or 0) - _syncing_ns(row, evidence)), row) for row in evidence.idle)
+    collective_ns, worst = max(spent, key=lambda pair: pair[0], default=(0, None))
+    if worst is None or collective_ns * 10 < worst.busy_ns:
+        return None
+    if not collective_ns or collective_ns * 50 < evidence.breakdown.window_ns:
+        return None
+    late = worst.skew_ns is not None and worst.skew_ns * 2 >= collective_ns
+    because = [f"{worst.process}: {duration(collective_ns)} of {duration(worst.busy_ns)} busy"]
+    one = late and worst.awaited is not None and worst.awaited_ns * 2 >= (worst.skew_ns or 0)
+    if worst.skew_ns is not None:
+        because.append(f"{duration(worst.skew_ns)} before the last rank had entered")
+        if late and worst.awaited is not None:
+            because.append(f"that was {worst.awaited} for {duration(worst.awaited_ns)} of it")
+    whom = worst.awaited if one else "each other"
+    if worst.skew_ns is None and _has_unprofiled_peers(evidence, worst.role):
+        return _may_wait(worst.role, tuple(because), collective_ns)
+    return Advice(
+        rule="collectives",
+        what=(
+            f"ranks wait for {whom} in collectives"
+            if late
+            else "communication is not hidden behind computation"
+        ),
+        because=tuple(because),
+        do=(
+            "even out what the ranks do before them: tokens in a micro-batch, work on one rank alone"
+            + ("; if it is always that rank, look at its host" if one else "")
+            if late
+            else "fewer ranks to a replica"
+            if worst.role in ROLLOUT
+            else "larger buckets, and overlap of gradient reduction with backward"
+        ),
+        saves_ns=collective_ns,
+        settings=changes(
+            f"collectives: {'late' if late else _side(worst.process, evidence)}", evidence, worst.process
+        ),
+    )
+
+
+def _syncing_ns(row: Idle, evidence: Evidence) -> int:
+    return evidence.syncing_ns.get(row.process, 0)
+
+
+def _side(process: str, evidence: Evidence) -> str:
+    """Return `rollout` for a process that generates, `training` for one that updates the policy, else its
+    role.
+    """
+    role = next((row.role for row in evidence.idle if row.process == process), "")
+    return "rollout" if role in GENERATES else "training" if role in _TRAINS else role
+
+
+def _has_unprofiled_peers(evidence: Evidence, role: str) -> bool:
+    """Return whether processes of this role have no trace, which would tell when they entered collectives."""
+    profiled = {row.name for row in evidence.health.processes if row.profiled}
+    return any(row.role == role and row.process not in profiled for row in evidence.idle)
+
+
+def _may_wait(role: str, because: tuple[str, ...], collective_ns: int) -> Advice:
+    return Advice(
+        rule="collectives",
+        what="a rank spends time in collectives: it communicates, or it waits for ranks without a trace",
+        because=because,
+        do=f"capture a step with a profiler on all ranks, to see which: roles: {{{role}: {{ranks: all}}}}",
+        saves_ns=collective_ns,
+    )
+
+
+def idle_device(evidence: Evidence) -> Advice | None:
+    """Advise if a device was busy for less than half of the time between its first and its last kernel."""
+    rows = () if evidence.traces is None else evidence.traces.devices
+    idle = [
+        row
+        for row in rows
+        if row.busy_ns * 2 < row.span_ns and (row.span_ns - row.busy_ns) * 20 >= evidence.breakdown.window_ns
+    ]
+    if not idle:
+        return None
+    worst = max(idle, key=lambda row: row.span_ns - row.busy_ns)
+    return Advice(
+        rule="idle-device",
+        what=f"{worst.device} of {worst.process} waits for the host, or for other stages",
+        because=(
+            (
+                f"busy for {duration(worst.busy_ns)} of the {duration(worst.span_ns)} from the first to the "
+                f"last kernel: {percentage_of(worst.busy_ns, worst.span_ns)}"
+            ),
+        ),
+        do="`Idle` says what the process waited for; inside a stage: larger micro-batches, "
+        + ("graph mode" if evidence.profiling.npu else "CUDA graphs"),
+        saves_ns=worst.span_ns - worst.busy_ns,
+        settings=changes(f"idle-device: {_side(worst.process, evidence)}", evidence, worst.process),
+    )

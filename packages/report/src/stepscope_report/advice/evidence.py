@@ -1,0 +1,95 @@
+"""The figures that rules of advice look at, and the advice that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from stepscope_report.advice.bounds import Bounds
+from stepscope_report.advice.demand import Demand
+from stepscope_report.advice.settings import SettingChange, Settings
+from stepscope_report.formatting import duration, percent_of
+from stepscope_report.spans import ManyNames
+from stepscope_report.table import Table
+from stepscope_report.tables.baseline import Baseline
+from stepscope_report.tables.breakdown import Breakdown
+from stepscope_report.tables.counters import CounterRow, Counters
+from stepscope_report.tables.engine import Engine
+from stepscope_report.tables.health import Health
+from stepscope_report.tables.idle import Idle
+from stepscope_report.tables.long_tail import LongTail
+from stepscope_report.tables.profiling import Profiling
+from stepscope_report.tables.stages import Stage
+from stepscope_report.tables.traces import MemoryRow, TraceTables
+from stepscope_report.tables.waiting import VainWait
+from stepscope_report.whatif.saving import WhatIf, no_saving
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a step that rules look at. Shares are of the step without opening and closing the
+    capture.
+    """
+
+    breakdown: Breakdown
+    baseline: Baseline | None
+    stages: Table[Stage]
+    long_tail: LongTail | None
+    idle: Table[Idle]
+    syncing_ns: Mapping[str, int] = {}  # never written
+    """Time in collectives that moved weights, by the name of the process."""
+    vain_waits: Table[VainWait] = Table()
+    engines: Table[Engine]
+    traces: TraceTables | None
+    counters: Counters | None = None
+    health: Health
+    profiling: Profiling = Profiling()
+    bounds: Bounds = Bounds()
+    cut: frozenset[str] = frozenset()
+    """Names of processes whose recording ended before their work did: it ended calls that went on."""
+    over_budget: frozenset[str] = frozenset()
+    """Those of them that a budget ended."""
+    demand: Demand = Demand()
+    settings: Settings = {}
+    """Empty: no framework is known."""
+    what_if: WhatIf = no_saving
+    names: ManyNames | None = None
+    """None: each stage and role has a row."""
+
+    @property
+    def counter_rows(self) -> Sequence[CounterRow]:
+        return () if self.counters is None else self.counters.rows
+
+    @property
+    def memory(self) -> Sequence[MemoryRow]:
+        return () if self.traces is None else self.traces.memory
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    rule: str
+    """Its name: stable, for scripts."""
+    kind: Literal["alarm", "hint"] = "hint"
+    """`alarm`: something is wrong, or the numbers mislead. `hint`: time could be saved."""
+    what: str
+    because: tuple[str, ...]
+    """The numbers that it rests on."""
+    do: str
+    saves_ns: int | None = None
+    """Of the step, at most: the time that it would lose if the cause took none, and everything else as long
+    as it did, in the same order. None: unknown."""
+    settings: tuple[SettingChange, ...] = ()
+    """Settings of the framework at hand to change. Empty: none is known."""
+
+
+def is_unedited(evidence: Evidence) -> bool:
+    """Return whether the reader can change the configuration alone, and no code."""
+    return evidence.health.opened_by == "instrument"
+
+
+def share_of_step(wall_ns: int, evidence: Evidence) -> str:
+    return f"{duration(wall_ns)}, {percentage_of(wall_ns, evidence.breakdown.window_ns)} of the step"
+
+
+def percentage_of(part: int, whole: int) -> str:
+    return f"{percent_of(part, whole)} %"

@@ -1,0 +1,224 @@
+"""Advice on the rollout: queues, tools, engines, and weights on their way to these."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from stepscope.files.counters import KV_CACHE, RUNNING_REQUESTS, WAITING_REQUESTS
+from stepscope_report.advice.demand import FULL
+from stepscope_report.advice.evidence import Advice, Evidence, percentage_of, share_of_step
+from stepscope_report.advice.profilers import is_stalled
+from stepscope_report.advice.remedies import changes
+from stepscope_report.formatting import count, duration, few
+from stepscope_report.spans import GENERATES, MOVES_WEIGHTS, TRANSFER, is_tool
+from stepscope_report.tables.engine import Engine
+from stepscope_report.tables.stages import Stage
+
+NAMED = 3
+"""Stages that a sentence names."""
+_QUEUE = "requests wait for a place in the engine"
+_SHORTEN_QUEUE = (
+    "more replicas, or more requests at once in each (vLLM: max_num_seqs, SGLang: max_running_requests)"
+)
+
+
+def queueing(evidence: Evidence) -> Advice | None:
+    """Advise if requests queued for a fifth of the trajectories' time, while no engine wrote traces.
+
+    Without spans of queues, advise if by its counters a fifth of an engine's requests waited on average, and
+    its KV cache had room.
+    """
+    if is_stalled(evidence):
+        return None
+    return _queueing_by_spans(evidence) or _queueing_by_counters(evidence)
+
+
+def _queueing_by_spans(evidence: Evidence) -> Advice | None:
+    return _in_trajectories(
+        evidence,
+        lambda stage: stage.waits and stage.role == "rollout",
+        rule="queueing",
+        what=_QUEUE,
+        do=_SHORTEN_QUEUE,
+        saves_ns=evidence.bounds.queue_ns,
+    )
+
+
+def _queueing_by_counters(evidence: Evidence) -> Advice | None:
+    if any(stage.waits and stage.role == "rollout" for stage in evidence.stages):
+        return None  # its queues are known, and are short
+    named = {(row.process, row.of, row.name): row for row in evidence.counter_rows}
+    queues = [
+        (row, running, cache)
+        for row in evidence.counter_rows
+        if row.name == WAITING_REQUESTS
+        and (running := named.get((row.process, row.of, RUNNING_REQUESTS))) is not None
+        and (cache := named.get((row.process, row.of, KV_CACHE))) is not None
+        and row.mean >= 1
+        and row.mean * 4 >= running.mean
+        and cache.most < FULL
+    ]
+    if not queues:
+        return None
+    waiting, running, cache = max(queues, key=lambda queue: queue[0].mean)
+    replica = waiting.of or waiting.process
+    return Advice(
+        rule="queueing",
+        what=_QUEUE,
+        because=(
+            f"{replica}: {waiting.mean:.1f} requests waited on average, and {running.mean:.1f} ran",
+            f"its KV cache was used to {cache.most:.0f} % at most",
+        ),
+        do=_SHORTEN_QUEUE,
+        settings=changes("queueing", evidence),
+    )
+
+
+def slow_tools(evidence: Evidence) -> Advice | None:
+    return _in_trajectories(
+        evidence,
+        lambda stage: is_tool(stage.role, stage.stage),
+        rule="slow-tools",
+        what="trajectories wait for their tools",
+        do="run more of them at once, give them a deadline, or let other trajectories generate meanwhile",
+        saves_ns=evidence.bounds.tools_ns,
+    )
+
+
+def _in_trajectories(
+    evidence: Evidence, counts: Callable[[Stage], bool], *, rule: str, what: str, do: str, saves_ns: int
+) -> Advice | None:
+    """Advise if stages are a fifth of the trajectories' time in sum, or more, and could save 2 % of the
+    step.
+    """
+    tail = evidence.long_tail
+    whole_ns = sum(stage.total_ns for stage in evidence.stages if stage.stage == "trajectory")
+    inside = set() if tail is None else {(spread.role, spread.stage) for spread in tail.spreads}
+    parts = [stage for stage in evidence.stages if counts(stage) and (stage.role, stage.stage) in inside]
+    part_ns = sum(stage.total_ns for stage in parts)
+    if not whole_ns or part_ns * 5 < whole_ns or saves_ns * 50 < evidence.breakdown.window_ns:
+        return None
+    names = few([f"{stage.role} {stage.title}" for stage in parts], NAMED)
+    return Advice(
+        rule=rule,
+        what=what,
+        because=(
+            (
+                f"spans {names}: {duration(part_ns)} of the {duration(whole_ns)} that all "
+                f"trajectories took in sum, {percentage_of(part_ns, whole_ns)}"
+            ),
+        ),
+        do=do,
+        saves_ns=saves_ns,
+        settings=changes(rule, evidence),
+    )
+
+
+def prefill_alone(evidence: Evidence) -> Advice | None:
+    """Advise if an engine read prompts, and wrote no token, for a quarter of its time.
+
+    A recording of less than half of the rollout does not show that: its first passes read prompts, and
+    `by_stage` records as many of each kind.
+    """
+    rows = [
+        row
+        for row in evidence.engines
+        if row.prefill_ns * 4 >= row.recorded_ns > 0 and row.recorded_ns * 2 >= row.window_ns
+    ]
+    if not rows:
+        return None
+    worst = max(rows, key=lambda row: row.prefill_ns)
+    return Advice(
+        rule="prefill-alone",
+        what=f"{worst.replica} reads prompts while nobody gets tokens",
+        because=(
+            (
+                f"{duration(worst.prefill_ns)} of {duration(worst.recorded_ns)}: "
+                f"{percentage_of(worst.prefill_ns, worst.recorded_ns)}"
+            ),
+        ),
+        do="prefix caching (the turns of a trajectory share theirs), chunked prefill",
+        saves_ns=_prefill_ns(evidence.engines),
+        settings=changes("prefill-alone", evidence),
+    )
+
+
+def _prefill_ns(engines: Sequence[Engine]) -> int:
+    """Return the time in which any replica read prompts, also beside tokens, to one stretch of its load.
+
+    A request that goes from one replica to another waits for the prefill of both.
+    """
+    reading: Counter[int] = Counter()
+    """By the start of the stretch, in hundredths of a request."""
+    width_ns = 0
+    for row in engines:
+        for load, following in pairwise(row.load):
+            width_ns = following.start_ns - load.start_ns
+        for load in row.load:
+            reading[load.start_ns] += round(100 * load.prefilling)
+    return sum(min(hundredths, 100) * width_ns // 100 for hundredths in reading.values())
+
+
+def weight_sync(evidence: Evidence) -> Advice | None:
+    """Advise if moving weights took 5 % of the step or more."""
+    lines = [line for line in evidence.breakdown.lines if line.stage and MOVES_WEIGHTS.search(line.stage)]
+    wall_ns = sum(line.wall_ns for line in lines)
+    if not lines or wall_ns * 20 < evidence.breakdown.window_ns:
+        return None
+    names = ", ".join(f"{line.role} {line.stage}" for line in lines[:NAMED])
+    local = _stays_in_its_process(evidence)
+    profiling = evidence.profiling
+    over = "HCCL or " if profiling.npu else "NCCL or " if profiling.gpu else ""
+    return Advice(
+        rule="weight-sync",
+        what=f"moving weights to the {'engine in the same process' if local else 'replicas'} takes long",
+        because=(f"{names}: {share_of_step(wall_ns, evidence)}",),
+        do="load all tensors in one call, in the layout and type that the engine keeps"
+        if local
+        else f"send them over {over}shared memory in buckets, and overlap that with the end of the update",
+        saves_ns=max(wall_ns, _weights_ns(evidence)),
+        settings=() if local else changes("weight-sync", evidence),
+    )
+
+
+def _weights_ns(evidence: Evidence) -> int:
+    """Return the time in which weights moved, also beside other work."""
+    between_ns = sum(line.wall_ns for line in evidence.breakdown.lines if line.stage == TRANSFER)
+    return evidence.bounds.weights_ns + between_ns
+
+
+def _stays_in_its_process(evidence: Evidence) -> bool:
+    """Return whether each process that moves weights generates too."""
+    moves, generates = set[str](), set[str]()
+    for stage in evidence.stages:
+        names = {share.process for share in stage.processes}
+        if MOVES_WEIGHTS.search(stage.stage):
+            moves |= names
+        elif stage.role in GENERATES:
+            generates |= names
+    return moves <= generates
+
+
+def vain_wait(evidence: Evidence) -> Advice | None:
+    """Advise if a process waited for 5 % of the step or more while nobody was busy who could have ended the
+    wait.
+    """
+    worst = max(evidence.vain_waits, key=lambda wait: wait.vain_ns, default=None)
+    if worst is None or worst.vain_ns * 20 < evidence.breakdown.window_ns:
+        return None
+    who = worst.processes[0] if len(worst.processes) == 1 else count(len(worst.processes), "process")
+    return Advice(
+        rule="vain-wait",
+        what=f"{who} waited in {worst.role} {worst.stage} while nobody it could wait for was busy",
+        because=(
+            share_of_step(worst.vain_ns, evidence),
+            f"in all it waited for {duration(worst.wall_ns)}",
+        ),
+        do=(
+            "wake it when the work is done, or let it poll more often; if a process that is not recorded did "
+            "the work, give it to the capture"
+        ),
+        saves_ns=worst.vain_ns,
+    )

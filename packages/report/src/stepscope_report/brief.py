@@ -1,0 +1,272 @@
+"""The whole story of a step in at most 40 lines: text, Markdown or HTML.
+
+All of it is taken from the report. Nothing is computed here but the choice of lines.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from itertools import islice
+from pathlib import Path
+from shlex import quote
+
+import msgspec
+
+from stepscope_report.advice.evidence import Advice
+from stepscope_report.blocks.advice import savings, say_change
+from stepscope_report.blocks.baseline import say_beside, say_usual
+from stepscope_report.blocks.breakdown import waiting
+from stepscope_report.blocks.engines import PHASES, engine_times, shares_of
+from stepscope_report.blocks.health import (
+    say_again,
+    say_complete,
+    say_ended,
+    say_incomplete,
+    say_others,
+    say_recorder,
+    say_span,
+)
+from stepscope_report.blocks.idle import say_causes
+from stepscope_report.blocks.long_tail import slow_cells, tail_sentences, waits
+from stepscope_report.formatting import count, duration, moment, percent_of, percents, plain
+from stepscope_report.model import StepReport
+from stepscope_report.tables.breakdown import Line
+from stepscope_report.tables.engine import Engine
+from stepscope_report.tables.stages import Stage
+
+FLOOR = 100
+"""Findings are at least this part of the step: 1 %."""
+LINES = 40
+"""A brief is never longer."""
+_WIDTH = 400
+_SIZES = ((7, 3), (5, 3), (3, 3), (3, 2), (2, 2))
+"""Stages and advice that are shown: the first that leaves a brief short enough."""
+
+
+class Briefed(ABC):
+    """Something with a brief, which a notebook shows as its value."""
+
+    @abstractmethod
+    def _parts(self) -> Sequence[Part]:
+        """Return the parts of the brief."""
+
+    def brief(self, *, markdown: bool = False) -> str:
+        """Return the whole story in at most 40 lines."""
+        parts = self._parts()
+        return brief_markdown(parts) if markdown else brief_text(parts)
+
+    def _repr_html_(self) -> str:
+        return brief_html(self._parts())
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Lines of a brief below one heading. A line that starts with two spaces explains the one before."""
+
+    title: str
+    lines: tuple[str, ...]
+
+    def on_one_line(self) -> Part:
+        """Return it with each text on one line, and long ones cut."""
+        lines = (plain(line) for line in self.lines)
+        cut = (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4]} ..." for line in lines)
+        return Part(plain(self.title)[:_WIDTH], tuple(cut))
+
+
+def step_brief(
+    report: StepReport,
+    folder: Path | None = None,
+    others: Sequence[StepReport] = (),
+    left_out: Mapping[str, Sequence[int]] = {},
+) -> list[Part]:
+    """Return the brief of one step: the first part says what and how long, the last one what to run next.
+
+    Args:
+        folder: The step's folder. None: no command is named.
+        others: Further steps of the run, that are only counted.
+        left_out: As of `run_brief`.
+    """
+    took = duration(report.breakdown.window_ns)
+    title = f"Step {report.step} of run {report.run_id}, {moment(report.opened_ns)}: {took}"
+    first = Part(title, tuple(_head(report, others)) + _elsewhere(report, left_out))
+    last = (
+        Part("Findings", tuple(_findings(report))),
+        Part("Next", () if folder is None else tuple(_commands(report, folder))),
+    )
+    parts: list[Part] = []
+    for stages, advice in _SIZES:
+        middle = (
+            Part("Where it went", tuple(_stages(report, stages))),
+            Part("What to do", tuple(_advice(report, advice))),
+        )
+        parts = [first, *(part for part in (*middle, *last) if part.lines)]
+        if sum(len(part.lines) + 2 for part in parts) <= LINES + 1:
+            break
+    return [part.on_one_line() for part in parts]
+
+
+def run_brief(
+    reports: Sequence[StepReport], folders: Mapping[int, Path], left_out: Mapping[str, Sequence[int]] = {}
+) -> list[Part]:
+    """Return the brief of the longest of these steps.
+
+    Args:
+        folders: The folder of each step, by number.
+        left_out: {id of another run in the folder: its steps that are not among these}.
+    """
+    longest = max(reports, key=lambda report: report.breakdown.window_ns)
+    others = [report for report in reports if report is not longest]
+    return step_brief(longest, folders.get(longest.step), others, left_out)
+
+
+def brief_text(parts: Sequence[Part]) -> str:
+    first, *rest = parts
+    lines = [first.title, *first.lines]
+    for part in rest:
+        lines += ["", part.title, *(f"  {line}" for line in part.lines)]
+    return "\n".join(lines)
+
+
+def brief_markdown(parts: Sequence[Part]) -> str:
+    """Return a brief as Markdown. Commands are code."""
+    lines: list[str] = []
+    for level, part in zip(("##", *("###" for _ in parts)), parts, strict=False):
+        lines += ["", f"{level} {_markdown(part.title)}"]
+        for line in part.lines:
+            indent = "  " * line.startswith("  ")
+            words = f"`{line.strip()}`" if part.title == "Next" else _markdown(line.strip())
+            lines.append(f"{indent}- {words}")
+    return "\n".join(lines[1:])
+
+
+def brief_html(parts: Sequence[Part]) -> str:
+    first, *rest = parts
+    pieces = [f"<b>{escape(first.title)}</b>", *(f"<br>{escape(line)}" for line in first.lines)]
+    for part in rest:
+        lines = "\n".join(map(escape, part.lines))
+        pieces.append(f'<br><b>{escape(part.title)}</b><pre style="white-space: pre-wrap">{lines}</pre>')
+    return f"<div>{''.join(pieces)}</div>"
+
+
+def _markdown(text: str) -> str:
+    """Escape what would be markup: an underscore inside a word is none."""
+    return re.sub(r"([\\`*<\[|]|(?<!\w)_|_(?!\w))", r"\\\1", text)
+
+
+def _elsewhere(report: StepReport, left_out: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    return (say_others(report.run_id, left_out),) if left_out else ()
+
+
+def _head(report: StepReport, others: Sequence[StepReport]) -> Iterator[str]:
+    health, breakdown = report.health, report.breakdown
+    if others:
+        took = [other.breakdown.window_ns for other in others]
+        extent = " to ".join(dict.fromkeys((duration(min(took)), duration(max(took)))))
+        yield f"The longest of {len(others) + 1:,} captured steps; the others took {extent}"
+    yield say_complete(health) if health.complete else say_incomplete(health)
+    if notes := [*filter(None, (say_recorder(health), say_ended(health), say_again(health)))]:
+        yield "; ".join(notes)
+    yield say_usual(report.baseline)
+    yield from filter(None, (say_beside(report.baseline),))
+    if health.errors:
+        yield f"{count(len(health.errors), 'error')}: {say_span(health.errors[0])}: {health.errors[0].error}"
+    if breakdown.opening_ns + breakdown.closing_ns:
+        cost = duration(breakdown.opening_ns + breakdown.closing_ns)
+        yield f"Outside of the step, opening and closing the capture took {cost}"
+
+
+def _stages(report: StepReport, most: int) -> Iterator[str]:
+    breakdown = report.breakdown
+    shares = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)
+    lines = list(zip(breakdown.lines, shares, strict=True))
+    stages = [entry for entry in lines if entry[0].kind == "stage" and entry[0].wall_ns]
+    for line, share in stages[:most]:
+        yield f"{share} % {line.role} {line.stage}{waiting(line)}: {duration(line.wall_ns)}, {_alone(line)}"
+    if rest := stages[most:]:
+        wall_ns = sum(line.wall_ns for line, _ in rest)
+        share = percent_of(wall_ns, breakdown.window_ns)
+        yield f"{share} % {count(len(rest), 'other stage')}: {duration(wall_ns)}"
+    for line, share in lines:
+        if line.kind != "stage":
+            yield f"{share} % {line.kind}: {duration(line.wall_ns)}"
+
+
+def _alone(line: Line) -> str:
+    if line.alone_ns >= line.wall_ns:
+        return "nothing else ran"
+    return f"{duration(line.alone_ns)} of it alone"
+
+
+def _advice(report: StepReport, most: int) -> Iterator[str]:
+    for advice in report.advice[:most]:
+        yield from _remark(advice, report.breakdown.window_ns)
+    if rest := report.advice[most:]:
+        yield f"{len(rest)} more: {', '.join(advice.rule for advice in rest)}"
+    if not report.advice:
+        yield "No rule of advice applies"
+
+
+def _remark(advice: Advice, window_ns: int) -> Iterator[str]:
+    gain = f" (gains at most {savings(advice, window_ns)} of the step)" if advice.saves_ns else ""
+    yield f"{'! ' if advice.kind == 'alarm' else ''}{advice.what}{gain} [{advice.rule}]"
+    yield f"  {'; '.join(advice.because)}"
+    yield f"  Try: {advice.do}"
+    if advice.settings:
+        yield f"  {'; '.join(map(say_change, advice.settings))}"
+
+
+def _findings(report: StepReport) -> Iterator[str]:
+    floor_ns = report.breakdown.window_ns / FLOOR
+    if uneven := [stage for stage in report.stages if _is_uneven(stage) and _lost_ns(stage) >= floor_ns]:
+        yield _say_uneven(max(uneven, key=_lost_ns))
+    if report.long_tail is not None:
+        yield from islice(tail_sentences(report.long_tail), 1)
+        for slow in report.long_tail.worst[:1]:
+            name, took, _ = slow_cells(slow)
+            yield f"Slowest trajectory: {name}, {took}: {waits(slow)}"
+    yield from engine_lines(report.engines)
+    idle = [row for row in report.idle if row.idle_ns >= max(1, floor_ns)]
+    if idle and report.breakdown.window_ns:
+        row = max(idle, key=lambda row: row.idle_ns)
+        share = percent_of(row.idle_ns, report.breakdown.window_ns)
+        causes = f"; it probably waited for {say_causes(row)}" if row.causes else ""
+        yield f"Most idle: {row.process}, {duration(row.idle_ns)}, {share} %{causes}"
+
+
+def _is_uneven(stage: Stage) -> bool:
+    return not (stage.waits or stage.uneven or stage.imbalance is None or stage.imbalance <= 1.1)
+
+
+def _lost_ns(stage: Stage) -> float:
+    return max(share.busy_ns for share in stage.processes) * (1 - 1 / (stage.imbalance or 1))
+
+
+def _say_uneven(stage: Stage) -> str:
+    most_ns = max(share.busy_ns for share in stage.processes)
+    return (
+        f"Least balanced: {stage.role} {stage.title}, {stage.slowest} busy for {duration(most_ns)}, "
+        f"{stage.imbalance:.2f} times the median of {count(len(stage.processes), 'process')}"
+    )
+
+
+def engine_lines(engines: Sequence[Engine]) -> Iterator[str]:
+    """Yield the phases of the engine that is idle longest, and of the one that is so shortest."""
+    ordered = sorted(engines, key=lambda row: row.idle_ns or 0)
+    for engine in (*ordered[:1], *ordered[1:][-1:]):
+        yield f"Engine {engine.replica}, {duration(engine.recorded_ns)} recorded: {_use(engine)}"
+
+
+def _use(engine: Engine) -> str:
+    shares = zip(PHASES, engine_times(engine), shares_of(engine), strict=True)
+    used = (f"{phase} {share} %" for phase, ns, share in shares if ns)
+    preempted = [] if not engine.preemptions else [count(engine.preemptions, "preemption")]
+    return ", ".join((*used, *preempted)) or "no phases"
+
+
+def _commands(report: StepReport, folder: Path) -> Iterator[str]:
+    path = quote(str(folder))
+    missing = "" if report.health.complete else ", and all that is missing"
+    yield f"stepscope report {path} --full  # all tables{missing}"
+    yield f"stepscope merge {path}  # its timeline, for Perfetto"

@@ -1,0 +1,43 @@
+"""`stepscope analyse`: makes raw recordings readable, where their profiler's own tools are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepscope.errors import StepscopeError
+from stepscope_report.cli import screen
+from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.find import STEPS_HELP, find_steps
+from stepscope_report.timeline import analysers
+
+
+def analyse(
+    path: Annotated[Path, typer.Argument(metavar="RUN_OR_STEP", help="A run's folder, or one step's.")],
+    step: Annotated[str | None, typer.Option(metavar="STEPS", help=STEPS_HELP)] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="S", help="Longest time for one recording, in seconds.", min=1)
+    ] = 3600,
+) -> None:
+    """Make raw recordings (of NPUs) readable, on a machine that has their profiler's tools."""
+    installed = [analysers.load(point) for point in analysers.installed()]
+    if not installed:
+        raise CommandError("no installed package analyses recordings: pip install 'stepscope[npu]'")
+    roots = [layout.root for layout in find_steps(path, step)]
+    work = [(tool, recording) for tool in installed for root in roots for recording in tool.waiting(root)]
+    if not work:
+        screen.say(f"{path}: no recording waits for an analysis")
+    failed = 0
+    for number, (analyser, recording) in enumerate(work, 1):
+        where = recording.relative_to(path)
+        with screen.waiting(f"{number} of {len(work)}: {where}"):
+            try:
+                outcome = analyser.analyse(recording, timeout)
+            except StepscopeError as error:
+                failed += 1
+                screen.warn(f"{where}: FAILED: {error}")
+                continue
+        screen.say(f"{where}: {outcome}")
+    raise typer.Exit(Exit.INCOMPLETE if failed else Exit.OK)

@@ -1,0 +1,213 @@
+"""`stepscope diff`: what changed between two steps, or two runs, and whether that is within limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from stepscope.config._steps import StepRange, parse_steps
+from stepscope.errors import ConfigError
+from stepscope.files.layout import StepLayout, safe
+from stepscope.files.recorder import recorded_runs
+from stepscope.files.run import RunSteps
+from stepscope_report.cli import screen
+from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.find import find_run, is_step, of_one_run
+from stepscope_report.cli.report import Reports, read_reports
+from stepscope_report.gate.gate import Gate, Limit, check_gate, parse_limits
+from stepscope_report.gate.steps import GateSteps, read_gate_steps
+from stepscope_report.tables.diff import Diff, KernelTimes, kernel_diff, kernel_times
+from stepscope_report.tables.diff import diff as compare
+from stepscope_report.terminal.diff import diff_markdown, render_diff
+from stepscope_report.terminal.gate import gate_junit, gate_markdown, render_gate
+from stepscope_report.timeline import Timeline, Traces
+from stepscope_report.timeline.activity.stages import by_stage
+
+
+class Side(msgspec.Struct, frozen=True):
+    """Steps that one argument names."""
+
+    option: str
+    path: Path
+    run: str | None
+    steps: tuple[StepRange, ...] | None
+    reports: Reports | None = None
+    """None: no step is captured, but the flight recorder wrote lines."""
+    kernels: tuple[KernelTimes, ...] | None = None
+    """Of the steps' traces, if these are read."""
+
+    def wants(self, step: int) -> bool:
+        return self.steps is None or any(step in part for part in self.steps)
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a run, or of one step in it.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="What is compared with it.")],
+    run_a: Annotated[str | None, typer.Option(help="A's run, where several wrote into one folder.")] = None,
+    run_b: Annotated[str | None, typer.Option(help="B's run.")] = None,
+    steps_a: Annotated[
+        str | None, typer.Option(help="Only these steps of run A: 3-7, 10:50:10, every:5.")
+    ] = None,
+    steps_b: Annotated[str | None, typer.Option(help="The same of B.")] = None,
+    fail_above: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PERCENT", help="Exit with 1 if the step, or --stage, grew by more."),
+    ] = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ROLE/STAGE", help="A pattern of stages, each with its --fail-above, in order."),
+    ] = None,
+    kernels: Annotated[
+        bool,
+        typer.Option(
+            "--kernels", help="Read the traces too: which operators and kernels grew, by stage and shapes."
+        ),
+    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown.")] = False,
+    junit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the verdicts there, as JUnit XML.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns, of the gate in s.")] = False,
+) -> None:
+    """Show what changed from A to B, stage by stage. Of a run, the mean of its captured steps is compared."""
+    limits = _limits(fail_above or (), stage or (), junit)
+    if json and markdown:
+        raise typer.BadParameter("--markdown goes without --json")
+    one = read_side("--steps-a", a, run_a, steps_a, gated=bool(limits), kernels=kernels)
+    other = read_side("--steps-b", b, run_b, steps_b, gated=bool(limits), kernels=kernels)
+    change, gate = compare_sides(one, other, limits)
+    if kernels and change is None:
+        screen.warn(
+            "--kernels needs captured steps on both sides; one side has only steps of the flight recorder"
+        )
+    if json:
+        document = {"format": 1} if change is None else msgspec.to_builtins(change)
+        screen.show_json(document if gate is None else {**document, "gate": gate})
+    else:
+        _show(change, gate, markdown=markdown)
+    if junit is not None and gate is not None:
+        junit.parent.mkdir(parents=True, exist_ok=True)
+        junit.write_bytes(gate_junit(gate))
+    if gate is not None and gate.failed:
+        raise typer.Exit(Exit.ERROR)
+    raise typer.Exit(Exit.OK if _sound(one, other) else Exit.INCOMPLETE)
+
+
+def compare_sides(one: Side, other: Side, limits: Sequence[Limit]) -> tuple[Diff | None, Gate | None]:
+    """Return the change, None where a side has no captured step, and the verdict, None without limits.
+
+    Raises:
+        ConfigError: as `check_gate`.
+    """
+    change = None
+    if one.reports is not None and other.reports is not None:
+        read = one.kernels is not None and other.kernels is not None
+        grown = kernel_diff(one.kernels or (), other.kernels or ()) if read else None
+        change = compare(one.reports.steps, other.reports.steps, kernels=grown)
+    gate = check_gate(_gate_steps(one), _gate_steps(other), limits) if limits else None
+    return change, gate
+
+
+def _limits(fail_above: Sequence[str], stages: Sequence[str], junit: Path | None) -> list[Limit]:
+    if fail_above:
+        return parse_limits(fail_above, stages)
+    if stages or junit is not None:
+        option, value = ("--stage", stages[0]) if stages else ("--junit", str(junit))
+        raise ConfigError(option, value, "only with a limit", "add --fail-above 5%")
+    return []
+
+
+def read_side(
+    option: str,
+    path: Path,
+    run: str | None = None,
+    steps: str | None = None,
+    *,
+    gated: bool = False,
+    kernels: bool = False,
+) -> Side:
+    """Return the steps of one side and their reports. Warn of what cannot be read.
+
+    Args:
+        option: Name of `steps` in an error.
+        run: The run's id, where several wrote into one folder.
+        steps: The steps of a run that count; None: all.
+        gated: Whether steps that the flight recorder wrote are enough.
+        kernels: Whether to read the traces.
+
+    Raises:
+        CommandError: there are no such steps, or none can be read.
+        ConfigError: `steps` is no range, or names no step.
+    """
+    if steps is not None and is_step(path):
+        fix = f"omit it, or give the run's folder: {path.parent}"
+        raise ConfigError(option, steps, "only for a run", fix)
+    side = Side(option, path, run, None if steps is None else parse_steps(steps, option))
+    recorded = recorded_runs(path) if gated else {}
+    try:
+        chosen = _found(side)
+    except (CommandError, ConfigError):
+        if recorded:
+            return side
+        raise
+    newest = next((name for name, start_ns in recorded.items() if start_ns > chosen.opened_ns), None)
+    if run is None and newest not in (None, safe(chosen.run_id or "")):
+        screen.say(
+            f"{path}: only the flight recorder's steps, because the run that recorded last captured none"
+        )
+        return side
+    times = list[KernelTimes]()
+
+    def add_times(step: StepLayout, timeline: Timeline, traces: Traces) -> None:
+        times.append(kernel_times(by_stage(step.root, timeline, traces.activities)))
+
+    reports = read_reports(list(chosen.steps.values()), chosen.run_id, traces=kernels, on_traces=add_times)
+    for step, why in reports.unreadable.items():
+        screen.warn(f"{step}: {why}")
+    for report in reports.steps:
+        for problem in () if report.traces is None else report.traces.problems:
+            screen.warn(f"{problem.file}: {problem.what}")
+    return msgspec.structs.replace(side, reports=reports, kernels=tuple(times) if kernels else None)
+
+
+def _found(side: Side) -> RunSteps:
+    if is_step(side.path):
+        return RunSteps(side.run, {0: StepLayout(side.path)}, {}, 0)
+    steps = find_run(side.path)
+    wanted = {number: layout for number, layout in steps.items() if side.wants(number)}
+    if not wanted:
+        asked, captured = ",".join(map(str, side.steps or ())), ", ".join(map(str, steps))
+        raise ConfigError(side.option, asked, f"captured steps: {captured}", "name some of these")
+    return of_one_run(side.path, wanted, side.run)
+
+
+def _gate_steps(side: Side) -> GateSteps:
+    reports = () if side.reports is None else side.reports.steps
+    if reports:
+        run = reports[0].run_id
+    else:
+        run = next(iter(recorded_runs(side.path)), "") if side.run is None else side.run
+    whole = not is_step(side.path)
+    folder = side.path if whole else side.path.absolute().parent
+    return read_gate_steps(folder, run, reports, side.wants, whole=whole)
+
+
+def _show(change: Diff | None, gate: Gate | None, *, markdown: bool) -> None:
+    if markdown:
+        verdict = None if gate is None else gate_markdown(gate)
+        account = None if change is None else diff_markdown(change)
+        screen.show_unwrapped("\n\n".join(filter(None, (verdict, account))))
+        return
+    if change is not None:
+        screen.show(render_diff(change))
+    if gate is not None:
+        screen.show(render_gate(gate))
+
+
+def _sound(*sides: Side) -> bool:
+    read = [side.reports for side in sides if side.reports is not None]
+    return all(not one.unreadable and all(step.health.complete for step in one.steps) for one in read)

@@ -1,0 +1,70 @@
+"""Commands and groups of commands, with the options that every one of them has: `-h`, `-q` and `-v`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from stepscope.config._words import closest
+from stepscope_report.cli import screen
+from stepscope_report.cli.exits import CommandError
+
+CONTEXT = {"help_option_names": ["-h", "--help"]}
+"""Settings of the whole command line; commands inherit them."""
+
+
+def _be_quiet(wanted: bool) -> None:
+    if wanted:
+        screen.be_quiet()
+
+
+def _be_verbose(wanted: bool) -> None:
+    if wanted:
+        screen.be_verbose()
+
+
+_options = typer.Typer(add_completion=False)
+
+
+@_options.command()
+def _shared(
+    _quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet", "-q", help="Print the answer and errors alone.", callback=_be_quiet, expose_value=False
+        ),
+    ] = False,
+    _verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Log at debug, on stderr.", callback=_be_verbose, expose_value=False
+        ),
+    ] = False,
+) -> None:
+    """Have the options that every command has."""
+
+
+_SHARED = [option for option in typer.main.get_command(_options).params if option.name != "help"]
+
+
+class Command(TyperCommand):
+    """A command that can be quiet, or verbose."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.params += _SHARED
+
+
+class GroupWithDefault(TyperGroup):
+    """A group whose first command is meant where none is named: `trigger RUN` is `trigger ask RUN`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in {*self.commands, *ctx.help_option_names}:
+            near = closest(args[0], self.commands)
+            if near and not Path(args[0]).exists():
+                raise CommandError(f"there is no `{ctx.command_path} {args[0]}`: did you mean {near!r}?")
+            args = [next(iter(self.commands)), *args]
+        return super().parse_args(ctx, args)

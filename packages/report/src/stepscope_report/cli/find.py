@@ -1,0 +1,179 @@
+"""Search for the captured steps that a path on the command line names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from stepscope.config._steps import parse_steps
+from stepscope.errors import RecordError
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest.parts import read_parts
+from stepscope.files.run import RunRecord, RunSteps, steps_of_run
+from stepscope.files.storage.reading import read_record
+from stepscope_report.blocks.health import say_others
+from stepscope_report.cli import screen
+from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.formatting import numbers
+from stepscope_report.timeline.sources import read_sources
+from stepscope_report.timeline.step.plain import has_traces
+
+STEPS_HELP = "Only these steps of a run: 3, 3-7, 3,5,8-, 10:50:10 (50 is not in it), every:50."
+"""Help of the option `--step` of every command."""
+_SHOWN = 10
+
+
+def find_run(path: Path) -> dict[int, StepLayout]:
+    """Return the captured steps of a run, by number.
+
+    Raises:
+        CommandError: it is no run or holds no captured step. The message names its content.
+    """
+    layout = RunLayout(path)
+    steps = layout.steps()
+    if steps:
+        return steps
+    records = [path for path in layout.runs() if path.is_file()]
+    if records:
+        raise CommandError(f"{path} holds no captured step. {_why_none(records[0])}", Exit.INCOMPLETE)
+    raise CommandError(no_run(path))
+
+
+def find_numbered(path: Path) -> dict[int, StepLayout]:
+    """Return the steps as `find_run`; a step's folder, whatever its name, is a run of that step alone.
+
+    Raises:
+        CommandError: as for `find_run`, or no process of the step recorded its number.
+    """
+    if not is_step(path):
+        return find_run(path)
+    layout = StepLayout(path)
+    recorded = read_parts(layout)[0] or read_sources(layout, spans=False)[0]
+    if not recorded:
+        raise CommandError(f"{path} is the folder of a step of unknown number: give the run's: {path.parent}")
+    return {recorded[0].step: layout}
+
+
+def find_steps(path: Path, step: int | str | None = None) -> list[StepLayout]:
+    """Return the steps, of all runs, that `path` (a run's folder, or a step's) and the option name.
+
+    Args:
+        step: A step, or several as in `steps`: `3,5-8`.
+
+    Raises:
+        CommandError: there is no such step. The message names the captured ones.
+        ConfigError: `step` spells no steps.
+    """
+    if is_step(path):
+        if step is not None:
+            raise CommandError(
+                f"{path} is the folder of one step: omit --step, or give the run's: {path.parent}"
+            )
+        return [StepLayout(path)]
+    return list(_wanted(path, step).values())
+
+
+def find_of_run(path: Path, step: int | str | None = None, run: str | None = None) -> RunSteps:
+    """Return the steps as `find_steps`, of one run: `run`, else the one that captured last. Say on stderr
+    which steps are left out.
+
+    Raises:
+        CommandError: as for `find_steps`, or there is none of `run`.
+        ConfigError: `step` spells no steps.
+    """
+    if is_step(path):
+        (layout,) = find_steps(path, step)
+        return RunSteps(run, {0: layout}, {}, 0)
+    return of_one_run(path, _wanted(path, step), run)
+
+
+def of_one_run(path: Path, steps: Mapping[int, StepLayout], run: str | None) -> RunSteps:
+    """Return those of some steps that are of one run, as `find_of_run`.
+
+    Raises:
+        CommandError: there is none of `run`.
+    """
+    chosen = steps_of_run(steps, run)
+    if not chosen.opened_ns and run is not None:
+        asked = f"step {numbers(steps)}" if len(steps) < len(RunLayout(path).steps()) else "step"
+        raise CommandError(f"{path} holds no {asked} of run {run!r}. Runs: {_some(chosen.others)}")
+    if chosen.others:
+        screen.say(say_others(chosen.run_id, chosen.others))
+    return chosen
+
+
+def _wanted(path: Path, step: int | str | None) -> dict[int, StepLayout]:
+    steps = find_run(path)
+    ranges = () if step is None else parse_steps(step, "--step")
+    wanted = {
+        number: layout
+        for number, layout in steps.items()
+        if not ranges or any(number in part for part in ranges)
+    }
+    absent = [part for part in ranges if part.stop == part.start + 1 and part.start not in steps]
+    if absent or not wanted:
+        which = ",".join(map(str, absent)) or step
+        raise CommandError(f"{path} holds no step {which}. Captured: {_some(map(str, steps))}")
+    return wanted
+
+
+def is_step(path: Path) -> bool:
+    """Return whether `path` is the folder of a step."""
+    return StepLayout(path).is_step
+
+
+def read_run(path: Path) -> RunRecord | None:
+    """Return the record in a `run.json`; None if it is not one."""
+    try:
+        return read_record(path, RunRecord)
+    except (OSError, RecordError):
+        return None
+
+
+def _why_none(path: Path) -> str:
+    record = read_run(path)
+    if record is None:
+        return f"{path.name} cannot be read."
+    steps = record.config.get("steps")
+    if not steps:
+        return f'{path.name} selects no step: set `steps`, for instance steps: [2, "10:50:10"].'
+    return f"{path.name} selects steps {steps}: the run has reached none of them, or their folders are gone."
+
+
+def no_run(path: Path) -> str:
+    """Return the reason why `path` is no run with captured steps, with its content."""
+    if not path.exists():
+        above = next(parent for parent in path.absolute().parents if parent.exists())
+        return f"{path} does not exist. {above} holds: {_names(above)}"
+    if not path.is_dir():
+        return f"{path} is a file: give the folder of a run (save_path), or of one step in it"
+    inside = next(
+        (parent for parent in path.absolute().parents if StepLayout(parent).processes.is_dir()), None
+    )
+    if inside is not None:
+        return f"{path} is a folder inside a step: give the step's: {inside}"
+    below = [child.name for child in path.iterdir() if child.is_dir() and RunLayout(child).steps()]
+    if below:
+        return f"{path} is no run, but there are runs in it: {_some(sorted(below))}"
+    traces = "It holds no trace either."
+    if has_traces(path):
+        traces = f"`stepscope report {path}` reads its traces."
+    return (
+        f"{path} holds no captured step: looked for run.json and folders like step_000002; it holds: "
+        f"{_names(path)}. {traces} If a run should write here: is `save_path` this folder, does "
+        "the training loop open `capture(step)`, and does `steps` select any that it reaches (see "
+        "`stepscope validate`)?"
+    )
+
+
+def _names(folder: Path) -> str:
+    try:
+        return _some(sorted(child.name for child in folder.iterdir()))
+    except OSError as error:
+        return f"({error.strerror})"
+
+
+def _some(names: Iterable[str]) -> str:
+    every = list(names)
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(every[:_SHOWN]) + more if every else "nothing"

@@ -1,0 +1,231 @@
+"""`stepscope ls`: what a run captured. `stepscope collect`: late files of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import msgspec
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from stepscope.errors import RecordError
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest.late import Waiting, take_in, waiting
+from stepscope.files.manifest.records import Recorded, State
+from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
+from stepscope.files.uncaptured import comparable
+from stepscope_report.cli import screen
+from stepscope_report.cli.exits import Exit
+from stepscope_report.cli.find import find_numbered
+from stepscope_report.formatting import count, duration, middle, moment, size
+from stepscope_report.tables.health import step_health
+from stepscope_report.terminal.layout import listing, table
+from stepscope_report.timeline import Timeline, load_step
+
+
+class StepRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One captured step of one run."""
+
+    step: int
+    run_id: str | None
+    """None: no process left its part."""
+    complete: bool
+    """As in the report, but for damage inside of traces and between spans, which are not read."""
+    state: State | None
+    opened_ns: int | None
+    """Time at which its owner opened the capture, unix ns."""
+    wall_ns: int | None
+    """None: the owner left nothing, or never closed the capture."""
+    uncaptured_ns: int | None
+    """The median of the steps near it that were not captured. None: none is known."""
+    processes: int
+    artifacts: int
+    bytes: int
+    """On disk, of all runs in the step's folder."""
+    problems: tuple[str, ...]
+    """Things that are missing, partial, failed or unreadable, with the reason."""
+    error: str | None = None
+    """The cause of an early end: an exception of the user's, SIGTERM, the end of the process."""
+    recorder: Recorded | None = None
+    """The event upon which the flight recorder wrote the step. None: it was captured."""
+    warnings: tuple[str, ...] = ()
+    """A line for each thing that was probably meant to take part and did not."""
+    notes: tuple[str, ...] = ()
+    """Facts about recordings that are no trouble, such as fewer engine iterations than asked for."""
+    pending: tuple[str, ...] = ()
+    """A line for each thing that is promised and not there yet."""
+
+
+def ls(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_STEP", help="Folder of a run (its save_path), or of one step.")
+    ],
+    json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns.")] = False,
+    pending: Annotated[
+        bool, typer.Option("--pending", help="Only what is still waited for, and what of it has come since.")
+    ] = False,
+) -> None:
+    """List the captured steps of a run: state, processes, artifacts, size, and what is missing."""
+    if pending:
+        _show_pending(run, json=json)
+    shortages = read_out_of_memory(RunLayout(run))
+    steps = RunLayout(run).steps() if shortages else find_numbered(run)
+    rows = [row for step, layout in steps.items() for row in rows_of(step, layout)]
+    if json:
+        screen.show_json(rows)
+    else:
+        screen.show(*_render(run, rows), *_out_of_memory(shortages))
+    raise typer.Exit(Exit.OK if all(row.complete for row in rows) else Exit.INCOMPLETE)
+
+
+def collect(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_STEP", help="Folder of a run (its save_path), or of one step.")
+    ],
+    json: Annotated[bool, typer.Option("--json", help="What is still waited for, as JSON.")] = False,
+) -> None:
+    """Enter into the manifest the late files of processes that have ended, and list what is still to come."""
+    layouts = find_numbered(run).values()
+    entered = [item for layout in layouts for item in take_in(layout, waiting(layout))]
+    screen.say(f"entered: {count(sum(len(item.came) for item in entered), 'file')}")
+    _show_pending(run, json=json)
+
+
+def _show_pending(run: Path, *, json: bool) -> NoReturn:
+    awaited = [item for layout in find_numbered(run).values() for item in waiting(layout)]
+    if json:
+        screen.show_json(awaited)
+    elif not awaited:
+        screen.show(Text(f"{run}: nothing is waited for"))
+    else:
+        columns = (">step", "process", "what", "why", "its process", ">came since")
+        waits = map(_waiting_cells, awaited)
+        screen.show(table(f"{run}: still waited for", columns, waits, _how_to(awaited)))
+    raise typer.Exit(Exit.INCOMPLETE if awaited else Exit.OK)
+
+
+def _how_to(awaited: Sequence[Waiting]) -> str:
+    advice = "A running process enters late files by itself. A process that has ended sends none."
+    if any(item.came and not item.alive for item in awaited):
+        advice += " `stepscope collect` enters the files that came."
+    return advice
+
+
+def _waiting_cells(item: Waiting) -> tuple[str, ...]:
+    process = {True: "runs", False: "is gone", None: "on another host"}[item.alive]
+    files = count(len(item.came), "file") if item.came else "-"
+    return str(item.step), item.process, item.name, item.reason, process, files
+
+
+def rows_of(step: int, layout: StepLayout) -> Iterator[StepRow]:
+    """Yield a row for each run that left something in a step's folder; one for a folder without any."""
+    size_bytes = sum(path.stat().st_size for path in layout.root.rglob("*") if path.is_file())
+    try:
+        last = load_step(layout.root, spans=False)
+    except RecordError as error:
+        yield _empty_row(step, size_bytes, str(error))
+        return
+    for run_id in last.runs:
+        of_run = last if run_id == last.run_id else load_step(layout.root, run_id=run_id, spans=False)
+        yield _row(step, of_run, size_bytes)
+
+
+def _empty_row(step: int, size_bytes: int, why: str) -> StepRow:
+    return StepRow(
+        step=step,
+        run_id=None,
+        complete=False,
+        state=None,
+        opened_ns=None,
+        wall_ns=None,
+        uncaptured_ns=None,
+        processes=0,
+        artifacts=0,
+        bytes=size_bytes,
+        problems=(why,),
+    )
+
+
+def _row(step: int, timeline: Timeline, size_bytes: int) -> StepRow:
+    health, manifest = step_health(timeline), timeline.manifest
+    parts = () if manifest is None else manifest.processes
+    pending = () if manifest is None else tuple(manifest.awaited())
+    owner = timeline.processes[0] if timeline.window.opened else None
+    used = comparable(timeline.uncaptured)
+    return StepRow(
+        step=step,
+        run_id=timeline.run_id,
+        complete=health.complete,
+        state=health.state,
+        opened_ns=None if owner is None else timeline.window.start_ns,
+        wall_ns=timeline.window.wall_ns if timeline.window.closed else None,
+        uncaptured_ns=middle(step.dur_ns for step in used) if used else None,
+        processes=len(timeline.processes),
+        artifacts=sum(len(item.artifacts) for part in parts for item in part.expected),
+        bytes=size_bytes,
+        problems=tuple(line for line in health.doubts if line not in pending),
+        error=health.user_error,
+        recorder=health.recorder,
+        warnings=health.warnings,
+        notes=health.notes,
+        pending=pending,
+    )
+
+
+def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
+    columns = (
+        ">step", ">run", "state", ">opened, UTC", ">took", ">uncaptured", ">processes", ">files", ">size",
+    )  # fmt: skip
+    yield table(str(run), columns, map(_cells, rows))
+    lists = {
+        "Ended early, by": [(row, row.error) for row in rows if row.error is not None],
+        "Problems": [(row, line) for row in rows for line in row.problems],
+        "Not there yet": [(row, line) for row in rows for line in row.pending],
+        "Warnings": [(row, line) for row in rows for line in row.warnings],
+        "Notes": [(row, line) for row in rows for line in row.notes],
+    }
+    for title, lines in lists.items():
+        if lines:
+            yield listing(title, [f"step {row.step}: {line}" for row, line in lines])
+
+
+def _out_of_memory(shortages: Sequence[OutOfMemory]) -> Iterator[RenderableType]:
+    if shortages:
+        columns = ("when", "process", ">step", ">device", ">asked", ">free", "snapshot in oom/")
+        yield table("CUDA out of memory", columns, map(_shortage, shortages))
+
+
+def _shortage(shortage: OutOfMemory) -> tuple[str, ...]:
+    return (
+        moment(shortage.at_ns),
+        shortage.process.key,
+        "-" if shortage.step is None else str(shortage.step),
+        str(shortage.device),
+        size(shortage.asked_bytes),
+        size(shortage.free_bytes),
+        shortage.snapshot or f"none: {shortage.why_none}",
+    )
+
+
+def _state(row: StepRow) -> str:
+    state = row.state or "-"
+    if row.recorder is not None:
+        return f"{state}, on {row.recorder.trigger}"  # of the flight recorder
+    return state if row.error is None else f"{state}, ended early"
+
+
+def _cells(row: StepRow) -> tuple[str, ...]:
+    return (
+        str(row.step),
+        row.run_id or "-",
+        _state(row),
+        "-" if row.opened_ns is None else moment(row.opened_ns).removesuffix(" UTC"),
+        duration(row.wall_ns),
+        duration(row.uncaptured_ns),
+        str(row.processes),
+        str(row.artifacts),
+        size(row.bytes),
+    )

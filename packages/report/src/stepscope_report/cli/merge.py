@@ -1,0 +1,197 @@
+"""`stepscope merge`: one timeline of everything that a step left, for Perfetto."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median_low
+from typing import Annotated
+
+import typer
+
+from stepscope.config._ranges import parse_ranges
+from stepscope.files.layout import StepLayout
+from stepscope_report.blocks.health import NOT_COMPLETE
+from stepscope_report.cli import screen
+from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.find import find_run, find_steps, is_step, of_one_run
+from stepscope_report.cli.plain import expect_traces, is_plain
+from stepscope_report.cli.readers import RayAddress, absolute, cluster
+from stepscope_report.formatting import count, size
+from stepscope_report.sections import step_report
+from stepscope_report.tables.stages import Share, Stage
+from stepscope_report.terminal.layout import listing
+from stepscope_report.timeline import Merged, Selection, load_step, merge_bytes, merge_step
+from stepscope_report.timeline.merge.merge import merge_plain
+from stepscope_report.timeline.step.plain import plain_bytes
+
+_SHOWN = 20
+EVENTS = 6_000_000
+"""Some 1.5 GB of JSON, for a viewer in WebAssembly, which has 4 GB. Chosen, not measured."""
+
+
+def merge(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_OR_STEP",
+            help="Folder of a run, with --step, or of one step in it. Or traces of torch.profiler and of "
+            "engines: files and folders, with --output.",
+        ),
+    ],
+    step: Annotated[
+        str | None, typer.Option(metavar="N", help="The step, where the folder is a run's.")
+    ] = None,
+    roles: Annotated[str | None, typer.Option(help="Only these: names or globs, with commas.")] = None,
+    ranks: Annotated[str | None, typer.Option(help="Only these: 0,8-15, or 8- for all from 8 on.")] = None,
+    from_ms: Annotated[
+        float | None,
+        typer.Option("--from", metavar="MS", help="Leave out what ended before, in ms after the opening."),
+    ] = None,
+    to_ms: Annotated[
+        float | None, typer.Option("--to", metavar="MS", help="Leave out what began later.")
+    ] = None,
+    max_mb: Annotated[
+        float | None,
+        typer.Option(help="Largest size of the file, in MB: spans first, then each trace its share."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where to write. [default: the step's timeline.json.gz]"),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(help="The run's id, where several wrote into one folder.")
+    ] = None,
+    ray: RayAddress = None,
+    json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,
+) -> None:
+    """One timeline of a step, spans and traces of all processes on one clock, for ui.perfetto.dev."""
+    selection = Selection(
+        roles=None if roles is None else tuple(role.strip() for role in roles.split(",")),
+        ranks=None if ranks is None else parse_ranges(ranks, "--ranks"),
+        from_ms=from_ms,
+        to_ms=to_ms,
+        max_mb=max_mb,
+    )
+    _check_limits(selection)
+    if ray is not None and is_plain(paths):
+        raise CommandError("--ray is for steps of stepscope: name the folder of one")
+    if is_plain(paths):
+        if step is not None or run is not None:
+            raise CommandError(f"--step and --run are for runs of stepscope, and {paths[0]} is none")
+        expect_traces(paths)
+        if output is None:  # folders of others are left as they are
+            raise CommandError("stepscope did not write these traces: say where to write with --output")
+        target, step_path = output, None
+        total, write = plain_bytes(paths), partial(merge_plain, paths, target)
+    else:
+        step_path = absolute(_step_of(paths[0], step, run), ray)
+        if ray is not None:
+            _fetch(ray, StepLayout(step_path))
+        target = output or StepLayout(step_path).timeline
+        total, write = merge_bytes(step_path), partial(merge_step, step_path, run_id=run, to=target)
+    with screen.progress("merging", total) as done:
+        merged = write(selection=selection, on_read=done)
+    if json:
+        screen.show_json(merged)
+    else:
+        _show(merged, target)
+        if step_path is not None and merged.events > EVENTS:
+            screen.say(proposal(step_path, merged.run_id))
+    raise typer.Exit(_exit(merged))
+
+
+def _fetch(ray: str, step: StepLayout) -> None:
+    """Fetch the files of a step that only other nodes of the cluster have."""
+    with cluster(ray, 1, [step]) as nodes, screen.waiting("fetching traces of other nodes"):
+        nodes.fetch_traces()
+
+
+def _exit(written: Merged) -> Exit:
+    return Exit.INCOMPLETE if written.problems or written.incomplete else Exit.OK
+
+
+def _step_of(path: Path, step: str | None, run: str | None) -> Path:
+    if step is not None:
+        wanted = find_steps(path, step)
+        if len(wanted) > 1:
+            raise CommandError(f"--step {step}: {len(wanted)} steps, and a timeline is of one: name one")
+        return wanted[0].root
+    if is_step(path):
+        return path
+    steps = of_one_run(path, find_run(path), run).steps  # or says what is there instead of a run
+    raise CommandError(f"{path} is the folder of a run: give --step too, such as --step {next(iter(steps))}")
+
+
+def _check_limits(selection: Selection) -> None:
+    start, end, max_mb = selection.from_ms, selection.to_ms, selection.max_mb
+    for name, ms in (("from", start), ("to", end)):
+        if ms is not None and not math.isfinite(ms):
+            raise CommandError(f"--{name} is {ms}; give ms after the step's opening")
+    if start is not None and end is not None and end <= start:
+        raise CommandError(f"--to {end:g} is not after --from {start:g}")
+    if max_mb is not None and not 0 < max_mb < math.inf:
+        raise CommandError(f"--max-mb is {max_mb:g}; give a size above 0")
+
+
+def _show(merged: Merged, target: Path) -> None:
+    if not merged.rows:
+        screen.say("The timeline is empty: no event has these roles, ranks and times.")
+    held = f"{count(merged.events, 'event')} of {count(len(merged.rows), 'process')}"
+    screen.say(f"{target}: {held}, {size(target.stat().st_size)}. Open it in https://ui.perfetto.dev")
+    _show_rest(merged)
+
+
+def _show_rest(written: Merged) -> None:
+    if written.left_out:
+        screen.show(listing("Left out", _some(written.left_out)))
+    if written.incomplete:
+        screen.show(listing(NOT_COMPLETE, _some(written.incomplete)))
+    if written.problems:
+        lines = [
+            f"{p.file}: {p.what}" + _count(p.events, "event") + _count(p.lines, "line")
+            for p in written.problems
+        ]
+        screen.show(listing("Broken or missing; what could be read was used", _some(lines)))
+
+
+def _count(number: int | None, what: str) -> str:
+    return "" if number is None else f" ({count(number, what)})"
+
+
+def _some(lines: tuple[str, ...] | list[str]) -> list[str]:
+    more = len(lines) - _SHOWN
+    return [*lines[:_SHOWN], *([f"and {more} more: see `stepscope merge --json`"] if more > 0 else [])]
+
+
+def proposal(step: Path, run_id: str) -> str:
+    """Return what to merge if a browser cannot open so much: two ranks of the most uneven stage."""
+    stages = step_report(load_step(step, run_id=run_id)).stages
+    start = "A browser may not open so many events."
+    uneven = max(filter(_ranked, stages), key=_spread_ns, default=None)
+    command = f"stepscope merge {shlex.quote(str(step))}"
+    if uneven is None or not _spread_ns(uneven):
+        return f"{start} Smaller: {command} --max-mb 200"
+    slowest, median = _slowest_and_median(uneven.processes)
+    what = f"{uneven.role} {uneven.title}: the slowest rank is {slowest.rank}, the median {median.rank}"
+    return f"{start} Smaller: {command} --ranks {slowest.rank},{median.rank} ({what})"
+
+
+def _ranked(stage: Stage) -> bool:
+    ranks = {share.rank for share in stage.processes}
+    return not stage.waits and None not in ranks and len(ranks) > 1
+
+
+def _spread_ns(stage: Stage) -> int:
+    """Return how much longer the slowest process was busy than the median one."""
+    slowest, median = _slowest_and_median(stage.processes)
+    return slowest.worked_ns - median.worked_ns
+
+
+def _slowest_and_median(shares: Sequence[Share]) -> tuple[Share, Share]:
+    middle = median_low(share.worked_ns for share in shares)
+    slowest = max(shares, key=lambda share: share.worked_ns)
+    return slowest, next(share for share in shares if share.worked_ns == middle)

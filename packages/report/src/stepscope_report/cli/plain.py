@@ -1,0 +1,64 @@
+"""`stepscope report` and `merge` of traces that stepscope did not write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+from rich.text import Text
+
+from stepscope.files.storage.atomic import write_atomic
+from stepscope_report.brief import brief_markdown, brief_text
+from stepscope_report.cli import screen
+from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.formatting import plain
+from stepscope_report.plain import Plain
+from stepscope_report.terminal.layout import draw
+from stepscope_report.timeline.processes import workers
+from stepscope_report.timeline.step.plain import has_traces, is_ours, plain_bytes, read_plain
+
+
+def is_plain(paths: Sequence[Path]) -> bool:
+    """Return whether the paths name traces of others: several, or no folder of a run or step."""
+    if len(paths) != 1:
+        return True
+    (path,) = paths
+    return not is_ours(path) and has_traces(path)
+
+
+def report_plain(
+    paths: Sequence[Path], output: Path | None, jobs: int | None, *, json: bool, brief: bool, markdown: bool
+) -> NoReturn:
+    """Print the report of traces, write its page to `output` if it is named, and exit.
+
+    Raises:
+        CommandError: a path does not exist.
+        RecordError: no path holds an event of a trace.
+        OSError: the page cannot be written.
+    """
+    expect_traces(paths)
+    total = plain_bytes(paths)
+    with screen.progress("reading traces", total) as done, workers(jobs, total) as executor:
+        step = read_plain(paths, done, executor)
+    report = Plain(step)
+    if json:
+        screen.show_json(report.to_json())
+    elif brief:
+        screen.show_unwrapped((brief_markdown if markdown else brief_text)(report.brief(paths)))
+    else:
+        screen.show(Text("\n".join(map(plain, report.head())), style="bold"), *map(draw, report.blocks()))
+    if output is not None:
+        write_atomic(output, report.to_html().encode())
+        screen.say(f"Page: {output}")
+    raise typer.Exit(Exit.OK if report.complete else Exit.INCOMPLETE)
+
+
+def expect_traces(paths: Sequence[Path]) -> None:
+    """Raise `CommandError` for a path that does not exist, or is stepscope's own among others."""
+    for path in paths:
+        if not path.exists():
+            raise CommandError(f"{path} does not exist")
+        if len(paths) > 1 and is_ours(path):
+            raise CommandError(f"{path} is stepscope's own: name it alone")

@@ -1,0 +1,256 @@
+"""`stepscope report`: where each captured step went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import msgspec
+import typer
+
+from stepscope.errors import RecordError
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope_report import StepReport, step_report
+from stepscope_report.brief import brief_markdown, brief_text, run_brief
+from stepscope_report.cli import screen
+from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.find import STEPS_HELP, find_of_run, find_run, is_step
+from stepscope_report.cli.grouped import report_groups
+from stepscope_report.cli.pages import Pages
+from stepscope_report.cli.plain import is_plain, report_plain
+from stepscope_report.cli.readers import RayAddress, absolute, readers
+from stepscope_report.demo.sample import unpack_sample
+from stepscope_report.terminal.diff import render_changes
+from stepscope_report.terminal.text import render, render_overview, render_short
+from stepscope_report.timeline import Timeline, Traces, load_step, load_traces, merge_bytes, span_bytes
+
+SAMPLE = Path("outputs/sample")
+"""Folder of the sample run, unless one is named."""
+
+
+OnTraces: TypeAlias = Callable[[StepLayout, Timeline, Traces], None]
+
+
+class Reports(msgspec.Struct, frozen=True, kw_only=True):
+    """Output of `stepscope report --json`."""
+
+    format: int = 1
+    steps: list[StepReport]
+    unreadable: dict[str, str]
+    """Step folders that could not be read, with the reason."""
+    others: dict[str, list[int]] = {}
+    """{id of another run in the folder: its steps that are left out}."""
+
+
+def report(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN_OR_STEP",
+            help="Folder of a run, or of one step in it. Or traces of torch.profiler and of engines: files "
+            "and folders.",
+        ),
+    ] = None,
+    step: Annotated[str | None, typer.Option(metavar="STEPS", help=STEPS_HELP)] = None,
+    run: Annotated[
+        str | None, typer.Option(help="The run's id, where several wrote into one folder.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="The tables as JSON; times in ns.")] = False,
+    html: Annotated[
+        bool | None,
+        typer.Option(
+            "--html/--no-html",
+            help="Write report.html into each step's folder and into the run's. Default: unless --json or "
+            "--brief.",
+        ),
+    ] = None,
+    short: Annotated[
+        bool | None,
+        typer.Option(
+            "--short/--full",
+            help="The time, the first advice and where it went, or all tables. Default: full for one step.",
+        ),
+    ] = None,
+    brief: Annotated[
+        bool, typer.Option("--brief", help="The whole story in at most 40 lines; of a run, its longest step.")
+    ] = False,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ATTRIBUTE",
+            help="Only the calls, grouped: by tool, env, name, or any attribute of spans.",
+        ),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="With --brief or --by: as Markdown.")] = False,
+    traces: Annotated[
+        bool, typer.Option("--traces/--no-traces", help="Read the profilers' traces as well as the spans.")
+    ] = True,
+    digests: Annotated[
+        bool,
+        typer.Option(
+            "--digests/--no-digests",
+            help="Use what an earlier report kept of the traces, or read them again; same result.",
+        ),
+    ] = True,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Processes that read traces; same result. Default: idle cores, or 1 if traces are small.",
+        ),
+    ] = None,
+    ray: RayAddress = None,
+    sample: Annotated[
+        bool,
+        typer.Option(
+            "--sample",
+            help=f"A recorded run that comes with stepscope; unpacks it into {SAMPLE}, or the folder named.",
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Of traces that stepscope did not write: file for the page."),
+    ] = None,
+) -> None:
+    """Show where each captured step went: tables by role and stage, ranks, long tail, and what is missing."""
+    path = paths[0] if paths else SAMPLE if sample else None
+    if path is None:
+        raise typer.BadParameter(
+            "name the folder of a run, or traces, or use --sample", param_hint="RUN_OR_STEP"
+        )
+    if sample:
+        unpack_sample(path)
+        screen.say(
+            f"The sample is in {path}: a run of `stepscope demo`, recorded on CPUs, with two captured steps"
+        )
+    if markdown and not (brief or by):
+        raise typer.BadParameter("--markdown needs --brief or --by")
+    if json and (brief or markdown):
+        raise typer.BadParameter(f"{'--brief' if brief else '--markdown'} goes without --json")
+    if by and (brief or html or short or ray):
+        raise typer.BadParameter("--by goes without --brief, --html, --short and --ray")
+    if paths and not sample and is_plain(paths):
+        options = {"--step": step, "--run": run, "--html": html, "--by": by or None, "--ray": ray}
+        if given := [name for name, value in options.items() if value is not None]:
+            needed = f"{', '.join(given)}: only of a run or a step of stepscope"
+            raise typer.BadParameter(f"{needed}, and {path} is none; --output FILE writes the page")
+        report_plain(paths, output, jobs, json=json, brief=brief, markdown=markdown)
+    if output is not None:
+        raise typer.BadParameter("--output is for traces that stepscope did not write")
+    if by:
+        chosen = find_of_run(path, step, run)
+        report_groups(list(chosen.steps.values()), by, chosen.run_id, json=json, markdown=markdown)
+    pages = Pages() if html or (html is None and not (json or brief)) else None
+    chosen = find_of_run(absolute(path, ray), step, run)
+    layouts = list(chosen.steps.values())
+    reports = read_reports(layouts, chosen.run_id, pages, traces=traces, jobs=jobs, ray=ray, digests=digests)
+    reports = msgspec.structs.replace(reports, others=chosen.others)
+    if pages is not None and step is None and not is_step(path):
+        pages.add_run(RunLayout(path), reports.steps, reports.unreadable, chosen.others)
+    if json:
+        screen.show_json(reports)
+    elif brief:
+        show_brief(reports, path, markdown=markdown)
+    else:
+        show_reports(reports, short=len(reports.steps) > 1 if short is None else short)
+    failed = False if pages is None else say_pages(pages)
+    complete = all(result.health.complete for result in reports.steps)
+    raise typer.Exit(Exit.OK if complete and not (reports.unreadable or failed) else Exit.INCOMPLETE)
+
+
+def read_reports(
+    steps: list[StepLayout],
+    run: str | None = None,
+    pages: Pages | None = None,
+    *,
+    traces: bool = False,
+    jobs: int | None = None,
+    digests: bool = True,
+    ray: str | None = None,
+    on_traces: OnTraces | None = None,
+) -> Reports:
+    """Return the reports of these steps, and write their pages. A bar shows how far the reading is.
+
+    Args:
+        traces: Whether to read the profilers' traces, which are large.
+        jobs: Number of processes that read these. None: as `workers` chooses.
+        digests: As of `load_traces`.
+        ray: Address of the Ray cluster that reads them. None: this machine does.
+        on_traces: Called with the traces of each step.
+
+    Raises:
+        CommandError: nothing could be made of any of them.
+    """
+    measure = merge_bytes if traces else span_bytes
+    what = "reading spans and traces" if traces else "reading spans"
+    processes = readers(jobs if traces else 1, ray, steps, lambda: sum(measure(step.root) for step in steps))
+    with processes as (executor, total), screen.progress(what, total) as done:
+        load = partial(load_step, run_id=run, on_read=done, digests=digests, executor=executor)
+        traces_of = partial(load_traces, on_read=done, executor=executor, digests=digests) if traces else None
+        read = {step.root.name: _read(step, load, pages, traces_of, on_traces) for step in steps}
+    reports = [outcome for outcome in read.values() if isinstance(outcome, StepReport)]
+    unreadable = {name: outcome for name, outcome in read.items() if isinstance(outcome, str)}
+    if not reports:
+        raise CommandError("\n".join(unreadable.values()), Exit.ERROR)
+    return Reports(steps=reports, unreadable=unreadable)
+
+
+def _read(
+    step: StepLayout,
+    load: Callable[[Path], Timeline],
+    pages: Pages | None,
+    traces_of: Callable[[Path, Timeline], Traces] | None,
+    on_traces: OnTraces | None,
+) -> StepReport | str:
+    screen.log.debug("reading %s", step.root)
+    try:
+        timeline = load(step.root)
+    except RecordError as error:
+        return str(error)
+    traces = None if traces_of is None else traces_of(step.root, timeline)
+    if traces is not None and on_traces is not None:
+        on_traces(step, timeline, traces)
+    result = step_report(timeline, traces)
+    if pages is not None:
+        pages.add_step(step, timeline, result)
+    return result
+
+
+def say_pages(pages: Pages) -> bool:
+    """Print the pages, the run's first, and those that could not be written. Return whether any could not."""
+    if pages.written:
+        *others, first = pages.written
+        more = (
+            f" and {len(others)} for its steps" if len(others) > 1 else f" and {others[0]}" if others else ""
+        )
+        screen.say(f"Page: {first}{more}")
+    for failure in pages.failed:
+        screen.warn(f"error: {failure}")
+    return bool(pages.failed)
+
+
+def show_reports(reports: Reports, *, short: bool = False) -> None:
+    """Print all tables, or those that matter most; for several steps also one with a line for each."""
+    screen.show(*((render_short if short else render)(report) for report in reports.steps))
+    if len(reports.steps) > 1:
+        screen.show(render_overview(reports.steps), render_changes(reports.steps))
+    for step, why in reports.unreadable.items():
+        screen.warn(f"{step}: {why}")
+    if short:
+        screen.say(f"All tables: --full{', or --step N for those of one step' * (len(reports.steps) > 1)}")
+
+
+def show_brief(reports: Reports, path: Path, *, markdown: bool = False) -> None:
+    """Print the brief of the longest step, unwrapped, and the steps that could not be read."""
+    folders = (
+        {reports.steps[0].step: path}
+        if is_step(path)
+        else {number: step.root for number, step in find_run(path).items()}
+    )
+    parts = run_brief(reports.steps, folders, reports.others)
+    screen.show_unwrapped(brief_markdown(parts) if markdown else brief_text(parts))
+    for step, why in reports.unreadable.items():
+        screen.warn(f"{step}: {why}")

@@ -1,0 +1,204 @@
+"""`stepscope watch`: a live view of a run, from its files alone."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live as Screen
+from rich.text import Text
+
+from stepscope.files.layout import RunLayout, StepLayout, safe
+from stepscope.files.recorder import recorded_runs
+from stepscope.files.run import runs_of
+from stepscope.files.storage.atomic import write_atomic
+from stepscope_report.blocks.counters import quantity
+from stepscope_report.cli import screen
+from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.find import no_run
+from stepscope_report.cli.ls import rows_of
+from stepscope_report.cli.running.why import ask, say_median, step_lines
+from stepscope_report.fleet import COLUMNS, Fleet, Sampled
+from stepscope_report.formatting import count, duration, turn
+from stepscope_report.live import Live, live
+from stepscope_report.terminal.layout import listing, table
+from stepscope_report.timeline.step.counters import latest_counters
+
+BARS = " ▁▂▃▄▅▆▇█"
+_WRITTEN = 5
+"""Steps on disk that are listed, the last."""
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run: its save_path.")],
+    every: Annotated[float, typer.Option(metavar="S", min=0.2, help="Time between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and print it.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page that loads itself anew, instead.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Look once, as JSON; times in ns.")] = False,
+) -> None:
+    """Show a run as it goes: the step that runs, the last ones, who is in which call, the trajectories.
+
+    For runs with `record: spans`, running or finished. It reads files and opens no port. End it with Ctrl-C.
+    """
+    if not run.is_dir():
+        raise CommandError(no_run(run))
+    layout = RunLayout(run)
+    if not step_lines(layout):
+        raise CommandError(
+            f"{run} has no line of a step yet. Fix: record: spans, in the run's configuration",
+            Exit.INCOMPLETE,
+        )
+    if json:
+        screen.show_json(look(layout, every))
+    elif html is not None:
+        _show_in_page(layout, html, every, once=once)
+    elif once:
+        screen.show(*render(layout, look(layout, every)))
+    else:
+        with Screen(screen=False, auto_refresh=False) as terminal:
+            _follow(layout, every, lambda view: terminal.update(Group(*render(layout, view)), refresh=True))
+
+
+def look(layout: RunLayout, every: float) -> Live:
+    """Return the run at this moment. Waits for answers no longer than until the next look."""
+    number, sampled = _last_counters(layout)
+    return live(step_lines(layout), ask(layout, min(1.5, every)), recorded=sampled, recorded_step=number)
+
+
+def _last_counters(layout: RunLayout) -> tuple[int | None, list[Sampled]]:
+    """Return the last step with files of counters, and its counters."""
+    run = _run(layout)
+    for number, step in _steps(layout, run):
+        sampled = [Sampled(process, counters) for process, counters in latest_counters(step, run)]
+        if sampled:
+            return number, sampled
+    return None, []
+
+
+def _run(layout: RunLayout) -> str:
+    """Return the id, as in file names, of the run that is shown: the one whose lines are."""
+    return next(iter(recorded_runs(layout.root)), "")
+
+
+def _steps(layout: RunLayout, run: str) -> Iterator[tuple[int, StepLayout]]:
+    """Yield the captured steps of a run, the last first."""
+    for number, step in reversed(layout.steps().items()):
+        if run in map(safe, runs_of(step)):
+            yield number, step
+
+
+def _follow(layout: RunLayout, every: float, show: Callable[[Live], None]) -> None:
+    """Show the run again and again, until Ctrl-C."""
+    try:
+        while True:
+            began = time.monotonic()
+            show(look(layout, every))
+            time.sleep(max(0.0, every - (time.monotonic() - began)))
+    except KeyboardInterrupt:
+        raise typer.Exit(Exit.OK) from None
+
+
+def _show_in_page(layout: RunLayout, page: Path, every: float, *, once: bool) -> None:
+    def write(view: Live) -> None:
+        write_atomic(page, page_of(layout, view, every).encode())
+
+    if once:
+        write(look(layout, every))
+    else:
+        _follow(layout, every, write)
+
+
+def page_of(layout: RunLayout, view: Live, every: float) -> str:
+    """Return the view as a page that loads itself anew."""
+    console = Console(record=True, width=screen.WIDTH, file=io.StringIO(), markup=False, highlight=False)
+    for part in render(layout, view):
+        console.print(part)
+    text = console.export_html(inline_styles=True, code_format="{code}")
+    return (
+        f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="{max(1, round(every))}">'
+        f"<title>{layout.root.name}</title>"
+        f'<pre style="font-family: monospace; line-height: 1.3; margin: 2em">{text}</pre>\n'
+    )
+
+
+def render(layout: RunLayout, view: Live) -> Iterator[RenderableType]:
+    yield Text(_head(view), style="bold")
+    yield Text(f"  {_bars(view)}")
+    if view.tokens_per_s:
+        rates = (f"{kind} {rate:,.0f}" for kind, rate in sorted(view.tokens_per_s.items()))
+        yield Text(f"  tokens/s of the last step: {', '.join(rates)}")
+    if view.stages:
+        rows = [(item.stage, f"{item.last_s:.2f} s", f"{item.median_s:.2f} s") for item in view.stages[:8]]
+        yield table("Stages of the driver", ("stage", ">last step", ">median"), rows)
+    if view.lanes:
+        lanes = [
+            (lane.role, f"{lane.processes:,}", f"{lane.calls:,}", ", ".join(lane.stages[:4]),
+             duration(lane.oldest_ns))
+            for lane in view.lanes
+        ]  # fmt: skip
+        yield table("In these calls now", ("role", ">processes", ">calls", "stages", ">oldest"), lanes)
+    if view.oldest:
+        title = f"{count(view.flights, 'trajectory')} under way, the longest"
+        flights = [
+            (turn(flight.trajectory, flight.turn), flight.stage, duration(flight.age_ns))
+            for flight in view.oldest
+        ]
+        yield table(title, ("trajectory", "in", ">for"), flights)
+    yield from map(_fleet, view.fleets)
+    written = list(_written(layout))
+    if written:
+        yield listing("On disk, the last", written)
+
+
+def _fleet(fleet: Fleet) -> RenderableType:
+    columns = COLUMNS[fleet.group]
+    of = "" if fleet.step is None else f", at the end of step {fleet.step}"
+    title = f"{count(fleet.number, fleet.group[:-1])}, over 10 s{of}"
+    if fleet.spreads:
+        units = {column.title: column.unit for column in columns}
+        spreads = []
+        for spread in fleet.spreads:
+            values = (spread.p10, spread.median, spread.p90, spread.worst)
+            cells = (quantity(value, units[spread.column]) for value in values)
+            spreads.append((spread.column, *cells, spread.whose))
+        return table(title, ("", ">p10", ">median", ">p90", ">worst", "whose"), spreads)
+    known = [column for column in columns if any(column.title in row.values for row in fleet.rows)]
+    rows = []
+    for row in fleet.rows:
+        measured = [(row.values.get(column.title), column.unit) for column in known]
+        cells = ("-" if value is None else quantity(value, unit) for value, unit in measured)
+        rows.append((row.name, *cells))
+    return table(title, (fleet.group[:-1], *(f">{column.title}" for column in known)), rows)
+
+
+def _head(view: Live) -> str:
+    ended = f"{count(view.steps, 'step')} so far"
+    median = ""
+    if view.median_ns is not None:
+        median = f", {say_median(view.compared, view.steps)} {duration(view.median_ns)}"
+    if view.running_ns is None:
+        return f"No process answers: the run has ended, or hangs in C. {ended}{median}"
+    ratio = "" if not view.median_ns else f", {view.running_ns / view.median_ns:.1f} times the median"
+    return f"Step {view.running} runs for {duration(view.running_ns)}{ratio}. {ended}{median}"
+
+
+def _bars(view: Live) -> str:
+    longest = max(view.durations_ns, default=0) or 1
+    top = len(BARS) - 1
+    return "".join(BARS[max(1, round(ns / longest * top))] for ns in view.durations_ns)
+
+
+def _written(layout: RunLayout) -> Iterator[str]:
+    run = _run(layout)
+    for number, step in reversed(list(islice(_steps(layout, run), _WRITTEN))):
+        for row in (row for row in rows_of(number, step) if safe(row.run_id or "") == run):
+            why = "captured" if row.recorder is None else f"{row.recorder.trigger}: {row.recorder.reason}"
+            yield f"step {number}, {duration(row.wall_ns)}, {why}"

@@ -1,0 +1,174 @@
+"""`stepscope why`: the calls that a run is in right now, and those of them that wait for no other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from stepscope.errors import RecordError
+from stepscope.files.layout import RunLayout
+from stepscope.files.recorder import WHY, Order, StepLine, read_step_lines, recorded_runs
+from stepscope.files.run import steps_of_run
+from stepscope.files.states import ProcessState
+from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.reading import read_records
+from stepscope_report.blocks.health import say_span
+from stepscope_report.cli import screen
+from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.find import no_run, read_run
+from stepscope_report.formatting import duration, middle
+from stepscope_report.live import COMPARED, usual_ns
+from stepscope_report.tables.health import step_health
+from stepscope_report.terminal.layout import listing
+from stepscope_report.timeline import load_step
+from stepscope_report.waiting.calls import say_call
+from stepscope_report.why import Why
+from stepscope_report.why import why as join
+
+POLL_S = 0.1
+_LOOKS_S = 0.7
+"""Time in which every process has looked for the order. Those that expect no other may answer first."""
+
+
+def why(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run: its save_path.")],
+    wait: Annotated[float, typer.Option(metavar="S", help="How long to wait for answers.")] = 3.0,
+    json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns.")] = False,
+) -> None:
+    """Ask every process of a run what it does right now, and name the call that waits for no other.
+
+    For runs with `record: spans`. If nobody answers, show the calls that the last step on disk never ended.
+    """
+    if not run.is_dir():
+        raise CommandError(no_run(run))
+    layout = RunLayout(run)
+    states = ask(layout, wait)
+    if not states:
+        _show_last_step(run)
+    answer = join(states)
+    if json:
+        screen.show_json(answer)
+    else:
+        screen.show(*render(answer, _usual(layout, answer.step)))
+    raise typer.Exit(Exit.OK if not answer.silent else Exit.INCOMPLETE)
+
+
+def ask(layout: RunLayout, wait_s: float) -> list[ProcessState]:
+    """Return the states of all processes that answer in time; stop at once when the expected ones have."""
+    order_id = os.urandom(4).hex()
+    order = Order(run_id="", trigger=WHY, reason="stepscope why", made_ns=time.time_ns(), steps=())
+    path = layout.order(WHY, order_id)
+    write_atomic(path, msgspec.json.encode(order))
+    folder, began = layout.states(path.stem), time.monotonic()
+    with screen.waiting("waiting for answers"):
+        while (waited := time.monotonic() - began) < wait_s:
+            time.sleep(POLL_S)
+            states = _read(folder)
+            if waited > _LOOKS_S and _is_all(states):
+                break
+    states = _read(folder)
+    path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    return states
+
+
+def _read(folder: Path) -> list[ProcessState]:
+    return read_records(sorted(folder.glob("[!.]*.json")), ProcessState)
+
+
+def _is_all(states: Sequence[ProcessState]) -> bool:
+    known = {state.process.key for state in states}
+    return bool(known) and all(known >= state.workers.keys() and not state.more for state in states)
+
+
+def step_lines(layout: RunLayout) -> list[StepLine]:
+    """Return the lines of the steps of the newest run that recorded some."""
+    runs = recorded_runs(layout.root)
+    return read_step_lines(layout.step_lines(next(iter(runs)))) if runs else []
+
+
+def _usual(layout: RunLayout, step: int | None) -> str:
+    lines = step_lines(layout)
+    usual = usual_ns(lines, step)
+    return f" ({say_median(len(usual), len(lines))}: {duration(middle(usual))})" if usual else ""
+
+
+def say_median(compared: int, steps: int) -> str:
+    """Return `median of the last 50`, or `median of 12 of its kind`, of a run with so many steps."""
+    every = compared == min(steps, COMPARED)
+    return f"median of the last {compared}" if every else f"median of {compared} of its kind"
+
+
+def render(answer: Why, usual: str) -> Iterator[RenderableType]:
+    """Yield the answer for a terminal.
+
+    Args:
+        usual: Words on how long other steps took.
+    """
+    step = "No step runs" if answer.step_age_ns is None else f"Step {answer.step} runs"
+    age = "" if answer.step_age_ns is None else f" for {duration(answer.step_age_ns)}{usual}"
+    yield Text(f"{step}{age}. Run {answer.run_id}", style="bold")
+    if answer.culprits:
+        first = answer.calls[answer.culprits[0]]
+        yield Text(f"Waits for no other call: {say_call(first)}", style="bold")
+        if answer.beside:
+            yield listing("Beside it in that process", answer.beside)
+        more = [say_call(answer.calls[index]) for index in answer.culprits[1:]]
+        if more:
+            yield listing("Neither do these", more)
+    waiting = list(_waiting(answer))
+    if waiting:
+        yield listing("Wait for others", waiting)
+    if answer.engines:
+        yield listing("Engines", answer.engines)
+    if answer.idle:
+        yield listing("In no call", answer.idle)
+    if answer.silent:
+        note = "gone, on a host without this folder, or in C with the interpreter's lock held (py-spy dump)"
+        yield listing("No answer", [f"{name}: {note}" for name in answer.silent])
+
+
+def _waiting(answer: Why) -> Iterator[str]:
+    for call in answer.calls:
+        if call.waits_for:
+            others = [answer.calls[index] for index in call.waits_for[:8]]
+            names = ", ".join(f"{other.process} {other.stage}" for other in others)
+            more = f" and {len(call.waits_for) - 8} more" if len(call.waits_for) > 8 else ""
+            yield f"{say_call(call)}; waits for {names}{more}"
+
+
+def _show_last_step(run: Path) -> None:
+    """Show what the last step on disk never ended. Always raise the command's end."""
+    chosen = steps_of_run(RunLayout(run).steps())
+    number, layout = max(chosen.steps.items(), default=(0, None))
+    rows: Sequence[str] = ()
+    if layout is not None:
+        with suppress(RecordError):
+            timeline = load_step(layout.root, run_id=chosen.run_id)
+            rows = [say_span(row) for row in step_health(timeline).open_spans]
+    if not rows:
+        raise CommandError(
+            f"no process of the run in {run} answers, and its last step on disk has no open call. "
+            f"Fix: {_fix(RunLayout(run))}",
+            Exit.INCOMPLETE,
+        )
+    screen.show(listing(f"Nobody answers. Step {number}, the last on disk, never ended", rows))
+    raise typer.Exit(Exit.INCOMPLETE)
+
+
+def _fix(layout: RunLayout) -> str:
+    records = [record for file in layout.runs() if (record := read_run(file)) is not None]
+    newest = max(records, key=lambda record: record.started_ns, default=None)
+    if newest is not None and newest.config.get("record") == "spans":
+        return "if it ended, look at the program's log; if not, its hosts may not share this folder"
+    return "record: spans, in the run's configuration; or look at the program's log"

@@ -1,0 +1,191 @@
+"""The trainer on the driver: GRPO over the actors of one cluster, step by step."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from itertools import cycle, islice
+from statistics import fmean
+from typing import Any, NamedTuple, cast
+
+import ray
+import torch
+from ray.actor import ActorHandle
+from torch import Tensor
+
+from stepscope import ProfileConfig, span
+from stepscope.engines.ray import RayRollout
+from stepscope.errors import StepscopeError
+from stepscope_report.demo import task
+from stepscope_report.demo.agent_loop import play
+from stepscope_report.demo.batch import Batch, Trajectory, group_advantages, pad
+from stepscope_report.demo.calculator import Calculator
+from stepscope_report.demo.rollout import RolloutReplica
+from stepscope_report.demo.worker import ActorWorker, ReferenceWorker
+
+ACTORS = 2
+REPLICAS = 2
+GROUP = 8
+"""The number of attempts at each problem."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    reward: float
+    solved: float
+    """Share of the trajectories with the full reward."""
+    tokens: int
+    """The number of tokens that the model wrote."""
+    kl: float
+    seconds: float
+
+    def __str__(self) -> str:
+        quality = f"reward {self.reward:.3f}, {self.solved:.0%} solved, KL {self.kl:.3f}"
+        return f"{quality}, {self.tokens:,} tokens, {self.seconds:.1f} s"
+
+
+class Trainer:
+    """A trainer that places its actors on construction. Call `set_up` before the first `step`."""
+
+    def __init__(
+        self,
+        calculator: Calculator,
+        seed: int,
+        config: ProfileConfig,
+        engine: str = "torch",
+        replicas: int = REPLICAS,
+    ) -> None:
+        self.calculator = calculator
+        self.rng = random.Random(seed)
+        self.policy_version = 0
+        self.actors = [_place(ActorWorker, rank, ACTORS, seed) for rank in range(ACTORS)]
+        self.reference = _place(ReferenceWorker)
+        chosen = list(islice(cycle(choices(engine)), replicas))
+        self.replicas = [
+            _place(self.replica_class(choice.engine), seed, config, number, python=choice.python)
+            for number, choice in enumerate(chosen)
+        ]
+        self.engines = [
+            RayRollout(replica, choice.engine) for replica, choice in zip(self.replicas, chosen, strict=True)
+        ]
+
+    def replica_class(self, engine: str) -> type:
+        return replica_class(engine)
+
+    @property
+    def workers(self) -> dict[str, list[ActorHandle[Any]]]:
+        """The workers that a capture records, by role. The replicas take part through `engines`."""
+        return {"actor": self.actors, "ref": [self.reference]}
+
+    async def set_up(self, warm_up: int) -> float:
+        """Join the actors, warm the policy up and send it to the others. Return the supervised loss."""
+        port = await self.actors[0].serve.remote()
+        await asyncio.gather(*(actor.join.remote(port) for actor in self.actors))
+        losses = await asyncio.gather(*(actor.warm_up.remote(warm_up) for actor in self.actors))
+        weights = self.actors[0].sync_weights.remote()
+        others = [self.reference, *self.replicas]
+        await asyncio.gather(*(other.load_weights.remote(weights) for other in others))
+        return fmean(losses)
+
+    async def shut_down(self) -> None:
+        """Stop the replicas, then their actors: an engine's processes may outlive their actor."""
+        await asyncio.gather(*(replica.shut_down.remote() for replica in self.replicas))
+        for actor in (*self.actors, self.reference, *self.replicas):
+            ray.kill(actor)
+
+    async def step(self, step: int) -> StepResult:
+        began = time.perf_counter()
+        with span("generate", role="agent_loop"):
+            played = await self._rollout(step)
+        with span("compute_advantages"):
+            advantages = group_advantages([attempt.reward for attempt in played], GROUP)
+        with span("compute_log_prob"):
+            batch = await self._log_probs(played, advantages)
+        with span("update_actor"):
+            ranks = enumerate(self.actors)
+            metrics = await asyncio.gather(*(a.update_actor.remote(batch[r::ACTORS]) for r, a in ranks))
+        with span("sync_weights"):
+            await self._sync_weights()
+        return StepResult(
+            reward=fmean(attempt.reward for attempt in played),
+            solved=fmean(attempt.reward == 1 for attempt in played),
+            tokens=sum(sum(attempt.actions) for attempt in played),
+            kl=metrics[0]["kl"],
+            seconds=time.perf_counter() - began,
+        )
+
+    async def _rollout(self, step: int) -> list[Trajectory]:
+        """Make GROUP attempts at each problem of the step, all at once, in turn on each replica."""
+        problems = [task.make_problem(self.rng, operations) for operations in task.OPERATIONS]
+        attempts = [(index, attempt) for index in range(len(problems)) for attempt in range(GROUP)]
+        return await asyncio.gather(
+            *(
+                play(
+                    f"step{step}-problem{index}-{attempt}",
+                    problems[index],
+                    self.replicas[attempt % REPLICAS],
+                    self.calculator,
+                    self.policy_version,
+                )
+                for index, attempt in attempts
+            )
+        )
+
+    async def _log_probs(self, played: list[Trajectory], advantages: Tensor) -> Batch:
+        """Compute log-probabilities: each actor on its share, and the reference on all, at the same time."""
+        tokens, actions = pad(played)
+        *shares, reference = await asyncio.gather(
+            *(actor.compute_log_prob.remote(tokens[rank::ACTORS]) for rank, actor in enumerate(self.actors)),
+            self.reference.compute_ref_log_prob.remote(tokens),
+        )
+        policy = torch.empty_like(reference)
+        for rank, share in enumerate(shares):
+            policy[rank::ACTORS] = share
+        return Batch(tokens, actions, advantages, policy, reference)
+
+    async def _sync_weights(self) -> None:
+        # An object reference: the weights go from the actor straight to the replicas.
+        weights = self.actors[0].sync_weights.remote()
+        await asyncio.gather(*(replica.load_weights.remote(weights) for replica in self.replicas))
+        self.policy_version += 1
+
+
+class Choice(NamedTuple):
+    """An engine, and the Python that it runs on; None: that of this process."""
+
+    engine: str
+    python: str | None
+
+
+def choices(engine: str) -> list[Choice]:
+    """Parse `vllm`, or `vllm=/there/bin/python,sglang=/here/bin/python`: the replicas take them in turn."""
+    parts = [part.partition("=") for part in engine.split(",")]
+    return [Choice(name.strip(), python.strip() or None) for name, _, python in parts]
+
+
+def replica_class(engine: str) -> type:
+    """Return `RolloutReplica`, or the class that the package of `engine` has for the demo.
+
+    Raises:
+        StepscopeError: none has one.
+    """
+    if engine == "torch":
+        return RolloutReplica
+    registered = {point.name: point for point in entry_points(group="stepscope.demo_replicas")}
+    if engine not in registered:
+        raise StepscopeError(
+            f"the demo has no engine {engine!r}; it has: {', '.join(['torch', *sorted(registered)])}. "
+            f"Fix: pip install 'stepscope[{engine}]'"
+        )
+    return cast(type, registered[engine].load())
+
+
+def _place(cls: type, *args: object, python: str | None = None) -> ActorHandle[Any]:
+    actor_class: Any = ray.remote(cls)
+    if python is not None:
+        actor_class = actor_class.options(runtime_env={"py_executable": python})
+    handle: ActorHandle[Any] = actor_class.remote(*args)
+    return handle

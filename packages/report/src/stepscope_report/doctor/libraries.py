@@ -1,0 +1,204 @@
+"""torch and the profilers below it, nsys, nvtx and Ray."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from stepscope._recording.counters.nvml import DRIVER
+from stepscope.engines.supported import numbers
+from stepscope_report.doctor import torch_probe
+from stepscope_report.doctor.machine import DAMAGED, damaged, installed
+from stepscope_report.doctor.rows import Row, absent, amber, green, red
+
+INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
+"""Set for a process by the tools that record it from outside."""
+OLDEST_RAY = (2, 47)
+NSYS_S = 30.0
+PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")
+SAMPLED_UP_TO = 2
+"""The level above which nsys samples no CPU, by its installation guide."""
+
+
+def torch(environ: Mapping[str, str]) -> Iterator[Row]:
+    """Yield rows on torch, the device, and a profiler window that should record both."""
+    try:
+        missing = find_spec("torch") is None
+    except (ImportError, ValueError) as error:
+        yield _broken_torch(f"{type(error).__name__}: {error}")
+        return
+    if missing:
+        finding = "not installed in this environment: tool torch and cuda_memory record nothing here"
+        yield absent("torch", finding)
+        return
+    try:
+        seen = torch_probe.ask()
+    except torch_probe.ProbeError as error:
+        yield _broken_torch(str(error))
+        return
+    built = f"built for {seen['built_for']}" if seen["built_for"] else "a CPU build"
+    yield green("torch", f"{seen['version']}, {built}")
+    yield _window(seen)
+    yield from _device(seen, environ)
+
+
+def _broken_torch(words: str) -> Row:
+    if "torch_npu" in words or "autoload" in words.lower() or "libascend" in words:
+        fix = "TORCH_DEVICE_BACKEND_AUTOLOAD=0, or source CANN's set_env.sh: torch_npu is loaded with torch"
+    else:
+        fix = "python -c 'import torch' shows the same; reinstall torch for this Python and driver"
+    return red("torch", f"cannot be used: {words}", fix)
+
+
+def _window(seen: Mapping[str, Any]) -> Row:
+    if seen["cpu_events"]:
+        return green("torch.profiler", f"records {seen['activities']}")
+    fix = "KINETO_LOG_LEVEL=0 says why; another profiler in the process is the usual cause"
+    return red("torch.profiler", "a window around one operator is empty", fix)
+
+
+def _device(seen: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Row]:
+    if not seen["cuda"]:
+        if seen["built_for"]:
+            fix = "nvidia-smi shows whether the driver sees one; in a container: --gpus all"
+            yield amber("CUDA", "torch is built for it and finds no device", fix)
+        else:
+            yield absent("CUDA", "a CPU build of torch: traces hold CPU work alone")
+        return
+    yield green("CUDA", f"{len(seen['devices'])} device(s): {', '.join(sorted(set(seen['devices'])))}")
+    if seen["device_events"]:
+        yield green("CUPTI", "a window saw the kernels of one operator")
+        return
+    injected = [name for name in INJECTED if environ.get(name)]
+    why = f"; {', '.join(injected)} is set: another tool records this process" if injected else ""
+    fix = "CUPTI serves one subscriber: not nsys, DCGM profiling or an NCCL profiler beside torch.profiler"
+    yield red("CUPTI", f"a window around a kernel holds no device activity{why}", fix)
+
+
+def nsys(tool: str) -> Row:
+    """Return a row on Nsight Systems, which is needed if `tool` is nsys."""
+    path = shutil.which("nsys")
+    if path is None:
+        if tool != "nsys":
+            return absent("nsys", "not on PATH; only `tool: nsys` needs it")
+        fix = "install Nsight Systems and put `nsys` on PATH, on every node"
+        return red("nsys", "not on PATH, and `tool` is nsys", fix)
+    broken = red if tool == "nsys" else amber
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=NSYS_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return broken("nsys", f"{path}: {error}", "run `nsys --version` by hand")
+    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    version = next((line for line in lines if re.search(r"version\s+\d{4}\.\d", line)), None)
+    if done.returncode or version is None:
+        last = lines[-1] if lines else "it printed nothing"
+        fix = "it does not work here: install Nsight Systems again, or take it off PATH"
+        return broken("nsys", f"{path} --version ended with {done.returncode}: {last}", fix)
+    return green("nsys", f"{version.strip()}, {path}")
+
+
+def nsys_report(tool: str) -> Iterator[Row]:
+    """Yield rows on a report that nsys makes of a program with one NVTX range, if `tool` is nsys."""
+    path = shutil.which("nsys")
+    if tool != "nsys" or path is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        options = ("--trace=nvtx", "--sample=none", "--cpuctxsw=none", f"--output={folder}/report")
+        try:
+            done = subprocess.run(
+                [path, "profile", *options, sys.executable, "-c", _MARKERS],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                timeout=NSYS_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            yield red("nsys report", str(error), "run `nsys profile --trace=nvtx python --version` by hand")
+            return
+        if not Path(folder, "report.nsys-rep").exists():
+            lines = done.stdout.decode(errors="replace").replace("\r", "\n").split("\n")
+            told = next((line.strip() for line in lines if re.search("(?i)error|not found", line)), lines[-1])
+            fix = "host-linux-x64 (with QdstrmImporter) must lie beside target-linux-x64: install all of nsys"
+            yield red("nsys report", f"nsys makes no report: {told or 'it says nothing'}", fix)
+            return
+    yield green("nsys report", "nsys makes reports: it made one of a small program")
+    if lacks := re.search(r"no markers: (.*?)(?: Fix: (.*))?$", done.stdout.decode(errors="replace"), re.M):
+        yield red("nvtx", lacks[1], lacks[2] or "pip install 'stepscope[nsys]'")
+
+
+_MARKERS = "from stepscope.backends.nsys import markers; print(markers())"
+
+
+def nsys_permissions() -> Iterator[Row]:
+    """Yield a row if the kernel keeps nsys from sampling CPUs. CUDA and NVTX need no permission."""
+    if shutil.which("nsys") is None or os.geteuid() == 0:
+        return
+    try:
+        level = int(PARANOID.read_text())
+    except (OSError, ValueError):
+        return  # not on this system
+    if level > SAMPLED_UP_TO:
+        finding = f"{PARANOID} is {level}: nsys traces CUDA and NVTX here and samples no CPU"
+        fix = f"sysctl kernel.perf_event_paranoid={SAMPLED_UP_TO}; or nsys: {{extra: {{sample: none}}}}"
+        yield amber("nsys permissions", finding, fix)
+
+
+def nvtx() -> Row:
+    version = installed("nvtx")
+    if version is None:
+        return absent("nvtx", "not installed; only `tool: nsys` uses it")
+    return damaged("nvtx") if version == DAMAGED else green("nvtx", version)
+
+
+def nvml() -> Iterator[Row]:
+    """Yield a row on the package that reads GPUs' counters, where NVIDIA's driver is loaded."""
+    if not os.path.exists(DRIVER):
+        return
+    package = "nvidia-ml-py"
+    version = installed(package)
+    if version is None:
+        finding = "not installed: captures have no counters of GPUs"
+        yield amber(package, finding, "pip install 'stepscope[counters]'")
+    else:
+        yield damaged(package) if version == DAMAGED else green(package, version)
+
+
+def ray() -> Row:
+    version = installed("ray")
+    if version is None:
+        return absent("ray", "not installed; capture(workers=...) of actors needs it")
+    if version == DAMAGED or not numbers(version):
+        return damaged("ray")
+    if numbers(version) < OLDEST_RAY:
+        return red("ray", version, "pip install 'ray>=2.47': older ones lose the spans of async actors")
+    return green("ray", version)
+
+
+def recorded_from_outside(environ: Mapping[str, str]) -> Iterator[Row]:
+    """Yield a row for each variable that points a tool of NVIDIA's at this process."""
+    for name in INJECTED:
+        value = environ.get(name)
+        if not value:
+            continue
+        if name.endswith("_PATH") and not os.path.exists(value):
+            fix = f"unset {name}: every CUDA and NVTX call of a process uses that path and may crash"
+            yield red(name, f"{value} is not there", fix)
+        else:
+            fix = "one at a time: torch.profiler sees no kernels while nsys records"
+            yield amber(name, f"{value}: nsys records processes of this shell", fix)

@@ -1,0 +1,154 @@
+"""Python, our own packages, and the folders that captures write to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from stepscope.config import ProfileConfig, check_save_path
+from stepscope.errors import ConfigError
+from stepscope.files import switch
+from stepscope_report.doctor.rows import Row, absent, amber, green, red
+
+OURS = ("stepscope", "stepscope-rollout-vllm", "stepscope-rollout-sglang", "stepscope-npu")
+GIB = 1 << 30
+SHARED_MEMORY = "/dev/shm"
+DAMAGED = "damaged"
+
+
+def python() -> Row:
+    return green("python", f"{sys.version.split()[0]}, {sys.executable}")
+
+
+def own_packages() -> Row:
+    """Return a row on stepscope's distributions, which must all have one version."""
+    versions = {name: version for name in OURS if (version := installed(name)) is not None}
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none is installed"
+    listed += f"; used from {Path(__file__).parent.parent}"
+    if not versions:
+        fix = "pip install stepscope, or `pip install -e packages/core` in a checkout"
+        return red("stepscope", listed, fix)
+    if len(set(versions.values())) > 1:
+        wanted = versions.get("stepscope") or max(versions.values())
+        names = " ".join(f"{name}=={wanted}" for name in versions)
+        return red("stepscope", listed, f"pip install {names}")
+    if switch.DISABLED:
+        disabled = f"{listed}; {switch.VARIABLE} is set, so nothing is recorded"
+        return amber("stepscope", disabled, f"unset {switch.VARIABLE}")
+    return green("stepscope", listed)
+
+
+def damaged_packages() -> Iterator[Row]:
+    """Yield a row for each package with unreadable metadata, which adapters and backends are found by."""
+    for distribution in metadata.distributions():
+        try:
+            name = distribution.metadata["Name"]
+            list(distribution.entry_points)
+            if name and distribution.version:
+                continue
+            why = "it has no name or no version"
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        where = getattr(distribution, "_path", None)
+        finding = f"the metadata of an installed package is damaged: {where or distribution!r}: {why}"
+        yield red("packages", finding, "remove that folder and install the package again")
+
+
+def entry_points(group: str) -> list[metadata.EntryPoint]:
+    """Return the entry points of all packages whose metadata can be read: `importlib.metadata` gives up at
+    the first that cannot.
+    """
+    try:
+        return list(metadata.entry_points(group=group))
+    except Exception:
+        return [
+            point
+            for distribution in metadata.distributions()
+            for point in _points(distribution)
+            if point.group == group
+        ]
+
+
+def _points(distribution: metadata.Distribution) -> list[metadata.EntryPoint]:
+    try:
+        return list(distribution.entry_points)
+    except Exception:
+        return []
+
+
+def configuration(config: ProfileConfig | ConfigError) -> Iterator[Row]:
+    """Yield a row for a valid configuration, or one for each mistake in it."""
+    if isinstance(config, ConfigError):
+        for error in (config, *config.also):
+            finding = f"{error.field} is {error.value!r}; allowed: {error.allowed}"
+            yield red("configuration", finding, error.fix)
+    elif config.steps:
+        steps = ", ".join(str(spec.spelled) for spec in config.steps)
+        yield green("configuration", f"valid: {config.tool}, steps {steps}")
+    else:
+        fix = 'set steps: [2, "10:50:10"] in the file that STEPSCOPE_CONFIG names, or STEPSCOPE_STEPS=2'
+        yield amber("configuration", "valid; steps selects nothing", fix)
+
+
+def save_path(config: ProfileConfig) -> Row:
+    """Return a row on the run's folder: whether it can be written, and its free space."""
+    try:
+        check_save_path(config, on_ray=False)
+    except ConfigError as error:
+        return red("save_path", f"{config.save_path}: {error.allowed}", error.fix)
+    folder = Path(config.save_path).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    finding = f"{config.save_path} is writable, {free / GIB:.1f} GiB free"
+    allowed = config.budget.trace_mb << 20
+    if free < allowed:
+        fix = "free some, choose another save_path, or set a smaller budget.trace_mb"
+        finding += f"; one process may write {allowed / GIB:.1f} GiB per capture (budget.trace_mb)"
+        return (red if free < GIB else amber)("save_path", finding, fix)
+    return green("save_path", finding)
+
+
+def shared_memory() -> Row:
+    """Return a row on /dev/shm, which Ray's object store and the engines' workers use."""
+    where = SHARED_MEMORY
+    try:
+        usage = shutil.disk_usage(where)
+        writable = os.access(where, os.W_OK | os.X_OK) and os.path.isdir(where)
+    except FileNotFoundError:
+        if sys.platform != "linux":
+            return absent(where, "not on this system")
+        fix = "mount it (`mount -t tmpfs tmpfs /dev/shm`); in a container: --shm-size=16g"
+        finding = "not there: Ray falls back to the disk, and engines fail to start"
+        return amber(where, finding, fix)
+    except OSError as error:
+        fix = "make it a tmpfs that all users can write to: mode 1777"
+        return amber(where, f"cannot be examined: {error}", fix)
+    if not writable:
+        fix = "make it writable for all users: chmod 1777 /dev/shm"
+        return red(where, "this user cannot write there", fix)
+    finding = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
+    if usage.free < GIB:
+        fix = (
+            "docker run --shm-size=16g (or --ipc=host); Ray falls back to the disk, and engines fail to start"
+        )
+        return amber(where, finding, fix)
+    return green(where, finding)
+
+
+def installed(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or "damaged" if its metadata has none."""
+    try:
+        return metadata.version(distribution) or DAMAGED
+    except metadata.PackageNotFoundError:
+        return None
+    except Exception:
+        return DAMAGED
+
+
+def damaged(distribution: str) -> Row:
+    fix = f"pip install --force-reinstall {distribution}"
+    return red(distribution, "installed, and its metadata names no version", fix)

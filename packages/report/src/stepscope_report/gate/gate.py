@@ -1,0 +1,158 @@
+"""The gate: limits, as the command line states them, and the verdict of each by a stage's change."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from stepscope.errors import ConfigError
+from stepscope_report.gate.interval import ENOUGH, Interval, Sample, change_interval, relative_change
+from stepscope_report.gate.steps import STEP, Durations, GateSteps, like_with_like
+
+Source: TypeAlias = Literal["captured", "unprofiled"]
+_NAMED = 12
+_PERCENT = re.compile(r"\+?(\d+(?:\.\d*)?|\.\d+)\s*%?")
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """The most that a stage may grow."""
+
+    stage: str
+    """A pattern of `role/stage`, as `rollout/*`; `step` is the whole step."""
+    most: float
+    """Relative: 0.05 is 5 %."""
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage beside its limit."""
+
+    stage: str
+    """`role/stage`; `step` is the whole step."""
+    limit: float
+    """The most that it may grow: 0.05 is 5 %."""
+    a_seconds: float
+    b_seconds: float
+    """The means."""
+    change: float | None
+    """Relative. None: A has no such time."""
+    interval: Interval | None
+    """None: too few steps to give one."""
+    a_steps: int
+    b_steps: int
+    source: Source
+    """The steps that are compared: captured ones, or those of runs that no profiler slowed."""
+    changed: bool | None
+    """True if zero lies outside of the interval. None: no interval."""
+    failed: bool
+
+
+class Gate(msgspec.Struct, frozen=True, kw_only=True):
+    checks: tuple[Check, ...]
+    failed: bool
+
+
+def check_gate(a: GateSteps, b: GateSteps, limits: Sequence[Limit], seed: int = 0) -> Gate:
+    """Compare both sides with the limits. Of several limits of a stage, the last one counts.
+
+    Raises:
+        ConfigError: a pattern matches no stage of either side, or the sides have no steps that compare.
+    """
+    a, b = like_with_like(a, b)
+    _, one, other = _samples(STEP, a, b)
+    if not (one.values and other.values):
+        raise ConfigError(
+            "A" if other.values else "B",
+            f"{len(one.values)} and {len(other.values)} steps",
+            "captured steps on both sides, or recorded ones on both",
+            "capture a step of each, or set record: spans in both runs",
+        )
+    stages = sorted(a.stages() | b.stages())
+    most = {stage: limit.most for limit in limits for stage in _matching(limit.stage, stages)}
+    checks = tuple(_check(stage, limit, a, b, len(most), seed) for stage, limit in most.items())
+    return Gate(checks=checks, failed=any(check.failed for check in checks))
+
+
+def _matching(pattern: str, stages: Sequence[str]) -> Iterator[str]:
+    matching = [STEP] if pattern == STEP else [stage for stage in stages if fnmatchcase(stage, pattern)]
+    if not matching:
+        more = f" and {len(stages) - _NAMED} more" if len(stages) > _NAMED else ""
+        raise ConfigError(
+            "--stage",
+            pattern,
+            f"`step`, or a pattern of role/stage; A and B have {', '.join(stages[:_NAMED]) or 'none'}{more}",
+            "name one of these, or quote a pattern as 'rollout/*'",
+        )
+    yield from matching
+
+
+def _check(stage: str, limit: float, a: GateSteps, b: GateSteps, checks: int, seed: int) -> Check:
+    source, one, other = _samples(stage, a, b)
+    change = relative_change(one.values, other.values)
+    interval = change_interval(one, other, comparisons=checks, seed=seed)
+    changed = None if interval is None else interval[0] > 0 or interval[1] < 0
+    grown = sum(other.values) > 0 if change is None else change > limit
+    return Check(
+        stage=stage,
+        limit=limit,
+        a_seconds=sum(one.values) / max(len(one.values), 1),
+        b_seconds=sum(other.values) / max(len(other.values), 1),
+        change=change,
+        interval=interval,
+        a_steps=len(one.values),
+        b_steps=len(other.values),
+        source=source,
+        changed=changed,
+        failed=grown and changed is not False,
+    )
+
+
+def _samples(stage: str, a: GateSteps, b: GateSteps) -> tuple[Source, Sample, Sample]:
+    """Return the steps to compare: of runs those without a profiler, else the captured ones."""
+    quiet_a, quiet_b = a.unprofiled(stage), b.unprofiled(stage)
+    enough = min(len(quiet_a), len(quiet_b)) >= ENOUGH
+    if (a.whole and b.whole and enough) or not (a.captured and b.captured):
+        return "unprofiled", Sample(quiet_a), Sample(quiet_b)
+    return (
+        "captured",
+        Sample(_times(a.captured, stage), quiet_a),
+        Sample(_times(b.captured, stage), quiet_b),
+    )
+
+
+def _times(steps: Sequence[Durations], stage: str) -> list[float]:
+    return [step.get(stage, 0) for step in steps]
+
+
+def parse_limits(fail_above: Sequence[str], stages: Sequence[str]) -> list[Limit]:
+    """Return the limits of `--fail-above` and `--stage`, paired in order.
+
+    One limit more than stages: the first one is the whole step's. One limit for several stages is each one's.
+
+    Raises:
+        ConfigError: a limit is no percentage, or their number fits no pairing.
+    """
+    most = [_percentage(text) for text in fail_above]
+    if len(most) == len(stages) + 1:
+        return [Limit(STEP, most[0]), *map(Limit, stages, most[1:])]
+    if len(most) == 1:
+        return [Limit(stage, most[0]) for stage in stages]
+    if len(most) == len(stages):
+        return list(map(Limit, stages, most))
+    raise ConfigError(
+        "--fail-above",
+        list(fail_above),
+        f"one limit, one for each --stage ({len(stages)}), or one more, the first of which is the step's",
+        "--fail-above 5% --stage 'rollout/*' --fail-above 10%",
+    )
+
+
+def _percentage(text: str) -> float:
+    match = _PERCENT.fullmatch(text.strip())
+    if match is None or not math.isfinite(float(match[1])):
+        raise ConfigError("--fail-above", text, "a percentage from 0 up, as 5% or 2.5", "--fail-above 5%")
+    return float(match[1]) / 100

@@ -1,0 +1,173 @@
+"""A run's page: its captured steps side by side, and what changed between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from urllib.parse import quote
+
+import msgspec
+
+from stepscope_report.accounting import Label
+from stepscope_report.blocks.breakdown import BESIDE, OVERVIEW_NOTES, overview_cells
+from stepscope_report.blocks.health import say_others
+from stepscope_report.formatting import both, count, duration, middle, percentage, signed
+from stepscope_report.html.breakdown import LINES
+from stepscope_report.html.colours import Colours
+from stepscope_report.html.markup import Html, join, tag
+from stepscope_report.html.page import legend, listing, page, section, stacked, swatched, table
+from stepscope_report.model import StepReport
+from stepscope_report.tables.diff import Change, diff
+
+OTHERS = ("profiler", "unaccounted")
+"""Lines of the account that are no stages."""
+CHANGES = 5
+"""The largest changes of a step against the one before it that are listed."""
+
+
+class RunStep(msgspec.Struct, frozen=True, kw_only=True):
+    report: StepReport
+    href: str | None
+    """The step's page, relative to the run's."""
+
+
+def render_run(
+    steps: Sequence[RunStep], unreadable: Sequence[str] = (), others: Mapping[str, Sequence[int]] = {}
+) -> str:
+    """Return the page of a run.
+
+    Args:
+        steps: At least one, in order, of one run.
+        unreadable: What is to be said of steps that nothing could be made of.
+        others: {id of another run in the folder: its steps that are left out}.
+    """
+    reports = [step.report for step in steps]
+    lines = (line for report in reports for line in report.breakdown.lines if line.waits)
+    colours = Colours(_labels(reports), [(line.role or "", line.stage or "") for line in lines])
+    parts = [_head(reports, others), _side_by_side(steps, colours)]
+    if len(steps) > 1:
+        parts += [_by_stage(reports, colours), _changes(reports)]
+    if unreadable:
+        parts.append(section("unreadable", "Unreadable", listing("Steps", unreadable, "bad")))
+    return page(f"Run {reports[0].run_id}", *parts)
+
+
+def _labels(reports: Sequence[StepReport]) -> list[Label]:
+    """Return the stages by their share of all steps."""
+    wall_ns: Counter[Label] = Counter()
+    for report in reports:
+        for line in report.breakdown.lines:
+            if line.kind == "stage":
+                wall_ns[line.role or "", line.stage or ""] += line.wall_ns
+    return [label for label, _ in wall_ns.most_common()]
+
+
+def _head(reports: Sequence[StepReport], others: Mapping[str, Sequence[int]]) -> Html:
+    took = [report.breakdown.window_ns for report in reports]
+    run_id = reports[0].run_id
+    summary = (
+        f"{count(len(reports), 'captured step')}: median {duration(middle(took))}, "
+        f"{duration(min(took))} to {duration(max(took))}"
+    )
+    notes = [summary, say_others(run_id, others)] if others else [summary]
+    return tag("header", tag("h1", f"Run {run_id}"), *(tag("p", note, class_="note") for note in notes))
+
+
+def _side_by_side(steps: Sequence[RunStep], colours: Colours) -> Html:
+    longest_ns = max(step.report.breakdown.window_ns for step in steps)
+    rows = [_step(step, longest_ns, colours) for step in steps]
+    columns = ("step", "", ">took", ">uncaptured", f">{BESIDE}", ">unaccounted", "complete")
+    lines = [line for step in steps for line in step.report.breakdown.lines]
+    used = {(line.role or "", line.stage or "") for line in lines if line.wall_ns}
+    kinds = [kind for kind in OTHERS if any(_of_kind(step.report, kind) for step in steps)]
+    key = join(colours.legend(used), legend((kind, kind) for kind in kinds))
+    body = tag("div", table(columns, rows, "steps-table"), class_="steps")
+    return section("steps", "Where each step went", key, body, note=" ".join(OVERVIEW_NOTES))
+
+
+def _of_kind(report: StepReport, kind: str) -> int:
+    return sum(line.wall_ns for line in report.breakdown.lines if line.kind == kind)
+
+
+def _step(step: RunStep, longest_ns: int, colours: Colours) -> tuple[str | Html, ...]:
+    report = step.report
+    *cells, complete = overview_cells(report)
+    name = str(report.step)
+    bar = stacked(_bars(report, colours), longest_ns)
+    linked = tag("a", name, href="./" + quote(step.href)) if step.href else name
+    return linked, bar, *cells, tag("span", complete, class_="good" if complete == "yes" else "bad")
+
+
+def _bars(report: StepReport, colours: Colours) -> Iterator[tuple[str, int, str]]:
+    """Yield stages in the page's order and not in the step's, so that the steps can be compared."""
+    order = {label: place for place, label in enumerate(colours.labels)}
+    lines = sorted(
+        report.breakdown.lines, key=lambda line: order.get((line.role or "", line.stage or ""), len(order))
+    )
+    for line in lines:
+        if line.wall_ns:
+            kind = colours.of((line.role or "", line.stage or "")) if line.kind == "stage" else line.kind
+            hover = f"{line.role or ''} {line.stage or line.kind} {duration(line.wall_ns)}".strip()
+            yield kind, line.wall_ns, hover
+
+
+def _by_stage(reports: Sequence[StepReport], colours: Colours) -> Html:
+    """Return wall time by stage and step, shaded against the stage's median."""
+    columns = ("stage", *(f">{report.step}" for report in reports), ">median")
+    walls = [{(x.role or "", x.stage or x.kind): x.wall_ns for x in r.breakdown.lines} for r in reports]
+    kinds = [kind for kind in OTHERS if any(_of_kind(report, kind) for report in reports)]
+    labels: list[Label] = [*colours.labels[:LINES], *(("", kind) for kind in kinds)]
+    least_ns = middle(report.breakdown.window_ns for report in reports) // 100
+    rows = [_stage(label, [wall.get(label, 0) for wall in walls], least_ns, colours) for label in labels]
+    note = "Shaded where a stage is off its median by 1 % of the median step or more."
+    if len(colours.labels) > LINES:
+        note += f" The first {LINES} stages by their share of all steps."
+    return section("stages", "By stage", table(columns, rows, "by-stage"), note=note)
+
+
+def _stage(label: Label, wall_ns: Sequence[int], least_ns: int, colours: Colours) -> list[str | Html]:
+    median_ns = middle(wall_ns)
+    colour = colours.of(label) if label[0] else label[1]
+    cells = [tag("span", duration(ns), class_=_shade(ns, median_ns, least_ns)) for ns in wall_ns]
+    return [swatched(colour, " ".join(filter(None, label))), *cells, duration(median_ns)]
+
+
+def _shade(ns: int, median_ns: int, least_ns: int) -> str:
+    """Return the class of a cell: its distance from the median, in steps of a tenth, if it is far enough to
+    matter.
+    """
+    if abs(ns - median_ns) < max(least_ns, 1):
+        return "shade"
+    ratio = ns / median_ns if median_ns else 2.0
+    return f"shade h{max(-5, min(5, round((ratio - 1) * 10)))}"
+
+
+def _changes(reports: Sequence[StepReport]) -> Html:
+    rows: list[tuple[str | Html, ...]] = []
+    for before, after in pairwise(reports):
+        step_change = diff([before], [after])
+        pair = f"{before.step} > {after.step}"
+        whole = signed(step_change.delta_ns)
+        rows.append((tag("b", pair), tag("b", "step"), tag("b", whole, class_=_sign(step_change.delta_ns)),
+                     percentage(step_change.delta_ns, step_change.a.step_ns), "", ""))  # fmt: skip
+        rows += [
+            ("", *_change(change, step_change.a.step_ns))
+            for change in step_change.changes[:CHANGES]
+            if change.delta_ns
+        ]
+    columns = ("steps", "line", ">change", ">% of the step", ">calls", ">mean call")
+    note = f"The {CHANGES} largest against the step before. stepscope diff compares any two steps or runs."
+    return section("changes", "What changed", table(columns, rows), note=note)
+
+
+def _change(change: Change, total_ns: int) -> tuple[str | Html, ...]:
+    calls = both(f"{change.a.calls:g}", f"{change.b.calls:g}") if change.kind == "stage" else ""
+    mean = both(duration(change.a.mean_ns), duration(change.b.mean_ns)) if change.kind == "stage" else ""
+    name = " ".join(filter(None, (change.role, change.stage or change.kind)))
+    delta = tag("span", signed(change.delta_ns), class_=_sign(change.delta_ns))
+    return name, delta, percentage(change.delta_ns, total_ns), calls, mean
+
+
+def _sign(ns: int) -> str | None:
+    return "up" if ns > 0 else "down" if ns < 0 else None

@@ -1,0 +1,188 @@
+"""Charts over the step's time: the Gantt by process, and the trajectories' lanes. One axis, one zoom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from stepscope_report.charts.gantt import Gantt, Group, Row
+from stepscope_report.charts.lanes import Flight, Lanes
+from stepscope_report.charts.marks import Mark
+from stepscope_report.formatting import count, duration
+from stepscope_report.html.colours import Colours
+from stepscope_report.html.markup import Html, tag, text
+from stepscope_report.html.page import percent, section
+
+LANE = 13
+"""Pixels of a lane in which a name can be read."""
+NAMED = 0.06
+"""The least part of the window at which a mark is named in the chart."""
+LABELLED_STRIP = 9
+"""Pixels below which only one strip in some 64 pixels has its name; the others have it under the pointer."""
+
+
+def gantt(chart: Gantt, colours: Colours) -> Html:
+    groups = [part for group in chart.groups for part in _group(group, chart.window_ns, colours)]
+    used = {m.label for g in chart.groups for row in g.rows for lane in row.lanes for m in lane}
+    body = tag("div", axis(chart.window_ns), *groups, class_="chart", id="gantt", data_ns=chart.window_ns)
+    note = (
+        f"{count(chart.marks, 'mark')} for {count(chart.spans, 'span')}: calls of one stage in one process "
+        f"that overlap are one mark, and so are neighbours shorter than {duration(chart.shortest_ns)}."
+    )
+    return section("when", "Who ran what, when", colours.legend(used), body, note=note)
+
+
+def _group(group: Group, window_ns: int, colours: Colours) -> Iterator[Html]:
+    remarks = [count(group.processes, "process")]
+    if group.strips:
+        remarks.append("one strip each, of the most specific stage at each instant")
+    if len(group.rows) < group.processes:
+        remarks.append(f"{len(group.rows):,} drawn, evenly chosen, and the slowest of each stage")
+    yield tag("h3", group.role, tag("small", "; ".join(remarks)))
+    strip = max(2, min(10, 640 // max(len(group.rows), 1)))  # one or two screens hold all of them
+    height = strip if group.strips else LANE
+    every = 1 if height >= LABELLED_STRIP else 1 << (64 // height).bit_length() - 1
+    for at, row in enumerate(group.rows):
+        yield _row(row, height, window_ns, colours, named=at % every == 0)
+
+
+def _row(row: Row, height: int, window_ns: int, colours: Colours, *, named: bool) -> Html:
+    pixels = max(len(row.lanes), 1) * height
+    if not row.aligned:
+        why = f"{row.name}: unaligned. It ran on {row.host}, whose clock was not measured: not drawn"
+        track = tag("div", tag("span", "unaligned: not drawn") if height >= LABELLED_STRIP else "",
+                    class_="track unaligned", data_t=why)  # fmt: skip
+    else:
+        marks = (
+            _mark(mark, at * height, height, window_ns, colours, f"{row.name}: ")
+            for at, lane in enumerate(row.lanes)
+            for mark in lane
+        )
+        track = zoomed(marks)
+    classes = "row" if height == LANE else "row strip"
+    label = tag("span", row.name if named else "", class_="name", data_t=f"{row.name} on {row.host}")
+    return tag("div", label, track, class_=classes, style=f"height:{pixels}px")
+
+
+def zoomed(marks: Iterable[Html], kind: str = "track") -> Html:
+    """Return the part of a row that the page's script zooms."""
+    return tag("div", tag("div", *marks, class_="zoom"), class_=kind)
+
+
+def _mark(mark: Mark, top: int, height: int, window_ns: int, colours: Colours, whose: str) -> Html:
+    """Return a mark. It is written by hand and not by `tag`, because there are thousands."""
+    left_ns, right_ns = max(mark.start_ns, 0), min(mark.end_ns, window_ns)
+    if right_ns < left_ns:
+        left_ns, right_ns = (0, 0) if right_ns < 0 else (window_ns, window_ns)
+    kind = f"m {colours.of(mark.label)}" + " bad" * (mark.failed == mark.spans) + " open" * mark.open
+    width = percent(right_ns - left_ns, window_ns)
+    inner = ""
+    if height >= LANE and right_ns - left_ns >= NAMED * window_ns:
+        inner = text(mark.label[1])
+    return Html(
+        f'<i class="{kind}" style="left:{percent(left_ns, window_ns)};width:{width};top:{top}px;'
+        f'height:{_thick(height)}px" data-t="{text(whose + _said(mark))}">{inner}</i>'
+    )
+
+
+def _thick(height: int) -> int:
+    """Return the pixels of a mark in a lane, with a line between lanes if one fits."""
+    return height - 1 if height > 4 else height
+
+
+def _said(mark: Mark) -> str:
+    text = f"{' '.join(mark.label)}, {duration(mark.end_ns - mark.start_ns)} from {duration(mark.start_ns)}"
+    if mark.spans > 1:
+        text += f"; {mark.spans:,} pieces"
+    if mark.gaps_ns:
+        text += f", {duration(mark.gaps_ns)} of it between them"
+    if mark.at_once > 1:
+        text += f", up to {mark.at_once:,} at once"
+    return (
+        text + ("; never ended" if mark.open else "") + (f"; {mark.failed:,} failed" if mark.failed else "")
+    )
+
+
+def lanes(chart: Lanes, window_ns: int, colours: Colours) -> Html:
+    """Return trajectories in lanes, and above them how many were in flight."""
+    height = max(2, min(LANE, 480 // max(len(chart.lanes), 1)))
+    tracks = [_lane(lane, height, window_ns, colours) for lane in chart.lanes]
+    used = {mark.label for lane in chart.lanes for flight in lane for mark in flight.marks}
+    body = tag(
+        "div", axis(window_ns), _in_flight(chart.in_flight), *tracks,
+        class_="chart", id="lanes", data_ns=window_ns,
+    )  # fmt: skip
+    return section("trajectories", "Trajectories", colours.legend(used), body, note=_lanes_note(chart))
+
+
+def _lanes_note(chart: Lanes) -> str:
+    note = (
+        f"{count(chart.trajectories, 'trajectory')} in {count(chart.needed, 'lane')}, as many as ran "
+        f"at once. Each shows the most specific stage at each instant; {count(chart.marks, 'mark')}, "
+        f"neighbours shorter than {duration(chart.shortest_ns)} are one."
+    )
+    if len(chart.lanes) < chart.needed:
+        note += (
+            f" {len(chart.lanes):,} lanes are drawn, evenly chosen, and those of the slowest trajectories."
+        )
+    return note
+
+
+def _lane(lane: Sequence[Flight], height: int, window_ns: int, colours: Colours) -> Html:
+    marks = [_frame(flight, height, window_ns) for flight in lane]
+    marks += [
+        _mark(mark, 0, height, window_ns, colours, f"{flight.trajectory}: ")
+        for flight in lane
+        for mark in flight.marks
+    ]
+    name, place = tag("span", class_="name"), f"height:{height}px"
+    return tag("div", name, zoomed(marks), class_="row strip", style=place)
+
+
+def _frame(flight: Flight, height: int, window_ns: int) -> Html:
+    """Return the frame behind a trajectory's marks, from its first to its last, so that its gaps are seen as
+    its own.
+    """
+    left_ns, right_ns = max(flight.start_ns, 0), min(flight.end_ns, window_ns)
+    place = f"left:{percent(left_ns, window_ns)};width:{percent(max(right_ns - left_ns, 0), window_ns)}"
+    hover = (
+        f"{flight.trajectory}: {duration(flight.end_ns - flight.start_ns)} from {duration(flight.start_ns)}"
+    )
+    kind = "frame open" if flight.open else "frame"
+    return tag("i", class_=kind, style=f"{place};height:{_thick(height)}px", data_t=hover)
+
+
+def _in_flight(curve: Sequence[float]) -> Html:
+    top = max([*curve, 1.0])
+    width = 100 / len(curve)
+    bars = [
+        tag(
+            "i",
+            class_="m flight",
+            style=f"left:{at * width:.4g}%;width:{1.1 * width:.4g}%;height:{100 * value / top:.3g}%",
+            data_t=f"{value:.1f} trajectories in flight",
+        )
+        for at, value in enumerate(curve)
+        if value
+    ]
+    label = tag("span", f"in flight, up to {top:.0f}", class_="name")
+    track = zoomed(bars, "track curve")
+    return tag("div", label, track, class_="row", style="height:56px", id="in-flight")
+
+
+def axis(window_ns: int) -> Html:
+    """Return the row with the times, above a chart."""
+    marks = (
+        tag("b", duration(at_ns), style=f"left:{percent(at_ns, window_ns)}") for at_ns in ticks(window_ns)
+    )
+    return tag("div", tag("span", class_="name"), zoomed(marks), class_="row axis")
+
+
+def ticks(window_ns: int) -> list[int]:
+    """Return round times, at most 11, from 0."""
+    if window_ns <= 0:
+        return [0]
+    size = 1
+    while window_ns // size > 100:
+        size *= 10
+    every = next(size * by for by in (1, 2, 5, 10) if window_ns // (size * by) <= 10)
+    return list(range(0, window_ns + 1, every))

@@ -1,0 +1,180 @@
+"""A run at this moment, from its files: its steps so far, the one that runs, and who is in which call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from stepscope.files.kinds import like
+from stepscope.files.recorder import StepLine
+from stepscope.files.states import OpenSpan, ProcessState
+from stepscope_report.fleet import Fleet, Sampled, fleets
+from stepscope_report.formatting import middle
+from stepscope_report.table import grouped
+
+COMPARED = 50
+"""Steps that the running one is compared with, the last."""
+_NAMED = 8
+"""Trajectories that are named."""
+
+
+class StageNow(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage of the process that bounds steps, over the last steps."""
+
+    stage: str
+    """`role/stage`."""
+    last_s: float
+    """In the last step that ended; 0 if it did not run."""
+    median_s: float
+    """Over the steps in which it ran."""
+
+
+class Lane(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls of one role that go on."""
+
+    role: str
+    processes: int
+    calls: int
+    stages: tuple[str, ...]
+    """The stages of these calls, the most frequent first."""
+    oldest_ns: int
+
+
+class Flight(msgspec.Struct, frozen=True, kw_only=True):
+    """A trajectory that is under way."""
+
+    trajectory: str
+    turn: int | None
+    stage: str
+    """The innermost call in it."""
+    age_ns: int
+
+
+class Live(msgspec.Struct, frozen=True, kw_only=True):
+    """The view that `stepscope watch` shows."""
+
+    steps: int
+    """Steps that have ended."""
+    durations_ns: tuple[int, ...]
+    """Of the last steps, the latest last."""
+    median_ns: int | None
+    """The median of the last steps that are of the kind of the step that runs. None if there is none."""
+    compared: int
+    """Number of steps of which `median_ns` is the median."""
+    running: int | None
+    """The step that runs."""
+    running_ns: int | None
+    tokens_per_s: dict[str, float] = {}
+    """{`rollout` or `train`: of the time of the last step that counted tokens}."""
+    stages: tuple[StageNow, ...]
+    lanes: tuple[Lane, ...]
+    flights: int
+    """Trajectories under way."""
+    oldest: tuple[Flight, ...]
+    """Of them, the longest first."""
+    fleets: tuple[Fleet, ...] = ()
+    """Devices and engines, where they are sampled."""
+
+
+def live(
+    lines: Sequence[StepLine],
+    states: Sequence[ProcessState],
+    *,
+    recorded: Sequence[Sampled] = (),
+    recorded_step: int | None = None,
+) -> Live:
+    """Return the run at this moment.
+
+    Args:
+        lines: Of its steps.
+        states: Of the processes that answered.
+        recorded: Counters of the last step on disk that has some.
+        recorded_step: The number of that step.
+    """
+    last = list(lines)[-COMPARED:]
+    owner = next((state for state in states if state.step_age_ns is not None), None)
+    running = None if owner is None else owner.step
+    usual = usual_ns(last, running)
+    flights = sorted(_flights(states), key=lambda flight: -flight.age_ns)
+    return Live(
+        steps=len(lines),
+        durations_ns=tuple(line.dur_ns for line in last),
+        median_ns=middle(usual) if usual else None,
+        compared=len(usual),
+        running=running,
+        running_ns=None if owner is None else owner.step_age_ns,
+        tokens_per_s=_tokens_per_s(last),
+        stages=tuple(_stages(last)),
+        lanes=tuple(_lanes(states)),
+        flights=len(flights),
+        oldest=tuple(flights[:_NAMED]),
+        fleets=tuple(
+            fleets([Sampled(state.process, state.counters) for state in states], recorded, recorded_step)
+        ),
+    )
+
+
+def usual_ns(lines: Sequence[StepLine], step: int | None) -> list[int]:
+    """Return the durations of the last steps that are of the kind of `step`, by its number; None: of all."""
+    took = {line.step: line.dur_ns for line in lines[-COMPARED:]}
+    same = took if step is None else like(step, took)
+    return [ns for number, ns in took.items() if number in same]
+
+
+def _tokens_per_s(last: Sequence[StepLine]) -> dict[str, float]:
+    line = next((line for line in reversed(last) if line.tokens and line.dur_ns), None)
+    return {} if line is None else {kind: n * 1e9 / line.dur_ns for kind, n in line.tokens.items()}
+
+
+def _stages(last: Sequence[StepLine]) -> list[StageNow]:
+    taken: dict[str, list[float]] = {}
+    for line in last:
+        for stage, seconds in line.stages.items():
+            taken.setdefault(stage, []).append(seconds)
+    stages = [
+        StageNow(
+            stage=stage,
+            last_s=last[-1].stages.get(stage, 0.0),
+            median_s=sorted(seconds)[len(seconds) // 2],
+        )
+        for stage, seconds in taken.items()
+    ]
+    return sorted(stages, key=lambda stage: -stage.median_s)
+
+
+def _innermost(state: ProcessState) -> list[OpenSpan]:
+    above = {span.parent for span in state.spans}
+    return [span for span in state.spans if span.span not in above]
+
+
+def _lanes(states: Sequence[ProcessState]) -> list[Lane]:
+    inner = ((state.process.key, span) for state in states for span in _innermost(state))
+    calls = grouped(inner, lambda call: call[1].role)
+    return [
+        Lane(
+            role=role,
+            processes=len({process for process, _ in spans}),
+            calls=len(spans),
+            stages=tuple(stage for stage, _ in Counter(span.stage for _, span in spans).most_common()),
+            oldest_ns=max(span.age_ns for _, span in spans),
+        )
+        for role, spans in sorted(calls.items())
+    ]
+
+
+def _flights(states: Sequence[ProcessState]) -> list[Flight]:
+    """Return each trajectory once: as old as its oldest span, in its youngest call."""
+    oldest: dict[str, int] = {}
+    inner: dict[str, OpenSpan] = {}
+    for span in (span for state in states for span in state.spans):
+        if span.trajectory is None:
+            continue
+        oldest[span.trajectory] = max(span.age_ns, oldest.get(span.trajectory, 0))
+        if span.trajectory not in inner or span.age_ns <= inner[span.trajectory].age_ns:
+            inner[span.trajectory] = span
+    return [
+        Flight(trajectory=name, turn=inner[name].turn, stage=inner[name].stage, age_ns=age_ns)
+        for name, age_ns in oldest.items()
+    ]

@@ -1,0 +1,85 @@
+"""The report of one step: typed tables, for people, for scripts (JSON) and for pictures."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepscope_report.advice.evidence import Advice
+from stepscope_report.blocks.block import Block, Paragraph
+from stepscope_report.tables.baseline import Baseline
+from stepscope_report.tables.breakdown import Breakdown
+from stepscope_report.tables.counters import Counters
+from stepscope_report.tables.cuda_memory import CudaMemory
+from stepscope_report.tables.engine import Engine, Phaseless
+from stepscope_report.tables.health import Health
+from stepscope_report.tables.idle import Idle
+from stepscope_report.tables.long_tail import LongTail
+from stepscope_report.tables.stages import Stage
+from stepscope_report.tables.staleness import Staleness
+from stepscope_report.tables.traces import TraceTables
+from stepscope_report.tables.waiting import VainWait
+from stepscope_report.throughput.rates import Throughput
+from stepscope_report.weights.sync import WeightSync
+
+
+class AddedSection(msgspec.Struct, frozen=True, kw_only=True):
+    """A section that another package added."""
+
+    name: str
+    title: str
+    tables: tuple[Block, ...] = ()
+    failed: str | None = None
+    """The reason why it has no tables. None: it did not fail."""
+
+    def blocks(self) -> tuple[Block, ...]:
+        """Return its tables, or the note that it failed."""
+        if self.failed is None:
+            return self.tables
+        return (Paragraph(f"section {self.name} failed: {self.failed}"),)
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The report of one step. All times are integer ns; names end in `_ns`.
+
+    Each section of `stepscope_report.sections` fills the field of its name.
+    """
+
+    format: int = 1
+    step: int
+    run_id: str
+    runs: tuple[str, ...]
+    """All runs that left something in the step's folder."""
+    opened_ns: int
+    """The capture's opening, unix ns."""
+    advice: tuple[Advice, ...]
+    """Alarms first, then what could save most."""
+    breakdown: Breakdown
+    baseline: Baseline | None
+    """None: no uncaptured step is known to compare it with."""
+    stages: tuple[Stage, ...]
+    long_tail: LongTail | None
+    """None: no span belongs to a trajectory."""
+    staleness: Staleness | None
+    """None: nothing is stale, or nothing says so."""
+    idle: tuple[Idle, ...]
+    vain_waits: tuple[VainWait, ...] = ()
+    """Waits during which nobody was busy who could have ended them."""
+    engines: tuple[Engine, ...]
+    """Replicas that recorded prefill and decode, in a trace or in spans."""
+    phaseless: tuple[Phaseless, ...]
+    """Processes that generated and are not among `engines`."""
+    throughput: Throughput | None = None
+    """None: neither tokens nor FLOPs are known."""
+    weight_sync: WeightSync | None = None
+    """None: no span moves weights."""
+    traces: TraceTables | None
+    """None: they were not read."""
+    cuda_memory: tuple[CudaMemory, ...]
+    """Of snapshots of CUDA's allocator, where the traces were read."""
+    counters: Counters | None = None
+    """None: no process sampled any."""
+    metrics: dict[str, float] = {}
+    """Numbers that the trainer logged of the step."""
+    health: Health
+    added: tuple[AddedSection, ...] = ()
+    """Sections of other packages."""

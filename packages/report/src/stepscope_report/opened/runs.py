@@ -1,0 +1,261 @@
+"""Captured runs and steps as objects, for notebooks and scripts. Their files are read when first needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stepscope.errors import RecordError
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.run import steps_of_run
+from stepscope.files.values import AttrValue
+from stepscope_report.advice.evidence import Advice
+from stepscope_report.brief import Briefed, Part, run_brief
+from stepscope_report.formatting import numbers
+from stepscope_report.model import StepReport
+from stepscope_report.opened.traces import OpenTraces
+from stepscope_report.sections import step_report
+from stepscope_report.table import Rows, Table
+from stepscope_report.tables.breakdown import Line
+from stepscope_report.tables.counters import CounterRow
+from stepscope_report.tables.engine import Engine
+from stepscope_report.tables.health import ProcessRow
+from stepscope_report.tables.idle import Idle
+from stepscope_report.tables.long_tail import SlowTrajectory, Spread
+from stepscope_report.tables.stages import Stage
+from stepscope_report.tables.traces import DeviceRow, OperatorRow
+from stepscope_report.timeline import Timeline, load_step, load_traces
+from stepscope_report.timeline.step.plain import has_traces, is_ours
+
+
+class _Span(msgspec.Struct, frozen=True, kw_only=True):
+    process: str
+    role: str
+    stage: str
+    start_ns: int | None
+    dur_ns: int | None
+    of_step: int | None
+    trajectory: str | None
+    turn: int | None
+    error: str | None
+    cancelled: bool
+    attrs: dict[str, AttrValue]
+
+
+ROWS: Mapping[str, type[msgspec.Struct]] = {
+    "advice": Advice,
+    "breakdown": Line,
+    "stages": Stage,
+    "idle": Idle,
+    "trajectories": SlowTrajectory,
+    "spreads": Spread,
+    "engines": Engine,
+    "operators": OperatorRow,
+    "devices": DeviceRow,
+    "counters": CounterRow,
+    "processes": ProcessRow,
+    "spans": _Span,
+}
+"""Table -> the type of its rows."""
+
+
+class OpenStep(Briefed):
+    """A captured step.
+
+    Attributes:
+        folder: Its folder.
+        tables: Names of its tables.
+    """
+
+    tables = tuple(ROWS)
+
+    def __init__(self, folder: Path, *, run: str | None = None, traces: bool = True) -> None:
+        self.folder = folder
+        self._run, self._traces = run, traces
+
+    def __repr__(self) -> str:
+        return f"<stepscope step {self.folder}>"
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The spans of all processes on one clock."""
+        return load_step(self.folder, run_id=self._run)
+
+    @cached_property
+    def _report(self) -> StepReport:
+        if not self._traces:
+            return step_report(self.timeline)
+        return step_report(self.timeline, load_traces(self.folder, self.timeline))
+
+    def report(self) -> StepReport:
+        """Return all tables of the step. They are made once.
+
+        Raises:
+            RecordError: nothing of the step can be read.
+        """
+        return self._report
+
+    def table(self, name: str) -> Rows:
+        """Return the rows of a table as dicts; times are integers, in ns.
+
+        Args:
+            name: One of `tables`.
+
+        Raises:
+            ValueError: there is no such table.
+        """
+        if name == "spans":
+            return Rows(Table(_spans(self.timeline)).to_dicts())
+        values = _values(self.report())
+        if name not in values:
+            raise ValueError(f"table is {name!r}; use one of {', '.join(self.tables)}")
+        return Rows(Table(values[name]).to_dicts())
+
+    def _parts(self) -> Sequence[Part]:
+        report = self.report()
+        return run_brief([report], {report.step: self.folder})
+
+
+class OpenRun(Briefed):
+    """A run with its captured steps: `run[3]` is step 3.
+
+    Attributes:
+        folder: Its folder.
+        steps: Its captured steps, by number.
+        others: {id of another run in the folder: its steps that are left out}.
+    """
+
+    def __init__(
+        self, folder: Path, steps: Mapping[int, OpenStep], others: Mapping[str, Sequence[int]] = {}
+    ) -> None:
+        self.folder = folder
+        self.steps = dict(steps)
+        self.others = dict(others)
+
+    def __repr__(self) -> str:
+        left = "".join(
+            f"; left out: step {numbers(steps)} of run {run}" for run, steps in self.others.items()
+        )
+        return f"<stepscope run {self.folder}: steps {', '.join(map(str, self.steps))}{left}>"
+
+    def __getitem__(self, step: int) -> OpenStep:
+        if step not in self.steps:
+            runs = [run for run, steps in self.others.items() if step in steps]
+            fix = f"; open(..., run={runs[0]!r}) has it" if runs else ""
+            raise KeyError(f"no step {step} was captured; captured: {', '.join(map(str, self.steps))}{fix}")
+        return self.steps[step]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def report(self) -> list[StepReport]:
+        """Return the report of each step that can be read.
+
+        Raises:
+            RecordError: none of them can.
+        """
+        return [step.report() for step in self._readable().values()]
+
+    def table(self, name: str) -> Rows:
+        """Return the rows of a table of all steps that can be read, each with its step first."""
+        tables = {number: step.table(name) for number, step in self._readable().items()}
+        return Rows({"step": number, **row} for number, rows in tables.items() for row in rows)
+
+    def longest(self) -> OpenStep:
+        """Return the longest step of those that can be read.
+
+        Raises:
+            RecordError: none of them can.
+        """
+        return max(self._readable().values(), key=lambda step: step.report().breakdown.window_ns)
+
+    def _readable(self) -> dict[int, OpenStep]:
+        readable, reasons = {}, []
+        for number, step in self.steps.items():
+            try:
+                step.report()
+            except RecordError as error:
+                reasons.append(str(error))
+            else:
+                readable[number] = step
+        if not readable:
+            raise RecordError("\n".join(reasons))
+        return readable
+
+    def _parts(self) -> Sequence[Part]:
+        folders = {number: step.folder for number, step in self.steps.items()}
+        return run_brief(self.report(), folders, self.others)
+
+
+def open(  # noqa: A001  # read as `stepscope.open`
+    path: str | os.PathLike[str], *, run: str | None = None, traces: bool = True
+) -> OpenRun | OpenStep | OpenTraces:
+    """Open the folder of a run (its save_path) or of one step in it, or traces that others wrote.
+
+    In a notebook, the value shows the brief of the step; of a run, that of its longest step.
+
+    Args:
+        path: The folder. Of others' traces, a file too.
+        run: The run's id, where several wrote into one folder. None: the one that captured last.
+        traces: Whether reports read the profilers' traces, which may be large.
+
+    Raises:
+        RecordError: the folder does not exist, holds neither a captured step nor a trace, or none of `run`.
+    """
+    folder = Path(path)
+    if StepLayout(folder).is_step:
+        return OpenStep(folder, run=run, traces=traces)
+    steps = RunLayout(folder).steps()
+    if not steps:
+        if not is_ours(folder) and has_traces(folder):
+            return OpenTraces(folder)
+        why = "holds no captured step" if folder.exists() else "does not exist"
+        raise RecordError(f"{folder} {why}. Give the folder of a run (save_path), or of one step in it")
+    chosen = steps_of_run(steps, run)
+    if run is not None and not chosen.opened_ns:
+        raise RecordError(f"{folder} holds nothing of run {run!r}; it holds: {', '.join(chosen.others)}")
+    opened = {n: OpenStep(step.root, run=chosen.run_id, traces=traces) for n, step in chosen.steps.items()}
+    return OpenRun(folder, opened, chosen.others)
+
+
+def _values(report: StepReport) -> dict[str, Sequence[Any]]:
+    """Return the rows of each table of a report. A table that the step lacks has none."""
+    tail, traces, counters = report.long_tail, report.traces, report.counters
+    return {
+        "advice": report.advice,
+        "breakdown": report.breakdown.lines,
+        "stages": report.stages,
+        "idle": report.idle,
+        "trajectories": () if tail is None else tail.worst,
+        "spreads": () if tail is None else tail.spreads,
+        "engines": report.engines,
+        "operators": () if traces is None else traces.operators,
+        "devices": () if traces is None else traces.devices,
+        "counters": () if counters is None else counters.rows,
+        "processes": report.health.processes,
+    }
+
+
+def _spans(timeline: Timeline) -> Iterator[_Span]:
+    for span in timeline.spans:
+        yield _Span(
+            process=timeline.processes[span.process].name,
+            role=span.role,
+            stage=span.stage,
+            start_ns=timeline.since_opening_ns(span),
+            dur_ns=span.dur_ns,
+            of_step=span.step,
+            trajectory=span.trajectory,
+            turn=span.turn,
+            error=span.error,
+            cancelled=span.cancelled,
+            attrs=span.attrs or {},
+        )

@@ -1,0 +1,157 @@
+"""Report of traces that stepscope did not write: the sections that need no span."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import msgspec
+
+from stepscope_report.blocks.block import Block, Listing, TextTable
+from stepscope_report.blocks.health import clock_notes
+from stepscope_report.blocks.traces import device_lines, on_device, on_host, short
+from stepscope_report.brief import Part, engine_lines
+from stepscope_report.formatting import count, duration, moment
+from stepscope_report.html.colours import Colours
+from stepscope_report.html.markup import tag
+from stepscope_report.html.page import draw_section, page
+from stepscope_report.model import StepReport
+from stepscope_report.section import Page, Section
+from stepscope_report.sections import ENGINES, THROUGHPUT, TRACES, step_report
+from stepscope_report.tables.engine import Engine
+from stepscope_report.tables.health import ProcessRow
+from stepscope_report.tables.traces import TraceTables
+from stepscope_report.throughput.rates import Throughput
+from stepscope_report.timeline.activity.traces import place_traces
+from stepscope_report.timeline.step.plain import PlainStep
+
+_SECTIONS: tuple[Section[Any], ...] = (ENGINES, THROUGHPUT, TRACES)
+_DEVICES, _OPERATORS, _TROUBLE = 5, 5, 8
+"""Lines of each kind in a brief."""
+LEFT_OUT = (
+    "Left out, because traces have no spans of stepscope: where the step went, calls, idle processes, "
+    "long tail, staleness, advice."
+)
+
+
+class PlainReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The report of traces without spans, as `--json` prints it. Times are in ns."""
+
+    format: int = 1
+    name: str
+    """Name of the folder that holds all of them."""
+    opened_ns: int
+    window_ns: int
+    """From the first to the last event, of all processes on one clock."""
+    processes: tuple[ProcessRow, ...]
+    engines: tuple[Engine, ...]
+    throughput: Throughput | None
+    traces: TraceTables | None
+    left_out: str = LEFT_OUT
+
+
+def _longest(traces: TraceTables) -> Iterator[str]:
+    """Yield the operators and kernels with the longest own time, those of devices first."""
+    rows = sorted(traces.operators, key=lambda row: -row.self_ns)
+    for row in (*on_device(rows)[:_OPERATORS], *on_host(rows)[:_OPERATORS]):
+        role = f"{row.role} " if len({other.role for other in rows}) > 1 else ""
+        yield f"{role}{short(row.name)} ({row.kind}): {duration(row.self_ns)} in {count(row.count, 'call')}"
+
+
+class Plain:
+    """A report of traces and its drawings."""
+
+    def __init__(self, step: PlainStep) -> None:
+        self._timeline = step.timeline
+        traces = place_traces(step.files, step.contents, step.timeline)
+        self._report: StepReport = step_report(step.timeline, traces)
+
+    @property
+    def complete(self) -> bool:
+        """True if every trace was read in full and all are on one clock."""
+        traces = self._report.traces
+        return not (traces is None or traces.problems or self._unaligned())
+
+    @property
+    def title(self) -> str:
+        return f"Traces in {self._timeline.run_id}"
+
+    def head(self) -> list[str]:
+        return [f"{self.title}, {self._extent()}", LEFT_OUT]
+
+    def _extent(self) -> str:
+        window = self._timeline.window
+        processes = count(len(self._timeline.processes), "process")
+        span = f"{duration(window.wall_ns)} from the first event to the last"
+        return f"{moment(window.start_ns)}: {processes}, {span}"
+
+    def brief(self, paths: Sequence[Path]) -> list[Part]:
+        """Return the whole story in at most 40 lines. `paths` are those of the command to run next."""
+        traces, engines = self._report.traces, tuple(engine_lines(self._report.engines))
+        named = " ".join(quote(str(path)) for path in paths)
+        parts = [
+            Part(self.title, (self._extent(), LEFT_OUT)),
+            Part("Devices", () if traces is None else tuple(device_lines(traces.devices, _DEVICES))),
+            Part("Operators and kernels", () if traces is None else tuple(_longest(traces))),
+            Part("Engines", engines),
+            Part("Trouble", tuple(islice(self._trouble(), _TROUBLE))),
+            Part(
+                "Next",
+                (f"stepscope report {named} -o report.html", f"stepscope merge {named} -o timeline.json.gz"),
+            ),
+        ]
+        return [part.on_one_line() for part in parts if part.lines]
+
+    def _trouble(self) -> Iterator[str]:
+        traces = self._report.traces
+        if traces is not None:
+            yield from (f"{problem.file}: {problem.what}" for problem in traces.problems)
+        yield from (*clock_notes(self._report.health), *self._unaligned())
+
+    def blocks(self) -> Iterator[Block]:
+        for section in _SECTIONS:
+            yield from section.blocks_of(self._report)
+        yield from self._files()
+        yield from self._clocks()
+
+    def _files(self) -> Iterator[Block]:
+        """Yield the files by process, which only their names may tell apart."""
+        traces = self._report.traces
+        if traces is not None and len(traces.traces) > 1:
+            rows = tuple(
+                (row.process, row.file, f"{row.events:,}", duration(row.recorded_ns)) for row in traces.traces
+            )
+            yield TextTable("Files", ("process", "file", ">events", ">recorded"), rows, noun="file")
+
+    def _clocks(self) -> Iterator[Block]:
+        if notes := (*clock_notes(self._report.health), *self._unaligned()):
+            yield Listing("Notes on clocks", notes)
+
+    def _unaligned(self) -> list[str]:
+        rows = () if self._report.traces is None else self._report.traces.traces
+        return [f"{row.file}: unaligned, {row.unaligned}" for row in rows if row.unaligned is not None]
+
+    def to_json(self) -> PlainReport:
+        report, window = self._report, self._timeline.window
+        return PlainReport(
+            name=self._timeline.run_id,
+            opened_ns=window.start_ns,
+            window_ns=window.wall_ns,
+            processes=report.health.processes,
+            engines=report.engines,
+            throughput=report.throughput,
+            traces=report.traces,
+        )
+
+    def to_html(self) -> str:
+        """Return the page, which links to no file."""
+        drawn = Page(self._timeline, self._report, Colours([], []), ())
+        notes = (tag("p", sentence, class_="note") for sentence in (self._extent(), LEFT_OUT))
+        header = tag("header", tag("h1", self.title), *notes)
+        sections = [part for section in _SECTIONS for part in section.html_of(drawn)]
+        files = draw_section("files", "Files", self._files())
+        clocks = draw_section("clocks", "Notes on clocks", self._clocks())
+        return page(self.title, header, *sections, *files, *clocks)

@@ -1,0 +1,95 @@
+"""One section of a report: a value computed from a step, and its drawings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar, cast
+
+import msgspec
+
+from stepscope_report.blocks.block import Block
+from stepscope_report.html.colours import Colours
+from stepscope_report.html.markup import Html
+from stepscope_report.html.page import draw_section
+from stepscope_report.model import StepReport
+from stepscope_report.spans import few_names
+from stepscope_report.timeline import Timeline, TraceActivity, Traces
+
+Value = TypeVar("Value")
+
+
+class Sources:
+    """The sources of a step's sections: its timeline, its traces, and other sections."""
+
+    def __init__(self, timeline: Timeline, traces: Traces | None) -> None:
+        self.whole = timeline
+        """The timeline with all names, for what lists single calls."""
+        self.timeline, self.names = few_names(timeline)
+        self.traces = traces
+        """None: they were not read."""
+        self._values: dict[str, object] = {}
+
+    @property
+    def activities(self) -> Sequence[TraceActivity]:
+        """Return the contents of the traces. Empty if they were not read."""
+        return () if self.traces is None else self.traces.activities
+
+    def value_of(self, section: Section[Value]) -> Value:
+        """Return the value of a section, computed once."""
+        if section.name not in self._values:
+            self._values[section.name] = section.compute(self)
+        return cast(Value, self._values[section.name])
+
+
+class StepFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of a step, or a folder of its files, for a page to point to."""
+
+    path: str
+    """Relative to the page, with `/` between its parts."""
+    what: str
+    """A description for people."""
+    bytes: int
+
+
+class Page(NamedTuple):
+    """The page that a section is drawn on."""
+
+    timeline: Timeline
+    report: StepReport
+    colours: Colours
+    files: Sequence[StepFile]
+    """Files of the step that the page links to."""
+
+
+class Section(msgspec.Struct, Generic[Value], frozen=True, kw_only=True):
+    """One section of a report.
+
+    Attributes:
+        name: The field of `StepReport` and of `--json`, and the anchor on the page where `html` is None. A
+            section of another package has its entry point's name instead.
+        title: The heading on the page and in the docs; terminal tables have titles of their own. Empty for a
+            value that other sections draw.
+        compute: Returns the value. A pure function of the step.
+        terminal: Returns the value as tables and lists of text, for the terminal. The report is for
+            figures of other sections.
+        html: Returns the value as markup with charts. None: the page shows the tables of `terminal`.
+        page: Rank on the page, where charts over time (0) come before the other sections. Sections of one
+            rank stand as in the list.
+    """
+
+    name: str
+    title: str = ""
+    compute: Callable[[Sources], Value]
+    terminal: Callable[[Value, StepReport], Iterable[Block]] = lambda value, report: ()
+    html: Callable[[Value, Page], Iterable[Html]] | None = None
+    page: int = 3
+
+    def blocks_of(self, report: StepReport) -> Iterable[Block]:
+        """Return the tables and lists of this section in a report."""
+        return self.terminal(getattr(report, self.name), report)
+
+    def html_of(self, page: Page) -> Iterable[Html]:
+        """Return the markup of this section on a page."""
+        if self.html is not None:
+            return self.html(getattr(page.report, self.name), page)
+        return draw_section(self.name, self.title, self.blocks_of(page.report))

@@ -1,0 +1,357 @@
+"""Idle time of each process, with its probable causes."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from stepscope_report.accounting import Interval, Label, Pair, bits_of, common_ns, union_ns, walk
+from stepscope_report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is_transfer, label_of
+from stepscope_report.table import Table
+from stepscope_report.tables.breakdown import intervals_of
+from stepscope_report.tables.gaps import find_stretches
+from stepscope_report.tables.stragglers import matched_calls
+from stepscope_report.timeline import EngineStall, Span, Timeline, TraceActivity
+
+IdleKind: TypeAlias = Literal[
+    "rollout", "weight sync", "slowest rank", "other work", "own profiler", "unaccounted"
+]
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """A probable cause of idle time: the work of others while a process did nothing."""
+
+    kind: IdleKind
+    """`slowest rank`: for others of its role in a stage that it has a part in. `own profiler`: the engine of
+    this replica served nothing while its profiler wrote. `unaccounted`: nobody did anything that was recorded
+    but wait.
+    """
+    role: str | None
+    stage: str | None
+    wall_ns: int
+
+
+class Idle(msgspec.Struct, frozen=True, kw_only=True):
+    """One process over the step. `busy_ns + idle_ns` is the step's window, and so are busy and all causes."""
+
+    process: str
+    role: str
+    rank: int | None
+    busy_ns: int
+    """While something of its own ran: spans that do not wait, and have nothing below them elsewhere. Without
+    the time in which its engine's profiler wrote.
+    """
+    idle_ns: int
+    causes: Table[Cause]
+    """The longest first. They add up to `idle_ns`."""
+    collective_ns: int | None
+    """Of the recorded time: in a collective, with no computation beside it. None: no trace holds any."""
+    skew_ns: int | None
+    """Of that, before the last of the ranks was in the collective. None: nothing to match."""
+    awaited: str | None = None
+    """The process that was the last one for most of that time."""
+    awaited_ns: int = 0
+    """The time for which it was waited for."""
+    profiled: bool = False
+    """A profiler recorded it and slowed it: its busy time is longer by that."""
+
+
+class _Work(NamedTuple):
+    """Work that goes on, of any process."""
+
+    waiting: bool
+    later: bool
+    """A later step consumes it."""
+    owner: bool
+    runner: str
+    """The role of the process."""
+    label: Label
+
+
+_Awaited: TypeAlias = "tuple[str, Label] | None"
+"""(role of the process that does it, what it does). None: nothing that was recorded."""
+
+
+_Kind: TypeAlias = tuple[int, _Work]
+"""(process, its work): the meaning of a bit of the walk."""
+
+
+def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Idle]:
+    """Return a row for each aligned process, in the timeline's order.
+
+    Args:
+        activities: What the step's traces say; they tell time in collectives.
+    """
+    shift = _Shift(timeline)
+    idle, stalled = shift.run(), shift.stalled_ns
+    ran: dict[int, set[Label]] = defaultdict(set)
+    for span in timeline.spans:
+        ran[span.process].add(label_of(span))
+    in_collectives = _collectives(activities)
+    skews = _skews(activities)
+    names = [process.name for process in timeline.processes]
+    return Table(
+        Idle(
+            process=process.name,
+            role=process.info.role,
+            rank=process.info.rank,
+            busy_ns=timeline.window.wall_ns - sum(idle[index].values()) - stalled[index],
+            idle_ns=sum(idle[index].values()) + stalled[index],
+            causes=_causes(idle[index], process.info.role, ran[index], stalled[index]),
+            collective_ns=in_collectives.get(index),
+            skew_ns=None if index not in skews else min(skews[index].ns, in_collectives.get(index, 0)),
+            awaited=names[skews[index].awaited] if index in skews and skews[index].ns else None,
+            awaited_ns=min(skews[index].awaited_ns, in_collectives.get(index, 0)) if index in skews else 0,
+            profiled=process.profiled,
+        )
+        for index, process in enumerate(timeline.processes)
+        if process.aligned
+    )
+
+
+def _causes(idle: Mapping[_Awaited, int], role: str, ran: set[Label], stalled_ns: int) -> Table[Cause]:
+    sums: Counter[tuple[IdleKind, Label | None]] = Counter({("own profiler", None): stalled_ns})
+    for awaited, ns in idle.items():
+        sums[_kind(awaited, role, ran), None if awaited is None else awaited[1]] += ns
+    made = [
+        Cause(
+            kind=kind,
+            role=None if label is None else label[0],
+            stage=None if label is None else label[1],
+            wall_ns=ns,
+        )
+        for (kind, label), ns in sums.items()
+        if ns
+    ]
+    return Table(
+        sorted(made, key=lambda cause: (-cause.wall_ns, cause.role or "", cause.stage or "", cause.kind))
+    )
+
+
+def _kind(awaited: _Awaited, role: str, ran: set[Label]) -> IdleKind:
+    if awaited is None:
+        return "unaccounted"
+    runner, label = awaited
+    if MOVES_WEIGHTS.search(label[1]):
+        return "weight sync"
+    if runner == label[0] == role and label in ran:
+        return "slowest rank"
+    return "rollout" if label[0] in ROLLOUT or is_tool(*label) else "other work"
+
+
+class _Shift:
+    """Walks over the step once: at each instant an idle process waits for what is likeliest for its role."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._roles = sorted({process.info.role for process in timeline.processes})
+        self._owners = [index for index, process in enumerate(timeline.processes) if process.owner]
+        self._runs = Counter[int]()
+        """Leaves that work, by process."""
+        self._runs_now = Counter[int]()
+        """Of these, those for this step."""
+        self._labels = Counter[_Work]()
+        """Leaves by what they are."""
+        self._workers = self._workers_now = 0
+        """Leaves that work and are not the owner's; of these, those for this step."""
+        self._waited: dict[str, Counter[_Awaited]] = {role: Counter() for role in self._roles}
+        """Time for which a role's idle processes waited for each label, since the window's start."""
+        self._chosen: dict[frozenset[_Work], dict[str, _Awaited]] = {}
+        self._since: dict[int, Counter[_Awaited]] = {}
+        """By idle process: `_waited` of its role when it became idle."""
+        self._stalls = _stalls_of_processes(timeline)
+        self.stalled_ns = Counter[int]()
+        """By process, the time in which it seemed busy while its engine's profiler wrote."""
+
+    def run(self) -> list[Counter[_Awaited]]:
+        """Return for each process its idle time, by what it waited for."""
+        timeline, window = self._timeline, self._timeline.window
+        idle = [Counter[_Awaited]() for _ in timeline.processes]
+        intervals, kinds = intervals_of(timeline, range(len(timeline.spans)), self._kind_of)
+        transfers = self._transfers(intervals)
+        before = 0
+        for index in range(len(timeline.processes)):
+            self._begin(index)
+        for start_ns, end_ns, mask in walk(intervals, window.start_ns, window.end_ns):
+            for index in self._turn(kinds, bits_of(mask ^ before), mask):
+                if self._busy(index):
+                    self._end(index, idle)
+                else:
+                    self._begin(index)
+            before = mask
+            self._stall(start_ns, end_ns)
+            all_await = self._awaited() if mask else dict.fromkeys(self._roles, transfers.get(start_ns))
+            for role, awaited in all_await.items():
+                self._waited[role][awaited] += end_ns - start_ns
+        for index in list(self._since):
+            self._end(index, idle)
+        return idle
+
+    def _kind_of(self, span: Span) -> _Kind:
+        process, later = self._timeline.processes[span.process], self._timeline.leaves(span)
+        work = _Work(span.waits, later, process.owner, process.info.role, label_of(span))
+        return span.process, work
+
+    def _transfers(self, intervals: Sequence[Interval]) -> dict[int, _Awaited]:
+        """Return the stretches in which nothing runs and weights are on their way, by start."""
+        timeline, window = self._timeline, self._timeline.window
+        transfers: dict[int, _Awaited] = {}
+        for stretch in find_stretches(intervals, window.start_ns, window.end_ns):
+            if stretch.before is None or stretch.after is None:
+                continue
+            before, after = timeline.spans[stretch.before], timeline.spans[stretch.after]
+            if is_transfer(label_of(before), label_of(after)):
+                runner = timeline.processes[after.process].info.role
+                transfers[stretch.start_ns] = runner, (after.role, TRANSFER)
+        return transfers
+
+    def _turn(self, kinds: Sequence[_Kind], changed: Iterable[int], mask: int) -> set[int]:
+        """Apply what began and ended, and return the processes that this may make busy or idle."""
+        touched, workers = set(), (bool(self._workers), bool(self._workers_now))
+        for bit in changed:
+            process, work = kinds[bit]
+            sign = 1 if mask >> bit & 1 else -1
+            self._labels[work] += sign
+            if not self._labels[work]:
+                del self._labels[work]
+            if not work.waiting:
+                self._runs[process] += sign
+                self._runs_now[process] += sign * (not work.later)
+                self._workers += sign * (not work.owner)
+                self._workers_now += sign * (not work.owner and not work.later)
+                touched.add(process)
+        if workers != (bool(self._workers), bool(self._workers_now)):
+            touched.update(self._owners)
+        return touched
+
+    def _busy(self, index: int) -> bool:
+        """Return whether a process works.
+
+        The owner's spans around what workers do for this step are waiting for them.
+        """
+        if not self._timeline.processes[index].owner:
+            return self._runs[index] > 0
+        return bool(
+            (self._runs_now[index] and not self._workers_now) or (self._runs[index] and not self._workers)
+        )
+
+    def _begin(self, index: int) -> None:
+        if index not in self._since:
+            self._since[index] = Counter(self._waited[self._timeline.processes[index].info.role])
+
+    def _end(self, index: int, idle: Sequence[Counter[_Awaited]]) -> None:
+        since = self._since.pop(index, None)
+        if since is not None:
+            now = self._waited[self._timeline.processes[index].info.role]
+            idle[index].update({awaited: ns - since[awaited] for awaited, ns in now.items()})
+
+    def _stall(self, start_ns: int, end_ns: int) -> None:
+        for index, stalls in self._stalls.items():
+            if index not in self._since:
+                self.stalled_ns[index] += sum(
+                    max(0, min(stall.end_ns, end_ns) - max(stall.start_ns, start_ns)) for stall in stalls
+                )
+
+    def _awaited(self) -> dict[str, _Awaited]:
+        """Return what idle processes of each role wait for now."""
+        running = frozenset(self._labels)
+        if running not in self._chosen:
+            self._chosen[running] = {role: _likeliest(running, role) for role in self._roles}
+        return self._chosen[running]
+
+
+def _stalls_of_processes(timeline: Timeline) -> dict[int, list[EngineStall]]:
+    stalls: dict[int, list[EngineStall]] = {}
+    for index, process in enumerate(timeline.processes):
+        if process.info.replica is not None and process.info.role in ROLLOUT:
+            own = [stall for stall in timeline.stalls if stall.replica == process.info.replica]
+            if own:
+                stalls[index] = own
+    return stalls
+
+
+def _likeliest(running: Iterable[_Work], role: str) -> _Awaited:
+    """Weights that move, then one's own role, then the rollout, then other workers, then the owner. Work for
+    a later step comes last, except for roles that do such work themselves. No process waits for one that
+    waits.
+    """
+
+    def rank(work: _Work) -> tuple[bool, bool, bool, bool, bool, Label, bool, str]:
+        own, label = work.label[0] == role, work.label
+        moves = MOVES_WEIGHTS.search(label[1]) is not None
+        later = work.later and role not in ROLLOUT
+        outside, other = label[0] not in ROLLOUT, work.runner != role
+        return later, not moves, work.owner, not own, outside, label, other, work.runner
+
+    first = min((work for work in running if not work.waiting), key=rank, default=None)
+    return None if first is None else (first.runner, first.label)
+
+
+def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
+    """Return time in collectives with no computation beside, by process: on the CPU, or the device."""
+    times: Counter[int] = Counter()
+    for activity in activities:
+        content = activity.content
+        if activity.process is not None and content.collectives:
+            exposed_us = sum(device.exposed_us for device in content.devices)
+            times[activity.process] += round(1000 * (content.waiting_us + exposed_us))
+    return dict(times)
+
+
+def collectives_of_sync(timeline: Timeline, activities: Iterable[TraceActivity]) -> dict[str, int]:
+    """Return the time in collectives that moved weights, by the name of the process: in its own span of a
+    weight sync.
+    """
+    syncs: dict[int, list[Pair]] = defaultdict(list)
+    for span in timeline.spans:
+        if MOVES_WEIGHTS.search(span.stage):
+            end_ns = timeline.window.end_ns if span.end_ns is None else span.end_ns
+            syncs[span.process].append((span.start_ns, end_ns))
+    times: Counter[str] = Counter()
+    for activity in activities:
+        if activity.process in syncs and activity.unaligned is None:
+            calls = chain.from_iterable(collective.calls() for collective in activity.content.collectives)
+            placed = [(activity.unix_ns(start_us), activity.unix_ns(end_us)) for start_us, end_us in calls]
+            times[timeline.processes[activity.process].name] += common_ns(placed, syncs[activity.process])
+    return dict(times)
+
+
+class _Skew(NamedTuple):
+    """Time of a process in collectives before the last rank was there."""
+
+    ns: int
+    awaited: int
+    """The process that it waited for longest, and how long."""
+    awaited_ns: int
+
+
+def _skews(activities: Iterable[TraceActivity]) -> dict[int, _Skew]:
+    waits: dict[int, dict[int, array[int]]] = defaultdict(lambda: defaultdict(lambda: array("q")))
+    """By process, and by the one that was last: from, until, and so on."""
+    for _, _, calls in matched_calls(activity for activity in activities if activity.process is not None):
+        for members in calls:
+            own = [(start_ns, end_ns, activity.process or 0) for _, start_ns, end_ns, activity in members]
+            last_ns, _, awaited = max(own, key=itemgetter(0, 2))
+            for start_ns, end_ns, process in own:
+                of = waits[process]  # also of one that waits for nobody
+                if start_ns < min(last_ns, end_ns):
+                    of[awaited].extend((start_ns, min(last_ns, end_ns)))
+    return {process: _skew(process, of) for process, of in waits.items()}
+
+
+def _pairs(flat: array[int]) -> Iterator[tuple[int, int]]:
+    values = iter(flat)
+    return zip(values, values, strict=True)
+
+
+def _skew(process: int, waits: Mapping[int, array[int]]) -> _Skew:
+    total_ns = union_ns(chain.from_iterable(map(_pairs, waits.values())))
+    longest = ((union_ns(_pairs(flat)), -awaited) for awaited, flat in waits.items())
+    awaited_ns, awaited = max(longest, default=(0, -process))
+    return _Skew(total_ns, -awaited, awaited_ns)

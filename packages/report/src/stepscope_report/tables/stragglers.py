@@ -1,0 +1,127 @@
+"""Ranks for which others wait in collectives: a rank leaves one only after all have entered it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import merge
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from stepscope_report.table import Table
+from stepscope_report.timeline import TraceActivity
+
+_ALL_WAIT = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|barrier", re.IGNORECASE)
+"""Collectives of traces that name no process groups."""
+_Call: TypeAlias = tuple[int, tuple[float, float]]
+"""Number, and start and end in us of the trace."""
+_Key: TypeAlias = tuple[str, int | None, str | None, int, str, str]
+"""(role, replica, stage, how many traces of the stage the process has before, collective, group)."""
+_NUMBER = attrgetter("number")
+
+
+class Member(NamedTuple):
+    """A process in a call of a collective."""
+
+    number: int
+    start_ns: int
+    end_ns: int
+    activity: TraceActivity
+
+
+class StragglerRow(msgspec.Struct, kw_only=True):
+    """One process in the calls of one collective that other processes recorded too."""
+
+    role: str
+    collective: str
+    process: str
+    rank: int | None
+    calls: int = 0
+    last: int = 0
+    """Calls that it entered last, and others had to wait for it."""
+    others_waited_ns: int = 0
+    """Time, summed over the others, in which they were in these calls and it was not."""
+    waited_ns: int = 0
+    """Time for which it was in calls before the last process was."""
+
+
+def stragglers(activities: Iterable[TraceActivity]) -> Table[StragglerRow]:
+    """Return a row for each process and collective, the process that others waited for longest first."""
+    rows: dict[tuple[str, str, str], StragglerRow] = {}
+    for role, collective, calls in matched_calls(activities):
+        for members in calls:
+            _count(rows, role, collective, members)
+    return Table(
+        sorted(rows.values(), key=lambda row: (-row.others_waited_ns, row.role, row.collective, row.process))
+    )
+
+
+def _count(
+    rows: dict[tuple[str, str, str], StragglerRow], role: str, collective: str, members: Sequence[Member]
+) -> None:
+    """Add one call, with the times of each process in it."""
+    last_ns, latest = max((member.start_ns, member.activity.name) for member in members)
+    waited_ns = 0
+    for _, start_ns, end_ns, activity in members:
+        key = role, collective, activity.name
+        row = rows.get(key)
+        if row is None:
+            row = rows[key] = StragglerRow(
+                role=role, collective=collective, process=activity.name, rank=activity.info.rank
+            )
+        ns = max(0, min(last_ns, end_ns) - start_ns)
+        row.calls += 1
+        row.waited_ns += ns
+        waited_ns += ns
+    if waited_ns:
+        rows[role, collective, latest].last += 1
+        rows[role, collective, latest].others_waited_ns += waited_ns
+
+
+def matched_calls(
+    activities: Iterable[TraceActivity],
+) -> Iterator[tuple[str, str, Iterator[list[Member]]]]:
+    """Yield (role, collective, calls) for each process group of several processes. A call is the list of its
+    members, at least two.
+
+    Calls are matched by process group and by torch's number. Traces without groups are matched by name and
+    order, if several processes made equally many. Traces that are unaligned are left out.
+    """
+    groups: dict[_Key, dict[str, Iterator[Member]]] = defaultdict(dict)
+    before = Counter[tuple[str, str | None]]()
+    for activity in activities:
+        if activity.unaligned is not None:
+            continue
+        info = activity.info
+        place = before[activity.name, activity.stage]
+        before[activity.name, activity.stage] += 1
+        for collective, group, calls in _calls(activity):
+            key = info.role, info.replica, activity.stage, place, collective, group
+            groups[key][activity.name] = _members(activity, calls)
+    for (role, *_, collective, _), members in groups.items():
+        if len(members) > 1:
+            entered = groupby(merge(*members.values(), key=_NUMBER), key=_NUMBER)
+            calls_of = (list(call) for _, call in entered)
+            yield role, collective, (call for call in calls_of if len(call) > 1)
+
+
+def _calls(activity: TraceActivity) -> Iterator[tuple[str, str, Iterable[_Call]]]:
+    """Yield (collective, group, calls). Without groups, the number of calls stands for the group."""
+    content = activity.content
+    for grouped in content.grouped:
+        group = grouped.group.partition(" ")[0]
+        yield f"{grouped.op}, group {group}" if group else grouped.op, grouped.group, grouped.calls()
+    for collective in () if content.grouped else content.collectives:
+        if _ALL_WAIT.search(collective.name):
+            name = re.split(r"__|\(", collective.name)[0]
+            group = f"{collective.name} {len(collective.times)}"
+            yield name, group, enumerate(collective.calls())
+
+
+def _members(activity: TraceActivity, calls: Iterable[_Call]) -> Iterator[Member]:
+    for number, (start_us, end_us) in calls:
+        yield Member(number, activity.unix_ns(start_us), activity.unix_ns(end_us), activity)

@@ -1,0 +1,88 @@
+"""One captured step read back from disk: `load_step` gives its `Timeline`, `merge_step` writes one file.
+
+Imports neither torch nor Ray; and each part when it is first asked for, since a worker of a merge needs few.
+
+`step` reads spans, counters and the manifest into the `Timeline`; `activity` reads the content of traces, and
+places it in the step. `merge` writes both into one file.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stepscope_report.timeline.activity.content import Requests
+    from stepscope_report.timeline.activity.traces import TraceActivity, Traces, load_traces
+    from stepscope_report.timeline.merge.merge import merge_bytes, merge_step
+    from stepscope_report.timeline.merge.merged import Merged, MergedFile, MergedRow
+    from stepscope_report.timeline.model import (
+        Alignment,
+        Counter,
+        EngineStall,
+        FileProblem,
+        Process,
+        ProcessClock,
+        Span,
+        Timeline,
+        Window,
+    )
+    from stepscope_report.timeline.selection import Selection
+    from stepscope_report.timeline.step.load import load_step, span_bytes
+
+__all__ = [
+    "Alignment",
+    "Counter",
+    "EngineStall",
+    "FileProblem",
+    "Merged",
+    "MergedFile",
+    "MergedRow",
+    "Process",
+    "ProcessClock",
+    "Requests",
+    "Selection",
+    "Span",
+    "Timeline",
+    "TraceActivity",
+    "Traces",
+    "Window",
+    "load_step",
+    "load_traces",
+    "merge_bytes",
+    "merge_step",
+    "span_bytes",
+]
+
+_WHERE = {
+    "activity.content": ("Requests",),
+    "activity.traces": ("TraceActivity", "Traces", "load_traces"),
+    "step.load": ("load_step", "span_bytes"),
+    "merge.merge": ("merge_bytes", "merge_step"),
+    "merge.merged": ("Merged", "MergedFile", "MergedRow"),
+    "model": (
+        "Alignment",
+        "Counter",
+        "EngineStall",
+        "FileProblem",
+        "Process",
+        "ProcessClock",
+        "Span",
+        "Timeline",
+        "Window",
+    ),
+    "selection": ("Selection",),
+}
+_LATER = {name: module for module, names in _WHERE.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = value  # the next look finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -1,0 +1,159 @@
+"""Typed records of the content of a torch trace. Times are us on the trace's own clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from stepscope_report.timeline.activity.flops import Flops
+from stepscope_report.timeline.activity.intervals import Pair, unpacked
+from stepscope_report.timeline.readers.chrome import Distributed
+
+Work: TypeAlias = Literal["compute", "communication", "memory"]
+
+
+class Requests(msgspec.Struct, frozen=True):
+    """The requests of one engine iteration, as its annotation names them."""
+
+    prefills: int
+    """Requests whose prompt was processed in the iteration."""
+    decodes: int
+    """Requests that received a token in the iteration."""
+    prefill_tokens: int | None = None
+    mixed: bool = False
+    """True if `prefills` counts requests of both kinds, because the engine does not separate them."""
+
+
+class Iteration(msgspec.Struct, gc=False):
+    """One forward pass of an inference engine over at least one request, by the engine's own annotation."""
+
+    start_us: float
+    dur_us: float
+    prefills: int
+    """As in `Requests`, like the fields below."""
+    decodes: int
+    prefill_tokens: int | None
+    mixed: bool = False
+
+
+class Operator(msgspec.Struct):
+    """All calls of one operator on the CPU, with inputs of the same shapes where the trace has shapes."""
+
+    name: str
+    shapes: str = ""
+    """Of its inputs, as torch writes them: `[[64, 128], [128, 32]]`. Empty: the trace has none."""
+    count: int = 0
+    total_us: float = 0.0
+    max_us: float = 0.0
+    below_us: float = 0.0
+    """Part of the total that was spent in operators below it."""
+    outer: bool = False
+    """True if it is a mark of `record_function` or a decorator, and no operator of a library."""
+
+    @property
+    def self_us(self) -> float:
+        return self.total_us - self.below_us
+
+
+class Kernel(msgspec.Struct):
+    """All runs of one kernel, copy or fill on a device."""
+
+    name: str
+    work: Work
+    count: int = 0
+    total_us: float = 0.0
+    max_us: float = 0.0
+
+
+class Device(msgspec.Struct):
+    """Activity of one device over all its streams. No instant counts twice."""
+
+    name: str
+    first_us: float
+    last_us: float
+    busy_us: float
+    compute_us: float
+    communication_us: float
+    exposed_us: float
+    """Communication time that no computation overlaps."""
+    memory_us: float
+
+
+class Peak(msgspec.Struct):
+    """The most memory that torch's allocator held of one device, as `profile_memory` recorded it."""
+
+    device: str
+    allocated_bytes: int
+    allocated_at_us: float
+    reserved_bytes: int
+    capacity_bytes: int | None
+    """Memory of the device. None: the trace does not state it."""
+
+
+class Collective(msgspec.Struct):
+    """All calls of one collective on this rank, in order."""
+
+    name: str
+    times: bytes
+    """Start and end of each call in us, as doubles: 16 bytes for each, of the many ranks in a report."""
+
+    def calls(self) -> Iterator[Pair]:
+        return unpacked(memoryview(self.times).cast("d"))
+
+
+class GroupCalls(msgspec.Struct):
+    """All calls of one collective in one process group by this rank, where the trace names groups."""
+
+    op: str
+    group: str
+    """Name and ranks of the group."""
+    times: bytes
+    """As in `Collective`, in the order of the file."""
+    numbers: bytes
+    """Numbers that torch gave the calls, the same on all ranks, as 64-bit integers. -1: it gave none."""
+
+    def calls(self) -> Iterator[tuple[int, Pair]]:
+        """Yield (number, (start, end)) of each call, by the numbers. Calls without one by torch are counted
+        from 0, by their starts.
+        """
+        times = unpacked(memoryview(self.times).cast("d"))
+        numbers = memoryview(self.numbers).cast("q")
+        if -1 in numbers:
+            return enumerate(sorted(times))
+        calls = zip(numbers, times, strict=True)
+        ascending = all(before < after for before, after in pairwise(numbers))
+        return calls if ascending else iter(sorted(dict(calls).items()))
+
+
+class TraceContent(msgspec.Struct, kw_only=True):
+    """Content of a trace. Times are us on its own clock: unix ns = `base_ns` + us * 1000."""
+
+    base_ns: int | None
+    distributed: Distributed | None
+    host: str | None
+    first_us: float | None
+    """None: nothing was recorded."""
+    last_us: float | None
+    events: int
+    operators: list[Operator]
+    operators_us: float
+    """Time in which at least one operator ran on any thread."""
+    waiting_us: float
+    """Time in which a collective on the CPU went on and no operator ran."""
+    kernels: list[Kernel]
+    devices: list[Device]
+    collectives: list[Collective]
+    grouped: list[GroupCalls] = []
+    """The same calls by process group. Only those that no rank leaves before all have entered."""
+    iterations: list[Iteration]
+    memory: list[Peak]
+    runtime: bool
+    """True if calls into CUDA, HIP or the like were recorded."""
+    device_names: list[str]
+    """Devices of the host, as the trace lists them."""
+    flops: Flops = msgspec.field(default_factory=Flops)
+    """Of matrix products and attention. Empty where the trace has no shapes."""
+    problems: dict[str, int | None]

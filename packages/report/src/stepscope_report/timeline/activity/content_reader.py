@@ -1,0 +1,374 @@
+"""Operators, kernels, devices, engine iterations and memory of one torch trace.
+
+It is read in one pass, or in two if a thread's operators are not in the order of their starts.
+
+It is fast because typed decoding skips `args`, except the shapes if a trace has them. Memory holds one
+block of the file, a record for each name and shapes, and 16 bytes for each interval of device or operator
+time.
+Layouts: Kineto's from torch 1.8 to 2.13; CUDA, ROCm, MTIA and CPU.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import chain
+from operator import or_
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+
+from stepscope_report.timeline.activity.content import (
+    Collective,
+    Device,
+    GroupCalls,
+    Iteration,
+    Kernel,
+    Operator,
+    Peak,
+    TraceContent,
+    Work,
+)
+from stepscope_report.timeline.activity.event_names import is_collective, iteration_of, work_of
+from stepscope_report.timeline.activity.flops import SHAPES, FlopCounter
+from stepscope_report.timeline.activity.intervals import Cover, Stretches, length, unpacked
+from stepscope_report.timeline.activity.operators import (
+    NONE,
+    Nesting,
+    Unordered,
+    name_and_shapes,
+    operator_key,
+)
+from stepscope_report.timeline.clocks.collectives import calls_in
+from stepscope_report.timeline.readers.blocks import Notes
+from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
+
+_OPERATORS = frozenset({"cpu_op", "Operator", "operator"})
+DEVICE = frozenset(
+    (
+        "kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset", "mtia_ccp_events", "gpu_kernel",
+        "communication",
+    )
+)  # fmt: skip
+"""Categories of what a device did. `communication` comes from readers of other formats."""
+_RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"})
+_ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "python_user_annotation"})
+
+_BESIDE = 0.002
+"""Overlap in us that two neighbouring operators may show, because `ts` and `dur` are both rounded."""
+ANOTHER_SHAPE = "events that are not as Kineto writes them"
+OF_NO_TIME = "events of impossible duration"
+
+
+def read_trace(path: Path, on_read: Callable[[int], None] | None = None) -> TraceContent:
+    """Read the trace in `path`. A missing or damaged file raises no exception; see `problems`."""
+    content, unordered = _read(path, frozenset(), on_read)
+    # Kineto writes a thread's operators in the order of their starts. Other threads are sorted.
+    return _read(path, unordered, None)[0] if unordered else content
+
+
+def nothing_read(why: str) -> TraceContent:
+    """Return the content of a file that could not be read."""
+    notes = Notes()
+    notes.file(why)
+    return Reading(notes, frozenset()).finish(TraceFields())
+
+
+_FARTHEST_US = 4e15
+"""Largest plausible time or duration: the year 2096, for traces that count from 1970."""
+_Us: TypeAlias = Annotated[float, msgspec.Meta(ge=-_FARTHEST_US, le=_FARTHEST_US)]
+
+
+class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
+    name: str = ""
+    cat: str = ""
+    pid: int | str = 0
+    tid: int | str = 0
+    ts: _Us = 0.0
+    dur: _Us = 0.0
+
+
+class _Args(msgspec.Struct, gc=False):
+    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(NONE), name="Input Dims")
+
+
+class _Shaped(Complete, tag_field="ph", tag="X", gc=False):
+    args: _Args | None = None
+
+
+class _MemoryArgs(msgspec.Struct, gc=False):
+    allocated: int | None = msgspec.field(default=None, name="Total Allocated")
+    reserved: int | None = msgspec.field(default=None, name="Total Reserved")
+    kind: int | None = msgspec.field(default=None, name="Device Type")
+    device: int | None = msgspec.field(default=None, name="Device Id")
+
+
+class _Instant(msgspec.Struct, tag_field="ph", tag="i", gc=False):
+    name: str = ""
+    ts: _Us = 0.0
+    args: _MemoryArgs | None = None
+
+
+def _nothing(phase: str) -> type[msgspec.Struct]:
+    return msgspec.defstruct(f"_Skipped_{phase}", [], tag_field="ph", tag=phase, gc=False)
+
+
+Event: TypeAlias = Complete | _Shaped | _Instant
+_skipped = [_nothing(phase) for phase in "stfMCBEbneNODSTpFPIRcvVa(),"]
+_union: Any = reduce(or_, _skipped, Complete | _Instant)
+"""Type of an event, made at run time: events of other phases become structs without a field."""
+_union_with_shapes: Any = reduce(or_, _skipped, _Shaped | _Instant)
+_decode = msgspec.json.Decoder(list[_union], strict=False).decode
+_decode_with_shapes = msgspec.json.Decoder(list[_union_with_shapes], strict=False).decode
+_decode_one = msgspec.json.Decoder(_union, strict=False).decode
+_raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+Thread: TypeAlias = tuple[int | str, int | str]
+
+
+class Reading:
+    """State of one pass over one file."""
+
+    def __init__(self, notes: Notes, sort: frozenset[Thread]) -> None:
+        self.notes = notes
+        self.unordered: set[Thread] = set()
+        self.events = 0
+        self.operators: dict[str, Operator] = {}
+        """By `operator_key`."""
+        self.kernels: dict[str, Kernel] = {}
+        self.ran = Cover()
+        self.devices: dict[int | str, dict[Work, Cover]] = defaultdict(lambda: defaultdict(Cover))
+        self.collectives: dict[str, array[float]] = defaultdict(lambda: array("d"))
+        """Start and end of each call in turn. Lists would scatter the memory with floats that stay."""
+        self.grouped: dict[tuple[str, str], tuple[array[float], array[int]]] = defaultdict(
+            lambda: (array("d"), array("q"))
+        )
+        self.iterations: dict[tuple[str, int | str, int | str], list[Iteration]] = defaultdict(list)
+        self.peaks: dict[tuple[int, int], Peak] = {}
+        self.flops = FlopCounter()
+        self.first, self.last = float("inf"), float("-inf")
+        self.others: set[str] = set()
+        """Categories of events that were not used."""
+        self._threads: dict[Thread, Nesting] = defaultdict(Nesting)
+        for thread in sort:
+            self._threads[thread].later = Unordered()
+        self._thread: Thread | None = None
+        self._nesting = Nesting()
+
+    def parse(self, text: bytes) -> list[Event]:
+        """Return the events of an array. Events of another shape are counted and left out.
+
+        Raises:
+            DecodeError: the array is no JSON.
+        """
+        try:
+            events: list[Event] = (_decode_with_shapes if SHAPES in text else _decode)(text)
+        except msgspec.ValidationError:
+            events = []
+            for element in _raw(text):
+                try:
+                    events.append(_decode_one(element))
+                except msgspec.ValidationError:
+                    self.notes.events(ANOTHER_SHAPE)
+        for op, group, start, dur, number in calls_in(text):
+            times, numbers = self.grouped[op, group]
+            times.extend((start, start + dur))
+            numbers.append(number)
+        return events
+
+    def take(self, events: Sequence[Event]) -> None:
+        self.events += len(events)
+        # As an attribute, these methods would keep this object until the next garbage collection.
+        handler_of: Callable[[str], Callable[[Complete], None] | None] = {
+            **dict.fromkeys(_OPERATORS, self._operator),
+            **dict.fromkeys(DEVICE, self._kernel),
+            **dict.fromkeys(_ANNOTATIONS, self._annotation),
+            "Trace": lambda event: self.seen(event.ts, event.ts + event.dur),
+        }.get
+        for event in events:
+            if isinstance(event, Complete):
+                handler = handler_of(event.cat)
+                if handler is None:
+                    self.others.add(event.cat)
+                elif event.dur >= 0:
+                    handler(event)
+                else:
+                    self.notes.events(OF_NO_TIME)
+            elif type(event) is _Instant and event.name == "[memory]" and event.args is not None:
+                self._memory(event.ts, event.args)
+
+    def _operator(self, event: Complete) -> None:
+        start, thread = event.ts, (event.pid, event.tid)
+        key = event.name
+        if type(event) is _Shaped and event.args is not None:
+            self.flops.add(event.name, start, event.args.dims)
+            key = operator_key(event.name, event.args.dims, self.operators, len(self.operators))
+        if thread != self._thread:
+            self._thread, self._nesting = thread, self._threads[thread]
+        nesting = self._nesting
+        if nesting.later is not None:
+            nesting.later.add(start, event.dur, key)
+            return
+        if start < nesting.last:
+            self.unordered.add(thread)
+        nesting.last = start
+        self._nest(nesting.open, key, start, event.dur)
+
+    def _nest(self, still: list[tuple[float, Operator]], key: str, start: float, dur: float) -> None:
+        operator = self.operators.get(key)
+        if operator is None:
+            name, shapes = name_and_shapes(key)
+            operator = self.operators[key] = Operator(name, shapes, outer="::" not in name)
+        operator.count += 1
+        operator.total_us += dur
+        if dur > operator.max_us:
+            operator.max_us = dur
+        begun = start + _BESIDE
+        while still and still[-1][0] < begun:
+            still.pop()
+        end = start + dur
+        if still:
+            above_end, above = still[-1]
+            above.below_us += dur if end <= above_end else above_end - start
+            if above.outer:
+                self.ran.add(start, end)
+        elif not operator.outer:
+            self.ran.add(start, end)
+        still.append((end, operator))
+
+    def _kernel(self, event: Complete) -> None:
+        name, start, dur = event.name, event.ts, event.dur
+        kernel = self.kernels.get(name)
+        if kernel is None:
+            kernel = self.kernels[name] = Kernel(name, work_of(event.cat, name))
+        kernel.count += 1
+        kernel.total_us += dur
+        if dur > kernel.max_us:
+            kernel.max_us = dur
+        self.devices[event.pid][kernel.work].add(start, start + dur)
+        if kernel.work == "communication":
+            self.collectives[name].extend((start, start + dur))
+
+    def _annotation(self, event: Complete) -> None:
+        if is_collective(event.name):
+            self.collectives[event.name].extend((event.ts, event.ts + event.dur))
+            return
+        iteration = iteration_of(event.name, event.ts, event.dur)
+        if iteration is not None:
+            self.iterations[event.cat, event.pid, event.tid].append(iteration)
+
+    def _memory(self, ts: float, args: _MemoryArgs) -> None:
+        if args.allocated is None or args.kind is None:
+            return
+        device = args.kind, 0 if args.device is None else max(0, args.device)
+        peak = self.peaks.get(device)
+        if peak is None:
+            peak = self.peaks[device] = Peak(_device_name(*device), 0, ts, 0, None)
+        if args.allocated > peak.allocated_bytes:
+            peak.allocated_bytes, peak.allocated_at_us = args.allocated, ts
+        peak.reserved_bytes = max(peak.reserved_bytes, args.reserved or 0)
+
+    def seen(self, start: float, end: float) -> None:
+        """Take in that something was recorded from `start` to `end`."""
+        self.first, self.last = min(self.first, start), max(self.last, end)
+
+    def finish(self, fields: TraceFields) -> TraceContent:
+        for nesting in self._threads.values():
+            for start, minus_dur, key in nesting.later or ():
+                self._nest(nesting.open, key, start, -minus_dur)
+        ran = self.ran.stretches()
+        if ran:
+            self.seen(ran.first, ran.last)
+        devices = [_device(key, covers) for key, covers in sorted(self.devices.items(), key=_by_name)]
+        for device in devices:
+            self.seen(device.first_us, device.last_us)
+        calls = (unpacked(times) for name, times in self.collectives.items() if ":" in name)
+        on_cpu = Stretches(sorted(chain.from_iterable(calls)))
+        for (kind, number), peak in self.peaks.items():
+            total = (device.total_bytes for device in fields.devices if device.id == number and kind)
+            peak.capacity_bytes = next(total, None)
+        return TraceContent(
+            base_ns=fields.base_ns,
+            distributed=fields.distributed,
+            host=fields.host,
+            first_us=self.first if self.first <= self.last else None,
+            last_us=self.last if self.first <= self.last else None,
+            events=self.events,
+            operators=sorted(self.operators.values(), key=_by_own_time),
+            operators_us=ran.length,
+            waiting_us=length(ran.leave(on_cpu)),
+            kernels=sorted(self.kernels.values(), key=lambda kernel: (-kernel.total_us, kernel.name)),
+            devices=devices,
+            collectives=[_collective(name, times) for name, times in sorted(self.collectives.items())],
+            grouped=[
+                GroupCalls(op, group, times.tobytes(), numbers.tobytes())
+                for (op, group), (times, numbers) in sorted(self.grouped.items())
+            ],
+            iterations=self._iterations(),
+            memory=list(self.peaks.values()),
+            runtime=not self.others.isdisjoint(_RUNTIME),
+            flops=self.flops.in_order(),
+            device_names=[properties.name for properties in fields.devices if properties.name is not None],
+            problems=dict(self.notes.counts),
+        )
+
+    def _iterations(self) -> list[Iteration]:
+        """Return the iterations of one track, on the device if possible, where their durations are real."""
+
+        def worth(key: tuple[str, int | str, int | str]) -> tuple[bool, int, str]:
+            return key[0] == "gpu_user_annotation", len(self.iterations[key]), str(key)
+
+        best = max(self.iterations, key=worth, default=None)
+        iterations = [] if best is None else self.iterations[best]
+        return sorted(iterations, key=lambda iteration: iteration.start_us)
+
+
+def _read(
+    path: Path, sort: frozenset[Thread], on_read: Callable[[int], None] | None
+) -> tuple[TraceContent, frozenset[Thread]]:
+    trace = ChromeTrace(path)
+    reading = Reading(trace.notes, sort)
+    fields = trace.read(reading.parse, reading.take, on_read)
+    return reading.finish(fields), frozenset(reading.unordered)
+
+
+def _by_own_time(operator: Operator) -> tuple[float, str, str]:
+    return -operator.self_us, operator.name, operator.shapes
+
+
+def _device(key: int | str, covers: dict[Work, Cover]) -> Device:
+    stretches = {work: cover.stretches() for work, cover in covers.items()}
+    nothing = Stretches()
+    compute, communication = stretches.get("compute", nothing), stretches.get("communication", nothing)
+    memory = stretches.get("memory", nothing)
+    exposed_us = length(compute.leave(communication))
+    return Device(
+        name=str(key),
+        first_us=min(some.first for some in stretches.values()),
+        last_us=max(some.last for some in stretches.values()),
+        busy_us=compute.length + exposed_us + length(communication.leave(compute.leave(memory))),
+        compute_us=compute.length,
+        communication_us=communication.length,
+        exposed_us=exposed_us,
+        memory_us=memory.length,
+    )
+
+
+def _by_name(item: tuple[int | str, object]) -> tuple[bool, int, str]:
+    key = item[0]
+    return isinstance(key, str), key if isinstance(key, int) else 0, str(key)
+
+
+def _collective(name: str, times: array[float]) -> Collective:
+    ascending = array("d", chain.from_iterable(sorted(unpacked(times))))
+    return Collective(name, ascending.tobytes())
+
+
+def _device_name(kind: int, number: int) -> str:
+    # c10::DeviceType
+    names = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 20: "npu"}
+    name = names.get(kind, f"device type {kind}")
+    return name if name == "cpu" else f"{name}:{number}"

@@ -1,0 +1,113 @@
+"""Names of events in a trace: the work that a kernel does, and an engine's annotations.
+
+The patterns of vLLM and SGLang stand here because a report is often made where no adapter is installed. Other
+packages add theirs through the entry points `stepscope.iterations`, which are asked first.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from functools import cache, lru_cache
+from importlib.metadata import entry_points
+from typing import TypeAlias, cast
+
+from stepscope_report.timeline.activity.content import Iteration, Requests, Work
+
+log = logging.getLogger("stepscope")
+IterationName: TypeAlias = Callable[[str], Requests | None]
+"""Reads an annotation's name: the requests of an engine iteration, or None for any other event."""
+GROUP = "stepscope.iterations"
+
+_COMMUNICATION = re.compile(r"nccl|.*ncclKernel|rccl|hccl|hcom_|.*cross_device_reduce|.*multimem_all_?reduce")
+_MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
+_COLLECTIVE = re.compile(r"(gloo|mpi|ucc):(?!send|recv)\w+")
+_VLLM = re.compile(r"execute_(?:\d+_)?context_(\d+)\((?:sq)?(\d+)\w*\)_generation_(\d+)\((?:sq)?\d+")
+"""`execute_context_2(512)_generation_6(6)`. With `detailed_trace_annotation` the brackets hold more."""
+_SGLANG = re.compile(r"step\[(\w+) bs=(\d+)(?: toks=(\d+))?")
+_DECODES = frozenset({"DECODE", "TARGET_VERIFY", "VERIFY"})
+_PREFILLS = frozenset({"EXTEND", "SPLIT_PREFILL", "DLLM_EXTEND"})
+"""Forward modes of SGLang. Passes of a draft model (`DRAFT`) generate nothing by themselves."""
+
+
+def work_of(cat: str, name: str) -> Work:
+    """Return the work of a device event: by category for copies and fills, else by name.
+
+    Source of the names: NCCL, RCCL, HCCL, the all-reduce kernels of vLLM and SGLang, and the kernel types of
+    HolisticTraceAnalysis.
+    """
+    if cat == "communication" or _COMMUNICATION.match(name):
+        return "communication"
+    if cat.lower() in ("gpu_memcpy", "gpu_memset", "memcpy", "memset") or _MEMORY.match(name):
+        return "memory"
+    return "compute"
+
+
+def iteration_of(name: str, start_us: float = 0.0, dur_us: float = 0.0) -> Iteration | None:
+    """Return the engine iteration that an annotation marks.
+
+    None for other names, and for passes without a request: engines run these after the last one, or to keep
+    step with others.
+    """
+    requests = requests_of(name)
+    if requests is None:
+        return None
+    return Iteration(
+        start_us, dur_us, requests.prefills, requests.decodes, requests.prefill_tokens, requests.mixed
+    )
+
+
+@lru_cache(1 << 12)
+def requests_of(name: str) -> Requests | None:
+    """Return the requests that the installed packages, or else the patterns here, read from a name."""
+    for read in (*_installed(), _of_vllm, _of_sglang):
+        try:
+            requests = read(name)
+        except Exception as error:
+            _warn(f"{GROUP}: {read!r} failed: {error!r}")
+            continue
+        if requests is not None:
+            return requests if requests.prefills or requests.decodes else None
+    return None
+
+
+@cache
+def _warn(text: str) -> None:
+    log.warning("stepscope: %s", text)
+
+
+@cache
+def _installed() -> tuple[IterationName, ...]:
+    readers = []
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        try:
+            readers.append(cast(IterationName, point.load()))
+        except Exception as error:
+            _warn(f"{GROUP}: {point.name} cannot be loaded: {error!r}")
+    return tuple(readers)
+
+
+def _of_vllm(name: str) -> Requests | None:
+    match = _VLLM.match(name)
+    if match is None:
+        return None
+    prefills, tokens, decodes = map(int, match.groups())
+    return Requests(prefills, decodes, tokens)
+
+
+def _of_sglang(name: str) -> Requests | None:
+    match = _SGLANG.match(name)
+    if match is None:
+        return None
+    mode, size, tokens = match[1], int(match[2]), match[3]
+    if mode in _DECODES:
+        return Requests(0, size, 0)
+    if mode in _PREFILLS:
+        return Requests(size, 0, None if tokens is None else int(tokens))
+    return Requests(size, 0, None, mixed=True) if mode == "MIXED" else None
+
+
+def is_collective(name: str) -> bool:
+    """Return whether an annotation is a collective on the CPU: `gloo:all_reduce`, start to end."""
+    return _COLLECTIVE.match(name) is not None

@@ -1,0 +1,242 @@
+"""Placement of one process' monotonic times on the wall clock of the capture's owner.
+
+An uncertainty covers everything that the samples allow: each steady drift up to `DRIFT_PPM` that fits them,
+and each jump of a wall clock that the anchors at its opening and closing show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from stepscope.files.clock import DRIFT_PPM, ClockAnchor, ClockOffset
+from stepscope_report.timeline.clocks.drift_bounds import Line, Sample, fitted
+from stepscope_report.timeline.model import ProcessClock
+
+_JUMP_NS = 1_000_000
+_JUMP_PPM = 1000
+"""A wall clock that gains more than both limits was set: kernels slew clocks by at most 500 ppm."""
+_MOST_SAMPLES = 8
+"""Number of outermost samples used of a clock that was set. Each may be from before or after the jump."""
+
+
+class Placement:
+    """Mapping from monotonic ns to unix ns: linear between two knots, at the clock's own pace elsewhere."""
+
+    def __init__(self, knots: Sequence[tuple[int, int]]) -> None:
+        self._first, self._last = knots[0], knots[-1]
+        self._mono_ns = self._last[0] - self._first[0]
+        self._wall_ns = self._last[1] - self._first[1]
+
+    def __call__(self, mono_ns: int) -> int:
+        since = mono_ns - self._first[0]
+        if since <= 0 or self._mono_ns <= 0:
+            return self._first[1] + since
+        if since >= self._mono_ns:
+            return self._last[1] + since - self._mono_ns
+        return self._first[1] + since * self._wall_ns // self._mono_ns
+
+
+class Reference(NamedTuple):
+    """The owner's clock, to which a step's processes are aligned."""
+
+    host: str
+    place: Placement | None
+    """The owner's placement; None when the owner left no anchor."""
+    uncertainty_ns: int
+    offsets: Sequence[ClockOffset]
+    first_ns: int = 0
+    last_ns: int = 0
+    """Start and end of the owner's capture. 0: unknown."""
+    jump_ns: int = 0
+    """Jump of the owner's wall clock between these two."""
+
+
+class Aligned(NamedTuple):
+    place: Placement
+    clock: ProcessClock
+
+
+def align_owner(opened: ClockAnchor, closed: ClockAnchor | None) -> Aligned:
+    """Return the owner's placement, by its own anchors."""
+    knots, drift_ns, jumped = _knots(opened, closed)
+    uncertainty_ns = anchored(opened, closed)
+    clock = ProcessClock(alignment="owner", uncertainty_ns=uncertainty_ns, drift_ns=drift_ns, jumped=jumped)
+    return Aligned(Placement(knots), clock)
+
+
+def anchored(opened: ClockAnchor, closed: ClockAnchor | None) -> int:
+    """Return the largest distance, in ns, between the places of one moment by a process' two clocks.
+
+    Kernels slew both clocks alike, so a gain of one on the other is a jump at an unknown moment. It affects
+    traces, which use the wall clock, as well as spans, which use the monotonic clock.
+    """
+    if closed is None:
+        return opened.uncertainty_ns
+    _, drift_ns, _ = _knots(opened, closed)
+    return max(opened.uncertainty_ns, closed.uncertainty_ns) + abs(drift_ns)
+
+
+def align(
+    key: str,
+    host: str,
+    opened: ClockAnchor,
+    closed: ClockAnchor | None,
+    reference: Reference,
+    latest_ns: int | None = None,
+) -> Aligned:
+    """Return the placement of another process, by its anchors and the owner's samples of its clock.
+
+    On the owner's host the offset is 0, because a measured offset is only noise. If the samples exclude 0,
+    two machines share one name, and the samples count. On another host the offset follows the middle of all
+    straight lines that fit the samples.
+
+    Args:
+        latest_ns: Latest time of the process on its monotonic clock.
+    """
+    knots, drift_ns, jumped = _knots(opened, closed)
+    samples = samples_of(key, reference)
+    same_host = host == reference.host
+    if same_host and (
+        jumped or reference.jump_ns or all(abs(offset) <= within for _, offset, within in samples)
+    ):
+        samples = []
+    line, within_ns = Line(0, 1, 0, 0), 0
+    if samples:
+        end_ns = max(latest_ns or opened.mono_ns, opened.mono_ns) if closed is None else closed.mono_ns
+        extent = opened.wall_ns, knots[-1][1] if len(knots) > 1 else opened.wall_ns + end_ns - opened.mono_ns
+        line, within_ns = _fit(samples, extent, reference, drift_ns if jumped else 0)
+    offsets_ns = [line.at(wall_ns) for _, wall_ns in knots]
+    known_ns = anchored(opened, closed) + reference.uncertainty_ns + within_ns
+    if len(knots) == 1:  # its positions follow its own pace from its opening on
+        known_ns += abs(line.last_offset_ns - line.first_offset_ns)
+    clock = ProcessClock(
+        alignment="measured" if samples else "same host" if same_host else "unaligned",
+        offset_ns=offsets_ns[0],
+        closing_offset_ns=offsets_ns[-1],
+        uncertainty_ns=known_ns if same_host or samples else None,
+        drift_ns=drift_ns,
+        jumped=jumped,
+        drift_ppm=_ppm(knots, offsets_ns[-1] - offsets_ns[0]) if len(samples) > 1 else None,
+    )
+    return Aligned(_moved(knots, offsets_ns), clock)
+
+
+def samples_of(key: str, reference: Reference) -> list[Sample]:
+    """Return the owner's samples of a process' clock, by the owner's time."""
+    place = reference.place
+    if place is None:
+        return []
+    return sorted(
+        Sample(place(offset.at_mono_ns), offset.offset_ns, offset.uncertainty_ns)
+        for offset in reference.offsets
+        if offset.process == key
+    )
+
+
+def _fit(
+    samples: list[Sample], extent: tuple[int, int], reference: Reference, jump_ns: int
+) -> tuple[Line, int]:
+    """Return the lead during the process' life and the owner's capture, and its uncertainty.
+
+    Args:
+        extent: First and last time of the process, as its clock would have shown them without a jump.
+        jump_ns: Jump of the process' clock.
+    """
+    if jump_ns or reference.jump_ns:
+        samples = samples[: _MOST_SAMPLES // 2] + samples[max(_MOST_SAMPLES // 2, len(samples) - 4) :]
+    near_ns = min(samples, key=lambda sample: sample.within_ns).offset_ns
+    first_ns, last_ns = extent
+    if reference.last_ns > reference.first_ns:
+        drift_ns = (reference.last_ns - reference.first_ns) * DRIFT_PPM // 1_000_000
+        first_ns = min(first_ns, reference.first_ns + near_ns - drift_ns)
+        last_ns = max(last_ns, reference.last_ns + near_ns + drift_ns)
+    last_ns = max(last_ns, first_ns + 1)
+    cases = list(_without_steps(samples, reference, jump_ns))
+    change_ns = (last_ns - first_ns) * DRIFT_PPM / (1_000_000 - DRIFT_PPM)  # its time, which drifts too
+    lines = (fitted(list(map(_on_its_clock, case)), first_ns, last_ns, change_ns) for case in cases)
+    fits = [(*line[2:], within_ns) for line, within_ns in filter(None, lines)]
+    if not fits:  # the samples contradict each other, so any value between them is possible
+        offsets = [(offset - within, offset + within) for case in cases for _, offset, within in case]
+        fits = [(*bounds, DRIFT_PPM * (last_ns - first_ns) // 1_000_000) for bounds in offsets]
+    ends = []
+    for end in (0, 1):
+        lowest, highest = min(fit[end] - fit[2] for fit in fits), max(fit[end] + fit[2] for fit in fits)
+        ends.append(((lowest + highest) // 2, (highest - lowest + 1) // 2))
+    (first_offset_ns, one_ns), (last_offset_ns, other_ns) = ends
+    return Line(first_ns, last_ns, first_offset_ns, last_offset_ns), max(one_ns, other_ns)
+
+
+def _on_its_clock(sample: Sample) -> Sample:
+    """Return a sample by the time that the other clock showed, with the drift during its uncertain time."""
+    owner_ns, offset_ns, within_ns = sample
+    return Sample(owner_ns + offset_ns, offset_ns, within_ns + within_ns * DRIFT_PPM // 1_000_000)
+
+
+def _without_steps(samples: list[Sample], reference: Reference, jump_ns: int) -> Iterator[list[Sample]]:
+    """Yield the samples as they would be without jumps: one case for each possible place of a jump."""
+    many = len(samples)
+    own = range(many + 1) if jump_ns else (many,)
+    owners = range(many + 1) if reference.jump_ns else (many,)
+    for before_own, before_owners in product(own, owners):
+        if reference.jump_ns and any(
+            at_ns > reference.last_ns if number < before_owners else at_ns < reference.first_ns
+            for number, (at_ns, _, _) in enumerate(samples)
+        ):
+            continue
+        yield [
+            Sample(
+                at_ns,
+                offset_ns
+                - (jump_ns if number >= before_own else 0)
+                + (reference.jump_ns if number >= before_owners else 0),
+                within_ns,
+            )
+            for number, (at_ns, offset_ns, within_ns) in enumerate(samples)
+        ]
+
+
+def align_at(
+    opened: ClockAnchor,
+    closed: ClockAnchor | None,
+    opening_ns: int,
+    closing_ns: int,
+    known_ns: int,
+    matched: int,
+) -> Aligned:
+    """Return a placement with offsets from `matched` collectives, true within +- `known_ns`."""
+    knots, drift_ns, jumped = _knots(opened, closed)
+    clock = ProcessClock(
+        alignment="collectives",
+        offset_ns=opening_ns,
+        closing_offset_ns=closing_ns if len(knots) > 1 else opening_ns,
+        uncertainty_ns=known_ns,
+        drift_ns=drift_ns,
+        jumped=jumped,
+        drift_ppm=_ppm(knots, closing_ns - opening_ns),
+        matched=matched,
+    )
+    return Aligned(_moved(knots, [opening_ns, closing_ns]), clock)
+
+
+def _ppm(knots: Sequence[tuple[int, int]], gained_ns: int) -> float | None:
+    lasted_ns = knots[-1][1] - knots[0][1]
+    return None if lasted_ns <= 0 else round(gained_ns / lasted_ns * 1_000_000, 3)
+
+
+def _moved(knots: Sequence[tuple[int, int]], offsets_ns: Sequence[int]) -> Placement:
+    return Placement([(mono, wall - offset) for (mono, wall), offset in zip(knots, offsets_ns, strict=False)])
+
+
+def _knots(opened: ClockAnchor, closed: ClockAnchor | None) -> tuple[list[tuple[int, int]], int, bool]:
+    """Return (knots on the process' own wall clock, its drift, whether it was set meanwhile)."""
+    knots = [(opened.mono_ns, opened.wall_ns)]
+    if closed is None or closed.mono_ns <= opened.mono_ns:
+        return knots, 0, False
+    mono_ns = closed.mono_ns - opened.mono_ns
+    drift_ns = closed.wall_ns - opened.wall_ns - mono_ns
+    jumped = abs(drift_ns) > max(_JUMP_NS, mono_ns * _JUMP_PPM // 1_000_000)
+    if not jumped:
+        knots.append((closed.mono_ns, closed.wall_ns))
+    return knots, drift_ns, jumped

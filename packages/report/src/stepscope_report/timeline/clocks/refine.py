@@ -1,0 +1,327 @@
+"""Alignment of clocks of different hosts by collectives, which is more exact than the capture's samples.
+
+No rank leaves an all-reduce before the last one has entered it. Each all-reduce of two hosts therefore
+bounds the lead of one clock over the other from both sides. All of them, with the clock samples, narrow these
+bounds. The offset is assumed to change steadily during the step, because the two crystals differ. `Band`
+finds the lines that fit. If no line fits, clocks may deviate from a line as far as `WANDER_PPM` allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.errors import RecordError
+from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
+from stepscope.files.sidecar import Sidecar
+from stepscope.files.storage.reading import read_record
+from stepscope_report.timeline.clocks.align import Aligned, Reference, align_at, anchored
+from stepscope_report.timeline.clocks.collectives import Kind, Refused, Series, Times, join, match
+from stepscope_report.timeline.clocks.drift_bounds import REACH_NS, WANDER_PPM, Band, Line, Sample, fitted
+from stepscope_report.timeline.clocks.hosts import MOST_DRIFT_PPM, Clock, clocks_of, extent
+from stepscope_report.timeline.clocks.source_collectives import Known, collectives_elsewhere, collectives_of
+from stepscope_report.timeline.digests import Digests
+from stepscope_report.timeline.sources import Source
+
+_SUFFIXES = (".json", ".json.gz")
+_SHIFTS = (1, -1, 2, -2, 3, -3)
+"""Positions by which the windows of two ranks may differ although they hold equal numbers of collectives."""
+
+Pairs = Mapping[int, tuple[Times, Times]]
+
+
+class Lead(NamedTuple):
+    """Lead of one clock over another, by collectives."""
+
+    line: Line
+    within_ns: int
+    matched: int
+    """Number of collectives that it rests on."""
+
+
+def refine(
+    sources: Sequence[Source],
+    aligned: Sequence[Aligned],
+    reference: Reference,
+    traces_of: Callable[[], Mapping[int, list[Path]]],
+    digests: Digests | None = None,
+    executor: Executor | None = None,
+) -> list[Aligned]:
+    """Return the placements, improved for hosts whose traces hold collectives with other hosts.
+
+    If all processes are on one host, no trace is read. Traces are searched for collectives, not parsed.
+
+    Args:
+        traces_of: Returns the traces of each source, by its index. It is called only if there are two clocks.
+        digests: Has what was found in traces that were searched before. None: all are searched.
+        executor: Its workers search the traces that only they have.
+    """
+    clocks = list(clocks_of(sources, aligned, reference))
+    if len(clocks) < 2 or aligned[0].clock.jumped:
+        return list(aligned)
+    notes: dict[str, list[str]] = {clock.host: [] for clock in clocks}
+    traces = traces_of()
+    far = collectives_elsewhere(sources, traces, executor)
+    leads = _against_each_other(clocks, sources, traces, far, notes, digests)
+    refined = list(aligned)
+    for clock, known in _against_owner(clocks, leads, notes):
+        for index in clock.processes:
+            refined[index] = _better(sources[index], aligned[index], known, reference)
+    for clock in clocks[1:]:
+        if why := "; ".join(dict.fromkeys(notes[clock.host])):
+            for index in clock.processes:
+                refined[index] = _noted(refined[index], why)
+    return refined
+
+
+def traces_by_source(
+    sources: Sequence[Source], layout: StepLayout, earlier_files: Collection[str]
+) -> dict[int, list[Path]]:
+    """Return the traces of each source, by its index. Traces without the sidecar of a source are left out.
+
+    Args:
+        earlier_files: Artifacts of earlier captures of the step, relative to its folder. They are left out.
+    """
+    by_key = {source.info.key: index for index, source in enumerate(sources)}
+    traces: dict[int, list[Path]] = {}
+    for path in sorted(layout.sidecars()):
+        try:
+            sidecar = read_record(path, Sidecar)
+        except (OSError, RecordError):
+            continue  # the reader of the traces reports it
+        index = by_key.get(sidecar.process or "")
+        if sidecar.artifact.path in earlier_files:
+            continue
+        if (
+            index is not None
+            and sidecar.run_id == sources[0].run_id
+            and sidecar.artifact.path.endswith(_SUFFIXES)
+        ):
+            traces.setdefault(index, []).append(path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)))
+    return traces
+
+
+def _against_each_other(
+    clocks: Sequence[Clock],
+    sources: Sequence[Source],
+    traces: Mapping[int, list[Path]],
+    far: Known,
+    notes: Mapping[str, list[str]],
+    digests: Digests | None,
+) -> list[tuple[Clock, Clock, Lead]]:
+    """Return triples of two clocks and the lead of the second over the first.
+
+    Memory holds the collectives of one host at a time and, for each kind, those of the first host with it.
+    """
+    firsts: dict[Kind, tuple[Clock, Series | Refused]] = {}
+    leads = []
+    for clock in clocks:
+        ranks = [
+            far[index] if index in far else collectives_of(sources[index], traces[index], digests)
+            for index in clock.processes
+            if index in traces
+        ]
+        pairs: dict[str, list[tuple[Clock, Kind, Series | Refused, Series | Refused]]] = {}
+        for kind in dict.fromkeys(chain.from_iterable(ranks)):
+            series = join(kind, ranks)
+            first, theirs = firsts.setdefault(kind, (clock, series))
+            if first is not clock:
+                pairs.setdefault(first.host, []).append((first, kind, theirs, series))
+        for matches in pairs.values():
+            first = matches[0][0]
+            known = _Search(first, clock).search([pair[1:] for pair in matches], notes[clock.host])
+            if known is not None:
+                leads.append((first, clock, known))
+    return leads
+
+
+class _Search:
+    """Search for the lead of one clock over another."""
+
+    def __init__(self, first: Clock, clock: Clock) -> None:
+        self._clock = clock
+        self._lasted_ns = max(clock.last_ns - clock.first_ns, 1)
+        self._samples = list(_differences(first, clock))
+        self._near_ns = self._samples[0].offset_ns if self._samples else 0
+        """Offset that values in bands are relative to."""
+        self._matched = 0
+
+    def search(
+        self, matches: Sequence[tuple[Kind, Series | Refused, Series | Refused]], notes: list[str]
+    ) -> Lead | None:
+        """Cut the bands kind by kind, the surest first. A kind that contradicts the others is left out."""
+        bands: list[Band] = []
+        for kind, theirs, ours in sorted(matches, key=_unsure):
+            pairs = match(theirs, ours)
+            if isinstance(pairs, str):
+                notes.append(_say(kind, pairs))
+                continue
+            bands = bands or self._begin(pairs)
+            cut = [
+                self._cut(band, pairs, slack_ns) for band, slack_ns in zip(bands, self._slacks, strict=True)
+            ]
+            tier = next((tier for tier, band in enumerate(cut) if band), None)
+            if tier is None:
+                notes.append(
+                    _say(kind, "they contradict the clock samples, or each other: not the same ones")
+                )
+            elif self._ambiguous(theirs, ours, bands[tier], self._slacks[tier]):
+                notes.append(_say(kind, "nothing tells which one is which: their windows may differ"))
+            else:
+                bands = cut
+                self._matched += len(pairs)
+        return self._lead(bands) if self._matched else None
+
+    @property
+    def _slacks(self) -> list[int]:
+        return [self._lasted_ns * ppm // 1_000_000 for ppm in WANDER_PPM]
+
+    def _begin(self, pairs: Pairs) -> list[Band]:
+        """Return one band for each value of `WANDER_PPM`, of lines relative to `_near_ns`."""
+        if not self._samples:
+            theirs, ours = next(iter(pairs.values()))
+            self._near_ns = (ours.entered_ns + ours.left_ns - theirs.entered_ns - theirs.left_ns) // 2
+        bands = []
+        for slack_ns in self._slacks:
+            band = Band(REACH_NS, self._lasted_ns * MOST_DRIFT_PPM // 1_000_000)
+            for at_ns, offset_ns, within_ns in self._samples:
+                self._bound(band, at_ns, offset_ns - within_ns - slack_ns, offset_ns + within_ns + slack_ns)
+            bands.append(band)
+        return bands
+
+    def _cut(self, band: Band, pairs: Pairs, slack_ns: int) -> Band:
+        """Return the band cut by the rule that no rank leaves a collective before all have entered it."""
+        cut = band.copy()
+        for theirs, ours in pairs.values():
+            if not cut:
+                break
+            self._bound(cut, ours.entered_ns, ours.entered_ns - theirs.left_ns - slack_ns, None)
+            self._bound(cut, ours.left_ns, None, ours.left_ns - theirs.entered_ns + slack_ns)
+        return cut
+
+    def _bound(self, band: Band, at_ns: int, low_ns: int | None, high_ns: int | None) -> None:
+        low = -2.0 * REACH_NS if low_ns is None else low_ns - self._near_ns
+        high = 2.0 * REACH_NS if high_ns is None else high_ns - self._near_ns
+        band.cut((at_ns - self._clock.first_ns) / self._lasted_ns, low, high)
+
+    def _ambiguous(self, theirs: Series | Refused, ours: Series | Refused, band: Band, slack_ns: int) -> bool:
+        """Return whether series without numbers match as well when shifted by one."""
+        if isinstance(theirs, Refused) or isinstance(ours, Refused) or ours.numbered:
+            return False
+        for shift in _SHIFTS:
+            shifted = match(theirs, ours, shift) if abs(shift) < max(ours.count, 2) else {}
+            if not isinstance(shifted, str) and self._cut(band, shifted, slack_ns):
+                return True
+        return False
+
+    def _lead(self, bands: Sequence[Band]) -> Lead:
+        band, slack_ns = next((b, slack) for b, slack in zip(bands, self._slacks, strict=True) if b)
+        fit, near_ns, clock = band.fit(), self._near_ns, self._clock
+        line = Line(clock.first_ns, clock.last_ns, near_ns + fit.first_ns, near_ns + fit.last_ns)
+        return Lead(line, fit.within_ns + slack_ns, self._matched)
+
+
+def _unsure(match: tuple[Kind, Series | Refused, Series | Refused]) -> tuple[bool, int]:
+    ours = match[2]
+    return (True, 0) if isinstance(ours, Refused) else (not ours.numbered, -ours.count)
+
+
+def _say(kind: Kind, why: str) -> str:
+    return f"{kind.op.removeprefix('gloo:')} of {kind.world}: {why}"
+
+
+def _differences(first: Clock, clock: Clock) -> Iterator[Sample]:
+    """Yield samples of `clock` against `first`. The owner's host has none: it is the owner's clock."""
+    for sample in clock.samples:
+        owner_ns = sample.wall_ns - sample.offset_ns
+        known = first.guess(owner_ns + (first.samples[0].offset_ns if first.samples else 0))
+        if known is not None:
+            yield Sample(
+                sample.wall_ns, sample.offset_ns - known.offset_ns, sample.within_ns + known.within_ns
+            )
+        elif first.owner:
+            yield sample
+
+
+def _against_owner(
+    clocks: Sequence[Clock], leads: Sequence[tuple[Clock, Clock, Lead]], notes: Mapping[str, list[str]]
+) -> Iterator[tuple[Clock, Lead]]:
+    """Yield each clock's lead over the owner's. Hosts with common collectives are placed as one group.
+
+    If the owner's host is not in the group, all samples of the group together place it.
+    """
+    left = list(clocks)
+    while left:
+        root = left[0]  # the owner's first
+        known = _around(root, leads)
+        left = [clock for clock in left if clock not in known]
+        if len(known) == 1:
+            continue
+        base = Lead(Line(root.first_ns, root.last_ns, 0, 0), 0, 0) if root.owner else _anchored(root, known)
+        for clock, own in known.items():
+            if isinstance(base, str):
+                notes[clock.host].append(base)
+            elif not clock.owner:
+                within_ns = own.within_ns + base.within_ns
+                matched = own.matched or max(lead.matched for lead in known.values())
+                yield clock, Lead(own.line.then(base.line), within_ns, matched)
+
+
+def _around(root: Clock, leads: Sequence[tuple[Clock, Clock, Lead]]) -> dict[Clock, Lead]:
+    """Return the lead over the root of each clock linked to it, along the surest path (Dijkstra)."""
+    known: dict[Clock, Lead] = {}
+    open_ = {root: Lead(Line(root.first_ns, root.last_ns, 0, 0), 0, 0)}
+    while open_:
+        near = min(open_, key=lambda clock: open_[clock].within_ns)
+        known[near] = open_.pop(near)
+        for one, other, lead in leads:
+            if near not in (one, other):
+                continue
+            far = other if near is one else one
+            if far in known:
+                continue
+            line = lead.line if near is one else lead.line.inverse(far.first_ns, far.last_ns)
+            within_ns = known[near].within_ns + lead.within_ns
+            if far not in open_ or within_ns < open_[far].within_ns:
+                open_[far] = Lead(line.then(known[near].line), within_ns, lead.matched)
+    return known
+
+
+def _anchored(root: Clock, known: Mapping[Clock, Lead]) -> Lead | str:
+    """Return the root's lead over the owner's clock by all samples, or why it is unknown."""
+    samples = [
+        Sample(wall_ns - line.at(wall_ns), offset_ns - line.at(wall_ns), own_ns + within_ns)
+        for clock, (line, within_ns, _) in known.items()
+        for wall_ns, offset_ns, own_ns in clock.samples
+    ]
+    if not samples:
+        return "collectives align it to other hosts, but nothing to the owner's"
+    change_ns = max(root.last_ns - root.first_ns, 1) * MOST_DRIFT_PPM // 1_000_000
+    fit = fitted(samples, root.first_ns, root.last_ns, change_ns)
+    if fit is not None:
+        return Lead(*fit, matched=0)
+    return "its host's clock samples contradict those of hosts that it had collectives with"
+
+
+def _better(source: Source, before: Aligned, lead: Lead, reference: Reference) -> Aligned:
+    """Return the placement by collectives, unless that by samples is more exact and agrees with it."""
+    line, within_ns, matched = lead
+    offsets = [line.at(wall_ns) for wall_ns in extent(source, before, reference)]
+    known_ns = anchored(source.opened, source.closed) + reference.uncertainty_ns + within_ns
+    was = before.clock
+    if source.closed is None:
+        known_ns += abs(offsets[1] - offsets[0])  # its positions follow its own clock from the opening on
+    if was.uncertainty_ns is not None and was.uncertainty_ns <= known_ns:
+        apart = (was.offset_ns - offsets[0], was.closing_offset_ns - offsets[1])
+        if max(map(abs, apart)) <= known_ns:
+            return before
+    return align_at(source.opened, source.closed, offsets[0], offsets[1], known_ns, matched)
+
+
+def _noted(placed: Aligned, why: str) -> Aligned:
+    return placed._replace(clock=msgspec.structs.replace(placed.clock, note=why))

@@ -1,0 +1,228 @@
+"""Spans and counters as events of a merged timeline.
+
+Spans are on tracks above the profilers', with arrows between. Each counter is a track in its process' row.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from stepscope_report.timeline.merge.ids import FlowIds
+from stepscope_report.timeline.merge.lanes import Interval, pack
+from stepscope_report.timeline.merge.time_mapping import Cut
+from stepscope_report.timeline.merge.tracks import Event, Tracks, microseconds
+from stepscope_report.timeline.model import Counter, Span, Timeline
+from stepscope_report.timeline.selection import Selection
+from stepscope_report.timeline.step.rows import Axis, Row, Rows
+from stepscope_report.timeline.step.tree import requests
+
+_TOP = -1_000_000
+"""Sort index of a row's first track of spans: above threads, whose index is their tid."""
+_TRAJECTORIES = "trajectories"
+STALL = "profiler: engine writes its trace"
+
+
+class Drawn:
+    """The spans and counters of one timeline that are selected."""
+
+    def __init__(self, timeline: Timeline, rows: Rows, axis: Axis, selection: Selection, cut: Cut) -> None:
+        self._timeline = timeline
+        self._rows = rows
+        self._axis = axis
+        self._selection = selection
+        self._cut = cut
+        self._tids: dict[int, int] = {}
+        self._spans_of = defaultdict[int | None, list[int]](list)
+        for index, span in enumerate(timeline.spans):
+            self._spans_of[span.process].append(index)
+        self._counters_of = defaultdict[int | None, list[Counter]](list)
+        for counter in timeline.counters:
+            self._counters_of[counter.process].append(counter)
+        self._stalled: set[int] = set()
+        """Replicas whose stalls are drawn: each in its first row."""
+        self.outside = 0
+        """Spans left out because they are not between `from` and `to`."""
+
+    def of(self, row: Row, tracks: Tracks) -> Iterator[Event]:
+        """Yield a row's spans. Draw the rows from top to bottom."""
+        chosen = [index for index in self._spans_of[row.process] if self._chosen(index, row)]
+        for group, members in self._groups(chosen).items():
+            lanes = pack(self._intervals(members))
+            tids = _tracks(row, group, lanes, tracks)
+            for index, lane in zip(members, lanes, strict=True):
+                self._tids[index] = tids[lane]
+                yield self._slice(index, row)
+
+    def consumed(self, row: Row, tracks: Tracks) -> Iterator[Event]:
+        """Yield a mark for each trajectory that the row's process trains on, on a track of their own."""
+        marks = [span for span in self._timeline.consumed if span.process == row.process]
+        if not marks or not self._selection.rank(row.info.rank):
+            return
+        tid = tracks.own(row, "consumed trajectories", _TOP // 2 - 1)
+        for span in marks:
+            if not self._selection.role(row.info.role, span.role):
+                continue
+            at = span.start_ns + (row.shift_ns or 0) - self._axis.base_ns
+            yield {
+                "ph": "i", "s": "t", "cat": "stepscope", "name": f"consume {span.trajectory}", "pid": row.pid,
+                "tid": tid, "ts": microseconds(at), "args": _args(span, self._timeline.step),
+            }  # fmt: skip
+
+    def stalls(self, row: Row, tracks: Tracks) -> Iterator[Event]:
+        """Yield a span for each time that the row's engine served nothing for its own profiler."""
+        replica = row.info.replica
+        if replica is None or replica in self._stalled or row.unaligned is not None:
+            return
+        if not self._is_wanted(row) or (row.info.role, replica) in self._timeline.shared_numbers:
+            return
+        self._stalled.add(replica)
+        for stall in self._timeline.stalls:
+            start, end = stall.start_ns - self._axis.base_ns, stall.end_ns - self._axis.base_ns
+            if stall.replica == replica and self._is_inside(start, end):
+                yield {
+                    "ph": "X", "cat": "stepscope", "name": STALL, "pid": row.pid,
+                    "tid": tracks.own(row, "engine's profiler", _TOP // 2 - 2), "ts": microseconds(start),
+                    "dur": microseconds(end - start), "args": {"role": row.info.role, "replica": replica},
+                }  # fmt: skip
+
+    def counters(self, row: Row) -> Iterator[Event]:
+        """Yield the values of a row's counters. A value that stays the same is one event."""
+        for counter in self._counters_of[row.process] if self._is_wanted(row) else ():
+            name, last = _name(counter), None
+            for at_ns, value in _points(counter):
+                position = at_ns + (row.shift_ns or 0) - self._axis.base_ns
+                # Below 0: of a clock that is far off. Viewers drop it.
+                if value != last and position >= 0 and self._cut.holds(position, position):
+                    last = value
+                    yield {
+                        "ph": "C", "cat": "stepscope", "name": name, "pid": row.pid, "tid": 0,
+                        "ts": microseconds(position), "args": {"value": value},
+                    }  # fmt: skip
+
+    def arrows(self, ids: FlowIds) -> Iterator[Event]:
+        """Yield arrows from spans to those that they caused in other processes. Call it after all rows."""
+        below = (
+            (parent, index)
+            for index in self._tids
+            if (parent := self._timeline.spans[index].parent) is not None
+        )
+        for name, pairs in (("call", below), ("request", requests(self._timeline))):
+            for cause, index in pairs:
+                if not {cause, index} <= self._tids.keys() or not self._both_aligned(index, cause):
+                    continue
+                common = {"cat": "stepscope", "name": name, "id": ids.number(b"%d" % index)}
+                yield {"ph": "s", **common, **self._at(cause)}
+                yield {"ph": "f", "bp": "e", **common, **self._at(index)}
+
+    def _both_aligned(self, index: int, parent: int) -> bool:
+        """Return whether both spans are in aligned rows, and not in the same one."""
+        one, other = (self._row(at) for at in (index, parent))
+        return one is not other and one.unaligned is None and other.unaligned is None
+
+    def _chosen(self, index: int, row: Row) -> bool:
+        wanted = self._is_wanted(row, self._timeline.spans[index].role)
+        return wanted and self._is_inside(*self._positions(index))
+
+    def _is_wanted(self, row: Row, *roles: str) -> bool:
+        return self._selection.rank(row.info.rank) and self._selection.role(row.info.role, *roles)
+
+    def _is_inside(self, start: int, end: int) -> bool:
+        """Return whether this is in the selected time, and count it if not."""
+        inside = self._cut.holds(start, end)
+        self.outside += not inside
+        return inside
+
+    def _groups(self, chosen: Sequence[int]) -> dict[str, list[int]]:
+        """Return the spans that share tracks: each thread's, but all of a process' trajectories together."""
+        spans = self._timeline.spans
+        threads = {spans[index].thread for index in chosen if spans[index].trajectory is None}
+        groups: dict[str, list[int]] = {
+            "spans" if len(threads) < 2 else f"spans, thread {n}": [] for n in threads
+        }
+        for index in chosen:
+            thread = "spans" if len(threads) < 2 else f"spans, thread {spans[index].thread}"
+            group = thread if spans[index].trajectory is None else _TRAJECTORIES
+            groups.setdefault(group, []).append(index)
+        return groups
+
+    def _intervals(self, members: Sequence[int]) -> list[Interval]:
+        at = {index: number for number, index in enumerate(members)}
+        parents = (self._timeline.spans[index].parent for index in members)
+        return [
+            Interval(*self._positions(index), None if parent is None else at.get(parent))
+            for index, parent in zip(members, parents, strict=True)
+        ]
+
+    def _positions(self, index: int) -> tuple[int, int]:
+        span = self._timeline.spans[index]
+        shift_ns = (self._row(index).shift_ns or 0) - self._axis.base_ns
+        return span.start_ns + shift_ns, max(self._timeline.until_ns(span), span.start_ns) + shift_ns
+
+    def _row(self, index: int) -> Row:
+        return self._rows.of_process[self._timeline.spans[index].process]
+
+    def _at(self, index: int) -> Event:
+        start, _ = self._positions(index)
+        return {"pid": self._row(index).pid, "tid": self._tids[index], "ts": microseconds(start)}
+
+    def _slice(self, index: int, row: Row) -> Event:
+        span = self._timeline.spans[index]
+        start, end = self._positions(index)
+        return {
+            "ph": "X",
+            "cat": "stepscope",
+            "name": span.stage,
+            "pid": row.pid,
+            "tid": self._tids[index],
+            "ts": microseconds(start),
+            "dur": microseconds(end - start),
+            "args": _args(span, self._timeline.step),
+        }
+
+
+def _tracks(row: Row, group: str, lanes: Sequence[int], tracks: Tracks) -> list[int]:
+    """Return the tid of each lane."""
+    count = max(lanes, default=-1) + 1
+    top = _TOP if group != _TRAJECTORIES else _TOP // 2
+    names = [group if count == 1 else f"{group} {lane + 1} of {count}" for lane in range(count)]
+    return [tracks.own(row, name, top + lane) for lane, name in enumerate(names)]
+
+
+def _args(span: Span, step: int) -> Event:
+    args: Event = {"role": span.role}
+    for name in ("trajectory", "turn", "policy_version", "begun_step", "error"):
+        if (value := getattr(span, name)) is not None:
+            args[name] = value
+    if span.step != step:
+        args["step"] = span.step
+    if span.cancelled:
+        args["cancelled"] = True
+    if span.end_ns is None:
+        args["open"] = "it was never seen to end"
+    return {**{name: _plain(value) for name, value in (span.attrs or {}).items()}, **args}
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, float) and not msgspec.json.encode(value)[:1].isdigit() else value
+
+
+def _name(counter: Counter) -> str:
+    """Return `GPU 3: GPU power [W]`, `process memory [B]`."""
+    unit = f" [{counter.unit}]" if counter.unit else ""
+    return f"{counter.of}: {counter.name}{unit}" if counter.of else f"{counter.name}{unit}"
+
+
+def _points(counter: Counter) -> Iterator[tuple[int, float]]:
+    """Yield (time from which a value holds, value).
+
+    A value of an interval holds from the sample before it; the first has none. A total is drawn from 0.
+    """
+    times, values = counter.times_ns, counter.values
+    if counter.kind == "interval":
+        yield from zip(times[:-1], values[1:], strict=True)
+        return
+    first = values[0] if counter.kind == "total" else 0
+    yield from zip(times, (value - first for value in values), strict=True)

@@ -1,0 +1,77 @@
+"""Exact mapping of a foreign event's `ts` to its position in the merged timeline."""
+
+from __future__ import annotations
+
+import re
+from decimal import ROUND_FLOOR, Context, Decimal
+from typing import NamedTuple
+
+from stepscope_report.timeline.step.rows import Axis, Row, offset_at, steady
+
+_NUMBER = re.compile(r'"?(-?\d{1,30}(?:\.\d{1,30})?(?:[eE][-+]?\d{1,2})?)"?')
+_EXACT = Context(prec=200)
+
+
+class Cut(NamedTuple):
+    """The selected time, in ns since the axis' base. None: no limit."""
+
+    start: int | None
+    end: int | None
+
+    def holds(self, first: int, last: int) -> bool:
+        """Return whether it selects a part of this time."""
+        return (self.end is None or first <= self.end) and (self.start is None or last >= self.start)
+
+
+class Place:
+    """Time mapping of one file. Positions are ns since the axis' base; a `ts` is decimal text in us."""
+
+    def __init__(self, row: Row, base_ns: int | None, axis: Axis) -> None:
+        self._row = row
+        self._clock = row.clock
+        self._axis = axis
+        self._base_ns = base_ns or 0
+
+    @property
+    def shift_ns(self) -> int | None:
+        """Number that is added to `ts` * 1000. None: it differs between events, or is not known yet."""
+        if self._row.shift_ns is None or not (self._clock is None or steady(self._clock)):
+            return None
+        return self._shift_at(0)
+
+    def positions(self, times_ns: list[int]) -> list[int]:
+        """Return the positions of times in ns since the file's base, for an aligned row."""
+        shift_ns = self.shift_ns
+        if shift_ns is not None:
+            return [ns + shift_ns for ns in times_ns]
+        return [ns + self._shift_at(ns) for ns in times_ns]
+
+    def at(self, ts_ns: int) -> int | None:
+        """Return the position of a time in ns since the file's base. None: it is no time of this step."""
+        if self._row.shift_ns is None:
+            self._row.shift_ns = self._axis.shift_of(ts_ns + self._base_ns - self._axis.base_ns)
+        position = ts_ns + self._shift_at(ts_ns)
+        first, last = self.believed
+        return position if first <= position and (last is None or position <= last) else None
+
+    def of(self, ts: str) -> tuple[int, str] | None:
+        """Return (position, decimals below a ns). None: `ts` is no time of this step."""
+        number = _NUMBER.fullmatch(ts)
+        if number is None:
+            return None
+        exact = _EXACT.multiply(Decimal(number[1]), Decimal(1000))
+        whole = int(exact.to_integral_value(ROUND_FLOOR, _EXACT))
+        position = self.at(whole)
+        if position is None:
+            return None
+        below = _EXACT.subtract(exact, Decimal(whole))
+        return position, "" if not below else format(below, "f").partition(".")[2]
+
+    @property
+    def believed(self) -> tuple[int, int | None]:
+        """First and last position of this step. None: any later one is."""
+        return (0, None) if self._row.unaligned is not None else (self._axis.first, self._axis.last)
+
+    def _shift_at(self, ts_ns: int) -> int:
+        offset_ns = 0 if self._clock is None else offset_at(self._clock, ts_ns + self._base_ns)
+        return self._base_ns - self._axis.base_ns - offset_ns + (self._row.shift_ns or 0)

@@ -1,0 +1,35 @@
+"""Readers of what lies in a step's folder, and the contract for further ones (`stepscope.readers`)."""
+
+from stepscope_report.timeline.readers.blocks import Notes
+from stepscope_report.timeline.readers.chrome import chrome_events
+from stepscope_report.timeline.readers.contract import (
+    Claim,
+    Clock,
+    Counter,
+    Event,
+    Flow,
+    FoundFile,
+    Instant,
+    Origin,
+    Reader,
+    Recording,
+    Slice,
+    Track,
+)
+
+__all__ = [
+    "Claim",
+    "Clock",
+    "Counter",
+    "Event",
+    "Flow",
+    "FoundFile",
+    "Instant",
+    "Notes",
+    "Origin",
+    "Reader",
+    "Recording",
+    "Slice",
+    "Track",
+    "chrome_events",
+]

@@ -1,0 +1,190 @@
+"""Contract of readers of other files than Chrome traces: the entry points `stepscope.readers`.
+
+An entry point names a class (or function) that is called without arguments and gives a `Reader`. The merge
+asks every reader about every file below a step's `traces`; the first that claims one reads it. Whatever a
+reader raises costs its file and is named; it never ends the merge.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+import msgspec
+
+from stepscope.files.sidecar import Sidecar
+from stepscope.files.storage.reading import open_file
+from stepscope_report.timeline.readers.blocks import Notes
+
+Clock: TypeAlias = Literal["realtime", "monotonic", "monotonic_raw", "unknown"]
+"""Clock of a recording's times: unix ns of its host's wall clock; ns of CLOCK_MONOTONIC or
+CLOCK_MONOTONIC_RAW there, placed by the anchors in the file's sidecar; or ns since an unknown time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundFile:
+    """A file below a step's `traces`."""
+
+    path: Path
+    name: str
+    """Relative to the step's folder, with `/`."""
+    sidecar: Sidecar | None = None
+    """Its own sidecar, else that of a parent folder, or of the file beside it that it was made from
+    (`x.nsys-rep` for `x.sqlite`). None: the process that wrote it is unknown."""
+
+    @property
+    def kind(self) -> str | None:
+        """`Artifact.kind` of the sidecar, if there is one."""
+        return None if self.sidecar is None else self.sidecar.artifact.kind
+
+    def head(self, size: int = 4096) -> bytes:
+        """Return the first bytes, decompressed if it is gzip. Fewer or none if they cannot be read."""
+        try:
+            with open_file(self.path) as file:
+                head = file.read(size)
+            if head[:2] == b"\x1f\x8b":
+                with gzip.open(self.path) as unpacked:
+                    return unpacked.read(size)
+        except (OSError, EOFError, zlib.error):
+            return b""
+        return head
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of a reader to a file that it knows."""
+
+    read: bool = True
+    """False: the file is not read, and no other reader is asked."""
+    why: str | None = None
+    """Reason why it is not read, with the fix if there is one; listed with the left-out files. None: the file
+    holds nothing for a timeline and is not listed."""
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Origin that a file states before its events. None: not stated; a sidecar takes precedence."""
+
+    clock: Clock
+    why: str | None = None
+    """Reason why the clock is unknown: `the export has no session start`."""
+    host: str | None = None
+    pid: int | None = None
+    """Pid of the recorded process."""
+    rank: int | None = None
+    world_size: int | None = None
+    processes: tuple[int, ...] = ()
+    """OS pids of further processes with tracks in the file. Each gets its own row."""
+
+
+class Track(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the timeline. It comes before the first event on it, and again when it gets a better name.
+
+    Tracks of one process that have one name are one track, also across the files that one reader reads.
+    """
+
+    track: int
+    """Number that the reader gives the track."""
+    name: str
+    """`Stream 7`, `CANN thread 81`, `NVTX`."""
+    pid: int | None = None
+    """Pid of its process, one of `Origin.processes`. None: the recorded process."""
+    device: str | None = None
+    """`GPU 0`, `NPU 3`: the device whose work its slices are, by their categories. None: of no device."""
+    sort: int = 0
+    """Its place among the recording's tracks."""
+    overlapping: bool = False
+    """True if slices on it overlap without nesting. It is then drawn as several lines, and its slices must
+    come in the order of their starts."""
+
+
+class Slice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Event with a duration."""
+
+    track: int
+    name: str
+    start_ns: int
+    dur_ns: int
+    category: str | None = None
+    """Kineto's category if one fits: `kernel`, `gpu_memcpy`, `gpu_memset`, `cuda_runtime`, `cpu_op`,
+    `user_annotation`, `communication`."""
+    args: Mapping[str, object] | None = None
+
+
+class Instant(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Event without a duration."""
+
+    track: int
+    name: str
+    at_ns: int
+    category: str | None = None
+    args: Mapping[str, object] | None = None
+
+
+class Counter(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Values of a counter from this moment on. Its process and its name identify it."""
+
+    track: int
+    name: str
+    at_ns: int
+    values: Mapping[str, int | float]
+    """Values by name. Each name is drawn as one line."""
+
+
+class Flow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One end of an arrow between slices, at the slice that runs on the track at that time."""
+
+    track: int
+    at_ns: int
+    id: int | str
+    """Id of any size. It is the same at all ends of the arrow, and unique in the file."""
+    point: Literal["start", "step", "end"]
+    name: str = "flow"
+    category: str | None = None
+
+
+Event: TypeAlias = Track | Slice | Instant | Counter | Flow
+
+
+class Recording(Protocol):
+    """Open file. It is opened once for its origin and once more for its events, and closed each time."""
+
+    @property
+    def origin(self) -> Origin: ...
+
+    def events(self) -> Iterator[Event]:
+        """Yield the readable events and note the unreadable ones. Times are ints in ns, of `origin.clock`.
+
+        Memory does not grow with the file, except for names.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """Reader of one kind of file. It keeps no state between files, and writes no files."""
+
+    name: str
+    """For messages."""
+
+    def claims(self, file: FoundFile) -> Claim | None:
+        """Return a claim on a file by its sidecar's kind, its name, or its first bytes. None: not its own.
+
+        It is called for every file, so it must be cheap and accept any content.
+        """
+        ...
+
+    def open(self, file: FoundFile, notes: Notes) -> Recording:
+        """Open a claimed file. This must be cheap: events are read later.
+
+        Args:
+            notes: Receives the unusable parts of the file, now and while its events are read.
+
+        Raises:
+            RecordError: no part of the file can be used. The message gives the reason.
+        """
+        ...

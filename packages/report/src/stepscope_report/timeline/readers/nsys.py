@@ -1,0 +1,387 @@
+"""Reader of the files of `nsys export --type sqlite`.
+
+`nsys_schema` has the tables as published. Exports omit empty tables, and columns differ between versions.
+Both are looked up by name, and missing ones are not shown. Run on exports of nsys 2022.4 and 2023.4 without a
+GPU, and on public ones of H100.
+
+Times are ns since the session's start, which `TARGET_INFO_SESSION_START_TIME.utcEpochNs` states. Exports
+without it cannot be aligned.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from stepscope.errors import RecordError
+from stepscope_report.timeline.readers.blocks import Notes
+from stepscope_report.timeline.readers.contract import (
+    Claim,
+    Event,
+    Flow,
+    FoundFile,
+    Instant,
+    Origin,
+    Recording,
+    Slice,
+    Track,
+)
+from stepscope_report.timeline.readers.nsys_schema import (
+    DEVICES,
+    DIAGNOSTIC,
+    DOMAIN,
+    ERROR,
+    MARK,
+    NVTX,
+    PROCESS,
+    PUSH_POP,
+    RUNTIME,
+    START,
+    START_END,
+    THREAD_NAME,
+    WARNING,
+    Device,
+    grouped,
+    pid_of,
+    unnamed,
+)
+
+_JSON = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+_JSON_HEAD = 1 << 12
+_JSON_LINE = re.compile(rb'\s*\{\s*"(?:Type"\s*:\s*\d+\s*,\s*"\w+Event"|data"\s*:\s*\[|type"\s*:\s*"String")')
+"""The first line of a file of `nsys export --type json` or `jsonlines`."""
+_MAGIC = b"SQLite format 3\0"
+_STRINGS = 1 << 16
+"""Number of texts of `StringIds` that are cached."""
+_WARNINGS = 20
+"""Number of nsys' own warnings that are shown."""
+NO_TIME = "events without a time"
+BACKWARDS = "events that end before they begin"
+NEVER_ENDED = "NVTX ranges that never ended, shown as marks"
+
+
+_Key: TypeAlias = tuple[object, ...]
+
+
+class NsysReader:
+    """SQLite exports of Nsight Systems. A report itself (`.nsys-rep`) only nsys can read."""
+
+    name = "nsys"
+
+    def claims(self, file: FoundFile) -> Claim | None:
+        if file.path.suffix == ".nsys-rep":
+            exported = file.path.with_suffix(".sqlite").exists()
+            fix = f"nsys export --type sqlite {file.path.name}"
+            return Claim(read=False, why=None if exported else f"to have it in the timeline: {fix}")
+        if file.path.name.endswith(_JSON) and _JSON_LINE.match(file.head(_JSON_HEAD)):
+            return Claim(read=False, why="nsys' JSON has no start of its session: nsys export --type sqlite")
+        if file.path.suffix == ".gz" or not file.head(len(_MAGIC)).startswith(_MAGIC):
+            return None
+        try:
+            with closing(_connect(file.path)) as database:
+                known = _tables(database)
+        except sqlite3.Error:
+            return Claim() if file.path.suffix == ".sqlite" else None  # damaged: `open` reports it
+        ours = "StringIds" in known and any(
+            table.startswith(("CUPTI_", "NVTX_", "TARGET_")) for table in known
+        )
+        return Claim() if ours else None
+
+    def open(self, file: FoundFile, notes: Notes) -> Recording:
+        return _Export(file.path, notes)
+
+
+class _Export:
+    """One file, opened."""
+
+    def __init__(self, path: Path, notes: Notes) -> None:
+        self._notes = notes
+        self._tracks: dict[_Key, int] = {}
+        self._strings: dict[int | None, str | None] = {}
+        with ExitStack() as failing:
+            try:
+                self._database = failing.enter_context(closing(_connect(path)))
+                self._columns = {table: _columns(self._database, table) for table in _tables(self._database)}
+                self.origin = self._origin()
+            except sqlite3.Error as error:
+                raise RecordError(f"damaged: {error}") from error
+            if "StringIds" not in self._columns:
+                raise RecordError("it holds no export of nsys (no StringIds)")
+            failing.pop_all()
+        self._linked = False
+        """True if the temporary tables say which call launched what."""
+
+    def close(self) -> None:
+        self._database.close()
+
+    def events(self) -> Iterator[Event]:
+        reads: list[Callable[[], Iterator[Event]]] = [
+            self._warnings,
+            self._link,
+            self._nvtx,
+            self._runtime,
+            *(partial(self._device, device) for device in DEVICES),
+        ]
+        for read in reads:
+            try:
+                yield from read()
+            except sqlite3.Error as error:
+                self._notes.file(f"damaged: {error}; a table, or the rest of it, is left out")
+
+    def _origin(self) -> Origin:
+        began = self._first(START, "utcEpochNs")
+        self._since_ns = began if isinstance(began, int) and began > 0 else 0
+        pids = sorted({pid_of(process) for process in self._processes()})
+        missing = f"the export does not say when its session began ({START}.utcEpochNs)"
+        return Origin(
+            clock="realtime" if self._since_ns else "unknown",
+            why=None if self._since_ns else missing,
+            host=self._host(),
+            pid=pids[0] if len(pids) == 1 else None,
+            processes=tuple(pids),
+        )
+
+    def _processes(self) -> set[int]:
+        """Return the serialized ids of all processes with events."""
+        processes: set[int] = set()
+        for table in (RUNTIME, NVTX, *(device.table for device in DEVICES)):
+            for column in ("globalPid", "globalTid"):
+                if self._has(table, column):
+                    query = f"SELECT DISTINCT {column} & {PROCESS} FROM {table} WHERE {column} IS NOT NULL"
+                    processes |= {process for (process,) in self._database.execute(query)}
+        return processes
+
+    def _host(self) -> str | None:
+        if not self._has("TARGET_INFO_SYSTEM_ENV", "name", "value"):
+            return None
+        query = "SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname' LIMIT 1"
+        row = self._database.execute(query).fetchone()
+        return None if row is None else str(row[0])
+
+    def _first(self, table: str, column: str) -> object:
+        if not self._has(table, column):
+            return None
+        row = self._database.execute(f"SELECT {column} FROM {table} LIMIT 1").fetchone()
+        return None if row is None else row[0]
+
+    def _string(self, number: int | None) -> str | None:
+        """Return a text of `StringIds`. Names repeat, so they are cached; other texts may be large."""
+        if number not in self._strings:
+            if len(self._strings) >= _STRINGS:
+                self._strings.clear()
+            row = self._database.execute("SELECT value FROM StringIds WHERE id = ?", (number,)).fetchone()
+            self._strings[number] = None if row is None else str(row[0])
+        return self._strings[number]
+
+    def _warnings(self) -> Iterator[Event]:
+        """Note what nsys says about its own recording, such as events that it lost."""
+        if self._has(DIAGNOSTIC, "severity", "text"):
+            query = f"SELECT DISTINCT text FROM {DIAGNOSTIC} WHERE severity IN (?, ?) LIMIT ?"
+            for (text,) in self._database.execute(query, (WARNING, ERROR, _WARNINGS)):
+                self._notes.file(f"nsys says: {' '.join(str(text).split())}")
+        yield from ()
+
+    def _link(self) -> Iterator[Event]:
+        """Note on disk the first device event that each call launched: arrows connect the two."""
+        linked = [device.table for device in DEVICES if self._has(device.table, "correlationId", "globalPid")]
+        if not linked or not self._has(RUNTIME, "correlationId", "globalTid"):
+            return
+        run = self._database.execute
+        for table in ("launched", "called"):
+            columns = "process INT, correlation INT, at INT, PRIMARY KEY (process, correlation)"
+            run(f"CREATE TEMP TABLE {table} ({columns}) WITHOUT ROWID")
+        for table in linked:
+            run(
+                f"INSERT INTO launched SELECT globalPid, correlationId, min(start) FROM {table}"
+                " WHERE globalPid IS NOT NULL AND correlationId > 0 GROUP BY 1, 2"
+                " ON CONFLICT DO UPDATE SET at = min(at, excluded.at)"
+            )
+        run(
+            f"INSERT INTO called SELECT process, correlation, min(start) FROM {RUNTIME} JOIN launched"
+            f" ON process = globalTid & {PROCESS} AND correlation = correlationId GROUP BY 1, 2"
+        )
+        matched = "(process, correlation) IN (SELECT process, correlation FROM called)"
+        run(f"DELETE FROM launched WHERE NOT {matched}")
+        self._linked = True
+        yield from ()
+
+    def _nvtx(self) -> Iterator[Event]:
+        """Yield ranges and marks: pushed ones on a track per thread, started ones on a track per process."""
+        domains = dict(self._nvtx_texts(DOMAIN, "domainId"))
+        kinds = ", ".join(map(str, (MARK, *PUSH_POP, *START_END)))
+        wanted = ("eventType", "text", "textId", "globalTid", "domainId")
+        for start, end, kind, text, text_id, thread, domain in self._rows(
+            NVTX, wanted, f"WHERE eventType IN ({kinds})"
+        ):
+            process = None if thread is None else thread & PROCESS
+            if kind in START_END:
+                key, label = ("ranges", process), "NVTX ranges"
+            else:
+                key, label = ("nvtx", thread), f"NVTX {self._thread(thread)}"
+            yield from self._declare(key, label, process, 0)
+            track, name = self._tracks[key], text or self._string(text_id) or "(no text)"
+            args = {"domain": domains[domain]} if domain in domains else None
+            if kind == MARK or not end:  # 0 where the export has no NULL
+                if kind != MARK:
+                    self._notes.events(NEVER_ENDED)
+                yield Instant(
+                    track=track, name=name, at_ns=start + self._since_ns, category="nvtx", args=args
+                )
+            elif self._is_sound(start, end):
+                yield self._slice(track, name, start, end, "user_annotation", args)
+
+    def _runtime(self) -> Iterator[Event]:
+        wanted = ("nameId", "globalTid", "correlationId", "returnValue")
+        linked = self._at_link(RUNTIME, "called", f"globalTid & {PROCESS}")
+        for start, end, name_id, thread, correlation, returned, first in self._rows(RUNTIME, wanted, *linked):
+            if not self._is_sound(start, end):
+                continue
+            process, key = None if thread is None else thread & PROCESS, ("runtime", thread)
+            yield from self._declare(key, f"CUDA API {self._thread(thread)}", process, 1)
+            args = {"correlation": correlation, **({"return value": returned} if returned else {})}
+            name = self._string(name_id) or "(no name)"
+            yield self._slice(self._tracks[key], name, start, end, "cuda_runtime", args)
+            if first:
+                yield self._flow("start", key, start, process, correlation)
+
+    def _device(self, device: Device) -> Iterator[Event]:
+        kinds = self._copy_kinds() if device.category == "gpu_memcpy" else {}
+        wanted = ("globalPid", *device.names, *device.args.values())
+        named = len(device.names)
+        linked = self._at_link(device.table, "launched", "globalPid")
+        for start, end, process, *values, first in self._rows(device.table, wanted, *linked):
+            if not self._is_sound(start, end):
+                continue
+            args = {
+                word: value
+                for word, value in zip(device.args, values[named:], strict=True)
+                if value is not None
+            }
+            where = tuple(args.get(word, "unknown") for word in ("device", "stream"))
+            key = ("device", process, *where)
+            gpu, name = f"GPU {where[0]}", "GPU {} stream {}".format(*where)
+            yield from self._declare(key, name, process, _place(*where), gpu)
+            if "kind" in args:
+                args["kind"] = kinds.get(args["kind"], args["kind"])
+            names = (self._string(number) for number in values[:named])
+            name = next(filter(None, names), None) or unnamed(device, args)
+            yield self._slice(self._tracks[key], name, start, end, device.category, grouped(args))
+            if first:
+                yield self._flow("end", key, start, process, args["correlation"])
+
+    def _rows(self, table: str, wanted: Sequence[str], clauses: str = "", *more: str) -> Iterator[Any]:
+        """Yield (start, end, the wanted columns, and more), by start. Missing columns are None."""
+        if table not in self._columns:
+            return
+        if not self._has(table, "start", "end"):
+            self._notes.file(f"left out: {table} has no columns start and end")
+            return
+        has = self._columns[table]
+        columns = ", ".join([*(f"t.{column}" if column in has else "NULL" for column in wanted), *more])
+        query = f"SELECT t.start, t.end, {columns} FROM {table} t {clauses} ORDER BY t.start, t.end DESC"
+        for row in self._database.execute(query):
+            if type(row[0]) is int:
+                yield row
+            else:
+                self._notes.events(NO_TIME)
+
+    def _at_link(self, table: str, first: str, process: str) -> tuple[str, str]:
+        """Return a join and a column by which `_rows` knows the first row of each correlation."""
+        if not self._linked or not self._has(table, process.split()[0], "correlationId"):
+            return "", "NULL"
+        join = f"l.process = t.{process} AND l.correlation = t.correlationId"
+        return f"LEFT JOIN temp.{first} l ON {join}", "l.at = t.start"
+
+    def _is_sound(self, start: int, end: object) -> bool:
+        if type(end) is not int or start == end == 0:  # CUPTI's way to say that it does not know
+            self._notes.events(NO_TIME)
+        elif end < start:
+            self._notes.events(BACKWARDS)
+        else:
+            return True
+        return False
+
+    def _slice(
+        self, track: int, name: str, start: int, end: int, category: str, args: Mapping[str, object] | None
+    ) -> Slice:
+        at_ns = start + self._since_ns
+        return Slice(track=track, name=name, start_ns=at_ns, dur_ns=end - start, category=category, args=args)
+
+    def _flow(
+        self, point: Literal["start", "end"], key: _Key, start: int, process: int | None, correlation: int
+    ) -> Flow:
+        return Flow(
+            track=self._tracks[key], at_ns=start + self._since_ns, id=f"{process} {correlation}", point=point,
+            name="launch", category="ac2g",
+        )  # fmt: skip
+
+    def _declare(
+        self, key: _Key, name: str, process: int | None, sort: int, device: str | None = None
+    ) -> Iterator[Track]:
+        if key not in self._tracks:
+            track = self._tracks[key] = len(self._tracks)
+            pid = None if process is None else pid_of(process)
+            # What overlaps: kernels of one stream (launched early, or in graphs), domains of one thread.
+            yield Track(track=track, name=name, pid=pid, device=device, sort=sort, overlapping=True)
+
+    def _thread(self, thread: int | None) -> str:
+        if thread is None:
+            return "thread unknown"
+        name, number = self._thread_names.get(thread), thread & ~PROCESS
+        return f"thread {number}" if name is None else f"thread {number} ({name})"
+
+    @cached_property
+    def _thread_names(self) -> dict[int, str]:
+        names = {}
+        if self._has("ThreadNames", "globalTid", "nameId"):
+            for thread, name_id in self._database.execute("SELECT globalTid, nameId FROM ThreadNames"):
+                if (name := self._string(name_id)) is not None:
+                    names[thread] = name
+        return {**names, **dict(self._nvtx_texts(THREAD_NAME, "globalTid"))}
+
+    def _nvtx_texts(self, kind: int, column: str) -> Iterator[tuple[int, str]]:
+        """Yield the texts of NVTX events that name an object, with the number of that object."""
+        if self._has(NVTX, "eventType", "text", "textId", column):
+            query = f"SELECT {column}, text, textId FROM {NVTX} WHERE eventType = {kind}"
+            for number, text, text_id in self._database.execute(query):
+                if name := text or self._string(text_id):
+                    yield number, name
+
+    def _copy_kinds(self) -> dict[object, str]:
+        if not self._has("ENUM_CUDA_MEMCPY_OPER", "id", "label"):
+            return {}
+        return dict(self._database.execute("SELECT id, label FROM ENUM_CUDA_MEMCPY_OPER"))
+
+    def _has(self, table: str, *columns: str) -> bool:
+        return set(columns) <= self._columns.get(table, frozenset())
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open a database read-only, without locks and without files beside it."""
+    uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+    database = sqlite3.connect(uri, uri=True, check_same_thread=False)
+    database.text_factory = lambda text: text.decode(errors="replace")
+    database.execute("PRAGMA temp_store = FILE")  # what is sorted or linked does not fill the memory
+    return database
+
+
+def _tables(database: sqlite3.Connection) -> set[str]:
+    return {
+        name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+    }
+
+
+def _columns(database: sqlite3.Connection, table: str) -> frozenset[str]:
+    return frozenset(row[1] for row in database.execute("SELECT * FROM pragma_table_info(?)", (table,)))
+
+
+def _place(device: object, stream: object) -> int:
+    """Return the place of a stream among a recording's tracks: below the threads."""
+    return (
+        1000 + 1000 * (device if isinstance(device, int) else 0) + (stream if isinstance(stream, int) else 0)
+    )

@@ -1,0 +1,279 @@
+"""Spans of other tracers in a step's timeline, from OTLP JSON files.
+
+The files lie in the folder `otel` of the step or of its run. A step takes the spans of its own trace, and
+those that run during it. Ids of parents are looked up among stepscope's spans too (`files.trace_context`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import WAITING
+from stepscope.files.trace_context import SpanIds, TraceContext, parse_traceparent, trace_id_of
+from stepscope_report.timeline.model import FileProblem, Process, ProcessClock, Span, Timeline
+from stepscope_report.timeline.readers.otlp import OtlpSpan, Resource, read_otlp
+from stepscope_report.timeline.step.rows import clock_of, names_of, offset_at
+from stepscope_report.timeline.step.tracer_spans import (
+    is_of_engine,
+    is_request,
+    naming,
+    phases,
+    without_copies,
+)
+from stepscope_report.timeline.step.tree import cut_cycles
+
+_SUFFIXES = (".json", ".jsonl")
+_UNKNOWN_HOST = "host not named"
+_UNNAMED = "otel"
+
+
+def add_foreign(layout: StepLayout, timeline: Timeline) -> Timeline:
+    """Return the timeline with the spans of other tracers, and parents that are named by trace context."""
+    files = list(_files(layout))
+    if not files and all(span.traceparent is None for span in timeline.spans):
+        return timeline
+    contexts = _contexts(timeline)
+    taken, problems = _read(layout, files, timeline, contexts)
+    merged = _Merge(timeline, contexts, engines=any(map(is_request, taken)))
+    for info, spans in _by_process(without_copies(taken), timeline):
+        merged.add(info, spans)
+    merged.link()
+    return msgspec.structs.replace(
+        timeline,
+        processes=merged.named(),
+        spans=merged.spans,
+        problems=(*timeline.problems, *problems),
+    )
+
+
+def _files(layout: StepLayout) -> Iterator[Path]:
+    for folder in (layout.otel, RunLayout(layout.root.absolute().parent).otel):
+        yield from sorted(path for path in folder.glob("[!.]*") if not path.is_dir())
+
+
+def _contexts(timeline: Timeline) -> dict[TraceContext, int]:
+    """Return the index of each span of stepscope by its ids in OpenTelemetry."""
+    run, step = timeline.run_id, timeline.step
+    ids = [SpanIds(run, step, process.info.key) for process in timeline.processes]
+    contexts: dict[TraceContext, int] = {}
+    for index, span in enumerate(timeline.spans):
+        own = ids[span.process]
+        contexts.setdefault(TraceContext(own.trace_id, own.span_id(span.number)), index)
+    return contexts
+
+
+def _read(
+    layout: StepLayout, files: Sequence[Path], timeline: Timeline, contexts: dict[TraceContext, int]
+) -> tuple[list[OtlpSpan], list[FileProblem]]:
+    own, window = trace_id_of(timeline.run_id, timeline.step), timeline.window
+    seen: set[TraceContext] = set(contexts)
+
+    def is_wanted(span: OtlpSpan) -> bool:
+        context = TraceContext(span.trace_id, span.span_id)
+        overlaps = span.start_ns < window.end_ns and span.end_ns > window.start_ns
+        if context in seen or not (span.trace_id == own or overlaps):
+            return False
+        seen.add(context)
+        return True
+
+    spans: list[OtlpSpan] = []
+    problems: list[FileProblem] = []
+    for path in files:
+        name = f"otel/{path.name}" if path.parent == layout.otel else f"../otel/{path.name}"
+        if path.suffix not in _SUFFIXES:
+            problems.append(
+                FileProblem(
+                    file=name,
+                    what=f"not read: its name ends in {path.suffix!r}; allowed: {', '.join(_SUFFIXES)}",
+                )
+            )
+            continue
+        file = read_otlp(path, is_wanted)
+        spans += file.spans
+        problems += [FileProblem(file=name, what=what, lines=count) for what, count in file.problems.items()]
+    return spans, problems
+
+
+def _by_process(
+    spans: Sequence[OtlpSpan], timeline: Timeline
+) -> Iterator[tuple[ProcessInfo, list[OtlpSpan]]]:
+    """Yield the spans of each process by start. A process with spans of an engine is a replica."""
+    of_resource: dict[Resource, list[OtlpSpan]] = {}
+    for span in spans:
+        of_resource.setdefault(span.resource, []).append(span)
+    groups: dict[tuple[ProcessInfo, str | None], list[OtlpSpan]] = {}
+    for resource, own in of_resource.items():
+        serves = any(map(is_of_engine, own))
+        groups.setdefault((_info(resource, serves, timeline), resource.service), []).extend(own)
+    for (info, _), own in groups.items():
+        yield info, sorted(own, key=lambda span: (span.start_ns, -span.end_ns))
+
+
+def _info(resource: Resource, serves: bool, timeline: Timeline) -> ProcessInfo:
+    """Return the identity of a process. It has the replica of the recorded process with its pid, if any."""
+    host = _host(resource, timeline)
+    known = (
+        process.info.replica
+        for process in timeline.processes
+        if resource.pid == process.info.pid and host == process.info.host
+    )
+    service = resource.service or _UNNAMED
+    named = _UNNAMED if service.startswith("unknown_service") else service
+    return ProcessInfo(
+        role="rollout" if serves else named,
+        rank=None,
+        world_size=None,
+        host=host or resource.host or _UNKNOWN_HOST,
+        pid=resource.pid or 0,
+        replica=next(known, None) if serves else None,
+    )
+
+
+def _host(resource: Resource, timeline: Timeline) -> str | None:
+    """Return the step's name of the resource's host; None if it is no host of the step."""
+    hosts = [process.info.host for process in timeline.processes]
+    named = {host.partition(".")[0]: host for host in hosts} | {host: host for host in hosts}
+    wanted = resource.host or ""
+    return named.get(wanted) or named.get(wanted.partition(".")[0])
+
+
+class _Placed(NamedTuple):
+    span: Span
+    own: TraceContext | None = None
+    parent: TraceContext | None = None
+    around: Span | None = None
+    """The request that it is a phase of."""
+
+
+class _Merge:
+    """A timeline that grows by processes of other tracers."""
+
+    def __init__(self, timeline: Timeline, contexts: dict[TraceContext, int], *, engines: bool) -> None:
+        self._timeline = timeline
+        self._contexts = contexts
+        self._parents: dict[int, TraceContext] = {
+            index: context
+            for index, span in enumerate(timeline.spans)
+            if span.parent is None and (context := parse_traceparent(span.traceparent)) is not None
+        }
+        attributes = (span.attrs for span in timeline.spans if span.attrs)
+        self._recorded = {attrs["request_id"] for attrs in attributes if "request_id" in attrs}
+        """Requests whose phases stepscope recorded."""
+        self._alone = not (engines or self._recorded)
+        """No engine's own request is known."""
+        self.processes = list(timeline.processes)
+        self.spans = list(timeline.spans)
+
+    def add(self, info: ProcessInfo, spans: Sequence[OtlpSpan]) -> None:
+        """Add a process with its spans, in the order of their starts."""
+        beside = clock_of(info.host, self._timeline.processes)
+        process = len(self.processes)
+        placed = [item for span in spans for item in self._place(span, process, info.role, beside)]
+        placed.sort(key=lambda item: (item.span.start_ns, -(item.span.end_ns or 0)))
+        index_of = {id(item.span): len(self.spans) + at for at, item in enumerate(placed)}
+        for index, item in enumerate(placed, len(self.spans)):
+            if item.own is not None:
+                self._contexts[item.own] = index
+            if item.parent is not None:
+                self._parents[index] = item.parent
+            if item.around is not None:
+                item.span.parent = index_of[id(item.around)]
+        self.spans += (item.span for item in placed)
+        last_ns = max(item.span.end_ns or 0 for item in placed)
+        self.processes.append(
+            Process(
+                name=info.role,
+                info=info,
+                owner=False,
+                opened_ns=placed[0].span.start_ns,
+                closed_ns=last_ns,
+                last_ns=last_ns,
+                clock=_clock(info, self._timeline) if beside is None else _same(beside),
+                spans=len(placed),
+                dropped=0,
+                cost=None,
+            )
+        )
+
+    def _place(self, span: OtlpSpan, process: int, role: str, beside: Process | None) -> Iterator[_Placed]:
+        """Yield the span on the owner's clock, then its phases if it is an engine's request."""
+        start_ns, end_ns = (
+            wall_ns if beside is None else wall_ns - offset_at(beside, wall_ns)
+            for wall_ns in (span.start_ns, span.end_ns)
+        )
+        named = naming(span, alone=self._alone)
+        made = Span(
+            process=process,
+            parent=None,
+            role=named.role or role,
+            stage=named.stage,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            dur_ns=end_ns - start_ns,
+            step=self._timeline.step,
+            attrs=named.attrs or None,
+            error=span.error,
+            waits=named.stage in WAITING,
+        )
+        above = None if span.parent_id is None else TraceContext(span.trace_id, span.parent_id)
+        yield _Placed(made, TraceContext(span.trace_id, span.span_id), above)
+        if named.attrs.get("request_id") not in self._recorded:
+            for phase in phases(made):
+                yield _Placed(phase, around=made)
+
+    def link(self) -> None:
+        """Hang the spans below those that their trace context names, and into their trajectories."""
+        self.spans = [
+            msgspec.structs.replace(span) if at in self._parents else span
+            for at, span in enumerate(self.spans)
+        ]
+        parents = [span.parent for span in self.spans]
+        for index, context in self._parents.items():
+            parents[index] = self._contexts.get(context)
+        cut_cycles(parents)
+        for span, parent in zip(self.spans, parents, strict=True):
+            span.parent = parent
+        for index in range(len(self.spans)):
+            self._inherit(index)
+
+    def _inherit(self, index: int) -> None:
+        """Give the span, and those between, the trajectory and the turn of the nearest span above."""
+        path: list[Span] = []
+        at: int | None = index
+        while at is not None and self.spans[at].trajectory is None:
+            path.append(self.spans[at])
+            at = self.spans[at].parent
+        if at is None:
+            return
+        above = self.spans[at]
+        for span in path:
+            span.trajectory, span.turn = above.trajectory, above.turn if span.turn is None else span.turn
+            span.policy_version = above.policy_version if span.policy_version is None else span.policy_version
+            span.step = above.step
+
+    def named(self) -> tuple[Process, ...]:
+        names = names_of([process.info for process in self.processes])
+        return tuple(
+            process if process.name == name else msgspec.structs.replace(process, name=name)
+            for process, name in zip(self.processes, names, strict=True)
+        )
+
+
+def _same(process: Process) -> ProcessClock:
+    """Return the clock of a process beside one that was recorded."""
+    alignment = "same host" if process.clock.alignment == "owner" else process.clock.alignment
+    return msgspec.structs.replace(process.clock, alignment=alignment)
+
+
+def _clock(info: ProcessInfo, timeline: Timeline) -> ProcessClock:
+    if any(process.info.host == info.host for process in timeline.processes):
+        return ProcessClock(alignment="unaligned")
+    host = "no host" if info.host == _UNKNOWN_HOST else f"host {info.host}, which no process of the step has"
+    note = f"its spans name {host} (`host.name`): its clock is taken to be the owner's"
+    return ProcessClock(alignment="assumed", note=note)

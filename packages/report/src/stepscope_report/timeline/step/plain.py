@@ -1,0 +1,340 @@
+"""Timeline of traces that stepscope did not write: of torch.profiler, of engines, and of installed readers.
+
+Each process is known by its traces alone. Its rank is that of `distributedInfo`, or that a recording states;
+else that in the name of its file, or of a folder around it (`rank0`, `rank_0`, `rank-0`, or SGLang's `TP-0`
+without other dimensions); else unknown.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.errors import RecordError
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import SIDECAR_SUFFIX, RunLayout, StepLayout
+from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
+from stepscope_report.timeline.activity.content import TraceContent
+from stepscope_report.timeline.activity.reading import read_all
+from stepscope_report.timeline.activity.recordings import ProcessContent
+from stepscope_report.timeline.clocks.align import Aligned
+from stepscope_report.timeline.clocks.refine import refine
+from stepscope_report.timeline.model import FileProblem, Timeline, Window
+from stepscope_report.timeline.readers.blocks import Notes
+from stepscope_report.timeline.readers.chrome import ChromeTrace
+from stepscope_report.timeline.readers.contract import FoundFile, Origin
+from stepscope_report.timeline.readers.installed import Readers
+from stepscope_report.timeline.sources import Source
+from stepscope_report.timeline.step.load import align_without_owner, process_of, window_of
+from stepscope_report.timeline.step.rows import names_of
+from stepscope_report.timeline.step.traces import StepFiles, TraceFile
+
+_SUFFIXES = (".json", ".json.gz")
+_OTHERS = (".sqlite", ".ncu-rep", ".pickle")
+"""Files of profilers that no reader reads unless it claims them."""
+_ASCEND = "_ascend_pt"
+_RANK = re.compile(r"(?:^|[^a-z])rank[-_]?(\d+)", re.IGNORECASE)
+_DIMENSION = re.compile(r"(?:^|[^A-Za-z])(tp|pp|dp|ep)[-_]?(\d+)(?=[^0-9]|$)", re.IGNORECASE)
+_REPLICA = re.compile(r"replica[-_]?(\d+)", re.IGNORECASE)
+_HANDLER = re.compile(r"(.+)_(\d+)\.\d+\.pt\.trace\.json")
+"""`host_pid.time.pt.trace.json`, of torch's `tensorboard_trace_handler`."""
+_FIELD = re.compile(rb'"(?:traceEvents|schemaVersion|ph)"\s*:')
+_HEAD = 1 << 18
+_MERGED = "merged-"
+"""Prefix of the file in which SGLang repeats the traces of its ranks."""
+_NO_HOST = "host unknown"
+_ASSUMED = "its traces name no host: its wall clock is taken to be that of the others"
+
+
+class PlainStep(NamedTuple):
+    """Traces as one step, with a process for each rank."""
+
+    timeline: Timeline
+    files: StepFiles
+    contents: list[list[ProcessContent]]
+    """Of each trace in `files`."""
+
+
+class _Trace(NamedTuple):
+    """One process in a file."""
+
+    file: TraceFile
+    info: ProcessInfo
+    content: TraceContent
+
+
+def has_traces(path: Path) -> bool:
+    """Return whether a path is, or has below it, a trace, or a recording that could be read."""
+    readers = Readers()
+    files = (FoundFile(path=file, name=file.name) for file in _below(path))
+    return any(_is_trace(file) or _is_claimed(file, readers) for file in files)
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a folder is of a step, of a run or of runs, or lies inside a step."""
+    layout = RunLayout(path)
+    if path.is_file():
+        return False
+    if StepLayout(path).is_step or layout.steps() or any(record.is_file() for record in layout.runs()):
+        return True
+    inside = any(StepLayout(parent).processes.is_dir() for parent in path.absolute().parents)
+    return inside or any(RunLayout(child).steps() for child in path.glob("*/"))
+
+
+def plain_bytes(paths: Sequence[Path]) -> int:
+    """Return the number of bytes that `read_plain` will read."""
+    return sum(file.path.stat().st_size for file in _found(paths, _root(paths)).traces)
+
+
+def read_plain(
+    paths: Sequence[Path], on_read: Callable[[int], None] | None = None, executor: Executor | None = None
+) -> PlainStep:
+    """Return the traces in files and folders as one step. Writes nothing.
+
+    Raises:
+        RecordError: none of them holds an event of a trace.
+    """
+    root = _root(paths)
+    below = _found(paths, root)
+    files, traces, contents = StepFiles([], below.unread, below.problems, []), list[_Trace](), []
+    for trace, held in zip(below.traces, read_all(below.traces, on_read, executor), strict=True):
+        problems = [(what, events) for one in held for what, events in one.content.problems.items()]
+        if any(one.content.events for one in held):
+            described, processes = _processes(trace, held)
+            files.traces.append(described)
+            traces += processes
+            contents.append(held)
+        elif problems:
+            files.problems.extend(FileProblem(file=trace.name, what=what, events=n) for what, n in problems)
+        else:
+            files.unread.append(f"{trace.name}: it holds no event")
+    if not traces:
+        reasons = "; ".join([*files.unread, *(f"{one.file}: {one.what}" for one in files.problems)][:3])
+        raise RecordError(f"no trace in {', '.join(map(str, paths))} ({reasons or 'no such files'})")
+    return PlainStep(_timeline(root, traces), files, contents)
+
+
+def _found(paths: Sequence[Path], root: Path) -> StepFiles:
+    """Return the traces below the paths, each with its reader, and the files that are not read."""
+    files = StepFiles([], [], [], [])
+    readers = Readers()
+    for path in sorted({file.absolute() for given in paths for file in _below(given)}):
+        file = FoundFile(path=path, name=path.relative_to(root).as_posix())
+        reader, claim = readers.claim(file)
+        if claim is not None and not claim.read:
+            why = claim.why
+        elif reader is not None:
+            files.traces.append(TraceFile(path, file.name, None, reader))
+            continue
+        elif path.name.startswith(_MERGED):
+            why = "SGLang merged it"
+        elif any(folder.name.endswith(_ASCEND) for folder in path.parents):
+            why = "of an NPU: pip install 'stepscope[npu]'" if path.name == "trace_view.json" else None
+        elif _is_trace(file):
+            files.traces.append(TraceFile(path, file.name, None))
+            continue
+        elif path.name.endswith(_SUFFIXES):
+            why = "no trace"
+        else:
+            why = f"nothing here reads {path.suffix}" if path.suffix in _OTHERS else None
+        if why is not None:
+            files.unread.append(f"{file.name}: {why}")
+    files.problems.extend(readers.problems)
+    return files
+
+
+def _is_trace(file: FoundFile) -> bool:
+    """Return whether a file is a trace, damaged or not, rather than other JSON. Reads its beginning alone."""
+    if not file.path.name.endswith(_SUFFIXES):
+        return False
+    return ".trace.json" in file.path.name or _FIELD.search(file.head(_HEAD)) is not None
+
+
+def _is_claimed(file: FoundFile, readers: Readers) -> bool:
+    _, claim = readers.claim(file)
+    return claim is not None and (claim.read or claim.why is not None)
+
+
+def _below(path: Path) -> Iterator[Path]:
+    candidates = [path] if path.is_file() else path.rglob("*")
+    for file in candidates:
+        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        if not hidden and not file.name.endswith(SIDECAR_SUFFIX) and file.is_file():
+            yield file
+
+
+def _root(paths: Sequence[Path]) -> Path:
+    folders = [path.absolute() if path.is_dir() else path.absolute().parent for path in paths]
+    return Path(os.path.commonpath(folders))
+
+
+def _processes(trace: TraceFile, held: Sequence[ProcessContent]) -> tuple[TraceFile, list[_Trace]]:
+    """Return a trace with a sidecar that says whose it is, and its processes."""
+    if trace.reader is None:
+        content = held[0].content
+        info, topology = _info(trace, content)
+        described = _described(trace, info, "torch", topology or None)
+        return described, [_Trace(described, info, content)]
+    with closing(trace.reader.open(trace.found_file, Notes())) as recording:
+        origin = recording.origin
+    main = _info_of(trace, origin)
+    described = _described(trace, main, trace.reader.name, None)
+    processes = []
+    for one in held:
+        if one.pid not in (None, main.pid):
+            info = ProcessInfo(role="trace", rank=None, world_size=None, host=main.host, pid=one.pid or 0)
+        else:
+            info = main
+        # Other clocks mean something to the process that read them as well, which left no such note.
+        base_ns = one.content.base_ns if origin.clock == "realtime" else None
+        processes.append(_Trace(described, info, msgspec.structs.replace(one.content, base_ns=base_ns)))
+    return described, processes
+
+
+def _info(trace: TraceFile, content: TraceContent) -> tuple[ProcessInfo, dict[str, int]]:
+    """Return what a torch trace and its name say of its process, and its place in the parallel layout."""
+    fields, name = ChromeTrace(trace.path).fields(), trace.path.name
+    distributed, pid = content.distributed, fields.pid or 0
+    topology = {key.lower(): int(number) for key, number in _DIMENSION.findall(name)}
+    named = _HANDLER.match(name)
+    host = content.host or (named[1] if named is not None and int(named[2]) == pid else _NO_HOST)
+    rank = None if distributed is None else distributed.rank
+    if rank is None:
+        rank = _named_rank(trace.name)
+    if rank is None and set(topology) == {"tp"}:
+        rank = topology["tp"]
+    replica = _REPLICA.search(trace.name)
+    info = ProcessInfo(
+        role="rollout" if content.iterations else _role(rank),
+        rank=rank,
+        world_size=None if distributed is None else distributed.world_size,
+        host=host,
+        pid=pid,
+        replica=None if replica is None else int(replica[1]),
+    )
+    return info, topology
+
+
+def _info_of(trace: TraceFile, origin: Origin) -> ProcessInfo:
+    """Return what a recording and its name say of its process."""
+    rank = _named_rank(trace.name) if origin.rank is None else origin.rank
+    return ProcessInfo(
+        role=_role(rank),
+        rank=rank,
+        world_size=origin.world_size,
+        host=origin.host or _NO_HOST,
+        pid=origin.pid or 0,
+    )
+
+
+def _role(rank: int | None) -> str:
+    return "trace" if rank is None else "rank"
+
+
+def _named_rank(name: str) -> int | None:
+    """Return the rank in the name of a file, or else of the nearest folder around it that has one."""
+    matches = map(_RANK.search, reversed(name.split("/")))
+    return next((int(match[1]) for match in matches if match is not None), None)
+
+
+def _described(trace: TraceFile, info: ProcessInfo, tool: str, topology: dict[str, int] | None) -> TraceFile:
+    artifact = Artifact(
+        path=trace.name,
+        kind=f"{tool}_trace",
+        tool=tool,
+        role=info.role,
+        rank=info.rank,
+        world_size=info.world_size,
+        replica=info.replica,
+        topology=topology,
+        host=info.host,
+        pid=info.pid,
+        size_bytes=trace.path.stat().st_size,
+    )
+    sidecar = Sidecar(step=0, run_id="", artifact=artifact, process=info.key, opened=None, closed=None)
+    return trace._replace(sidecar=sidecar)
+
+
+def _timeline(root: Path, traces: Sequence[_Trace]) -> Timeline:
+    """Return a timeline without spans. Traces without a wall clock have no process in it."""
+    by_key: dict[str, list[_Trace]] = {}
+    for trace in traces:
+        if trace.content.base_ns is not None:
+            by_key.setdefault(trace.info.key, []).append(trace)
+    groups = sorted(
+        by_key.values(), key=lambda group: (group[0].info.role, _rank(group[0]), group[0].file.name)
+    )
+    sources = [_source(group) for group in groups]
+    aligned = _align(sources, groups)
+    names = names_of([source.info for source in sources])
+    processes = tuple(
+        msgspec.structs.replace(process_of(source, name, placed, (), profiled=True), dropped=0)
+        for source, name, placed in zip(sources, names, aligned, strict=True)
+    )
+    return Timeline(
+        step=0,
+        run_id=root.name,
+        runs=(root.name,),
+        window=window_of(processes) if processes else _window(traces),
+        processes=processes,
+        spans=[],
+        manifest=None,
+    )
+
+
+def _rank(trace: _Trace) -> int:
+    return -1 if trace.info.rank is None else trace.info.rank
+
+
+def _source(group: Sequence[_Trace]) -> Source:
+    times = [_extent(trace.content) for trace in group]
+    opened, closed = min(first for first, _ in times), max(last for _, last in times)
+    return Source(
+        "",
+        0,
+        group[0].info,
+        ClockAnchor(wall_ns=opened, mono_ns=opened),
+        ClockAnchor(wall_ns=closed, mono_ns=closed),
+        part=None,
+        file=None,
+    )
+
+
+def _extent(content: TraceContent) -> tuple[int, int]:
+    base_ns = content.base_ns or 0
+    first_us, last_us = content.first_us or 0.0, content.last_us or 0.0
+    return base_ns + round(first_us * 1000), base_ns + round(last_us * 1000)
+
+
+def _align(sources: Sequence[Source], groups: Sequence[Sequence[_Trace]]) -> list[Aligned]:
+    """Align by wall clocks, and hosts with each other by the collectives that both took part in."""
+    if not sources:
+        return []
+    aligned, reference = align_without_owner(sources)
+    paths = {
+        index: [trace.file.path for trace in group if trace.file.reader is None]
+        for index, group in enumerate(groups)
+    }
+    refined = refine(sources, aligned, reference, lambda: paths)
+    return [
+        _assumed(placed) if source.info.host == _NO_HOST else placed
+        for source, placed in zip(sources, refined, strict=True)
+    ]
+
+
+def _assumed(placed: Aligned) -> Aligned:
+    clock = msgspec.structs.replace(placed.clock, alignment="assumed", uncertainty_ns=None, note=_ASSUMED)
+    return placed._replace(clock=clock)
+
+
+def _window(traces: Sequence[_Trace]) -> Window:
+    times = [_extent(trace.content) for trace in traces]
+    start_ns, end_ns = min(first for first, _ in times), max(last for _, last in times)
+    return Window(start_ns=start_ns, end_ns=end_ns, opened=False, closed=False)

@@ -1,0 +1,229 @@
+"""Rows of a merged timeline: one for each process, with the clock of its recordings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.files.sidecar import ProcessInfo
+from stepscope_report.timeline.model import Process, Timeline
+from stepscope_report.timeline.readers.chrome import TraceFields
+from stepscope_report.timeline.step.traces import TraceFile
+
+ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")
+"""From top to bottom; others follow by name."""
+MARGIN_NS = 3_600_000_000_000
+"""Largest plausible distance of a time from the step's window: an hour."""
+_SECOND_NS = 1_000_000_000
+"""Smallest distance behind the window at which rows without a place in it begin."""
+_BASE_NS = 1000 * _SECOND_NS
+"""Step between our own bases. Times since 1970 then keep their last digits of seconds, so that one
+replacement fits more events."""
+_PIDS = 1 << 31
+_EXACT = ((0, 1000 << 42), (1 << 52, 1000 << 43))
+"""Distances in ns at which Perfetto's trace processor finds every ns of a `ts`.
+
+It reads a double of us, whose steps are half a ns below 2^42 us and a whole one below 2^43. It rounds a
+thousand times that, which is a whole number from 2^52 on. Between these (days 50.9 to 52.1) one in four would
+be a ns late; one that ends with its parent would end behind it, and not be shown at all.
+"""
+
+
+class Row(msgspec.Struct, kw_only=True, eq=False):
+    """One process, or the traces of it that could not be aligned."""
+
+    info: ProcessInfo
+    process: int | None
+    """Index in `Timeline.processes`. None: it left neither spans nor a part (an engine's worker)."""
+    clock: Process | None
+    """The process whose clock places its traces. None: there is none."""
+    unaligned: str | None = None
+    """Reason why its times cannot be compared with others. None: they can."""
+    shift_ns: int | None = 0
+    """Added to its times. None: the row is unaligned, and its first event decides."""
+    name: str = ""
+    pid: int = 0
+    """Pid in the timeline: the one of its process if that is free."""
+    place: int = 0
+    """From 1 at the top."""
+    shown: bool = False
+    """True if its metadata has been written."""
+    seen_pid: int | None = None
+    """The pid of its process in a trace."""
+
+    @property
+    def wanted_pid(self) -> int:
+        """0: there is none."""
+        return max(self.info.pid or self.seen_pid or 0, 0)
+
+
+class Axis(NamedTuple):
+    """The time axis of a merged file: positions are ns since `base_ns`."""
+
+    base_ns: int
+    """At least `MARGIN_NS` before the step: no position is negative, which Perfetto drops."""
+    first: int
+    """First plausible position."""
+    last: int
+    """Last plausible position."""
+    behind: int
+    """First position for rows that have no place in the step."""
+
+    def shift_of(self, position: int) -> int:
+        """Return the shift of an unaligned process' times, the first of them at `position`.
+
+        Times near the step stay as they are. Others move behind the step, where they cannot mislead.
+        """
+        if self.first <= position <= self.last:
+            return 0
+        return -((position - self.behind) // _SECOND_NS) * _SECOND_NS  # whole seconds: rewritten quickly
+
+
+def axis_of(timeline: Timeline, bases: Iterable[int] = ()) -> Axis:
+    """Return the axis that most traces use already, so that their times need no change.
+
+    Args:
+        bases: Bases of the step's traces. Our own base replaces a base at whose distance from the step a
+            viewer cannot show every ns (`_EXACT`), and one behind the step's start.
+    """
+    start_ns = timeline.window.start_ns - MARGIN_NS
+    end_ns = timeline.window.end_ns + MARGIN_NS
+    own_ns = start_ns // _BASE_NS * _BASE_NS
+    candidates = Counter(
+        base_ns
+        if any(lowest <= start_ns - base_ns and end_ns - base_ns < beyond for lowest, beyond in _EXACT)
+        else own_ns
+        for base_ns in bases
+    )
+    ((base_ns, _),) = candidates.most_common(1) or [(own_ns, 0)]
+    end = timeline.window.end_ns - base_ns
+    return Axis(base_ns, first=start_ns - base_ns, last=end + MARGIN_NS, behind=end + _SECOND_NS)
+
+
+class Rows:
+    """All rows of one timeline. First ask for the rows of all traces, then call `number`."""
+
+    def __init__(self, timeline: Timeline, axis: Axis) -> None:
+        self._timeline = timeline
+        self._rows: dict[tuple[object, ...], Row] = {}
+        self.of_process = [self._of_process(index, axis) for index in range(len(timeline.processes))]
+        self._by_key = {row.info.key: row for row in reversed(self.of_process)}
+
+    def of_chrome(self, trace: TraceFile, fields: TraceFields) -> Row:
+        key = None if trace.sidecar is None else trace.sidecar.process
+        reason = None if fields.base_ns is not None else "the trace has no baseTimeNanoseconds"
+        row = self.of_trace(trace.whose(fields), key, unaligned=reason)
+        row.seen_pid = row.seen_pid or fields.pid
+        return row
+
+    def of_trace(self, info: ProcessInfo, key: str | None, *, unaligned: str | None) -> Row:
+        """Return the row of a trace that `info` wrote.
+
+        Args:
+            key: `ProcessInfo.key` of the stepscope process that recorded it.
+            unaligned: Reason why its times are not on its host's wall clock. None: they are.
+        """
+        known = self._by_key.get(key or "") or self._same_process(info)
+        if known is not None and unaligned is None:
+            return known
+        clock = known.clock if known is not None else clock_of(info.host, self._timeline.processes)
+        reason = None if clock is not None else _never_measured(info.host)
+        if unaligned is not None:
+            clock, reason = None, unaligned
+        if known is not None:
+            info = known.info
+        row = Row(info=info, process=None, clock=clock, unaligned=reason, shift_ns=None if reason else 0)
+        return self._rows.setdefault((info.role, info.replica, info.rank, info.host, info.pid, reason), row)
+
+    def number(self) -> list[Row]:
+        """Number, name and return all rows from top to bottom."""
+        rows = sorted([*self.of_process, *self._rows.values()], key=self._order)
+        names = names_of([row.info for row in rows if row.unaligned is None])
+        aligned = iter(names)
+        taken = set[int]()
+        for place, row in enumerate(rows, 1):
+            row.place = place
+            if 0 < row.wanted_pid < _PIDS and row.wanted_pid not in taken:
+                row.pid = row.wanted_pid
+                taken.add(row.pid)
+            row.name = next(aligned) if row.unaligned is None else f"{_short_name(row.info)} (unaligned)"
+        for row in rows:
+            if row.pid == 0:
+                row.pid = next(free for free in count(row.wanted_pid % _PIDS or 1) if free not in taken)
+                taken.add(row.pid)
+        return rows
+
+    def _of_process(self, index: int, axis: Axis) -> Row:
+        process = self._timeline.processes[index]
+        row = Row(info=process.info, process=index, clock=process)
+        if not process.aligned:
+            row.unaligned = _never_measured(process.info.host)
+            row.shift_ns = axis.shift_of(process.opened_ns - axis.base_ns)
+        return row
+
+    def _same_process(self, info: ProcessInfo) -> Row | None:
+        rows = (row for row in self.of_process if (row.info.host, row.info.pid) == (info.host, info.pid))
+        return next(rows, None)
+
+    def _order(self, row: Row) -> tuple[object, ...]:
+        info = row.info
+        owner = row.process is not None and self._timeline.processes[row.process].owner
+        role = ROLES.index(info.role) if info.role in ROLES else len(ROLES)
+        where = (_or_first(info.replica), _or_first(info.rank), info.host, info.pid)
+        return not owner, role, info.role, *where, row.unaligned or ""
+
+
+def _never_measured(host: str) -> str:
+    return f"the clock of host {host} was not measured against the step's"
+
+
+def _or_first(number: int | None) -> int:
+    return -1 if number is None else number
+
+
+def clock_of(host: str, processes: Sequence[Process]) -> Process | None:
+    """Return the aligned process on `host` with the smallest uncertainty, which is known."""
+    aligned = [
+        (process.clock.uncertainty_ns, at, process)
+        for at, process in enumerate(processes)
+        if process.info.host == host and process.aligned and process.clock.uncertainty_ns is not None
+    ]
+    return min(aligned)[2] if aligned else None
+
+
+def offset_at(process: Process, wall_ns: int) -> int:
+    """Return the lead of the process' wall clock over the owner's when it showed `wall_ns`."""
+    clock = process.clock
+    opened_ns = process.opened_ns + clock.offset_ns
+    if process.closed_ns is None or clock.offset_ns == clock.closing_offset_ns:
+        return clock.offset_ns
+    lasted_ns = process.closed_ns + clock.closing_offset_ns - opened_ns
+    since_ns = min(max(wall_ns - opened_ns, 0), lasted_ns)
+    return clock.offset_ns + since_ns * (clock.closing_offset_ns - clock.offset_ns) // max(lasted_ns, 1)
+
+
+def steady(process: Process) -> bool:
+    """Return whether that lead is one number all the time."""
+    return process.closed_ns is None or process.clock.offset_ns == process.clock.closing_offset_ns
+
+
+def names_of(infos: Sequence[ProcessInfo]) -> list[str]:
+    """Return a short, unique name for each process: `actor 0`, `rollout replica 1`, or with pid and host."""
+    names = [_short_name(info) for info in infos]
+    for longer in (" pid {0.pid}", " on {0.host}", " #{1}"):
+        count = Counter(names)
+        names = [
+            name if count[name] == 1 else name + longer.format(info, number)
+            for number, (name, info) in enumerate(zip(names, infos, strict=True))
+        ]
+    return names
+
+
+def _short_name(info: ProcessInfo) -> str:
+    if info.rank is not None:
+        return f"{info.role} {info.rank}"
+    return info.role if info.replica is None else f"{info.role} replica {info.replica}"

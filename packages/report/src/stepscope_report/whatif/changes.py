@@ -1,0 +1,210 @@
+"""Changes that a replay can predict: parsed from options, and checked against the step."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from stepscope.errors import ConfigError
+from stepscope_report.whatif.limits import peak
+from stepscope_report.whatif.model import Rollout, Step
+from stepscope_report.whatif.read import UNKNOWN
+
+Balance: TypeAlias = Literal["length", "load"]
+_NUMBER = re.compile(r"(?P<sign>[+-]?)(?P<count>\d+)|x(?P<times>\d+(\.\d+)?)")
+_PERCENTILE = re.compile(r"p(\d{1,2})")
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes as a person writes them. None: no such change."""
+
+    replicas: str | None = None
+    """Of inference replicas: `+2`, `-1`, `x2` or `6`."""
+    balance: str | None = None
+    """`length`: trajectories by their tokens. `load`: each request to the replica with the fewest."""
+    cut_tail: str | None = None
+    """`p95`: train as soon as 95 % of the trajectories have ended."""
+    tool_pool: str | None = None
+    """Tools that can run at once: as `replicas`."""
+    staleness: int | None = None
+    """1: the rollout of the next step runs beside the training."""
+    overlap: str | None = None
+    """`reward`: score each trajectory as it ends, beside the rollout."""
+
+
+class Changes(msgspec.Struct, frozen=True, kw_only=True):
+    """The same, for one step."""
+
+    replicas: int
+    balance: Balance | None = None
+    cut_tail: int | None = None
+    """Percent of the trajectories that the training waits for."""
+    tool_pool: int | None = None
+    """The size after the change, or as it is. None: tools have no limit."""
+    staleness: bool = False
+    overlap_reward: bool = False
+    words: tuple[str, ...] = ()
+    """The changes in words."""
+
+    def assumptions(self) -> tuple[str, ...]:
+        """Return what the prediction takes for granted, in words."""
+        conditions = {
+            "a replica more or less serves as the others do, and trajectories take the replicas in turn": any(
+                part.startswith("replicas") for part in self.words
+            ),
+            "lengths are known before the rollout": self.balance == "length",
+            "the training takes as long, because earlier trajectories fill the batch": self.cut_tail
+            is not None,
+            "rollout and training share no device": self.staleness,
+            "rewards are computed one after the other, each as long": self.overlap_reward,
+        }
+        return tuple(text for text, holds in conditions.items() if holds)
+
+
+def changes_of(options: Options, step: Step) -> Changes:
+    """Return the changes for a step.
+
+    Raises:
+        ConfigError: an option is wrong, or cannot apply to this step.
+    """
+    rollout = step.rollout
+    words: list[str] = []
+    replicas = len(rollout.replicas)
+    if options.replicas is not None:
+        replicas = _replicas(options.replicas, rollout)
+        words.append(f"replicas {len(rollout.replicas)} -> {replicas}")
+    balance = None
+    if options.balance is not None:
+        balance = _balance(options.balance, rollout, replicas)
+        words.append(f"balance by {balance}")
+    cut = None
+    if options.cut_tail is not None:
+        cut = _percent(options.cut_tail, rollout)
+        words.append(f"train on the first {cut} % of the trajectories")
+    pool = rollout.tool_pool
+    if options.tool_pool is not None:
+        pool = _pool(options.tool_pool, rollout)
+        words.append(f"tools at once {rollout.tool_pool or 'any'} -> {pool}")
+    if options.staleness is not None:
+        _check_staleness(options.staleness, step)
+        words.append("rollout of the next step beside the training")
+    if options.overlap is not None:
+        _check_overlap(options.overlap, step)
+        words.append("reward beside the rollout")
+    return Changes(
+        replicas=replicas,
+        balance=balance,
+        cut_tail=cut,
+        tool_pool=pool,
+        staleness=options.staleness is not None,
+        overlap_reward=options.overlap is not None,
+        words=tuple(words),
+    )
+
+
+def _changed(option: str, value: str, now: int | None, fix: str) -> int:
+    match = _NUMBER.fullmatch(value)
+    if match is None or (now is None and (match["times"] or match["sign"])):
+        allowed = "a number" if now is None else f"+N, -N, xN or N, from {now} now"
+        raise ConfigError(option, value, allowed, fix)
+    if match["times"]:
+        times = float(match["times"])
+        size = max(1, round((now or 0) * times)) if times else 0
+    else:
+        sign = {"+": 1, "-": -1}.get(match["sign"])
+        size = int(match["count"]) if sign is None else (now or 0) + sign * int(match["count"])
+    if size < 1:
+        raise ConfigError(option, value, f"at least 1 left, from {now} now", "remove fewer")
+    return size
+
+
+def _replicas(value: str, rollout: Rollout) -> int:
+    if UNKNOWN in rollout.replicas:
+        raise ConfigError(
+            "--replicas",
+            value,
+            "only if the spans say which replica served each request",
+            "set the attribute `replica` on generations, or record the replicas",
+        )
+    return _changed("--replicas", value, len(rollout.replicas), "for instance --replicas +2")
+
+
+def _balance(value: str, rollout: Rollout, replicas: int) -> Balance:
+    if value not in ("length", "load"):
+        raise ConfigError("--balance", value, "length or load", "--balance length")
+    if UNKNOWN in rollout.replicas or replicas == 1:
+        known = "only one" if replicas == 1 else "unknown"
+        raise ConfigError(
+            "--balance",
+            value,
+            f"only with several replicas, and this step's are {known}",
+            "omit it, or add --replicas +1"
+            if replicas == 1
+            else "set the attribute `replica` on generations",
+        )
+    return "length" if value == "length" else "load"
+
+
+def _percent(value: str, rollout: Rollout) -> int:
+    match = _PERCENTILE.fullmatch(value)
+    if match is None or int(match[1]) < 1:
+        raise ConfigError("--cut-tail", value, "p1 to p99", "--cut-tail p95")
+    count = rollout.consumed
+    if kept(count, int(match[1])) == count:
+        raise ConfigError(
+            "--cut-tail",
+            value,
+            f"a part of {count} trajectories, and this is all of them",
+            "a lower percentile",
+        )
+    return int(match[1])
+
+
+def kept(count: int, percent: int) -> int:
+    """Return the number of trajectories that `percent` of `count` are, rounded up."""
+    return -(-count * percent // 100)
+
+
+def _pool(value: str, rollout: Rollout) -> int:
+    tools = [call for call in rollout.calls() if call.kind == "tool"]
+    if not tools:
+        raise ConfigError("--tool-pool", value, "only for a step with tools, and it has none", "omit it")
+    most = peak((call.start_ns, call.end_ns) for call in tools)
+    if rollout.tool_pool is None and (not value.isdecimal() or int(value) >= most):
+        raise ConfigError(
+            "--tool-pool",
+            value,
+            f"a number below {most}, because no tool waited for a place and {most} ran at once",
+            "omit it; if tools do wait, record that as a span `queue` below the tool's",
+        )
+    return _changed("--tool-pool", value, rollout.tool_pool, "for instance --tool-pool x2")
+
+
+def _check_staleness(value: int, step: Step) -> None:
+    if value != 1:
+        raise ConfigError(
+            "--staleness", value, "1, because one step cannot tell what more of it gains", "--staleness 1"
+        )
+    if not any(stage.kind == "train" for stage in step.after):
+        raise ConfigError(
+            "--staleness",
+            value,
+            "only if the driver records its training after the rollout, and it has no such stage",
+            "record the training as span('update_actor') in the driver",
+        )
+
+
+def _check_overlap(value: str, step: Step) -> None:
+    if value != "reward":
+        raise ConfigError("--overlap", value, "reward", "--overlap reward")
+    if not any(stage.kind == "reward" for stage in step.after):
+        inside = any(call.kind == "reward" for call in step.rollout.calls())
+        where = "its trajectories score themselves already" if inside else "it has none"
+        raise ConfigError(
+            "--overlap",
+            value,
+            f"only for a step with a reward stage after the rollout, and {where}",
+            "omit it",
+        )

@@ -1,0 +1,174 @@
+"""The service curve of replicas: tokens per second by the number of requests in flight, fitted from a step.
+
+A replica with n requests in flight serves each at the same rate r(n). A request of w tokens that is in flight
+for the times T(n) then has w = sum of T(n) r(n). The rates are those of the largest likelihood if tokens come
+at random: Richardson and Lucy's iteration, which keeps them positive. With more requests, no replica does
+less, and no request gets more: without this, numbers that few requests saw got rates far off. Requests in
+flight include those that wait in the engine, so that its limit shows as a curve that stays flat. Where spans
+show the queue, only the requests that it serves are in flight.
+
+Between measured numbers of requests, the tokens per second of the replica are interpolated. Below the
+smallest number, a request is served at the rate of the smallest; above the largest, the replica does no more
+per second. It may do more, up to the slope of the curve there: `Curve.beyond`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from operator import truediv
+
+import msgspec
+
+from stepscope_report.whatif.flight import Flight
+
+_CYCLES = 15
+"""Each is three iterations of the fit, at most."""
+_LONGEST = 30.0
+"""A leap goes no farther than so many iterations,"""
+_FARTHEST = 10.0
+"""and changes no logarithm of a rate by more."""
+_SETTLED = 1e-4
+"""The fit ends when an iteration changes no rate by more than this part."""
+_LEAST = 1e-6
+"""No rate is below this part of the highest, so that each request ends."""
+_ENOUGH = 5
+"""Requests of a replica whose speed is told from the others'."""
+_ROUNDING = 1e-12
+"""Part of the tokens of all calls together that is lost in sums of them: no call is served less."""
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """Tokens per ns of a replica by its requests in flight."""
+
+    points: tuple[tuple[float, float], ...]
+    """(requests, tokens per ns of all of them), ascending."""
+    beyond: float = 0.0
+    """Outside of the points: 0 if the replica does as little as they allow, 1 if as much."""
+
+    def rate(self, requests: float) -> float:
+        """Return the tokens per ns of each of `requests` requests."""
+        return self._total(requests) / requests
+
+    def _total(self, requests: float) -> float:
+        place = bisect_left(self.points, (requests, 0.0))
+        if place == len(self.points):
+            most, total = self.points[-1]
+            slope = _slope(self.points[-2:], alone=1.0)
+            return total * math.pow(requests / most, self.beyond * slope)
+        above, total = self.points[place]
+        if place == 0:
+            slope = _slope(self.points[:2], alone=0.0)
+            return total * math.pow(requests / above, 1 - self.beyond * (1 - slope))
+        below, least = self.points[place - 1]
+        return least + (total - least) * (requests - below) / (above - below)
+
+
+def _slope(points: Sequence[tuple[float, float]], alone: float) -> float:
+    """Return the slope of the logarithms: 0 where the replica is full, 1 where no request slows another."""
+    if len(points) < 2:
+        return alone
+    (fewer, little), (more, much) = points
+    return math.log(much / little) / math.log(more / fewer)
+
+
+def fit(flight: Flight, weights: Sequence[int] | None = None, near: Curve | None = None) -> Curve:
+    """Return the curve of the calls that say their tokens.
+
+    Args:
+        weights: How often each call counts. None: once.
+        near: A curve that is about right, from which the fit is quicker.
+    """
+    counts = weights or [1] * len(flight.tokens)
+    written = [float(tokens * count) for tokens, count in zip(flight.tokens, counts, strict=True)]
+    spent = flight.by_bin(
+        [float(count) if tokens else 0.0 for tokens, count in zip(flight.tokens, counts, strict=True)]
+    )
+    mean = sum(written) / sum(spent)
+    begin = [near.rate(requests) if near else mean for requests in flight.means]
+    rates = [rate if ns else 0.0 for rate, ns in zip(begin, spent, strict=True)]
+    for _ in range(_CYCLES):
+        once = _improved(rates, flight, written, spent)
+        if all(abs(new - old) <= _SETTLED * old for new, old in zip(once, rates, strict=True)):
+            break
+        twice = _improved(once, flight, written, spent)
+        rates = _improved(_leap(rates, once, twice), flight, written, spent)
+    totals = zip(flight.means, rates, strict=True)
+    return Curve(tuple((requests, rate * requests) for requests, rate in totals if rate))
+
+
+def _leap(rates: Sequence[float], once: Sequence[float], twice: Sequence[float]) -> list[float]:
+    """Return the rates where two iterations point to.
+
+    The scheme S3 of Varadhan and Roland (2008), of the logarithms.
+    """
+    steps = [math.log(new / old) if old else 0.0 for new, old in zip(once, rates, strict=True)]
+    bends = [
+        math.log(last / new) - step if new else 0.0
+        for last, new, step in zip(twice, once, steps, strict=True)
+    ]
+    bend = math.hypot(*bends)
+    length = min(_LONGEST, max(1.0, math.hypot(*steps) / bend)) if bend else 1.0
+    leaps = [2 * length * step + length**2 * bent for step, bent in zip(steps, bends, strict=True)]
+    return [
+        rate * math.exp(max(-_FARTHEST, min(leap, _FARTHEST)))
+        for rate, leap in zip(rates, leaps, strict=True)
+    ]
+
+
+def _improved(
+    rates: Sequence[float], flight: Flight, written: Sequence[float], spent: Sequence[float]
+) -> list[float]:
+    served = flight.served(rates)
+    least_served = _ROUNDING * sum(served)
+    if min(served) < least_served:
+        served = [max(tokens, least_served) for tokens in served]
+    factors = list(map(truediv, written, served))
+    better = [
+        tokens / ns * rate if ns else 0.0
+        for tokens, ns, rate in zip(flight.by_bin(factors), spent, rates, strict=True)
+    ]
+    least = _LEAST * max(better)
+    return _ordered(
+        [max(rate, least) if ns else 0.0 for rate, ns in zip(better, spent, strict=True)], flight.means, spent
+    )
+
+
+def _ordered(rates: Sequence[float], means: Sequence[float], spent: Sequence[float]) -> list[float]:
+    """Return the rates with which no replica does less, and no request gets more, the more are in flight."""
+    bins = [bin_ for bin_, ns in enumerate(spent) if ns]
+    requests = [means[bin_] for bin_ in bins]
+    walls = [spent[bin_] / mean for bin_, mean in zip(bins, requests, strict=True)]
+    totals = _ascending([rates[bin_] * mean for bin_, mean in zip(bins, requests, strict=True)], walls)
+    falling = [-total / mean for total, mean in zip(totals, requests, strict=True)]
+    ordered = dict(zip(bins, _ascending(falling, [spent[bin_] for bin_ in bins]), strict=True))
+    return [-ordered.get(bin_, 0.0) for bin_ in range(len(rates))]
+
+
+def _ascending(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Return the nearest values that never fall: those that do are pooled into their mean."""
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        pool = (value, weight, 1)
+        while pools and pools[-1][0] > pool[0]:
+            before = pools.pop()
+            total = before[1] + pool[1]
+            pool = ((before[0] * before[1] + pool[0] * pool[1]) / total, total, before[2] + pool[2])
+        pools.append(pool)
+    return [value for value, _, count in pools for _ in range(count)]
+
+
+def speeds(flight: Flight, curve: Curve, replicas: int) -> tuple[float, ...]:
+    """Return the speed of each replica, as a factor of the curve; 1 if it has few requests."""
+    written, given, counts = [0.0] * replicas, [0.0] * replicas, [0] * replicas
+    served = flight.served([curve.rate(mean) for mean in flight.means])
+    for replica, tokens, expected in zip(flight.replicas, flight.tokens, served, strict=True):
+        if tokens:
+            counts[replica] += 1
+            written[replica] += tokens
+            given[replica] += expected
+    return tuple(
+        tokens / expected if count >= _ENOUGH and expected else 1.0
+        for tokens, expected, count in zip(written, given, counts, strict=True)
+    )

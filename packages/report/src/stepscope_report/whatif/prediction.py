@@ -1,0 +1,334 @@
+"""Predictions of a step's time: the measured step, its replay unchanged, and its replay with changes.
+
+The prediction is the measured time, times the ratio of the changed replay to the unchanged one. A generation
+needs the tokens that it wrote, served by the curve of `curve`. If the unchanged replay is not within 3 % of
+the measured step, a generation needs what the curve gives in its duration (`work: durations`).
+Where spans show a queue in front of the replicas, both are tried with it first, then as if all requests were
+served at once. If nothing fits, or the tokens explain the durations badly, there is no prediction.
+
+The interval holds 95 % of the ratios of rounds, by Student's t of their logarithms, so that few rounds do.
+Each round resamples the trajectories with replacement, fits the curve to these, and replays them unchanged
+and changed. The residual of the fit enters by the work of the generations: in each round it lies at another
+point between tokens and durations. So does the curve, where the step measured none: between the least and the
+most that a replica may do there. The misfit of the unchanged replay is added to both ends.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import compress, zip_longest
+from math import exp, log
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import msgspec
+
+from stepscope.errors import RecordError
+from stepscope_report.formatting import duration
+from stepscope_report.timeline import Timeline
+from stepscope_report.whatif.changes import Changes, Options, changes_of
+from stepscope_report.whatif.curve import Curve, fit, speeds
+from stepscope_report.whatif.flight import Flight
+from stepscope_report.whatif.model import Call, Step, Trajectory
+from stepscope_report.whatif.outcome import ROLLOUT, Outcome, outcome
+from stepscope_report.whatif.read import read_step
+from stepscope_report.whatif.replay import Rules, assignment, replay
+
+LIMIT = 0.03
+"""The unchanged replay may be off by this part of the step."""
+RESIDUAL = 0.5
+"""The largest residual of the fit with which a generation may need what its duration gives."""
+_ROUNDS = 40
+_FEWEST = 8
+"""Rounds of a step with many calls."""
+_CALLS = 40_000
+"""Calls of all rounds together, unless these are the fewest."""
+
+Work: TypeAlias = Literal["tokens", "durations"]
+
+
+class StageTime(msgspec.Struct, frozen=True):
+    """One stage of the step: measured, and in the two replays. All in ns."""
+
+    name: str
+    measured_ns: int
+    replayed_ns: int
+    predicted_ns: int
+
+
+class CurvePoint(msgspec.Struct, frozen=True):
+    """One point of the service curve of a replica."""
+
+    requests: float
+    tokens_per_second: float
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """The model of the step that the replay rests on."""
+
+    trajectories: int
+    generations: int
+    replicas: tuple[str, ...]
+    speeds: tuple[float, ...]
+    """By replica: its speed, where 1 is the curve's."""
+    tool_pool: int | None
+    """Tools at once. None: tools do not wait for each other."""
+    at_once: int | None
+    """Trajectories at once. None: nothing shows a limit."""
+    slots: int | None
+    """Requests at once in each replica. None: all."""
+    work: Work
+    residual: float
+    """Standard deviation of ln(tokens / tokens by the curve) over the generations."""
+    curve: tuple[CurvePoint, ...]
+
+
+class _Played(NamedTuple):
+    trajectories: Sequence[Trajectory]
+    works: Sequence[float]
+    """By `Call.number`: tokens."""
+    curve: Curve
+    speeds: Sequence[float]
+    slots: int | None
+
+
+class _Service:
+    """Replicas of the step as a model: their curve, their speeds, and what each generation needs of them."""
+
+    def __init__(self, step: Step, calls: Sequence[Call], slots: int | None) -> None:
+        """
+        Args:
+            slots: Requests that a replica serves at once. None: all of them.
+        """
+        self.slots = slots
+        self.flight = Flight(calls, slots)
+        self.curve = fit(self.flight)
+        self.speeds = speeds(self.flight, self.curve, len(step.rollout.replicas))
+        self.by_duration = [0.0] * len(step.rollout.calls())
+        self.by_tokens = list(self.by_duration)
+        for call, tokens in zip(calls, self.flight.served_by(self.curve.rate), strict=True):
+            self.by_duration[call.number] = tokens * self.speeds[call.replica or 0]
+            self.by_tokens[call.number] = float(call.tokens or self.by_duration[call.number])
+        logs = [
+            log(call.tokens / self.by_duration[call.number])
+            for call in calls
+            if call.tokens and self.by_duration[call.number]
+        ]
+        self.residual = statistics.pstdev(logs)
+
+    def played(self, trajectories: Sequence[Trajectory], work: Work) -> _Played:
+        works = self.by_tokens if work == "tokens" else self.by_duration
+        return _Played(trajectories, works, self.curve, self.speeds, self.slots)
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """The predicted time of a step with changes. Times are integer ns."""
+
+    format: int = 1
+    step: int
+    run_id: str
+    changes: tuple[str, ...]
+    """In words. Empty: the step is replayed as it is."""
+    measured_ns: int
+    replayed_ns: int
+    """The replay without a change."""
+    predicted_ns: int
+    low_ns: int
+    high_ns: int
+    """The interval of 95 %."""
+    change: float
+    """Of the step's time: -0.1 is 10 % less."""
+    stages: tuple[StageTime, ...]
+    model: Model
+    assumptions: tuple[str, ...]
+
+
+def predict(timeline: Timeline, options: Options) -> Prediction:
+    """Return the predicted time of a step with the changes of `options`.
+
+    Raises:
+        ConfigError: an option is wrong, or cannot apply to the step.
+        RecordError: the step cannot be replayed, or its replay does not fit it.
+    """
+    return Predicting(timeline).predict(options)
+
+
+class Predicting:
+    """Predictions of one step: the model and the rounds of the interval are made once for all changes."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        """
+        Raises:
+            RecordError: the step cannot be replayed.
+        """
+        self._step = step = read_step(timeline)
+        self._unchanged = Changes(replicas=len(step.rollout.replicas), tool_pool=step.rollout.tool_pool)
+        self._calls = step.rollout.generations()
+        _check_tokens(step, self._calls)
+
+    def predict(self, options: Options) -> Prediction:
+        """Return the predicted time with the changes of `options`. Raises as the function `predict`."""
+        changes = changes_of(options, self._step)
+        service, work, unchanged = self._fitting
+        changed = self._replayed(service.played(self._step.rollout.trajectories, work), changes)
+        ratio, wall_ns = changed.step_ns / unchanged.step_ns, self._step.wall_ns
+        low, high = self._interval(ratio, changes)
+        misfit_ns = abs(unchanged.step_ns - wall_ns)
+        return Prediction(
+            step=self._step.number,
+            run_id=self._step.run_id,
+            changes=changes.words,
+            measured_ns=wall_ns,
+            replayed_ns=round(unchanged.step_ns),
+            predicted_ns=round(wall_ns * ratio),
+            low_ns=round(wall_ns * low - misfit_ns),
+            high_ns=round(wall_ns * high + misfit_ns),
+            change=ratio - 1,
+            stages=self._stages(unchanged, changed),
+            model=self._model(service, work),
+            assumptions=changes.assumptions(),
+        )
+
+    @cached_property
+    def _fitting(self) -> tuple[_Service, Work, Outcome]:
+        """The service and the works with which the unchanged replay fits the step, and that replay."""
+        rollout, works = self._step.rollout, get_args(Work)
+        tried: list[Outcome] = []
+        for slots in dict.fromkeys((rollout.slots, None)):
+            service = _Service(self._step, self._calls, slots)
+            for work in works:
+                unchanged = self._replayed(service.played(rollout.trajectories, work), self._unchanged)
+                tried.append(unchanged)
+                fits = abs(unchanged.step_ns / self._step.wall_ns - 1) <= LIMIT
+                if fits and (work == "tokens" or service.residual <= RESIDUAL):
+                    return service, work, unchanged
+        raise RecordError(_misfit(self._step, tried[0]))
+
+    def _replayed(self, played: _Played, changes: Changes) -> Outcome:
+        factors = played.speeds[: changes.replicas]
+        rules = Rules(
+            curve=played.curve,
+            speeds=(*factors, *[1.0] * (changes.replicas - len(factors))),
+            works=played.works,
+            assigned=assignment(played.trajectories, played.works, changes, len(played.speeds)),
+            slots=played.slots,
+            tool_pool=changes.tool_pool,
+            at_once=self._step.rollout.at_once,
+        )
+        return self._outcome(changes, played.trajectories, replay(played.trajectories, rules))
+
+    def _outcome(
+        self, changes: Changes, trajectories: Sequence[Trajectory], ends_ns: Sequence[float]
+    ) -> Outcome:
+        consumed = [one.consumed for one in trajectories]
+        return outcome(self._step, changes, list(compress(ends_ns, consumed)))
+
+    def _interval(self, ratio: float, changes: Changes) -> tuple[float, float]:
+        """Return the interval of the ratio. It is in it."""
+        if not changes.words:
+            return ratio, ratio
+        logs = [
+            log(self._replayed(played, changes).step_ns / unchanged_ns)
+            for played, unchanged_ns in self._rounds
+        ]
+        middle, half = statistics.fmean(logs), _student(len(logs) - 1) * statistics.stdev(logs)
+        return min(ratio, exp(middle - half)), max(ratio, exp(middle + half))
+
+    @cached_property
+    def _rounds(self) -> list[tuple[_Played, float]]:
+        """Resamples, and the ns of the step in the unchanged replay of each."""
+        rounds = max(_FEWEST, min(_ROUNDS, _CALLS // max(1, len(self._step.rollout.calls()))))
+        generator = random.Random(0)
+        resamples = [self._resampled(generator) for _ in range(rounds)]
+        return [(played, self._replayed(played, self._unchanged).step_ns) for played in resamples]
+
+    def _resampled(self, generator: random.Random) -> _Played:
+        service, _, _ = self._fitting
+        trajectories = self._step.rollout.trajectories
+        consumed = [played for played in trajectories if played.consumed]
+        drawn = generator.choices(consumed, k=len(consumed))
+        drawn += [played for played in trajectories if not played.consumed]
+        drawn.sort(key=lambda played: played.start_ns)
+        times = Counter(call.number for played in drawn for call in played.generations())
+        weights = [times[call.number] for call in self._calls]
+        known = any(call.tokens and weight for call, weight in zip(self._calls, weights, strict=True))
+        curve = fit(service.flight, weights, service.curve) if known else service.curve
+        part, beyond = generator.random(), generator.random()
+        works = [
+            tokens**part * by_duration ** (1 - part)
+            for tokens, by_duration in zip(service.by_tokens, service.by_duration, strict=True)
+        ]
+        factors = speeds(service.flight, curve, len(service.speeds))
+        beyond_curve = msgspec.structs.replace(curve, beyond=beyond)
+        return _Played(drawn, works, beyond_curve, factors, service.slots)
+
+    def _stages(self, unchanged: Outcome, changed: Outcome) -> tuple[StageTime, ...]:
+        trajectories = self._step.rollout.trajectories
+        measured = self._outcome(self._unchanged, trajectories, [one.end_ns for one in trajectories])
+        rows = zip_longest(measured.stages, unchanged.stages, changed.stages, fillvalue=("", 0.0))
+        return tuple(
+            StageTime(last[0], round(first[1]), round(replayed[1]), round(last[1]))
+            for first, replayed, last in rows
+        )
+
+    def _model(self, service: _Service, work: Work) -> Model:
+        rollout = self._step.rollout
+        return Model(
+            trajectories=len(rollout.trajectories),
+            generations=len(self._calls),
+            replicas=rollout.replicas,
+            speeds=tuple(round(speed, 3) for speed in service.speeds),
+            tool_pool=rollout.tool_pool,
+            at_once=rollout.at_once,
+            slots=service.slots,
+            work=work,
+            residual=round(service.residual, 3),
+            curve=tuple(
+                CurvePoint(round(requests, 1), round(total * 1e9, 1))
+                for requests, total in service.curve.points
+            ),
+        )
+
+
+def _student(freedom: int) -> float:
+    """Return the 97.5th percentile of Student's t, to 1 % from 7 degrees of freedom on.
+
+    The expansion in Abramowitz and Stegun, 26.7.5.
+    """
+    return 1.96 + 2.372 / freedom + 2.822 / freedom**2
+
+
+def _check_tokens(step: Step, calls: Sequence[Call]) -> None:
+    known = sum(bool(call.tokens) for call in calls)
+    if known * 2 < len(calls):
+        raise RecordError(
+            f"step {step.number}: {known} of {len(calls)} generations say how many tokens they wrote, and at "
+            "least half must. Fix: set `tokens` on their spans, or use `record_request`"
+        )
+
+
+def _misfit(step: Step, replayed: Outcome) -> str:
+    rollout_ns = dict(replayed.stages)[ROLLOUT]
+    off = replayed.step_ns / step.wall_ns - 1
+    return (
+        f"step {step.number}: no prediction, because the replay of the unchanged step takes "
+        f"{duration(round(replayed.step_ns))} and it took {duration(step.wall_ns)} ({off:+.1%}, at most "
+        f"{LIMIT:.0%}). The stage that does not fit is the rollout: replayed {duration(round(rollout_ns))}, "
+        f"measured {duration(step.rollout.wall_ns)}. {_why_not(step.rollout.slots)}"
+    )
+
+
+def _why_not(slots: int | None) -> str:
+    """Return what the replay has tried, as the reason for its misfit."""
+    if slots is None:
+        return (
+            "The tokens of its generations do not explain their times, if replicas serve all requests at "
+            "once. Fix: if requests wait in front of a replica, record each wait as a span `queue`"
+        )
+    return (
+        "The tokens of its generations do not explain their times, neither with the queue in front of "
+        f"replicas that serve {slots} at once, nor if these serve all requests at once"
+    )

@@ -1,0 +1,248 @@
+"""Reading of the parts that a replay needs from a step's timeline."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, takewhile
+
+import msgspec
+
+from stepscope.errors import RecordError
+from stepscope.files.spans import SERVED, WAITING
+from stepscope_report.spans import above, is_tool, replica_of, whole
+from stepscope_report.timeline import Span, Timeline
+from stepscope_report.whatif.limits import slots_of_replicas, tool_pool, trajectories_at_once
+from stepscope_report.whatif.model import Call, CallKind, Phase, Rollout, Step, Trajectory
+from stepscope_report.whatif.stages import driver_stages
+
+TRAJECTORY = "trajectory"
+"""The stage of the span around a trajectory."""
+UNKNOWN = "unknown"
+"""The replica of calls whose spans name none."""
+_SAME_CALL_NS = 1_000_000
+"""At most so much lies between two phases of a call."""
+
+
+def read_step(timeline: Timeline) -> Step:
+    """Return the step as the replay sees it.
+
+    Raises:
+        RecordError: the step has no trajectories, none of them generates, or it does not wait for them.
+    """
+    rollout = _Reading(timeline).rollout()
+    before, after = driver_stages(timeline, rollout.start_ns, rollout.start_ns + rollout.wall_ns)
+    return Step(
+        number=timeline.step,
+        run_id=timeline.run_id,
+        wall_ns=timeline.window.wall_ns,
+        before=before,
+        rollout=rollout,
+        after=after,
+    )
+
+
+class _Reading:
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._below = defaultdict[int, list[int]](list)
+        self._members = defaultdict[str, list[int]](list)
+        roots: dict[str, int] = {}
+        for index, span in enumerate(timeline.spans):
+            if span.parent is not None:
+                self._below[span.parent].append(index)
+            if span.trajectory is not None and timeline.processes[span.process].aligned:
+                self._members[span.trajectory].append(index)
+                if span.stage == TRAJECTORY and (timeline.consumes(span) or timeline.leaves(span)):
+                    roots[span.trajectory] = index
+        self._roots = sorted(roots.values(), key=lambda index: timeline.spans[index].start_ns)
+        self._replicas: dict[str, int] = {}
+        self._numbers = count()
+
+    def rollout(self) -> Rollout:
+        spans = [self._timeline.spans[root] for root in self._roots]
+        consumed = [span for span in spans if self._is_awaited(span)]
+        self._check(consumed)
+        start_ns = consumed[0].start_ns
+        trajectories = tuple(self._trajectory(root, start_ns) for root in self._roots)
+        if not self._replicas:
+            raise RecordError(
+                f"step {self._timeline.step}: no trajectory has a span of role `rollout`, so there is no "
+                "generation to replay. Fix: record each call of an engine as span('generate', role='rollout')"
+            )
+        pool, trajectories = tool_pool(trajectories)
+        return Rollout(
+            start_ns=start_ns,
+            trajectories=trajectories,
+            replicas=tuple(self._replicas),
+            tool_pool=pool,
+            at_once=trajectories_at_once(trajectories),
+            slots=slots_of_replicas(
+                [call for trajectory in trajectories for call in trajectory.generations()]
+            ),
+        )
+
+    def _check(self, roots: Sequence[Span]) -> None:
+        step, window = self._timeline.step, self._timeline.window
+        if not roots and any(span.stage == TRAJECTORY for span in self._timeline.spans):
+            raise RecordError(
+                f"step {step}: a replay needs trajectories that began in this step, in processes whose "
+                "clocks are aligned, and it has others alone"
+            )
+        if not roots:
+            raise RecordError(
+                f"step {step} has no trajectories, which a replay needs. Fix: record each with "
+                "trajectory(name)"
+            )
+        if any(root.end_ns is None for root in roots):
+            raise RecordError(f"step {step}: a trajectory never ended, so the step has no length to replay")
+        early = sum(root.start_ns < window.start_ns for root in roots)
+        resumed = self._resumed()
+        if early or resumed:
+            raise RecordError(
+                f"step {step}: {early + resumed} of {len(roots) + resumed} trajectories began before the "
+                "step. Only steps that wait for a rollout of their own can be replayed"
+            )
+
+    def _resumed(self) -> int:
+        """Return the number of trajectories that `consume` named, and that ran on from an earlier step."""
+        if self._timeline.taken is None:
+            return 0
+        begun = {self._timeline.spans[root].trajectory for root in self._roots}
+        return len((self._members.keys() & self._timeline.taken) - begun)
+
+    def _trajectory(self, root: int, begin_ns: int) -> Trajectory:
+        span = self._timeline.spans[root]
+        calls = sorted(self._calls(root, begin_ns), key=lambda call: (call.start_ns, call.number))
+        phases, until_ns = _phases(calls, span.start_ns - begin_ns)
+        end_ns = max(self._timeline.until_ns(span) - begin_ns, until_ns)
+        return Trajectory(
+            name=span.trajectory or "",
+            start_ns=span.start_ns - begin_ns,
+            end_ns=end_ns,
+            phases=phases,
+            rest_ns=end_ns - until_ns,
+            consumed=self._is_awaited(span),
+        )
+
+    def _is_awaited(self, root: Span) -> bool:
+        return self._timeline.consumes(root) and not root.cancelled
+
+    def _calls(self, root: int, begin_ns: int) -> Iterator[Call]:
+        around = self._timeline.spans[root]
+        for indices in self._grouped(root):
+            first, last = self._timeline.spans[indices[0]], self._timeline.spans[indices[-1]]
+            kind = _kind(first)
+            start_ns = max(first.start_ns, around.start_ns)
+            end_ns = min(self._timeline.until_ns(last), self._timeline.until_ns(around))
+            if kind is None or start_ns >= end_ns:
+                continue
+            generates = kind == "generate"
+            yield Call(
+                number=next(self._numbers),
+                kind=kind,
+                start_ns=start_ns - begin_ns,
+                end_ns=end_ns - begin_ns,
+                wait_ns=0 if kind == "reward" else self._waited(indices, end_ns - start_ns),
+                replica=self._replica_of(indices) if generates else None,
+                tokens=self._tokens(indices) if generates else None,
+            )
+
+    def _grouped(self, root: int) -> list[list[int]]:
+        """Return the outermost spans of a trajectory that are calls. Phases of one request are one call."""
+        spans = self._timeline.spans
+        outermost = [
+            index
+            for index in self._members[spans[root].trajectory or ""]
+            if _kind(spans[index]) is not None and not self._is_inside(index)
+        ]
+        groups: list[list[int]] = []
+        for index in sorted(outermost, key=lambda index: spans[index].start_ns):
+            if groups and _continues(spans[groups[-1][-1]], spans[index]):
+                groups[-1].append(index)
+            else:
+                groups.append([index])
+        return groups
+
+    def _is_inside(self, index: int) -> bool:
+        """Return whether a span around it is a call."""
+        outer = above(self._timeline, self._timeline.spans[index])
+        around = takewhile(lambda span: span.stage != TRAJECTORY, outer)
+        return any(_kind(span) is not None for span in around)
+
+    def _inside(self, index: int) -> Iterator[Span]:
+        """Yield a span and those below it."""
+        todo = [index]
+        while todo:
+            inner = todo.pop()
+            yield self._timeline.spans[inner]
+            todo += self._below[inner]
+
+    def _waited(self, indices: Iterable[int], most_ns: int) -> int:
+        inner = (span for index in indices for span in self._inside(index))
+        return min(sum(span.dur_ns or 0 for span in inner if span.waits), most_ns)
+
+    def _tokens(self, indices: Iterable[int]) -> int | None:
+        inner = [span for index in indices for span in self._inside(index)]
+        written = [whole(span, "output_tokens") for span in inner]
+        if not any(written):
+            written = [whole(span, "tokens") for span in inner if span.stage == "decode"]
+        if not any(written):
+            written = [whole(self._timeline.spans[index], "tokens") for index in indices]
+        return max((tokens for tokens in written if tokens is not None and tokens > 0), default=None)
+
+    def _replica_of(self, indices: Iterable[int]) -> int:
+        names = [self._replica_name(index) for index in indices]
+        name = next((name for name in names if name != UNKNOWN), UNKNOWN)
+        return self._replicas.setdefault(name, len(self._replicas))
+
+    def _replica_name(self, index: int) -> str:
+        for span in self._inside(index):
+            replica = replica_of(self._timeline, span)
+            if replica is not None:
+                return replica.name
+        processes = (self._timeline.processes[span.process] for span in self._inside(index))
+        return next((process.name for process in processes if process.is_replica), UNKNOWN)
+
+
+def _kind(span: Span) -> CallKind | None:
+    if span.stage == TRAJECTORY:
+        return None
+    if span.role == "rollout":
+        return "generate"
+    if is_tool(span.role, span.stage):
+        return "tool"
+    return "reward" if span.role == "reward" else None
+
+
+def _continues(before: Span, after: Span) -> bool:
+    """Return whether `after` is the next phase of the request, or the tool, that `before` is a phase of."""
+    gap_ns = after.start_ns - (before.end_ns or 0)
+    if before.parent != after.parent or not 0 <= gap_ns < _SAME_CALL_NS:
+        return False
+    if _kind(before) == _kind(after) and before.waits:
+        return True
+    request = before.role == after.role == "rollout" and {before.stage, after.stage} <= SERVED | WAITING
+    return request and before.stage != "decode"
+
+
+def _phases(calls: Iterable[Call], begin_ns: int) -> tuple[tuple[Phase, ...], int]:
+    """Return the calls in phases, and the end of the last. Calls that overlap are of one phase."""
+    phases: list[Phase] = []
+    group: list[Call] = []
+    until_ns = from_ns = begin_ns
+    for call in calls:
+        if group and call.start_ns >= until_ns:
+            phases.append(_phase(group, from_ns))
+            group, from_ns = [], until_ns
+        group.append(call)
+        until_ns = max(until_ns, call.end_ns)
+    if group:
+        phases.append(_phase(group, from_ns))
+    return tuple(phases), until_ns
+
+
+def _phase(calls: Sequence[Call], after_ns: int) -> Phase:
+    first_ns = calls[0].start_ns
+    placed = (msgspec.structs.replace(call, offset_ns=call.start_ns - first_ns) for call in calls)
+    return Phase(first_ns - after_ns, tuple(placed))

@@ -1,0 +1,102 @@
+"""Publication of one step's figures. Also the program that runs after a capture, without the extra `cli`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import cast
+
+from stepscope.config import WRITERS
+from stepscope.config._words import closest
+from stepscope.errors import ConfigError, StepscopeError
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.scalars import StepScalars, write_scalars
+from stepscope_report import step_report, to_scalars
+from stepscope_report.timeline import load_step
+from stepscope_report.writers.protocol import ReportedStep, ReportWriter
+
+GROUP = "stepscope.writers"
+
+
+def main(save_path: str, step: str, run_id: str, writers: str) -> int:
+    """Publish one step of a run and return the exit code. `writers` has commas between the names."""
+    os.umask(0o077)  # files of writers in the run's folder are as private as the others there
+    run = RunLayout(Path(save_path))
+    try:
+        figures = publish_step(run, run.step(int(step)), run_id, load_writers(writers.split(",")))
+    except StepscopeError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    for line in outcomes(figures):
+        sys.stderr.write(f"{line}\n")
+    return 3 if any(figures.written.values()) else 0
+
+
+def load_writers(names: Iterable[str]) -> dict[str, ReportWriter]:
+    """Return the writers with these names.
+
+    Raises:
+        ConfigError: There is no such writer, or a package that it needs is not installed.
+    """
+    return {name.strip(): _load_writer(name.strip()) for name in names if name.strip()}
+
+
+def _load_writer(name: str) -> ReportWriter:
+    """Return a writer: ours, or that of another package through entry points."""
+    try:
+        if name in WRITERS:
+            return cast(ReportWriter, import_module(f"stepscope_report.writers.{name}").on_report)
+        known = {point.name: point for point in entry_points(group=GROUP)}
+        if name in known:
+            return cast(ReportWriter, known[name].load())
+    except ImportError as error:
+        allowed = f"a writer whose package is installed ({error})"
+        package = f"'stepscope[{name}]'" if name in WRITERS else "what it needs"
+        raise ConfigError("finish.report_to", name, allowed, f"pip install {package}") from None
+    names = sorted({*WRITERS, *known})
+    near = closest(name, names)
+    fix = f"did you mean {near!r}?" if near else "install the package that brings it"
+    raise ConfigError("finish.report_to", name, f"a writer: {', '.join(names)}", fix)
+
+
+def publish_step(
+    run: RunLayout, step: StepLayout, run_id: str | None, writers: Mapping[str, ReportWriter]
+) -> StepScalars:
+    """Compute a step's figures, store them in its folder and give them to `writers`.
+
+    Raises:
+        RecordError: The step cannot be read.
+    """
+    timeline = load_step(step.root, run_id=run_id)
+    report = step_report(timeline)
+    values = to_scalars(report)
+    reported = ReportedStep(run=run, report=report, timeline=timeline, scalars=values)
+    figures = StepScalars(
+        run_id=report.run_id,
+        step=report.step,
+        opened_ns=report.opened_ns,
+        values=values,
+        written={name: _write(writer, reported) for name, writer in writers.items()},
+    )
+    write_scalars(step, figures)
+    return figures
+
+
+def outcomes(figures: StepScalars) -> list[str]:
+    """Return a line for each writer: how many figures it took, or its error."""
+    return [
+        f"{writer}: {failure or f'{len(figures.values)} figures'}"
+        for writer, failure in figures.written.items()
+    ]
+
+
+def _write(writer: ReportWriter, reported: ReportedStep) -> str | None:
+    try:
+        writer(reported)
+    except Exception as error:  # a store that is away must not keep the figures from the others
+        return f"{type(error).__name__}: {error}"[:500]
+    return None

@@ -1,0 +1,220 @@
+"""Advice fits the step that it is given for: of each piece a step that gets it, and one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from packages.report.tests.test_report_advice import Case, other_host, queue, slow_rank, weights
+from packages.report.tests.traces import add_trace, event, kernel, memory, op
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest.records import Expectation, OwnCost
+from stepscope.files.sidecar import Artifact
+from stepscope.files.uncaptured import UncapturedStep
+from stepscope.testing.steps import OPENED_NS, FakeProcess
+from stepscope_report import Advice, phaseless_engines
+from stepscope_report.blocks.engines import say_phaseless
+from stepscope_report.timeline import load_step
+
+MS = 1_000_000
+Change = Callable[[Case], None]
+
+
+def trace_of(process: FakeProcess, tool: str = "torch") -> Artifact:
+    info = process.info
+    return Artifact(
+        path=f"{info.key}.json", kind="torch_trace", tool=tool, role=info.role, stage=None, rank=info.rank,
+        world_size=None, host=info.host, pid=info.pid, size_bytes=1,
+    )  # fmt: skip
+
+
+def slower_than_usual(case: Case) -> None:
+    file = RunLayout(case.folder.layout.root.parent).uncaptured(case.driver.info, "run1")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    steps = [
+        UncapturedStep(step=10 + number, start_ns=OPENED_NS + (2 + number) * 1000 * MS, dur_ns=700 * MS)
+        for number in range(8)
+    ]
+    file.write_bytes(b"".join(msgspec.json.encode(step) + b"\n" for step in steps))
+
+
+def profiled(*ranks: int, tool: str = "torch") -> Change:
+    def change(case: Case) -> None:
+        for rank in ranks:
+            actor = case.actors[rank]
+            actor.profiled = True
+            actor.expected.append(
+                Expectation(
+                    name=f"{tool} trace", kind="trace", state="ok", artifacts=(trace_of(actor, tool),)
+                )
+            )
+
+    return change
+
+
+def engine_recorded(case: Case) -> None:
+    made = trace_of(case.replica, "vllm")
+    case.driver.expected.append(Expectation(name="replica 0", kind="engine", state="ok", artifacts=(made,)))
+
+
+def dear(case: Case) -> None:
+    case.driver.cost = OwnCost(start_ns=100 * MS, stop_ns=300 * MS)
+
+
+def with_stacks(case: Case) -> None:
+    options = {"activities": "cpu", "with_stack": True, "record_shapes": False}
+    add_trace(case.folder, case.actors[0], [op("aten::mm", 500_000, 1000)], options=options)
+
+
+def on_a_gpu(case: Case) -> None:
+    add_trace(case.folder, case.actors[0], [kernel("gemm", 500_000, 400_000)])
+
+
+def on_a_cpu(case: Case) -> None:
+    add_trace(case.folder, case.actors[0], [op("aten::mm", 500_000, 400_000)])
+
+
+def fragmented(case: Case) -> None:
+    properties = [{"id": 0, "name": "H100", "totalGlobalMem": 100}]
+    events = [kernel("gemm", 500_000, 400_000), memory(600_000, 50, 97)]
+    add_trace(case.folder, case.actors[0], events, deviceProperties=properties)
+
+
+def unhidden(role: str) -> Change:
+    """Collectives of two processes, in which all are from the beginning on."""
+
+    def change(case: Case) -> None:
+        workers = case.actors[:2]
+        if role == "rollout":
+            workers = [case.replica, case.folder.process("rollout", 1)]
+            for worker in workers:
+                worker.span("decode", 500 * MS, 950 * MS)
+        for worker in workers:
+            reduce = event("gloo:all_reduce", "user_annotation", 520_000, 300_000, tid=2)
+            add_trace(case.folder, worker, [op("aten::mm", 500_000, 20_000), reduce])
+
+    return change
+
+
+def in_collectives_alone(case: Case) -> None:
+    """Collectives of the one rank that a profiler recorded."""
+    reduce = event("gloo:all_reduce", "user_annotation", 520_000, 300_000, tid=2)
+    add_trace(case.folder, case.actors[0], [op("aten::mm", 500_000, 20_000), reduce])
+
+
+def slow_judge(case: Case) -> None:
+    for rank in (0, 1, 2):
+        case.folder.process("reward", rank).span("score", 0, (100 + 300 * (rank == 0)) * MS)
+
+
+def slow_replica(case: Case) -> None:
+    case.replica.span("decode", 0, 400 * MS)
+    for rank in (1, 2):
+        case.folder.process("rollout", rank).span("decode", 0, 100 * MS)
+
+
+def weights_in_one_process(case: Case) -> None:
+    case.driver.span("generate", 0, 400 * MS, role="rollout")
+    case.driver.span("sync_weights", 400 * MS, 600 * MS, role="actor")
+
+
+def met(case: Case) -> None:
+    other_host(case)
+    lost = case.folder.processes[-1]
+    case.driver.began[lost.info.key] = "critic 0"
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "fits", "not_fits"),
+    [
+        ("not-typical", [slower_than_usual], "no profiler ran in it", "it is the profiler"),
+        ("not-typical", [slower_than_usual, profiled(0)], "it is the profiler", "fewer ranks"),
+        ("not-typical", [slower_than_usual, profiled(0, 1)], "profiler: record fewer ranks", "stacks"),
+        ("not-typical", [slower_than_usual, profiled(0), with_stacks], "without stacks", "shapes"),
+        ("not-typical", [slower_than_usual, profiled(0, tool="nsys")], "it is the profiler", "schedule"),
+        ("profiler-cost", [dear], "look at `Processes`", "record less"),
+        ("profiler-cost", [dear, profiled(0)], "torch.schedule", "fewer ranks"),
+        ("profiler-cost", [dear, profiled(0, 1)], "fewer ranks", "engine"),
+        ("profiler-cost", [dear, engine_recorded], "fewer iterations of an engine", "torch.schedule"),
+        ("memory-nearly-full", [fragmented], "PYTORCH_CUDA_ALLOC_CONF", "NPU"),
+        ("straggler", [slow_rank], "balance the batch by tokens", "requests"),
+        ("straggler", [slow_replica], "balance requests", "tokens"),
+        ("straggler", [slow_judge], "spread its calls", "balance"),
+        ("collectives", [unhidden("actor")], "gradient reduction", "replica"),
+        ("collectives", [unhidden("rollout")], "fewer ranks to a replica", "gradient"),
+        ("collectives", [in_collectives_alone], "a profiler on all ranks", "buckets"),
+        ("uneven-profiling", [slow_rank, profiled(2)], "ranks: all, or profiler: off", "engines"),
+        ("uneven-profiling", [slow_replica, engine_recorded], "ranks: all, or no engines", "profiler: off"),
+        ("profiler-cost", [dear, engine_recorded, on_a_cpu], "iterations of an engine", "torch.schedule"),
+        ("queueing", [queue], "vLLM: max_num_seqs", "slow-tools"),
+        ("weight-sync", [weights, on_a_gpu], "NCCL", "HCCL"),
+        ("weight-sync", [weights, on_a_cpu], "shared memory", "NCCL"),
+        ("weight-sync", [weights], "shared memory", "NCCL"),
+        ("weight-sync", [weights_in_one_process, on_a_gpu], "in one call", "NCCL"),
+        ("unaligned", [other_host], "give these processes to capture", "exchange"),
+        ("unaligned", [met], "the exchange of clocks with them failed", "give these"),
+    ],
+)  # fmt: skip
+def test_advice_names_what_fits_the_step_and_nothing_else(
+    tmp_path: Path, rule: str, changes: list[Change], fits: str, not_fits: str
+) -> None:
+    case = Case(tmp_path)
+    for change in changes:
+        change(case)
+    advice = case.advice(traces=True)
+    assert rule in advice
+    assert fits in advice[rule].do
+    assert not_fits not in advice[rule].do
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        ("not-typical", [profiled(0)]),
+        ("profiler-cost", [profiled(0, 1)]),
+        ("memory-nearly-full", [on_a_gpu]),
+        ("collectives", [on_a_cpu]),
+        ("queueing", [weights]),
+        ("weight-sync", [queue]),
+        ("unaligned", [weights]),
+        ("uneven-profiling", [slow_rank, profiled(0, 1, 2, 3)]),
+        ("uneven-profiling", [slow_rank]),
+        ("straggler", [slow_rank, profiled(2)]),
+        ("no-rollout", [slow_rank]),
+        ("vain-wait", [queue]),
+    ],
+)
+def test_a_rule_stays_silent_where_its_cause_is_not_there(
+    tmp_path: Path, rule: str, changes: list[Change]
+) -> None:
+    case = Case(tmp_path)
+    for change in changes:
+        change(case)
+    assert rule not in case.advice(traces=True)
+
+
+def test_the_cost_of_the_capture_is_no_alarm_and_stands_behind_the_steps_own_story(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    for change in (dear, slow_rank, weights, profiled(0)):
+        change(case)
+    advice: list[Advice] = list(case.advice().values())
+    assert advice[-1].rule == "profiler-cost"
+    assert advice[-1].kind == "hint"
+    assert len(advice) > 2
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_an_engine_that_was_given_is_not_asked_for(tmp_path: Path, given: bool) -> None:
+    case = Case(tmp_path)
+    case.replica.span("request", 0, 100 * MS)
+    if given:
+        engine_recorded(case)
+    for process in case.folder.processes:
+        process.close(1000 * MS)
+    timeline = load_step(case.folder.write())
+    text = say_phaseless(phaseless_engines(timeline, ()))
+    assert ("capture(engines=" in text) is not given
+    assert ("of the engines given" in text) is given

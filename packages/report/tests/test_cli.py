@@ -1,0 +1,532 @@
+"""The commands as they are typed: what they print, and with which exit code they end.
+
+One file above 400 lines: every command is run and read in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import stepscope
+from stepscope import ProfileConfig, capture, span, trajectory
+from stepscope.errors import RecordError
+from stepscope.files.manifest.records import Expectation
+from stepscope.files.run import RunRecord
+from stepscope.files.sidecar import Artifact
+from stepscope.testing.steps import OPENED_NS, StepFolder
+from stepscope_report import OpenRun
+from stepscope_report.cli import run
+from stepscope_report.cli.app import BROKEN_PIPE
+from stepscope_report.cli.changes.what_if import longest_step
+from stepscope_report.cli.mcp.tools import Tools
+
+MS = 1_000_000
+
+
+def a_run(
+    save_path: Path, steps: Sequence[int] = (2, 4), run_id: str = "run1", *, opened_ns: int = OPENED_NS
+) -> Path:
+    """Return a run with these captured steps: a driver whose rollout takes 8 of 10 ms."""
+    for step in steps:
+        folder = StepFolder(save_path, step=step, run_id=run_id, opened_ns=opened_ns)
+        driver = folder.process("trainer", owner=True)
+        driver.span("rollout", 0, 8 * MS, role="agent_loop")
+        driver.close(10 * MS)
+        folder.write()
+    return save_path
+
+
+def damage(save_path: Path, step: int = 2) -> None:
+    (spans,) = (save_path / f"step_{step:06d}" / "spans").iterdir()
+    with spans.open("ab") as file:
+        file.write(b'{"kind": "sp')
+
+
+def json_of(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_is_reported_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(a_run(tmp_path))]) == 0
+    printed = capsys.readouterr()
+    for phrase in ("Step 2 of run run1", "Step 4 of run run1", "agent_loop", "8.00 ms", "80.0", "Steps"):
+        assert phrase in printed.out
+    pages = f"Page: {tmp_path}/report.html and 2 for its steps\n"
+    assert printed.err == f"All tables: --full, or --step N for those of one step\n{pages}"
+
+
+HEADINGS = ("Where it went", "Idle", "Steps")
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ([], "Where it went, Steps"),
+        (["--full"], "Where it went, Idle, Steps"),
+        (["--step", "2"], "Where it went, Idle"),
+        (["--step", "2", "--short"], "Where it went"),
+    ],
+)
+def test_several_steps_are_told_in_short_and_one_in_full(
+    words: list[str], shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["report", str(a_run(tmp_path)), *words, "--no-html"]) == 0
+    lines = {line.strip() for line in capsys.readouterr().out.splitlines()}
+    assert [heading for heading in HEADINGS if heading in lines] == shown.split(", ")
+
+
+def test_one_step_is_reported_by_number_or_by_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path)
+    assert run(["report", str(tmp_path), "--step", "4"]) == 0
+    by_number = capsys.readouterr().out
+    assert run(["report", str(tmp_path / "step_000004")]) == 0
+    assert capsys.readouterr().out == by_number
+    assert "Step 2" not in by_number
+
+
+def test_the_report_as_json_is_the_typed_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(a_run(tmp_path)), "--json"]) == 0
+    data = json_of(capsys)
+    assert [step["step"] for step in data["steps"]] == [2, 4]
+    account = data["steps"][0]["breakdown"]
+    assert sum(line["wall_ns"] for line in account["lines"]) == account["window_ns"] == 10 * MS
+
+
+def test_a_broken_file_is_reported_around_and_exits_with_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(a_run(tmp_path))
+    assert run(["report", str(tmp_path)]) == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "last line cut off: its writer was killed, or the disk full (1 line)" in printed
+
+
+def test_a_step_of_which_nothing_is_left_does_not_hide_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path)
+    (tmp_path / "step_000009" / "spans").mkdir(parents=True)
+    assert run(["report", str(tmp_path)]) == 3
+    printed = capsys.readouterr()
+    assert "Step 4" in printed.out
+    assert "step_000009: " in printed.err
+
+
+def test_of_two_runs_in_one_folder_the_latest_is_shown_and_the_other_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path, (2, 4), "old")
+    a_run(tmp_path, (4,), "new")
+    assert run(["report", str(tmp_path), "--run", "old", "--json"]) == 0
+    assert [(step["step"], step["run_id"]) for step in json_of(capsys)["steps"]] == [(2, "old"), (4, "old")]
+    assert run(["report", str(tmp_path), "--run", "new"]) == 0
+    assert "Other runs captured this step too, see --run: old" in capsys.readouterr().out
+    assert run(["report", str(tmp_path), "--run", "other"]) == 2
+
+
+@pytest.fixture
+def resumed(tmp_path: Path) -> Path:
+    """A folder in which a run was resumed. The newer one has captured 40 again and 50, and not 44."""
+    a_run(tmp_path, (40, 44), "before")
+    return a_run(tmp_path, (40, 50), "resumed", opened_ns=OPENED_NS + 60_000 * MS)
+
+
+def test_a_folder_of_two_runs_is_read_as_the_newest_and_the_rest_is_named(
+    resumed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["report", str(resumed), "--json"]) == 0
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert [(step["step"], step["run_id"]) for step in document["steps"]] == [
+        (40, "resumed"),
+        (50, "resumed"),
+    ]
+    assert document["others"] == {"before": [44]}
+    assert "step 44 of run before" in printed.err
+    assert run(["report", str(resumed)]) == 0
+    assert "step 44 of run before" in resumed.joinpath("report.html").read_text()
+    capsys.readouterr()
+    assert run(["report", str(resumed), "--by", "stage", "--json"]) == 0
+    assert {step["run_id"] for step in json_of(capsys)["steps"]} == {"resumed"}
+    assert run(["diff", str(resumed), str(resumed), "--run-a", "before", "--json"]) == 0
+    change = json_of(capsys)
+    assert (change["a"]["runs"], change["a"]["steps"]) == (["before"], [40, 44])
+    assert (change["b"]["runs"], change["b"]["steps"]) == (["resumed"], [40, 50])
+    assert longest_step(resumed).run_id == "resumed"
+
+
+def test_a_step_that_the_newest_run_lacks_is_read_where_it_is_named(
+    resumed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["report", str(resumed), "--step", "44", "--json"]) == 0
+    document = json_of(capsys)
+    assert [(step["step"], step["run_id"]) for step in document["steps"]] == [(44, "before")]
+    assert document["others"] == {}
+    assert run(["diff", str(resumed), str(resumed), "--steps-a", "44", "--json"]) == 0
+    assert json_of(capsys)["a"]["runs"] == ["before"]
+    assert json.loads(Tools(resumed).query_spans(".", step=44))["step"] == 44
+
+
+def test_opened_in_a_notebook_a_folder_of_two_runs_is_the_newest(resumed: Path) -> None:
+    opened = stepscope.open(resumed)
+    assert isinstance(opened, OpenRun)
+    assert {report.run_id for report in opened.report()} == {"resumed"}
+    assert (list(opened), opened.others) == ([40, 50], {"before": [44]})
+    assert "step 44 of run before" in opened.brief()
+    with pytest.raises(KeyError, match="run='before'"):
+        opened[44]
+    before = stepscope.open(resumed, run="before")
+    assert isinstance(before, OpenRun)
+    assert list(before) == [40, 44]
+    with pytest.raises(RecordError, match="nothing of run 'no'; it holds: resumed, before"):
+        stepscope.open(resumed, run="no")
+
+
+def test_what_the_last_step_of_the_newest_run_never_ended_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run_id, step, stage, later_ms in (("before", 90, "old", 0), ("resumed", 82, "stuck", 60_000)):
+        folder = StepFolder(tmp_path, step=step, run_id=run_id, opened_ns=OPENED_NS + later_ms * MS)
+        folder.process("trainer", owner=True).span(stage, 0, None)
+        folder.write()
+    assert run(["why", str(tmp_path), "--wait", "0.1"]) == 3
+    text = capsys.readouterr().out
+    assert "Step 82" in text
+    assert "stuck" in text
+
+
+def test_a_merge_of_a_role_that_is_not_there_keeps_the_timeline_and_names_those_that_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = a_run(tmp_path) / "step_000002"
+    assert run(["merge", str(step)]) == 0
+    before = (step / "timeline.json.gz").read_bytes()
+    capsys.readouterr()
+    assert run(["merge", str(step), "--roles", "traner"]) == 2
+    message = capsys.readouterr().err
+    assert "roles is 'traner'" in message
+    assert "trainer" in message
+    assert (step / "timeline.json.gz").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report", "{}/absent"], "does not exist. {} holds: empty, file, runs"),
+        (["report", "{}/file"], "is a file: give the folder of a run"),
+        (["report", "{}/empty"], "holds no captured step: looked for run.json and folders like step_000002"),
+        (["report", "{}/empty"], "it holds: nothing. It holds no trace either."),
+        (["report", "{}/runs"], "is no run, but there are runs in it: first"),
+        (
+            ["report", "{}/runs/first/step_000002/spans"],
+            "is a folder inside a step: give the step's: {}/runs/first/step",
+        ),
+        (["report", "{}/runs/first", "--step", "3"], "holds no step 3. Captured: 2, 4"),
+        (
+            ["report", "{}/runs/first/step_000002", "--step", "2"],
+            "is the folder of one step: omit --step",
+        ),
+        (["ls", "{}/empty"], "does the training loop open `capture(step)`"),
+    ],
+)
+def test_a_path_that_is_no_run_is_answered_with_what_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    a_run(tmp_path / "runs" / "first")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    assert run([argument.format(tmp_path) for argument in arguments]) == 2
+    printed = capsys.readouterr()
+    assert message.format(tmp_path) in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [([], "selects no step: set `steps`"), ([100], "selects steps [100]: the run has reached none of them")],
+)
+def test_a_run_without_captured_steps_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: list[int], message: str
+) -> None:
+    record = RunRecord(
+        run_id="r", started_ns=0, host="h", pid=1, command=("train.py",), config={"steps": steps}, versions={}
+    )
+    (tmp_path / "run.json").write_bytes(msgspec.json.encode(record))
+    assert run(["report", str(tmp_path)]) == 3
+    assert message in capsys.readouterr().err
+
+
+def test_ls_shows_each_step_with_its_state_and_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = StepFolder(tmp_path, step=2)
+    driver = folder.process("trainer", owner=True)
+    trace = Artifact(
+        path="traces/t.json.gz", kind="torch_trace", tool="torch", role="actor", host="h", size_bytes=9
+    )
+    driver.expected.append(Expectation(name="torch trace", kind="trace", state="ok", artifacts=(trace,)))
+    driver.close(10 * MS)
+    folder.process("actor", 1)
+    folder.write()
+    assert run(["ls", str(tmp_path)]) == 3
+    printed = capsys.readouterr().out
+    assert (
+        "step 2: actor_rank1_host-a_pid1001: spans: pending: nothing says that its process closed the capture"
+        in " ".join(printed.split())
+    )
+    assert run(["ls", str(tmp_path), "--json"]) == 3
+    (row,) = json_of(capsys)
+    assert (row["step"], row["run_id"], row["state"], row["wall_ns"]) == (2, "run1", "pending", 10 * MS)
+    assert (row["processes"], row["artifacts"], len(row["pending"])) == (2, 1, 1)
+    assert row["bytes"] == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_ls_of_a_whole_run_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ls", str(a_run(tmp_path))]) == 0
+    assert "10.0 ms" in capsys.readouterr().out
+
+
+def test_a_real_capture_is_listed_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ProfileConfig(save_path=tmp_path, steps=[7], roles={"*": {"profiler": "off"}})
+    with capture(7, config=config, workers={}):  # Ray may run: of other tests
+        for index in range(3):
+            with trajectory(f"t{index}"), span("generate", role="rollout"):
+                pass
+    assert run(["ls", str(tmp_path)]) == 0
+    assert run(["report", str(tmp_path), "--json"]) == 0
+    printed = capsys.readouterr().out
+    (step,) = json.loads(printed[printed.index("{") :])["steps"]
+    assert [(s["stage"], s["calls"]) for s in step["long_tail"]["spreads"]] == [
+        ("trajectory", 3),
+        ("generate", 3),
+    ]
+    assert step["health"]["complete"]
+    assert sum(line["wall_ns"] for line in step["breakdown"]["lines"]) == step["breakdown"]["window_ns"]
+
+
+def test_validate_shows_the_resolved_configuration_and_its_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "stepscope.yaml"
+    path.write_text('steps: [2, "10:50:10"]\nmode: discrete\n')
+    monkeypatch.setenv("STEPSCOPE_MODE", "continuous")
+    assert run(["validate", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "mode: continuous" in printed
+    assert "STEPSCOPE_MODE" in printed
+    assert "2, 10, 20, 30, 40 (of those below 100)" in printed
+    assert run(["validate", str(path), "--json", "--below", "30"]) == 0
+    assert json_of(capsys)["steps"] == [2, 10, 20]
+
+
+def test_validate_answers_a_wrong_setting_with_the_fix_and_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "stepscope.yaml"
+    path.write_text("mod: discrete\n")
+    assert run(["validate", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert "mode" in printed.err
+    assert printed.out == ""
+    assert run(["validate", str(tmp_path / "absent.yaml")]) == 2
+
+
+def test_a_configuration_that_selects_nothing_is_said_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "stepscope.yaml"
+    path.write_text("steps: []\n")
+    assert run(["validate", str(path)]) == 0
+    assert "`steps` selects nothing" in capsys.readouterr().err
+
+
+def test_an_error_has_a_traceback_only_when_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "stepscope.yaml"
+    path.write_text("mode: wrong\n")
+    assert run(["validate", str(path)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    with pytest.raises(ValueError, match="mode is 'wrong'"):
+        run(["--traceback", "validate", str(path)])
+    monkeypatch.setenv("STEPSCOPE_RAISE", "1")
+    with pytest.raises(ValueError, match="mode is 'wrong'"):
+        run(["validate", str(path)])
+
+
+def test_an_error_of_ours_is_one_message_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str) -> None:
+        raise KeyError(name)
+
+    monkeypatch.setattr("stepscope_report.cli.demo.find_spec", broken)
+    assert run(["demo"]) == 1
+    assert capsys.readouterr().err.startswith(
+        "error: KeyError: 'torch'\nThis is a bug in stepscope. Run again with `--traceback`"
+    )
+
+
+@pytest.mark.parametrize("arguments", [["report"], ["unknown"], ["report", "x", "--jobs", "two"]])
+def test_a_wrong_command_line_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    assert "Usage: stepscope" in capsys.readouterr().err
+
+
+def test_help_names_the_exit_codes_and_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    assert "Exit codes: 0 success; 1 an error; 2" in capsys.readouterr().out
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("stepscope 0.")
+
+
+def a_trace(save_path: Path, content: bytes) -> Path:
+    """Return the folder of step 2, with a trace in it that nothing describes."""
+    step = a_run(save_path) / "step_000002"
+    (step / "traces" / "actor").mkdir(parents=True)
+    (step / "traces" / "actor" / "t.json").write_bytes(content)
+    return step
+
+
+def test_a_step_is_merged_into_one_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = a_run(tmp_path) / "step_000002"
+    assert run(["merge", str(step)]) == 0
+    assert f"{step / 'timeline.json.gz'}: 1 event of 1 process" in capsys.readouterr().err
+    assert run(["merge", str(step), "--json", "-o", str(tmp_path / "other.json.gz")]) == 0
+    assert json_of(capsys)["spans"] == 1
+    assert (tmp_path / "other.json.gz").read_bytes() == (step / "timeline.json.gz").read_bytes()
+
+
+def test_a_merge_of_broken_files_says_which_and_exits_with_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = a_trace(tmp_path, b"")
+    assert run(["merge", str(step)]) == 3
+    out = capsys.readouterr().out
+    assert "traces/actor/t.json: empty" in out
+    assert "traces/actor/t.json: no sidecar" in out
+
+
+def test_what_a_merge_was_asked_to_leave_out_is_said_and_is_no_defect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = a_run(tmp_path) / "step_000002"
+    assert (
+        run(["merge", str(step), "--from", "9", "--to", "10", "--roles", "trainer,actor", "--ranks", "0-7"])
+        == 0
+    )
+    printed = capsys.readouterr()
+    assert "1 spans outside the selected time" in printed.out
+    assert "The timeline is empty" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0..3"], "--ranks is '0..3'; allowed: 3, \"3-7\""),
+        (["--from", "5", "--to", "5"], "--to 5 is not after --from 5"),
+        (["--from", "nan"], "--from is nan; give ms after the step's opening"),
+        (["--max-mb", "0"], "--max-mb is 0; give a size above 0"),
+        (["--run", "other"], "holds nothing of run 'other'; it holds: run1"),
+    ],
+)
+def test_an_option_of_merge_that_means_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    step = a_run(tmp_path) / "step_000002"
+    assert run(["merge", str(step), *arguments]) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert not (step / "timeline.json.gz").exists()
+
+
+def test_merging_a_run_names_a_step_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["merge", str(a_run(tmp_path))]) == 2
+    assert "give --step too, such as --step 2" in capsys.readouterr().err
+    assert run(["merge", str(tmp_path), "--step", "2"]) == 0
+    assert (tmp_path / "step_000002" / "timeline.json.gz").exists()
+
+
+def test_the_demo_without_its_libraries_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepscope_report.cli.demo.find_spec", lambda name: None)
+    assert run(["demo"]) == 2
+    assert (
+        "torch and ray cannot be imported here. Fix: pip install torch 'stepscope[ray]'"
+        in capsys.readouterr().err
+    )
+
+
+def command(*arguments: str, stderr: int = subprocess.PIPE, **environment: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", "from stepscope_report.cli import main; main()", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env={**os.environ, **environment},
+    )
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> None:
+    process = command("report", str(a_run(tmp_path, range(2, 40))))
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    with process, process.stderr as stderr:
+        assert stderr.read() == b""
+    assert process.returncode == BROKEN_PIPE
+
+
+def test_a_bar_is_drawn_on_a_terminal_only(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    terminal, end = pty.openpty()
+    with command("report", str(tmp_path), "--json", stderr=end) as process:
+        os.close(end)
+        out, _ = process.communicate()
+    assert b"reading spans" in os.read(terminal, 10_000)
+    os.close(terminal)
+    assert len(json.loads(out)["steps"]) == 2
+
+
+def test_names_that_the_terminals_encoding_lacks_are_escaped(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("größe 大", 0, MS)
+    driver.close(MS)
+    folder.write()
+    out, err = command("report", str(tmp_path), PYTHONIOENCODING="ascii").communicate()
+    assert b"gr\\xf6\\xdfe \\u5927" in out
+    assert err.startswith(b"Page: ")
+
+
+def test_the_command_starts_without_torch_and_ray() -> None:
+    code = (
+        "import sys; from stepscope_report.cli import run; run(['--help']);"
+        "print(sorted({'torch', 'ray', 'numpy', 'wrapt'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_merge_suggests_a_step_of_the_run_that_is_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for at, (run_id, step) in enumerate([("old", 1), ("new", 7)]):
+        folder = StepFolder(tmp_path, step=step, run_id=run_id, opened_ns=10**18 + at * 10**12)
+        folder.process("trainer", owner=True).close(1_000_000)
+        folder.write()
+    assert run(["merge", str(tmp_path)]) == 2
+    assert "such as --step 7" in capsys.readouterr().err
+    assert run(["merge", str(tmp_path), "--run", "old"]) == 2
+    assert "such as --step 1" in capsys.readouterr().err

@@ -1,0 +1,156 @@
+"""Conventions of the command line that hold for every command."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from stepscope.testing.steps import StepFolder
+from stepscope_report.cli.app import app, run
+
+MS = 1_000_000
+
+
+@pytest.fixture
+def save_path(tmp_path: Path) -> Path:
+    """Return the folder of a run with the steps 2 to 5."""
+    for step in range(2, 6):
+        folder = StepFolder(tmp_path, step=step, run_id="run1")
+        driver = folder.process("trainer", owner=True)
+        driver.span("rollout", 0, 8 * MS, role="agent_loop")
+        driver.close(10 * MS)
+        folder.write()
+    return tmp_path
+
+
+def names() -> list[str]:
+    group: Any = get_command(app)  # the types of its commands are typer's own
+    return [
+        *group.commands,
+        *(
+            f"{name} {inner}"
+            for name in group.commands
+            for inner in getattr(group.commands[name], "commands", ())
+        ),
+    ]
+
+
+@pytest.mark.parametrize("command", ["", *names()])
+def test_every_command_has_a_short_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*command.split(), "-h"]) == 0
+    help_text = capsys.readouterr().out
+    assert "Usage: stepscope" in help_text
+    assert command in ("", "trigger") or ("--quiet" in help_text and "--verbose" in help_text)
+
+
+@pytest.mark.parametrize(
+    ("steps", "reported"), [("3", [3]), ("3-4", [3, 4]), ("2,4-", [2, 4, 5]), ("2:6:2", [2, 4])]
+)
+def test_steps_are_spelled_as_in_the_configuration(
+    steps: str, reported: list[int], save_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["report", str(save_path), "--step", steps, "--json", "--no-traces"]) == 0
+    assert [step["step"] for step in json.loads(capsys.readouterr().out)["steps"]] == reported
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["report", "{}", "--step", "5-2"],
+            "--step is '5-2'; allowed: ranges whose end is above their start",
+        ),
+        (["report", "{}", "--step", "8-"], "holds no step 8-. Captured: 2, 3, 4, 5"),
+        (["merge", "{}", "--step", "2-3"], "--step 2-3: 2 steps, and a timeline is of one"),
+        (["merge", "{}", "--step", "2", "--ranks", "first"], "--ranks is 'first'; allowed: 3, \"3-7\""),
+        (["publish", "{}"], "Name it: --to tensorboard,wandb,mlflow,otel"),
+        (["publish", "{}", "--to", "wandbb"], "--to is 'wandbb'; allowed: a writer: mlflow, otel, tensor"),
+        (["report", "{}", "--step", "3,99"], "holds no step 99. Captured: 2, 3, 4, 5"),
+        (["report", "{}", "--brief", "--json"], "--brief goes without --json"),
+        (["report", "{}", "--markdown"], "--markdown needs --brief or --by"),
+        (["report", "{}", "--run", "zzz"], "holds no step of run 'zzz'. Runs: run1"),
+        (["diff", "{}", "{}", "--stage", "rollout/*"], "--stage is 'rollout/*'; allowed: only with a limit"),
+        (["diff", "{}", "{}", "--steps-b", "9"], "--steps-b is '9'; allowed: captured steps: 2, 3, 4, 5"),
+        (["trigger", "lst", "{}"], "there is no `stepscope trigger lst`: did you mean 'list'?"),
+    ],
+)
+def test_a_wrong_one_is_refused_with_what_is_allowed(
+    arguments: list[str], message: str, save_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([argument.format(save_path) for argument in arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_merge_takes_a_range_of_ranks_without_an_end(
+    save_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["merge", str(save_path), "--step", "2", "--ranks", "0,3-7,8-", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["selection"] == {"ranks": ["0", "3-7", "8-"]}
+
+
+def test_a_quiet_command_prints_its_answer_and_errors_alone(
+    save_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["report", str(save_path), "-q"]) == 0
+    printed = capsys.readouterr()
+    assert "Step 2 of run run1" in printed.out
+    assert printed.err == ""
+    assert run(["report", str(save_path / "absent"), "-q"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert run(["report", str(save_path), "--no-html"]) == 0
+    assert "All tables: --full" in capsys.readouterr().err, "the next command is not quiet"
+
+
+def test_a_verbose_command_logs_at_debug_until_its_end(
+    save_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    level = logging.getLogger("stepscope").level
+    assert run(["report", str(save_path), "--step", "2", "-v"]) == 0
+    printed = capsys.readouterr().err
+    assert f"debug: reading {save_path}/step_000002" in printed
+    assert "debug: exit code 0 after" in printed
+    assert logging.getLogger("stepscope").level == level
+
+
+def test_an_unknown_variable_is_named_once_with_the_nearest_known_one(
+    save_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_DISBALE", "1")
+    monkeypatch.setenv("STEPSCOPE_TORCH__WITH_STACK", "true")
+    assert run(["report", str(save_path), "--short", "--no-html"]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert warnings == ["warning: there is no 'STEPSCOPE_DISBALE'; did you mean 'STEPSCOPE_DISABLE'?"]
+
+
+def test_whole_numbers_that_javascript_would_round_are_texts_too(
+    save_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["ls", str(save_path), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)[0]
+    assert row["opened_ns"] > 2**53
+    assert row["opened_ns_text"] == str(row["opened_ns"])
+    assert "wall_ns_text" not in row
+    target = save_path / "timeline.json.gz"
+    assert run(["merge", str(save_path), "--step", "2", "--json", "-o", str(target)]) == 0
+    merged = json.loads(capsys.readouterr().out)
+    assert merged["window_ns_text"] == [str(ns) for ns in merged["window_ns"]]
+
+
+def test_that_nothing_is_waited_for_is_one_line(save_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["collect", str(save_path)]) == 0
+    assert capsys.readouterr().out.split(": ")[-1].strip() == "nothing is waited for"
+
+
+def test_the_shell_completes_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"_STEPSCOPE_COMPLETE": "complete_bash", "COMP_WORDS": "stepscope tr", "COMP_CWORD": "1"}
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    assert run([]) == 0
+    assert capsys.readouterr().out.split() == ["trigger"]

@@ -1,0 +1,393 @@
+"""The quick way and the thorough one of a merge give the same events, whatever the layout and the clocks."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepscope.files.sidecar import ProcessInfo
+from stepscope_report.timeline.merge.ids import FlowIds
+from stepscope_report.timeline.merge.rewrite import Rewriter
+from stepscope_report.timeline.merge.time_mapping import Cut, Place
+from stepscope_report.timeline.merge.tracks import Tracks
+from stepscope_report.timeline.model import Process, ProcessClock
+from stepscope_report.timeline.readers.blocks import Notes
+from stepscope_report.timeline.readers.json_array import raw_elements
+from stepscope_report.timeline.step.rows import Axis, Row
+
+Event = dict[str, Any]
+SECOND_NS = 1_000_000_000
+AXIS = Axis(base_ns=1_745_000_000 * SECOND_NS, first=0, last=20_000_000 * SECOND_NS, behind=0)
+INFO = ProcessInfo(role="actor", rank=0, world_size=None, host="a", pid=4242)
+KINETO = """{{
+    "ph": "{ph}",{id}
+    "cat": "cpu_op",
+    "name": {name},
+    "pid": {pid},
+    "tid": {tid},
+    "ts": {ts},
+    "dur": 8.135
+    ,
+    "args": {args}
+  }}"""
+OLDER = """{{
+    "ph": "{ph}", {id}"cat": "kernel", "name": {name}, "pid": {pid}, "tid": {tid},
+    "ts": {ts}, "dur": 31,
+    "args": {args}
+  }}"""
+COMPACT = '{{"ph":"{ph}",{id}"name":{name},"pid":{pid},"tid":{tid},"ts":{ts},"args":{args}}}'
+ODD = '{{"args": {args}, "ts" : {ts}, {id}"tid": {tid}, "pid":{pid}, "name": {name}, "ph": "{ph}"}}'
+
+numbers = st.sampled_from(["4242", "0", "7", "1", "11506", '"7"', '"stream 7"', "10000000", "-1"])
+names = st.sampled_from(["aten::mm", 'a "pid": 0, "tid": 7, "ts": 4', '"id": 5', "\\", "é", "\x01", "NaN"])
+arguments = st.sampled_from(
+    [
+        {},
+        {"pid": 0},
+        {"External id": 3},
+        {"id": 5},
+        {"ts": 1, "tid": 7},
+        {"x": {"ph": "X", "pid": 0, "ts": 5}},
+    ]
+)
+digits = st.integers(1_000_000, 9_000_000_000)
+times = st.one_of(
+    st.builds("{}".format, digits),
+    st.builds("{}.{:03}".format, digits, st.integers(0, 999)),
+    st.builds("{}.{:03}".format, st.integers(4_443_469_000_000, 4_443_471_000_000), st.integers(0, 999)),
+    st.sampled_from(["0", "-5", "1e9", "5.5", "1234567.25e1", '"77"', "1745556530409554.9"]),
+)
+WHOLE = Cut(None, None)
+SHIFTS = [0, 7, 1_000, 5_000_000, 3 * SECOND_NS, -SECOND_NS, 7_889_238 * SECOND_NS]
+
+
+def written(layout: str, **fields: object) -> str:
+    number = fields["id"]
+    text = "" if number is None else ("\n    " if layout is KINETO else "") + f'"id": {number},'
+    if layout is COMPACT:
+        text = text.replace(" ", "")
+    return layout.format(**{**fields, "id": text})
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[str]:
+    """Some events: most of one layout and kind, so that they often go the quick way together."""
+    layout = draw(st.sampled_from([KINETO, OLDER, COMPACT, ODD]))
+    usual: Event = {
+        "ph": draw(st.sampled_from("XisfBE")),
+        "pid": draw(st.sampled_from(["4242", "0", "11506"])),
+        "tid": draw(st.sampled_from(["4242", "7"])),
+        "ts": draw(times),
+        "id": None,
+        "name": '"aten::mm"',
+        "args": "{}",
+    }
+    kinds: dict[str, st.SearchStrategy[object]] = {
+        "ph": st.sampled_from("XisfBEbMC"),
+        "pid": numbers,
+        "tid": numbers,
+        "ts": times,
+        "id": st.sampled_from(["1", "57452", "0", "12345678901", '"0x10"', "9007199254740993"]),
+        "name": names.map(json.dumps),
+        "args": arguments.map(json.dumps),
+    }
+    texts = []
+    for _ in range(draw(st.integers(1, 6))):
+        changed = draw(st.sets(st.sampled_from(sorted(kinds)), max_size=2))
+        texts.append(written(layout, **{**usual, **{kind: draw(kinds[kind]) for kind in sorted(changed)}}))
+    return texts
+
+
+def process(drift_ns: int) -> Process:
+    clock = ProcessClock(
+        alignment="measured", offset_ns=50, closing_offset_ns=50 + drift_ns, uncertainty_ns=1
+    )
+    opened_ns = AXIS.base_ns + 100 * SECOND_NS
+    return Process(
+        name="actor 0", info=INFO, owner=False, opened_ns=opened_ns, closed_ns=opened_ns + 10_000 * SECOND_NS,
+        last_ns=opened_ns, clock=clock, spans=0, dropped=0, cost=None,
+    )  # fmt: skip
+
+
+class Rewritten(NamedTuple):
+    events: list[Event]
+    notes: dict[str, int | None]
+    written: int
+    names: list[str]
+
+
+def rewritten(
+    batches: list[list[str]],
+    shift_ns: int,
+    drift_ns: int | None,
+    *,
+    cut: Cut = WHOLE,
+    thoroughly: bool = False,
+) -> Rewritten:
+    clock = None if drift_ns is None else process(drift_ns)
+    row = Row(info=INFO, process=None, clock=clock, pid=4242)
+    tracks, notes = Tracks([4242]), Notes()
+    base_ns = AXIS.base_ns + shift_ns
+    rewriter = Rewriter(row, Place(row, base_ns, AXIS), FlowIds(3, 8), tracks, cut, notes)
+    elements: list[Event] = []
+    for events in batches:
+        array = f"[{f',{chr(10)}'.join(events)}]".encode()
+        text = rewriter.thoroughly(raw_elements(array)) if thoroughly else rewriter.rewrite(array)
+        elements += json.loads(b"".join((b"[", text, b"]")), parse_float=Decimal)
+    return Rewritten(elements, notes.counts, rewriter.written, sorted(map(str, tracks.take_unnamed())))
+
+
+def assert_both_ways_agree(events: list[str], shift_ns: int, drift_ns: int | None) -> None:
+    quick = rewritten([events], shift_ns, drift_ns)
+    thorough = rewritten([events], shift_ns, drift_ns, thoroughly=True)
+    assert quick._replace(events=[]) == thorough._replace(events=[])
+    assert [canonical(event) for event in quick.events] == [canonical(event) for event in thorough.events]
+
+
+def canonical(event: Event) -> Event:
+    return {**event, "ts": Decimal(event["ts"])} if "ts" in event else event
+
+
+@settings(max_examples=400, deadline=None)
+@given(traces(), st.sampled_from(SHIFTS), st.sampled_from([None, None, 0, 12_345]))
+def test_both_ways_to_rewrite_give_the_same_events(
+    events: list[str], shift_ns: int, drift_ns: int | None
+) -> None:
+    assert_both_ways_agree(events, shift_ns, drift_ns)
+
+
+PLAIN: Event = {
+    "ph": "X",
+    "pid": "4242",
+    "tid": "4242",
+    "ts": "4443469590446.220",
+    "id": None,
+    "name": '"k"',
+    "args": "{}",
+}
+
+
+@pytest.mark.parametrize("shift_ns", SHIFTS)
+@pytest.mark.parametrize("layout", [KINETO, OLDER, COMPACT])
+def test_what_kineto_writes_goes_the_quick_way(
+    layout: str, shift_ns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: list[Event] = [
+        {},
+        {"pid": "0", "tid": "7"},
+        {"pid": "1", "tid": "7"},
+        {"ph": "s", "id": "57452"},
+        {"tid": "4250"},
+    ]
+    events = [written(layout, **{**PLAIN, **kind}) for kind in kinds for _ in range(50)]
+    if layout is COMPACT:
+        events = [event.replace(".220", "") for event in events]
+    assert_both_ways_agree(events, shift_ns, None)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("an event went the thorough way")
+
+    monkeypatch.setattr(Rewriter, "_one", refuse)
+    if not (layout is COMPACT and shift_ns % 1000):
+        events_out = rewritten([events], shift_ns, None).events
+        assert {event["pid"] for event in events_out} == {4242}
+        assert len({event["tid"] for event in events_out}) == 4
+
+
+def test_what_looks_like_a_field_in_names_and_arguments_stays() -> None:
+    fake = '"pid": 0, "tid": 7, "ts": 4443469590446.220, "id": 5'
+    nested = "{" + fake + "}"
+    kinds = [{"name": json.dumps(fake)}, {"args": nested}, {"args": f'{{"a": [{nested}]}}'}]
+    for kind in kinds:
+        events = [written(OLDER, **{**PLAIN, "pid": "0", "tid": "7", "id": "9"})] * 3
+        events.append(written(OLDER, **{**PLAIN, "pid": "0", "tid": "7", **kind}))
+        events_out = rewritten([events], 3 * SECOND_NS, None).events
+        before = json.loads(events[-1], parse_float=Decimal)
+        assert (events_out[-1]["name"], events_out[-1]["args"]) == (before["name"], before["args"])
+        assert (events_out[-1]["pid"], len(events_out)) == (4242, 4)
+
+
+def test_a_plan_is_not_carried_over_to_events_that_it_does_not_fit() -> None:
+    """Each of these stands in a batch of its own behind one that was learned from."""
+    odd: list[Event] = [
+        {"pid": "0", "tid": "4242"},
+        {"pid": "4242", "tid": "7"},
+        {"pid": "77", "tid": "78"},
+        {"ph": "s", "id": "12345678901234"},
+        {"ph": "s", "id": '"0x10"'},
+        {"ts": "443.5"},
+        {"ts": "44434695904.46"},
+        {"ts": "4443469590446.2204"},
+        {"args": '{"pid": 0, "tid": 7}'},
+        {"args": '{"id": 5}'},
+        {"args": '{"ts": 4443469590446.220}'},
+        {"ph": "C"},
+        {"ph": "M"},
+    ]
+    usual = [
+        {},
+        {"pid": "0", "tid": "7"},
+        {"ph": "s", "id": "57452"},
+        {"ph": "f", "id": "57452", "pid": "0", "tid": "7"},
+    ]
+    for layout in (KINETO, OLDER):
+        learned = [written(layout, **{**PLAIN, **kind}) for kind in usual] * 20
+        batches = [learned]
+        for kind in odd:
+            batches += [[*learned, written(layout, **{**PLAIN, **kind}), *learned], learned]
+        for shift_ns in SHIFTS:
+            quick = rewritten(batches, shift_ns, None)
+            thorough = rewritten(batches, shift_ns, None, thoroughly=True)
+            assert quick._replace(events=[]) == thorough._replace(events=[])
+            assert list(map(canonical, quick.events)) == list(map(canonical, thorough.events))
+
+
+def test_an_id_that_is_spelled_otherwise_and_looks_changed_does_not_hide_one_in_arguments() -> None:
+    events = [
+        '{"ph":"X","name":"aten::mm","pid":4242,"tid":4242,"ts":1000000,"args":{"id": 5}}',
+        '{"ph":"X","id":57452,"name":"aten::mm","pid":4242,"tid":4242,"ts":1000000,"args":{}}',
+    ]
+    for shift_ns in SHIFTS:
+        assert_both_ways_agree(events, shift_ns, None)
+
+
+def test_a_thread_whose_number_another_row_has_taken_is_not_taken_for_it() -> None:
+    streams = [written(KINETO, **{**PLAIN, "pid": "0", "tid": "7"})] * 60
+    threads = [written(KINETO, **{**PLAIN, "pid": "4242", "tid": "7"})] * 60  # in a container, say
+    quick = rewritten([streams, threads], 0, None)
+    thorough = rewritten([streams, threads], 0, None, thoroughly=True)
+    assert list(map(canonical, quick.events)) == list(map(canonical, thorough.events))
+    assert len({event["tid"] for event in quick.events}) == 2
+
+
+def test_a_selection_of_time_leaves_whole_batches_to_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = [written(KINETO, **PLAIN)] * 50
+    cut = Cut(4443469590446_000, 4443469590447_000)
+    monkeypatch.setattr(Rewriter, "_one", None)
+    assert len(rewritten([inside], 0, None, cut=cut).events) == 50
+
+
+def test_metadata_that_a_writer_gives_again_and_again_is_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = '{"ph": "M", "name": "thread_name", "pid": 9, "tid": 1, "args": {"name": "t"}}'
+    label = '{"ph": "M", "name": "process_labels", "pid": 9, "tid": 0, "args": {"labels": "MTIA 9"}}'
+    looked_at: list[object] = []
+    look = Rewriter._metadata
+
+    def looking(self: Rewriter, fields: dict[str, Any]) -> bool:
+        looked_at.append(fields)
+        return look(self, fields)
+
+    monkeypatch.setattr(Rewriter, "_metadata", looking)
+    events_out = rewritten([[name, label] * 100], 0, None).events
+    assert [event["args"]["name"] for event in events_out] == ["t"] + ["MTIA 9 t"] * 99
+    assert len(looked_at) < 5
+
+
+metadata = st.sampled_from(
+    [
+        '{"ph": "M", "name": "process_name", "pid": 9, "tid": 0, "args": {"name": "MTIA 9"}}',
+        '{"ph": "M", "name": "thread_name", "pid": 9, "tid": 1, "args": {"name": "t"}}',
+        '{"ph": "M", "name": "thread_name", "pid": 8, "tid": 1, "ts": 5.5, "args": {"name": "Spans"}}',
+        '{"ph": "C", "name": "load", "pid": 9, "tid": 0, "ts": 1000000, "args": {"load": 1}}',
+        written(KINETO, **PLAIN),
+    ]
+)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(metadata, min_size=1, max_size=4), st.integers(1, 40), st.lists(metadata)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_metadata_that_come_in_turns_are_what_each_of_them_would_be(
+    cycles: list[tuple[list[str], int, list[str]]],
+) -> None:
+    batches = [cycle * times + rest for cycle, times, rest in cycles for _ in range(2)]
+    quick, thorough = rewritten(batches, 0, None), rewritten(batches, 0, None, thoroughly=True)
+    assert quick._replace(events=[]) == thorough._replace(events=[])
+    assert list(map(canonical, quick.events)) == list(map(canonical, thorough.events))
+
+
+def test_turns_that_are_no_json_are_not_taken_for_metadata() -> None:
+    name = '{"ph": "M", "name": "thread_name", "pid": 9, "tid": 1, "args": {"name": "t"}}'
+    good = f"[{','.join([name] * 40)}]".encode()
+    row = Row(info=INFO, process=None, clock=None, pid=4242)
+    rewriter = Rewriter(row, Place(row, 0, AXIS), FlowIds(3, 8), Tracks([4242]), WHOLE, Notes())
+    for bad in (good.replace(b"},{", b"}{"), good.replace(b"},{", b"},,{"), good[:-1] + b",]"):
+        rewriter.rewrite(good)
+        assert rewriter.written % 40 == 0
+        with pytest.raises(msgspec.DecodeError):
+            rewriter.rewrite(bad)
+        rewriter.rewrite(good)
+
+
+def test_events_between_metadata_go_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = '{"ph": "M", "name": "thread_name", "pid": 4242, "tid": 4242, "args": {"name": "t"}}'
+    events = [name, name, *[written(KINETO, **PLAIN)] * 50, name]
+    thorough = rewritten([events], 0, None, thoroughly=True)
+    one, seen = Rewriter._one, list[bytes]()
+
+    def looking(self: Rewriter, raw: msgspec.Raw) -> bytes | None:
+        seen.append(bytes(raw))
+        return one(self, raw)
+
+    monkeypatch.setattr(Rewriter, "_one", looking)
+    quick = rewritten([events], 0, None)
+    assert list(map(canonical, quick.events)) == list(map(canonical, thorough.events))
+    assert seen == [name.encode()] * 3
+
+
+@pytest.mark.parametrize("seconds", [1, 3, 15, 40])
+def test_times_of_many_seconds_move_alike(seconds: int) -> None:
+    def of(at: int) -> str:
+        return written(OLDER, **{**PLAIN, "ts": f"{3_605_057_436_108 + at * 1_000_000}.407"})
+
+    batches = [[of(at % seconds) for at in range(60)], [of(0)] * 60, [of(at) for at in range(seconds + 2)]]
+    for shift_ns in (-3_601_057 * SECOND_NS, 86_400 * SECOND_NS, 7):
+        quick = rewritten(batches, shift_ns, None)
+        thorough = rewritten(batches, shift_ns, None, thoroughly=True)
+        assert list(map(canonical, quick.events)) == list(map(canonical, thorough.events))
+
+
+def test_a_key_that_is_written_with_escapes_is_found_behind_an_argument_that_looks_like_it() -> None:
+    """Cover the case in which all other checks agree: one field is not replaced, and one argument is."""
+    hidden = r'{{"ph": "X", "{}": {}, "name": "k", {}"args": {{}}}}'
+    rest = {"id": '"pid": 4242, "tid": 4242, "ts": 1000000, ', "pid": '"tid": 7, "ts": 1000000, '}
+    usual = [written(OLDER, **{**PLAIN, "ts": "1000000", "id": "5", "pid": "0", "tid": "7"})] * 30
+    for key, number in (("id", "57452"), ("pid", "4242")):
+        escaped = hidden.format(f"\\u00{ord(key[0]):x}{key[1:]}", number, rest[key])
+        argument = '{"id": 5}' if key == "id" else '{"pid": 0, "tid": 7, "a": 1}'
+        other = written(OLDER, **{**PLAIN, "ts": "1000000", "args": argument})
+        for shift_ns in (0, SECOND_NS):
+            batches = [usual, [*usual, escaped, other], usual]
+            quick = rewritten(batches, shift_ns, None)
+            thorough = rewritten(batches, shift_ns, None, thoroughly=True)
+            assert list(map(canonical, quick.events)) == list(map(canonical, thorough.events))
+
+
+@pytest.mark.parametrize("number", ["-0", "-1", "5e3", "5.0", "12345678901234567890", '"5"', "null"])
+def test_an_id_that_is_no_plain_number_is_not_given_a_prefix(number: str) -> None:
+    usual = [written(OLDER, **{**PLAIN, "ph": "s", "id": "5"})] * 30
+    batches = [usual, [*usual, written(OLDER, **{**PLAIN, "ph": "s", "id": number})], usual]
+    quick, thorough = rewritten(batches, 0, None), rewritten(batches, 0, None, thoroughly=True)
+    assert quick.events == thorough.events
+
+
+@pytest.mark.parametrize(
+    "args", ['{"ph": "M"}', '{"a": [{"ph": "C"}, {"x": 1}]}', f'{{"a": {json.dumps([{}] * 30_000)}}}']
+)
+def test_arguments_decide_nothing_of_the_way(args: str) -> None:
+    """Not where they look like metadata, nor where a file's first events seem to end in them."""
+    batch = [written(OLDER, **{**PLAIN, **kind}) for kind in ({"args": args}, {}, {"args": args})]
+    assert_both_ways_agree(batch * (1 if len(args) > 1000 else 30), 7_889_238 * SECOND_NS, None)

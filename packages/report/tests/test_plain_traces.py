@@ -1,0 +1,279 @@
+"""Reports and timelines of traces that stepscope did not write."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepscope_report.cli import run
+from stepscope_report.timeline.activity.event_names import iteration_of
+from stepscope_report.timeline.step.plain import read_plain
+
+BASE_NS = 1_700_000_000_000_000_000
+RECORDED = Path(__file__).parent / "recorded_engines"
+GOLDEN = Path(__file__).parent / "data"
+
+
+def kernel(name: str, start_us: float, dur_us: float, stream: int = 7) -> dict[str, object]:
+    return {
+        "ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream, "ts": start_us, "dur": dur_us,
+        "args": {"device": 0, "stream": stream},
+    }  # fmt: skip
+
+
+def trace(
+    path: Path,
+    events: Iterable[dict[str, object]],
+    *,
+    rank: int | None = None,
+    base_ns: int | None = BASE_NS,
+    pid: int = 100,
+) -> Path:
+    own = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": pid, "tid": pid, "ts": 0.0, "dur": 5.0}
+    fields: dict[str, object] = {"schemaVersion": 1}
+    if rank is not None:
+        fields["distributedInfo"] = {"rank": rank, "world_size": 2, "backend": "nccl"}
+    if base_ns is not None:
+        fields["baseTimeNanoseconds"] = base_ns
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**fields, "traceEvents": [own, *events]}).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    report = json.loads(capsys.readouterr().out)
+    assert isinstance(report, dict)
+    return report
+
+
+def ranks_of(folder: Path) -> list[int | None]:
+    return [process.info.rank for process in read_plain([folder]).timeline.processes]
+
+
+def test_a_folder_of_traces_is_reported_by_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gemm, reduce = kernel("gemm", 10, 100), kernel("ncclDevKernel_AllReduce", 60, 100, stream=8)
+    trace(tmp_path / "a.pt.trace.json", [gemm, reduce], rank=1)
+    trace(tmp_path / "b.pt.trace.json.gz", [gemm], rank=0, pid=101)
+    assert run(["report", str(tmp_path), "--json"]) == 0
+    report = printed(capsys)
+    assert [process["name"] for process in report["processes"]] == ["rank 0", "rank 1"]
+    rows = {row["process"]: row for row in report["traces"]["devices"]}
+    assert (rows["rank 0"]["busy_ns"], rows["rank 1"]["busy_ns"]) == (100_000, 150_000)
+    assert rows["rank 1"]["exposed_ns"] == 50_000
+
+
+def test_files_that_only_their_names_tell_apart_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace(tmp_path / "old.json", [kernel("gemm", 0, 10)], pid=100)
+    trace(tmp_path / "new.json", [kernel("gemm", 0, 20)], pid=101)
+    assert run(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["trace", "pid", "101", "new.json", "2", "20.0", "us"] in lines
+    assert ["trace", "pid", "100", "old.json", "2", "10.0", "us"] in lines
+    assert "new.json" in (tmp_path / "page.html").read_text()
+
+
+def test_nothing_is_written_beside_the_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = trace(tmp_path / "theirs" / "rank0.json", [kernel("gemm", 0, 10)])
+    assert run(["report", str(path.parent)]) == 0
+    assert run(["merge", str(path.parent)]) == 2
+    assert "--output" in capsys.readouterr().err
+    assert [file.name for file in path.parent.iterdir()] == ["rank0.json"]
+
+
+def test_the_page_and_the_timeline_go_where_output_says(tmp_path: Path) -> None:
+    path = trace(tmp_path / "theirs" / "rank0.json", [kernel("gemm", 0, 10)])
+    page, merged = tmp_path / "page.html", tmp_path / "merged.json.gz"
+    assert run(["report", str(path), "--output", str(page)]) == 0
+    assert run(["merge", str(path), "--output", str(merged)]) == 0
+    assert "no spans of stepscope" in page.read_text()
+    events = json.loads(gzip.decompress(merged.read_bytes()))["traceEvents"]
+    assert {"gemm", "aten::mm"} <= {event["name"] for event in events}
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("rank3.pt.trace.json", 3),
+        ("dp0_pp0_tp1_dcp0_ep0_rank5.1795446809679130966.pt.trace.json.gz", 5),
+        ("prof_start_1_end_2_rank-7.json.gz", 7),
+        ("profile_trace_rank_0.json.gz", 0),
+        ("1700000000.1-TP-1.trace.json.gz", 1),
+        ("1700000000.1-TP-0-DP-1.trace.json.gz", None),
+        ("prank4.json", None),
+        ("trace.json", None),
+    ],
+)
+def test_the_rank_is_that_in_the_files_name(tmp_path: Path, name: str, rank: int | None) -> None:
+    trace(tmp_path / name, [])
+    assert ranks_of(tmp_path) == [rank]
+
+
+def test_the_rank_in_the_trace_counts_more_than_that_in_the_name(tmp_path: Path) -> None:
+    trace(tmp_path / "rank0.json", [], rank=4)
+    assert ranks_of(tmp_path) == [4]
+
+
+def test_traces_stand_apart_by_their_bases(tmp_path: Path) -> None:
+    trace(tmp_path / "rank0.json", [kernel("gemm", 0, 10)])
+    trace(tmp_path / "rank1.json", [kernel("gemm", 0, 10)], base_ns=BASE_NS + 1_000_000)
+    timeline = read_plain([tmp_path]).timeline
+    first, second = timeline.processes
+    assert second.opened_ns - first.opened_ns == 1_000_000
+    assert timeline.window.wall_ns == 1_010_000
+
+
+def test_a_trace_without_a_base_is_unaligned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace(tmp_path / "rank0.json", [kernel("gemm", 0, 10)])
+    trace(tmp_path / "rank1.json", [kernel("gemm", 0, 10)], base_ns=None)
+    assert run(["report", str(tmp_path)]) == 3
+    assert "the trace has no baseTimeNanoseconds" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_file_that_is_no_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace(tmp_path / "rank0.json", [])
+    (tmp_path / "config.json").write_text('{"hidden": 4}')
+    (tmp_path / "empty.json").write_text('{"traceEvents": []}')
+    assert run(["report", str(tmp_path), "--json"]) == 0
+    unread = printed(capsys)["traces"]["unread"]
+    assert unread == ["config.json: no trace", "empty.json: it holds no event"]
+
+
+def test_a_damaged_trace_is_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace(tmp_path / "rank0.json", [])
+    (tmp_path / "rank1.pt.trace.json.gz").write_bytes(b"")
+    assert run(["report", str(tmp_path), "--json"]) == 3
+    (problem,) = printed(capsys)["traces"]["problems"]
+    assert problem["file"] == "rank1.pt.trace.json.gz"
+
+
+def test_a_folder_without_a_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"hidden": 4}')
+    assert run(["report", str(tmp_path)]) == 2
+    assert "holds no captured step" in capsys.readouterr().err
+
+
+def test_two_processes_without_a_device_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        trace(tmp_path / f"{rank}.json", [], rank=rank, pid=100 + rank)
+    assert run(["report", str(tmp_path)]) == 0
+    assert "rank 0 and rank 1: no call to a device" in capsys.readouterr().out
+
+
+def test_a_collective_of_no_named_group_has_no_group(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        reduce = kernel("ncclDevKernel_AllReduce", 60, 100)
+        args = {"device": 0, "stream": 7, "Collective name": "allreduce"}
+        trace(tmp_path / f"{rank}.json", [{**reduce, "args": args}], rank=rank, pid=100 + rank)
+    assert run(["report", str(tmp_path), "--json"]) == 0
+    assert {row["collective"] for row in printed(capsys)["traces"]["stragglers"]} == {"allreduce"}
+
+
+def test_a_command_that_needs_spans_names_the_one_that_reads_traces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace(tmp_path / "rank0.json", [])
+    assert run(["what-if", str(tmp_path)]) == 2
+    assert f"`stepscope report {tmp_path}` reads its traces." in capsys.readouterr().err
+
+
+def test_options_that_need_spans_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace(tmp_path / "rank0.json", [])
+    assert run(["report", str(tmp_path), "--step", "2"]) == 2
+    assert "--step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "requests"),
+    [
+        ("execute_context_1(888_788544)_generation_0(0)", (1, 0, 888)),
+        ("execute_8192_context_9(sq8155sk8430sqsq7sqsk8)_generation_37(sq37sk34489sqsq37)", (9, 37, 8155)),
+        ("execute_context_2(512)_generation_6(6)", (2, 6, 512)),
+    ],
+)  # fmt: skip
+def test_the_longer_annotations_of_vllm_are_iterations(name: str, requests: tuple[int, int, int]) -> None:
+    iteration = iteration_of(name)
+    assert iteration is not None
+    assert (iteration.prefills, iteration.decodes, iteration.prefill_tokens) == requests
+
+
+@pytest.mark.parametrize("engine", ["vllm-dp/step_000001", "vllm-tp/step_000005", "sglang-dp/step_000001"])
+def test_folders_of_real_engines_are_read_without_sidecars(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traces = RECORDED / engine / "traces" / "rollout" / "replica0"
+    for file in traces.glob("*.json.gz"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert run(["report", str(tmp_path), "--json"]) == 0
+    engines = printed(capsys)["engines"]
+    assert engines
+    assert all(engine["iterations"] for engine in engines)
+
+
+def test_a_trace_is_known_behind_long_metadata(tmp_path: Path) -> None:
+    path = trace(tmp_path / "rank0.json", [])
+    text = path.read_text().replace('{"schemaVersion": 1', '{"metadata": "' + "x" * 100_000 + '"', 1)
+    path.write_text(text)
+    assert ranks_of(tmp_path) == [0]
+
+
+def nccl(group: str, number: int, start_us: float, end_us: float) -> dict[str, object]:
+    made = kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", start_us, end_us - start_us, 20)
+    about = {"Collective name": "allreduce", "Process Group Name": group, "Process Group Ranks": "[0, 1]"}
+    return made | {"args": {**about, "Seq": number, "In msg nelems": 8}}
+
+
+def test_the_rank_that_enters_a_collective_last_is_the_one_that_others_wait_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 0 and 1 are group a, 2 and 3 group b; rank 0 did not record the first call of its group."""
+    chance = random.Random(3)
+    late = {rank: [chance.randrange(50) for _ in range(40)] for rank in range(4)}
+    calls: dict[int, dict[int, tuple[int, int]]] = {rank: {} for rank in late}
+    for number in range(40):
+        for members in ((0, 1), (2, 3)):
+            entered = {rank: 1000 * number + late[rank][number] for rank in members}
+            ended = max(entered.values()) + 10
+            for rank, start in entered.items():
+                if (rank, number) != (0, 0):
+                    calls[rank][number] = (start, ended)
+    for rank, made in calls.items():
+        events = [nccl("ab"[rank // 2], number, *times) for number, times in made.items()]
+        trace(tmp_path / f"rank{rank}.json", events, rank=rank, pid=100 + rank)
+    assert run(["report", str(tmp_path), "--json"]) == 0
+    rows = {row["rank"]: row for row in printed(capsys)["traces"]["stragglers"]}
+    for rank, row in rows.items():
+        other = rank ^ 1
+        common = calls[rank].keys() & calls[other].keys()
+        both = [(calls[rank][number][0], calls[other][number][0]) for number in common]
+        assert row["collective"] == f"allreduce, group {'ab'[rank // 2]}"
+        assert row["calls"] == len(both) == (39 if rank < 2 else 40)
+        assert row["last"] == sum(own > theirs for own, theirs in both)
+        assert row["others_waited_ns"] == 1000 * sum(max(0, own - theirs) for own, theirs in both)
+        assert row["waited_ns"] == 1000 * sum(max(0, theirs - own) for own, theirs in both)
+    monkeypatch.setattr("stepscope_report.html.traces.DRAWN", 3)
+    assert run(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
+    assert "Stragglers in collectives" in capsys.readouterr().out
+    assert "The first 3 of 4 rows are shown" in (tmp_path / "page.html").read_text()
+
+
+def test_memory_of_a_trace_is_its_highest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [
+        {"ph": "i", "name": "[memory]", "pid": 0, "tid": 0, "ts": at, "s": "t",
+         "args": {"Total Allocated": held, "Total Reserved": 4096, "Device Type": 1, "Device Id": 0}}
+        for at, held in enumerate((100, 300, 200))
+    ]  # fmt: skip
+    trace(tmp_path / "rank0.json", events, rank=0)
+    assert run(["report", str(tmp_path), "--json"]) == 0
+    (row,) = printed(capsys)["traces"]["memory"]
+    assert (row["device"], row["allocated_bytes"], row["reserved_bytes"]) == ("cuda:0", 300, 4096)

@@ -1,0 +1,76 @@
+"""Replicas of several roles that have the same number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope.testing.steps import StepFolder
+from stepscope_report.tables.breakdown import step_breakdown
+from stepscope_report.tables.engine import engine_usage
+from stepscope_report.timeline import EngineStall, Timeline, load_step
+
+MS = 1_000_000
+
+
+def with_a_teacher(root: Path, *, processes: bool) -> Timeline:
+    """Return a step of a student that writes 30 tokens in 600 ms, and a teacher that reads 400 in 200 ms.
+
+    Both are replica 0 of their role.
+
+    Args:
+        processes: True if each is a process of its own; else the driver runs both, and its spans name them.
+    """
+    folder = StepFolder(root)
+    driver = folder.process("trainer", owner=True)
+    student = folder.process("rollout", 0, replica=0) if processes else driver
+    teacher = folder.process("teacher", 0, replica=0) if processes else driver
+    call = driver.span("generate", 0, 600 * MS, role="rollout", trajectory="t", attrs={"replica": 0})
+    scoring = driver.span("teacher_log_prob", 600 * MS, 800 * MS, role="teacher", attrs={"replica": 0})
+    for process, above, stage, start, end, tokens in (
+        (student, call, "prefill", 0, 100, 8), (student, call, "decode", 100, 600, 30),
+        (teacher, scoring, "prefill", 600, 800, 400),
+    ):  # fmt: skip
+        process.span(
+            stage, start * MS, end * MS, role="rollout", attrs={"tokens": tokens},
+            **({"link": driver.link(above)} if processes else {"parent": above}),
+        )  # fmt: skip
+    for process in folder.processes:
+        process.close(800 * MS)
+    return load_step(folder.write())
+
+
+@pytest.mark.parametrize("processes", [True, False])
+def test_replicas_of_two_roles_with_one_number_are_two(tmp_path: Path, processes: bool) -> None:
+    timeline = with_a_teacher(tmp_path, processes=processes)
+    engines = {engine.replica: engine for engine in engine_usage(timeline, ())}
+    facts = {
+        name: (engine.prompt_tokens, engine.output_tokens, engine.prefill_ns // MS, engine.decode_ns // MS)
+        for name, engine in engines.items()
+    }
+    assert facts == {"replica 0": (8, 30, 100, 500), "teacher replica 0": (400, None, 200, 0)}
+
+
+def test_one_replica_may_have_callers_of_several_roles(tmp_path: Path) -> None:
+    """The process' role is no name for the replicas, and the driver and the agent loops call them."""
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    engine = folder.process("actor_rollout", 0, replica=0)
+    for at, role in enumerate(("agent_loop", "trainer", "rollout")):
+        above = driver.span("generate", at * MS, (at + 1) * MS, role=role, attrs={"replica": 0})
+        engine.span("decode", at * MS, (at + 1) * MS, role="rollout", link=driver.link(above))
+    for process in folder.processes:
+        process.close(3 * MS)
+    (row,) = engine_usage(load_step(folder.write()), ())
+    assert (row.replica, row.requests) == ("replica 0", 3)
+
+
+def test_a_stall_of_the_student_is_none_of_the_teacher(tmp_path: Path) -> None:
+    timeline = with_a_teacher(tmp_path, processes=False)
+    start_ns = timeline.window.start_ns
+    stalled = msgspec.structs.replace(
+        timeline, replicas=1, stalls=(EngineStall(replica=0, start_ns=start_ns, end_ns=start_ns + 800 * MS),)
+    )
+    assert step_breakdown(stalled).stalled_ns == 600 * MS

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepscope_report.accounting import Interval, bits_of, divide, rank_of, sweep, union_ns
+
+LABELS = [
+    ("actor", "update"),
+    ("ref", "log_prob"),
+    ("rollout", "decode"),
+    ("actor", "update"),
+    ("rollout", "queue"),
+]
+TIERS = [0, 0, 0, 1, 2]
+WINDOW = (5, 35)
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[Interval]:
+    """Up to 12 intervals below one another in any way but cycles; children outlive and precede parents."""
+    intervals = []
+    for index in range(draw(st.integers(0, 12))):
+        start_ns = draw(st.integers(0, 40))
+        above = draw(st.none() | st.integers(0, index - 1)) if index else None
+        end_ns = start_ns + draw(st.integers(0, 15))
+        intervals.append(Interval(start_ns, end_ns, above, draw(st.integers(0, len(LABELS) - 1))))
+    order = draw(st.permutations(range(len(intervals))))
+    place = {old: new for new, old in enumerate(order)}
+    moved = [intervals[old] for old in order]
+    return [span._replace(above=None if span.above is None else place[span.above]) for span in moved]
+
+
+def naive_leaves(intervals: list[Interval], at_ns: int) -> set[int]:
+    """Return the kinds of the leaves in one nanosecond, by looking at everything."""
+    running = {i for i, span in enumerate(intervals) if span.start_ns <= at_ns < span.end_ns}
+    covered = set()
+    for index in running:
+        above = intervals[index].above
+        while above is not None:
+            covered.add(above)
+            above = intervals[above].above
+    return {intervals[index].bit for index in running - covered}
+
+
+@given(forests())
+def test_the_sweep_says_of_each_nanosecond_what_looking_at_it_says(intervals: list[Interval]) -> None:
+    naive = Counter(frozenset(naive_leaves(intervals, at)) for at in range(*WINDOW))
+    swept = {frozenset(bits_of(mask)): ns for (mask, _), ns in sweep(intervals, *WINDOW).items()}
+    assert swept == naive
+
+
+@given(forests())
+def test_shares_and_idle_time_add_up_to_the_window_exactly(intervals: list[Interval]) -> None:
+    shares = divide(intervals, *WINDOW, labels=LABELS, tiers=TIERS)
+    assert sum(shares.wall_ns.values()) + shares.idle_ns == WINDOW[1] - WINDOW[0]
+
+
+@given(forests())
+def test_each_nanosecond_is_billed_to_the_leaves_of_the_lowest_tier(intervals: list[Interval]) -> None:
+    shares = divide(intervals, *WINDOW, labels=LABELS, tiers=TIERS)
+    billed: Counter[tuple[tuple[str, str], ...]] = Counter()
+    active: Counter[tuple[str, str]] = Counter()
+    for at in range(*WINDOW):
+        bits = naive_leaves(intervals, at)
+        active.update({LABELS[bit] for bit in bits})
+        if bits:
+            tier = min(TIERS[bit] for bit in bits)
+            billed[tuple(sorted({LABELS[bit] for bit in bits if TIERS[bit] == tier}))] += 1
+    assert shares.active_ns == active
+    assert {(label,): ns for label, ns in shares.alone_ns.items()} == {
+        k: v for k, v in billed.items() if len(k) == 1
+    }
+    assert dict(shares.together_ns) == {k: v for k, v in billed.items() if len(k) > 1}
+    for label, ns in shares.wall_ns.items():
+        fair = sum(time_ns / len(together) for together, time_ns in billed.items() if label in together)
+        assert abs(ns - fair) < len(billed)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10))))
+def test_a_union_counts_each_nanosecond_once(pairs: list[tuple[int, int]]) -> None:
+    intervals = [(start, start + length) for start, length in pairs]
+    assert union_ns(intervals) == len({at for start, end in intervals for at in range(start, end)})
+
+
+@given(st.integers(1, 300), st.integers(1, 100))
+def test_a_percentile_has_that_share_of_the_values_at_or_below_it(count: int, percent: int) -> None:
+    rank = rank_of(percent, count)
+    assert (rank + 1) * 100 >= percent * count
+    assert rank == 0 or rank * 100 < percent * count
+
+
+def test_a_child_that_outlives_its_parent_still_covers_the_grandparent() -> None:
+    spans = [Interval(0, 30, None, 0), Interval(0, 10, 0, 1), Interval(5, 20, 1, 2)]
+    assert {tuple(bits_of(mask)): ns for (mask, _), ns in sweep(spans, 0, 30).items()} == {
+        (1,): 5,
+        (2,): 15,
+        (0,): 10,
+    }
+
+
+def test_an_empty_window_divides_into_nothing() -> None:
+    shares = divide([Interval(0, 10, None, 0)], 5, 5, labels=LABELS, tiers=TIERS)
+    assert (sum(shares.wall_ns.values()), shares.idle_ns) == (0, 0)
+
+
+def test_200_000_intervals_share_all_of_a_window() -> None:
+    chance = random.Random(0)
+    spans = [
+        Interval(
+            start := chance.randrange(10**9),
+            start + chance.randrange(10**7),
+            i - 1 if i % 10 else None,
+            i % 5,
+        )
+        for i in range(200_000)
+    ]
+    shares = divide(spans, 0, 10**9, labels=LABELS, tiers=TIERS)
+    assert sum(shares.wall_ns.values()) + shares.idle_ns == 10**9

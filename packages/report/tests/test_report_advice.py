@@ -1,0 +1,396 @@
+"""Each rule speaks when the figures carry it, and not when they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from packages.report.tests.traces import add_trace, event, kernel, memory, op
+from stepscope.files.manifest.records import Expectation, OwnCost
+from stepscope.files.sidecar import Artifact, Stall
+from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
+from stepscope_report import Advice, Table, step_health, step_report
+from stepscope_report.advice.evidence import Evidence
+from stepscope_report.advice.rules import step_advice
+from stepscope_report.blocks.health import say_other
+from stepscope_report.tables.long_tail import Late
+from stepscope_report.timeline import load_step, load_traces
+
+MS = 1_000_000
+
+
+class Case:
+    """A step of 1000 ms: rollout to 500 ms, update on four actors from 500 to 950 ms. Nothing to advise."""
+
+    def __init__(self, root: Path, *, cost_ms: int = 0, update: bool = True) -> None:
+        self.folder = StepFolder(root)
+        self.driver = self.folder.process("trainer", owner=True, cost=OwnCost(start_ns=cost_ms * MS))
+        self.replica = self.folder.process("rollout", 0)
+        self.actors = [self.folder.process("actor", rank) for rank in range(4)]
+        self.driver.span("rollout", 0, 500 * MS, role="agent_loop")
+        if update:
+            for actor in self.actors:
+                actor.span("update_actor", 500 * MS, 950 * MS)
+
+    def trajectories(self, ends_ms: list[int], **parts: tuple[int, int]) -> None:
+        """Trajectories from 0 on; `parts` are stages (role `rollout`, or `env`) from and to, in each."""
+        for index, end in enumerate(ends_ms):
+            name = f"t{index}"
+            above = self.driver.span("trajectory", 0, end * MS, role="agent_loop", trajectory=name)
+            for stage, (start, until) in parts.items():
+                role = "env" if stage == "tool" else "rollout"
+                link = self.driver.link(above)
+                self.replica.span(stage, start * MS, until * MS, role=role, trajectory=name, link=link)
+
+    def advice(self, *, traces: bool = False) -> dict[str, Advice]:
+        for process in self.folder.processes:
+            process.close(1000 * MS)
+        path = self.folder.write()
+        timeline = load_step(path)
+        report = step_report(timeline, load_traces(path, timeline) if traces else None)
+        return {advice.rule: advice for advice in report.advice}
+
+
+def test_a_sound_step_needs_no_advice(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.trajectories([480 + index for index in range(20)], decode=(0, 480))
+    assert case.advice() == {}
+
+
+def hang(case: Case) -> None:
+    case.driver.span("tool", 100 * MS, None, role="env")
+
+
+def lost(case: Case) -> None:
+    case.driver.dropped = 7
+
+
+def other_host(case: Case) -> None:
+    case.folder.process("critic", 0, host="elsewhere").span("update_critic", 0, MS)
+
+
+def late_trajectories(case: Case) -> None:
+    case.trajectories([300] * 18 + [450, 500], decode=(0, 300))
+
+
+def slow_rank(case: Case) -> None:
+    for rank, actor in enumerate(case.actors):
+        actor.span("save", 0, (900 if rank == 2 else 100) * MS)
+
+
+def queue(case: Case) -> None:
+    case.trajectories([500] * 10, queue=(0, 150), decode=(150, 500))
+
+
+def tools(case: Case) -> None:
+    case.trajectories([500] * 10, decode=(0, 300), tool=(300, 500))
+
+
+def prompts(case: Case) -> None:
+    case.trajectories([500] * 10, prefill=(0, 200), decode=(200, 500))
+
+
+def weights(case: Case) -> None:
+    case.replica.span("load_weights", 880 * MS, 1000 * MS)
+
+
+def test_work_for_a_later_step_may_go_on_when_the_capture_closes(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.driver.span("trajectory", 600 * MS, None, role="agent_loop", trajectory="next", step=3)
+    assert "never-ended" not in case.advice()
+    health = step_health(load_step(case.folder.layout.root))
+    (other,) = health.other_steps
+    assert (health.open_spans, other.spans, other.under_way) == ((), 1, 1)
+    assert say_other(other).endswith("; 1 went on when the capture closed")
+
+
+def by_a_budget(process: FakeProcess) -> None:
+    reason = "budget.seconds: open for more than 1 s"
+    process.expected.append(
+        Expectation(name="spans", kind="spans", state="partial", reason=reason, truncated=reason)
+    )
+
+
+def by_sigterm(process: FakeProcess) -> None:
+    process.ended_by = "signal"
+
+
+@pytest.mark.parametrize(("cut", "expected"), [(by_a_budget, set()), (by_sigterm, {"never-ended"})])
+def test_calls_that_were_cut_off_are_no_straggler_and_a_hang_only_with_the_end_of_their_process(
+    tmp_path: Path, cut: Callable[[FakeProcess], None], expected: set[str]
+) -> None:
+    case = Case(tmp_path, update=False)
+    case.actors[0].span("update_actor", 900 * MS, None)
+    case.actors[1].span("update_actor", 100 * MS, None)
+    for process in case.folder.processes:
+        cut(process)
+    assert case.advice().keys() & {"never-ended", "straggler"} == expected
+
+
+def test_one_whose_recording_was_cut_is_not_held_against_the_others(tmp_path: Path) -> None:
+    case = Case(tmp_path, update=False)
+    for actor in case.actors:
+        actor.span("update_actor", 500 * MS, 550 * MS)
+    for actor in case.actors[1:]:
+        actor.span("update_actor", 550 * MS, 950 * MS)
+    by_a_budget(case.actors[0])
+    case.driver.span("tool", 100 * MS, None, role="env")  # in a process that nothing cut
+    assert "straggler" not in case.advice()
+    assert "never-ended" in case.advice()
+
+
+@pytest.mark.parametrize("stage", ["queue", "wait"])
+def test_who_waits_longest_is_no_straggler(tmp_path: Path, stage: str) -> None:
+    case = Case(tmp_path, update=False)
+    for rank, actor in enumerate(case.actors):
+        actor.span(stage, 0, (900 if rank == 2 else 100) * MS)
+    assert "straggler" not in case.advice()
+
+
+def test_whole_calls_of_processes_that_were_cut_are_compared(tmp_path: Path) -> None:
+    case = Case(tmp_path, update=False)
+    for rank, actor in enumerate(case.actors):
+        actor.span("save", 0, (900 if rank == 2 else 100) * MS)
+        by_sigterm(actor)
+    assert "straggler" in case.advice()
+
+
+def test_the_calls_of_a_killed_process_are_named_and_not_those_that_it_kept_waiting(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, actor = folder.process("trainer", owner=True), folder.process("actor", 1)
+    driver.span("update", 0, None)
+    actor.span("update_actor", 300 * MS, None)
+    driver.close(1000 * MS)
+    report = step_report(load_step(folder.write()))
+    assert [span.process for span in report.health.open_spans] == ["actor 1", "trainer"]
+    (advice,) = (advice for advice in report.advice if advice.rule == "never-ended")
+    assert advice.what == "1 call never ended: its process was killed, or still runs"
+    assert advice.because == ("the longest: actor 1, actor update_actor, began at 300 ms, seen for 0",)
+
+
+@pytest.mark.parametrize(
+    ("rule", "change", "saves_ms"),
+    [
+        ("never-ended", hang, None),
+        ("dropped", lost, None),
+        ("unaligned", other_host, None),
+        ("long-tail", late_trajectories, 200),
+        ("straggler", slow_rank, 800),
+        ("queueing", queue, 150),
+        ("slow-tools", tools, 200),
+        ("prefill-alone", prompts, 200),
+        ("weight-sync", weights, 120),
+    ],
+)
+def test_a_rule_speaks_and_names_its_numbers(
+    tmp_path: Path, rule: str, change: Callable[[Case], None], saves_ms: int | None
+) -> None:
+    case = Case(tmp_path)
+    change(case)
+    advice = case.advice()
+    assert rule in advice
+    assert any(char.isdigit() for char in "".join(advice[rule].because)) or rule == "unaligned"
+    assert advice[rule].saves_ns == (None if saves_ms is None else pytest.approx(saves_ms * MS, rel=0.02))
+
+
+def test_the_cost_of_the_capture_is_an_alarm_from_a_tenth_of_the_step_on(tmp_path: Path) -> None:
+    assert "profiler-cost" in Case(tmp_path / "dear", cost_ms=200).advice()
+    assert "profiler-cost" not in Case(tmp_path / "cheap", cost_ms=50).advice()
+
+
+def test_who_took_longest_to_record_is_named_with_a_remedy_that_fits(tmp_path: Path) -> None:
+    slow = Case(tmp_path / "closing", cost_ms=400)
+    critic = slow.folder.process("critic", 0, cost=OwnCost(start_ns=MS, stop_ns=390 * MS))
+    info = critic.info
+    trace = Artifact(
+        path="a", kind="torch_trace", tool="torch", role=info.role, host=info.host, pid=info.pid, size_bytes=1
+    )
+    critic.expected.append(Expectation(name="torch trace", kind="trace", state="ok", artifacts=(trace,)))
+    closing = slow.advice()["profiler-cost"]
+    assert "critic 0 took longest: 1.00 ms to open, 390 ms to close" in closing.because
+    assert "record less for critic 0" in closing.do
+    assert "prepare()" not in closing.do
+    opening = Case(tmp_path / "opening", cost_ms=400).advice()["profiler-cost"]
+    assert opening.because[1].startswith("trainer took longest: 400 ms to open, 0 to close")
+    assert opening.do == "prepare() before the first step pays the one-off part of opening"
+
+
+def test_a_replica_whose_profiler_wrote_while_the_capture_closed_is_named_and_not_its_driver(
+    tmp_path: Path,
+) -> None:
+    case = Case(tmp_path)
+    case.driver.cost = OwnCost(start_ns=10 * MS, stop_ns=950 * MS)
+    for replica, end_ms in enumerate((1100, 1940)):
+        stall = Stall(
+            start_ns=OPENED_NS + 1000 * MS, end_ns=OPENED_NS + end_ms * MS, doing="writing", source="stamps"
+        )
+        trace = Artifact(
+            path=f"traces/{replica}", kind="vllm_trace", tool="vllm", role="rollout", replica=replica,
+            host="host-a", size_bytes=1, stalls=(stall,),
+        )  # fmt: skip
+        case.driver.expected.append(
+            Expectation(name=f"replica {replica}", kind="engine", state="ok", artifacts=(trace,))
+        )
+    advice = case.advice()["profiler-cost"]
+    assert advice.because[1] == "replica 1 took longest: its profiler started and wrote for 940 ms"
+    assert "trainer" not in "".join(advice.because)
+    assert "record less for replica 1: fewer iterations of an engine" in advice.do
+
+
+def test_who_called_prepare_is_not_told_to(tmp_path: Path) -> None:
+    case = Case(tmp_path, cost_ms=400)
+    case.driver.prepared = True
+    advice = case.advice()["profiler-cost"]
+    assert advice.because[1].startswith("trainer took longest: 400 ms to open, 0 to close")
+    assert advice.do == "look at `Processes`: a busy worker, or a slow folder, makes all others wait"
+
+
+def test_what_the_capture_cost_moves_no_threshold(tmp_path: Path) -> None:
+    """A wait of 3 % of the step is one, also where opening took as long as three steps."""
+    case = Case(tmp_path, cost_ms=3000)
+    case.actors[2].span("save", 0, 140 * MS)
+    for actor in case.actors[:2]:
+        actor.span("save", 0, 80 * MS)
+    assert case.advice()["straggler"].saves_ns == 60 * MS
+
+
+def test_what_no_span_covers_is_a_blind_spot(tmp_path: Path) -> None:
+    advice = Case(tmp_path, update=False).advice()
+    assert advice["blind-spot"].saves_ns == 500 * MS
+
+
+def test_what_unaligned_processes_did_may_be_the_blind_spot(tmp_path: Path) -> None:
+    case = Case(tmp_path, update=False)
+    other_host(case)
+    advice = case.advice()["blind-spot"]
+    assert "it may be the work of the 1 process whose clock was not measured" in advice.because
+
+
+@pytest.mark.parametrize(
+    ("late", "consumed", "speaks"),
+    [(2, 16, True), (1, 3, True), (1, 2, False), (2, 9, False), (5, 16, False)],
+)
+def test_trajectories_that_began_before_the_step_may_be_what_it_waits_for(
+    tmp_path: Path, late: int, consumed: int, speaks: bool
+) -> None:
+    case = Case(tmp_path)
+    for number in range(late):
+        case.replica.span("decode", 0, (100 + number) * MS, trajectory=f"t{number}")
+    case.replica.span("decode", 0, 900 * MS, trajectory="next", step=3)
+    for process in case.folder.processes:
+        process.close(1000 * MS)
+    report = step_report(load_step(case.folder.write()))
+    tail = report.long_tail
+    assert tail is not None
+    assert tail.late == Late(trajectories=late, until_ns=(99 + late) * MS, last=f"t{late - 1}")
+    advices = step_advice(
+        Evidence(
+            breakdown=report.breakdown, baseline=report.baseline, stages=Table(report.stages),
+            idle=Table(report.idle), long_tail=msgspec.structs.replace(tail, consumed=consumed),
+            engines=Table(report.engines), traces=report.traces, health=report.health,
+        )
+    )  # fmt: skip
+    assert [advice.saves_ns for advice in advices if advice.rule == "long-tail"] == [
+        (99 + late) * MS
+    ] * speaks
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_of_two_trajectories_the_last_is_no_long_tail(tmp_path: Path, others: int) -> None:
+    case = Case(tmp_path)
+    case.trajectories([300] * others + [500], decode=(0, 300))
+    assert ("long-tail" in case.advice()) is (others > 1)
+
+
+def traces(case: Case, make: Callable[[int, FakeProcess], None]) -> dict[str, Advice]:
+    for rank, actor in enumerate(case.actors):
+        make(rank, actor)
+    return case.advice(traces=True)
+
+
+@pytest.mark.parametrize(("late_ms", "says"), [(200, "wait for actor 3 in"), (0, "not hidden")])
+def test_collectives_are_told_from_late_ranks(tmp_path: Path, late_ms: int, says: str) -> None:
+    case = Case(tmp_path)
+
+    def make(rank: int, actor: FakeProcess) -> None:
+        enters = 520_000 + late_ms * 1000 * (rank == 3)
+        reduce = event("gloo:all_reduce", "user_annotation", enters, 800_000 - enters, tid=2)
+        add_trace(case.folder, actor, [op("aten::mm", 500_000, enters - 500_000), reduce])
+
+    assert says in traces(case, make)["collectives"].what
+
+
+def test_ranks_that_are_late_in_turn_wait_for_each_other(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+
+    def make(rank: int, actor: FakeProcess) -> None:
+        events = []
+        for turn in range(4):
+            at = 500_000 + turn * 100_000
+            enters = at + 10_000 + 60_000 * (rank == turn)
+            events.append(op("aten::mm", at, enters - at))
+            events.append(event("gloo:all_reduce", "user_annotation", enters, at + 80_000 - enters, tid=2))
+        add_trace(case.folder, actor, events)
+
+    advice = traces(case, make)["collectives"]
+    assert advice.what == "ranks wait for each other in collectives"
+    assert "180 ms before the last rank had entered" in advice.because
+
+
+@pytest.mark.parametrize("reduced_ms", [0, 100])
+def test_a_broadcast_of_weights_is_no_gradient_to_reduce(tmp_path: Path, reduced_ms: int) -> None:
+    case = Case(tmp_path)
+    case.actors[0].span("sync_weights", 900 * MS, 950 * MS)
+    broadcast = event("gloo:broadcast", "user_annotation", 900_000, 45_000, tid=2)
+    reduce = event("gloo:all_reduce", "user_annotation", 600_000, reduced_ms * 1000, tid=2)
+    add_trace(case.folder, case.actors[0], [op("aten::mm", 500_000, 100_000), broadcast, reduce])
+    advice = case.advice(traces=True).get("collectives")
+    assert (None if advice is None else advice.saves_ns) == (reduced_ms * MS or None)
+
+
+def test_short_collectives_are_not_worth_a_word(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+
+    def make(rank: int, actor: FakeProcess) -> None:
+        reduce = event("gloo:all_reduce", "user_annotation", 520_000, 3000, tid=2)
+        add_trace(case.folder, actor, [op("aten::mm", 500_000, 20_000), reduce])
+
+    assert traces(case, make) == {}
+
+
+@pytest.mark.parametrize(("busy_ms", "speaks"), [(20, True), (300, False)])
+def test_a_device_that_waits_is_named(tmp_path: Path, busy_ms: int, speaks: bool) -> None:
+    case = Case(tmp_path)
+
+    def make(rank: int, actor: FakeProcess) -> None:
+        add_trace(case.folder, actor, [kernel("gemm", 500_000, busy_ms * 1000), kernel("gemm", 900_000, 10)])
+
+    assert ("idle-device" in traces(case, make)) == speaks
+
+
+@pytest.mark.parametrize(("reserved", "speaks"), [(97, True), (60, False)])
+def test_memory_that_is_nearly_full_is_an_alarm(tmp_path: Path, reserved: int, speaks: bool) -> None:
+    case = Case(tmp_path)
+
+    def make(rank: int, actor: FakeProcess) -> None:
+        properties = [{"id": 0, "name": "H100", "totalGlobalMem": 100}]
+        events = [kernel("gemm", 500_000, 400_000), memory(600_000, 50, reserved)]
+        add_trace(case.folder, actor, events, deviceProperties=properties)
+
+    advice = traces(case, make)
+    assert ("memory-nearly-full" in advice) == speaks
+    if speaks:
+        assert "fragments" in advice["memory-nearly-full"].do
+
+
+def test_alarms_stand_before_hints_and_the_largest_hint_first(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    queue(case)
+    weights(case)
+    hang(case)
+    advices = list(case.advice().values())
+    assert [advice.kind for advice in advices] == ["alarm", "hint", "hint"]
+    assert [advice.rule for advice in advices] == ["never-ended", "queueing", "weight-sync"]

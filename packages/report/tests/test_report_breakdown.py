@@ -1,0 +1,288 @@
+"""Golden steps, their answers known by hand: aligned, killed, dropped, skewed by 11.56 s, overlapping."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stepscope.files.manifest.records import Absent, Expectation, OwnCost
+from stepscope.files.spans import PROFILING
+from stepscope.testing.steps import FakeProcess, StepFolder
+from stepscope_report import Breakdown, stage_times, step_breakdown, step_health
+from stepscope_report.timeline import load_step
+
+MS = 1_000_000
+
+
+def close(folder: StepFolder, at_ns: int) -> None:
+    for process in folder.processes:
+        process.close(at_ns)
+
+
+def wall(breakdown: Breakdown) -> dict[str, int]:
+    """ms of each line; the lines add up to the total in every test that asks."""
+    assert sum(line.wall_ns for line in breakdown.lines) == breakdown.window_ns
+    named = {
+        f"{line.role} {line.stage}" if line.kind == "stage" else line.kind: line for line in breakdown.lines
+    }
+    return {name: line.wall_ns // MS for name, line in named.items() if line.wall_ns}
+
+
+def account(folder: StepFolder) -> dict[str, int]:
+    return wall(step_breakdown(load_step(folder.write())))
+
+
+def driver_of(folder: StepFolder, cost: OwnCost | None = None) -> FakeProcess:
+    return folder.process("trainer", owner=True, cost=cost)
+
+
+def test_a_workers_stage_is_more_specific_than_the_drivers_wait_for_it(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, actor = driver_of(folder), folder.process("actor", 0)
+    driver.span("update", 0, 10 * MS)
+    actor.span("update_actor", 2 * MS, 9 * MS)
+    close(folder, 12 * MS)
+    assert account(folder) == {"actor update_actor": 7, "trainer update": 3, "unaccounted": 2}
+
+
+def test_a_child_is_more_specific_than_its_parent_in_the_same_process(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    rollout = driver.span("rollout", 0, 10 * MS, role="agent_loop")
+    driver.span("tool", 3 * MS, 5 * MS, role="env", parent=rollout)
+    close(folder, 10 * MS)
+    assert account(folder) == {"agent_loop rollout": 8, "env tool": 2}
+
+
+def test_ranks_of_one_stage_do_not_share_it(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver_of(folder)
+    for rank in range(2):
+        folder.process("actor", rank).span("update_actor", rank * MS, 8 * MS)
+    close(folder, 8 * MS)
+    assert account(folder) == {"actor update_actor": 8}
+
+
+def test_stages_that_run_at_once_share_the_time_equally_and_are_listed(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver_of(folder)
+    folder.process("actor", 0).span("compute_log_prob", 0, 6 * MS)
+    folder.process("ref", 0).span("compute_log_prob", 2 * MS, 10 * MS)
+    close(folder, 10 * MS)
+    breakdown = step_breakdown(load_step(folder.write()))
+    assert wall(breakdown) == {"actor compute_log_prob": 4, "ref compute_log_prob": 6}
+    ((overlap),) = breakdown.overlaps
+    assert (overlap.stages, overlap.wall_ns) == (
+        (("actor", "compute_log_prob"), ("ref", "compute_log_prob")),
+        4 * MS,
+    )
+    actor = next(line for line in breakdown.lines if line.role == "actor")
+    assert (actor.alone_ns, actor.active_ns) == (2 * MS, 6 * MS)
+
+
+def test_a_later_steps_rollout_is_hidden_behind_this_steps_work(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, actor, replica = driver_of(folder), folder.process("actor", 0), folder.process("rollout", 0)
+    replica.span("decode", 0, 4 * MS)
+    actor.span("update_actor", 4 * MS, 10 * MS)
+    driver.span("advantages", 10 * MS, 12 * MS)
+    driver.span("tool", 10 * MS, 16 * MS, role="env", step=3)
+    replica.span("prefill", 4 * MS, 14 * MS, step=3)
+    close(folder, 16 * MS)
+    assert account(folder) == {
+        "actor update_actor": 6, "rollout decode": 4,
+        "rollout prefill": 2, "trainer advantages": 2, "env tool": 2,
+    }  # fmt: skip
+
+
+def test_a_later_steps_rollout_that_began_in_this_steps_work_does_not_stand_for_it(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    update = driver.span("update", 0, 10 * MS)
+    later = driver.span("generate", 0, 10 * MS, role="rollout", step=3, parent=update)
+    driver.span("decode", 4 * MS, 10 * MS, role="rollout", step=3, parent=later)
+    close(folder, 10 * MS)
+    assert account(folder) == {"trainer update": 10}
+
+
+def test_work_that_an_earlier_step_consumes_shares_as_this_steps_does(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver_of(folder)
+    folder.process("actor", 0).span("update_actor", 0, 4 * MS)
+    folder.process("rollout", 0).span("decode", 0, 4 * MS, step=1)
+    close(folder, 4 * MS)
+    assert account(folder) == {"actor update_actor": 2, "rollout decode": 2}
+
+
+def test_an_odd_nanosecond_is_not_lost_in_a_split(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver_of(folder)
+    for role in ("actor", "critic", "ref"):
+        folder.process(role, 0).span("forward", 0, 10)
+    close(folder, 10)
+    breakdown = step_breakdown(load_step(folder.write()))
+    assert [line.wall_ns for line in breakdown.lines] == [4, 3, 3, 0]
+
+
+def test_a_queue_is_billed_only_while_nothing_works(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, replica = driver_of(folder), folder.process("rollout", 0)
+    generate = driver.span("generate", 0, 10 * MS)
+    replica.span("queue", 0, 6 * MS, link=driver.link(generate))
+    replica.span("decode", 2 * MS, 10 * MS, link=driver.link(generate))
+    close(folder, 10 * MS)
+    assert account(folder) == {"rollout queue": 2, "rollout decode": 8}
+
+
+def test_opening_and_closing_the_capture_are_beside_the_step_and_no_part_of_it(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder, OwnCost(start_ns=2 * MS, stop_ns=3 * MS, export_ns=500 * MS))
+    folder.process("actor", 0, cost=OwnCost(start_ns=9 * MS))
+    driver.span("rollout", 0, 10 * MS)
+    close(folder, 10 * MS)
+    assert account(folder) == {"trainer rollout": 10}
+    breakdown = step_breakdown(load_step(folder.write()))
+    assert (breakdown.opening_ns, breakdown.window_ns, breakdown.closing_ns) == (2 * MS, 10 * MS, 3 * MS)
+    assert breakdown.total_ns == 15 * MS
+
+
+def test_a_profiler_that_starts_and_stops_around_a_stage_is_a_line_of_the_step(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, actor = driver_of(folder), folder.process("actor", 0)
+    update = driver.span("update", 0, 10 * MS)
+    actor.span(PROFILING, MS, 3 * MS, link=driver.link(update))
+    actor.span("update_actor", 3 * MS, 7 * MS, link=driver.link(update))
+    actor.span(PROFILING, 7 * MS, 8 * MS, link=driver.link(update))
+    close(folder, 10 * MS)
+    assert account(folder) == {"actor update_actor": 4, "profiler": 3, "trainer update": 3}
+    assert [stage.stage for stage in stage_times(load_step(folder.write()))] == ["update", "update_actor"]
+
+
+def test_what_reaches_beyond_the_window_is_clipped_to_it(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver_of(folder)
+    folder.process("actor", 0).span("update_actor", 4 * MS, 25 * MS)
+    close(folder, 10 * MS)
+    assert account(folder) == {"actor update_actor": 6, "unaccounted": 4}
+
+
+def test_a_step_without_spans_is_unaccounted(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver_of(folder)
+    close(folder, 10 * MS)
+    assert account(folder) == {"unaccounted": 10}
+
+
+def test_a_killed_workers_open_span_counts_to_its_last_sign_of_life(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, actor = driver_of(folder), folder.process("actor", 1)
+    driver.span("update", 0, 10 * MS)
+    update = actor.span("update_actor", 2 * MS, None)
+    actor.span("forward", 2 * MS, 5 * MS, parent=update)
+    gone = Absent(name="actor[1]", state="missing", reason="the actor died", process=actor.info.key)
+    driver.absent.append(gone)
+    driver.close(10 * MS)
+    path = folder.write()
+    assert wall(step_breakdown(load_step(path))) == {"trainer update": 7, "actor forward": 3}
+    health = step_health(load_step(path))
+    assert (health.state, health.complete) == ("missing", False)
+    (hung,) = health.open_spans
+    assert (hung.process, hung.stage, hung.start_ns, hung.wall_ns) == (
+        "actor 1",
+        "update_actor",
+        2 * MS,
+        3 * MS,
+    )
+    assert health.missing[0] == "actor[1]: missing: the actor died"
+
+
+def test_a_skew_of_11_seconds_does_not_move_time_between_stages(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    actor = folder.process("actor", 0, host="host-b", skew_ns=11_560 * MS)
+    driver.span("update", 0, 10 * MS)
+    actor.span("update_actor", 2 * MS, 9 * MS)
+    driver.measures(actor, 0)
+    close(folder, 10 * MS)
+    assert account(folder) == {"actor update_actor": 7, "trainer update": 3}
+
+
+def test_an_unaligned_process_is_in_no_wall_time_and_is_named(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, actor = driver_of(folder), folder.process("actor", 0, host="host-b")
+    driver.span("update", 0, 10 * MS)
+    actor.span("update_actor", 2 * MS, 9 * MS)
+    close(folder, 10 * MS)
+    timeline = load_step(folder.write())
+    breakdown = step_breakdown(timeline)
+    assert wall(breakdown) == {"trainer update": 10}
+    assert breakdown.left_out == ("actor 0",)
+    busy = {stage.stage: stage.total_ns // MS for stage in stage_times(timeline)}
+    assert busy == {"update": 10, "update_actor": 7}
+    assert not step_health(timeline).complete
+
+
+def test_ranks_that_each_own_their_capture_are_equals(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    for rank in range(2):
+        folder.process("trainer", rank, owner=True).span(f"stage_of_{rank}", 0, 10 * MS)
+    close(folder, 10 * MS)
+    assert account(folder) == {"trainer stage_of_0": 5, "trainer stage_of_1": 5}
+
+
+def test_work_of_another_step_is_in_the_account_and_counted_by_its_owner(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path, step=4)
+    driver, replica = driver_of(folder), folder.process("rollout", 0)
+    driver.span("update", 4 * MS, 10 * MS)
+    for version in (2, 3):
+        replica.span("generate", 0, 4 * MS, step=5, policy_version=version)
+    close(folder, 10 * MS)
+    path = folder.write()
+    assert wall(step_breakdown(load_step(path))) == {"rollout generate": 4, "trainer update": 6}
+    (other,) = step_health(load_step(path)).other_steps
+    assert (other.step, other.spans, other.total_ns, other.policy_versions) == (5, 2, 8 * MS, (2, 3))
+
+
+def test_dropped_spans_are_counted_and_make_a_step_incomplete(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    driver.dropped = 7
+    close(folder, 10 * MS)
+    health = step_health(load_step(folder.write()))
+    assert (health.dropped, health.complete) == (7, False)
+
+
+def test_a_whole_step_is_complete_and_errors_of_the_user_do_not_change_that(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    driver.span("tool", 0, MS, role="env", error="ValueError: no such tool")
+    driver.expected.append(
+        Expectation(name="torch trace", kind="trace", state="skipped", reason="role trainer is not selected")
+    )
+    close(folder, 10 * MS)
+    health = step_health(load_step(folder.write()))
+    assert health.complete
+    assert [row.error for row in health.errors] == ["ValueError: no such tool"]
+    assert health.skipped == ("trainer_host-a_pid1000: torch trace: role trainer is not selected",)
+
+
+def test_a_broken_file_makes_a_step_incomplete(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    close(folder, 10 * MS)
+    path = folder.write()
+    with driver.span_path.open("ab") as file:
+        file.write(b"garbage\n")
+    health = step_health(load_step(path))
+    assert not health.complete
+    assert [problem.what for problem in health.broken] == ["lines that are no record"]
+
+
+def test_ranks_that_capture_by_themselves_cost_as_much_as_the_slowest(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    costs = OwnCost(start_ns=9 * MS, stop_ns=5 * MS), OwnCost(start_ns=2 * MS, stop_ns=70 * MS)
+    for rank, cost in enumerate(costs):
+        folder.process("trainer", rank, owner=True, cost=cost).span("update", 0, 10 * MS)
+    folder.process("actor", 0, cost=OwnCost(start_ns=500 * MS)).span("step", 0, 10 * MS)
+    close(folder, 10 * MS)
+    breakdown = step_breakdown(load_step(folder.write()))
+    assert (breakdown.opening_ns, breakdown.closing_ns) == (9 * MS, 70 * MS)

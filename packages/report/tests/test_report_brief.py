@@ -1,0 +1,177 @@
+"""Seeded slow steps with a known cause: the brief of 40 lines names it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from packages.report.tests.simulated import Rollout
+from packages.report.tests.test_cli import a_run, damage
+from stepscope.files.counters import KV_CACHE, PREEMPTIONS
+from stepscope.testing.steps import StepFolder
+from stepscope_report import SettingChange, StepReport, step_report
+from stepscope_report.brief import LINES, brief_html, brief_markdown, brief_text, step_brief
+from stepscope_report.cli import run
+from stepscope_report.timeline import load_step
+
+MS = 1_000_000
+
+
+def slow_tool(root: Path) -> StepReport:
+    """One of 24 calls takes 1.5 s, the others 30 ms."""
+    return Rollout(
+        slots=2,
+        tool_ms=lambda number, turn: 1500 if (number, turn) == (2, 1) else 30,
+        tool=lambda number, turn: "search",
+    ).report(root)
+
+
+def straggler_rank(root: Path) -> StepReport:
+    """Rank 2 of 4 updates for 900 ms, the others for 500."""
+    folder = StepFolder(root)
+    folder.process("trainer", owner=True).span("rollout", 0, 100 * MS, role="agent_loop")
+    for rank in range(4):
+        folder.process("actor", rank).span("update_actor", 100 * MS, (1000 if rank == 2 else 600) * MS)
+    return written(folder)
+
+
+def long_tail(root: Path) -> StepReport:
+    """Two of 20 trajectories decode for 900 ms a turn, the others for 50."""
+    return Rollout(trajectories=20, decode_ms=lambda number, turn: 900 if number in (7, 8) else 50).report(
+        root
+    )
+
+
+def full_kv_cache(root: Path) -> StepReport:
+    """The cache of replica 0 fills to 99 %, and 7 requests start again."""
+    folder = StepFolder(root)
+    folder.process("trainer", owner=True).span("rollout", 0, 1000 * MS, role="agent_loop")
+    engine = folder.process("rollout", 0)
+    engine.counter(KV_CACHE, {0: 10, 500 * MS: 99}, of="replica 0", unit="%")
+    engine.counter(PREEMPTIONS, {0: 2, 500 * MS: 9}, of="replica 0", kind="total")
+    return written(folder)
+
+
+def serial_reward(root: Path) -> StepReport:
+    """All answers are there after 300 ms. Then rewards are computed one after the other, for 600 ms."""
+    folder = StepFolder(root)
+    driver = folder.process("trainer", owner=True)
+    driver.span("rollout", 0, 300 * MS, role="agent_loop")
+    for number in range(20):
+        driver.span("compute_reward", (300 + 30 * number) * MS, (330 + 30 * number) * MS, role="reward")
+    return written(folder)
+
+
+def written(folder: StepFolder) -> StepReport:
+    for process in folder.processes:
+        process.close(1000 * MS)
+    return step_report(load_step(folder.write()))
+
+
+CAUSES: dict[Callable[[Path], StepReport], tuple[str, ...]] = {
+    slow_tool: ("tool search", "[slow-tools]"),
+    straggler_rank: (
+        "actor 2 is slower than the others in actor update_actor",
+        "Least balanced: actor update_actor, actor 2 busy for 900 ms, 1.80 times the median of 4 processes",
+    ),
+    long_tail: ("the step waits for its slowest trajectories", "Slowest trajectory: t7", "decode 2.70 s"),
+    full_kv_cache: ("the KV cache of replica 0 is full", "7 preemptions", "max_num_seqs"),
+    serial_reward: ("60.0 % reward compute_reward: 600 ms, nothing else ran",),
+}
+
+
+@pytest.mark.parametrize("seed", CAUSES, ids=lambda seed: seed.__name__)
+def test_the_brief_names_the_cause(tmp_path: Path, seed: Callable[[Path], StepReport]) -> None:
+    parts = step_brief(seed(tmp_path), tmp_path)
+    text = brief_text(parts)
+    for phrase in CAUSES[seed]:
+        assert phrase in text
+    assert len(text.splitlines()) <= LINES
+    assert [part.title for part in parts[1:]] == ["Where it went", "What to do", "Findings", "Next"]
+
+
+RULES: dict[Callable[[Path], StepReport], str] = {
+    slow_tool: "slow-tools",
+    straggler_rank: "straggler",
+    long_tail: "long-tail",
+    full_kv_cache: "full-kv-cache",
+}
+
+
+@pytest.mark.parametrize("seed", RULES, ids=lambda seed: seed.__name__)
+def test_the_cause_is_the_first_advice(tmp_path: Path, seed: Callable[[Path], StepReport]) -> None:
+    (advice,) = (part for part in step_brief(seed(tmp_path)) if part.title == "What to do")
+    assert f"[{RULES[seed]}]" in advice.lines[0]
+
+
+@pytest.mark.parametrize("settings", [0, 5])
+def test_a_brief_is_never_longer_however_much_there_is_to_say(tmp_path: Path, settings: int) -> None:
+    report = slow_tool(tmp_path)
+    change = SettingChange(framework="mine", setting="pool", present=8, suggested=16, direction="higher")
+    advice = [msgspec.structs.replace(item, settings=(change,) * settings) for item in report.advice]
+    crowded = msgspec.structs.replace(
+        report,
+        advice=advice * 9,
+        breakdown=msgspec.structs.replace(report.breakdown, lines=report.breakdown.lines * 5, opening_ns=MS),
+        health=msgspec.structs.replace(
+            report.health, complete=False, doubts=("it",), captures=2, user_error="E", errors=()
+        ),
+    )
+    parts = step_brief(crowded, tmp_path, [report, report])
+    for text in (brief_text(parts), brief_markdown(parts)):
+        assert 35 <= len(text.splitlines()) <= LINES
+    assert re.search(r"\d+ more: (slow-tools|long-tail), ", brief_text(parts))
+
+
+def test_names_are_no_markup(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True).span("<b>*x*\n# y", 0, 900 * MS, role="reward")
+    parts = step_brief(written(folder))
+    assert "&lt;b&gt;*x* # y" in brief_html(parts)
+    assert r"\<b>\*x\* # y" in brief_markdown(parts)
+
+
+def test_of_a_run_the_brief_is_of_the_longest_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = a_run(tmp_path)
+    assert run(["report", str(path), "--brief"]) == 0
+    printed = capsys.readouterr().out
+    assert "The longest of 2 captured steps; the others took 10.0 ms" in printed
+    assert f"stepscope report {tmp_path}/step_000002 --full" in printed
+    assert not (path / "report.html").exists()
+
+
+def test_a_brief_of_a_damaged_step_says_so_and_exits_with_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = a_run(tmp_path, steps=[2])
+    damage(path)
+    assert run(["report", str(path), "--brief", "--markdown"]) == 3
+    printed = capsys.readouterr().out
+    assert printed.startswith("## Step 2 of run run1")
+    assert "- Not complete: spans/" in printed
+    assert "--full  # all tables, and all that is missing`" in printed
+
+
+@pytest.mark.parametrize("options", [["--markdown"], ["--brief", "--json"]])
+def test_options_that_exclude_each_other_are_refused(tmp_path: Path, options: list[str]) -> None:
+    assert run(["report", str(a_run(tmp_path)), *options]) == 2
+
+
+def test_an_imbalance_below_a_hundredth_of_the_step_is_no_finding(tmp_path: Path) -> None:
+    for slow_ms, told in ((10, False), (40, True)):
+        folder = StepFolder(tmp_path, step=slow_ms)
+        owner = folder.process("trainer", owner=True)
+        owner.span("train", 0, 2000 * MS)
+        owner.close(2000 * MS)
+        for rank in range(4):
+            worker = folder.process("actor", rank)
+            worker.span("reward", 0, (slow_ms if rank == 3 else 2) * MS)
+            worker.close(2000 * MS)
+        report = step_report(load_step(folder.write()))
+        assert ("Least balanced: actor reward" in brief_text(step_brief(report))) == told

@@ -1,0 +1,293 @@
+"""Counters in the report, in advice and in the merged timeline, of steps whose counters are known."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from stepscope.files.counters import (
+    EVENT_LOOP,
+    GC,
+    GPU,
+    KV_CACHE,
+    PREEMPTIONS,
+    RUNNING_REQUESTS,
+    WAITING_REQUESTS,
+)
+from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
+from stepscope_report import CounterRow, StepReport, step_report
+from stepscope_report.html.step_page import render_step
+from stepscope_report.terminal.text import render
+from stepscope_report.timeline import Selection, load_step, merge_step
+
+MS = 1_000_000
+S = 1000 * MS
+
+
+class Case:
+    """A step of 10 s with a trainer and an actor on another host, 5 ms ahead."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = StepFolder(root)
+        self.trainer = self.folder.process("trainer", owner=True)
+        self.actor = self.folder.process("actor", 0, host="host-b", skew_ns=5 * MS)
+        self.trainer.measures(self.actor, 0)
+        self.trainer.span("rollout", 0, 9 * S)
+
+    def write(self) -> Path:
+        for process in self.folder.processes:
+            process.close(10 * S)
+        return self.folder.write()
+
+    def report(self) -> StepReport:
+        return step_report(load_step(self.write()))
+
+    def rows(self) -> list[CounterRow]:
+        counters = self.report().counters
+        assert counters is not None
+        return list(counters.rows)
+
+    def advice(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        return {advice.rule: (advice.what, advice.because) for advice in self.report().advice}
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def test_the_mean_is_over_time(case: Case) -> None:
+    case.actor.counter("process CPU", {0: 0.0, 1 * S: 100.0, 4 * S: 20.0}, unit="%", kind="interval")
+    (row,) = case.rows()
+    assert (row.process, row.host, row.samples) == ("actor 0", "host-b", 3)
+    assert (row.least, row.mean, row.most) == (0.0, 40.0, 100.0), "100 for 1 s, 20 for 3 s"
+    assert row.covered_ns == 4 * S
+
+
+def test_values_outside_of_the_step_do_not_count(case: Case) -> None:
+    case.trainer.counter("process memory", {-2 * S: 9.0, -1 * S: 8.0, 5 * S: 1.0, 15 * S: 4.0}, unit="B")
+    (row,) = case.rows()
+    assert (row.samples, row.least, row.most) == (2, 1.0, 4.0)
+    assert row.mean == pytest.approx((5 * 1 + 5 * 4) / 10), "the rest of the step is that of the next sample"
+
+
+def test_a_total_grows(case: Case) -> None:
+    case.trainer.counter("generation tokens", {0: 1000.0, 5 * S: 1500.0, 9 * S: 1700.0}, kind="total")
+    (row,) = case.rows()
+    assert row.increase == 700
+
+
+def test_a_total_grows_from_its_last_value_before_the_step(case: Case) -> None:
+    case.trainer.counter("generation tokens", {-S: 900.0, -MS: 1000.0, 9 * S: 1700.0}, kind="total")
+    (row,) = case.rows()
+    assert (row.samples, row.increase) == (1, 700)
+
+
+def test_a_step_without_counters_has_no_section(case: Case) -> None:
+    report = case.report()
+    assert report.counters is None
+    assert "Counters" not in printed(report)
+    assert 'id="counters"' not in render_step(load_step(case.write()), report)
+
+
+def printed(report: StepReport) -> str:
+    text = StringIO()
+    Console(file=text, width=150).print(render(report))
+    return text.getvalue()
+
+
+def test_terminal_and_page_show_the_same_numbers(case: Case) -> None:
+    case.actor.counter("process memory", {0: 1e9, S: 2.5e9}, unit="B")
+    case.trainer.counter(GPU, {0: 0, S: 41.5}, of="GPU 3", unit="%", kind="interval", scope="host")
+    report = case.report()
+    text, page = printed(report), render_step(load_step(case.write()), report)
+    for words in ("actor 0", "2.5 GB", "GPU 3 of host-a", "41.5 %"):
+        assert words in text
+        assert words in page
+    assert page.count('class="fall curve"') == 2
+
+
+def test_a_bar_stands_where_the_value_was_sampled(case: Case) -> None:
+    case.trainer.counter(GPU, {5 * S: 0, 6 * S: 50}, of="GPU 0", unit="%", kind="interval", scope="host")
+    page = render_step(load_step(case.write()), case.report())
+    chart = page.partition('class="fall curve"')[2].partition("</td>")[0]
+    assert chart.count("<i ") == 12, "a tenth of 120 bars"
+    assert "left:50%" in chart
+    assert "left:60%" not in chart
+
+
+def test_of_many_rows_the_terminal_shows_the_highest_of_each(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    for rank in range(1, 20):
+        case.folder.process("actor", rank).counter("process CPU", {0: 0.0, S: float(rank)}, unit="%")
+    text = printed(case.report())
+    assert "actor 19" in text.partition("Counters")[2]
+    assert "Of each counter the highest of 19 rows." in text
+
+
+def test_a_late_event_loop_is_named_with_its_thread(case: Case) -> None:
+    case.trainer.counter(EVENT_LOOP, {0: 0, S: 300, 2 * S: 0}, of="MainThread", unit="ms", kind="interval")
+    what, because = case.advice()["late-event-loop"]
+    assert what == "something blocks the event loop of trainer"
+    assert because == ("a callback on its thread MainThread waited for 300 ms",)
+
+
+def block(process: FakeProcess, start_ms: int, end_ms: int) -> None:
+    """Sample an event loop at 10 Hz, as the recorder does, that did not run from `start_ms` to `end_ms`."""
+    values, sent_ms = {}, None
+    for at_ms in range(0, 10_000, 100):
+        late_ms = 0 if sent_ms is None else min(at_ms, end_ms) - sent_ms
+        values[at_ms * MS] = float(late_ms)
+        sent_ms = (sent_ms or at_ms) if start_ms <= at_ms < end_ms else None
+    process.counter(EVENT_LOOP, values, of="AsyncIO Thread: default", unit="ms", kind="interval")
+
+
+def test_a_call_that_has_the_event_loop_for_itself_blocks_nothing(case: Case) -> None:
+    case.trainer.span("update_actor", 2000 * MS, 2990 * MS)
+    case.actor.span("compute_log_prob", 1500 * MS, 1900 * MS)
+    around = case.actor.span("update_actor", 2010 * MS, 2980 * MS)
+    case.actor.span("optimizer", 2900 * MS, 2970 * MS, parent=around)
+    case.actor.span("sync_weights", 3000 * MS, 3100 * MS)
+    block(case.actor, 2010, 2980)
+    assert "late-event-loop" not in case.advice()
+    counters = case.report().counters
+    assert counters is not None
+    assert [row.most for row in counters.rows] == [880.0]
+
+
+def test_a_call_that_blocks_the_event_loop_of_others_is_named(case: Case) -> None:
+    agents = case.folder.process("agent_loop", 0)
+    for number in range(3):
+        around = agents.span("trajectory", 0, (8000 + number) * MS, role="agent_loop")
+        agents.span("turn", 100 * MS, 2000 * MS, role="agent_loop", parent=around)
+        if number == 1:
+            agents.span("add", 2100 * MS, 4050 * MS, role="env", parent=around)
+    block(agents, 2100, 4050)
+    what, because = case.advice()["late-event-loop"]
+    assert what == "env add blocks the event loop of agent_loop 0"
+    assert because[0].endswith("waited for 1.95 s")
+
+
+@pytest.mark.parametrize(("start_ms", "end_ms"), [(2010, 9000), (2500, 2980)])
+def test_a_block_that_no_call_explains_is_told(case: Case, start_ms: int, end_ms: int) -> None:
+    case.actor.span("generate", start_ms * MS, end_ms * MS)
+    block(case.actor, 2010, 2980)
+    assert case.advice()["late-event-loop"][0] == "something blocks the event loop of actor 0"
+
+
+def test_a_loop_that_is_late_by_100_ms_is_no_news(case: Case) -> None:
+    case.trainer.counter(EVENT_LOOP, {0: 0, S: 100}, of="MainThread", unit="ms", kind="interval")
+    assert "late-event-loop" not in case.advice()
+
+
+def test_the_collectors_time_is_added_up(case: Case) -> None:
+    case.actor.counter(GC, {0: 0, 5 * S: 10, 10 * S: 2}, unit="%", kind="interval")
+    what, because = case.advice()["garbage-collection"]
+    assert what == "Python's garbage collector stops actor 0"
+    assert because == ("600 ms, 6.0 % of the step",), "500 ms and 100 ms"
+
+
+def test_a_device_at_0_percent_while_tools_ran_is_named(case: Case) -> None:
+    case.trainer.span("tool", 2 * S, 5 * S, role="env")
+    case.trainer.span("tool", 4 * S, 6 * S, role="env")
+    values = {0: 50.0, 1 * S: 50.0, 3 * S: 0.0, 8 * S: 0.0, 9 * S: 60.0}
+    case.trainer.counter(GPU, values, of="GPU 3", unit="%", kind="interval", scope="host")
+    what, because = case.advice()["idle-while-tools-run"]
+    assert what == "GPU 3 of host-a was at 0 % while the rollout waited for tools"
+    assert because == ("4.00 s, 40.0 % of the step, of 7.00 s at 0 %",)
+
+
+def test_an_idle_device_without_tools_is_no_matter_of_tools(case: Case) -> None:
+    case.trainer.counter(GPU, {0: 0, 9 * S: 0}, of="GPU 3", unit="%", kind="interval", scope="host")
+    assert "idle-while-tools-run" not in case.advice()
+
+
+def engine(process: FakeProcess, cache: float, preempted: float) -> None:
+    process.counter(KV_CACHE, {0: 10, S: cache}, of="replica 0", unit="%")
+    process.counter(PREEMPTIONS, {0: 2, S: 2 + preempted}, of="replica 0", kind="total")
+
+
+def test_a_full_kv_cache_with_preemptions_is_named(case: Case) -> None:
+    engine(case.actor, 99, 7)
+    what, because = case.advice()["full-kv-cache"]
+    assert what == "the KV cache of replica 0 is full, and requests start again"
+    assert because == ("up to 99 % in use", "7 preemptions in the step")
+
+
+@pytest.mark.parametrize(("cache", "preempted"), [(99, 0), (80, 3)])
+def test_a_full_cache_or_preemptions_alone_are_not(case: Case, cache: float, preempted: float) -> None:
+    engine(case.actor, cache, preempted)
+    assert "full-kv-cache" not in case.advice()
+
+
+def events(step: Path, selection: Selection | None = None) -> list[tuple[str, int, float, float]]:
+    """Return (name, pid, ms after the opening, value) of the counters of a merged timeline."""
+    to = step / "merged.json.gz"
+    merged = merge_step(step, to=to, selection=selection or Selection())
+    content = json.loads(gzip.decompress(to.read_bytes()))
+    drawn = [event for event in content["traceEvents"] if event["ph"] == "C"]
+    assert merged.counters == len(drawn)
+    opened_us = (OPENED_NS - content["baseTimeNanoseconds"]) / 1000
+    return [
+        (event["name"], event["pid"], round((event["ts"] - opened_us) / 1000), event["args"]["value"])
+        for event in drawn
+    ]
+
+
+def test_counters_are_tracks_of_their_process_on_the_owners_clock(case: Case) -> None:
+    case.actor.counter("process memory", {S: 7.0, 2 * S: 7.0, 3 * S: 9.0}, unit="B")
+    case.trainer.counter(GPU, {S: 0, 2 * S: 50}, of="GPU 3", unit="%", kind="interval", scope="host")
+    assert events(case.write()) == [
+        ("GPU 3: GPU utilisation [%]", 1000, 1000, 50),
+        ("process memory [B]", 1001, 1000, 7.0),
+        ("process memory [B]", 1001, 3000, 9.0),
+    ], "what is of an interval stands at its beginning; what stays the same is one event"
+
+
+def test_a_selection_narrows_the_counters(case: Case) -> None:
+    case.actor.counter("process memory", {S: 7.0, 3 * S: 9.0}, unit="B")
+    case.trainer.counter("process memory", {S: 1.0, 3 * S: 2.0}, unit="B")
+    drawn = events(case.write(), Selection(roles=("actor",), from_ms=2000))
+    assert drawn == [("process memory [B]", 1001, 3000, 9.0)]
+
+
+def test_a_damaged_file_is_named_and_the_rest_is_read(case: Case) -> None:
+    case.actor.counter("process memory", {S: 7.0, 3 * S: 9.0}, unit="B")
+    step = case.write()
+    path = case.actor.counter_path
+    path.write_bytes(path.read_bytes().replace(b'"values":{"0":7.0}', b'"values":7') + b'{"kind":"sam')
+    timeline = load_step(step)
+    assert [counter.values for counter in timeline.counters] == [(9.0,)]
+    problems = {problem.what: problem.lines for problem in timeline.problems}
+    assert problems["lines that are no record"] == 1
+    assert problems["last line cut off: its writer was killed, or the disk full"] == 1
+    assert problems["samples lost: its end counts 2"] == 1
+
+
+@pytest.mark.parametrize(
+    ("waiting", "used", "speaks"), [(6.0, 40.0, True), (6.0, 99.0, False), (0.5, 40.0, False)]
+)
+def test_requests_that_wait_beside_a_cache_with_room_are_named(
+    case: Case, waiting: float, used: float, speaks: bool
+) -> None:
+    for name, value in ((WAITING_REQUESTS, waiting), (RUNNING_REQUESTS, 2.0), (KV_CACHE, used)):
+        case.actor.counter(name, {0: value, 9 * S: value}, of="replica 0")
+    advice = case.advice()
+    assert ("queueing" in advice) is speaks
+    if speaks:
+        assert advice["queueing"][1] == (
+            "replica 0: 6.0 requests waited on average, and 2.0 ran",
+            "its KV cache was used to 40 % at most",
+        )
+
+
+def test_a_queue_that_spans_show_to_be_short_is_not_looked_for_in_counters(case: Case) -> None:
+    case.trainer.span("queue", 0, S // 100, role="rollout")
+    for name, value in ((WAITING_REQUESTS, 6.0), (RUNNING_REQUESTS, 2.0), (KV_CACHE, 40.0)):
+        case.actor.counter(name, {0: value, 9 * S: value}, of="replica 0")
+    assert "queueing" not in case.advice()

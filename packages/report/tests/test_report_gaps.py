@@ -1,0 +1,175 @@
+"""Gaps of unaccounted time, and their names."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from packages.report.tests.test_report_html import page_of
+from stepscope.testing.steps import FakeProcess, StepFolder
+from stepscope_report import idle_times, step_report
+from stepscope_report.accounting import Interval
+from stepscope_report.spans import MOVES_WEIGHTS, TRANSFER
+from stepscope_report.tables.breakdown import Breakdown, step_breakdown
+from stepscope_report.tables.gaps import find_stretches
+from stepscope_report.terminal.text import render
+from stepscope_report.timeline import load_step
+
+MS = 1_000_000
+SEND, RECEIVE = "send_weights", "receive_weights"
+
+
+def account_of(folder: StepFolder) -> Breakdown:
+    return step_breakdown(load_step(folder.write()))
+
+
+def gaps(folder: StepFolder) -> list[tuple[str | None, str | None, int, int]]:
+    """(stage before, stage after, ms, how many)."""
+    return [
+        (gap.before and gap.before[1], gap.after and gap.after[1], gap.wall_ns // MS, gap.count)
+        for gap in account_of(folder).gaps
+    ]
+
+
+def driver_with_gaps(folder: StepFolder) -> FakeProcess:
+    driver = folder.process("trainer", owner=True)
+    for at in (10, 30):
+        driver.span("rollout", at * MS, (at + 5) * MS)
+        driver.span("update", (at + 7) * MS, (at + 10) * MS)
+    driver.close(100 * MS)
+    return driver
+
+
+def test_unaccounted_time_is_told_by_the_spans_around_it(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver_with_gaps(folder)
+    assert gaps(folder) == [
+        ("update", None, 60, 1),
+        (None, "rollout", 10, 1),
+        ("update", "rollout", 10, 1),
+        ("rollout", "update", 4, 2),
+    ]
+
+
+def test_gaps_add_up_to_what_is_unaccounted(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver_with_gaps(folder)
+    account = account_of(folder)
+    (unaccounted,) = (line for line in account.lines if line.kind == "unaccounted")
+    assert sum(gap.wall_ns for gap in account.gaps) == unaccounted.wall_ns == 84 * MS
+
+
+def test_a_step_without_spans_is_one_gap(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True).close(10 * MS)
+    assert gaps(folder) == [(None, None, 10, 1)]
+
+
+def test_the_three_largest_gaps_are_printed_and_the_rest_summed_up(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver_with_gaps(folder)
+    out = io.StringIO()
+    report = step_report(load_step(folder.write()))
+    Console(file=out, width=100).print(render(report))
+    section = out.getvalue().split("Unaccounted: the largest gaps")[1].split("\n\n")[0]
+    rows = [" ".join(line.split()) for line in section.splitlines()[3:]]
+    assert rows == [
+        "60.0 ms 60.0 1 after the last span, trainer update",
+        "10.0 ms 10.0 1 before the first span, trainer rollout",
+        "10.0 ms 10.0 1 between trainer update and trainer rollout",
+        "4.00 ms 4.0 2 elsewhere",
+    ]
+
+
+def test_the_page_names_the_gaps(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver_with_gaps(folder)
+    assert "after the last span, trainer update" in page_of(folder)
+    assert "elsewhere" in page_of(folder)
+
+
+def test_the_advice_on_unaccounted_time_names_the_largest_gap(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver_with_gaps(folder)
+    report = step_report(load_step(folder.write()))
+    (advice,) = (advice for advice in report.advice if advice.rule == "blind-spot")
+    assert "of that 60.0 ms after the last span, trainer update" in advice.because
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=12))
+def test_stretches_are_what_no_interval_covers(pairs: list[tuple[int, int]]) -> None:
+    intervals = [Interval(min(pair), max(pair), None, 0) for pair in pairs]
+    free = {
+        at for stretch in find_stretches(intervals, 5, 45) for at in range(stretch.start_ns, stretch.end_ns)
+    }
+    covered = {at for interval in intervals for at in range(interval.start_ns, interval.end_ns)}
+    assert free == set(range(5, 45)) - covered
+
+
+def synced(folder: StepFolder, *, first: tuple[str, str], then: tuple[str, str]) -> None:
+    folder.process("trainer", owner=True)
+    one, other = folder.process(first[0], 0), folder.process(then[0], 0)
+    one.span(first[1], 2 * MS, 3 * MS)
+    other.span(then[1], 65 * MS, 66 * MS)
+    for process in folder.processes:
+        process.close(70 * MS)
+
+
+def test_what_passes_between_the_ends_of_a_weight_sync_has_a_name(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    synced(folder, first=("actor", SEND), then=("rollout", RECEIVE))
+    lines = {line.stage or line.kind: (line.role, line.wall_ns // MS) for line in account_of(folder).lines}
+    assert lines[TRANSFER] == ("rollout", 62)
+    assert lines["unaccounted"] == (None, 6)
+    assert sum(gap.wall_ns for gap in account_of(folder).gaps) == 6 * MS
+
+
+def test_who_is_idle_meanwhile_waits_for_the_weight_sync(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    synced(folder, first=("actor", SEND), then=("rollout", RECEIVE))
+    for row in idle_times(load_step(folder.write())):
+        assert row.causes[0].kind == "weight sync"
+        assert row.busy_ns + sum(cause.wall_ns for cause in row.causes) == 70 * MS
+
+
+def test_a_training_between_two_weight_syncs_is_not_their_transfer(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    synced(folder, first=("rollout", RECEIVE), then=("actor", SEND))
+    assert not any(line.stage == TRANSFER for line in account_of(folder).lines)
+
+
+def test_a_gap_between_other_stages_is_no_transfer(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    synced(folder, first=("actor", "update_actor"), then=("rollout", "generate"))
+    assert not any(line.stage == TRANSFER for line in account_of(folder).lines)
+
+
+def test_names_of_both_ends_of_a_weight_sync_are_known() -> None:
+    for name in (
+        SEND,
+        RECEIVE,
+        "load_weights",
+        "sync_params",
+        "broadcast_weights",
+        "recv_weights",
+        "reshard",
+    ):
+        assert MOVES_WEIGHTS.search(name), name
+    for name in ("update_actor", "weighted_loss", "generate"):
+        assert not MOVES_WEIGHTS.search(name), name
+
+
+def test_a_span_called_tool_inside_a_trajectory_counts_as_a_tool(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    for number in range(4):
+        name = f"t{number}"
+        root = driver.span("trajectory", 0, 100 * MS, trajectory=name, role="agent_loop")
+        driver.span("tool_call", 10 * MS, 90 * MS, parent=root, trajectory=name, role="agent_loop")
+    driver.close(100 * MS)
+    rules = {advice.rule for advice in step_report(load_step(folder.write())).advice}
+    assert "slow-tools" in rules

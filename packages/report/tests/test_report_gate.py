@@ -1,0 +1,266 @@
+"""The gate of `stepscope diff`: intervals, limits, verdicts, and the files it reads."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from packages.report.tests.simulated_gate import names_stage, pair_gate
+from stepscope.errors import ConfigError
+from stepscope.files.layout import RunLayout
+from stepscope.files.recorder import StepLine
+from stepscope.files.uncaptured import UncapturedStep
+from stepscope.testing.steps import OPENED_NS, StepFolder
+from stepscope_report.cli import run
+from stepscope_report.gate.gate import Check, Limit, check_gate, parse_limits
+from stepscope_report.gate.interval import Sample, change_interval
+from stepscope_report.gate.steps import STEP, GateSteps
+
+MS = 1_000_000
+
+
+def around(mean: float, number: int = 30, seed: int = 0) -> list[float]:
+    draw = random.Random(seed)
+    return [mean * draw.lognormvariate(0, 0.03) for _ in range(number)]
+
+
+def steps(*seconds: float, noise: Sequence[float] = (), whole: bool = True) -> GateSteps:
+    captured = [{STEP: value, "rollout/generate": value / 2} for value in seconds]
+    return GateSteps(whole=whole, captured=captured, timed=[{STEP: value} for value in noise])
+
+
+def check(a: GateSteps, b: GateSteps, limit: Limit) -> Check:
+    (only,) = check_gate(a, b, [limit]).checks
+    return only
+
+
+def a_run(path: Path, *, took_ms: int = 100, captured: Sequence[int] = (2,), run_id: str = "run1") -> Path:
+    for number in captured:
+        folder = StepFolder(path, step=number, run_id=run_id)
+        driver = folder.process("trainer", owner=True)
+        driver.span("generate", 0, took_ms // 2 * MS, role="rollout")
+        driver.close(took_ms * MS)
+        folder.write()
+    return path
+
+
+def record(
+    path: Path, seconds: float, stages: Mapping[str, float] | None = None, run_id: str = "run1"
+) -> None:
+    layout = RunLayout(path)
+    path.mkdir(exist_ok=True)
+    lines = [
+        StepLine(step=number, start_ns=number * MS, dur_ns=int(took * 1e9), stages=dict(stages or {}))
+        for number, took in enumerate(around(seconds, seed=len(path.name)))
+    ]
+    layout.step_lines(run_id).write_bytes(b"\n".join(map(msgspec.json.encode, lines)) + b"\n")
+
+
+def test_no_change_stays_within_its_interval_and_a_planted_one_does_not() -> None:
+    assert sum(pair_gate(seed, limit=0).failed for seed in range(5)) <= 1
+    named = [names_stage(pair_gate(900 + seed, "actor/update"), "actor/update") for seed in range(5)]
+    assert sum(named) >= 4
+
+
+def test_the_same_seed_gives_the_same_interval() -> None:
+    a, b = Sample(around(1.0)), Sample(around(1.05, seed=1))
+    interval = change_interval(a, b, seed=3)
+    assert interval is not None
+    assert interval == change_interval(a, b, seed=3)
+    assert 0 < interval[0] < 0.05 < interval[1] < 0.1
+
+
+def test_more_comparisons_widen_the_interval() -> None:
+    a, b = Sample(around(1.0)), Sample(around(1.05, seed=1))
+    one, ten = change_interval(a, b), change_interval(a, b, comparisons=10)
+    assert one is not None
+    assert ten is not None
+    assert ten[0] < one[0] < one[1] < ten[1]
+
+
+def test_growth_beyond_the_limit_but_within_noise_passes() -> None:
+    wide = [0.5, 1.5] * 15
+    noisy = check(steps(1.0, noise=wide), steps(1.2, noise=wide), Limit(STEP, 0.05))
+    assert (noisy.changed, noisy.failed, noisy.source) == (False, False, "unprofiled")
+
+
+def test_one_step_is_compared_with_the_noise_of_the_steps_beside_it() -> None:
+    a, b = (steps(value, noise=around(1.0, seed=at), whole=False) for at, value in enumerate((1.0, 1.3)))
+    slower = check(a, b, Limit(STEP, 0.05))
+    assert (slower.source, slower.a_steps, slower.changed, slower.failed) == ("captured", 1, True, True)
+    b = steps(1.06, noise=around(1.0, seed=1), whole=False)
+    assert not check(a, b, Limit(STEP, 0.05)).failed
+
+
+@pytest.mark.parametrize(("b_seconds", "failed"), [(1.06, True), (1.04, False)])
+def test_without_noise_the_limit_alone_decides(b_seconds: float, failed: bool) -> None:
+    alone = check(steps(1.0), steps(b_seconds), Limit("rollout/*", 0.05))
+    assert (alone.interval, alone.changed, alone.failed) == (None, None, failed)
+
+
+def test_a_stage_that_a_lacks_fails() -> None:
+    b = GateSteps(whole=True, captured=[{STEP: 1.0, "env/tool": 0.1}])
+    new = check(steps(1.0), b, Limit("env/*", 0.05))
+    assert (new.change, new.failed) == (None, True)
+
+
+def test_limits_pair_with_stages_in_order() -> None:
+    assert parse_limits(["5%"], []) == [Limit("step", 0.05)]
+    assert parse_limits(["5%", "10"], ["rollout/*"]) == [Limit("step", 0.05), Limit("rollout/*", 0.1)]
+    assert parse_limits(["2.5 %"], ["a/*", "b/*"]) == [Limit("a/*", 0.025), Limit("b/*", 0.025)]
+    assert parse_limits(["1", "2"], ["a/*", "b/*"]) == [Limit("a/*", 0.01), Limit("b/*", 0.02)]
+
+
+@pytest.mark.parametrize(
+    ("fail_above", "stages", "named"),
+    [
+        (["-5%"], [], r"--fail-above is '-5%'; allowed: a percentage from 0 up"),
+        (["x"], [], r"--fail-above is 'x'.*Fix: --fail-above 5%"),
+        (["1", "2", "3"], ["a/*"], r"one for each --stage \(1\)"),
+    ],
+)
+def test_a_wrong_limit_is_named(fail_above: list[str], stages: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_limits(fail_above, stages)
+
+
+def test_a_pattern_without_a_stage_names_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"--stage is 'rolout/\*'.*A and B have rollout/generate"):
+        check_gate(steps(1.0), steps(1.0), [Limit("rolout/*", 0.05)])
+
+
+def test_the_command_exits_with_1_and_writes_junit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = str(a_run(tmp_path / "a")), str(a_run(tmp_path / "b", took_ms=120))
+    junit = tmp_path / "ci" / "gate.xml"
+    assert run(["diff", a, b]) == 0
+    assert run(["diff", a, b, "--fail-above", "30%"]) == 0
+    assert "Too few steps for an interval" in capsys.readouterr().out
+    stage = ["--fail-above", "5%", "--stage", "rollout/*", "--fail-above", "30%"]
+    assert run(["diff", a, b, *stage, "--junit", str(junit)]) == 1
+    assert "fails" in capsys.readouterr().out
+    suite = ElementTree.parse(junit).getroot()[0]
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    assert [case.get("name") for case in suite if case.find("failure") is not None] == ["step"]
+
+
+def test_markdown_and_json_hold_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = str(a_run(tmp_path / "a")), str(a_run(tmp_path / "b", took_ms=120))
+    assert run(["diff", a, b, "--fail-above", "5%", "--markdown"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("**stepscope: failed**\n\n| stage | A | B |")
+    assert "| step | 100 ms | 120 ms | +20.0 % | none | +5.0 % | 1, 1 captured | fails |" in printed
+    assert run(["diff", a, b, "--fail-above", "5%", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert (document["delta_ns"], document["gate"]["failed"]) == (20 * MS, True)
+
+
+def test_runs_without_a_capture_are_compared_by_recorded_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seconds in (("a", 1.0), ("bb", 1.2)):
+        record(tmp_path / name, seconds, {"rollout/generate": seconds / 2})
+    both = ["diff", str(tmp_path / "a"), str(tmp_path / "bb")]
+    assert run([*both, "--fail-above", "5%", "--json"]) == 1
+    (step,) = json.loads(capsys.readouterr().out)["gate"]["checks"]
+    assert (step["source"], step["a_steps"], step["changed"]) == ("unprofiled", 29, True)
+    assert run([*both, "--fail-above", "5%", "--stage", "rollout/*", "--steps-b", "1:11"]) == 1
+    assert "29, 10" in capsys.readouterr().out
+    assert run(both) == 2  # nothing captured, and no gate
+
+
+def test_a_newer_run_that_captured_nothing_is_not_judged_by_the_one_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path / "a", 1.0)
+    record(a_run(tmp_path / "bb", captured=(2, 3)), 1.0)
+    newer = [
+        StepLine(step=number, start_ns=OPENED_NS + (60_000 + number) * MS, dur_ns=int(took * 1e9))
+        for number, took in enumerate(around(1.5))
+    ]
+    RunLayout(tmp_path / "bb").step_lines("run2").write_bytes(b"\n".join(map(msgspec.json.encode, newer)))
+    command = ["diff", str(tmp_path / "a"), str(tmp_path / "bb"), "--fail-above", "5%", "--json"]
+    assert run(command) == 1
+    (step,) = json.loads(capsys.readouterr().out)["gate"]["checks"]
+    assert 1.4 < step["b_seconds"] < 1.6
+    assert run([*command, "--run-b", "run1"]) == 0
+
+
+def test_runs_with_different_numbers_of_checkpoints_compare_like_with_like(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, every, recorded in (("a", 8, True), ("b", 4, True), ("c", 8, False), ("d", 4, False)):
+        layout = RunLayout(a_run(tmp_path / name))
+        took = {
+            number: seconds * (1 if number % every else 3)
+            for number, seconds in enumerate(around(1.0, 61, seed=ord(name)))
+        }
+        lines: list[msgspec.Struct]
+        if recorded:
+            path = layout.step_lines("run1")
+            lines = [
+                StepLine(
+                    step=number,
+                    start_ns=number * MS,
+                    dur_ns=int(seconds * 1e9),
+                    stages={"actor/update": 1.0, **({} if number % every else {"actor/save": 2.0})},
+                )
+                for number, seconds in took.items()
+            ]
+        else:
+            path = layout.root / "uncaptured" / "trainer_rank0_run1.jsonl"
+            path.parent.mkdir()
+            lines = [
+                UncapturedStep(step=number, start_ns=number, dur_ns=int(seconds * 1e9))
+                for number, seconds in took.items()
+            ]
+        path.write_bytes(b"\n".join(map(msgspec.json.encode, lines)))
+    for a, b in ("ab", "ba", "cd", "dc"):
+        command = ["diff", str(tmp_path / a), str(tmp_path / b), "--fail-above", "10%", "--json"]
+        assert run(command) == 0
+        (step,) = json.loads(capsys.readouterr().out)["gate"]["checks"]
+        assert abs(step["change"]) < 0.05
+
+
+def test_uncaptured_steps_of_the_slowest_owner_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seed in (("a", 0), ("b", 1)):
+        folder = a_run(tmp_path / name) / "uncaptured"
+        folder.mkdir()
+        for rank in (0, 1):
+            lines = [
+                UncapturedStep(step=number, start_ns=number, dur_ns=int(took * 1e9) * (rank + 1))
+                for number, took in enumerate(around(1.0, seed=seed))
+            ]
+            (folder / f"trainer_rank{rank}_run1.jsonl").write_bytes(
+                b"\n".join(map(msgspec.json.encode, lines))
+            )
+    assert run(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--fail-above", "1%", "--json"]) == 0
+    (step,) = json.loads(capsys.readouterr().out)["gate"]["checks"]
+    assert (step["source"], step["a_steps"], step["failed"]) == ("unprofiled", 30, False)
+    assert 1.9 < step["a_seconds"] < 2.1
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--stage", "a/*"], "--stage is 'a/*'; allowed: only with a limit"),
+        (["--junit", "x.xml"], "--junit is 'x.xml'; allowed: only with a limit"),
+        (["--steps-a", "7"], "allowed: captured steps: 2"),
+        (["--steps-b", "x"], "--steps-b is 'x'"),
+    ],
+)
+def test_wrong_options_exit_with_2_and_say_what_is_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], named: str
+) -> None:
+    a = str(a_run(tmp_path))
+    assert run(["diff", a, a, *options]) == 2
+    assert named in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""Calls grouped by an attribute: which tool is slow, which environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stepscope.testing.steps import StepFolder
+from stepscope_report.cli import run
+from stepscope_report.groups import choices_of, group_spans
+from stepscope_report.html.step_page import render_step
+from stepscope_report.sections import step_report
+from stepscope_report.timeline import load_step
+
+MS = 1_000_000
+
+
+@pytest.fixture
+def save_path(tmp_path: Path) -> Path:
+    """Return a run with a step of 100 ms: two overlapping calls of `search`, 20 of `python`, all in envs."""
+    folder = StepFolder(tmp_path, step=2)
+    driver = folder.process("trainer", owner=True)
+    driver.span("tool", 0, 30 * MS, role="env", attrs={"name": "search", "env": "web", "cached": False})
+    driver.span("tool", 10 * MS, 50 * MS, role="env", attrs={"name": "search", "env": "web", "cached": True})
+    for call in range(20):
+        start_ns = 50 * MS + call * 2 * MS
+        driver.span(
+            "tool",
+            start_ns,
+            start_ns + (call + 1) * 100_000,
+            role="env",
+            attrs={"name": "python", "env": "math"},
+        )
+    driver.span("update_actor", 90 * MS, 100 * MS, role="actor")
+    driver.close(100 * MS)
+    folder.write()
+    return tmp_path
+
+
+def test_calls_of_a_tool_are_counted_summed_and_spread(save_path: Path) -> None:
+    grouping = group_spans(load_step(save_path / "step_000002"), "tool")
+    search, python = grouping.groups
+    assert (search.value, search.calls, search.total_ns, search.mean_ns) == ("search", 2, 70 * MS, 35 * MS)
+    assert (python.value, python.calls, python.total_ns, python.mean_ns) == ("python", 20, 21 * MS, 1_050_000)
+    assert (python.p50_ns, python.p95_ns, python.max_ns) == (1_000_000, 1_900_000, 2 * MS)
+
+
+def test_calls_at_once_are_active_once(save_path: Path) -> None:
+    grouping = group_spans(load_step(save_path / "step_000002"), "env")
+    assert {group.value: group.active_ns for group in grouping.groups} == {"web": 50 * MS, "math": 21 * MS}
+    assert grouping.window_ns == 100 * MS
+
+
+def test_any_attribute_groups_the_spans_that_state_it(save_path: Path) -> None:
+    grouping = group_spans(load_step(save_path / "step_000002"), "cached")
+    assert {group.value: group.calls for group in grouping.groups} == {"true": 1, "false": 1}
+
+
+def test_without_a_name_a_span_is_named_by_its_stage(save_path: Path) -> None:
+    grouping = group_spans(load_step(save_path / "step_000002"), "name")
+    assert {group.value: group.calls for group in grouping.groups} == {
+        "search": 2, "python": 20, "update_actor": 1,
+    }  # fmt: skip
+
+
+def test_the_command_prints_a_table_for_each_attribute(
+    save_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["report", str(save_path), "--by", "tool", "--by", "cached"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (search,) = (" ".join(line.split()) for line in lines if line.startswith("  search"))
+    assert search == "search 2 70.0 ms 35.0 ms 30.0 ms 40.0 ms 40.0 ms 50.0 ms 50.0"
+    assert "Step 2 by cached" in lines
+    assert not (save_path / "report.html").exists()
+
+
+def test_it_prints_markdown_and_json_too(save_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(save_path), "--by", "env", "--markdown"]) == 0
+    printed = capsys.readouterr().out
+    assert "### Step 2 by env" in printed
+    assert "| web | 2 | 70.0 ms | 35.0 ms | 30.0 ms | 40.0 ms | 40.0 ms | 50.0 ms | 50.0 |" in printed
+    assert run(["report", str(save_path), "--by", "env", "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)["steps"][0]
+    assert [(by["attribute"], [group["value"] for group in by["groups"]]) for by in step["by"]] == [
+        ("env", ["web", "math"])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--by", "tol"],
+            "no span has an attribute 'tol'. Allowed: name, tool, env, role, stage, process, cached",
+        ),
+        (["--by", "tool", "--html"], "--by goes without"),
+        (["--by", "tool", "--json", "--markdown"], "--markdown goes without"),
+    ],
+)
+def test_a_wrong_one_is_refused_with_those_that_are_there(
+    arguments: list[str], message: str, save_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["report", str(save_path), *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_page_offers_attributes_of_few_values(save_path: Path) -> None:
+    timeline = load_step(save_path / "step_000002")
+    assert [grouping.attribute for grouping in choices_of(timeline)] == [
+        "tool",
+        "env",
+        "name",
+        "cached",
+        "role",
+    ]
+    page = render_step(timeline, step_report(timeline))
+    assert page.count('class="choice"') == 5

@@ -1,0 +1,213 @@
+"""Idle processes and their probable causes, computed by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packages.report.tests.pictures import rl_step
+from packages.report.tests.traces import add_trace, event, kernel, op
+from stepscope.testing.steps import StepFolder
+from stepscope_report import Idle, idle_times
+from stepscope_report.blocks.idle import say_causes, say_collectives
+from stepscope_report.timeline import load_step, load_traces
+
+MS = 1_000_000
+
+
+def rows(folder: StepFolder, *, traces: bool = False) -> dict[str, Idle]:
+    path = folder.write()
+    timeline = load_step(path)
+    activities = load_traces(path, timeline).activities if traces else ()
+    return {row.process: row for row in idle_times(timeline, activities)}
+
+
+def causes(row: Idle) -> list[tuple[str, str | None, int]]:
+    return [(cause.kind, cause.stage, cause.wall_ns // MS) for cause in row.causes]
+
+
+def step(tmp_path: Path) -> StepFolder:
+    """Rollout to 400 ms; weights of actor 0 to 500; ref to 600; update on rank 0 to 700, on rank 1 to 900."""
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("rollout", 0, 400 * MS, role="agent_loop")
+    driver.span("update", 600 * MS, 950 * MS)
+    folder.process("rollout", 0).span("decode", 0, 400 * MS)
+    actors = [folder.process("actor", rank) for rank in (0, 1)]
+    actors[0].span("sync_weights", 400 * MS, 500 * MS)
+    folder.process("ref", 0).span("compute_log_prob", 500 * MS, 600 * MS)
+    for rank, actor in enumerate(actors):
+        actor.span("update_actor", 600 * MS, (700 + 200 * rank) * MS)
+    for process in folder.processes:
+        process.close(1000 * MS)
+    return folder
+
+
+def test_each_idle_instant_has_its_likely_cause(tmp_path: Path) -> None:
+    by_process = rows(step(tmp_path))
+    assert causes(by_process["actor 0"]) == [
+        ("rollout", "decode", 400),
+        ("slowest rank", "update_actor", 200),
+        ("other work", "compute_log_prob", 100),
+        ("unaccounted", None, 50),
+        ("other work", "update", 50),
+    ]
+    assert causes(by_process["actor 1"])[1] == ("weight sync", "sync_weights", 100)
+    assert (by_process["actor 0"].busy_ns, by_process["actor 1"].busy_ns) == (200 * MS, 300 * MS)
+
+
+def test_the_printed_causes_add_up_to_the_idle_time(tmp_path: Path) -> None:
+    """Actor 0 works from 400 to 500 and from 600 to 700 of 1000 ms; three of four causes are named."""
+    assert say_causes(rows(step(tmp_path))["actor 0"]) == (
+        "rollout 400 ms, slowest rank 200 ms (update_actor), other work 150 ms (compute_log_prob), "
+        "others 50.0 ms"
+    )
+
+
+def test_the_owners_spans_around_workers_are_waiting_for_them(tmp_path: Path) -> None:
+    driver = rows(step(tmp_path))["trainer"]
+    assert driver.busy_ns == 50 * MS  # its update goes on when the workers' is over
+    assert causes(driver)[0] == ("rollout", "decode", 400)
+
+
+def test_nobody_waits_for_what_a_later_step_consumes(tmp_path: Path) -> None:
+    """Rollouts for the next step run all the time; those of this one end at 200 ms, its update at 600 ms."""
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    replicas = [folder.process("rollout", rank) for rank in (0, 1)]
+    actor = folder.process("actor", 0)
+    replicas[0].span("decode", 0, 200 * MS)
+    replicas[1].span("decode", 0, 1000 * MS, step=3)
+    actor.span("update_actor", 200 * MS, 600 * MS)
+    driver.span("advantages", 600 * MS, 700 * MS)
+    for process in folder.processes:
+        process.close(1000 * MS)
+    by_process = rows(folder)
+    assert by_process["trainer"].busy_ns == 100 * MS
+    assert causes(by_process["trainer"]) == [("rollout", "decode", 500), ("other work", "update_actor", 400)]
+    assert causes(by_process["actor 0"]) == [("rollout", "decode", 500), ("other work", "advantages", 100)]
+    assert causes(by_process["rollout 0"]) == [("slowest rank", "decode", 800)]
+
+
+def test_a_caller_of_replicas_is_no_slower_replica(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True)
+    loop, replica = folder.process("agent_loop", 0), folder.process("rollout", 0)
+    loop.span("generate", 0, 100 * MS, role="rollout")
+    replica.span("generate", 0, 40 * MS)
+    for process in folder.processes:
+        process.close(100 * MS)
+    assert causes(rows(folder)["rollout 0"]) == [("rollout", "generate", 60)]
+
+
+def test_a_span_of_waiting_is_no_work(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True).close(100 * MS)
+    replica = folder.process("rollout", 0)
+    call = replica.span("generate", 0, 100 * MS)
+    replica.span("queue", 0, 30 * MS, parent=call)
+    replica.close(100 * MS)
+    assert rows(folder)["rollout 0"].busy_ns == 70 * MS
+
+
+def test_an_unaligned_process_has_no_row(tmp_path: Path) -> None:
+    folder = step(tmp_path)
+    folder.process("actor", 2, host="elsewhere").span("update_actor", 0, MS)
+    assert "actor 2" not in rows(folder)
+
+
+def test_512_ranks_are_walked_once(tmp_path: Path) -> None:
+    folder = rl_step(tmp_path, ranks=512, trajectories=64)
+    by_process = rows(folder)
+    assert len(by_process) == 514
+    assert causes(by_process["actor 0"])[0][:2] == ("rollout", "decode")
+    assert {row.busy_ns + row.idle_ns for row in by_process.values()} == {1000 * MS}
+
+
+spans = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.sampled_from(["a", "queue", "sync_weights"]),
+        st.integers(0, 90),
+        st.integers(0, 30),
+        st.sampled_from([None, 1, 3]),
+    ),
+    max_size=25,
+)
+
+
+@given(spans)
+def test_busy_and_causes_add_up_to_the_step(
+    tmp_path_factory: Any, spans: list[tuple[int, str, int, int, int | None]]
+) -> None:
+    folder = StepFolder(tmp_path_factory.mktemp("step"))
+    folder.process("trainer", owner=True)
+    folder.process("actor", 0)
+    folder.process("actor", 1)
+    folder.process("rollout", 0)
+    for process, stage, start, length, owned in spans:
+        folder.processes[process].span(stage, start, start + length, step=owned)
+    for recorder in folder.processes:
+        recorder.close(100)
+    for row in rows(folder).values():
+        assert row.busy_ns + row.idle_ns == 100
+        assert sum(cause.wall_ns for cause in row.causes) == row.idle_ns
+        assert min([cause.wall_ns for cause in row.causes], default=1) > 0
+
+
+def test_time_in_collectives_comes_from_traces_and_the_late_rank_shows(tmp_path: Path) -> None:
+    folder = step(tmp_path)
+    for rank, process in enumerate(process for process in folder.processes if process.info.role == "actor"):
+        enters = 610_000 + 40_000 * rank  # rank 1 comes 40 ms later
+        add_trace(folder, process, [
+            op("aten::mm", 600_000, enters - 600_000),
+            event("gloo:all_reduce", "user_annotation", enters, 660_000 - enters, tid=2),
+        ])  # fmt: skip
+    by_process = rows(folder, traces=True)
+    assert (by_process["actor 0"].collective_ns, by_process["actor 0"].skew_ns) == (50 * MS, 40 * MS)
+    assert (by_process["actor 0"].awaited, by_process["actor 0"].awaited_ns) == ("actor 1", 40 * MS)
+    assert (by_process["actor 1"].collective_ns, by_process["actor 1"].skew_ns) == (10 * MS, 0)
+    assert by_process["actor 1"].awaited is None
+    assert say_collectives(by_process["actor 0"]) == "50.0 ms (40.0 ms before all were there: actor 1)"
+    assert by_process["rollout 0"].collective_ns is None
+
+
+def test_calls_of_a_stage_that_have_traces_of_their_own_are_matched_in_order(tmp_path: Path) -> None:
+    folder = step(tmp_path)
+    for rank, process in enumerate(process for process in folder.processes if process.info.role == "actor"):
+        for call, late_us in enumerate((40_000, 0)):
+            at = 600_000 + 50_000 * call
+            enters = at + late_us * rank
+            reduce = event("gloo:all_reduce", "user_annotation", enters, at + 45_000 - enters, tid=2)
+            add_trace(folder, process, [reduce], name=f"update_{call}", stage="update_actor")
+    by_process = rows(folder, traces=True)
+    assert [by_process[f"actor {rank}"].skew_ns for rank in (0, 1)] == [40 * MS, 0]
+
+
+def test_on_a_device_only_exposed_communication_counts(tmp_path: Path) -> None:
+    folder = step(tmp_path)
+    actor = next(process for process in folder.processes if process.info.role == "actor")
+    add_trace(folder, actor, [
+        kernel("gemm", 600_000, 30_000), kernel("ncclDevKernel_AllReduce_Sum", 620_000, 30_000, stream=9),
+    ])  # fmt: skip
+    assert rows(folder, traces=True)["actor 0"].collective_ns == 20 * MS
+
+
+def test_ranks_wait_only_for_those_of_their_process_group(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    for rank in range(4):
+        actor = folder.process("actor", rank, owner=rank == 0)
+        actor.span("update_actor", 600 * MS, 900 * MS)
+        pair = [0, 1] if rank < 2 else [2, 3]
+        enters = 610_000 if rank < 2 else 650_000  # the other pair works longer
+        reduce = kernel("ncclDevKernel_AllReduce_Sum", enters, 50_000, stream=9)
+        reduce["args"] = {
+            "Collective name": "allreduce", "In msg nelems": 5,
+            "Process Group Name": "1", "Process Group Ranks": str(pair),
+        }  # fmt: skip
+        add_trace(folder, actor, [reduce])
+        actor.close(1000 * MS)
+    assert [row.skew_ns for row in rows(folder, traces=True).values()] == [0] * 4

@@ -1,0 +1,94 @@
+"""Reports of many ranks: the worst by name, percentiles of the rest, and a page that stays small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from packages.report.tests.test_report_html import Page
+from packages.report.tests.traces import add_trace, kernel, memory
+from stepscope.testing.steps import StepFolder
+from stepscope_report import step_report
+from stepscope_report.blocks.block import TextTable
+from stepscope_report.blocks.traces import trace_blocks
+from stepscope_report.html.counters import BARS
+from stepscope_report.html.counters import ROWS as COUNTERS
+from stepscope_report.html.step_page import render_step
+from stepscope_report.html.traces import DRAWN
+from stepscope_report.model import StepReport
+from stepscope_report.timeline import Timeline, load_step, load_traces
+
+MS = 1_000_000
+RANKS = 150
+LAZY, FULL = 77, 33
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> tuple[Timeline, StepReport]:
+    """A step in which one rank's GPU does little, another one's memory is fuller, and counters abound."""
+    path = written(tmp_path_factory.mktemp("many"))
+    timeline = load_step(path)
+    return timeline, step_report(timeline, load_traces(path, timeline))
+
+
+def written(root: Path) -> Path:
+    folder = StepFolder(root)
+    folder.process("trainer", owner=True).span("update", 0, 900 * MS)
+    for rank in range(RANKS):
+        actor = folder.process("actor", rank)
+        actor.span("update_actor", 0, 800 * MS)
+        busy_us = 100_000 if rank == LAZY else 500_000 + 1000 * rank
+        held = 9 << 30 if rank == FULL else (4 << 30) + rank
+        add_trace(folder, actor, [kernel("gemm", 0, busy_us), kernel("gemm", 799_000, 1000), memory(5, held)])
+        for number in range(3):
+            values = {at * 90 * MS: float(at + 1) for at in range(10)}
+            actor.counter(f"counter {number}", values, unit="%")
+    for process in folder.processes:
+        process.close(1000 * MS)
+    return folder.write()
+
+
+def tables(report: StepReport) -> dict[str, TextTable]:
+    return {
+        block.title: block for block in trace_blocks(report.traces, report) if isinstance(block, TextTable)
+    }
+
+
+def test_the_least_busy_device_comes_first_with_percentiles_of_all(step: tuple[Timeline, StepReport]) -> None:
+    devices = tables(step[1])["Devices"]
+    assert [row[0] for row in devices.rows[:2]] == [f"actor {LAZY}", "actor 0"]
+    assert devices.note.startswith("Least busy first. Busy: p10 ")
+    assert f"of {RANKS}." in devices.note
+
+
+def test_the_fullest_memory_comes_first_with_percentiles_of_all(step: tuple[Timeline, StepReport]) -> None:
+    rows = tables(step[1])["Most memory"]
+    assert rows.rows[0][0] == f"actor {FULL}"
+    assert rows.note.startswith("Most first. Allocated: p10 4.3 GB, p50 4.3 GB, p90 4.3 GB, most 9.7 GB")
+
+
+def test_few_devices_stay_in_the_order_of_ranks(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True).close(1000 * MS)
+    for rank, busy_us in enumerate((500, 100, 300)):
+        actor = folder.process("actor", rank)
+        add_trace(folder, actor, [kernel("gemm", 0, busy_us)])
+        actor.close(1000 * MS)
+    path = folder.write()
+    timeline = load_step(path)
+    devices = tables(step_report(timeline, load_traces(path, timeline)))["Devices"]
+    assert [row[0] for row in devices.rows] == ["actor 0", "actor 1", "actor 2"]
+    assert "p50" not in devices.note
+
+
+def test_the_page_draws_some_devices_and_counters_and_counts_the_others(
+    step: tuple[Timeline, StepReport],
+) -> None:
+    text = render_step(*step)
+    page = Page(text)
+    assert page.marks["devices"] <= 3 * (DRAWN + 24)
+    assert page.marks["counters"] <= 1.2 * COUNTERS * BARS
+    assert f"actor {LAZY}" in page.text["devices"]
+    assert "are shown: the least busy ones" in page.text["devices"]
+    assert len(text) < 4_000_000

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packages.report.tests.pictures import MS, rl_step
+from stepscope.testing.steps import StepFolder
+from stepscope_report import stage_times
+from stepscope_report.charts.gantt import FULL_ROWS, Gantt, draw_gantt
+from stepscope_report.charts.lanes import pack, pack_trajectories
+from stepscope_report.charts.marks import Mark, blend_short, join_near, pick
+from stepscope_report.timeline import load_step
+
+A, B = ("actor", "forward"), ("actor", "backward")
+
+
+def chart(folder: StepFolder, budget: int = 12_000) -> Gantt:
+    timeline = load_step(folder.write())
+    return draw_gantt(timeline, stage_times(timeline), budget)
+
+
+def lanes_of(drawn: Gantt, role: str, row: int = 0) -> list[list[str]]:
+    group = next(group for group in drawn.groups if group.role == role)
+    return [[mark.label[1] for mark in lane] for lane in group.rows[row].lanes]
+
+
+def test_callers_stand_above_what_they_call(tmp_path: Path) -> None:
+    drawn = chart(rl_step(tmp_path))
+    assert lanes_of(drawn, "actor") == [["update_actor"], ["forward"]]
+    assert lanes_of(drawn, "trainer") == [["rollout", "update"], ["trajectory"], ["turn"]]
+
+
+def test_concurrent_calls_of_a_stage_are_one_mark_that_says_how_many(tmp_path: Path) -> None:
+    drawn = chart(rl_step(tmp_path, trajectories=24))
+    trainer = drawn.groups[0].rows[0]
+    (trajectory,) = trainer.lanes[1]
+    assert (trajectory.spans, trajectory.at_once) == (24, 24)
+    assert (trajectory.start_ns, trajectory.end_ns) == (0, 600 * MS)
+
+
+def test_stages_that_overlap_have_lanes_of_their_own(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("reward", 0, 6 * MS)
+    driver.span("ref", 4 * MS, 8 * MS)
+    driver.span("update", 8 * MS, 9 * MS)
+    driver.close(10 * MS)
+    assert lanes_of(chart(folder), "trainer") == [["reward", "update"], ["ref"]]
+
+
+def test_stages_that_call_each_other_are_drawn_all_the_same(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    solve = driver.span("solve", 0, 8 * MS)
+    ask = driver.span("ask", MS, 7 * MS, parent=solve)
+    driver.span("solve", 2 * MS, 3 * MS, parent=ask)
+    driver.close(10 * MS)
+    drawn = chart(folder)
+    assert sorted(stage for lane in lanes_of(drawn, "trainer") for stage in lane) == ["ask", "solve"]
+
+
+def test_open_and_failed_calls_are_marked(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("reward", 0, MS, error="ValueError")
+    driver.span("update", 2 * MS, None)
+    driver.close(10 * MS)
+    (failed, hung) = chart(folder).groups[0].rows[0].lanes[0]
+    assert (failed.failed, failed.open) == (1, False)
+    assert (hung.open, hung.end_ns) == (True, 10 * MS)
+
+
+def test_an_unaligned_process_has_a_row_and_no_marks(tmp_path: Path) -> None:
+    folder = rl_step(tmp_path, ranks=1)
+    folder.process("actor", 1, host="elsewhere").span("update_actor", 0, MS)
+    group = next(group for group in chart(folder).groups if group.role == "actor")
+    assert [(row.aligned, len(row.lanes)) for row in group.rows] == [(True, 2), (False, 0)]
+
+
+def test_many_processes_are_strips_of_the_most_specific_stage(tmp_path: Path) -> None:
+    drawn = chart(rl_step(tmp_path, ranks=FULL_ROWS + 1))
+    group = next(group for group in drawn.groups if group.role == "actor")
+    assert (group.strips, group.processes) == (True, FULL_ROWS + 1)
+    assert lanes_of(drawn, "actor") == [["update_actor", "forward", "update_actor"]]
+
+
+def test_the_slowest_of_thousands_is_drawn(tmp_path: Path) -> None:
+    drawn = chart(rl_step(tmp_path, ranks=1100, trajectories=2))
+    group = next(group for group in drawn.groups if group.role == "actor")
+    assert group.processes == 1100
+    assert len(group.rows) <= 513
+    assert "actor 1099" in [row.name for row in group.rows]
+
+
+def test_a_budget_is_kept_and_what_it_cost_is_said(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    for index in range(1000):
+        driver.span("tool", index * 4 * MS, (index * 4 + 1) * MS)
+    driver.close(4000 * MS)
+    drawn = chart(folder, budget=300)
+    assert drawn.marks <= 300
+    assert drawn.spans == 1000
+    assert drawn.shortest_ns > 3 * MS
+    lane = drawn.groups[0].rows[0].lanes[0]
+    assert sum(mark.spans for mark in lane) == 1000
+    assert sum(map(busy_ns, lane)) == 1000 * MS
+
+
+def test_a_step_without_time_or_spans_can_be_drawn(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True).close(0)
+    drawn = chart(folder)
+    assert (drawn.window_ns, drawn.marks, drawn.groups[0].rows[0].lanes) == (0, 0, ())
+
+
+def test_a_trajectory_shows_what_it_waited_for_at_each_instant(tmp_path: Path) -> None:
+    packed = pack_trajectories(load_step(rl_step(tmp_path, trajectories=1).write()))
+    assert packed is not None
+    ((flight,),) = packed.lanes
+    assert [(mark.label[1], mark.start_ns // MS, mark.end_ns // MS) for mark in flight.marks] == [
+        ("queue", 0, 10),
+        ("prefill", 10, 20),
+        ("decode", 20, 600),
+    ]
+
+
+def test_without_trajectories_there_are_no_lanes(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True).close(MS)
+    assert pack_trajectories(load_step(folder.write())) is None
+
+
+def test_in_flight_counts_trajectories_over_the_window(tmp_path: Path) -> None:
+    packed = pack_trajectories(load_step(rl_step(tmp_path, trajectories=10).write()))
+    assert packed is not None
+    assert max(packed.in_flight) == 10
+    assert packed.in_flight[-1] == 0
+    # The area under the curve is the trajectories' time: 1 s in parts.
+    area_ms = sum(packed.in_flight) * 1000 / len(packed.in_flight)
+    flights = [flight for lane in packed.lanes for flight in lane]
+    assert abs(area_ms - sum(flight.end_ns - flight.start_ns for flight in flights) / MS) < 5
+
+
+def test_of_too_many_lanes_those_of_the_slowest_are_kept(tmp_path: Path) -> None:
+    timeline = load_step(rl_step(tmp_path, trajectories=600).write())
+    packed = pack_trajectories(timeline, ["t599", "t7"], budget=400)
+    assert packed is not None
+    assert (packed.trajectories, packed.needed) == (600, max_overlap(600))
+    assert len(packed.lanes) <= 258
+    drawn = {flight.trajectory for lane in packed.lanes for flight in lane}
+    assert {"t599", "t7"} <= drawn
+
+
+def max_overlap(count: int) -> int:
+    times = [(index, 100 + 500 * (index + 1) // count) for index in range(count)]
+    return max(sum(start <= at < end for start, end in times) for at, _ in times)
+
+
+intervals = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 50))).map(
+    lambda pairs: sorted((start, start + length) for start, length in pairs)
+)
+
+
+@given(intervals)
+def test_lanes_are_as_few_as_the_overlap_needs_and_hold_no_two_at_once(pairs: list[tuple[int, int]]) -> None:
+    slots = pack(pairs)
+    needed = max((sum(s <= at < e for s, e in pairs) for at, _ in pairs), default=0)
+    assert max(slots, default=-1) + 1 == needed
+    for slot in set(slots):
+        together = [pair for pair, at in zip(pairs, slots, strict=True) if at == slot]
+        assert all(one[1] <= other[0] for one, other in pairwise(together))
+
+
+def in_a_row(lengths: list[tuple[int, int, bool]]) -> list[Mark]:
+    """Marks one after the other, from (gap before, length, which stage)."""
+    marks, at = [], 0
+    for gap, length, first in lengths:
+        marks.append(Mark(A if first else B, at + gap, at + gap + length))
+        at += gap + length
+    return marks
+
+
+def busy_ns(mark: Mark) -> int:
+    return mark.end_ns - mark.start_ns - mark.gaps_ns
+
+
+rows = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30), st.booleans())).map(in_a_row)
+
+
+@given(rows, st.integers(1, 40))
+def test_blending_keeps_long_marks_and_leaves_two_in_any_stretch(marks: list[Mark], shortest: int) -> None:
+    fewer = blend_short(marks, shortest)
+    assert [mark for mark in fewer if mark.end_ns - mark.start_ns >= shortest and mark.spans == 1] == [
+        mark for mark in marks if mark.end_ns - mark.start_ns >= shortest
+    ]
+    assert sum(mark.spans for mark in fewer) == len(marks)
+    starts = [mark.start_ns for mark in fewer]
+    assert all(starts[at + 2] - starts[at] >= shortest for at in range(len(starts) - 2))
+
+
+@given(rows, st.integers(1, 40))
+def test_joining_neighbours_loses_no_call_and_keeps_the_extent(marks: list[Mark], gap: int) -> None:
+    of_label = [mark for mark in marks if mark.label == A]
+    fewer = join_near(of_label, gap)
+    assert sum(mark.spans for mark in fewer) == len(of_label)
+    assert sum(map(busy_ns, fewer)) == sum(map(busy_ns, of_label))
+    if of_label:
+        assert (fewer[0].start_ns, fewer[-1].end_ns) == (of_label[0].start_ns, of_label[-1].end_ns)
+
+
+@given(st.integers(0, 3000), st.integers(1, 600), st.lists(st.integers(0, 4000), max_size=5))
+def test_rows_are_picked_evenly_and_the_wanted_ones_always(count: int, limit: int, wanted: list[int]) -> None:
+    picked = pick(count, limit, wanted)
+    assert len(picked) <= limit + len(wanted)
+    assert {at for at in wanted if at < count} <= set(picked)
+    assert picked == sorted(set(picked))
+    assert count > limit or picked == list(range(count))

@@ -1,0 +1,44 @@
+"""Tables in narrow terminals."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from stepscope_report.terminal.layout import table
+
+COLUMNS = ("process", "device", ">recorded", ">busy", ">compute", ">exposed communication", ">copies")
+ROWS = [
+    ("trainer", "GPU 0", "49.8 ms", "45.6 ms 91.6 %", "45.4 ms 91.2 %", "13.7 ms 27.5 %", "215 us 0.4 %"),
+    ("rollout 12", "GPU 3", "1,204 ms", "17.1 ms 1.4 %", "16.9 ms 1.4 %", "0 0.0 %", "98.3 us 0.0 %"),
+]
+
+
+def lines(width: int) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width).print(table("Devices", COLUMNS, ROWS, "A note."))
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [30, 45, *range(60, 112), 200])
+def test_nothing_of_a_table_is_cut(width: int) -> None:
+    drawn = lines(width)
+    assert max(map(len, drawn)) <= width
+    shown, cells = "".join(drawn), "".join(cell for row in (COLUMNS, *ROWS) for cell in row)
+    for character in set(cells) - set(" >"):
+        assert shown.count(character) >= cells.count(character), character
+
+
+def test_a_wide_terminal_shows_a_row_in_one_line() -> None:
+    assert any(all(cell in line for cell in ROWS[0]) for line in lines(110))
+
+
+def test_shares_stand_below_their_times_at_80_columns() -> None:
+    drawn = lines(80)
+    (at,) = (at for at, line in enumerate(drawn) if "trainer" in line)
+    assert [part for part in ("45.6 ms", "45.4 ms", "13.7 ms", "215 us") if part in drawn[at]] == [
+        "45.6 ms", "45.4 ms", "13.7 ms", "215 us",
+    ]  # fmt: skip
+    assert drawn[at + 1].split() == ["91.6", "%", "91.2", "%", "27.5", "%", "0.4", "%"]

@@ -1,0 +1,124 @@
+"""`stepscope.open`: runs and steps for notebooks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import stepscope
+from packages.report.tests.simulated import Rollout
+from packages.report.tests.test_cli import a_run
+from packages.report.tests.traces import kernel, op, write_trace
+from stepscope.errors import RecordError, StepscopeError
+from stepscope_report import OpenRun, OpenStep, OpenTraces
+
+
+def open_run(path: Path) -> OpenRun:
+    run = stepscope.open(a_run(path))
+    assert isinstance(run, OpenRun)
+    return run
+
+
+def test_a_run_has_its_steps_by_number(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    assert list(run) == [2, 4]
+    assert [report.step for report in run.report()] == [2, 4]
+    assert run[4].folder == tmp_path / "step_000004"
+    assert "steps 2, 4" in repr(run)
+    with pytest.raises(KeyError, match="no step 3 was captured; captured: 2, 4"):
+        run[3]
+
+
+def test_a_notebook_shows_the_brief(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    assert "<b>Step 2 of run run1" in run._repr_html_()
+    assert "<b>Step 4 of run run1" in run[4]._repr_html_()
+    assert "The longest of 2 captured steps" in run.brief()
+    assert run[4].brief(markdown=True).startswith("## Step 4")
+
+
+def test_a_table_is_a_list_of_dicts(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    (row,) = run[2].table("stages")
+    assert (row["role"], row["stage"], row["total_ns"]) == ("agent_loop", "rollout", 8_000_000)
+    assert [row["step"] for row in run.table("stages")] == [2, 4]
+    with pytest.raises(ValueError, match="table is 'stage'; use one of advice, breakdown, stages"):
+        run[2].table("stage")
+
+
+def test_every_table_can_be_read(tmp_path: Path) -> None:
+    Rollout(slots=2).report(tmp_path)
+    (folder,) = tmp_path.glob("step_*")
+    step = stepscope.open(folder)
+    assert isinstance(step, OpenStep)
+    full = {name for name in step.tables if step.table(name)}
+    assert full >= {"breakdown", "stages", "idle", "trajectories", "spreads", "engines", "processes", "spans"}
+    (trajectory,) = (
+        row for row in step.table("spans") if (row["stage"], row["trajectory"]) == ("trajectory", "t3")
+    )
+    assert (trajectory["process"], trajectory["start_ns"]) == ("trainer", 0)
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_rows_become_a_frame_where_the_library_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    rows = open_run(tmp_path)[2].table("stages")
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(StepscopeError, match=f"pip install {library}"):
+        getattr(rows, f"to_{library}")()
+    module = ModuleType(library)
+    vars(module)["DataFrame"] = lambda rows, **options: rows
+    monkeypatch.setitem(sys.modules, library, module)
+    assert getattr(rows, f"to_{library}")() == list(rows)
+
+
+def test_a_step_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    for path in (tmp_path / "step_000002").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    run = stepscope.open(tmp_path)
+    assert isinstance(run, OpenRun)
+    assert [report.step for report in run.report()] == [4]
+    assert [row["step"] for row in run.table("stages")] == [4]
+
+
+def test_traces_of_others_open_too(tmp_path: Path) -> None:
+    for rank in range(2):
+        events = [op("aten::mm", 0, 100), kernel("gemm", 100, 400), kernel("ncclAllReduce", 300, 400)]
+        write_trace(tmp_path / f"rank{rank}.pt.trace.json", events)
+    traces = stepscope.open(tmp_path)
+    assert isinstance(traces, OpenTraces)
+    (first, second) = traces.table("devices")
+    assert (first["busy_ns"], first["exposed_ns"], second["rank"]) == (600_000, 200_000, 1)
+    assert {row["name"]: row["self_ns"] for row in traces.table("operators")} == {
+        "aten::mm": 200_000, "gemm": 800_000, "ncclAllReduce": 800_000,
+    }  # fmt: skip
+    assert {name for name in traces.tables if traces.table(name)} >= {"operators", "devices", "traces"}
+    assert traces.report().traces is not None
+    assert "gemm (compute): 800 us in 2 calls" in traces.brief()
+    assert f"Traces in {tmp_path.name}" in traces._repr_html_()
+    assert stepscope.open(tmp_path / "rank0.pt.trace.json").brief(markdown=True).startswith("## Traces in")
+    with pytest.raises(ValueError, match="table is 'spans'; use one of operators, devices"):
+        traces.table("spans")
+
+
+def test_the_brief_of_many_traces_stays_short(tmp_path: Path) -> None:
+    for rank in range(30):
+        names = [f"kernel_{number}" for number in range(30)]
+        events = [kernel(name, 100 * at, 90) for at, name in enumerate(names)]
+        write_trace(tmp_path / f"rank{rank}.json", [*events, {"ph": "X", "cat": "kernel", "dur": "x"}])
+    brief = stepscope.open(tmp_path).brief()
+    assert len(brief.splitlines()) <= 40
+    assert "25 others were busier" in brief
+
+
+def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="holds no captured step"):
+        stepscope.open(tmp_path)
+    with pytest.raises(RecordError, match="absent does not exist"):
+        stepscope.open(tmp_path / "absent")

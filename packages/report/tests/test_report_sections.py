@@ -1,0 +1,115 @@
+"""The list of sections, and sections of other packages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from io import StringIO
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from packages.report.tests.pictures import rl_step
+from stepscope_report import StepReport, step_report
+from stepscope_report.html.step_page import render_step
+from stepscope_report.sections import SECTIONS
+from stepscope_report.terminal.text import render
+from stepscope_report.timeline import load_step
+from tests.tree import ROOT
+
+TOY = """
+from stepscope_report.blocks.block import TextTable
+from stepscope_report.section import Section
+from stepscope_report.sections import HEALTH
+
+def count_spans(sources):
+    processes = sources.value_of(HEALTH).processes
+    rows = tuple((row.name, str(row.spans)) for row in processes)
+    return TextTable("Toy spans", ("process", ">spans"), rows, note=f"step {sources.timeline.step}")
+
+def fail(sources):
+    return 1 / 0
+
+spans = Section(name="spans", title="Toy spans", compute=count_spans)
+broken = Section(name="broken", title="Broken", compute=fail)
+numbers = Section(name="numbers", title="Numbers", compute=lambda sources: TextTable("n", ("n",), ((1,),)))
+no_section = 3
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a package with report sections on `sys.path`."""
+    site = tmp_path / "site"
+    metadata = site / "toy_sections-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-sections\nVersion: 1.0\n")
+    names = ("spans", "broken", "numbers", "no_section", "not_there")
+    points = "\n".join(f"toy-{name} = toy_sections:{name}" for name in names)
+    (metadata / "entry_points.txt").write_text(f"[stepscope.report_sections]\n{points}\n")
+    (site / "toy_sections.py").write_text(TOY)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.delitem(sys.modules, "toy_sections", raising=False)
+    return site
+
+
+def printed(report: StepReport) -> str:
+    text = StringIO()
+    Console(file=text, width=150).print(render(report))
+    return text.getvalue()
+
+
+def test_a_section_fills_the_field_of_its_name() -> None:
+    fields = set(StepReport.__struct_fields__)
+    assert {section.name for section in SECTIONS} == fields - {
+        "format", "step", "run_id", "runs", "opened_ns", "added"
+    }  # fmt: skip
+    assert len({section.name for section in SECTIONS}) == len(SECTIONS)
+
+
+def test_the_docs_explain_each_section_in_the_order_of_the_list() -> None:
+    page = (ROOT / "docs" / "report.md").read_text()
+    places = []
+    for section in SECTIONS:
+        if section.title:
+            heading = f"\n## {section.title}"
+            places.append(page.find(heading if heading in page else f"\n**{section.title}**"))
+    assert -1 not in places
+    assert places == sorted(places)
+
+
+@pytest.mark.usefixtures("install")
+def test_a_section_of_another_package_stands_at_the_end_of_terminal_page_and_json(tmp_path: Path) -> None:
+    timeline = load_step(rl_step(tmp_path / "run", ranks=2).write())
+    report = step_report(timeline)
+    text, page = printed(report), render_step(timeline, report)
+    assert text.index("Toy spans") > text.index("Processes")
+    assert "step 2" in text[text.index("Toy spans") :]
+    assert page.index('id="toy-spans"') > page.index('id="processes"')
+    assert page.count("<h2>Toy spans") == 1
+    added = {section["name"]: section for section in json.loads(msgspec.json.encode(report))["added"]}
+    assert added["toy-spans"]["tables"][0]["columns"] == ["process", ">spans"]
+    assert added["toy-spans"]["tables"][0]["rows"][0][0] == "trainer"
+
+
+@pytest.mark.usefixtures("install")
+def test_a_section_that_fails_is_noted_and_breaks_nothing(tmp_path: Path) -> None:
+    timeline = load_step(rl_step(tmp_path / "run", ranks=2).write())
+    report = step_report(timeline)
+    text, page = printed(report), render_step(timeline, report)
+    for note in (
+        "section toy-broken failed: ZeroDivisionError: division by zero",
+        "section toy-no_section failed: TypeError: toy_sections:no_section is a int, and no Section",
+        "section toy-not_there failed: AttributeError",
+        "section toy-numbers failed: ValidationError",
+    ):
+        assert note in text
+        assert note in page
+    assert "Toy spans" in text
+    assert report.health.complete
+
+
+def test_without_such_a_package_nothing_is_added(tmp_path: Path) -> None:
+    assert step_report(load_step(rl_step(tmp_path, ranks=2).write())).added == ()

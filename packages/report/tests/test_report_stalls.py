@@ -1,0 +1,287 @@
+"""Stretches in which an engine serves nothing for its own profiler: billed to it, and to nobody's decode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from packages.report.tests.test_report_breakdown import account, close, driver_of
+from stepscope.files.manifest.records import Expectation
+from stepscope.files.sidecar import Artifact, Stall
+from stepscope.files.uncaptured import UncapturedStep
+from stepscope.files.values import AttrValue
+from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
+from stepscope_report import idle_times, step_breakdown, step_report
+from stepscope_report.html.step_page import render_step
+from stepscope_report.timeline import load_step
+
+MS = 1_000_000
+
+
+def recorded(
+    driver: FakeProcess, replica: int, *stalls: tuple[int, int], dp: int = 0, host: str = "host-a"
+) -> Artifact:
+    """Return a trace of an engine that stalled from and to these ms of its host's clock."""
+    return Artifact(
+        path=f"traces/rollout/replica{replica}/dp{dp}.json.gz",
+        kind="vllm_trace",
+        tool="vllm",
+        role="rollout",
+        replica=replica,
+        topology={"tp": 0, "dp": dp},
+        host=host,
+        size_bytes=1,
+        stalls=tuple(
+            Stall(
+                start_ns=OPENED_NS + start * MS, end_ns=OPENED_NS + end * MS, doing="writing", source="stamps"
+            )
+            for start, end in stalls
+        ),
+    )
+
+
+def expect(driver: FakeProcess, replica: int, *artifacts: Artifact) -> None:
+    driver.expected.append(
+        Expectation(name=f"replica {replica}", kind="engine", state="ok", artifacts=artifacts)
+    )
+
+
+def test_what_an_engine_writes_inside_the_step_is_the_profilers(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    driver.span("decode", 0, 100 * MS, role="rollout")
+    expect(driver, 0, recorded(driver, 0, (10, 90)))
+    close(folder, 100 * MS)
+    assert account(folder) == {"rollout decode": 20, "profiler": 80}
+
+
+def test_a_turn_that_waits_for_an_engine_that_writes_is_the_profilers(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    driver.span("turn", 0, 100 * MS, role="agent_loop", trajectory="t", turn=0)
+    expect(driver, 0, recorded(driver, 0, (10, 90)))
+    close(folder, 100 * MS)
+    assert account(folder) == {"agent_loop turn": 20, "profiler": 80}
+
+
+def test_others_go_on_beside_an_engine_that_writes(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, actor = driver_of(folder), folder.process("actor", 0)
+    driver.span("decode", 0, 10 * MS, role="rollout")
+    actor.span("update_actor", 20 * MS, 60 * MS)
+    driver.span("tool", 60 * MS, 80 * MS, role="env")
+    expect(driver, 0, recorded(driver, 0, (10, 90)))
+    close(folder, 100 * MS)
+    assert account(folder) == {
+        "rollout decode": 10, "actor update_actor": 40, "env tool": 20, "unaccounted": 30,
+    }  # fmt: skip
+
+
+def test_a_replica_that_serves_on_is_billed_as_ever(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    for replica in range(2):
+        engine = folder.process("rollout", replica, replica=replica)
+        engine.span("decode" if replica else "prefill", 0, 100 * MS)
+    expect(driver, 0, recorded(driver, 0, (0, 80)))
+    expect(driver, 1, recorded(driver, 1))
+    close(folder, 100 * MS)
+    assert account(folder) == {"rollout decode": 50, "rollout prefill": 10, "profiler": 40}
+
+
+def test_work_of_an_unnamed_replica_is_held_up_only_when_all_write(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    driver.span("decode", 0, 100 * MS, role="rollout")
+    expect(driver, 0, recorded(driver, 0, (10, 60)))
+    expect(driver, 1, recorded(driver, 1, (40, 90)))
+    close(folder, 100 * MS)
+    assert account(folder) == {"rollout decode": 80, "profiler": 20}
+
+
+@pytest.mark.parametrize("named", ["turn", "decode"])
+def test_a_span_may_name_the_replica_that_it_waits_for(tmp_path: Path, named: str) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    for replica in range(2):  # one process drives both
+        attrs: dict[str, AttrValue] = {"replica": replica}
+        turn = driver.span(
+            "turn", 0, 100 * MS, role="agent_loop", trajectory=f"t{replica}", turn=0,
+            attrs=attrs if named == "turn" else None,
+        )  # fmt: skip
+        driver.span(
+            "decode" if replica else "prefill", 0, 100 * MS, role="rollout", parent=turn,
+            attrs=attrs if named == "decode" else None,
+        )  # fmt: skip
+    expect(driver, 0, recorded(driver, 0, (0, 80)))
+    expect(driver, 1, recorded(driver, 1))
+    close(folder, 100 * MS)
+    assert account(folder) == {"rollout decode": 50, "rollout prefill": 10, "profiler": 40}
+
+
+def test_a_stage_that_one_process_runs_on_two_replicas_stalls_while_all_of_them_write(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    for replica in range(2):
+        driver.span("decode", 0, 100 * MS, role="rollout", attrs={"replica": replica})
+    expect(driver, 0, recorded(driver, 0, (0, 80)))
+    expect(driver, 1, recorded(driver, 1, (60, 90)))
+    close(folder, 100 * MS)
+    (stage,) = step_report(load_step(folder.write())).stages
+    (share,) = stage.processes
+    assert (share.busy_ns, share.stalled_ns) == (100 * MS, 20 * MS)
+
+
+def test_what_no_span_names_may_have_waited_for_an_engine_that_writes(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    driver.span("decode", 0, 70 * MS, role="rollout")
+    expect(driver, 0, recorded(driver, 0, (10, 90)))
+    expect(driver, 1, recorded(driver, 1))
+    close(folder, 100 * MS)
+    report = step_report(load_step(folder.write()))
+    assert account(folder) == {"rollout decode": 70, "unaccounted": 30}
+    assert (report.breakdown.stalled_ns, report.breakdown.stalled_most_ns) == (0, 60 * MS)
+    assert "not-typical" in {advice.rule for advice in report.advice}
+
+
+def test_a_replica_that_is_not_recorded_may_be_who_serves(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    driver.span("decode", 0, 100 * MS, role="rollout")
+    expect(driver, 0, recorded(driver, 0, (10, 60)))
+    driver.expected.append(
+        Expectation(name="replica 1", kind="engine", state="skipped", reason="not selected")
+    )
+    close(folder, 100 * MS)
+    assert account(folder) == {"rollout decode": 100}
+
+
+def test_data_parallel_engines_of_a_replica_serve_each_for_itself(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    driver.span("decode", 0, 100 * MS, role="rollout")
+    expect(driver, 0, recorded(driver, 0, (10, 60)), recorded(driver, 0, (40, 90), dp=1))
+    close(folder, 100 * MS)
+    assert account(folder) == {"rollout decode": 80, "profiler": 20}
+
+
+def test_stalls_of_another_host_are_placed_by_its_clock(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    engine = folder.process("rollout", 0, host="host-b", replica=0, skew_ns=5000 * MS)
+    driver.measures(engine, 0)
+    engine.span("decode", 0, 100 * MS)
+    expect(driver, 0, recorded(driver, 0, (5010, 5090), host="host-b"))
+    close(folder, 100 * MS)
+    assert account(folder) == {"rollout decode": 20, "profiler": 80}
+
+
+def test_a_slow_trajectory_waited_for_the_profiler(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    above = driver.span("trajectory", 0, 100 * MS, role="agent_loop", trajectory="t")
+    driver.span("decode", 0, 100 * MS, role="rollout", parent=above, trajectory="t")
+    expect(driver, 0, recorded(driver, 0, (10, 90)))
+    close(folder, 100 * MS)
+    timeline = load_step(folder.write())
+    report = step_report(timeline)
+    tail = report.long_tail
+    assert tail is not None
+    assert 'class="m profiler"' in render_step(timeline, report).split('id="slowest"')[1].split("</table>")[0]
+    waits = {f"{wait.role} {wait.stage}": wait.wall_ns // MS for wait in tail.worst[0].waits}
+    assert waits == {"profiler engine trace": 80, "rollout decode": 20}
+
+
+def test_the_account_says_how_long_engines_stalled(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    driver.span("decode", 0, 100 * MS, role="rollout")
+    expect(driver, 0, recorded(driver, 0, (10, 50), (60, 90)))
+    close(folder, 100 * MS)
+    assert step_breakdown(load_step(folder.write())).stalled_ns == 70 * MS
+
+
+def test_advice_says_what_the_step_would_have_taken(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    driver.span("decode", 0, 100 * MS, role="rollout")
+    expect(driver, 0, recorded(driver, 0, (10, 90)))
+    close(folder, 100 * MS)
+    timeline = load_step(folder.write())
+    near = tuple(UncapturedStep(step=step, start_ns=0, dur_ns=20 * MS) for step in range(10, 15))
+    (advice,) = step_report(msgspec.structs.replace(timeline, uncaptured=near)).advice
+    assert advice.rule == "not-typical"
+    assert advice.because[1].startswith("engines served nothing for 80.0 ms, 80.0 % of the step")
+    assert advice.because[1].endswith("Without that it took 20.0 ms")
+
+
+def test_without_steps_to_compare_with_an_engine_that_writes_for_long_is_told(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    driver.span("decode", 0, 100 * MS, role="rollout")
+    expect(driver, 0, recorded(driver, 0, (10, 90)))
+    close(folder, 100 * MS)
+    (advice,) = step_report(load_step(folder.write())).advice
+    assert (advice.rule, advice.kind) == ("not-typical", "alarm")
+
+
+def rules(folder: StepFolder) -> set[str]:
+    return {advice.rule for advice in step_report(load_step(folder.write())).advice}
+
+
+def test_a_replica_that_writes_is_no_straggler(tmp_path: Path) -> None:
+    """Both decode for 20 ms. One has work left when its profiler writes, and stands still for 80 ms."""
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    for replica, end_ms in enumerate((100, 20)):
+        folder.process("rollout", replica, replica=replica).span("decode", 0, end_ms * MS)
+    expect(driver, 0, recorded(driver, 0, (10, 90)))
+    expect(driver, 1, recorded(driver, 1))
+    close(folder, 100 * MS)
+    assert "straggler" not in rules(folder)
+
+
+def test_trajectories_that_wait_for_an_engine_that_writes_are_no_long_tail(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    for number in range(10):
+        end_ns = (100 if number == 9 else 10) * MS
+        name = f"t{number}"
+        above = driver.span("trajectory", 0, end_ns, role="agent_loop", trajectory=name)
+        driver.span("decode", 0, end_ns, role="rollout", parent=above, trajectory=name)
+    expect(driver, 0, recorded(driver, 0, (10, 99)))
+    close(folder, 100 * MS)
+    report = step_report(load_step(folder.write()))
+    assert report.long_tail is not None
+    assert (report.long_tail.held_ns, report.long_tail.stalled_ns) == (90 * MS, 89 * MS)
+    assert "long-tail" not in {advice.rule for advice in report.advice}
+
+
+def test_a_queue_for_an_engine_that_writes_asks_for_no_more_replicas(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    above = driver.span("trajectory", 0, 100 * MS, role="agent_loop", trajectory="t")
+    driver.span("queue", 5 * MS, 95 * MS, role="rollout", parent=above, trajectory="t")
+    expect(driver, 0, recorded(driver, 0, (10, 90)))
+    close(folder, 100 * MS)
+    assert "queueing" not in rules(folder)
+
+
+def test_a_replica_that_waits_for_its_own_profiler_is_not_busy(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    for replica in range(2):
+        engine = folder.process("rollout", replica, replica=replica)
+        engine.span("decode", 0, 100 * MS)
+        expect(driver, replica, recorded(driver, replica, *([] if replica else [(40, 90), (95, 120)])))
+    for process in folder.processes:
+        process.close(110 * MS)
+    stalled, serving = (row for row in idle_times(load_step(folder.write())) if row.role == "rollout")
+    assert (stalled.busy_ns, stalled.idle_ns) == (45 * MS, 65 * MS)
+    assert [(cause.kind, cause.wall_ns // MS) for cause in stalled.causes] == [
+        ("own profiler", 55), ("unaccounted", 10),
+    ]  # fmt: skip
+    assert serving.busy_ns == 100 * MS

@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+import json
+import time
+from io import StringIO
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from stepscope.files.manifest.records import OwnCost
+from stepscope.testing.steps import StepFolder
+from stepscope_report import StepReport, stage_times, step_breakdown, step_long_tail, step_report
+from stepscope_report.blocks.breakdown import say_left_out
+from stepscope_report.blocks.health import worst_first
+from stepscope_report.blocks.long_tail import trajectories
+from stepscope_report.formatting import LISTED, duration, middle, moment, percents, plain
+from stepscope_report.html.step_page import render_step
+from stepscope_report.terminal.text import render
+from stepscope_report.timeline import load_step
+
+MS = 1_000_000
+
+
+def printed(report: StepReport) -> str:
+    text = StringIO()
+    Console(file=text, width=100).print(render(report))
+    return text.getvalue()
+
+
+def rollout(tmp_path: Path, count: int = 20) -> StepFolder:
+    """Trajectory i runs from 0 to (i + 1) ms: 1 ms in the loop, the rest in its decode."""
+    folder = StepFolder(tmp_path)
+    driver, replica = folder.process("trainer", owner=True), folder.process("rollout", 0)
+    for index in range(count):
+        name, end_ns = f"t{index}", (index + 1) * MS
+        trajectory = driver.span("trajectory", 0, end_ns, role="agent_loop", trajectory=name)
+        turn = driver.span("turn", 0, end_ns, role="agent_loop", trajectory=name, turn=0, parent=trajectory)
+        if index:
+            replica.span("decode", MS, end_ns, trajectory=name, turn=0, link=driver.link(turn))
+    for process in folder.processes:
+        process.close(count * MS)
+    return folder
+
+
+def test_calls_are_counted_and_timed_by_stage(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    for milliseconds in (1, 2, 3, 10):
+        driver.span("reward", 0, milliseconds * MS, error="ValueError" if milliseconds == 10 else None)
+    driver.span("reward", 0, None)
+    driver.close(20 * MS)
+    (stage,) = stage_times(load_step(folder.write()))
+    assert (stage.calls, stage.open, stage.errors) == (4, 1, 1)
+    assert (stage.total_ns, stage.mean_ns, stage.p50_ns, stage.max_ns) == (16 * MS, 4 * MS, 2 * MS, 10 * MS)
+    assert (stage.imbalance, stage.slowest) == (None, None)
+
+
+def test_concurrent_calls_in_one_process_are_busy_once(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    replica = folder.process("rollout", 0)
+    for start in (0, 1, 2):
+        replica.span("generate", start * MS, (start + 4) * MS)
+    replica.close(20 * MS)
+    (stage,) = stage_times(load_step(folder.write()))
+    assert (stage.total_ns, stage.processes[0].busy_ns) == (12 * MS, 6 * MS)
+
+
+def test_an_engine_whose_stages_nobody_named_is_told_how(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, named, unnamed = (
+        folder.process("trainer", owner=True), folder.process("rollout", 0), folder.process("rollout", 1),
+    )  # fmt: skip
+    driver.span("generate", 0, 9 * MS, role="rollout")
+    named.span("prefill", 0, 4 * MS)
+    unnamed.span("generate_batch", 0, 9 * MS)
+    for process in folder.processes:
+        process.close(10 * MS)
+    timeline = load_step(folder.write())
+    report = step_report(timeline)
+    assert [(row.process, row.stages) for row in report.phaseless] == [("rollout 1", ("generate_batch",))]
+    for output in (" ".join(printed(report).split()), render_step(timeline, report)):
+        assert "rollout 1: unknown when they read prompts" in output
+        assert "their stages are generate_batch. Call them `prefill` and `decode`" in output
+
+
+def test_a_trainer_that_generates_in_a_span_is_no_engine(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    trainer = folder.process("trainer", owner=True)
+    trainer.span("generate", 0, 9 * MS, role="rollout")
+    trainer.close(10 * MS)
+    assert step_report(load_step(folder.write())).phaseless == ()
+
+
+def test_a_replica_that_only_loaded_weights_has_no_phases_to_name(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    trainer, replica = folder.process("trainer", owner=True), folder.process("rollout", 0)
+    replica.span("load_weights", 0, 9 * MS)
+    for process in (trainer, replica):
+        process.close(10 * MS)
+    assert step_report(load_step(folder.write())).phaseless == ()
+
+
+def test_of_many_processes_those_that_matter_stand_first(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    actors = [
+        folder.process("actor", rank, host="host-b" if rank == 61 else "host-a",
+                       cost=OwnCost(stop_ns=9 * MS if rank == 62 else 0))
+        for rank in range(64)
+    ]  # fmt: skip
+    driver.measures(actors[61], 0, uncertainty_ns=3 * MS)
+    actors[60].dropped = 5
+    for process in folder.processes:
+        if process is not actors[63]:
+            process.close(10 * MS)
+    timeline = load_step(folder.write())
+    report = step_report(timeline)
+    ordered, rest = worst_first(report.health.processes, 24)
+    assert [row.name for row in ordered[:6]] == [
+        "trainer", "actor 60", "actor 63", "actor 61", "actor 62", "actor 0"
+    ]  # fmt: skip
+    assert rest in render_step(timeline, report)
+    assert worst_first(report.health.processes, 100) == (report.health.processes, "")
+
+
+def test_an_exception_that_ended_the_capture_is_said_once_and_leaves_nothing_incomplete(
+    tmp_path: Path,
+) -> None:
+    folder = rollout(tmp_path)
+    path = folder.write()
+    part = folder.processes[0].part_path
+    part.write_text(json.dumps({**json.loads(part.read_text()), "error": "ValueError: bad batch"}))
+    report = step_report(load_step(path))
+    text = printed(report)
+    assert report.health.complete
+    assert "The capture ended with ValueError: bad batch: what follows is up to there" in text
+    assert "Complete: nothing is missing, dropped or broken, up to where the capture ended." in text
+    assert "Not complete" not in text
+
+
+def test_one_trajectory_at_once_is_singular() -> None:
+    assert (trajectories(1.0), trajectories(2.5)) == ("1 trajectory", "2.5 trajectories")
+
+
+def test_a_percentage_is_rounded_half_to_even() -> None:
+    assert percents([79674199], 5000109081) == ["1.6"]
+    assert percents([17], 10000) == ["0.2"]
+    assert percents([5, 15, 25], 10000) == ["0.0", "0.2", "0.2"]
+
+
+def test_the_median_of_two_processes_lies_between_them(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    for rank, ms in enumerate((100, 300)):
+        folder.process("actor", rank).span("update", 0, ms * MS)
+    (stage,) = stage_times(load_step(folder.write()))
+    assert (stage.slowest, stage.imbalance) == ("actor 1", 1.5)
+    assert middle([1, 2, 9, 4]) == 3
+
+
+def test_the_slowest_rank_is_named_with_its_imbalance(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    for rank, milliseconds in enumerate((10, 10, 15, 10)):
+        folder.process("actor", rank).span("update_actor", 0, milliseconds * MS)
+    (stage,) = stage_times(load_step(folder.write()))
+    assert (stage.slowest, stage.imbalance) == ("actor 2", 1.5)
+    assert [(share.rank, share.busy_ns // MS) for share in stage.processes] == [
+        (0, 10),
+        (1, 10),
+        (2, 15),
+        (3, 10),
+    ]
+
+
+def test_the_last_tenth_of_the_trajectories_holds_the_others(tmp_path: Path) -> None:
+    tail = step_long_tail(load_step(rollout(tmp_path).write()))
+    assert tail is not None
+    assert (tail.trajectories, tail.last, tail.held_ns, tail.rollout_ns) == (20, 2, 2 * MS, 20 * MS)
+
+
+def test_the_bubble_is_what_replicas_idle_in_the_tail(tmp_path: Path) -> None:
+    folder = rollout(tmp_path)
+    folder.process("rollout", 1).span("decode", 0, 19 * MS)
+    folder.processes[-1].close(20 * MS)
+    tail = step_long_tail(load_step(folder.write()))
+    assert tail is not None
+    assert [(hold.percent, hold.trajectories) for hold in tail.holds] == [(10, 2), (5, 1)]
+    assert [hold.held_ns for hold in tail.holds] == [2 * MS, MS]
+    assert tail.bubble is not None
+    assert (tail.bubble.replicas, tail.bubble.tail_ns, tail.bubble.idle_ns) == (2, 2 * MS, MS)
+    assert (tail.bubble.in_flight, tail.bubble.in_flight_before) == (1.5, 11.5)
+
+
+def test_processes_that_only_call_replicas_are_none_in_the_bubble(tmp_path: Path) -> None:
+    folder = rollout(tmp_path)
+    for rank in (0, 1):
+        loop = folder.process("agent_loop", rank)
+        loop.span("generate", 0, 19 * MS, role="rollout")
+        loop.close(20 * MS)
+    report = step_report(load_step(folder.write()))
+    assert report.long_tail is not None
+    assert report.long_tail.bubble is not None
+    assert (report.long_tail.bubble.replicas, report.long_tail.bubble.idle_ns) == (1, 0)
+    assert report.phaseless == ()
+
+
+def test_percentiles_name_the_trajectories_behind_them(tmp_path: Path) -> None:
+    tail = step_long_tail(load_step(rollout(tmp_path, 100).write()))
+    assert tail is not None
+    assert [(spread.role, spread.stage) for spread in tail.spreads] == [
+        ("agent_loop", "trajectory"),
+        ("agent_loop", "turn"),
+        ("rollout", "decode"),
+    ]
+    whole = tail.spreads[0]
+    assert (whole.p50_ns, whole.p90_ns) == (50 * MS, 90 * MS)
+    assert (whole.p99.ns, whole.p99.trajectory, whole.max.trajectory) == (99 * MS, "t98", "t99")
+
+
+def test_the_slowest_trajectories_say_what_they_waited_for(tmp_path: Path) -> None:
+    tail = step_long_tail(load_step(rollout(tmp_path).write()))
+    assert tail is not None
+    assert [slow.trajectory for slow in tail.worst] == [f"t{index}" for index in range(19, 9, -1)]
+    worst = tail.worst[0]
+    assert [(wait.stage, wait.wall_ns // MS) for wait in worst.waits] == [("decode", 19), ("turn", 1)]
+    assert sum(wait.wall_ns for wait in worst.waits) == worst.wall_ns
+
+
+def test_a_trajectory_that_never_ended_is_among_the_slowest(tmp_path: Path) -> None:
+    folder = rollout(tmp_path)
+    folder.processes[0].span("trajectory", 5 * MS, None, role="agent_loop", trajectory="hung")
+    tail = step_long_tail(load_step(folder.write()))
+    assert tail is not None
+    assert tail.open == 1
+    hung = next(slow for slow in tail.worst if slow.trajectory == "hung")
+    assert (hung.open, hung.wall_ns) == (True, 15 * MS)
+
+
+def test_without_trajectories_there_is_no_long_tail(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True).span("update", 0, MS)
+    assert step_long_tail(load_step(folder.write())) is None
+
+
+def test_tools_in_no_trajectory_are_counted_where_their_clock_is_known(tmp_path: Path) -> None:
+    folder = rollout(tmp_path)
+    for host in ("host-a", "host-of-no-known-clock"):
+        folder.process("env", host=host).span("tool", 2 * MS, 3 * MS, role="env")
+    tail = step_long_tail(load_step(folder.write()))
+    assert tail is not None
+    assert [(outside.role, outside.stage, outside.calls) for outside in tail.outside] == [("env", "tool", 1)]
+
+
+def test_10_000_trajectories_are_reported_in_seconds(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, replica = folder.process("trainer", owner=True), folder.process("rollout", 0)
+    for index in range(10_000):
+        name, at = f"t{index}", index * 1000
+        trajectory = driver.span("trajectory", at, at + 90 * MS, role="agent_loop", trajectory=name)
+        for turn in range(3):
+            begins = at + turn * 30 * MS
+            below = driver.span(
+                "turn", begins, begins + 29 * MS, parent=trajectory, trajectory=name, turn=turn
+            )
+            link = driver.link(below)
+            replica.span("prefill", begins + MS, begins + 2 * MS, link=link, trajectory=name, turn=turn)
+            replica.span("decode", begins + 2 * MS, begins + 28 * MS, link=link, trajectory=name, turn=turn)
+    for process in folder.processes:
+        process.close(200 * MS)
+    path = folder.write()
+    began = time.process_time()
+    report = step_report(load_step(path))
+    took = time.process_time() - began
+    assert sum(line.wall_ns for line in report.breakdown.lines) == report.breakdown.window_ns
+    assert took < 20, f"100,000 spans took {took:.1f} s; 2 to 3 s are usual"
+
+
+@given(st.lists(st.integers(0, 10**15), min_size=1))
+def test_percentages_of_a_whole_add_up_to_100(parts: list[int]) -> None:
+    printed = percents(parts, sum(parts))
+    if sum(parts):
+        assert sum(int(percent.replace(".", "")) for percent in printed) == 1000
+    else:
+        assert set(printed) == {"-"}
+
+
+def test_durations_have_three_digits_and_a_unit() -> None:
+    times = [None, 0, 5, 1_500, 78_900, 456 * MS, 1_234 * MS, 12_345 * MS, 1_234_567 * MS, -11_560 * MS]
+    assert [duration(ns) for ns in times] == [
+        "-", "0", "5 ns", "1.50 us", "78.9 us", "456 ms", "1.23 s", "12.3 s", "1235 s", "-11.6 s",
+    ]  # fmt: skip
+
+
+def test_of_many_unaligned_processes_a_few_are_named(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True).close(MS)
+    for rank in range(LISTED + 3):
+        folder.process("actor", rank, host="elsewhere").span("update", 0, MS)
+    message = say_left_out(step_breakdown(load_step(folder.write())))
+    assert message.endswith(f"actor {LISTED - 1} and 3 more")
+
+
+def test_names_from_files_cannot_command_a_terminal() -> None:
+    assert plain("\x1b[31mred\x07") == "\\x1b[31mred\\x07"
+    assert plain("two\n\tlines") == "two lines"
+    assert plain("Größe 大") == "Größe 大"
+
+
+def test_a_moment_beyond_the_calendar_is_still_printed() -> None:
+    assert moment(1_750_000_000 * 1_000_000_000) == "2025-06-15 15:06:40 UTC"
+    assert moment(10**25) == "10000000000000000000000000 ns after 1970"
+
+
+def test_the_printed_report_fits_100_columns_and_means_what_it_says_without_colour(tmp_path: Path) -> None:
+    folder = rollout(tmp_path)
+    for rank in range(12):
+        folder.process("actor", rank, host="a-host-with-a-rather-long-name").span(
+            "a_stage_with_quite_a_long_name[bold]", 0, 5 * MS
+        )
+    text = printed(step_report(load_step(folder.write())))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\x1b" not in text
+    for phrase in (
+        "Where it went",
+        "unaccounted",
+        "100.0",
+        "Long tail",
+        "Slowest trajectories",
+        "[bold]",
+    ):
+        assert phrase in text
+    assert "The others waited 2.00 ms for the last 2 of 20 trajectories" in text
+    assert "Of that, 1.00 ms for the last 1." in " ".join(text.split())
+    assert "unaligned" in text
+
+
+def test_ranks_stand_side_by_side_up_to_eight_and_are_summed_up_beyond(tmp_path: Path) -> None:
+    for ranks, header in ((8, "actor 7"), (9, "slowest")):
+        folder = StepFolder(tmp_path / str(ranks))
+        for rank in range(ranks):
+            folder.process("actor", rank).span("update_actor", 0, (rank + 1) * MS)
+        text = printed(step_report(load_step(folder.write())))
+        line = next(line for line in text.splitlines() if "max/median" in line)
+        assert header in line

@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope.errors import RecordError
+from stepscope.files.clock import ClockAnchor, ClockOffset
+from stepscope.files.manifest.records import ProcessPart, awaited
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import SpanLink
+from stepscope.testing.steps import OPENED_NS, StepFolder
+from stepscope_report.timeline import Timeline, load_step
+from stepscope_report.timeline.clocks.align import Reference, align, align_owner
+from stepscope_report.timeline.step.rows import names_of
+from stepscope_report.timeline.step.tree import cut_cycles
+
+MS = 1_000_000
+S = 1_000 * MS
+
+
+def placed(timeline: Timeline) -> dict[str, tuple[int, int | None]]:
+    """(start, end) of each stage, in ns after the capture opened."""
+    return {
+        span.stage: (span.start_ns - OPENED_NS, None if span.end_ns is None else span.end_ns - OPENED_NS)
+        for span in timeline.spans
+    }
+
+
+def test_spans_of_all_processes_of_a_host_stand_where_they_were(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    actor = folder.process("actor", 0)
+    driver.span("step", 0, 10 * MS)
+    actor.span("update_actor", 2 * MS, 5 * MS)
+    for process in (driver, actor):
+        process.close(10 * MS)
+    timeline = load_step(folder.write())
+    assert placed(timeline) == {"step": (0, 10 * MS), "update_actor": (2 * MS, 5 * MS)}
+    assert timeline.window.wall_ns == 10 * MS
+    assert [process.clock.alignment for process in timeline.processes] == ["owner", "same host"]
+    assert timeline.problems == ()
+
+
+def test_a_skew_of_11_seconds_between_hosts_is_taken_out(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    actor = folder.process("actor", 0, host="host-b", skew_ns=11_560 * MS)
+    actor.span("update_actor", 2 * MS, 5 * MS)
+    driver.measures(actor, 0, uncertainty_ns=40_000)
+    driver.measures(actor, 10 * MS, uncertainty_ns=40_000)
+    for process in (driver, actor):
+        process.close(10 * MS)
+    timeline = load_step(folder.write())
+    assert placed(timeline) == {"update_actor": (2 * MS, 5 * MS)}
+    clock = timeline.processes[1].clock
+    assert (clock.alignment, clock.offset_ns, clock.uncertainty_ns) == (
+        "measured",
+        11_560 * MS,
+        40_010,
+    )  # and 200 ppm of it
+
+
+def test_drift_between_two_measurements_is_interpolated(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    actor = folder.process("actor", 0, host="host-b", skew_ns=-3 * S, drift_ppm=80)
+    actor.span("early", 0, 1 * S)
+    actor.span("middle", 50 * S, 51 * S)
+    actor.span("late", 99 * S, 100 * S)
+    for at_ns in (0, 100 * S):
+        driver.measures(actor, at_ns, uncertainty_ns=10_000)
+    for process in (driver, actor):
+        process.close(100 * S)
+    timeline = load_step(folder.write())
+    for stage, expected in {"early": (0, S), "middle": (50 * S, 51 * S), "late": (99 * S, 100 * S)}.items():
+        assert placed(timeline)[stage] == pytest.approx(expected, abs=2)
+    assert timeline.processes[1].clock.drift_ns == 8 * MS
+    assert [span.dur_ns for span in timeline.spans] == [S, S, S]
+
+
+def test_another_host_without_a_measurement_is_unaligned(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    actor = folder.process("actor", 0, host="host-b", skew_ns=S)
+    actor.span("update_actor", 0, 5 * MS)
+    for process in (driver, actor):
+        process.close(10 * MS)
+    timeline = load_step(folder.write())
+    stranger = timeline.processes[1]
+    assert (stranger.clock.alignment, stranger.clock.uncertainty_ns, stranger.aligned) == (
+        "unaligned",
+        None,
+        False,
+    )
+    assert timeline.window.wall_ns == 10 * MS
+
+
+def test_a_measured_offset_on_the_owners_host_is_the_noise_of_the_exchange() -> None:
+    anchor = ClockAnchor(wall_ns=100 * S, mono_ns=0)
+    owner = align_owner(anchor, None)
+    noise = ClockOffset(process="p", offset_ns=300, uncertainty_ns=1_000, at_mono_ns=0)
+    aligned = align("p", "h", anchor, None, Reference("h", owner.place, 0, [noise]))
+    assert (aligned.clock.alignment, aligned.clock.offset_ns, aligned.place(5)) == (
+        "same host",
+        0,
+        100 * S + 5,
+    )
+
+
+def test_two_machines_of_one_name_are_told_apart_by_their_clocks() -> None:
+    anchor = ClockAnchor(wall_ns=100 * S, mono_ns=0)
+    owner = align_owner(anchor, None)
+    apart = ClockOffset(process="p", offset_ns=2 * S, uncertainty_ns=1_000, at_mono_ns=0)
+    aligned = align(
+        "p", "h", ClockAnchor(wall_ns=102 * S, mono_ns=7), None, Reference("h", owner.place, 0, [apart])
+    )
+    assert (aligned.clock.alignment, aligned.place(7)) == ("measured", 100 * S)
+
+
+def test_the_surer_of_two_measurements_counts_where_the_other_says_nothing() -> None:
+    anchor, end = ClockAnchor(wall_ns=0, mono_ns=0), ClockAnchor(wall_ns=10 * S, mono_ns=10 * S)
+    owner = align_owner(anchor, end)
+    sure = ClockOffset(process="p", offset_ns=5_000, uncertainty_ns=1_000, at_mono_ns=0)
+    busy = ClockOffset(process="p", offset_ns=2 * S, uncertainty_ns=3 * S, at_mono_ns=10 * S)
+    aligned = align("p", "other", anchor, end, Reference("h", owner.place, 0, [sure, busy]))
+    assert aligned.place(10 * S) == 10 * S - 5_000
+    assert aligned.clock.uncertainty_ns == pytest.approx(1_000 + 2_000_000, abs=500)  # 10 s at 200 ppm
+
+
+def test_a_wall_clock_that_was_set_meanwhile_does_not_stretch_the_spans() -> None:
+    opened = ClockAnchor(wall_ns=100 * S, mono_ns=0)
+    closed = ClockAnchor(wall_ns=90 * S, mono_ns=10 * S)  # set back by 20 s
+    aligned = align_owner(opened, closed)
+    assert aligned.place(10 * S) == 110 * S
+    assert aligned.clock.jumped
+    assert aligned.clock.uncertainty_ns == 20 * S
+
+
+def test_a_killed_workers_spans_are_kept_and_its_open_one_has_no_end(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    actor = folder.process("actor", 0)
+    actor.span("compute_log_prob", 1 * MS, 3 * MS)
+    actor.span("update_actor", 4 * MS, None)
+    driver.close(10 * MS)
+    timeline = load_step(folder.write())
+    assert placed(timeline) == {"compute_log_prob": (MS, 3 * MS), "update_actor": (4 * MS, None)}
+    killed = timeline.processes[1]
+    assert (killed.closed_ns, killed.last_ns - OPENED_NS, killed.dropped) == (None, 4 * MS, None)
+    assert timeline.until_ns(timeline.spans[1]) - OPENED_NS == 4 * MS
+    assert timeline.manifest is not None
+    assert timeline.manifest.awaited() == [
+        "actor_rank0_host-a_pid1001: spans: pending: nothing says that its process closed the capture"
+    ]
+
+
+def test_an_open_span_of_a_process_that_closed_ran_until_then(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("rollout", 1 * MS, None)
+    driver.close(10 * MS)
+    timeline = load_step(folder.write())
+    assert timeline.until_ns(timeline.spans[0]) - OPENED_NS == 10 * MS
+
+
+def test_parents_are_found_in_the_process_and_by_links_across_processes(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    replica = folder.process("rollout", 0)
+    trajectory = driver.span("trajectory", 0, 9 * MS, trajectory="t1")
+    turn = driver.span("turn", 1 * MS, 8 * MS, parent=trajectory)
+    replica.span("generate", 2 * MS, 7 * MS, link=driver.link(turn))
+    replica.span("of_another_step", 2 * MS, 7 * MS, link=SpanLink(process=driver.info.key, span=turn, step=1))
+    replica.span("of_a_stranger", 2 * MS, 7 * MS, link=SpanLink(process="gone", span=1))
+    for process in (driver, replica):
+        process.close(10 * MS)
+    timeline = load_step(folder.write())
+    names = [span.stage for span in timeline.spans]
+    above = {span.stage: None if span.parent is None else names[span.parent] for span in timeline.spans}
+    assert above == {
+        "trajectory": None,
+        "turn": "trajectory",
+        "generate": "turn",
+        "of_another_step": None,
+        "of_a_stranger": None,
+    }
+
+
+def test_a_cycle_of_links_is_cut() -> None:
+    parents: list[int | None] = [1, 2, 0, 0, 4, None]
+    cut_cycles(parents)
+    assert parents == [1, 2, None, 0, None, None]
+
+
+def test_spans_know_the_step_that_owns_them(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path, step=4)
+    driver = folder.process("trainer", owner=True)
+    driver.span("generate", 0, MS)
+    driver.span("generate", 0, MS, step=5)
+    driver.close(2 * MS)
+    assert [span.step for span in load_step(folder.write()).spans] == [4, 5]
+
+
+def test_two_runs_in_one_folder_are_never_mixed(tmp_path: Path) -> None:
+    path = tmp_path
+    for number, run_id in enumerate(("old", "new")):
+        folder = StepFolder(tmp_path, run_id=run_id)
+        driver = folder.process("trainer", owner=True, skew_ns=number * 3600 * S)
+        driver.span(f"of_{run_id}", 0, MS)
+        driver.close(2 * MS)
+        path = folder.write()
+    latest = load_step(path)
+    assert (latest.run_id, latest.runs, [span.stage for span in latest.spans]) == (
+        "new",
+        ("old", "new"),
+        ["of_new"],
+    )
+    assert [span.stage for span in load_step(path, run_id="old").spans] == ["of_old"]
+    with pytest.raises(RecordError, match="nothing of run 'other'; it holds: old, new"):
+        load_step(path, run_id="other")
+
+
+def test_without_the_owner_the_window_is_what_the_others_saw(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    actor = folder.process("actor", 0)
+    actor.span("update_actor", 4 * MS, 6 * MS)
+    actor.close(8 * MS)
+    window = load_step(folder.write()).window
+    assert (window.wall_ns, window.opened, window.closed) == (8 * MS, False, False)
+
+
+def test_a_window_whose_owner_was_killed_ends_with_the_last_sign_of_life(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("rollout", 0, None)
+    actor = folder.process("actor", 0)
+    actor.span("update_actor", 4 * MS, 7 * MS)
+    window = load_step(folder.write()).window
+    assert (window.wall_ns, window.opened, window.closed) == (7 * MS, True, False)
+
+
+def test_of_ranks_that_each_opened_their_own_capture_the_first_is_the_owner(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    for rank in (1, 0):
+        folder.process("trainer", rank, owner=True).close(10 * MS)
+    assert [process.name for process in load_step(folder.write()).processes] == ["trainer 0", "trainer 1"]
+
+
+def info(
+    role: str, rank: int | None = None, pid: int = 1, host: str = "h", replica: int | None = None
+) -> ProcessInfo:
+    return ProcessInfo(role=role, rank=rank, world_size=None, host=host, pid=pid, replica=replica)
+
+
+def test_processes_have_names_for_people_and_no_two_the_same() -> None:
+    infos = [
+        info("trainer"),
+        info("actor", 0, pid=1),
+        info("actor", 1, pid=2),
+        info("actor", 1, pid=3),
+        info("rollout", replica=1),
+        info("env", pid=1, host="a"),
+        info("env", pid=1, host="b"),
+    ]
+    assert names_of(infos) == [
+        "trainer",
+        "actor 0",
+        "actor 1 pid 2",
+        "actor 1 pid 3",
+        "rollout replica 1",
+        "env pid 1 on a",
+        "env pid 1 on b",
+    ]
+
+
+def test_progress_is_told_in_bytes(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("rollout", 0, MS)
+    driver.close(2 * MS)
+    path = folder.write()
+    read: list[int] = []
+    load_step(path, on_read=read.append)
+    assert sum(read) == driver.span_path.stat().st_size
+
+
+def test_a_process_whose_part_could_not_say_so_has_closed_by_its_span_file(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("update", 1 * MS, 3 * MS)
+    driver.close(10 * MS)
+    folder.write()
+    part = msgspec.json.decode(driver.part_path.read_bytes(), type=ProcessPart)
+    unsaid = (awaited("spans", "spans", "closing"), awaited("torch trace", "trace", "closing"))
+    driver.part_path.write_bytes(
+        msgspec.json.encode(msgspec.structs.replace(part, closed=None, expected=unsaid))
+    )
+    manifest = load_step(folder.layout.root).manifest
+    assert manifest is not None
+    (line,) = manifest.problems()
+    assert line.startswith(f"{driver.info.key}: torch trace: missing: its process closed the capture, and")

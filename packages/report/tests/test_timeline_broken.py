@@ -1,0 +1,198 @@
+"""Span files and parts in every state that crashes, full disks and strangers leave them in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from stepscope.errors import RecordError
+from stepscope.testing.steps import FakeProcess, StepFolder
+from stepscope_report import step_report
+from stepscope_report.terminal.text import render
+from stepscope_report.timeline import Timeline, load_step
+
+MS = 1_000_000
+
+
+def folder_of(tmp_path: Path) -> tuple[Path, FakeProcess]:
+    """Return a step with a driver (one span) and an actor (three spans, with files to break)."""
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("step", 0, 9 * MS)
+    actor = folder.process("actor", 0)
+    for index in range(3):
+        actor.span(f"stage{index}", index * MS, (index + 1) * MS)
+    for process in (driver, actor):
+        process.close(10 * MS)
+    return folder.write(), actor
+
+
+def problems(timeline: Timeline) -> list[tuple[str, int | None]]:
+    return [(problem.what, problem.lines) for problem in timeline.problems]
+
+
+def stages(timeline: Timeline) -> list[str]:
+    return [span.stage for span in timeline.spans]
+
+
+def edit(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
+
+
+def test_a_last_line_that_was_cut_off_costs_that_line(tmp_path: Path) -> None:
+    path, actor = folder_of(tmp_path)
+    edit(actor.span_path, lambda lines: [*lines[:3], lines[3][:40]])
+    timeline = load_step(path)
+    assert stages(timeline) == ["step", "stage0", "stage1"]
+    (problem,) = timeline.problems
+    assert problem.file == f"spans/{actor.span_path.name}"
+    assert problem.what.startswith("last line cut off")
+    assert problem.lines == 1
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\xff\xfe\x00 not utf-8\n",
+        b'{"kind":"open","span":9,"role":"\xff","stage":"s","start_ns":1}\n',
+        b'{"kind":"from the future","span":9}\n',
+        b'{"kind":"span","span":"nine"}\n',
+        b"[" * 200_000 + b"\n",
+        b"\n",
+        b"null\n",
+        b'{"kind":"span","span":9,"role":"r","stage":"s","start_ns":5,"dur_ns":"long"}\n',
+    ],
+    ids=["bytes", "utf8", "kind", "types", "nested", "blank", "null", "duration"],
+)
+def test_a_line_that_is_no_record_is_counted_and_the_rest_is_used(tmp_path: Path, garbage: bytes) -> None:
+    path, actor = folder_of(tmp_path)
+    edit(actor.span_path, lambda lines: [lines[0], garbage, *lines[1:], garbage])
+    timeline = load_step(path)
+    assert stages(timeline) == ["step", "stage0", "stage1", "stage2"]
+    assert problems(timeline) == [("lines that are no record", 2)]
+
+
+@pytest.mark.parametrize("number", ["-5", "9" * 25, f"{1 << 62}"])
+def test_a_span_with_impossible_times_is_left_out(tmp_path: Path, number: str) -> None:
+    path, actor = folder_of(tmp_path)
+    line = f'{{"kind":"span","span":9,"role":"r","stage":"s","start_ns":5,"dur_ns":{number}}}\n'.encode()
+    edit(actor.span_path, lambda lines: [*lines, line])
+    timeline = load_step(path)
+    assert stages(timeline) == ["step", "stage0", "stage1", "stage2"]
+    assert problems(timeline) == [("spans with impossible times", 1)]
+
+
+def test_without_a_header_the_part_says_whose_spans_they_are(tmp_path: Path) -> None:
+    path, actor = folder_of(tmp_path)
+    edit(actor.span_path, lambda lines: lines[1:])
+    timeline = load_step(path)
+    assert stages(timeline) == ["step", "stage0", "stage1", "stage2"]
+    assert timeline.processes[1].info == actor.info
+    assert problems(timeline) == [("no header", None)]
+
+
+def test_without_header_and_part_the_spans_are_left_out_and_counted(tmp_path: Path) -> None:
+    path, actor = folder_of(tmp_path)
+    edit(actor.span_path, lambda lines: lines[1:])
+    actor.part_path.unlink()
+    timeline = load_step(path)
+    assert stages(timeline) == ["step"]
+    assert problems(timeline) == [("no header", None), ("left out: nothing says whose it is", 3)]
+
+
+def test_an_empty_file_belongs_to_a_process_without_spans(tmp_path: Path) -> None:
+    path, actor = folder_of(tmp_path)
+    actor.span_path.write_bytes(b"")
+    timeline = load_step(path)
+    assert [process.name for process in timeline.processes] == ["trainer", "actor 0"]
+    assert stages(timeline) == ["step"]
+    assert problems(timeline) == [("empty", None)]
+
+
+def test_without_a_part_the_span_file_is_enough(tmp_path: Path) -> None:
+    path, actor = folder_of(tmp_path)
+    actor.part_path.unlink()
+    timeline = load_step(path)
+    assert stages(timeline) == ["step", "stage0", "stage1", "stage2"]
+    assert timeline.processes[1].cost is None
+
+
+def test_a_broken_part_is_named(tmp_path: Path) -> None:
+    path, actor = folder_of(tmp_path)
+    actor.part_path.write_bytes(actor.part_path.read_bytes()[:50])
+    timeline = load_step(path)
+    (problem,) = timeline.problems
+    assert problem.file == f"processes/{actor.part_path.name}"
+    assert "truncated" in problem.what
+    assert stages(timeline) == ["step", "stage0", "stage1", "stage2"]
+
+
+def test_lines_that_went_missing_are_noticed_by_the_count_in_the_end(tmp_path: Path) -> None:
+    path, actor = folder_of(tmp_path)
+    edit(actor.span_path, lambda lines: [lines[0], *lines[2:]])
+    assert problems(load_step(path)) == [("spans lost: its end counts 3", 1)]
+
+
+def test_an_overlong_line_is_not_held_in_memory_and_the_rest_is_used(tmp_path: Path) -> None:
+    path, actor = folder_of(tmp_path)
+    edit(actor.span_path, lambda lines: [lines[0], b"x" * (9 << 20) + b"\n", *lines[1:]])
+    timeline = load_step(path)
+    assert stages(timeline) == ["step", "stage0", "stage1", "stage2"]
+    assert problems(timeline) == [("lines that are no record", 3)]  # in pieces of 4 MiB
+
+
+def test_a_file_of_another_step_is_left_out(tmp_path: Path) -> None:
+    path, _ = folder_of(tmp_path)
+    stray = StepFolder(tmp_path / "elsewhere", step=7).process("actor", 0, pid=5)
+    stray.span("stray", 0, MS)
+    stray.write()
+    (path / "spans" / stray.span_path.name).write_bytes(stray.span_path.read_bytes())
+    timeline = load_step(path)
+    assert "stray" not in stages(timeline)
+    assert problems(timeline) == [("left out: it is of step 7", None)]
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    path, _ = folder_of(tmp_path)
+    (path / "spans" / "odd.jsonl").mkdir()
+    assert problems(load_step(path))[0][0].startswith("cannot be read")
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_a_folder_without_anything_of_a_capture_is_an_error(tmp_path: Path, make: bool) -> None:
+    step = tmp_path / "step_000001"
+    if make:
+        (step / "spans").mkdir(parents=True)
+    with pytest.raises(RecordError, match="holds no records of a captured process"):
+        load_step(step)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_damage_to_the_files_is_an_exception(tmp_path: Path, seed: int) -> None:
+    path, actor = folder_of(tmp_path)
+    chance = random.Random(seed)
+    for target in (actor.span_path, actor.part_path):
+        data = bytearray(target.read_bytes())
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(data))
+            match chance.randrange(4):
+                case 0:
+                    data[at] = chance.randrange(256)
+                case 1:
+                    data[at] = ord(chance.choice("0123456789"))
+                case 2:
+                    del data[at : at + chance.randint(1, 200)]
+                case _:
+                    data[at:at] = chance.choice([b"9" * 30, b"\n", b"null", b'"', b"{}", b"1e308"])
+            data = data or bytearray(b"x")
+        target.write_bytes(data)
+    timeline = load_step(path)
+    assert "step" in stages(timeline)
+    report = step_report(timeline)
+    assert sum(line.wall_ns for line in report.breakdown.lines) == report.breakdown.window_ns
+    Console(file=StringIO(), width=100).print(render(report))

@@ -1,0 +1,96 @@
+"""Numbers that a trainer logs of its steps: beside a captured step, in its report and among its figures."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from packages.report.tests.pictures import rl_step
+from stepscope._recording.after.metrics import MetricsLog
+from stepscope._recording.output import exporter
+from stepscope._recording.process import run
+from stepscope.files.layout import RunLayout
+from stepscope.files.scalars import StepMetrics, read_metrics, write_metrics
+from stepscope_report import StepReport, step_report, to_scalars
+from stepscope_report.blocks.block import TextTable
+from stepscope_report.blocks.metrics import metrics_blocks
+from stepscope_report.html.step_page import render_step
+from stepscope_report.terminal.text import render
+from stepscope_report.timeline import load_step
+
+VALUES = {"perf/mfu": 0.1, "timing_s/gen": 4.03, "critic/score/mean": 0.5, "critic/score/max": 1.0}
+
+
+def logged(folder: Path, *values: dict[str, object], step: int = 2) -> dict[str, float]:
+    """Log the values of a step, one call after another, and return what lies in its folder."""
+    log = MetricsLog(folder)
+    for some in values:
+        log.log(step, some)
+    exporter.exporter().drain(10)
+    return read_metrics(RunLayout(folder).step(step), run.run_id())
+
+
+def report_with(folder: Path, values: dict[str, float]) -> StepReport:
+    """Return the report of a step of which the trainer logged the values."""
+    written = rl_step(folder, ranks=1)
+    path = written.write()
+    write_metrics(written.layout, StepMetrics(run_id=written.run_id, step=2, values=values))
+    return step_report(load_step(path))
+
+
+def test_only_a_captured_step_keeps_the_numbers(tmp_path: Path) -> None:
+    RunLayout(tmp_path).step(2).root.mkdir()
+    assert logged(tmp_path, {"loss": 0.5}) == {"loss": 0.5}
+    assert logged(tmp_path, {"loss": 0.5}, step=3) == {}
+    assert not RunLayout(tmp_path).step(3).root.exists()
+
+
+def test_two_calls_of_one_step_make_one_file(tmp_path: Path) -> None:
+    RunLayout(tmp_path).step(2).root.mkdir()
+    assert logged(tmp_path, {"loss": 0.5, "kl": 1}, {"kl": 2}) == {"loss": 0.5, "kl": 2.0}
+
+
+@pytest.mark.parametrize("value", [None, "0.5", float("nan"), float("inf"), [1.0], 10**400])
+def test_what_is_no_finite_number_is_left_out(tmp_path: Path, value: object) -> None:
+    RunLayout(tmp_path).step(2).root.mkdir()
+    assert logged(tmp_path, {"odd": value, "loss": 0.5}) == {"loss": 0.5}
+
+
+def test_the_report_shows_the_numbers_without_their_extremes(tmp_path: Path) -> None:
+    report = report_with(tmp_path, VALUES)
+    text = StringIO()
+    Console(file=text, width=150).print(render(report))
+    for shown in (text.getvalue(), render_step(load_step(RunLayout(tmp_path).step(2).root), report)):
+        assert "Logged by the trainer" in shown
+        assert "critic/score/mean" in shown
+        assert "critic/score/max" not in shown
+    assert json.loads(msgspec.json.encode(report))["metrics"] == VALUES
+
+
+def test_the_numbers_that_people_look_for_come_first(tmp_path: Path) -> None:
+    (table,) = metrics_blocks(VALUES, report_with(tmp_path, VALUES))
+    assert isinstance(table, TextTable)
+    assert [name for name, _ in table.rows] == ["critic/score/mean", "timing_s/gen", "perf/mfu"]
+
+
+def test_the_numbers_are_figures_of_the_step(tmp_path: Path) -> None:
+    scalars = to_scalars(report_with(tmp_path, VALUES | {"val core/acc@1": 1.0}))
+    assert scalars["trainer/timing_s/gen"] == 4.03
+    assert scalars["trainer/val-core/acc-1"] == 1.0
+
+
+def test_a_broken_file_is_named_and_its_numbers_are_left_out(tmp_path: Path) -> None:
+    written = rl_step(tmp_path, ranks=1)
+    path = written.write()
+    broken = written.layout.metrics(written.run_id)
+    broken.write_text("{")
+    timeline = load_step(path)
+    assert step_report(timeline).metrics == {}
+    (problem,) = timeline.problems
+    assert problem.file == broken.name
+    assert "no numbers of the trainer" in problem.what

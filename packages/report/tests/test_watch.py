@@ -1,0 +1,124 @@
+"""`stepscope watch`: the view of a run that goes on, against what the run itself knows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from packages.core.tests.test_why import hanging
+from stepscope import ProfileConfig, capture, span
+from stepscope._recording.recorder import standing
+from stepscope.files.recorder import StepLine
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.states import ProcessState
+from stepscope_report.cli import run
+from stepscope_report.live import live
+
+pytestmark = pytest.mark.usefixtures("one_recorder")
+
+LOOP = """
+async def agent(number):
+    async with trajectory(f"t-{number}"), turn(1):
+        async with span("search" if number % 2 else "generate", role="env" if number % 2 else "rollout"):
+            await asyncio.Event().wait()
+
+for step in range(5):
+    with capture(step), span("update", role="actor"):
+        time.sleep(0.02)
+
+async def main():
+    async with capture(5), span("rollout", role="trainer"):
+        tasks = [asyncio.create_task(agent(number)) for number in range(6)]
+        await asyncio.sleep(0.1)
+        ready()
+        await asyncio.gather(*tasks)
+
+asyncio.run(main())
+"""
+
+
+def test_it_shows_the_step_that_runs_and_the_trajectories_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with hanging(LOOP, tmp_path):
+        assert run(["watch", str(tmp_path), "--json"]) == 0
+        view = json.loads(capsys.readouterr().out)
+        assert run(["watch", str(tmp_path), "--once"]) == 0
+        text = capsys.readouterr().out
+        page = tmp_path / "live.html"
+        assert run(["watch", str(tmp_path), "--once", "--html", str(page)]) == 0
+    assert (view["steps"], view["running"]) == (5, 5)
+    assert min(view["durations_ns"]) >= 20_000_000
+    assert view["flights"] == 6
+    assert {flight["trajectory"] for flight in view["oldest"]} == {f"t-{number}" for number in range(6)}
+    assert {lane["role"]: (lane["calls"], lane["stages"]) for lane in view["lanes"]} == {
+        "env": (3, ["search"]),
+        "rollout": (3, ["generate"]),
+    }
+    (stage,) = view["stages"]
+    assert stage["stage"] == "actor/update"
+    assert 0.02 <= stage["median_s"] <= view["median_ns"] / 1e9
+    assert "Step 5 runs for" in text
+    assert "6 trajectories under way" in text
+    assert 'http-equiv="refresh"' in page.read_text()
+    assert "6 trajectories under way" in page.read_text()
+    assert not list((tmp_path / "recorder").iterdir()), "the questions and answers are removed"
+
+
+def test_a_run_that_has_ended_shows_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ProfileConfig.from_mapping({"save_path": str(tmp_path), "record": "spans"})
+    for step in range(3):
+        with capture(step, config=config), span("update", role="actor"):
+            pass
+    recorder = standing.standing()
+    assert recorder is not None
+    assert recorder.drain(20)
+    standing.stop()
+    assert run(["watch", str(tmp_path), "--once", "--every", "0.3"]) == 0
+    assert "No process answers: the run has ended, or hangs in C. 3 steps so far" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_a_run_without_lines_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["watch", str(tmp_path), "--once"]) == 3
+    assert "record: spans" in capsys.readouterr().err
+
+
+def test_the_last_steps_tokens_are_shown_per_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (
+        StepLine(step=step, start_ns=0, dur_ns=4_000_000_000, tokens={"train": 1000 * step, "rollout": 6})
+        for step in range(4)
+    )
+    tmp_path.joinpath("steps_r.jsonl").write_bytes(
+        b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    )
+    assert run(["watch", str(tmp_path), "--once", "--every", "0.3"]) == 0
+    assert "tokens/s of the last step: rollout 2, train 750" in capsys.readouterr().out
+
+
+def test_only_the_last_steps_count() -> None:
+    lines = [StepLine(step=step, start_ns=0, dur_ns=100 if step < 50 else 7) for step in range(100)]
+    view = live(lines, [])
+    assert (view.steps, len(view.durations_ns), view.median_ns) == (100, 50, 7)
+
+
+def test_the_step_that_runs_is_compared_with_its_kind() -> None:
+    lines = [StepLine(step=step, start_ns=0, dur_ns=7 if step % 4 else 28) for step in range(40)]
+    owner = ProcessState(
+        process=ProcessInfo(role="trainer", rank=None, world_size=None, host="h", pid=1),
+        run_id="r",
+        at_ns=0,
+        step=40,
+        step_age_ns=5,
+        spans=(),
+        threads=(),
+        tasks=(),
+    )
+    view = live(lines, [owner])
+    assert (view.median_ns, view.compared, len(view.durations_ns)) == (28, 10, 40)

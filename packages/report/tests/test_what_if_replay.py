@@ -1,0 +1,206 @@
+"""The replay of a rollout, and the curve of its replicas, on cases that can be computed by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import pairwise
+
+import pytest
+
+from stepscope_report.whatif.curve import Curve, fit
+from stepscope_report.whatif.flight import Flight
+from stepscope_report.whatif.limits import tool_pool, trajectories_at_once
+from stepscope_report.whatif.model import Call, CallKind, Phase, Trajectory
+from stepscope_report.whatif.replay import Rules, replay
+
+SATURATED = Curve(((1.0, 1.0), (100.0, 1.0)))
+"""One token per ns, for any number of requests together."""
+PARALLEL = Curve(((1.0, 1.0), (100.0, 100.0)))
+"""One token per ns for each request."""
+
+
+def a_call(number: int, kind: CallKind, ns: int, *, offset_ns: int = 0) -> Call:
+    return Call(number=number, kind=kind, start_ns=0, end_ns=ns, offset_ns=offset_ns, replica=0, tokens=ns)
+
+
+def a_trajectory(*phases: Phase, start_ns: int = 0, rest_ns: int = 0) -> Trajectory:
+    return Trajectory(name="t", start_ns=start_ns, end_ns=start_ns, phases=phases, rest_ns=rest_ns)
+
+
+def rules(
+    curve: Curve, works: Sequence[float], assigned: list[list[int]] | None, replicas: int = 1, **more: int
+) -> Rules:
+    return Rules(curve=curve, speeds=(1.0,) * replicas, works=works, assigned=assigned, **more)
+
+
+def generating(count: int) -> list[Trajectory]:
+    return [a_trajectory(Phase(0, (a_call(number, "generate", 100),))) for number in range(count)]
+
+
+@pytest.mark.parametrize(("replicas", "end"), [(1, 800), (2, 400), (4, 200)])
+def test_equal_trajectories_share_saturated_replicas(replicas: int, end: int) -> None:
+    dealt = [[number % replicas] for number in range(8)]
+    assert replay(generating(8), rules(SATURATED, [100.0] * 8, dealt, replicas)) == pytest.approx([end] * 8)
+    least = replay(generating(8), rules(SATURATED, [100.0] * 8, None, replicas))
+    assert least == pytest.approx([end] * 8)
+
+
+def test_requests_of_a_replica_that_is_not_full_do_not_slow_each_other() -> None:
+    assert replay(generating(8), rules(PARALLEL, [100.0] * 8, [[0]] * 8)) == pytest.approx([100] * 8)
+
+
+def test_requests_of_different_length_leave_one_after_the_other() -> None:
+    """Four share one token per ns: the shortest ends at 4 x 100, the next 3 x 100 later, and so on."""
+    works = [100.0, 200.0, 300.0, 400.0]
+    assert replay(generating(4), rules(SATURATED, works, [[0]] * 4)) == pytest.approx([400, 700, 900, 1000])
+
+
+def test_a_slow_replica_takes_longer() -> None:
+    slow = Rules(curve=PARALLEL, speeds=(1.0, 0.5), works=[100.0] * 2, assigned=[[0], [1]])
+    assert replay(generating(2), slow) == pytest.approx([100, 200])
+
+
+def test_gaps_offsets_and_rests_take_as_long_as_measured() -> None:
+    calls = (a_call(0, "tool", 30), a_call(1, "reward", 20, offset_ns=15))
+    played = a_trajectory(Phase(5, calls), Phase(7, (a_call(2, "reward", 3),)), start_ns=100, rest_ns=4)
+    assert replay([played], rules(SATURATED, [0.0] * 3, [[]])) == pytest.approx([100 + 5 + 35 + 7 + 3 + 4])
+
+
+@pytest.mark.parametrize(("size", "ends"), [(1, [10, 20, 30, 40]), (2, [10, 10, 20, 20]), (None, [10] * 4)])
+def test_tools_queue_for_a_pool(size: int | None, ends: list[int]) -> None:
+    tools = [a_trajectory(Phase(0, (a_call(number, "tool", 10),))) for number in range(4)]
+    queued = Rules(curve=SATURATED, speeds=(1.0,), works=[0.0] * 4, assigned=[[]] * 4, tool_pool=size)
+    assert replay(tools, queued) == pytest.approx(ends)
+
+
+def test_trajectories_start_as_others_end_if_they_have_a_limit() -> None:
+    tools = [a_trajectory(Phase(0, (a_call(number, "tool", 10),))) for number in range(5)]
+    assert replay(tools, rules(SATURATED, [0.0] * 5, [[]] * 5, at_once=2)) == [10, 10, 20, 20, 30]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_saturated_replica_ends_when_all_work_is_done(seed: int) -> None:
+    """However it shares itself, it ends as one that takes requests one after the other would."""
+    draw = random.Random(seed)
+    starts = sorted(draw.randrange(4000) for _ in range(60))
+    works = [float(draw.randrange(1, 120)) for _ in starts]
+    played = [a_trajectory(*one.phases, start_ns=at) for one, at in zip(generating(60), starts, strict=True)]
+    free = 0.0
+    for start, work in zip(starts, works, strict=True):
+        free = max(free, start) + work
+    assert max(replay(played, rules(SATURATED, works, [[0]] * 60))) == pytest.approx(free)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_pool_of_tools_takes_them_in_the_order_in_which_they_come(seed: int) -> None:
+    draw = random.Random(seed)
+    starts = sorted(draw.sample(range(10_000), 80))
+    lengths = [draw.randrange(1, 400) for _ in starts]
+    places, ends = [0] * 3, []
+    for start, length in zip(starts, lengths, strict=True):
+        ends.append(max(start, heappop(places)) + length)
+        heappush(places, ends[-1])
+    played = [
+        a_trajectory(Phase(0, (a_call(number, "tool", length),)), start_ns=start)
+        for number, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    ]
+    queued = Rules(curve=SATURATED, speeds=(1.0,), works=[0.0] * 80, assigned=[[]] * 80, tool_pool=3)
+    assert replay(played, queued) == pytest.approx(ends)
+
+
+def test_more_requests_never_do_less_nor_get_more_each() -> None:
+    """Tokens at random: a fit without this order gives rates far off where few requests were."""
+    draw = random.Random(0)
+    calls = []
+    for number in range(60):
+        start = draw.randrange(2000)
+        calls.append(
+            Call(
+                number=number,
+                kind="generate",
+                start_ns=start,
+                end_ns=start + draw.randrange(50, 800),
+                replica=0,
+                tokens=draw.randrange(1, 200),
+            )
+        )
+    points = fit(Flight(calls)).points
+    assert len(points) > 5
+    for (fewer, little), (more, much) in pairwise(points):
+        assert little <= much * (1 + 1e-9)
+        assert much / more <= little / fewer * (1 + 1e-9)
+
+
+def test_the_fit_gives_the_curve_that_made_the_times() -> None:
+    """Requests start 40 ns apart and have 20 lengths, so that many numbers of requests are measured."""
+    made = Curve(((1.0, 1.0), (4.0, 2.5), (8.0, 4.0), (30.0, 5.0)))
+    works = [100.0 + 37 * (number * 7 % 20) for number in range(200)]
+    started = [a_trajectory(*played.phases, start_ns=90 * at) for at, played in enumerate(generating(200))]
+    ends = replay(started, rules(made, works, [[0]] * 200))
+    calls = [
+        Call(
+            number=at,
+            kind="generate",
+            start_ns=90 * at,
+            end_ns=round(end),
+            replica=0,
+            tokens=round(works[at]),
+        )
+        for at, end in enumerate(ends)
+    ]
+    flight = Flight(calls)
+    curve = fit(flight)
+    assert len(curve.points) > 4
+    for requests, total in curve.points:
+        assert total == pytest.approx(made.rate(requests) * requests, rel=0.1)
+    assert flight.served_by(curve.rate) == pytest.approx(works, rel=0.1)
+
+
+def test_beyond_what_was_measured_a_replica_does_no_more() -> None:
+    curve = Curve(((2.0, 10.0), (4.0, 16.0)))
+    assert [curve.rate(requests) * requests for requests in (1, 2, 3, 4, 8)] == [5.0, 10.0, 13.0, 16.0, 16.0]
+
+
+def tool_at(start_ns: int, end_ns: int, gap_ns: int, wait_ns: int = 0) -> Trajectory:
+    call = Call(number=0, kind="tool", start_ns=start_ns, end_ns=end_ns, wait_ns=wait_ns)
+    return Trajectory(
+        name="t", start_ns=start_ns - gap_ns, end_ns=end_ns, phases=(Phase(gap_ns, (call,)),), rest_ns=0
+    )
+
+
+def test_a_pool_of_tools_is_seen_by_waits_in_front_of_them() -> None:
+    """Two at once of 10 ms each; the third and fourth wait for 10 ms, and would have begun at 0."""
+    ms = 1_000_000
+    queued = [tool_at(begin * ms, (begin + 10) * ms, begin * ms) for begin in (0, 0, 10, 10)]
+    size, shortened = tool_pool(queued)
+    assert size == 2
+    assert [phase.gap_ns for trajectory in shortened for phase in trajectory.phases] == [0] * 4
+
+
+def test_a_pool_of_tools_is_seen_by_waits_inside_of_them() -> None:
+    size, _ = tool_pool([tool_at(0, 10 * (place + 1), 0, wait_ns=10 * place) for place in range(4)])
+    assert size == 1
+
+
+def test_tools_that_never_wait_have_no_pool() -> None:
+    assert tool_pool([tool_at(0, 10_000_000, 0) for _ in range(4)])[0] is None
+    assert tool_pool([])[0] is None
+
+
+def test_a_limit_of_trajectories_is_seen_by_starts_at_ends() -> None:
+    limited = [tool_at(begin, begin + 10, 0) for begin in (0, 0, 10, 10, 20, 20)]
+    spread = [tool_at(begin, begin + 10, 0) for begin in (0, 0, 50, 90, 130)]
+    assert trajectories_at_once(limited) == 2
+    assert trajectories_at_once(spread) is None
+
+
+def test_no_rate_of_the_curve_is_zero() -> None:
+    """The second request says far too many tokens, as a damaged file may."""
+    lengths = [(0, 10, 1), (0, 20, 10**15), (100, 110, 1), (100, 130, 1), (100, 130, 1)]
+    calls = [
+        Call(number=at, kind="generate", start_ns=start, end_ns=end, replica=0, tokens=tokens)
+        for at, (start, end, tokens) in enumerate(lengths)
+    ]
+    assert all(total > 0 for _, total in fit(Flight(calls)).points)

@@ -1,0 +1,148 @@
+"""Collectives that have not completed: `stepscope why` names the ranks that miss them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.flight_recorder.components.builder import build_db
+
+from stepscope._recording.recorder.collectives import joined, parsed
+from stepscope.files.layout import RunLayout
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.states import Collectives, ProcessState
+from stepscope_report.cli.running.why import ask
+from stepscope_report.waiting.calls import awaited_collective, say_call
+from stepscope_report.why import why
+
+RANK = """
+import json, os, sys, threading, time
+import torch, torch.distributed as dist
+from torch._C import _distributed_c10d as binding
+from stepscope import capture, configure, profile_step
+
+folder, rank = sys.argv[1], int(os.environ["RANK"])
+configure(save_path=folder, record="spans", control={"poll_seconds": 0.1},
+          roles={"*": {"profiler": "off"}})
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+pair = dist.new_group([0, 1])
+dist.all_reduce(torch.ones(2))
+
+def wait_for_the_device():
+    threading.Event().wait()
+
+def all_but_the_last_ended():
+    entries = json.loads(binding._dump_fr_trace_json())["entries"]
+    return all(entry["retired"] for entry in (entries if rank == 2 else entries[:-1]))
+
+def ready():
+    while not all_but_the_last_ended():  # the recorder notes the end of a call after the call has returned
+        time.sleep(0.01)
+    for name, dump in (("json", binding._dump_fr_trace_json), ("pickle", binding._dump_fr_trace)):
+        with open(f"{folder}/{name}{rank}", "wb") as file:
+            file.write(dump())
+    print("ready", flush=True)
+
+@profile_step("actor")
+def update():
+    if rank < 2:
+        dist.all_reduce(torch.ones(2), group=pair)
+    if rank != 2:
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+    ready()
+    wait_for_the_device()
+
+with capture(3, role="actor"):
+    update()
+"""
+
+
+@contextmanager
+def hanging(folder: Path) -> Iterator[None]:
+    """Run three ranks, of which the last does not enter the second collective of all."""
+    environ = {**os.environ, "STEPSCOPE_RUN_ID": "feed0004", "TORCH_FR_BUFFER_SIZE": "200"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(folder)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**environ, "RANK": str(rank)},
+        )
+        for rank in range(3)
+    ]
+    try:
+        for process in ranks:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        yield
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("ranks")
+    with hanging(folder):
+        yield folder
+
+
+def test_the_rank_that_others_wait_for_in_the_background_is_named(run: Path) -> None:
+    answer = why(ask(RunLayout(run), 10))
+    assert len(answer.calls) == 3
+    first, *others = [answer.calls[index] for index in answer.culprits]
+    assert "actor_rank2_" in first.process
+    assert first.collective is None
+    assert [(call.collective, call.group, call.number, call.missing) for call in others] == [
+        ("all_reduce", "default_pg", 2, (2,))
+    ] * 2
+    assert "in the collective all_reduce (2 of default_pg, without rank 2)" in say_call(others[0])
+
+
+def test_torch_reads_the_same_ranks_from_its_own_dump(run: Path) -> None:
+    """The recorder of NCCL also knows the ranks of each group, which gloo's leaves out."""
+    details, states = {}, []
+    for rank in range(3):
+        dump = named_as_nccl(pickle.loads((run / f"pickle{rank}").read_bytes()))
+        entries = [entry for entry in dump["entries"] if not entry["retired"]]
+        details[f"rank{rank}"] = {**dump, "entries": entries, "rank": rank}
+        text = json.dumps(named_as_nccl(json.loads((run / f"json{rank}").read_bytes())))
+        states.append(state_of(rank, joined([parsed(text)], rank, {})))
+    arguments = Namespace(
+        verbose=False, just_print_entries=False, allow_incomplete_ranks=True, mismatch_cap=10
+    )
+    (collective,) = build_db(details, arguments, str(details["rank0"]["version"])).collectives
+    call, missing = awaited_collective(states[0], states)
+    assert call is not None
+    assert collective.missing_ranks == set(missing) == {2}
+    assert collective.collective_name == f"nccl:{call.op}"
+    assert (collective.collective_seq_id, collective.collective_state) == (call.number, call.state)
+    assert awaited_collective(states[2], states) == (None, ())
+
+
+def named_as_nccl(dump: dict[str, Any]) -> dict[str, Any]:
+    """Return a dump of gloo's with the names of NCCL's, and with its groups."""
+    for entry in dump["entries"]:
+        entry["profiling_name"] = entry["profiling_name"].replace("gloo:", "nccl:")
+    groups = {"0": ("default_pg", "[0, 1, 2]"), "1": ("undefined", "[0, 1]")}
+    config = {name: {"name": name, "desc": desc, "ranks": ranks} for name, (desc, ranks) in groups.items()}
+    return {**dump, "pg_config": config}
+
+
+def state_of(rank: int, collectives: Collectives | None) -> ProcessState:
+    assert collectives is not None
+    process = ProcessInfo(role="actor", rank=rank, world_size=3, host="a", pid=rank)
+    return ProcessState(
+        process=process, run_id="feed0004", at_ns=0, step=3, spans=(), threads=(), tasks=(),
+        collectives=collectives,
+    )  # fmt: skip
