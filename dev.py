@@ -153,7 +153,7 @@ def typed_paths() -> list[list[str]]:
     others = ("tests", "tools", "benchmarks", "docs", "examples", "conftest.py", "dev.py")
     sources = [f"packages/{name}/src" for name in PACKAGES]
     tests = [f"packages/{name}/tests" for name in PACKAGES]
-    everything = [*sources, *(path for path in others if (ROOT / path).exists())]
+    everything = [*sources, "packages/conftest.py", *(path for path in others if (ROOT / path).exists())]
     return [everything, *([path] for path in tests if (ROOT / path).exists())]
 
 

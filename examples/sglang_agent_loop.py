@@ -2,7 +2,8 @@
 
 Each trajectory calls a calculator until it knows the answer. Captured steps have the engine's times of each
 turn, and the trace of the engine's own profiler. The lines that profile are marked `# stepscope`. Model and
-task are those of `stepscope_report.demo`, and tiny: a minute on a CPU. Needs SGLang and `stepscope[cli,sglang]`.
+task are those of `stepscope_report.demo`, and tiny: a minute on a CPU. Needs SGLang and
+`stepscope[cli,sglang]`.
 """
 
 import asyncio

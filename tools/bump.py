@@ -10,7 +10,7 @@ from pathlib import Path
 from tools import repository
 from tools.processes import say
 
-VERSION = re.compile(r'(?m)^(version = "|.*"stepscope[a-z-]*==)([^"]+)(")')
+VERSION = re.compile(r'(?m)^(version = "|.*"stepscope[a-z-]*(?:\[[a-z]+\])?==)([^"]+)(")')
 
 
 def bump(arguments: list[str]) -> bool:

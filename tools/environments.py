@@ -34,7 +34,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment: dependency groups of pyproject.toml and the four packages, editable."""
+    """A virtual environment: dependency groups of pyproject.toml and the five packages, editable."""
 
     folder: Path
     groups: tuple[str, ...]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
-PACKAGES = ("core", "rollout-vllm", "rollout-sglang", "npu")
+PACKAGES = ("core", "report", "rollout-vllm", "rollout-sglang", "npu")
 """In the order of their upload: the others require the first."""
 TOGETHER = (("cli", "ray"),)
 """Combinations that are tried besides each extra alone and none."""

@@ -3,5 +3,5 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("core", "rollout-vllm", "rollout-sglang", "npu")
+PACKAGES = ("core", "report", "rollout-vllm", "rollout-sglang", "npu")
 MANIFESTS = [ROOT / "packages" / name / "pyproject.toml" for name in PACKAGES]

@@ -34,6 +34,8 @@ NEEDED = {
 }
 """Extra -> modules that it makes importable. `all` is all of them."""
 WRITERS = ("tensorboard", "wandb", "mlflow", "otel")
+READING = {"cli", "mcp", "parquet", *WRITERS}
+"""Extras that bring stepscope-report."""
 BESIDES = {"otel": ("wandb", "mlflow")}
 """Writer -> further extras whose packages bring what it imports."""
 ADAPTERS = {"vllm": "stepscope.engines", "sglang": "stepscope.engines", "npu": "stepscope.backends"}
@@ -46,12 +48,12 @@ def main(folder: Path, extras: set[str]) -> None:
     check_modules(extras)
     check_writers(extras, folder / "run")
     check_adapters(extras)
-    check_capture(folder / "run")
-    if "cli" in extras:
+    check_capture(folder / "run", reported=bool(extras & READING))
+    if extras & READING:
         check_command(folder)
     else:
         check_command_absent()
-    if "cli" in extras and "tensorboard" in extras:
+    if "tensorboard" in extras:
         check_curves(folder)
 
 
@@ -93,17 +95,22 @@ def check_adapters(extras: set[str]) -> None:
         assert (extra in names) == (extra in extras), (extra, names)
 
 
-def check_capture(run: Path) -> None:
-    """Capture a step without torch, and read it back."""
+def check_capture(run: Path, reported: bool) -> None:
+    """Capture a step without torch. Read it back if `reported`: stepscope-report is there."""
     import stepscope
-    from stepscope_report import step_report
-    from stepscope_report.timeline import load_step
 
+    assert bool(find_spec("stepscope_report")) == reported
     stepscope.configure(save_path=run, steps=[1], roles={"*": {"profiler": "off"}})
     with stepscope.capture(1, workers={}) as capture, stepscope.span("update_actor", role="actor"):
         pass
     stepscope.flush()
     assert capture.result.path is not None
+    assert list((capture.result.path / "spans").glob("trainer_*.jsonl"))
+    if not reported:
+        return
+    from stepscope_report import step_report
+    from stepscope_report.timeline import load_step
+
     report = step_report(load_step(capture.result.path))
     assert "update_actor" in str(report.breakdown), report.breakdown
 
@@ -121,8 +128,9 @@ def check_command(folder: Path) -> None:
 
 
 def check_command_absent() -> None:
-    """Make sure that the command names its extra where that is not installed."""
-    outcome = command("--version", code=2)
+    """Make sure that `python -m stepscope` names the extra of the command where that is not installed."""
+    assert not Path(sys.executable).with_name("stepscope").exists()
+    outcome = run(sys.executable, "-m", "stepscope", "--version", code=2)
     assert "Fix: pip install 'stepscope[cli]'" in outcome.stderr, outcome.stderr
     assert not outcome.stdout
 
@@ -135,7 +143,11 @@ def check_curves(folder: Path) -> None:
 
 def command(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the console script beside this Python."""
-    words = [str(Path(sys.executable).with_name("stepscope")), *arguments]
+    return run(str(Path(sys.executable).with_name("stepscope")), *arguments, code=code)
+
+
+def run(*words: str, code: int) -> subprocess.CompletedProcess[str]:
+    """Run a program without variables of stepscope; it must exit with `code`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("STEPSCOPE")}
     outcome = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert outcome.returncode == code, (words, outcome.returncode, outcome.stdout[-2000:], outcome.stderr)

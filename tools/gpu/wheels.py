@@ -20,7 +20,7 @@ CORE = (
     "rich>=13",
     "stringzilla>=5",
 )
-"""Requirements of `stepscope[cli]`."""
+"""Requirements of `stepscope[cli]`: of stepscope and stepscope-report."""
 TESTS = ("pytest>=9", "pytest-asyncio>=1.3", "pytest-timeout>=2.4", "hypothesis>=6.100", "hatchling>=1.27")
 OLD_PYTHON = ("tomli", "exceptiongroup", "backports.asyncio.runner")
 """Requirements of `TESTS` on Python 3.10. pip downloads none for another Python than its own."""
@@ -63,7 +63,12 @@ def install(wheels: Path, target: Path) -> str | None:
             "--no-compile",
             "--quiet",
         ),
-        *(f"{ROOT / 'packages' / 'core'}[cli]", *TESTS, *absent(BESIDE_TORCH)),
+        *(
+            f"{ROOT / 'packages' / 'core'}[cli]",  # first: older versions of pip search the index otherwise
+            str(ROOT / "packages" / "report"),
+            *TESTS,
+            *absent(BESIDE_TORCH),
+        ),
     ]
     made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return made.stdout if made.returncode else None

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from stepscope._recording.capture.result import CaptureResult, on_capture
     from stepscope._recording.instrument.patch import instrument
     from stepscope._recording.process.settings import name_settings
+    from stepscope._report import open  # noqa: A004  # read as `stepscope.open`
     from stepscope.config import ProfileConfig
     from stepscope.files.scalars import StepScalars
     from stepscope.files.sidecar import Sidecar
     from stepscope.integrations.arguments import add_arguments, config_from_args
-    from stepscope_report.opened.runs import open  # noqa: A004  # read as `stepscope.open`
 
     __version__: str
 
@@ -86,7 +86,7 @@ _LATER = {
     "instrument": "stepscope._recording.instrument.patch",
     "name_settings": "stepscope._recording.process.settings",
     "on_capture": "stepscope._recording.capture.result",
-    "open": "stepscope_report.opened.runs",
+    "open": "stepscope._report",
     "prepare": "stepscope._recording.capture.prepare",
     "request_capture": "stepscope._recording.capture.requesting",
 }

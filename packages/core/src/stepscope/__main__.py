@@ -1,6 +1,14 @@
-"""`python -m stepscope`: the command line, for environments whose scripts are elsewhere."""
+"""`python -m stepscope`: the command of stepscope-report, for environments whose scripts are elsewhere."""
 
 from __future__ import annotations
+
+import sys
+
+from stepscope import _report
+
+if _report.is_absent():
+    sys.stderr.write(f"error: there is no command: {_report.ABSENT}\n")
+    sys.exit(2)
 
 from stepscope_report.cli import main
 

@@ -1,4 +1,7 @@
-"""Tables of a step's time: pure functions of a timeline, and the tables as text.
+"""Reads what stepscope recorded: a step's timeline, its tables, and both as text, page and file.
+
+`open` reads a run, and `step_report` makes the tables of a step. A name is imported when it is first asked
+for.
 
 From a trace to a number on the page: `timeline.step.traces` finds the files,
 `timeline.activity.content_reader` reads each into a `TraceContent`, and `tables.traces` adds those up into
@@ -6,48 +9,54 @@ the value of the section `traces`. `sections.py` lists the sections, `html.trace
 `cli.pages` writes the page. The other sections begin at the timeline's spans.
 """
 
-from stepscope_report.advice.evidence import Advice, Evidence
-from stepscope_report.advice.rules import step_advice
-from stepscope_report.advice.settings import SettingChange
-from stepscope_report.model import StepReport
-from stepscope_report.opened.runs import OpenRun, OpenStep
-from stepscope_report.opened.traces import OpenTraces
-from stepscope_report.scalars import to_scalars
-from stepscope_report.sections import step_report
-from stepscope_report.table import Rows, Table
-from stepscope_report.tables.baseline import Baseline, step_baseline
-from stepscope_report.tables.breakdown import Breakdown, Line, Overlap, step_breakdown
-from stepscope_report.tables.counters import CounterRow, Counters, IdleDevice, step_counters
-from stepscope_report.tables.cuda_memory import CudaMemory, Holder, cuda_memory_peaks
-from stepscope_report.tables.engine import Engine, Load, Phaseless, engine_usage, phaseless_engines
-from stepscope_report.tables.health import Health, OtherStep, ProcessRow, SpanRow, step_health
-from stepscope_report.tables.idle import Cause, Idle, idle_times
-from stepscope_report.tables.long_tail import (
-    Bubble,
-    Extreme,
-    Hold,
-    LongTail,
-    SlowTrajectory,
-    Spread,
-    Wait,
-    step_long_tail,
-)
-from stepscope_report.tables.stages import Share, Stage, stage_times
-from stepscope_report.tables.staleness import Lag, Staleness, StaleTrajectory, step_staleness
-from stepscope_report.tables.traces import (
-    DeviceRow,
-    MemoryRow,
-    NoDevice,
-    OperatorRow,
-    TraceRow,
-    TraceTables,
-    device_usage,
-    memory_peaks,
-    missing_devices,
-    operator_times,
-    trace_tables,
-)
-from stepscope_report.tables.waiting import VainWait, waits_in_vain
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stepscope_report.advice.evidence import Advice, Evidence
+    from stepscope_report.advice.rules import step_advice
+    from stepscope_report.advice.settings import SettingChange
+    from stepscope_report.model import StepReport
+    from stepscope_report.opened.runs import OpenRun, OpenStep, open  # noqa: A004  # read as `stepscope_report.open`
+    from stepscope_report.opened.traces import OpenTraces
+    from stepscope_report.scalars import to_scalars
+    from stepscope_report.sections import step_report
+    from stepscope_report.table import Rows, Table
+    from stepscope_report.tables.baseline import Baseline, step_baseline
+    from stepscope_report.tables.breakdown import Breakdown, Line, Overlap, step_breakdown
+    from stepscope_report.tables.counters import CounterRow, Counters, IdleDevice, step_counters
+    from stepscope_report.tables.cuda_memory import CudaMemory, Holder, cuda_memory_peaks
+    from stepscope_report.tables.engine import Engine, Load, Phaseless, engine_usage, phaseless_engines
+    from stepscope_report.tables.health import Health, OtherStep, ProcessRow, SpanRow, step_health
+    from stepscope_report.tables.idle import Cause, Idle, idle_times
+    from stepscope_report.tables.long_tail import (
+        Bubble,
+        Extreme,
+        Hold,
+        LongTail,
+        SlowTrajectory,
+        Spread,
+        Wait,
+        step_long_tail,
+    )
+    from stepscope_report.tables.stages import Share, Stage, stage_times
+    from stepscope_report.tables.staleness import Lag, Staleness, StaleTrajectory, step_staleness
+    from stepscope_report.tables.traces import (
+        DeviceRow,
+        MemoryRow,
+        NoDevice,
+        OperatorRow,
+        TraceRow,
+        TraceTables,
+        device_usage,
+        memory_peaks,
+        missing_devices,
+        operator_times,
+        trace_tables,
+    )
+    from stepscope_report.tables.waiting import VainWait, waits_in_vain
 
 __all__ = [
     "Advice",
@@ -102,6 +111,7 @@ __all__ = [
     "idle_times",
     "memory_peaks",
     "missing_devices",
+    "open",
     "operator_times",
     "phaseless_engines",
     "stage_times",
@@ -117,3 +127,42 @@ __all__ = [
     "trace_tables",
     "waits_in_vain",
 ]
+
+_WHERE = {
+    "advice.evidence": "Advice Evidence",
+    "advice.rules": "step_advice",
+    "advice.settings": "SettingChange",
+    "model": "StepReport",
+    "opened.runs": "OpenRun OpenStep open",
+    "opened.traces": "OpenTraces",
+    "scalars": "to_scalars",
+    "sections": "step_report",
+    "table": "Rows Table",
+    "tables.baseline": "Baseline step_baseline",
+    "tables.breakdown": "Breakdown Line Overlap step_breakdown",
+    "tables.counters": "CounterRow Counters IdleDevice step_counters",
+    "tables.cuda_memory": "CudaMemory Holder cuda_memory_peaks",
+    "tables.engine": "Engine Load Phaseless engine_usage phaseless_engines",
+    "tables.health": "Health OtherStep ProcessRow SpanRow step_health",
+    "tables.idle": "Cause Idle idle_times",
+    "tables.long_tail": "Bubble Extreme Hold LongTail SlowTrajectory Spread Wait step_long_tail",
+    "tables.stages": "Share Stage stage_times",
+    "tables.staleness": "Lag Staleness StaleTrajectory step_staleness",
+    "tables.traces": "DeviceRow MemoryRow NoDevice OperatorRow TraceRow TraceTables device_usage "
+    "memory_peaks missing_devices operator_times trace_tables",
+    "tables.waiting": "VainWait waits_in_vain",
+}
+"""Module -> the public names in it."""
+_LATER = {name: module for module, names in _WHERE.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = value  # the next look finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

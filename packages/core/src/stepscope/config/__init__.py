@@ -14,6 +14,7 @@ from stepscope.config._checks import (
 from stepscope.config._instrument import InstrumentConfig
 from stepscope.config._npu import NpuConfig
 from stepscope.config._profile import Mode, ProfileConfig, Settings, resolve
+from stepscope.config._ranges import parse_ranges
 from stepscope.config._roles import EngineConfig, IterationsConfig, RoleConfig
 from stepscope.config._sections import (
     Activity,
@@ -30,8 +31,9 @@ from stepscope.config._sections import (
     TorchConfig,
     Trigger,
 )
-from stepscope.config._sources import RESERVED_VARIABLES
-from stepscope.config._steps import StepRange
+from stepscope.config._sources import RESERVED_VARIABLES, unknown_variables
+from stepscope.config._steps import StepRange, parse_steps
+from stepscope.config._words import closest
 
 __all__ = [
     "INSTALL_TORCH_NPU",
@@ -64,5 +66,9 @@ __all__ = [
     "check_recorder",
     "check_save_path",
     "check_tool",
+    "closest",
+    "parse_ranges",
+    "parse_steps",
     "resolve",
+    "unknown_variables",
 ]

@@ -120,6 +120,10 @@ WRITERS = {
 def _check_writer(name: str) -> None:
     from importlib.metadata import entry_points
 
+    if not _there("stepscope_report"):
+        allowed = "a writer, if stepscope-report is installed, which computes the figures; it is not"
+        fix = f"pip install 'stepscope[{name if name in WRITERS else 'cli'}]'"
+        raise ConfigError("finish.report_to", name, allowed, fix)
     if name not in WRITERS:
         known = sorted({*WRITERS, *(point.name for point in entry_points(group="stepscope.writers"))})
         if name not in known:

@@ -1,6 +1,7 @@
 """verl's `DistProfiler`, with stepscope behind it: a verl checkout changes one import.
 
-    from stepscope.integrations.verl_dist_profiler import DistProfiler, DistProfilerExtension  # was: from verl.utils.profiler
+    # was: from verl.utils.profiler import DistProfiler, DistProfilerExtension
+    from stepscope.integrations.verl_dist_profiler import DistProfiler, DistProfilerExtension
 
 `start_profile` on a worker opens a capture of `profile_step` in it, `stop_profile` closes it, and annotated
 methods are its stages. docs/verl.md says what stays, what is different and what comes on top. Names and

@@ -5,9 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-_EXTRA = frozenset(("typer", "rich", "stringzilla", "click"))
-"""Packages of the extra `cli`, and the one that typer imports."""
-
 
 def main() -> None:
     """Run the console script."""
@@ -16,14 +13,6 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
-    try:
-        from stepscope_report.cli import app  # the SDK comes without what the command imports
-    except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
-            raise
-        sys.stderr.write(
-            f"error: the stepscope command needs {error.name}, which is not installed. "
-            "Fix: pip install 'stepscope[cli]'\n"
-        )
-        return 2
+    from stepscope_report.cli import app  # import time: most modules of `cli` are used without the command
+
     return app.run(arguments)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from stepscope.config._sources import unknown_variables
+from stepscope.config import unknown_variables
 from stepscope.errors import ConfigError, StepscopeError
 from stepscope_report.cli import screen
 from stepscope_report.cli.analyse import analyse

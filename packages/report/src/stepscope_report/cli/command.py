@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from stepscope.config._words import closest
+from stepscope.config import closest
 from stepscope_report.cli import screen
 from stepscope_report.cli.exits import CommandError
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from stepscope.config._ranges import parse_ranges
+from stepscope.config import parse_ranges
 from stepscope.files.layout import StepLayout
 from stepscope_report.blocks.health import NOT_COMPLETE
 from stepscope_report.cli import screen

@@ -17,10 +17,11 @@ import typer
 from stepscope.config import ProfileConfig, check_program, check_save_path, check_tool, resolve
 from stepscope.files import switch
 from stepscope.files.layout import CAPTURED, FAILED, RunLayout
+from stepscope.integrations import startup
 from stepscope_report.cli import screen
 from stepscope_report.cli.exits import CommandError, Exit
 
-STARTUP = Path(__file__).parent.parent / "startup"
+STARTUP = Path(startup.__file__).parent
 RUN_PID = "STEPSCOPE_RUN_PID"
 """The process that says at the end that no step began: `_recording.instrument.no_step`."""
 

@@ -16,7 +16,7 @@ from stepscope import ProfileConfig, attach, profile_step, span
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stepscope._recording.spans.scopes import Scope
+    from stepscope import Span
 
 
 def weight_facts(_replica: object, weights: Mapping[str, Tensor]) -> dict[str, int]:
@@ -86,7 +86,7 @@ class EngineReplica(ABC):
         """
 
     @abstractmethod
-    def record(self, served: Scope, output: Any) -> None:
+    def record(self, served: Span, output: Any) -> None:
         """Split the time of a request on its span, according to the engine's full output."""
 
     @abstractmethod

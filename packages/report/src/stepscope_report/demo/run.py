@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepscope import Capture, ProfileConfig, aprepare, capture
-from stepscope._recording.capture.configure import check
+from stepscope.config import check_save_path
 
 WARM_UP = 30
 """Supervised updates before the first step: enough to call the calculator, not enough to do so right."""
@@ -56,7 +56,7 @@ def run_demo(
 
     began = time.perf_counter()
     config = profile(save_path.resolve(), [step for step in captured if step < steps], iterations)
-    check(config, on_ray=True)  # before anything is started
+    check_save_path(config, on_ray=True)  # before anything is started
     ours = not ray.is_initialized()
     try:
         if ours:

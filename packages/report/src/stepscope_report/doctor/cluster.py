@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from stepscope._recording.process.clock import Exchange, estimate_offset
+from stepscope.files.clock import Exchange, estimate_offset
 from stepscope_report.doctor.machine import installed
 from stepscope_report.doctor.rows import Row, amber, green, red
 

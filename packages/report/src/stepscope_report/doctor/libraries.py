@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from stepscope._recording.counters.nvml import DRIVER
 from stepscope.engines.supported import numbers
 from stepscope_report.doctor import torch_probe
 from stepscope_report.doctor.machine import DAMAGED, damaged, installed
@@ -21,6 +20,8 @@ from stepscope_report.doctor.rows import Row, absent, amber, green, red
 
 INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 """Set for a process by the tools that record it from outside."""
+DRIVER = "/proc/driver/nvidia/version"
+"""There where NVIDIA's driver is loaded."""
 OLDEST_RAY = (2, 47)
 NSYS_S = 30.0
 PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")

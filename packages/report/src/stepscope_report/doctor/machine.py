@@ -9,12 +9,19 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import stepscope
 from stepscope.config import ProfileConfig, check_save_path
 from stepscope.errors import ConfigError
 from stepscope.files import switch
 from stepscope_report.doctor.rows import Row, absent, amber, green, red
 
-OURS = ("stepscope", "stepscope-rollout-vllm", "stepscope-rollout-sglang", "stepscope-npu")
+OURS = (
+    "stepscope",
+    "stepscope-report",
+    "stepscope-rollout-vllm",
+    "stepscope-rollout-sglang",
+    "stepscope-npu",
+)
 GIB = 1 << 30
 SHARED_MEMORY = "/dev/shm"
 DAMAGED = "damaged"
@@ -28,9 +35,9 @@ def own_packages() -> Row:
     """Return a row on stepscope's distributions, which must all have one version."""
     versions = {name: version for name in OURS if (version := installed(name)) is not None}
     listed = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none is installed"
-    listed += f"; used from {Path(__file__).parent.parent}"
+    listed += f"; used from {Path(str(stepscope.__file__)).parent}"
     if not versions:
-        fix = "pip install stepscope, or `pip install -e packages/core` in a checkout"
+        fix = "pip install stepscope, or `pip install -e packages/core -e packages/report` in a checkout"
         return red("stepscope", listed, fix)
     if len(set(versions.values())) > 1:
         wanted = versions.get("stepscope") or max(versions.values())

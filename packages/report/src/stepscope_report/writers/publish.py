@@ -1,4 +1,4 @@
-"""Publication of one step's figures. Also the program that runs after a capture, without the extra `cli`."""
+"""Publication of one step's figures. Also the program that runs after a capture."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import cast
 
-from stepscope.config import WRITERS
-from stepscope.config._words import closest
+from stepscope.config import WRITERS, closest
 from stepscope.errors import ConfigError, StepscopeError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.scalars import StepScalars, write_scalars

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -76,13 +77,14 @@ class Command:
 def of_our_own(module: str, *arguments: str) -> list[str]:
     """Return the command line that calls `main(*arguments)` of `module`, of this Python and installation.
 
-    It yields the processor to the training. The working directory is not searched for modules: it is the
-    training's, and holds what the training likes.
+    The program yields the processor to the training. The working directory is not searched for modules: it is
+    the training's, and holds what the training likes.
     """
-    home = Path(__file__).parents[2]
+    specs = filter(None, map(find_spec, ("stepscope", "stepscope_report")))
+    homes = [str(Path(spec.origin).parents[1]) for spec in specs if spec.origin]
     program = (
         "import os, sys; sys.path[:] = [at for at in sys.path if at]; "
-        f"sys.path.append({str(home)!r}); os.nice(10); "
+        f"sys.path.extend({homes!r}); os.nice(10); "
         f"from {module} import main; sys.exit(main(*sys.argv[1:]))"
     )
     return [sys.executable, "-c", program, *arguments]

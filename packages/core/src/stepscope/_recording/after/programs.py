@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from stepscope import _report
 from stepscope._recording.after.command import Command, of_our_own
 from stepscope._recording.process import failures
 from stepscope._recording.process.failures import describe
@@ -110,7 +111,8 @@ class Chores:
 
     def _do(self, chore: Chore) -> None:
         try:
-            reason = chore.outcome(chore.command.run())
+            absent = chore.name == SCALARS and _report.is_absent()
+            reason = _report.ABSENT if absent else chore.outcome(chore.command.run())
         except ours() as error:
             reason = describe(error)
         self._say(chore.name, reason)
@@ -120,7 +122,9 @@ class Chores:
         state: State = "failed" if reason else "ok"
         manifest_part.expect(Expectation(name=name, kind="after", state=state, reason=reason))
         manifest_part.write()
-        if reason:
+        if reason == _report.ABSENT:
+            failures.warn_once(f"no figures of captured steps: {reason}")
+        elif reason:
             failures.warn("stepscope: step %d: %s: failed: %s", self._session.step, name, reason)
         self._result.fold()
 

@@ -1,4 +1,4 @@
-"""Contract of a fleet: captures fanned out to worker processes. Implemented in `stepscope.fleet`.
+"""Contract of a fleet: captures fanned out to worker processes. Implemented in `ray_fleet`.
 
 Found through the entry points `stepscope.fleets`, so that recording knows no cluster library.
 """

@@ -16,11 +16,10 @@ from stepscope._recording.fanout import fetch, in_actor
 from stepscope._recording.fanout.fetch import Home, Remote
 from stepscope._recording.fanout.fleet import WorkerOutcome
 from stepscope._recording.fanout.messages import PrepareRequest, StartRequest, StopRequest, WorkerRequest
-from stepscope._recording.process.clock import Estimate, Exchange, estimate_offset
 from stepscope.engines.actor_call import ActorGoneError, ActorLine, present
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
-from stepscope.files.clock import ClockOffset
+from stepscope.files.clock import ClockOffset, Estimate, Exchange, estimate_offset
 from stepscope.files.manifest.records import State
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.atomic import Arrival

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from stepscope.config._steps import StepRange, parse_steps
+from stepscope.config import StepRange, parse_steps
 from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout, safe
 from stepscope.files.recorder import recorded_runs
