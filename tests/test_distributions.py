@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.tree import ADAPTERS, CORE, PACKAGES, ROOT, files, imports, project
+from tests.tree import ADAPTERS, CORE, PACKAGES, REPORT, ROOT, files, imports, project
 
 
 @pytest.fixture(scope="module", params=PACKAGES, ids=lambda path: path.name)
 def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
-    folder = tmp_path_factory.mktemp("wheel")
+    return built(request.param, tmp_path_factory.mktemp("wheel"))
+
+
+def built(package: Path, folder: Path) -> zipfile.Path:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(build, cwd=request.param, check=True, capture_output=True)
+    subprocess.run(build, cwd=package, check=True, capture_output=True)
     [file] = folder.glob("*.whl")
     return zipfile.Path(file)
 
@@ -58,10 +61,28 @@ def defined_in(source: Path, module: str) -> set[str]:
     return defined | {alias.asname or alias.name for alias in imported} | set(map(ast.unparse, targets))
 
 
-def test_the_sdk_requires_four_packages_and_the_command_three_more() -> None:
-    table = project(CORE)
-    assert names(table["dependencies"]) == {"msgspec", "pyyaml", "wrapt", "isal"}
-    assert names(table["optional-dependencies"]["cli"]) == {"typer", "rich", "stringzilla"}
+def test_the_wheel_of_the_sdk_records_and_does_nothing_else(tmp_path: Path) -> None:
+    wheel = built(CORE, tmp_path)
+    parts = {name.split("/")[1] for name in wheel.root.namelist() if name.startswith("stepscope/")} - {""}
+    folders = {"_recording", "backends", "config", "engines", "files", "integrations", "testing"}
+    assert parts == folders | {"__init__.py", "__main__.py", "_report.py", "errors.py", "py.typed"}
+    [info] = [path for path in wheel.iterdir() if path.name.endswith(".dist-info")]
+    assert "console_scripts" not in (info / "entry_points.txt").read_text()
+
+
+def test_the_sdk_requires_four_packages_and_the_report_three_more() -> None:
+    required = {"msgspec", "pyyaml", "wrapt", "isal"}
+    assert names(project(CORE)["dependencies"]) == required
+    more = {"stepscope", "typer", "rich", "stringzilla"}
+    assert names(project(REPORT)["dependencies"]) == (required - {"wrapt"}) | more
+
+
+def test_extras_that_the_report_needs_bring_the_report_with_that_extra() -> None:
+    table, core = project(REPORT), project(CORE)["optional-dependencies"]
+    pin = f"=={table['version']}"
+    assert core["cli"] == [f"stepscope-report{pin}"]
+    brought = {name: lines for name, lines in core.items() if lines[0].startswith("stepscope-report[")}
+    assert brought == {name: [f"stepscope-report[{name}]{pin}"] for name in table["optional-dependencies"]}
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -81,7 +102,9 @@ def test_an_adapter_requires_what_it_imports_and_not_its_engine(package: Path) -
     engines = modules(table["optional-dependencies"]["engine"])
     own = {path.name for path in (package / "src").iterdir()}
     imported = {entry.target.partition(".")[0] for entry in imports(package)}
-    assert imported - own - engines - {"torch"} - sys.stdlib_module_names == required  # it brings torch
+    # An engine brings torch, and what imports the report is loaded by the report alone.
+    theirs = own | engines | {"torch", "stepscope_report"}
+    assert imported - theirs - sys.stdlib_module_names == required
     assert not engines & required
 
 
@@ -101,37 +124,44 @@ def modules(requirements: list[str]) -> set[str]:
 MODULES = {"pyyaml": "yaml", "mlflow-skinny": "mlflow", "nvidia-ml-py": "pynvml"}
 """Requirement -> its module, where the name is another."""
 OF_THE_USERS_PROGRAM = {
-    "torch",
-    "typing_extensions",  # torch requires it; ours is for type checkers
-    "verl",
-    "omegaconf",  # verl and Hydra require it
-    "hydra",
-    "lightning",
-    "pytorch_lightning",
-    "transformers",
-    "safetensors",  # vLLM and SGLang require it
-    "pandas",
-    "polars",
-    "pytest",  # stepscope.testing
+    CORE: {
+        "torch",
+        "typing_extensions",  # torch requires it; ours is for type checkers
+        "verl",
+        "omegaconf",  # verl and Hydra require it
+        "hydra",
+        "lightning",
+        "pytorch_lightning",
+        "transformers",
+        "pytest",  # stepscope.testing
+        "stepscope_report",  # an extra brings it
+    },
+    REPORT: {
+        "torch",
+        "ray",
+        "safetensors",  # vLLM and SGLang require it
+        "pandas",
+        "polars",
+        "pytest",  # stepscope_report.testing
+    },
 }
-"""Imported by the core only where a program has them already, so that no extra brings them."""
+"""Imported only where a program has them already, so that no extra brings them."""
 BY_NAME = {"stringzilla", "pynvml"}
 """Loaded without an import statement."""
 
 
-def test_the_core_declares_what_it_imports() -> None:
-    table = project(CORE)
-    lines = [
-        *table["dependencies"],
-        *(line for extra in table["optional-dependencies"].values() for line in extra),
-    ]
-    required = names([line for line in lines if not line.startswith("stepscope")])
+@pytest.mark.parametrize("package", OF_THE_USERS_PROGRAM, ids=lambda path: path.name)
+def test_the_core_and_the_report_declare_what_they_import(package: Path) -> None:
+    table = project(package)
+    extras = table["optional-dependencies"].values()
+    lines = [line for lines in (table["dependencies"], *extras) for line in lines]
+    required = names([line for line in lines if package == REPORT or not line.startswith("stepscope")])
     declared = {MODULES.get(name, name.partition("-")[0]) for name in required}
-    imported = (
-        {entry.target.partition(".")[0] for entry in imports(CORE)} - sys.stdlib_module_names - {"stepscope"}
-    )
-    assert imported - OF_THE_USERS_PROGRAM == declared - BY_NAME
-    assert imported >= OF_THE_USERS_PROGRAM
+    [own] = [path.name for path in (package / "src").iterdir()]
+    imported = {entry.target.partition(".")[0] for entry in imports(package)}
+    imported -= {own, *sys.stdlib_module_names}
+    assert imported - OF_THE_USERS_PROGRAM[package] == declared - BY_NAME
+    assert imported >= OF_THE_USERS_PROGRAM[package]
 
 
 def test_the_extra_all_is_every_other_one() -> None:

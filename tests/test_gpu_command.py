@@ -12,7 +12,7 @@ import pytest
 
 from conftest import needed_at_the_top
 from stepscope.backends.cuda_memory.summary import summarise
-from tests.tree import CORE, ROOT
+from tests.tree import CORE, REPORT, ROOT, project
 from tools.gpu import parts, smi
 from tools.gpu.page import LARGEST_BYTES, PRETENDED, keep_small, write_results
 from tools.gpu.results import Record, Result, read_result
@@ -21,9 +21,9 @@ from tools.gpu.trace_files import Work, busy_ns
 from tools.gpu.wheels import CORE as WHEELS
 
 if sys.version_info >= (3, 11):
-    import tomllib
+    pass
 else:
-    import tomli as tomllib
+    pass
 
 SMI = [sys.executable, str(ROOT / "tools/gpu/standin_smi.py")]
 
@@ -34,15 +34,15 @@ def record(tmp_path: Path) -> Record:
 
 
 def test_the_wheels_are_those_that_the_core_and_its_command_require() -> None:
-    project = tomllib.loads((CORE / "pyproject.toml").read_text())["project"]
-    assert {*WHEELS} == {*project["dependencies"], *project["optional-dependencies"]["cli"]}
+    of_the_report = {line for line in project(REPORT)["dependencies"] if not line.startswith("stepscope")}
+    assert {*WHEELS} == {*project(CORE)["dependencies"]} | of_the_report
 
 
 @pytest.mark.parametrize(
     "module", ["agent_loop", "batch", "calculator", "model", "rollout", "task", "worker"]
 )
 def test_what_it_takes_of_the_demo_imports_no_ray(module: str) -> None:
-    assert "ray" not in needed_at_the_top(CORE / f"src/stepscope/demo/{module}.py")
+    assert "ray" not in needed_at_the_top(REPORT / f"src/stepscope_report/demo/{module}.py")
 
 
 def test_a_result_is_on_disk_after_each_check(record: Record, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""Permitted imports: fleet -> recording -> backends, engines -> files, config -> errors, and
-cli -> report -> timeline -> files; the online and the offline half meet in `files` alone."""
+"""Permitted imports: inside the core, inside the report, between the two, and of adapters.
+
+Recording and reading meet in `stepscope.files`, which says what lies on disk.
+"""
 
 from __future__ import annotations
 
@@ -7,132 +9,164 @@ from pathlib import Path
 
 import pytest
 
-from tests.tree import ADAPTERS, CORE, Import, imports
+from tests.tree import ADAPTERS, CORE, REPORT, Import, imports, project
 
-ONLINE = {"recording", "backends", "engines", "fleet"}
-OFFLINE = {"timeline", "report"}
 ON_DISK = {"files", "config", "errors"}
 
-MAY_IMPORT = {
+CORE_ARROWS = {
     "errors": set[str](),
-    "switch": set[str](),
     "config": {"errors"},
-    "counters": {"files"},
     "files": {"errors"},
     "backends": ON_DISK,
-    "engines": ON_DISK | {"backends", "counters"},
-    "recording": ON_DISK | {"backends", "counters", "engines", "switch"},
-    "fleet": ON_DISK | {"backends", "engines", "recording"},
-    "timeline": {"files", "errors"},
-    "report": {"files", "errors", "timeline"},
-    "compat": {"config", "errors", "recording", "switch"},
-    "doctor": {"errors", "config", "recording", "engines", "switch"},
-    "integrations": {"compat", "config", "errors", "recording", "switch"},
-    "writers": {"config", "files", "errors", "timeline", "report"},
-    "startup": {"recording"},
-    "cli": ON_DISK | OFFLINE | {"writers", "demo", "doctor", "switch", "__init__"},
-    "__init__": {"config", "errors", "recording", "integrations", "report"},
-    "__main__": {"cli"},
+    "engines": ON_DISK | {"backends"},
+    "_recording": ON_DISK | {"backends", "engines", "_report"},
+    "integrations": {"config", "errors", "files", "_recording"},
+    "_report": set[str](),
+    "testing": ON_DISK | {"backends", "engines", "_recording"},
+    "__init__": {"config", "errors", "files", "_recording", "integrations", "_report"},
+    "__main__": {"_report"},
 }
-"""Part of the core -> other parts it may import. `demo` and `testing` may import anything that is public."""
+"""Part of the core -> other parts that it may import."""
+READS_THE_REPORT = {"_report", "__main__"}
+"""Parts of the core that import the report, if it is installed."""
 
-PUBLIC = (
-    {
-        f"stepscope.{name}"
-        for name in (
-            "errors",
-            "switch",
-            "config",
-            "counters",
-            "engines",
-            "backends",
-            "doctor",
-            "testing",
-            "timeline.readers",
-            "writers",
-        )
-    }
-    | {
-        f"stepscope.engines.{name}"
-        for name in ("artifacts", "fetch", "http", "metrics", "own_thread", "supported")
-    }
-    | {f"stepscope_report.demo.{name}" for name in ("engine_replica", "model", "task")}
-    | {
-        f"stepscope.backends.{name}"
-        for name in (
-            "process_lock",
-            "threaded.mini_batches",
-            "threaded.scheduled_window",
-            "threaded.threaded_window",
-            "threaded.window_thread",
-            "torch.foreign_sessions",
-            "torch.record_function_scopes",
-        )
-    }
+TABLES = {
+    *("accounting", "advice", "brief", "charts", "fleet", "formatting", "groups", "live", "model", "opened"),
+    *(
+        "plain",
+        "scalars",
+        "section",
+        "sections",
+        "added",
+        "spans",
+        "table",
+        "tables",
+        "throughput",
+        "waiting",
+    ),
+    *("weights", "why", "blocks", "html", "terminal", "gate", "whatif", "__init__"),
+}
+"""Parts of the report that compute tables, and draw them."""
+REPORT_ARROWS = {
+    "timeline": set[str](),
+    **{part: {"timeline", *TABLES} for part in TABLES},
+    "writers": {"timeline", *TABLES},
+    "doctor": set[str](),
+    "demo": set[str](),
+    "testing": {"timeline"},
+    "cli": {"timeline", "writers", "doctor", "demo", *TABLES},
+}
+"""Part of the report -> other parts that it may import."""
+
+FOR_ADAPTERS = {"config", "files", "backends", "engines", "errors", "testing"}
+"""Parts of the core that an adapter may import, in addition to the names of `stepscope` itself."""
+OF_THE_REPORT = {"doctor", "demo", "timeline.readers"}
+"""Parts of the report with contracts for other packages."""
+REPORT_GROUPS = (
+    "analysers",
+    "demo_replicas",
+    "doctor",
+    "iterations",
+    "readers",
+    "report_sections",
+    "writers",
 )
-"""Modules that an adapter may import, in addition to `stepscope` itself and those in `stepscope.files`."""
-
-OWN_IMPORTS = [entry for entry in imports(CORE) if entry.target.split(".")[0] == "stepscope"]
+"""Entry points that the report loads: no module behind them is imported in a training."""
 
 
-def part_of(module: str) -> str:
-    """Return the part of the core of a module or name; `__init__` for `stepscope` and its names."""
+def inside(package: Path, name: str) -> list[Import]:
+    return [entry for entry in imports(package) if entry.target.split(".")[0] == name]
+
+
+def part_of(module: str, arrows: dict[str, set[str]]) -> str:
+    """Return the part of a module or name; `__init__` for the package itself and its names."""
     name = module.partition(".")[2].partition(".")[0]
-    return name if (CORE / "src/stepscope" / name).is_dir() or name in MAY_IMPORT else "__init__"
+    return name if name in arrows else "__init__"
 
 
-def test_every_part_of_the_core_has_its_arrows_written_down() -> None:
-    folder = CORE / "src" / "stepscope"
+BOTH = [(CORE, "stepscope", CORE_ARROWS), (REPORT, "stepscope_report", REPORT_ARROWS)]
+
+
+@pytest.mark.parametrize(("package", "name", "arrows"), BOTH, ids=["core", "report"])
+def test_every_part_has_its_arrows_written_down(
+    package: Path, name: str, arrows: dict[str, set[str]]
+) -> None:
+    folder = package / "src" / name
     parts = {
         path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    assert parts <= {*MAY_IMPORT, "demo", "testing", "__main__"}
+    assert parts == set(arrows)
 
 
-def test_imports_inside_the_core_follow_the_arrows() -> None:
-    wrong = [entry for entry in OWN_IMPORTS if part_of(entry.module) in MAY_IMPORT and not allowed(entry)]
-    assert not wrong, "\n".join(map(str, wrong))
-
-
-def allowed(entry: Import) -> bool:
-    source, target = part_of(entry.module), part_of(entry.target)
-    return source == target or target in MAY_IMPORT[source]
-
-
-@pytest.mark.parametrize(("half", "other"), [(ONLINE, OFFLINE), (OFFLINE, ONLINE)], ids=["online", "offline"])
-def test_the_two_halves_never_import_each_other(half: set[str], other: set[str]) -> None:
-    wrong = [
-        entry for entry in OWN_IMPORTS if part_of(entry.module) in half and part_of(entry.target) in other
-    ]
-    assert not wrong, "\n".join(map(str, wrong))
-
-
-@pytest.mark.parametrize("part", ["demo", "testing"])
-def test_demo_and_testing_import_what_is_public(part: str) -> None:
+@pytest.mark.parametrize(("package", "name", "arrows"), BOTH, ids=["core", "report"])
+def test_imports_inside_a_package_follow_the_arrows(
+    package: Path, name: str, arrows: dict[str, set[str]]
+) -> None:
     wrong = [
         entry
-        for entry in OWN_IMPORTS
-        if part_of(entry.module) == part
-        and part_of(entry.target) != part
-        and any(name.startswith("_") for name in entry.target.split(".")[1:])
+        for entry in inside(package, name)
+        for source, target in [(part_of(entry.module, arrows), part_of(entry.target, arrows))]
+        if source != target and target not in arrows[source]
     ]
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_core_imports_the_report_in_two_places() -> None:
+    wrong = [
+        entry
+        for entry in inside(CORE, "stepscope_report")
+        if part_of(entry.module, CORE_ARROWS) not in READS_THE_REPORT
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_report_imports_nothing_private_of_the_core() -> None:
+    wrong = [entry for entry in inside(REPORT, "stepscope") if is_private(entry.target)]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def is_private(target: str) -> bool:
+    return any(name.startswith("_") for name in target.split("."))
 
 
 @pytest.mark.parametrize("package", ADAPTERS, ids=lambda path: path.name)
 def test_an_adapter_imports_the_public_core_only(package: Path) -> None:
-    wrong = [
-        entry
-        for entry in imports(package)
-        if entry.target.startswith("stepscope.") and not public(entry.target)
-    ]
+    wrong = [entry for entry in inside(package, "stepscope") if not is_for_adapters(entry.target)]
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def public(target: str) -> bool:
-    module, _, name = target.rpartition(".")
-    if name.startswith("_"):
-        return False
-    return (
-        target in PUBLIC or module in PUBLIC or module == "stepscope" or module.startswith("stepscope.files")
-    )
+def is_for_adapters(target: str) -> bool:
+    _, part, *below = target.split(".")
+    return not is_private(target) and (part in FOR_ADAPTERS or (not below and part not in CORE_ARROWS))
+
+
+@pytest.mark.parametrize("package", ADAPTERS, ids=lambda path: path.name)
+def test_an_adapter_imports_contracts_of_the_report_only(package: Path) -> None:
+    wrong = [entry for entry in inside(package, "stepscope_report") if not is_contract(entry.target)]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def is_contract(target: str) -> bool:
+    inner = target.removeprefix("stepscope_report.")
+    return not is_private(target) and any(f"{inner}.".startswith(f"{part}.") for part in OF_THE_REPORT)
+
+
+@pytest.mark.parametrize("package", ADAPTERS, ids=lambda path: path.name)
+def test_what_a_training_loads_of_an_adapter_needs_no_report(package: Path) -> None:
+    loaded = loaded_in_a_training(package)
+    wrong = [entry for entry in inside(package, "stepscope_report") if entry.module in loaded]
+    assert loaded
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def loaded_in_a_training(package: Path) -> set[str]:
+    """Return the modules behind entry points that the report does not load, and all that they import."""
+    groups = project(package)["entry-points"].items()
+    points = [points for group, points in groups if group.removeprefix("stepscope.") not in REPORT_GROUPS]
+    new = {value.partition(":")[0] for registered in points for value in registered.values()}
+    loaded: set[str] = set()
+    while new:
+        loaded |= new
+        targets = [entry.target for entry in imports(package) if entry.module in new]
+        new = {module for target in targets for module in (target, target.rpartition(".")[0])} - loaded
+    return loaded

@@ -77,6 +77,7 @@ INTEGRATIONS = {
     "lightning",
     "transformers",
     "verl",
+    "verl_dist_profiler",
     "verl_job",
     "verl_profiler",
     "verl_tracking",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tree import ADAPTERS, CORE, project
+from tests.tree import CORE, PACKAGES, project
 from tools import release, smoke
 
 
@@ -16,7 +16,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[release.Whee
     """Return wheels of all distributions with nothing but their metadata."""
     monkeypatch.setattr(release, "ROOT", tmp_path)
     monkeypatch.setattr(release, "DIST", tmp_path)
-    return [wheel_of(package, tmp_path) for package in (CORE, *ADAPTERS)]
+    return [wheel_of(package, tmp_path) for package in PACKAGES]
 
 
 def wheel_of(package: Path, folder: Path) -> release.Wheel:
@@ -63,7 +63,7 @@ def test_a_combination_that_fails_is_named_with_its_output(
 
 def test_the_core_is_uploaded_before_what_requires_it(wheels: list[release.Wheel]) -> None:
     lines = [line for line in release.instructions(wheels).splitlines() if "twine upload stepscope" in line]
-    assert len(lines) == 4
+    assert len(lines) == len(PACKAGES)
     assert (
         f"{project(CORE)['urls']['Homepage']}. Make sure that it is the project's."
         in release.instructions(wheels)

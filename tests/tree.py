@@ -13,8 +13,9 @@ import tomli
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "packages" / "core"
+REPORT = ROOT / "packages" / "report"
 PACKAGES = sorted(path.parent for path in (ROOT / "packages").glob("*/pyproject.toml"))
-ADAPTERS = [path for path in PACKAGES if path != CORE]
+ADAPTERS = [path for path in PACKAGES if path not in (CORE, REPORT)]
 
 
 @cache

@@ -1,7 +1,7 @@
 """The golden steps in `data/`: small folders of captured steps, and what merge and report make of each.
 
-    python packages/report/tests/golden.py expect              # writes data/NAME.json anew: read the diff
-    python packages/report/tests/golden.py trim STEP_FOLDER    # makes the folders anew, from a step of the demo
+    python packages/report/tests/golden.py expect            # writes data/NAME.json anew: read the diff
+    python packages/report/tests/golden.py trim STEP_FOLDER  # makes the folders anew, from a step of the demo
 
 The folders come from one step that the demo recorded (`stepscope demo`): trimmed to a few trajectories and a
 few dozen events of each trace, under another host's name; then each scenario takes away what its name says.

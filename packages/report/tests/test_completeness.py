@@ -19,7 +19,7 @@ from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
 from stepscope_report.timeline import load_step
 
-MAIN = Path(__file__).with_name("spmd_main.py")
+MAIN = Path(__file__).parents[2] / "core" / "tests" / "spmd_main.py"
 MS = 1_000_000
 
 

@@ -1,8 +1,8 @@
 """Percentages that a report prints, recomputed from the lines in the step's files, instant by instant.
 
 Those of the account, of what ran at the same time, of idle time and of the long tail; not those of engines.
-Nothing here comes from `stepscope_report` or `stepscope_report.timeline` but what is checked: it reads the files as
-plain JSON, and divides time by asking every two microseconds which spans run.
+Nothing here comes from `stepscope_report` but what is checked: it reads the files as plain JSON, and
+divides time by asking every two microseconds which spans run.
 """
 
 from __future__ import annotations

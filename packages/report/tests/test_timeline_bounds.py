@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope._recording.process.clock import Exchange, estimate_offset
-from stepscope.files.clock import DRIFT_PPM, ClockAnchor, ClockOffset
+from stepscope.files.clock import DRIFT_PPM, ClockAnchor, ClockOffset, Exchange, estimate_offset
 from stepscope.files.sidecar import ProcessInfo
 from stepscope_report.timeline.clocks.align import Aligned, Reference, align, align_owner
 from stepscope_report.timeline.model import Process
