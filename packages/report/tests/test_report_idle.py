@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.report.tests.pictures import rl_step
 from packages.report.tests.traces import add_trace, event, kernel, op
-from stepscope.testing.steps import StepFolder
+from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import Idle, idle_times
 from stepscope_report.blocks.idle import say_causes, say_collectives
 from stepscope_report.timeline import load_step, load_traces
@@ -211,3 +212,42 @@ def test_ranks_wait_only_for_those_of_their_process_group(tmp_path: Path) -> Non
         add_trace(folder, actor, [reduce])
         actor.close(1000 * MS)
     assert [row.skew_ns for row in rows(folder, traces=True).values()] == [0] * 4
+
+
+def with_an_engine(tmp_path: Path) -> tuple[StepFolder, FakeProcess]:
+    """A trainer that asks an engine in an actor for 40 ms and trains for 40 more; the actor has no span."""
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("turn", 0, 40 * MS, role="agent_loop")
+    driver.span("update", 40 * MS, 80 * MS)
+    return folder, folder.process("rollout", 0, replica=0)
+
+
+def test_an_actor_is_busy_while_its_engine_runs_passes(tmp_path: Path) -> None:
+    folder, actor = with_an_engine(tmp_path)
+    session = event("PyTorch Profiler (0)", "Trace", 0, 90_000)
+    passes = [
+        event("execute_context_0(0)_generation_1(1)", "user_annotation", start, 10_000)
+        for start in (5_000, 25_000)
+    ]
+    add_trace(folder, actor, [session, *passes], replica=0)
+    for process in folder.processes:
+        process.close(100 * MS)
+    by_process = rows(folder, traces=True)
+    row = by_process["rollout 0"]
+    assert (row.busy_ns, row.idle_ns) == (20 * MS, 80 * MS)
+    assert causes(row) == [("other work", "update", 40), ("unaccounted", None, 20), ("rollout", "turn", 20)]
+    assert by_process["trainer"].busy_ns == 80 * MS
+
+
+@pytest.mark.parametrize("source", ["requests", "counter"])
+def test_an_actor_without_a_trace_is_busy_while_its_engine_has_requests(tmp_path: Path, source: str) -> None:
+    folder, _ = with_an_engine(tmp_path)
+    driver = folder.processes[0]
+    if source == "requests":
+        driver.span("decode", 10 * MS, 30 * MS, role="rollout", attrs={"replica": 0})
+    else:
+        driver.counter("unfinished requests", {10 * MS: 0, 30 * MS: 2, 31 * MS: 0}, of="replica 0")
+    for process in folder.processes:
+        process.close(100 * MS)
+    assert rows(folder)["rollout 0"].busy_ns == 20 * MS

@@ -11,11 +11,13 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from stepscope.files.spans import SERVED
 from stepscope_report.accounting import Interval, Label, Pair, bits_of, common_ns, union_ns, walk
-from stepscope_report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is_transfer, label_of
+from stepscope_report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is_transfer, label_of, placed
 from stepscope_report.table import Table
 from stepscope_report.tables.breakdown import intervals_of
 from stepscope_report.tables.gaps import find_stretches
+from stepscope_report.tables.replicas import find_replicas
 from stepscope_report.tables.stragglers import matched_calls
 from stepscope_report.timeline import EngineStall, Span, Timeline, TraceActivity
 
@@ -44,8 +46,8 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     rank: int | None
     busy_ns: int
-    """While something of its own ran: spans that do not wait, and have nothing below them elsewhere. Without
-    the time in which its engine's profiler wrote.
+    """While something of its own ran: spans that do not wait, and have nothing below them elsewhere, or its
+    engine. Without the time in which its engine's profiler wrote.
     """
     idle_ns: int
     causes: Table[Cause]
@@ -86,9 +88,9 @@ def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> 
     """Return a row for each aligned process, in the timeline's order.
 
     Args:
-        activities: What the step's traces say; they tell time in collectives.
+        activities: What the step's traces say; they tell time in collectives, and in passes of engines.
     """
-    shift = _Shift(timeline)
+    shift = _Shift(timeline, _engine_work(timeline, activities))
     idle, stalled = shift.run(), shift.stalled_ns
     ran: dict[int, set[Label]] = defaultdict(set)
     for span in timeline.spans:
@@ -148,8 +150,12 @@ def _kind(awaited: _Awaited, role: str, ran: set[Label]) -> IdleKind:
 class _Shift:
     """Walks over the step once: at each instant an idle process waits for what is likeliest for its role."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, engines: Mapping[int, Sequence[Pair]]) -> None:
+        """Args:
+        engines: The stretches in which the engine of a process ran, by process.
+        """
         self._timeline = timeline
+        self._engines = engines
         self._roles = sorted({process.info.role for process in timeline.processes})
         self._owners = [index for index, process in enumerate(timeline.processes) if process.owner]
         self._runs = Counter[int]()
@@ -174,19 +180,23 @@ class _Shift:
         timeline, window = self._timeline, self._timeline.window
         idle = [Counter[_Awaited]() for _ in timeline.processes]
         intervals, kinds = intervals_of(timeline, range(len(timeline.spans)), self._kind_of)
-        transfers = self._transfers(intervals)
-        before = 0
+        transfers, spans = self._transfers(intervals), (1 << len(kinds)) - 1
+        of_bit: list[_Kind | int] = [*kinds, *self._engines]
+        for bit, stretches in enumerate(self._engines.values(), len(kinds)):
+            intervals += (Interval(start_ns, end_ns, None, bit) for start_ns, end_ns in stretches)
+        before, transfer = 0, None
         for index in range(len(timeline.processes)):
             self._begin(index)
         for start_ns, end_ns, mask in walk(intervals, window.start_ns, window.end_ns):
-            for index in self._turn(kinds, bits_of(mask ^ before), mask):
+            for index in self._turn(of_bit, bits_of(mask ^ before), mask):
                 if self._busy(index):
                     self._end(index, idle)
                 else:
                     self._begin(index)
+            transfer = transfers.get(start_ns, None if before & spans else transfer)
             before = mask
             self._stall(start_ns, end_ns)
-            all_await = self._awaited() if mask else dict.fromkeys(self._roles, transfers.get(start_ns))
+            all_await = self._awaited() if mask & spans else dict.fromkeys(self._roles, transfer)
             for role, awaited in all_await.items():
                 self._waited[role][awaited] += end_ns - start_ns
         for index in list(self._since):
@@ -211,12 +221,16 @@ class _Shift:
                 transfers[stretch.start_ns] = runner, (after.role, TRANSFER)
         return transfers
 
-    def _turn(self, kinds: Sequence[_Kind], changed: Iterable[int], mask: int) -> set[int]:
+    def _turn(self, kinds: Sequence[_Kind | int], changed: Iterable[int], mask: int) -> set[int]:
         """Apply what began and ended, and return the processes that this may make busy or idle."""
         touched, workers = set(), (bool(self._workers), bool(self._workers_now))
         for bit in changed:
-            process, work = kinds[bit]
-            sign = 1 if mask >> bit & 1 else -1
+            kind, sign = kinds[bit], 1 if mask >> bit & 1 else -1
+            if isinstance(kind, int):
+                self._runs[kind] += sign
+                touched.add(kind)
+                continue
+            process, work = kind
             self._labels[work] += sign
             if not self._labels[work]:
                 del self._labels[work]
@@ -264,6 +278,20 @@ class _Shift:
         if running not in self._chosen:
             self._chosen[running] = {role: _likeliest(running, role) for role in self._roles}
         return self._chosen[running]
+
+
+def _engine_work(timeline: Timeline, activities: Sequence[TraceActivity]) -> dict[int, list[Pair]]:
+    """Return the stretches in which the engine of a process ran: by its passes, else by its requests' spans,
+    else by its own counter of requests.
+    """
+    work: dict[int, list[Pair]] = {}
+    for replica in find_replicas(timeline, activities):
+        passes = [(ran.start_ns, ran.end_ns) for ran in replica.passes]
+        served = placed(timeline, (span for span in replica.served if span.stage in SERVED))
+        for index in replica.processes:
+            if timeline.processes[index].is_replica:
+                work[index] = passes or served or replica.held or []
+    return work
 
 
 def _stalls_of_processes(timeline: Timeline) -> dict[int, list[EngineStall]]:
