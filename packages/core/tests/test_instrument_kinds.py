@@ -266,6 +266,16 @@ def test_consumed_trajectories_are_read_from_the_arguments_or_the_result(
     assert marks == [("consume", "a", 3), ("consume", "b", 4)]
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_consumed_ids_may_be_texts_with_paths_to_lists(framework: Entries, spans: Spans, late: bool) -> None:
+    place = "result" if late else "batch"
+    text = f"{{{place}.uids}}_{{{place}.versions}}"
+    built = framework({"name": "Trainer.update", "kind": "consume", "id": text})
+    with capture(0):
+        built.Trainer().update(built.Batch(["a", "a", "b"], [0, 1, 0]))
+    assert [span.trajectory for span in spans()] == ["a_0", "a_1", "b_0"]
+
+
 def test_a_name_below_a_list_is_read_of_each_of_its_items(framework: Entries, spans: Spans) -> None:
     paths = {"id": "batch.uids.name", "policy_version": "batch.uids.version"}
     built = framework({"name": "Trainer.update", "kind": "consume", **paths})

@@ -95,7 +95,7 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
     values: dict[str, str] = msgspec.field(default_factory=dict)
     """Further attributes, read by paths: {name: path}. Numbers and booleans only."""
     id: tuple[str, ...] = ()
-    """Of a trajectory: path to its id, or several, joined by `/`. Of `consume`: to an id or a list of ids."""
+    """Of a trajectory: path to its id, or several, joined by `/`. Of `consume`: to ids or lists of ids."""
     policy_version: str | None = None
     """Path to the version of the weights."""
     index: str | None = None
@@ -181,16 +181,13 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
             fix = f"take it out, or write {either(kinds)}"
         return ConfigError(f"instrument.{field}", getattr(self, field), allowed, fix)
 
-    def _paths_in(self, text: str) -> list[str]:
-        return paths_in(text) if self.kind == "trajectory" else [text]
-
     def _check_paths(self) -> None:
         paths = [
             *(("where", key) for key in self.where),
             *(("same", path) for pair in self.same.items() for path in pair),
             *(("workers", path) for path in self.workers.values()),
             *(("engines", path) for path in self.engines.values()),
-            *(("id", path) for text in self.id for path in self._paths_in(text)),
+            *(("id", path) for text in self.id for path in paths_in(text)),
             *(("engine", path) for path in paths_in(self.engine or "") if path),
             ("tool", self.tool),
         ]

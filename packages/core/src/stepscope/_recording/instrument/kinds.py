@@ -265,7 +265,8 @@ class ConsumeCalls(Calls):
 
     def __init__(self, fn: FunctionType, timing: Timing, target: str) -> None:
         super().__init__(fn, timing, target)
-        self.is_late = any(map(is_result, (*self.timing.id, self.timing.policy_version or "")))
+        paths = [path for text in self.timing.id for path in paths_in(text)]
+        self.is_late = any(map(is_result, (*paths, self.timing.policy_version or "")))
 
     def open(self, args: Args, kwargs: Kwargs) -> Scope:
         if not self.is_late:
@@ -278,7 +279,7 @@ class ConsumeCalls(Calls):
 
     def _consume(self, args: Args, kwargs: Kwargs, returned: tuple[object, ...]) -> None:
         session = slot.active
-        parts = [self._read("id", path, names_of, args, kwargs, returned) for path in self.timing.id]
+        parts = [self._ids(text, args, kwargs, returned) for text in self.timing.id]
         if session is None or None in parts:
             return
         ids = joined(cast("list[list[str]]", parts))
@@ -287,6 +288,14 @@ class ConsumeCalls(Calls):
         versions = [None] if not read or len(read) not in (1, len(ids)) else read
         for at, name in enumerate(ids):
             session.consume(name, None, whole(versions[at % len(versions)]))
+
+    def _ids(self, text: str, args: Args, kwargs: Kwargs, returned: tuple[object, ...]) -> list[str] | None:
+        """Return the names at a path, or a text with the names at its paths. None if one leads nowhere."""
+        read = {path: self._read("id", path, names_of, args, kwargs, returned) for path in paths_in(text)}
+        columns = {path: names for path, names in read.items() if names is not None}
+        if len(columns) < len(read):
+            return None
+        return texts_of(text, columns) if "{" in text else columns[text]
 
 
 class EngineCalls(Calls):
