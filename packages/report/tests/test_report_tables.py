@@ -57,6 +57,28 @@ def test_calls_are_counted_and_timed_by_stage(tmp_path: Path) -> None:
     assert (stage.imbalance, stage.slowest) == (None, None)
 
 
+def test_a_function_that_calls_another_of_its_stage_is_one_call(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    trainer = folder.process("trainer", owner=True)
+    outer = trainer.span("compute_advantages", 0, 10 * MS)
+    between = trainer.span("reduce", MS, 9 * MS, parent=outer)
+    trainer.span("compute_advantages", 2 * MS, 8 * MS, parent=between)
+    trainer.span("compute_advantages", 2 * MS, 8 * MS, parent=between)
+    trajectory = trainer.span("trajectory", 0, 9 * MS, parent=outer, trajectory="t0")
+    trainer.span("trajectory", 0, 4 * MS, parent=trajectory, trajectory="t0/agent")
+    trainer.close(20 * MS)
+    timeline = load_step(folder.write())
+    timeline.spans[3].thread += 1
+    stages = {stage.stage: stage for stage in stage_times(timeline)}
+    assert {name: stage.calls for name, stage in stages.items()} == {
+        "compute_advantages": 2,  # one in each thread
+        "reduce": 1,
+        "trajectory": 2,
+    }
+    assert stages["compute_advantages"].total_ns == 16 * MS
+    assert stages["compute_advantages"].processes[0].calls == 2
+
+
 def test_concurrent_calls_in_one_process_are_busy_once(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     replica = folder.process("rollout", 0)

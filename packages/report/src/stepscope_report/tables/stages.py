@@ -9,7 +9,7 @@ import msgspec
 from stepscope.files.spans import PROFILING
 from stepscope_report.accounting import Pair, outside, rank_of, union_ns
 from stepscope_report.formatting import middle
-from stepscope_report.spans import ReplicaKey, ToolNames, replica_of, title
+from stepscope_report.spans import ReplicaKey, ToolNames, above, replica_of, title
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import Span, Timeline
 
@@ -35,7 +35,10 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """All calls of one stage in one role. Times of calls are None when none has ended."""
+    """All calls of one stage in one role. Times of calls are None when none has ended.
+
+    A call inside another of the same stage, in its thread and of its trajectory, is a part of that call.
+    """
 
     role: str
     stage: str
@@ -74,9 +77,25 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 def stage_times(timeline: Timeline) -> Table[Stage]:
     """Return the stages of every role, the longest total first. Tools with a name are apart."""
     names = ToolNames(timeline)
-    spans = grouped((span for span in timeline.spans if span.stage != PROFILING), names.label_of)
+    counted = (
+        span for span in timeline.spans if span.stage != PROFILING and not _is_part(timeline, span, names)
+    )
+    spans = grouped(counted, names.label_of)
     stages = [_stage(timeline, (label[0], *names.parts(label)), own) for label, own in spans.items()]
     return Table(sorted(stages, key=lambda stage: (-stage.total_ns, stage.role, stage.title)))
+
+
+def _is_part(timeline: Timeline, span: Span, names: ToolNames) -> bool:
+    """Return whether a span lies in another call of its stage, as functions that call each other do."""
+    place = _place(span)
+    return any(
+        _place(outer) == place and names.label_of(outer) == names.label_of(span)
+        for outer in above(timeline, span)
+    )
+
+
+def _place(span: Span) -> tuple[object, ...]:
+    return span.process, span.thread, span.role, span.stage, span.trajectory, span.turn
 
 
 def _stage(timeline: Timeline, label: tuple[str, str, str | None], spans: Sequence[Span]) -> Stage:
