@@ -237,6 +237,23 @@ def test_a_step_inside_a_step_is_a_part_of_it(framework: Callable[..., Any], spa
     assert spans() == {0: ["update", "update"]}
 
 
+def test_a_boundary_inside_a_call_around_is_a_part_of_its_step(
+    framework: Callable[..., Any], spans: Spans
+) -> None:
+    inner: list[dict[str, object]] = [
+        {"name": "Loop.before", "step": "begin", "number": "state.global_step"},
+        {"name": "Loop.after", "step": "end"},
+        {"name": "Loop.log", "step": "next"},
+    ]
+    loop = framework({"name": "Loop.fit", "step": "around"}, *inner)()
+    loop.fit(2)
+    assert spans() == {0: ["update", "update"]}
+    loop.before(loop.state)  # of a trainer that has no call around its steps
+    loop.update()
+    loop.after()
+    assert spans()[12] == ["update"]
+
+
 def test_a_capture_of_the_users_own_is_left_alone(
     framework: Callable[..., Any], spans: Spans, tmp_path: Path
 ) -> None:

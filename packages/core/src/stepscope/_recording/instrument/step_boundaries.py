@@ -63,6 +63,8 @@ class Step(NamedTuple):
 
     number: int
     capture: StepCapture | None
+    is_around: bool
+    """True if the step is one call: boundaries inside that call are parts of the step."""
 
 
 _step: Step | None = None
@@ -179,7 +181,7 @@ class Call:
         """True if the change `before` is left to the coroutine that the call returns."""
         if not boundary.condition.holds(arguments, args, kwargs):
             self._kind = None
-        elif self._kind == "around" and _step is not None:
+        elif _step is not None and (_step.is_around or self._kind == "around"):
             self._kind = None  # a step of its own inside one is a part of that
         elif self._kind in ("around", "begin"):
             self.before = self._start()
@@ -219,7 +221,7 @@ class Call:
             finished = _finish(None)
             number = _next if number is None else number
             _next = number + 1
-            _step = Step(number, self._capture(number, finished.close))
+            _step = Step(number, self._capture(number, finished.close), self._kind == "around")
             return finished._replace(open=_step.capture, target=self._target)
         except ours() as error:
             _note("beginning a step of the framework", error)
