@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import ast
-import copy
 import importlib
-import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
-from packages.core.tests.framework_names import DATA, definition, released
+from packages.core.tests.released_frameworks import LOST, NEWEST, VERSIONS, facts_at, preset_at
 from stepscope import ProfileConfig, instrument
 from stepscope._recording.instrument import configured, patch
 from stepscope._recording.spans.wrapping import declared, is_replacement
 from stepscope.config import InstrumentConfig
-from stepscope.config.presets import preset_names, read_preset
+from stepscope._recording.spans import layers
+from tools.framework_facts import FunctionFacts
 
 ray = pytest.importorskip("ray")
 
@@ -187,88 +186,165 @@ def test_what_ray_made_of_an_instrumented_method_is_known_as_its_replacement(mod
     assert not is_replacement(ray.cloudpickle.loads(pickled(module.Plain)).generate)
 
 
-# The classes of the presets. Their packages need engines and GPUs to be imported, so each class is built from
-# the released source of its functions, beside a lock that all of them refer to. Bases, and decorators other
-# than classmethod and staticmethod, are left out.
+# The classes of the presets. Their packages need engines and GPUs to be imported, so each is built from the
+# facts about it: its functions below decorators of the same kinds, the classes that Ray sends below it, and a
+# lock to which all functions refer.
 
-WHEELS = [
-    ("trl", "1.16.0"),
-    ("verl", "0.9.1"),
-    ("openrlhf", "0.11.2"),
-    ("areal", "1.0.4"),
-    ("skyrl", "0.4.0"),
-    ("rllib", "2.60.0"),
-]
-RECORDED = ["nemo-rl", "slime"]
-"""On no index with their code: built from the recorded arguments."""
-HEADER = "from __future__ import annotations\nimport threading\nLOCK = threading.Lock()\n"
+HEADER = """
+from __future__ import annotations
+import functools, inspect, sys, threading
+import ray
+LOCK = threading.Lock()
+
+def same(fn):
+    return fn
+
+def plain(fn):
+    @functools.wraps(fn)
+    def inner(*args, **kwargs):
+        return fn(*args, **kwargs)
+    return inner
+
+def asynchronous(fn):
+    @functools.wraps(fn)
+    async def inner(*args, **kwargs):
+        return await fn(*args, **kwargs)
+    return inner
+
+def both(fn):
+    return asynchronous(fn) if inspect.iscoroutinefunction(fn) else plain(fn)
+
+def looks_at_caller(fn):
+    @functools.wraps(fn)
+    def inner(*args, **kwargs):
+        called = fn(*args, **kwargs)
+        return called if sys._getframe(1) else None
+    return inner
+
+"""
+DECORATORS = {"plain": "plain", "async": "asynchronous", "both": "both", "same": "same"}
 
 
-def built_classes(preset: str, entries: Sequence[InstrumentConfig]) -> Iterator[tuple[str, str, str]]:
-    """(module, class, source) of the classes that `entries` names."""
-    names = dict.fromkeys((str(entry.module), str(entry.name)) for entry in entries)
-    for module, cls in dict.fromkeys((module, name.split(".")[0]) for module, name in names if "." in name):
-        methods = [name for where, name in names if where == module and name.startswith(f"{cls}.")]
-        bodies = [ast.unparse(_function(preset, module, name)) for name in methods]
-        yield module, cls, HEADER + f"class {cls}:\n" + textwrap.indent("\n\n".join(bodies), "    ")
+def built(cls: str, functions: dict[str, FunctionFacts]) -> str:
+    """Return the source of a module with these functions, methods of `cls` or none, and its actor classes."""
+    own = {name: facts for name, facts in functions.items() if not (cls and facts.defined_in)}
+    inherited = {name: facts for name, facts in functions.items() if name not in own}
+    if not cls:
+        return HEADER + "".join(_function(name, facts) for name, facts in functions.items())
+    sent = {at.split(":")[1]: how for facts in functions.values() for at, how in facts.actors.items()}
+    text = HEADER + f"class Above:\n    pass\n{_methods(inherited)}\n"
+    text += "@ray.remote\n" if sent.get(cls) == "decorator" else ""
+    text += f"class {cls}(Above):\n    pass\n{_methods(own)}\n"
+    for name, how in sent.items():
+        below = "" if name == cls else f"class {name}({cls}):\n    pass\n"
+        text += ("@ray.remote\n" if how == "decorator" and below else "") + below
+        text += f"Sent{name} = ray.remote(num_cpus=0)({name})\n" if how == "module" else ""
+    return text
 
 
-def _function(preset: str, module: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
-    if preset in RECORDED:
-        recorded = json.loads((DATA / f"{preset}.json").read_text())["arguments"][f"{module}:{name}"]
-        signature = ", ".join(["self", *(name for name in recorded if name != "self")])
-        (function,) = ast.parse(f"def {name.split('.')[-1]}({signature}): pass").body
-        assert isinstance(function, ast.FunctionDef)
-    else:
-        original = definition(released(preset, dict(WHEELS)[preset]), module, name)
-        assert original is not None
-        function = copy.deepcopy(original)
-    kinds = ("classmethod", "staticmethod")
-    function.decorator_list = [
-        decorator
-        for decorator in function.decorator_list
-        if isinstance(decorator, ast.Name) and decorator.id in kinds
+def _methods(functions: dict[str, FunctionFacts]) -> str:
+    return textwrap.indent("".join(_function(name, facts) for name, facts in functions.items()), "    ")
+
+
+def _function(name: str, facts: FunctionFacts) -> str:
+    shapes = [
+        "looks_at_caller" if decorator.looks_at_caller else DECORATORS[decorator.shape]
+        for decorator in facts.decorators
     ]
-    none = ast.Constant(None)
-    function.args.defaults = [none for _ in function.args.defaults]
-    function.args.kw_defaults = [default and none for default in function.args.kw_defaults]
-    function.body.insert(0, ast.Expr(ast.Name("LOCK", ast.Load())))
-    return function
+    lines = [f"@{each}\n" for each in filter(None, [facts.static, *shapes])]
+    kind = "async def" if facts.is_async else "def"
+    body = "LOCK; yield" if facts.is_generator else "LOCK"
+    return f"{''.join(lines)}{kind} {name}({', '.join(facts.arguments)}): {body}\n"
 
 
-def test_every_preset_is_pickled() -> None:
-    assert {preset for preset, _ in WHEELS} | set(RECORDED) == set(preset_names())
+@pytest.fixture
+def built_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Built]]:
+    """Build the classes of a preset at a version, each in a module of its own, and instrument them."""
+    made: list[str] = []
 
-
-@pytest.mark.parametrize("preset", [*dict(WHEELS), *RECORDED])
-def test_the_classes_of_a_preset_are_pickled_as_ray_does_it(
-    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    # What TRL calls of other packages is in no wheel of its own.
-    entries = [
-        entry
-        for entry in read_preset(preset, lambda _: dict(WHEELS).get(preset)).entries
-        if str(entry.module).split(".")[0] not in ("transformers", "accelerate")
-    ]
-    names: dict[tuple[str, str], str] = {}
-    for number, (module, cls, source) in enumerate(built_classes(preset, entries)):
-        name = names[module, cls] = f"built_{preset.replace('-', '_')}_{number}"
-        (tmp_path / f"{name}.py").write_text(source)
-    try:
-        classes = [getattr(importlib.import_module(name), cls) for (_, cls), name in names.items()]
-        bare = [len(pickled(cls)) for cls in classes]
-        moved = [
-            msgspec.structs.replace(entry, module=names[str(entry.module), str(entry.name).split(".")[0]])
-            for entry in entries
-            if "." in str(entry.name)
+    def build(preset: str, version: str) -> Built:
+        monkeypatch.syspath_prepend(tmp_path)
+        facts = facts_at(preset, version)
+        places = {target: (target.split(":")[0], *owner_of(target)) for target in facts}
+        names: dict[tuple[str, str], str] = {}
+        for module, cls, _ in places.values():
+            name = names.setdefault((module, cls), f"built_{preset.replace('-', '_')}_{len(names)}")
+            own = {method: facts[t] for t, (m, c, method) in places.items() if (m, c) == (module, cls)}
+            (tmp_path / f"{name}.py").write_text(built(cls, own))
+            made.append(name)
+        modules = {place: importlib.import_module(name) for place, name in names.items()}
+        bare = {place: _size(modules[place], place[1]) for place in modules}
+        entries = [
+            msgspec.structs.replace(entry, **_moved(entry, names))
+            for entry in preset_at(preset, version).entries
         ]
-        configured.apply(ProfileConfig(instrument=moved))
-        assert len(configured._applied) == len({(entry.module, entry.name) for entry in moved})
-        assert all(handle.installed for handle in configured._applied.values())
+        return Built(facts, modules, bare, entries)
+
+    yield build
+    configured.apply(ProfileConfig())
+    for name in made:
+        sys.modules.pop(name, None)
+
+
+class Built(NamedTuple):
+    """The functions of a preset, built."""
+
+    facts: dict[str, FunctionFacts]
+    modules: dict[tuple[str, str], ModuleType]
+    """(module, class) -> the module with it."""
+    bare: dict[tuple[str, str], int | None]
+    """Size of each class as Ray pickles it, uninstrumented."""
+    entries: list[InstrumentConfig]
+
+
+def owner_of(target: str) -> tuple[str, str]:
+    """Return the class, if any, and the name of a function."""
+    cls, _, name = target.split(":")[1].rpartition(".")
+    return cls, name
+
+
+def _moved(entry: InstrumentConfig, names: Mapping[tuple[str, str], str]) -> dict[str, str]:
+    return {"module": names[str(entry.module), owner_of(f":{entry.name}")[0]]}
+
+
+def _size(module: ModuleType, cls: str) -> int | None:
+    """Return the length of the pickle of a class that Ray has not copied yet."""
+    found = getattr(module, cls, None) if cls else None
+    return len(pickled(found)) if isinstance(found, type) else None
+
+
+@pytest.mark.parametrize(("preset", "version"), VERSIONS)
+def test_the_functions_of_a_preset_are_reached_where_ray_sends_them(
+    preset: str, version: str, built_preset: Callable[..., Built], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = built_preset(preset, version)
+    lost = [path for name, path in LOST if name == preset and version == NEWEST]
+    fitting = [entry for entry in made.entries if not set(lost) & set(entry.where)]
+    configured.apply(ProfileConfig(instrument=fitting))
+    assert [handle.target for handle in configured._applied.values() if not handle.installed] == []
+    assert len(configured._applied) == len({(entry.module, entry.name) for entry in fitting})
+    for target, facts in made.facts.items():
+        cls, method = owner_of(target)
+        module = made.modules[target.split(":")[0], cls]
+        if (module.__name__, f"{cls}.{method}".strip(".")) not in {(e.module, e.name) for e in fitting}:
+            continue
+        for actor, how in facts.actors.items():
+            name = actor.split(":")[1]
+            sent = getattr(module, f"Sent{name}" if how == "module" else name)
+            sent = ray.remote(sent) if how == "call" else sent
+            reached = getattr(sent.__ray_metadata__.modified_class, method)
+            assert any(is_replacement(function) for function in layers.path_of(reached)), (
+                f"{target} in {name}"
+            )
+    for (module_name, cls), size in made.bare.items():
         # By reference: nothing of a method is in the pickle, with stepscope or without.
-        assert [len(pickled(cls)) for cls in classes] == bare
-    finally:
-        configured.apply(ProfileConfig())
-        for name in names.values():
-            sys.modules.pop(name, None)
+        assert _size(made.modules[module_name, cls], cls) == size, f"{module_name}:{cls}"
+
+
+def test_a_function_that_ray_sends_without_it_is_found(built_preset: Callable[..., Built]) -> None:
+    made = built_preset("nemo-rl", NEWEST)
+    place = ("nemo_rl.models.policy.workers.dtensor_policy_worker_v2", "DTensorPolicyWorkerV2Impl")
+    sent = made.modules[place].DTensorPolicyWorkerV2.__ray_metadata__.modified_class
+    assert not any(is_replacement(function) for function in layers.path_of(sent.train))
+    configured.apply(ProfileConfig(instrument=made.entries))
+    assert any(is_replacement(function) for function in layers.path_of(sent.train))

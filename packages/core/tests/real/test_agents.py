@@ -18,7 +18,7 @@ import pytest
 import torch
 import typing_extensions
 
-from packages.core.tests.framework_names import released
+from packages.core.tests.released_frameworks import released
 from stepscope import ProfileConfig, capture, configure
 from stepscope._recording.capture import configure as run
 from stepscope._recording.instrument import configured, step_boundaries

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import trl
 
-from packages.core.tests.framework_names import definition
 from stepscope.config.presets import read_preset
 from stepscope.files.layout import RunLayout
 from stepscope_report.cli.report import read_reports
 from stepscope_report.model import StepReport
 from stepscope_report.timeline import load_step
 from tests.tree import ROOT
+from tools.framework_facts import Source
 
 SCRIPT = Path(__file__).parents[1] / "trl_script.py"
 EXAMPLE = ROOT / "examples" / "trl_grpo.py"
@@ -204,4 +204,4 @@ def test_the_functions_of_those_whom_trl_builds_upon_are_where_the_preset_says()
         spec = find_spec(str(entry.module).split(".")[0])
         assert spec is not None
         source = Path(str(spec.origin)).parents[1]
-        assert definition(source, str(entry.module), str(entry.name)), f"{entry.module}:{entry.name}"
+        assert Source(source).definition(str(entry.module), str(entry.name)), f"{entry.module}:{entry.name}"
