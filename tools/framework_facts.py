@@ -5,8 +5,8 @@
     python -m tools.framework_facts skyrl path/to/SkyRL    # from a folder: a work tree, or a bare repository
 
 writes `packages/core/tests/data/frameworks/<preset>.json`: for each function its arguments, its kind, its
-decorators, the actor classes in which Ray sends it, and the classes that override it. The file has the version and
-the commit of the source, and none of its code. Frameworks of `RELEASED` are read as released.
+decorators, the actor classes in which Ray sends it, and the classes that override it. The file has the
+version and the commit of the source, and none of its code. Frameworks of `RELEASED` are read as released.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ import pytest
 from packages.core.tests.released_frameworks import LOST, NEWEST, VERSIONS, facts_at, preset_at
 from stepscope import ProfileConfig, instrument
 from stepscope._recording.instrument import configured, patch
+from stepscope._recording.spans import layers
 from stepscope._recording.spans.wrapping import declared, is_replacement
 from stepscope.config import InstrumentConfig
-from stepscope._recording.spans import layers
 from tools.framework_facts import FunctionFacts
 
 ray = pytest.importorskip("ray")
