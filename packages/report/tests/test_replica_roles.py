@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from stepscope.testing.steps import StepFolder
+from stepscope_report.advice.evidence import Advice
+from stepscope_report.model import StepReport
+from stepscope_report.sections import step_report
 from stepscope_report.tables.breakdown import step_breakdown
 from stepscope_report.tables.engine import engine_usage
 from stepscope_report.timeline import EngineStall, Timeline, load_step
@@ -65,6 +69,44 @@ def test_one_replica_may_have_callers_of_several_roles(tmp_path: Path) -> None:
         process.close(3 * MS)
     (row,) = engine_usage(load_step(folder.write()), ())
     assert (row.replica, row.requests) == ("replica 0", 3)
+
+
+def with_two_actors(root: Path, *, second: str, starts_ms: int = 0, replica: int = 0) -> StepReport:
+    """Return the report of a step in which two processes of one role serve, the first one trajectory `a`."""
+    folder = StepFolder(root)
+    driver = folder.process("trainer", owner=True)
+    for rank, number, trajectory, start in ((0, 0, "a", 0), (1, replica, second, starts_ms)):
+        actor = folder.process("rollout", rank)
+        actor.span(
+            "decode", start * MS, (start + 100) * MS, role="rollout", trajectory=trajectory,
+            attrs={"replica": number, "tokens": 30},
+        )  # fmt: skip
+        actor.close(300 * MS)
+    driver.close(300 * MS)
+    return step_report(load_step(folder.write()))
+
+
+def shared_number(report: StepReport) -> list[Advice]:
+    return [advice for advice in report.advice if advice.rule == "shared-number"]
+
+
+def test_two_processes_that_share_a_number_are_named(tmp_path: Path) -> None:
+    (advice,) = shared_number(with_two_actors(tmp_path, second="b"))
+    assert advice.what == "2 processes are counted as one: replica 0"
+    assert advice.because[0].endswith(": rollout 0, rollout 1")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"second": "b", "replica": 1},
+        {"second": "a"},  # ranks of one engine, which serve the same requests
+        {"second": "b", "starts_ms": 150},  # an engine that was started again
+    ],
+    ids=["numbers", "ranks", "restart"],
+)
+def test_processes_that_may_be_one_replica_are_not_named(tmp_path: Path, case: dict[str, Any]) -> None:
+    assert shared_number(with_two_actors(tmp_path, **case)) == []
 
 
 def test_a_stall_of_the_student_is_none_of_the_teacher(tmp_path: Path) -> None:

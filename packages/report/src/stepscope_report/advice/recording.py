@@ -84,6 +84,23 @@ def ids_in_names(evidence: Evidence) -> Advice | None:
     )
 
 
+def shared_number(evidence: Evidence) -> Advice | None:
+    """Advise if several processes that served different trajectories at once state one replica's number."""
+    engine = next((engine for engine in evidence.engines if engine.rivals), None)
+    if engine is None:
+        return None
+    return Advice(
+        rule="shared-number",
+        what=f"{count(len(engine.rivals), 'process')} are counted as one: {engine.replica}",
+        because=(f"at the same time, each served other trajectories: {few(engine.rivals, 4)}",),
+        do=(
+            "if they are engines of their own, give each a number: `replica` of its `instrument` entry"
+            if is_unedited(evidence)
+            else "if they are engines of their own, give each a number: span(..., attrs={'replica': 1})"
+        ),
+    )
+
+
 def dropped(evidence: Evidence) -> Advice | None:
     if not evidence.health.dropped:
         return None

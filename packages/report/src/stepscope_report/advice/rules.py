@@ -25,6 +25,7 @@ from stepscope_report.advice.recording import (
     ids_in_names,
     never_ended,
     no_rollout,
+    shared_number,
     unaligned,
 )
 from stepscope_report.advice.rollout import (
@@ -61,6 +62,7 @@ RULES: Sequence[Rule] = (
     full_kv_cache,
     no_rollout,
     ids_in_names,
+    shared_number,
     blind_spot,
 )
 

@@ -12,7 +12,7 @@ import msgspec
 from stepscope.files.spans import SERVED, WAITING
 from stepscope_report.table import Table
 from stepscope_report.tables.replicas import Replica, find_replicas, mark_of
-from stepscope_report.timeline import Timeline, TraceActivity
+from stepscope_report.timeline import Span, Timeline, TraceActivity
 
 BINS = 120
 """Stretches of time that the load is averaged over."""
@@ -40,6 +40,9 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     number: int | None
     processes: tuple[str, ...]
     """Of the timeline, that belong to it."""
+    rivals: tuple[str, ...] = ()
+    """Those of `processes` that served at the same time, each other trajectories, if there are several: they
+    may be engines of their own that state one number."""
     profiled: bool
     """A profiler recorded it, and slowed it."""
     source: Source
@@ -195,6 +198,20 @@ def _waited(replica: Replica) -> bool:
     return any(span.stage in WAITING for span in replica.served)
 
 
+def _rivals(timeline: Timeline, replica: Replica) -> list[int]:
+    """Return the processes of a replica if they served at the same time and share no trajectory."""
+    served: dict[int, list[Span]] = defaultdict(list)
+    for span in replica.served:
+        if span.process in replica.processes and span.trajectory is not None:
+            served[span.process].append(span)
+    trajectories = [{span.trajectory for span in own} for own in served.values()]
+    if len(served) < 2 or len(set[str | None]().union(*trajectories)) < sum(map(len, trajectories)):
+        return []
+    first_ends_ns = min(max(map(timeline.until_ns, own)) for own in served.values())
+    last_begins_ns = max(min(span.start_ns for span in own) for own in served.values())
+    return sorted(served) if last_begins_ns < first_ends_ns else []
+
+
 def _pieces(timeline: Timeline, replica: Replica) -> Iterator[_Piece]:
     for span in replica.served:
         yield _Piece(span.start_ns, timeline.until_ns(span), _STAGES[span.stage])
@@ -243,6 +260,7 @@ def _engine(
         replica=replica.name,
         number=replica.number,
         processes=tuple(processes[index].name for index in replica.processes),
+        rivals=tuple(processes[index].name for index in _rivals(timeline, replica)),
         profiled=bool(replica.recordings) or any(processes[index].profiled for index in replica.processes),
         source=source,
         iterations=len(replica.passes) if counted else None,
