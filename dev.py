@@ -26,7 +26,7 @@ from contextlib import nullcontext
 from tools import processes
 from tools.bump import bump
 from tools.engine_environments import engines, left_to_request, newest, not_possible, unasked
-from tools.engine_tests import engines_beside, other_pythons, test_engines, test_on
+from tools.engine_tests import engines_beside, other_pythons, test_engines, test_newest, test_on
 from tools.environments import BENCH, DEV, RELEASE
 from tools.processes import run, say, succeeds
 from tools.repository import PACKAGES, ROOT
@@ -47,8 +47,8 @@ def demo(arguments: list[str]) -> bool:
 
 def test(arguments: list[str]) -> bool:
     """check, then every test; with arguments pytest alone, with those. Or first one of --engines [NAME ...],
-    --two-engines (vLLM and SGLang in one run), --two-hosts (needs root), --no-engines, --pythons (the core,
-    on every Python here)"""
+    --newest [torch vllm ...] (the newest releases on the index), --two-engines (vLLM and SGLang in one run),
+    --two-hosts (needs root), --no-engines, --pythons (the core, on every Python here)"""
     first, rest = (arguments or [""])[0], arguments[1:]
     if first == "--pythons":
         passed_on = [test_on(base, rest) for base in other_pythons()]
@@ -60,6 +60,8 @@ def test(arguments: list[str]) -> bool:
         for line in not_run(not_possible()):
             say(line)
         return test_engines([*(name for name in engines() if name not in not_possible()), *rest])
+    if first == "--newest":
+        return test_newest(rest)
     if first == "--two-engines":
         built = [newest(name).ready() for name in ("vllm", "sglang")]
         return all(built) and run(DEV.ready(), "-m", "pytest", "tests/two_engines.py", *rest)

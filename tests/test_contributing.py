@@ -12,7 +12,10 @@ import yaml
 
 import dev
 from tests.tree import CORE, ROOT, project
+from tools.engine_environments import NEWEST, newest_released
 from tools.environments import DEV
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def read(name: str) -> Any:
@@ -39,10 +42,28 @@ def test_the_environment_of_uv_has_the_tests_and_the_linters_and_no_torch() -> N
 
 
 def test_what_the_workflow_runs_exists() -> None:
-    for job in read(".github/workflows/tests.yml")["jobs"].values():
+    jobs = [job for file in WORKFLOWS for job in read(f".github/workflows/{file.name}")["jobs"].values()]
+    for job in jobs:
         words = commands(job)
         assert set(re.findall(r"dev\.py (\w+)", words)) <= set(dev.COMMANDS)
-        assert all((ROOT / path).exists() for path in re.findall(r"\btests/\w+\.py", words))
+        assert all(
+            (ROOT / path).exists() for path in re.findall(r"(?<!\S)(?:packages/\w+/)?tests/\w+\.py", words)
+        )
+
+
+def test_the_weekly_job_tries_the_newest_of_everything_that_has_a_newest() -> None:
+    workflow = read(".github/workflows/newest.yml")
+    [job] = workflow["jobs"].values()
+    assert set(job["strategy"]["matrix"]["name"]) == set(NEWEST)
+    assert "dev.py test --newest ${{ matrix.name }}" in commands(job)
+    assert workflow["on"]["schedule"]
+
+
+def test_each_newest_has_tests() -> None:
+    for name in NEWEST:
+        files = newest_released(name).tests
+        assert files, name
+        assert all(path.exists() for path in files)
 
 
 def test_the_hooks_before_a_commit_call_the_tools_of_the_environment() -> None:

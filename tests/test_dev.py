@@ -233,7 +233,9 @@ def test_the_newest_engine_is_that_of_the_highest_version(recipes: Path) -> None
     assert newest("vllm").folder.name == ".venv-vllm-2"
     (recipes / "vllm-10").mkdir()
     assert newest("vllm").folder.name == ".venv-vllm-10"
+    (recipes / "torch-npu").mkdir()
     assert newest("torch") is environments.DEV
+    assert newest("torch-npu").folder.name == ".venv-torch-npu"
 
 
 def test_an_engine_that_is_left_to_request_is_run_by_its_name_alone(

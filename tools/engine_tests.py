@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from tools import processes, repository
-from tools.engine_environments import EngineEnvironment, engines, unasked
+from tools.engine_environments import NEWEST, EngineEnvironment, engines, newest_released, unasked
 from tools.environments import Environment
 from tools.processes import run, say, stop
 
@@ -86,6 +86,32 @@ def test_engine(environment: EngineEnvironment, options: Sequence[str]) -> bool:
         say(f"NOT RUN: the tests on {environment.recipe.name}. {reason}")
         return False
     return run(python, "-m", "pytest", *map(str, environment.tests), *options, PYTHONPATH=quick_start())
+
+
+def test_newest(arguments: Sequence[str]) -> bool:
+    """Install the newest release of each name (none: of all), and run the tests of it.
+
+    Arguments are keys of `NEWEST`, then what pytest gets.
+    """
+    names = [word for word in arguments if word in NEWEST] or list(NEWEST)
+    options = [word for word in arguments if word not in NEWEST]
+    good = [name for name in names if test_newest_of(name, options)]
+    return good == names
+
+
+def test_newest_of(name: str, options: Sequence[str]) -> bool:
+    environment = newest_released(name)
+    environment.stamp.unlink(missing_ok=True)  # what is the newest today may not be what was set up
+    try:
+        python = environment.ready()
+    except SystemExit as reason:
+        say(f"NOT RUN: the tests on the newest {name}. {reason}")
+        return False
+    say(f"the newest {environment.distribution} is {environment.version}")
+    passed = run(python, "-m", "pytest", *map(str, environment.tests), *options, PYTHONPATH=quick_start())
+    if not passed:
+        say(f"failed on {environment.distribution} {environment.version}")
+    return passed
 
 
 def quick_start() -> str:
