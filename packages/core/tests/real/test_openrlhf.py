@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("openrlhf")  # first: what the next lines import needs torch
+
 from packages.core.tests.openrlhf_cpu import reward
 from packages.core.tests.openrlhf_cpu.launch import PROMPTS, RESPONSES
 from packages.core.tests.openrlhf_cpu.runs import CAPTURED, MULTI_TURN, REWARDED, Training, captured_training
@@ -15,7 +17,6 @@ from packages.core.tests.verl_cpu.runs import Step
 from stepscope.config.presets import read_preset
 from stepscope_report.timeline import load_step
 
-pytest.importorskip("openrlhf")
 TRAJECTORIES = PROMPTS * RESPONSES
 BATCHES = 4
 """Experiences of a step, of four trajectories each."""
