@@ -192,8 +192,9 @@ def test_a_handler_that_exits_while_a_session_closes_leaves_it_closed(
 
 
 def test_a_step_whose_folder_cannot_be_made_is_not_said_to_be_captured(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")  # the failures of this test are no defects
     caplog.set_level(logging.INFO)
     config = ProfileConfig.from_mapping(
         {"save_path": str(tmp_path), "steps": [1, 2], "roles": {"*": {"profiler": "off"}}}
