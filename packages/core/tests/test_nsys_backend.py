@@ -13,11 +13,11 @@ import pytest
 from stepscope import ProfileConfig, capture, prepare
 from stepscope.backends import nsys
 from stepscope.backends.nsys import NsysBackend, command, launch_options, runtime_env
-from stepscope.backends.protocol import Window
+from stepscope.backends.protocol import SpanInfo, Window
 from stepscope.errors import BackendError, CaptureError, ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
-from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.sidecar import NSYS_RANGES, ProcessInfo
 
 
 def test_the_fix_is_whole_in_what_prepare_raises_and_in_the_manifest(
@@ -102,10 +102,9 @@ def test_a_torch_that_is_imported_later_gives_the_markers(monkeypatch: pytest.Mo
     assert isinstance(nsys.markers(), nsys.Markers)
 
 
-def test_a_window_that_does_not_stop_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """nsys can be started, and is gone when the window ends."""
+@pytest.fixture
+def idle_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a program in the place of nsys that takes every command, in a session."""
     program = tmp_path / "nsys"
     program.write_text("#!/bin/sh\nexit 0\n")
     program.chmod(0o700)
@@ -114,11 +113,40 @@ def test_a_window_that_does_not_stop_leaves_no_folder(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv(nsys.SESSION, "profile-1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return program
+
+
+WINDOW = Window(
+    step=1,
+    process=ProcessInfo(role="actor", rank=0, world_size=1, host="host-a", pid=1),
+    stage=None,
+    index=0,
+)
+
+
+def test_a_window_that_does_not_stop_leaves_no_folder(tmp_path: Path, idle_nsys: Path) -> None:
+    """nsys can be started, and is gone when the window ends."""
     backend = NsysBackend(ProfileConfig(nsys={"trace": ["cuda"]}))
-    process = ProcessInfo(role="actor", rank=0, world_size=1, host="host-a", pid=1)
-    backend.start(Window(step=1, process=process, stage=None, index=0))
+    backend.start(WINDOW)
     (folder,) = tmp_path.glob("stepscope-nsys-*")
-    program.unlink()
+    idle_nsys.unlink()
     with pytest.raises((BackendError, OSError)):
         backend.stop()
     assert not folder.exists()
+
+
+@pytest.mark.usefixtures("idle_nsys")
+@pytest.mark.parametrize("spans", [0, 1])
+def test_a_report_says_whether_spans_made_ranges(spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = nsys.Markers(lambda name: name, lambda number: None)
+    monkeypatch.setattr(nsys, "markers", lambda: made)
+    backend = NsysBackend(ProfileConfig(nsys={"trace": ["nvtx"]}))
+    for count in (spans, 0):  # a window forgets those of the window before
+        backend.start(WINDOW)
+        for _ in range(count):
+            with backend.range(SpanInfo(role="actor", stage="update", span=1, is_async=False)):
+                pass
+        (artifact,) = backend.stop()
+        assert artifact.discard is not None
+        artifact.discard()
+        assert artifact.options[NSYS_RANGES] == bool(count)

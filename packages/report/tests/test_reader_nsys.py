@@ -18,12 +18,12 @@ import msgspec
 import pytest
 
 from stepscope.files.layout import sidecar_of
-from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.files.sidecar import NSYS_RANGES, Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report.testing import ReaderConformance
 from stepscope_report.timeline import Merged, merge_step
 from stepscope_report.timeline.readers import Claim, FoundFile, Reader
-from stepscope_report.timeline.readers.nsys import BACKWARDS, NEVER_ENDED, NO_TIME, NsysReader
+from stepscope_report.timeline.readers.nsys import BACKWARDS, NEVER_ENDED, NO_RANGES, NO_TIME, NsysReader
 
 MS = 1_000_000
 SESSION_NS = OPENED_NS - 500 * MS
@@ -139,7 +139,7 @@ def folder(tmp_path: Path) -> StepFolder:
     return made
 
 
-def merged(folder: StepFolder, content: Rows) -> tuple[Merged, list[Json]]:
+def merged(folder: StepFolder, content: Rows, *, has_ranges: bool = False) -> tuple[Merged, list[Json]]:
     """Return the actor's report and its export, merged."""
     path = folder.layout.traces / "actor" / "report.nsys-rep"
     write(path.with_suffix(".sqlite"), content)
@@ -149,7 +149,10 @@ def merged(folder: StepFolder, content: Rows) -> tuple[Merged, list[Json]]:
         host="host-a", pid=PID, size_bytes=6,
     )  # fmt: skip
     key = folder.processes[1].info.key
-    made = Sidecar(step=2, run_id="run1", artifact=artifact, process=key, opened=None, closed=None)
+    made = Sidecar(
+        step=2, run_id="run1", artifact=artifact, process=key, opened=None, closed=None,
+        options={NSYS_RANGES: has_ranges},
+    )  # fmt: skip
     sidecar_of(path).write_bytes(msgspec.json.encode(made))
     step = folder.write()
     result = merge_step(step)
@@ -350,6 +353,28 @@ def test_warnings_of_nsys_itself_are_problems_of_the_file(folder: StepFolder) ->
         "nsys says: text 2 of nsys",
         "nsys says: text 3 of nsys",
     ]
+
+
+def test_a_window_that_lost_its_ranges_says_so(folder: StepFolder) -> None:
+    rows = tables()
+    rows["NVTX_EVENTS"] = [nvtx("mark", 3, None, 34)]
+    result, _ = merged(folder, rows, has_ranges=True)
+    assert [problem.what for problem in result.problems] == [NO_RANGES]
+    del rows["NVTX_EVENTS"]
+    result, _ = merged(folder, rows, has_ranges=True)
+    assert [problem.what for problem in result.problems] == [NO_RANGES]
+
+
+def test_a_window_without_ranges_of_ours_lost_none(folder: StepFolder) -> None:
+    rows = tables()
+    del rows["NVTX_EVENTS"]
+    assert merged(folder, rows)[0].problems == ()
+
+
+def test_a_window_with_its_ranges_is_whole(folder: StepFolder) -> None:
+    rows = tables()
+    rows["NVTX_EVENTS"] = [nvtx("actor.update", 0, 40, 60)]
+    assert merged(folder, rows, has_ranges=True)[0].problems == ()
 
 
 def test_a_report_that_was_not_exported_is_named_with_what_to_do(folder: StepFolder) -> None:

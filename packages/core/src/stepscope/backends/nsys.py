@@ -28,6 +28,7 @@ from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError, ProfilerBusyError, ours
+from stepscope.files.sidecar import NSYS_RANGES
 
 SESSION = "NSYS_PROFILING_SESSION_ID"
 """The environment variable that nsys sets for the processes of a session."""
@@ -109,6 +110,8 @@ class NsysBackend:
         self._window: Window | None = None
         self._folder = Path()
         """Folder of the window's report and of what `nsys stop` prints; empty between windows."""
+        self._has_ranges = False
+        """True if spans of the window have made NVTX ranges."""
         self._starting: subprocess.Popen[bytes] | None = None
         self._stopping: subprocess.Popen[bytes] | None = None
 
@@ -161,7 +164,10 @@ class NsysBackend:
         if self._window is None or "nvtx" not in self._config.trace:
             return _NOTHING
         library = markers()
-        return _NOTHING if isinstance(library, str) else _Range(library, f"{span.role}.{span.stage}")
+        if isinstance(library, str):
+            return _NOTHING
+        self._has_ranges = True
+        return _Range(library, f"{span.role}.{span.stage}")
 
     def stop(self) -> list[PendingArtifact]:
         """End the recording. nsys converts it into the report while the training goes on."""
@@ -181,6 +187,7 @@ class NsysBackend:
             _remove(folder)
             raise  # a Ctrl-C keeps the window: a second call stops it
         folder, stopping, seconds = self._folder, self._stopping, self._config.report_seconds
+        has_ranges = self._has_ranges
         self._give_back()
         lacking = markers() if "nvtx" in self._config.trace else None
 
@@ -201,13 +208,14 @@ class NsysBackend:
                 discard=discard,
                 compress=False,
                 lacking=lacking if isinstance(lacking, str) else None,
-                options={"trace": ",".join(self._config.trace)},
+                options={"trace": ",".join(self._config.trace), NSYS_RANGES: has_ranges},
             )
         ]
 
     def _give_back(self) -> None:
         PROCESS_LOCK.release(by=self)
         self._folder, self._starting, self._stopping = Path(), None, None
+        self._has_ranges = False
         self._window = None  # last: after an earlier interrupt, a second stop() repeats everything
 
 

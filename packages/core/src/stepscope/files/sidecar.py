@@ -8,6 +8,9 @@ import msgspec
 
 from stepscope.files.clock import ClockAnchor, Int
 
+NSYS_RANGES = "ranges"
+"""Key in `Sidecar.options` of a report of nsys: whether spans of stepscope made NVTX ranges in its window."""
+
 
 class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of one process in a run."""

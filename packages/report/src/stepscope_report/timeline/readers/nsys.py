@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from stepscope.errors import RecordError
+from stepscope.files.sidecar import NSYS_RANGES
 from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.contract import (
     Claim,
@@ -62,6 +63,10 @@ _WARNINGS = 20
 """Number of nsys' own warnings that are shown."""
 NO_TIME = "events without a time"
 BACKWARDS = "events that end before they begin"
+NO_RANGES = (
+    "nsys recorded none of the NVTX ranges that stepscope made, as happens on a busy machine. Fix: capture "
+    "another step"
+)
 NEVER_ENDED = "NVTX ranges that never ended, shown as marks"
 
 
@@ -93,14 +98,19 @@ class NsysReader:
         return Claim() if ours else None
 
     def open(self, file: FoundFile, notes: Notes) -> Recording:
-        return _Export(file.path, notes)
+        options = {} if file.sidecar is None else file.sidecar.options
+        return _Export(file.path, notes, has_ranges=options.get(NSYS_RANGES) is True)
 
 
 class _Export:
     """One file, opened."""
 
-    def __init__(self, path: Path, notes: Notes) -> None:
+    def __init__(self, path: Path, notes: Notes, *, has_ranges: bool) -> None:
+        """Args:
+        has_ranges: True if stepscope made NVTX ranges while nsys recorded.
+        """
         self._notes = notes
+        self._has_ranges = has_ranges
         self._tracks: dict[_Key, int] = {}
         self._strings: dict[int | None, str | None] = {}
         with ExitStack() as failing:
@@ -215,11 +225,13 @@ class _Export:
         domains = dict(self._nvtx_texts(DOMAIN, "domainId"))
         kinds = ", ".join(map(str, (MARK, *PUSH_POP, *START_END)))
         wanted = ("eventType", "text", "textId", "globalTid", "domainId")
+        found = False
         for start, end, kind, text, text_id, thread, domain in self._rows(
             NVTX, wanted, f"WHERE eventType IN ({kinds})"
         ):
             process = None if thread is None else thread & PROCESS
             if kind in START_END:
+                found = True
                 key, label = ("ranges", process), "NVTX ranges"
             else:
                 key, label = ("nvtx", thread), f"NVTX {self._thread(thread)}"
@@ -234,6 +246,8 @@ class _Export:
                 )
             elif self._is_sound(start, end):
                 yield self._slice(track, name, start, end, "user_annotation", args)
+        if self._has_ranges and not found:
+            self._notes.file(NO_RANGES)
 
     def _runtime(self) -> Iterator[Event]:
         wanted = ("nameId", "globalTid", "correlationId", "returnValue")
