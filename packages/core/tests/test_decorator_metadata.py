@@ -334,7 +334,7 @@ def test_what_is_pickled_by_value_sees_the_capture_of_the_process_it_arrives_in(
 def test_what_is_pickled_by_value_carries_little(sample_tasks: ModuleType) -> None:
     assert len(by_value(sample_tasks, sample_tasks.task)) < 2500
     ours = [cell.cell_contents for cell in sample_tasks.task.__closure__]
-    assert sorted(type(value).__name__ for value in ours) == ["Declared", "function", "module"]
+    assert sorted(type(value).__name__ for value in ours) == ["Declared", "function", "function"]
 
 
 def test_functions_of_main_run_in_a_spawned_process_and_in_another_interpreter(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from inspect import iscoroutinefunction
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from stepscope._recording.spans import layers, redaction, slot
+from stepscope._recording.spans import compiled, layers, redaction, slot
+from stepscope._recording.spans.compiled import uncompiled
 from stepscope.errors import ConfigError
 from stepscope.files import switch
 from stepscope.files.values import whole
@@ -38,33 +39,36 @@ def advance() -> None:
         session.advance()
 
 
+@uncompiled
 def consume(trajectory_id: str, /, *, begun: int | None = None, policy_version: int | None = None) -> None:
     """Record that this step trains on a trajectory (async RL): the report then knows how stale it is.
 
     Call it where the trainer takes the trajectory out of its queue, in a process that is captured. Inside
-    `span(..., policy_version=)`, that is the version it is consumed under. Without a capture it does nothing.
+    `span(..., policy_version=)`, that is the version it is consumed under. Without a capture, and in code
+    that torch.compile compiles, it does nothing.
 
     Args:
         trajectory_id: As given to `trajectory`.
         begun: The step under which it was begun.
         policy_version: Of the weights it was begun with.
     """
-    session = slot.active
+    session = compiled.recording()
     if session is not None:
         session.consume(str(trajectory_id), begun, policy_version)
 
 
+@uncompiled
 def step_tokens(*, rollout: int | None = None, train: int | None = None) -> None:
     """Count tokens of this step: the report then has tokens per second, and so has the step's line.
 
     Call it inside the step. Calls add up, over processes too: each gives the tokens of its own share. Without
-    a capture or the flight recorder it does nothing.
+    a capture or the flight recorder, and in code that torch.compile compiles, it does nothing.
 
     Args:
         rollout: Tokens that were generated.
         train: Tokens that were trained on.
     """
-    session = slot.active
+    session = compiled.recording()
     if session is None:
         return
     given = {"rollout": whole(rollout), "train": whole(train)}

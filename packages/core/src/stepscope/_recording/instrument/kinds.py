@@ -28,6 +28,7 @@ from stepscope._recording.instrument.call_arguments import (
 )
 from stepscope._recording.process import failures
 from stepscope._recording.spans import api, results, slot, wrapping
+from stepscope._recording.spans.compiled import uncompiled
 from stepscope._recording.spans.scopes import OFF, Scope, next_turn
 from stepscope._recording.spans.wrapping import Attrs, Declared
 from stepscope.config._instrument import paths_in
@@ -92,6 +93,7 @@ class Calls:
         for path in filter(None, (*texts, *single, *timing.values.values())):
             self.arguments.check(path, target, after=True)
 
+    @uncompiled
     def enter(self, args: Args, kwargs: Kwargs) -> Scope:
         """Open the scope of a call. Never raise: without one the call goes on unrecorded."""
         try:
@@ -102,6 +104,7 @@ class Calls:
             failures.note(f"the {self.timing.kind} of {self.target}", error)
             return OFF
 
+    @uncompiled
     def leave(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
         """Read the values of a call that returned `result`, and close its scope."""
         try:
@@ -109,6 +112,7 @@ class Calls:
         finally:
             scope.__exit__(None, None, None)
 
+    @uncompiled
     def follow(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> object:
         """Return what to return for a result that goes on, and ends the call; None if it is over."""
         is_exclusive = results.is_exclusive(sys.getrefcount(result))
@@ -344,8 +348,11 @@ LAYERS = (("consume",), SPANS, ("turn",), ("trajectory",), ("engine",))
 
 _CALL = """
 {async_}def wrapper({params}):
-    if __runtime.active is None and not __calls.always:
-        return {await_}__fn({call})
+    if __is_off():
+        try:
+            return {await_}__fn({call})
+        except BaseException:
+            raise
     __args, __kwargs = ({args}), {{{kwargs}}}
     __scope = __calls.enter(__args, __kwargs)
     try:
@@ -385,7 +392,7 @@ def wrap(fn: FunctionType, timing: Timing, target: str) -> FunctionType:
             "or write {kind: span, role: ...} without values and policy_version"
         )
     calls = _CALLS[timing.kind](fn, timing, target)
-    wrapper = wrapping.calling(fn, _CALL, _GOES_ON, calls=calls)
+    wrapper = wrapping.calling(fn, _CALL, _GOES_ON, calls.always, calls=calls)
     declared = calls.declared if isinstance(calls, SpanCalls) else wrapping.declared(fn)
     return wrapping.wraps(fn, wrapper, declared)
 

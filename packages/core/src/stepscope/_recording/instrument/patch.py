@@ -20,6 +20,7 @@ from stepscope._recording.instrument.step_boundaries import Boundary
 from stepscope._recording.process import failures
 from stepscope._recording.process.identity import is_first
 from stepscope._recording.spans import decorator, layers, wrapping
+from stepscope._recording.spans.compiled import uncompiled
 from stepscope._recording.spans.wrapping import Attrs
 from stepscope.config._words import closest
 from stepscope.errors import ConfigError, ours
@@ -268,18 +269,22 @@ def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> Function
     for condition, _ in versions:
         condition.check(arguments, target)
 
+    @uncompiled
     def version(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., Any]:
         return next((timed for condition, timed in versions if condition.holds(arguments, args, kwargs)), fn)
 
-    made = wrapping.calling(fn, _CHOICE, "", always=kinds.is_always(timings), version=version)
+    made = wrapping.calling(fn, _CHOICE, "", kinds.is_always(timings), version=version)
     # The roles of a class are read off it.
     return wrapping.wraps(fn, made, wrapping.declared(versions[0][1]))
 
 
 _CHOICE = """
 {async_}def wrapper({params}):
-    if __runtime.active is None and not __always:
-        return {await_}__fn({call})
+    if __is_off():
+        try:
+            return {await_}__fn({call})
+        except BaseException:
+            raise
     return {await_}__version(({args}), {{{kwargs}}})({call})
 """
 

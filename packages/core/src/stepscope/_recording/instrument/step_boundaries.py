@@ -19,6 +19,7 @@ from stepscope._recording.instrument.call_arguments import Arguments, Condition
 from stepscope._recording.process import failures, fork
 from stepscope._recording.process.event_loop import in_event_loop
 from stepscope._recording.spans import results, wrapping
+from stepscope._recording.spans.compiled import uncompiled
 from stepscope.config import InstrumentConfig
 from stepscope.errors import CaptureError, ours
 
@@ -93,6 +94,7 @@ def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
         fn,
         _CALL,
         _GOES_ON,
+        True,
         boundaries=sys.modules[__name__],
         boundary=boundary,
         arguments=arguments,
@@ -104,6 +106,8 @@ def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
 # A wrapper travels with a Ray class by value, and so does its closure: it holds importable things alone.
 _CALL = """
 {async_}def wrapper({params}):
+    if __is_off():
+        return {await_}__fn({call})
     __call = __boundaries.Call(__boundary, __arguments, __target, ({args}), {{{kwargs}}})
     {await_}__boundaries.{a_}begin(__call)
     try:
@@ -122,6 +126,7 @@ _GOES_ON = """
 """
 
 
+@uncompiled
 def follow(call: Call, result: object) -> object:
     """Return what to return for a coroutine, with whose end the call ends; None for another result."""
     is_exclusive = results.is_exclusive(sys.getrefcount(result))
@@ -161,6 +166,7 @@ _NOTHING = Switch()
 class Call:
     """One call of a boundary `target`, which is about to be made."""
 
+    @uncompiled
     def __init__(
         self,
         boundary: Boundary,

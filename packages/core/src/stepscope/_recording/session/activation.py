@@ -11,7 +11,7 @@ from stepscope._recording.process import fork, shutdown
 from stepscope._recording.session import claims
 from stepscope._recording.session.claims import Claim
 from stepscope._recording.session.session import Session
-from stepscope._recording.spans import slot
+from stepscope._recording.spans import compiled, slot
 from stepscope._recording.spans.carrier import keep_places
 from stepscope._recording.spans.slot import FlightRecorder
 from stepscope.files.manifest.records import Ending
@@ -25,6 +25,7 @@ def activate(session: Session) -> None:
     global activations
     shutdown.install()
     keep_places()
+    compiled.leave_to_python()
     activations += 1
     if session.switch_off is None:
         session.switch_off = deactivate
@@ -43,6 +44,7 @@ def deactivate(session: Session) -> None:
 def keep(recorder: FlightRecorder | None) -> None:
     """Have a flight recorder record whenever no session does. None: nothing does."""
     keep_places()
+    compiled.leave_to_python()
     resting = slot.session() is None
     slot.recorder = recorder
     if resting:

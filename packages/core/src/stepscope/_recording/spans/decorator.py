@@ -34,7 +34,8 @@ def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs 
     per resumption. A plain function that returns a coroutine, a generator or an asyncio future is timed to
     the end of that. Another awaitable is not followed. Below a decorator that looks at its caller, or hides
     an `async def`, the function below it is timed.
-    Code that torch.compile compiles has no spans inside: put @profile_step above @torch.compile.
+    A function that torch.compile makes part of a graph has no span there: put @profile_step above
+    @torch.compile.
 
     Args:
         role: Who does the work: `actor`, `rollout`, `env`... Without it, the role of the enclosing span, else

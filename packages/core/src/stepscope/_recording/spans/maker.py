@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from stepscope._recording.process import failures
 from stepscope._recording.spans.scopes import OFF, Placing, Scope, current
 from stepscope._recording.spans.span import Span, thread
-from stepscope._recording.spans.wrapping import INLINED, Declared
+from stepscope._recording.spans.wrapping import Declared
 from stepscope.errors import is_users
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.trace_context import SpanIds
@@ -155,18 +155,3 @@ def not_kept(span: Span) -> None:
 
     Its spans name it, and the garbage collector sees no spans: it must let go of them.
     """
-
-
-def _begin_in_compiled_code(
-    self: SpanMaker,
-    declared: Declared,
-    attrs: Mapping[str, AttrValue] | None,
-    resumption: int | None = None,
-    first: bool = True,
-) -> Scope:
-    return OFF
-
-
-# A span cannot be part of a graph: tracing one would break the graph, and raise under fullgraph=True in the
-# middle of a run.
-setattr(SpanMaker.begin, INLINED, _begin_in_compiled_code)

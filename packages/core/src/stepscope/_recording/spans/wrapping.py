@@ -1,12 +1,12 @@
 """Wrappers in place of functions, for `profile_step` and `instrument`, generated for the signature of each.
 
 Generated as dataclasses generate `__init__`: a `def wrapper(self, batch, *, lr)` that calls
-`fn(self, batch, lr=lr)` costs a third of a `*args, **kwargs` closure while nothing is recorded, raises the
+`fn(self, batch, lr=lr)` costs less than a `*args, **kwargs` closure while nothing is recorded, raises the
 user's TypeErrors where the user expects them, and has the code that others inspect: its arguments and kind.
 
 The closure of a wrapper is pickled with it when its class travels by value (Ray): the function, the declared
-arguments, and the module `slot`, by reference. A name imported *from* that module would be copied, and a copy
-never switches on.
+arguments, and the module `slot` and functions that read it, by reference. A name imported *from* that module
+would be copied, and a copy never switches on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from types import AsyncGeneratorType, CodeType, FunctionType, GeneratorType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from stepscope._recording.process import failures
-from stepscope._recording.spans import results, slot
+from stepscope._recording.spans import compiled, results, slot
+from stepscope._recording.spans.compiled import uncompiled
 from stepscope._recording.spans.scopes import OFF, Scope
 from stepscope.errors import ours
 from stepscope.files.values import AttrValue, attr_values
@@ -49,6 +50,7 @@ class Declared:
         self.attrs = attrs
         self.is_async = is_async
 
+    @uncompiled
     def attrs_of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, AttrValue] | None:
         """Return the result of the user's `attrs` function for a call; None if it fails."""
         compute = cast("Callable[..., Mapping[str, AttrValue] | None]", self.attrs)
@@ -59,6 +61,7 @@ class Declared:
             failures.note(f"the attrs of {self.role or 'any role'}/{self.stage}", failure)
             return None
 
+    @uncompiled
     def follow(self, span: Scope, result: object) -> object:
         """Return what to return for a result that goes on, so that `span` ends with it; None if it is over.
 
@@ -91,17 +94,8 @@ class Declared:
             sys.set_asyncgen_hooks(firstiter=first_iteration)
 
 
-INLINED = "_torchdynamo_inline"
-"""The attribute of a function that names another one, for torch.compile to trace in its place."""
-
-
-def _follow_in_compiled_code(self: Declared, span: Scope, result: object) -> object:
-    return None
-
-
-setattr(Declared.follow, INLINED, _follow_in_compiled_code)
 _DECLARED, _REPLACES = "__stepscope__", "__stepscope_replaces__"
-_OURS = frozenset((INLINED, _DECLARED, _REPLACES))
+_OURS = frozenset((_DECLARED, _REPLACES))
 W = TypeVar("W", bound=Callable[..., object])
 _Generator: TypeAlias = "GeneratorType[Any, Any, Any] | AsyncGeneratorType[Any, Any]"
 
@@ -109,10 +103,9 @@ _Generator: TypeAlias = "GeneratorType[Any, Any, Any] | AsyncGeneratorType[Any, 
 class Attributes(dict[str, object]):
     """The `__dict__` of a wrapper. `functools.wraps` copies only the user's own attributes from it.
 
-    A copy of our attributes stands for the original where it must not. torch.compile traces the original and
-    leaves out the decorator above ours, a `torch.no_grad` for example. Ray wraps each method of an actor, and
-    pickles the original by value, with the globals of its module. A wrapper that is pickled by value itself
-    keeps them, because its closure holds the original anyway.
+    A copy of ours refers to functions that are pickled by value, with the globals of their module: Ray wraps
+    each method of an actor. A wrapper that is pickled by value itself keeps its attributes, because its
+    closure holds those functions anyway.
     """
 
     def keys(self) -> KeysView[str]:  # type: ignore[override] # typeshed's dict_keys cannot be made
@@ -129,12 +122,12 @@ class Attributes(dict[str, object]):
 
 
 def wraps(fn: FunctionType, wrapper: W, declared: Declared | None) -> W:
-    """Return `wrapper` with the metadata of `fn`, the declared arguments, and the function to compile."""
+    """Return `wrapper` with the metadata of `fn` and the declared arguments."""
     functools.update_wrapper(wrapper, fn)
     attributes = Attributes(vars(wrapper))
     # Of a decorator, `__wrapped__` is the way around it: `step.__wrapped__` is `step` without its no_grad.
     attributes.update(vars(fn))
-    attributes[INLINED] = getattr(fn, INLINED, fn)  # `fn` may be what torch.compile returned
+    attributes.pop(compiled.INLINED, None)  # `fn` may be what torch.compile returned
     if declared is not None:
         attributes[_DECLARED] = declared
     wrapper.__dict__ = attributes
@@ -167,11 +160,17 @@ def _nearest(member: object, attribute: str) -> object:
 
 # The function is called at one place in each branch, and nothing of ours can fail around it (`begin` and
 # `__exit__` see to that): it runs exactly once.
+#
+# torch.compile cannot split a function inside of `try`. Where the user's function breaks its graph, it leaves
+# the wrapper to Python, so that the call is timed.
 _CALL = """
 {async_}def wrapper({params}):
-    __session = __runtime.active
+    __session = __recording()
     if __session is None:
-        return {await_}__fn({call})
+        try:
+            return {await_}__fn({call})
+        except BaseException:
+            raise
     __span = __session.log.begin(__declared, {attrs})
     try:
         __result = {await_}__fn({call})
@@ -201,13 +200,15 @@ _GOES_ON = """
 _GENERATOR = """
 {async_}def wrapper({params}):
     __inner = __fn({call})
+    if __is_compiled():
+        return {rest}
     __send = __inner.{send}
     __resume, __value, __index, __session = {first}, 0, None
     __off = __span = __declared.off
     while True:
         if __resume is __send and __value is None:
             try:
-                while __runtime.active is None and __value is None:
+                while __slot.active is None and __value is None:
                     __index += 1
                     __value = yield {await_}__send(None)
             except BaseException as __stop:
@@ -217,7 +218,7 @@ _GENERATOR = """
                     return {returned}
                 else:
                     raise
-        __before, __session = __session, __runtime.active
+        __before, __session = __session, __slot.active
         if __session is not None:
             __span = __session.log.begin(__declared, {attrs}, __index, __session is not __before)
         try:
@@ -251,6 +252,7 @@ _SEND = {
     "send": "send",
     "throw": "throw",
     "frame": "gi_frame",
+    "rest": "(yield from __inner)",
     "end": "StopIteration",
     "returned": "__stop.value",
 }
@@ -259,9 +261,14 @@ _ASEND = {
     "send": "asend",
     "throw": "athrow",
     "frame": "ag_frame",
+    "rest": "",  # torch compiles no async generator
     "end": "StopAsyncIteration",
     "returned": "",
 }
+
+
+_READING = {"slot": slot, "recording": compiled.recording, "is_compiled": compiled.is_compiled}
+"""Names in the closures of wrappers, through which they read the slot."""
 
 
 def wrap(fn: FunctionType, *, role: str | None, stage: str | None, attrs: Attrs | None) -> FunctionType:
@@ -272,19 +279,21 @@ def wrap(fn: FunctionType, *, role: str | None, stage: str | None, attrs: Attrs 
         declared_roles.add(role)
     computed = "__declared.attrs_of(({args}), {{{kwargs}}}) if __session.calls_attrs else None"
     pieces = {**pieces, "attrs": _of(fn, computed) if callable(attrs) else "__declared.attrs"}
-    made = _build(fn, _of(fn, template, **pieces), {"fn": fn, "runtime": slot, "declared": declared})
+    made = _build(fn, _of(fn, template, **pieces), {"fn": fn, "declared": declared, **_READING})
     return wraps(fn, made, declared)
 
 
-def calling(fn: FunctionType, template: str, goes_on: str, **names: object) -> FunctionType:
+def calling(fn: FunctionType, template: str, goes_on: str, always: bool, **names: object) -> FunctionType:
     """Return a function of `fn`'s kind and signature with another body. `fn` is no generator function.
 
     Args:
-        template: The source, as `_CALL`. It finds `__fn`, `__runtime`, and `names` after two underscores.
+        template: The source, as `_CALL`. It finds `__fn`, `__is_off`, and `names` after two underscores.
         goes_on: The part of it that stands in plain functions alone: they may return a coroutine.
+        always: Whether it does something without a capture too, and so leaves out compiled code alone.
     """
     pieces = _ASYNC if inspect.iscoroutinefunction(fn) else {**_SYNC, "goes_on": goes_on}
-    return _build(fn, _of(fn, template, **pieces), {"fn": fn, "runtime": slot, **names})
+    is_off = compiled.is_compiled if always else compiled.is_idle
+    return _build(fn, _of(fn, template, **pieces), {"fn": fn, "is_off": is_off, **names})
 
 
 def is_generator(fn: FunctionType) -> bool:
@@ -295,7 +304,7 @@ def is_generator(fn: FunctionType) -> bool:
 def _resumed(inner: _Generator, declared: Declared) -> object:
     """Return a generator that times the resumptions of `inner`."""
     resuming = _resuming(isinstance(inner, AsyncGeneratorType))
-    made: Any = resuming(lambda given: given, slot, declared)(inner)
+    made: Any = resuming(lambda given: given, declared, *_READING.values())(inner)
     made.__name__, made.__qualname__ = inner.__name__, inner.__qualname__
     return made
 
@@ -304,7 +313,7 @@ def _resumed(inner: _Generator, declared: Declared) -> object:
 def _resuming(is_async: bool) -> Callable[..., FunctionType]:
     pieces = _ASYNC | _ASEND if is_async else _SYNC | _SEND
     source = _GENERATOR.format(params="given", call="given", attrs="__declared.attrs", **pieces)
-    return _factory(source, f"{__name__}._resumed", ("fn", "runtime", "declared"))
+    return _factory(source, f"{__name__}._resumed", ("fn", "declared", *_READING))
 
 
 def _kind(fn: FunctionType) -> tuple[str, dict[str, str]]:
