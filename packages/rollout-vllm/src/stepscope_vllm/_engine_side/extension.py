@@ -3,7 +3,8 @@
 `WorkerExtension` goes to the engine as `worker_extension_cls`, by name. An engine whose worker lives in this
 process needs no extension and gets `aim` itself. It changes these attributes of vLLM:
 
->= 0.31   `TorchProfilerWrapper._profiler_kwargs`, of which every start makes a new torch.profiler.profile
+>= 0.31   `TorchProfilerWrapper._profiler_kwargs`, of which every start makes a new torch.profiler.profile;
+          from 0.33 on also `_base_profiler_kwargs`, from which a start makes the former anew
 >= 0.12   `TorchProfilerWrapper.profiler`, one torch.profiler.profile for the life of the process
 older     `Worker.profiler` is that torch.profiler.profile itself
 """
@@ -120,7 +121,10 @@ def _settings(spec: Spec, handler: Callable[[Any], None]) -> dict[str, Any]:
 
 def _set_options(undo: ExitStack, wrapper: Any, settings: dict[str, Any]) -> None:
     if hasattr(wrapper, "_profiler_kwargs"):
-        _set(undo, wrapper, "_profiler_kwargs", {**wrapper._profiler_kwargs, **settings})
+        # From 0.33 on, a start builds the first anew from the second.
+        for kept in ("_profiler_kwargs", "_base_profiler_kwargs"):
+            if hasattr(wrapper, kept):
+                _set(undo, wrapper, kept, {**getattr(wrapper, kept), **settings})
         _set(undo, wrapper, "_custom_trace_handler", True)  # else a start makes a handler of its own
         return
     inner = getattr(wrapper, "profiler", wrapper)
