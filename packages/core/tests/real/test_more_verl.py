@@ -1,4 +1,4 @@
-"""verl's other trainers: two asynchronous ones, and that of before 0.9 with two replicas. On request."""
+"""verl's other trainers: three asynchronous ones, and that of before 0.9 with two replicas. On request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from packages.core.tests.verl_cpu.runs import CAPTURED, Step, Training, captured_training
 
-pytest.importorskip("verl")
+verl = pytest.importorskip("verl")
 TRAJECTORIES = 4 * 4
 """Prompts of a step, times responses to each."""
 RENAMED = """
@@ -30,26 +30,43 @@ def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> Training:
     return captured_training(folder, mode, configuration=["--config", str(config)])
 
 
-@pytest.fixture(scope="session")
-def separate(tmp_path_factory: pytest.TempPathFactory) -> Training:
+def separate_training(folder: Path, *overrides: str, main: str = "verl.trainer.main_ppo") -> Training:
     """Return a training whose rollout has processes of its own, to which an engine brings the weights."""
-    rollout = "actor_rollout_ref.rollout"
-    engine = f"{rollout}.checkpoint_engine"
-    folder = tmp_path_factory.mktemp("separate")
+    engine = "actor_rollout_ref.rollout.checkpoint_engine"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DISK_WEIGHTS", str(folder / "weights"))
         patch.setenv("VERL_LOGGING_LEVEL", "WARNING")  # verl's own line at INFO raises a TypeError
         return captured_training(
             folder,
-            "trainer.v1.trainer_mode=separate_async",
-            "trainer.v1.separate_async.parameter_sync_step=1",
             "actor_rollout_ref.hybrid_engine=False",
-            f"{rollout}.nnodes=1",
-            f"{rollout}.n_gpus_per_node=1",
             f"{engine}.backend=disk",
             f"{engine}.custom_backend_module=disk_weights",
             "ray_kwargs.ray_init.num_gpus=2",
+            *overrides,
+            main=main,
         )
+
+
+@pytest.fixture(scope="session")
+def separate(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Return a training with verl's `separate_async`."""
+    rollout = "actor_rollout_ref.rollout"
+    return separate_training(
+        tmp_path_factory.mktemp("separate"),
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=1",
+        f"{rollout}.nnodes=1",
+        f"{rollout}.n_gpus_per_node=1",
+    )
+
+
+@pytest.fixture(scope="session")
+def one_step_off(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Return a training whose samples are of the weights before the last update."""
+    folder = tmp_path_factory.mktemp("one_step_off")
+    (folder / "verl").symlink_to(Path(str(verl.__file__)).parent)  # its configuration names a folder here
+    main = "verl.experimental.one_step_off_policy.main_ppo"
+    return separate_training(folder, "rollout.nnodes=1", "rollout.n_gpus_per_node=1", main=main)
 
 
 @pytest.fixture(scope="session")
@@ -99,6 +116,26 @@ def test_a_training_with_separate_rollouts_runs_to_its_end(separate: Training) -
         calls = separate.steps[number].calls
         synced = [calls["trainer", stage] for stage in ("sync_weights", "abort_requests", "resume_requests")]
         assert synced == [1, 1, 1]
+
+
+def test_a_step_of_one_step_off_is_one_call_of_its_loop(one_step_off: Training) -> None:
+    assert sorted(one_step_off.metrics) == [1, 2, 3, 4]
+    assert sorted(one_step_off.steps) == list(CAPTURED)
+    for step in one_step_off.steps.values():
+        assert (step.report["health"]["state"], step.report["health"]["missing"]) == ("ok", [])
+        assert step.unaccounted < 0.05
+        stages = (
+            "wait_for_samples",
+            "sync_weights",
+            "compute_ref_log_prob",
+            "compute_advantages",
+            "update_actor",
+        )
+        assert [step.calls.get(("trainer", stage)) for stage in stages] == [1] * len(stages)
+        assert step.calls["actor", "update_actor"] == 1
+        for stage, timing in (("update_actor", "update_actor"), ("sync_weights", "update_weights")):
+            measured = step.metrics[f"timing_s/{timing}"]
+            assert step.seconds["trainer", stage] == pytest.approx(measured, rel=0.05, abs=0.01)
 
 
 def test_the_legacy_step_is_accounted_for(legacy_step: Step) -> None:

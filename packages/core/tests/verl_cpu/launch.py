@@ -34,17 +34,24 @@ TOOLS = (
 """Agent loops of three turns, with a call of a tool after the first and the second."""
 
 
-def train(folder: Path, *overrides: str, before: Sequence[str] = (), gpus: int = 1) -> tuple[int, str]:
+def train(
+    folder: Path,
+    *overrides: str,
+    before: Sequence[str] = (),
+    gpus: int = 1,
+    main: str = "verl.trainer.main_ppo",
+) -> tuple[int, str]:
     """Run a training in `folder`. Return its exit code and output.
 
     Args:
         overrides: Hydra overrides of the example's settings and of those below.
         before: A command in front of the training's: `stepscope run ...`.
         gpus: What Ray shall believe that this machine has.
+        main: The module of verl that trains.
     """
     data = made_data(folder)
     settings = [*example_settings(data), *sizes_of_a_cpu(data, gpus)]
-    command = [*before, sys.executable, "-m", "verl.trainer.main_ppo", *settings, *overrides]
+    command = [*before, sys.executable, "-m", main, *settings, *overrides]
     return run(folder, command, {})
 
 

@@ -69,6 +69,7 @@ def captured_training(
     gpus: int = 1,
     configuration: Sequence[str] = ("--preset", "verl"),
     by_verl: bool = False,
+    main: str = "verl.trainer.main_ppo",
 ) -> Training:
     """Train in `folder`, and capture two of the four steps.
 
@@ -85,7 +86,7 @@ def captured_training(
     else:
         before = [sys.executable, "-m", "stepscope", "run", *configuration, "--steps", steps]
         before += ["--save-path", str(save_path)]
-    code, output = train(folder, LOGGERS, *selection, *overrides, before=before, gpus=gpus)
+    code, output = train(folder, LOGGERS, *selection, *overrides, before=before, gpus=gpus, main=main)
     assert code == 0, output[-5000:]
     return read_training(folder, save_path, output)
 
