@@ -14,7 +14,7 @@ import pytest
 
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope_report import StepReport, step_report
-from stepscope_report.tables.diff import diff
+from stepscope_report.diff import diff
 from stepscope_report.timeline import load_step
 from tests.tree import files
 

@@ -19,7 +19,7 @@ from stepscope._recording.counters.garbage import garbage
 from stepscope._recording.counters.host_load import HostClaim, HostCpu
 from stepscope._recording.counters.process_load import OpenFiles, ProcessCpu, ProcessMemory
 from stepscope.files.counters import EVENT_LOOP
-from stepscope_report.tables.event_loops import late_loops
+from stepscope_report.event_loops import late_loops
 from stepscope_report.timeline import Counter, load_step
 
 MB = 1 << 20

@@ -21,7 +21,7 @@ from stepscope.files.manifest.records import AWAITED, Expectation, Manifest, Pen
 from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.files.storage.reading import decode
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
-from stepscope_report.tables.health import cut_processes
+from stepscope_report.sections.health import cut_processes
 from stepscope_report.timeline import load_step
 
 

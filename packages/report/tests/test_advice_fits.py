@@ -16,7 +16,7 @@ from stepscope.files.sidecar import Artifact
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.testing.steps import OPENED_NS, FakeProcess
 from stepscope_report import Advice, phaseless_engines
-from stepscope_report.blocks.engines import say_phaseless
+from stepscope_report.sections.engines import say_phaseless
 from stepscope_report.timeline import load_step
 
 MS = 1_000_000

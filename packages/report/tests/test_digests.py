@@ -17,7 +17,7 @@ from packages.report.tests.test_kernels import step_with_traces
 from packages.report.tests.traces import kernel, op, trace_text
 from stepscope.files.layout import StepLayout
 from stepscope_report.cli import run
-from stepscope_report.sections import step_report
+from stepscope_report.report import step_report
 from stepscope_report.timeline import digests, load_step, load_traces
 from stepscope_report.timeline.activity import reading
 from stepscope_report.timeline.activity.content import TraceContent

@@ -14,7 +14,7 @@ import pytest
 
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report import step_report
-from stepscope_report.tables.engine import Engine
+from stepscope_report.sections.engines import Engine
 from stepscope_report.timeline import Span, Timeline, load_step, merge_step
 
 MS = 1_000_000

@@ -17,7 +17,7 @@ from stepscope import ProfileConfig, capture, profile_step, span, trajectory, tu
 from stepscope.files.layout import RunLayout
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
-from stepscope_report.blocks.long_tail import tail_sentences
+from stepscope_report.sections.long_tail import tail_sentences
 from stepscope_report.timeline import Span, Timeline, load_step, merge_step
 
 MS = 1_000_000

@@ -19,7 +19,7 @@ from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope._recording.output import exporter
 from stepscope.errors import StepscopeError
 from stepscope.files.layout import RunLayout
-from stepscope_report.tables.breakdown import Breakdown, step_breakdown
+from stepscope_report.sections.breakdown import Breakdown, step_breakdown
 from stepscope_report.timeline import load_step
 
 MS = 1_000_000

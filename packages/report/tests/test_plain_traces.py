@@ -261,7 +261,7 @@ def test_the_rank_that_enters_a_collective_last_is_the_one_that_others_wait_for(
         assert row["last"] == sum(own > theirs for own, theirs in both)
         assert row["others_waited_ns"] == 1000 * sum(max(0, own - theirs) for own, theirs in both)
         assert row["waited_ns"] == 1000 * sum(max(0, theirs - own) for own, theirs in both)
-    monkeypatch.setattr("stepscope_report.html.traces.DRAWN", 3)
+    monkeypatch.setattr("stepscope_report.sections.traces.DRAWN", 3)
     assert run(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
     assert "Stragglers in collectives" in capsys.readouterr().out
     assert "The first 3 of 4 rows are shown" in (tmp_path / "page.html").read_text()

@@ -11,9 +11,9 @@ import pytest
 from stepscope.testing.steps import StepFolder
 from stepscope_report.advice.evidence import Advice
 from stepscope_report.model import StepReport
-from stepscope_report.sections import step_report
-from stepscope_report.tables.breakdown import step_breakdown
-from stepscope_report.tables.engine import engine_usage
+from stepscope_report.report import step_report
+from stepscope_report.sections.breakdown import step_breakdown
+from stepscope_report.sections.engines import engine_usage
 from stepscope_report.timeline import EngineStall, Timeline, load_step
 
 MS = 1_000_000

@@ -15,8 +15,8 @@ from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report import Advice, Table, step_health, step_report
 from stepscope_report.advice.evidence import Evidence
 from stepscope_report.advice.rules import step_advice
-from stepscope_report.blocks.health import say_other
-from stepscope_report.tables.long_tail import Late
+from stepscope_report.sections.health import say_other
+from stepscope_report.sections.long_tail import Late
 from stepscope_report.timeline import load_step, load_traces
 
 MS = 1_000_000

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
+from stepscope_report.diff import Diff, diff
 from stepscope_report.formatting import signed
-from stepscope_report.tables.diff import Diff, diff
 from stepscope_report.terminal.diff import render_diff
 from stepscope_report.timeline import load_step
 

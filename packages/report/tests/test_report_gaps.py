@@ -13,9 +13,9 @@ from packages.report.tests.test_report_html import page_of
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import idle_times, step_report
 from stepscope_report.accounting import Interval
+from stepscope_report.gaps import find_stretches
+from stepscope_report.sections.breakdown import Breakdown, step_breakdown
 from stepscope_report.spans import MOVES_WEIGHTS, TRANSFER
-from stepscope_report.tables.breakdown import Breakdown, step_breakdown
-from stepscope_report.tables.gaps import find_stretches
 from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step
 

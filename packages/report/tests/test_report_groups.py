@@ -11,7 +11,7 @@ from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
 from stepscope_report.groups import choices_of, group_spans
 from stepscope_report.html.step_page import render_step
-from stepscope_report.sections import step_report
+from stepscope_report.report import step_report
 from stepscope_report.timeline import load_step
 
 MS = 1_000_000

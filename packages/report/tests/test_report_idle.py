@@ -13,7 +13,7 @@ from packages.report.tests.pictures import rl_step
 from packages.report.tests.traces import add_trace, event, kernel, op
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import Idle, idle_times
-from stepscope_report.blocks.idle import say_causes, say_collectives
+from stepscope_report.sections.idle import say_causes, say_collectives
 from stepscope_report.timeline import load_step, load_traces
 
 MS = 1_000_000

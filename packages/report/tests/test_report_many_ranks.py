@@ -10,13 +10,12 @@ from packages.report.tests.test_report_html import Page
 from packages.report.tests.traces import add_trace, kernel, memory
 from stepscope.testing.steps import StepFolder
 from stepscope_report import step_report
-from stepscope_report.blocks.block import TextTable
-from stepscope_report.blocks.traces import trace_blocks
-from stepscope_report.html.counters import BARS
-from stepscope_report.html.counters import ROWS as COUNTERS
+from stepscope_report.block import TextTable
 from stepscope_report.html.step_page import render_step
-from stepscope_report.html.traces import DRAWN
 from stepscope_report.model import StepReport
+from stepscope_report.sections.counters import BARS
+from stepscope_report.sections.counters import ROWS as COUNTERS
+from stepscope_report.sections.traces import DRAWN, trace_blocks
 from stepscope_report.timeline import Timeline, load_step, load_traces
 
 MS = 1_000_000

@@ -14,15 +14,15 @@ from rich.console import Console
 from packages.report.tests.pictures import rl_step
 from stepscope_report import StepReport, step_report
 from stepscope_report.html.step_page import render_step
-from stepscope_report.sections import SECTIONS
+from stepscope_report.report import SECTIONS
 from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step
 from tests.tree import ROOT
 
 TOY = """
-from stepscope_report.blocks.block import TextTable
+from stepscope_report.block import TextTable
 from stepscope_report.section import Section
-from stepscope_report.sections import HEALTH
+from stepscope_report.report import HEALTH
 
 def count_spans(sources):
     processes = sources.value_of(HEALTH).processes

@@ -28,7 +28,7 @@ from stepscope.files.counters import (
 from stepscope.files.manifest.settings import FrameworkSettings, Setting
 from stepscope_report import Advice, SettingChange
 from stepscope_report.advice.remedies import REMEDIES
-from stepscope_report.blocks.advice import say_change
+from stepscope_report.sections.advice import say_change
 
 PRESENT: dict[str, tuple[Any, ...]] = {
     "agent_workers": ("agents", 8),

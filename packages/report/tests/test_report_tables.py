@@ -12,11 +12,11 @@ from rich.console import Console
 from stepscope.files.manifest.records import OwnCost
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, stage_times, step_breakdown, step_long_tail, step_report
-from stepscope_report.blocks.breakdown import say_left_out
-from stepscope_report.blocks.health import worst_first
-from stepscope_report.blocks.long_tail import trajectories
 from stepscope_report.formatting import LISTED, duration, middle, moment, percents, plain
 from stepscope_report.html.step_page import render_step
+from stepscope_report.sections.breakdown import say_left_out
+from stepscope_report.sections.health import worst_first
+from stepscope_report.sections.long_tail import trajectories
 from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step
 

@@ -17,7 +17,7 @@ from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.html.step_page import render_step
 from stepscope_report.scalars import to_scalars
-from stepscope_report.throughput.rates import Rate, Throughput
+from stepscope_report.sections.throughput import Rate, Throughput
 from stepscope_report.timeline import load_step, load_traces
 
 S = 1_000_000_000

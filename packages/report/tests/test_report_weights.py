@@ -12,8 +12,8 @@ from stepscope.files.values import AttrValue
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.html.step_page import render_step
+from stepscope_report.sections.weight_sync import WeightSync
 from stepscope_report.timeline import load_step
-from stepscope_report.weights.sync import WeightSync
 
 MS = 1_000_000
 GB = 1_000_000_000

@@ -17,9 +17,9 @@ from stepscope._recording.process import run
 from stepscope.files.layout import RunLayout
 from stepscope.files.scalars import StepMetrics, read_metrics, write_metrics
 from stepscope_report import StepReport, step_report, to_scalars
-from stepscope_report.blocks.block import TextTable
-from stepscope_report.blocks.metrics import metrics_blocks
+from stepscope_report.block import TextTable
 from stepscope_report.html.step_page import render_step
+from stepscope_report.sections.metrics import metrics_blocks
 from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step
 

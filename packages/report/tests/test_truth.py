@@ -12,9 +12,8 @@ import pytest
 
 from packages.report.tests.known import Clock, Known, KnownStep, some_clocks
 from stepscope.testing.steps import OPENED_NS
-from stepscope_report.blocks.health import clock, clock_notes
-from stepscope_report.tables.breakdown import step_breakdown
-from stepscope_report.tables.health import step_health
+from stepscope_report.sections.breakdown import step_breakdown
+from stepscope_report.sections.health import clock, clock_notes, step_health
 from stepscope_report.timeline import Timeline, load_step, merge_step
 
 MS = 1_000_000

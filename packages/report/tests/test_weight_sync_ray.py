@@ -12,8 +12,8 @@ import pytest
 
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.files.layout import RunLayout
+from stepscope_report.sections.breakdown import Breakdown, step_breakdown
 from stepscope_report.spans import MOVES_WEIGHTS, TRANSFER
-from stepscope_report.tables.breakdown import Breakdown, step_breakdown
 from stepscope_report.timeline import load_step
 
 ray = pytest.importorskip("ray")

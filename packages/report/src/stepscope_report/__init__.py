@@ -4,9 +4,9 @@
 for.
 
 From a trace to a number on the page: `timeline.step.traces` finds the files,
-`timeline.activity.content_reader` reads each into a `TraceContent`, and `tables.traces` adds those up into
-the value of the section `traces`. `sections.py` lists the sections, `html.traces` draws this one, and
-`cli.pages` writes the page. The other sections begin at the timeline's spans.
+`timeline.activity.content_reader` reads each into a `TraceContent`, and `sections.traces` adds those up and
+draws them. `report` lists the sections, and `cli.pages` writes the page. The other sections begin at the
+timeline's spans.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ if TYPE_CHECKING:
     from stepscope_report.model import StepReport
     from stepscope_report.opened.runs import OpenRun, OpenStep, open  # noqa: A004  # read as `stepscope_report.open`
     from stepscope_report.opened.traces import OpenTraces
+    from stepscope_report.report import step_report
     from stepscope_report.scalars import to_scalars
-    from stepscope_report.sections import step_report
-    from stepscope_report.table import Rows, Table
-    from stepscope_report.tables.baseline import Baseline, step_baseline
-    from stepscope_report.tables.breakdown import Breakdown, Line, Overlap, step_breakdown
-    from stepscope_report.tables.counters import CounterRow, Counters, IdleDevice, step_counters
-    from stepscope_report.tables.cuda_memory import CudaMemory, Holder, cuda_memory_peaks
-    from stepscope_report.tables.engine import Engine, Load, Phaseless, engine_usage, phaseless_engines
-    from stepscope_report.tables.health import Health, OtherStep, ProcessRow, SpanRow, step_health
-    from stepscope_report.tables.idle import Cause, Idle, idle_times
-    from stepscope_report.tables.long_tail import (
+    from stepscope_report.sections.baseline import Baseline, step_baseline
+    from stepscope_report.sections.breakdown import Breakdown, Line, Overlap, step_breakdown
+    from stepscope_report.sections.counters import CounterRow, Counters, IdleDevice, step_counters
+    from stepscope_report.sections.cuda_memory import CudaMemory, Holder, cuda_memory_peaks
+    from stepscope_report.sections.engines import Engine, Load, Phaseless, engine_usage, phaseless_engines
+    from stepscope_report.sections.health import Health, OtherStep, ProcessRow, SpanRow, step_health
+    from stepscope_report.sections.idle import Cause, Idle, idle_times
+    from stepscope_report.sections.long_tail import (
         Bubble,
         Extreme,
         Hold,
@@ -41,9 +40,9 @@ if TYPE_CHECKING:
         Wait,
         step_long_tail,
     )
-    from stepscope_report.tables.stages import Share, Stage, stage_times
-    from stepscope_report.tables.staleness import Lag, Staleness, StaleTrajectory, step_staleness
-    from stepscope_report.tables.traces import (
+    from stepscope_report.sections.stages import Share, Stage, stage_times
+    from stepscope_report.sections.staleness import Lag, Staleness, StaleTrajectory, step_staleness
+    from stepscope_report.sections.traces import (
         DeviceRow,
         MemoryRow,
         NoDevice,
@@ -56,7 +55,8 @@ if TYPE_CHECKING:
         operator_times,
         trace_tables,
     )
-    from stepscope_report.tables.waiting import VainWait, waits_in_vain
+    from stepscope_report.sections.vain_waits import VainWait, waits_in_vain
+    from stepscope_report.table import Rows, Table
 
 __all__ = [
     "Advice",
@@ -136,21 +136,21 @@ _WHERE = {
     "opened.runs": "OpenRun OpenStep open",
     "opened.traces": "OpenTraces",
     "scalars": "to_scalars",
-    "sections": "step_report",
+    "report": "step_report",
     "table": "Rows Table",
-    "tables.baseline": "Baseline step_baseline",
-    "tables.breakdown": "Breakdown Line Overlap step_breakdown",
-    "tables.counters": "CounterRow Counters IdleDevice step_counters",
-    "tables.cuda_memory": "CudaMemory Holder cuda_memory_peaks",
-    "tables.engine": "Engine Load Phaseless engine_usage phaseless_engines",
-    "tables.health": "Health OtherStep ProcessRow SpanRow step_health",
-    "tables.idle": "Cause Idle idle_times",
-    "tables.long_tail": "Bubble Extreme Hold LongTail SlowTrajectory Spread Wait step_long_tail",
-    "tables.stages": "Share Stage stage_times",
-    "tables.staleness": "Lag Staleness StaleTrajectory step_staleness",
-    "tables.traces": "DeviceRow MemoryRow NoDevice OperatorRow TraceRow TraceTables device_usage "
+    "sections.baseline": "Baseline step_baseline",
+    "sections.breakdown": "Breakdown Line Overlap step_breakdown",
+    "sections.counters": "CounterRow Counters IdleDevice step_counters",
+    "sections.cuda_memory": "CudaMemory Holder cuda_memory_peaks",
+    "sections.engines": "Engine Load Phaseless engine_usage phaseless_engines",
+    "sections.health": "Health OtherStep ProcessRow SpanRow step_health",
+    "sections.idle": "Cause Idle idle_times",
+    "sections.long_tail": "Bubble Extreme Hold LongTail SlowTrajectory Spread Wait step_long_tail",
+    "sections.stages": "Share Stage stage_times",
+    "sections.staleness": "Lag Staleness StaleTrajectory step_staleness",
+    "sections.traces": "DeviceRow MemoryRow NoDevice OperatorRow TraceRow TraceTables device_usage "
     "memory_peaks missing_devices operator_times trace_tables",
-    "tables.waiting": "VainWait waits_in_vain",
+    "sections.vain_waits": "VainWait waits_in_vain",
 }
 """Module -> the public names in it."""
 _LATER = {name: module for module, names in _WHERE.items() for name in names.split()}

@@ -5,7 +5,7 @@ An entry point names a `Section`:
     [project.entry-points."stepscope.report_sections"]
     tokens = "my_package:TOKENS"
 
-    from stepscope_report.blocks.block import TextTable
+    from stepscope_report.block import TextTable
     from stepscope_report.section import Section, Sources
 
     def tokens(sources: Sources) -> TextTable:
@@ -15,7 +15,7 @@ An entry point names a `Section`:
     TOKENS = Section(name="tokens", title="Tokens", compute=tokens)
 
 `compute` gets the step's timeline, its traces if they were read, and the values of the sections of
-`stepscope_report.sections` by `sources.value_of(...)`. It returns a block of `stepscope_report.blocks.block`,
+`stepscope_report.sections` by `sources.value_of(...)`. It returns a block of `stepscope_report.block`,
 or several. Terminal, page and JSON (`added`) show them after all other sections, by entry point name.
 Renderers of its own (`terminal`, `html`) are not used. If a section raises, the report says so and keeps all
 others.
@@ -28,7 +28,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import msgspec
 
-from stepscope_report.blocks.block import Block
+from stepscope_report.block import Block
 from stepscope_report.model import AddedSection
 from stepscope_report.section import Section, Sources
 

@@ -16,11 +16,13 @@ from shlex import quote
 import msgspec
 
 from stepscope_report.advice.evidence import Advice
-from stepscope_report.blocks.advice import savings, say_change
-from stepscope_report.blocks.baseline import say_beside, say_usual
-from stepscope_report.blocks.breakdown import waiting
-from stepscope_report.blocks.engines import PHASES, engine_times, shares_of
-from stepscope_report.blocks.health import (
+from stepscope_report.formatting import count, duration, moment, percent_of, percents, plain
+from stepscope_report.model import StepReport
+from stepscope_report.sections.advice import savings, say_change
+from stepscope_report.sections.baseline import say_beside, say_usual
+from stepscope_report.sections.breakdown import Line, waiting
+from stepscope_report.sections.engines import PHASES, Engine, engine_times, shares_of
+from stepscope_report.sections.health import (
     say_again,
     say_complete,
     say_ended,
@@ -29,13 +31,9 @@ from stepscope_report.blocks.health import (
     say_recorder,
     say_span,
 )
-from stepscope_report.blocks.idle import say_causes
-from stepscope_report.blocks.long_tail import slow_cells, tail_sentences, waits
-from stepscope_report.formatting import count, duration, moment, percent_of, percents, plain
-from stepscope_report.model import StepReport
-from stepscope_report.tables.breakdown import Line
-from stepscope_report.tables.engine import Engine
-from stepscope_report.tables.stages import Stage
+from stepscope_report.sections.idle import say_causes
+from stepscope_report.sections.long_tail import slow_cells, tail_sentences, waits
+from stepscope_report.sections.stages import Stage
 
 FLOOR = 100
 """Findings are at least this part of the step: 1 %."""

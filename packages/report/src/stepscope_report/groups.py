@@ -12,7 +12,7 @@ import msgspec
 
 from stepscope.files.spans import MOST_NAMES, OTHER_NAMES, PROFILING
 from stepscope_report.accounting import clipped, rank_of, union_ns
-from stepscope_report.blocks.block import TextTable
+from stepscope_report.block import TextTable
 from stepscope_report.formatting import duration, percent_of
 from stepscope_report.html.markup import Html, tag
 from stepscope_report.html.page import section, table

@@ -5,21 +5,21 @@ from __future__ import annotations
 import msgspec
 
 from stepscope_report.advice.evidence import Advice
-from stepscope_report.blocks.block import Block, Paragraph
-from stepscope_report.tables.baseline import Baseline
-from stepscope_report.tables.breakdown import Breakdown
-from stepscope_report.tables.counters import Counters
-from stepscope_report.tables.cuda_memory import CudaMemory
-from stepscope_report.tables.engine import Engine, Phaseless
-from stepscope_report.tables.health import Health
-from stepscope_report.tables.idle import Idle
-from stepscope_report.tables.long_tail import LongTail
-from stepscope_report.tables.stages import Stage
-from stepscope_report.tables.staleness import Staleness
-from stepscope_report.tables.traces import TraceTables
-from stepscope_report.tables.waiting import VainWait
-from stepscope_report.throughput.rates import Throughput
-from stepscope_report.weights.sync import WeightSync
+from stepscope_report.block import Block, Paragraph
+from stepscope_report.sections.baseline import Baseline
+from stepscope_report.sections.breakdown import Breakdown
+from stepscope_report.sections.counters import Counters
+from stepscope_report.sections.cuda_memory import CudaMemory
+from stepscope_report.sections.engines import Engine, Phaseless
+from stepscope_report.sections.health import Health
+from stepscope_report.sections.idle import Idle
+from stepscope_report.sections.long_tail import LongTail
+from stepscope_report.sections.stages import Stage
+from stepscope_report.sections.staleness import Staleness
+from stepscope_report.sections.throughput import Throughput
+from stepscope_report.sections.traces import TraceTables
+from stepscope_report.sections.vain_waits import VainWait
+from stepscope_report.sections.weight_sync import WeightSync
 
 
 class AddedSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class AddedSection(msgspec.Struct, frozen=True, kw_only=True):
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report of one step. All times are integer ns; names end in `_ns`.
 
-    Each section of `stepscope_report.sections` fills the field of its name.
+    Each section of `stepscope_report.report` fills the field of its name.
     """
 
     format: int = 1

@@ -10,21 +10,19 @@ from typing import Any
 
 import msgspec
 
-from stepscope_report.blocks.block import Block, Listing, TextTable
-from stepscope_report.blocks.health import clock_notes
-from stepscope_report.blocks.traces import device_lines, on_device, on_host, short
+from stepscope_report.block import Block, Listing, TextTable
 from stepscope_report.brief import Part, engine_lines
 from stepscope_report.formatting import count, duration, moment
 from stepscope_report.html.colours import Colours
 from stepscope_report.html.markup import tag
 from stepscope_report.html.page import draw_section, page
 from stepscope_report.model import StepReport
+from stepscope_report.report import step_report
 from stepscope_report.section import Page, Section
-from stepscope_report.sections import ENGINES, THROUGHPUT, TRACES, step_report
-from stepscope_report.tables.engine import Engine
-from stepscope_report.tables.health import ProcessRow
-from stepscope_report.tables.traces import TraceTables
-from stepscope_report.throughput.rates import Throughput
+from stepscope_report.sections.engines import ENGINES, Engine
+from stepscope_report.sections.health import ProcessRow, clock_notes
+from stepscope_report.sections.throughput import THROUGHPUT, Throughput
+from stepscope_report.sections.traces import TRACES, TraceTables, device_lines, on_device, on_host, short
 from stepscope_report.timeline.activity.traces import place_traces
 from stepscope_report.timeline.step.plain import PlainStep
 

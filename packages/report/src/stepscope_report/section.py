@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from stepscope_report.blocks.block import Block
-from stepscope_report.html.colours import Colours
+from stepscope_report.block import Block
 from stepscope_report.html.markup import Html
 from stepscope_report.html.page import draw_section
-from stepscope_report.model import StepReport
 from stepscope_report.spans import few_names
 from stepscope_report.timeline import Timeline, TraceActivity, Traces
+
+if TYPE_CHECKING:
+    from stepscope_report.html.colours import Colours
+    from stepscope_report.model import StepReport
 
 Value = TypeVar("Value")
 

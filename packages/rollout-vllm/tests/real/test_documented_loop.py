@@ -20,7 +20,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.sidecar import Sidecar
 from stepscope.testing.engine_conformance import a_capture
-from stepscope_report.tables.long_tail import step_long_tail
+from stepscope_report.sections.long_tail import step_long_tail
 from stepscope_report.timeline import Span, load_step
 from stepscope_vllm import VllmProfiler
 

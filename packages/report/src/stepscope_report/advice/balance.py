@@ -9,8 +9,8 @@ from stepscope_report.advice.evidence import Advice, Evidence
 from stepscope_report.advice.remedies import changes
 from stepscope_report.advice.settings import SettingChange
 from stepscope_report.formatting import count, duration
+from stepscope_report.sections.stages import Share, Stage
 from stepscope_report.spans import GENERATES, ROLLOUT
-from stepscope_report.tables.stages import Share, Stage
 
 
 def straggler(evidence: Evidence) -> Advice | None:

@@ -9,7 +9,7 @@ from stepscope_report.advice.demand import FULL
 from stepscope_report.advice.evidence import Advice, Evidence, share_of_step
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import count, duration
-from stepscope_report.tables.counters import CounterRow
+from stepscope_report.sections.counters import CounterRow
 
 COLLECTING = 5
 """Percent of the step in the garbage collector."""

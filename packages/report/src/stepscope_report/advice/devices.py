@@ -5,8 +5,8 @@ from __future__ import annotations
 from stepscope_report.advice.evidence import Advice, Evidence, percentage_of
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import duration, size
+from stepscope_report.sections.idle import Idle
 from stepscope_report.spans import GENERATES, ROLLOUT
-from stepscope_report.tables.idle import Idle
 
 _TRAINS = ("actor", "trainer")
 

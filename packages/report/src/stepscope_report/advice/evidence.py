@@ -11,19 +11,19 @@ from stepscope_report.advice.bounds import Bounds
 from stepscope_report.advice.demand import Demand
 from stepscope_report.advice.settings import SettingChange, Settings
 from stepscope_report.formatting import duration, percent_of
+from stepscope_report.profiling import Profiling
+from stepscope_report.sections.baseline import Baseline
+from stepscope_report.sections.breakdown import Breakdown
+from stepscope_report.sections.counters import CounterRow, Counters
+from stepscope_report.sections.engines import Engine
+from stepscope_report.sections.health import Health
+from stepscope_report.sections.idle import Idle
+from stepscope_report.sections.long_tail import LongTail
+from stepscope_report.sections.stages import Stage
+from stepscope_report.sections.traces import MemoryRow, TraceTables
+from stepscope_report.sections.vain_waits import VainWait
 from stepscope_report.spans import ManyNames
 from stepscope_report.table import Table
-from stepscope_report.tables.baseline import Baseline
-from stepscope_report.tables.breakdown import Breakdown
-from stepscope_report.tables.counters import CounterRow, Counters
-from stepscope_report.tables.engine import Engine
-from stepscope_report.tables.health import Health
-from stepscope_report.tables.idle import Idle
-from stepscope_report.tables.long_tail import LongTail
-from stepscope_report.tables.profiling import Profiling
-from stepscope_report.tables.stages import Stage
-from stepscope_report.tables.traces import MemoryRow, TraceTables
-from stepscope_report.tables.waiting import VainWait
 from stepscope_report.whatif.saving import WhatIf, no_saving
 
 

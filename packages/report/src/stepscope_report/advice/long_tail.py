@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from stepscope_report.advice.evidence import Advice, Evidence, percentage_of, share_of_step
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import duration
+from stepscope_report.sections.long_tail import Excess, LongTail, Wait
 from stepscope_report.spans import GENERATES, is_tool
-from stepscope_report.tables.long_tail import Excess, LongTail, Wait
 
 ENOUGH = 3
 """Trajectories from which on the last one can be told from the others."""

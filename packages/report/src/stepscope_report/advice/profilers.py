@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from stepscope_report.advice.evidence import Advice, Evidence, is_unedited, percentage_of, share_of_step
 from stepscope_report.formatting import count, duration
-from stepscope_report.tables.baseline import ENOUGH
-from stepscope_report.tables.health import Health, ProcessRow
-from stepscope_report.tables.profiling import Profiled
+from stepscope_report.profiling import Profiled
+from stepscope_report.sections.baseline import ENOUGH
+from stepscope_report.sections.health import Health, ProcessRow
 
 LARGE_TRACE = 100_000
 """Events from which on a trace is a likely reason why closing took long."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from stepscope_report.advice.evidence import Advice, Evidence, is_unedited, share_of_step
 from stepscope_report.formatting import count, duration, few
+from stepscope_report.gaps import name_gap
+from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import GENERATES, MOVES_WEIGHTS, ROLLOUT
-from stepscope_report.tables.gaps import name_gap
-from stepscope_report.tables.stages import Stage
 
 _NAME = 60
 """Characters of a name in advice."""

@@ -12,9 +12,9 @@ from stepscope_report.advice.evidence import Advice, Evidence, percentage_of, sh
 from stepscope_report.advice.profilers import is_stalled
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import count, duration, few
+from stepscope_report.sections.engines import Engine
+from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import GENERATES, MOVES_WEIGHTS, TRANSFER, is_tool
-from stepscope_report.tables.engine import Engine
-from stepscope_report.tables.stages import Stage
 
 NAMED = 3
 """Stages that a sentence names."""

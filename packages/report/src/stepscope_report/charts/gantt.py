@@ -10,8 +10,8 @@ import msgspec
 
 from stepscope_report.accounting import Label
 from stepscope_report.charts.marks import Mark, blend_short, blocks, fit, join_near, pick, runs
+from stepscope_report.sections.stages import Stage
 from stepscope_report.table import grouped
-from stepscope_report.tables.stages import Stage
 from stepscope_report.timeline import Span, Timeline
 
 MARKS = 12_000

@@ -10,8 +10,8 @@ from typing import TypeVar
 import msgspec
 
 from stepscope_report.accounting import Label, Mask, bits_of, walk
+from stepscope_report.division import work_of
 from stepscope_report.table import grouped
-from stepscope_report.tables.breakdown import work_of
 from stepscope_report.timeline import Span, Timeline
 
 _Row = TypeVar("_Row")

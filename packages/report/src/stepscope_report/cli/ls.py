@@ -21,7 +21,7 @@ from stepscope_report.cli import screen
 from stepscope_report.cli.exits import Exit
 from stepscope_report.cli.find import find_numbered
 from stepscope_report.formatting import count, duration, middle, moment, size
-from stepscope_report.tables.health import step_health
+from stepscope_report.sections.health import step_health
 from stepscope_report.terminal.layout import listing, table
 from stepscope_report.timeline import Timeline, load_step
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from stepscope_report.accounting import Label
+from stepscope_report.division import STALLED, WINDOWS
 from stepscope_report.html.markup import Html
 from stepscope_report.html.page import legend, swatched
-from stepscope_report.tables.breakdown import STALLED, WINDOWS
 
 COLOURS = 14
 """Classes `c0` to `c13` of `page.css`; further stages share `co`."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 
-from stepscope_report.blocks.block import Block, Listing, Paragraph, TextTable
+from stepscope_report.block import Block, Listing, Paragraph, TextTable
 from stepscope_report.html.markup import EMPTY, Html, join, tag, text
 
 _SECTION = re.compile(r'<section id="([^"]+)"><h2>(.*?)</h2>')

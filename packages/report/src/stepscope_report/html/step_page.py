@@ -6,25 +6,25 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from stepscope_report.accounting import Label
-from stepscope_report.blocks.baseline import say_beside, say_usual
-from stepscope_report.blocks.health import (
-    say_again,
-    say_ended,
-    say_incomplete,
-    say_other_runs,
-    say_recorder,
-)
 from stepscope_report.formatting import count, duration, moment, percentage, percents
 from stepscope_report.groups import choices_of, draw_groups
 from stepscope_report.html.colours import Colours
 from stepscope_report.html.markup import Html, tag
 from stepscope_report.html.page import draw_section, page, section
 from stepscope_report.model import StepReport
+from stepscope_report.report import SECTIONS
 from stepscope_report.section import Page, StepFile
-from stepscope_report.sections import SECTIONS
+from stepscope_report.sections.baseline import say_beside, say_usual
+from stepscope_report.sections.health import (
+    Health,
+    say_again,
+    say_ended,
+    say_incomplete,
+    say_other_runs,
+    say_recorder,
+)
+from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import few_names
-from stepscope_report.tables.health import Health
-from stepscope_report.tables.stages import Stage
 from stepscope_report.timeline import Timeline
 
 __all__ = ["StepFile", "render_step"]

@@ -19,16 +19,16 @@ from stepscope_report.brief import Briefed, Part, run_brief
 from stepscope_report.formatting import numbers
 from stepscope_report.model import StepReport
 from stepscope_report.opened.traces import OpenTraces
-from stepscope_report.sections import step_report
+from stepscope_report.report import step_report
+from stepscope_report.sections.breakdown import Line
+from stepscope_report.sections.counters import CounterRow
+from stepscope_report.sections.engines import Engine
+from stepscope_report.sections.health import ProcessRow
+from stepscope_report.sections.idle import Idle
+from stepscope_report.sections.long_tail import SlowTrajectory, Spread
+from stepscope_report.sections.stages import Stage
+from stepscope_report.sections.traces import DeviceRow, OperatorRow
 from stepscope_report.table import Rows, Table
-from stepscope_report.tables.breakdown import Line
-from stepscope_report.tables.counters import CounterRow
-from stepscope_report.tables.engine import Engine
-from stepscope_report.tables.health import ProcessRow
-from stepscope_report.tables.idle import Idle
-from stepscope_report.tables.long_tail import SlowTrajectory, Spread
-from stepscope_report.tables.stages import Stage
-from stepscope_report.tables.traces import DeviceRow, OperatorRow
 from stepscope_report.timeline import Timeline, load_step, load_traces
 from stepscope_report.timeline.step.plain import has_traces, is_ours
 

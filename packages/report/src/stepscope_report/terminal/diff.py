@@ -8,10 +8,7 @@ from itertools import pairwise
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from stepscope_report.blocks.breakdown import BESIDE
-from stepscope_report.formatting import LISTED, both, count, duration, percentage, plain, signed
-from stepscope_report.model import StepReport
-from stepscope_report.tables.diff import (
+from stepscope_report.diff import (
     Change,
     Diff,
     KernelChange,
@@ -20,6 +17,9 @@ from stepscope_report.tables.diff import (
     Side,
     diff,
 )
+from stepscope_report.formatting import LISTED, both, count, duration, percentage, plain, signed
+from stepscope_report.model import StepReport
+from stepscope_report.sections.breakdown import BESIDE
 from stepscope_report.terminal.layout import markdown_table, table
 
 COLUMNS = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")

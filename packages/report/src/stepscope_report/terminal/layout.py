@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stepscope_report.blocks.block import Block, Listing, Remarks, TextTable
+from stepscope_report.block import Block, Listing, Remarks, TextTable
 from stepscope_report.formatting import LISTED, count, plain
 
 _SHARE = re.compile(r" (\S+ %)$")

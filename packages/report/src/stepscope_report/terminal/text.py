@@ -8,13 +8,19 @@ from itertools import chain, islice
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from stepscope_report.blocks.advice import advice_blocks
-from stepscope_report.blocks.baseline import say_beside, say_usual
-from stepscope_report.blocks.breakdown import BESIDE, OVERVIEW_NOTES, account_table, overview_cells
-from stepscope_report.blocks.health import say_again, say_ended, say_incomplete, say_other_runs, say_recorder
 from stepscope_report.formatting import duration, moment, percents, plain
 from stepscope_report.model import StepReport
-from stepscope_report.sections import SECTIONS
+from stepscope_report.report import SECTIONS
+from stepscope_report.sections.advice import advice_blocks
+from stepscope_report.sections.baseline import say_beside, say_usual
+from stepscope_report.sections.breakdown import BESIDE, OVERVIEW_NOTES, account_table, overview_cells
+from stepscope_report.sections.health import (
+    say_again,
+    say_ended,
+    say_incomplete,
+    say_other_runs,
+    say_recorder,
+)
 from stepscope_report.terminal.layout import draw, table
 
 

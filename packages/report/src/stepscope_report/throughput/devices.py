@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from stepscope_report.sections.engines import Engine
 from stepscope_report.spans import generates
-from stepscope_report.tables.engine import Engine
 from stepscope_report.timeline import Span, Timeline, TraceActivity
 
 _Worker: TypeAlias = tuple[str, int, tuple[tuple[str, int], ...]]

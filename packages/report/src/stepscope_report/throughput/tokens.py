@@ -9,9 +9,9 @@ from typing import NamedTuple
 from stepscope.files.counters import GENERATION_TOKENS
 from stepscope.files.spans import SERVED
 from stepscope_report.accounting import Label
+from stepscope_report.sections.counters import Counters
+from stepscope_report.sections.engines import Engine
 from stepscope_report.spans import above, generates, is_of, label_of, trains, whole
-from stepscope_report.tables.counters import Counters
-from stepscope_report.tables.engine import Engine
 from stepscope_report.timeline import Span, Timeline
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepscope_report.blocks.block import TextTable
+from stepscope_report.block import TextTable
 from stepscope_report.section import Section, Sources
 
 

@@ -18,10 +18,10 @@ from stepscope_report.cli import screen
 from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.cli.find import find_run, is_step, of_one_run
 from stepscope_report.cli.report import Reports, read_reports
+from stepscope_report.diff import Diff, KernelTimes, kernel_diff, kernel_times
+from stepscope_report.diff import diff as compare
 from stepscope_report.gate.gate import Gate, Limit, check_gate, parse_limits
 from stepscope_report.gate.steps import GateSteps, read_gate_steps
-from stepscope_report.tables.diff import Diff, KernelTimes, kernel_diff, kernel_times
-from stepscope_report.tables.diff import diff as compare
 from stepscope_report.terminal.diff import diff_markdown, render_diff
 from stepscope_report.terminal.gate import gate_junit, gate_markdown, render_gate
 from stepscope_report.timeline import Timeline, Traces

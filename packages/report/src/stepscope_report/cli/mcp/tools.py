@@ -18,7 +18,6 @@ from stepscope.errors import CaptureError, RecordError
 from stepscope.files import switch
 from stepscope.files.layout import RunLayout
 from stepscope_report import OpenRun, OpenStep, OpenTraces
-from stepscope_report.blocks.long_tail import tail_sentences
 from stepscope_report.cli.changes.diff import compare_sides, read_side
 from stepscope_report.cli.changes.what_if import longest_step
 from stepscope_report.cli.ls import rows_of
@@ -26,6 +25,7 @@ from stepscope_report.cli.screen import exact
 from stepscope_report.formatting import duration
 from stepscope_report.gate.gate import parse_limits
 from stepscope_report.opened.runs import open as open_path
+from stepscope_report.sections.long_tail import tail_sentences
 from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.prediction import predict
 

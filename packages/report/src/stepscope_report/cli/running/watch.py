@@ -18,7 +18,6 @@ from stepscope.files.layout import RunLayout, StepLayout, safe
 from stepscope.files.recorder import recorded_runs
 from stepscope.files.run import runs_of
 from stepscope.files.storage.atomic import write_atomic
-from stepscope_report.blocks.counters import quantity
 from stepscope_report.cli import screen
 from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.cli.find import no_run
@@ -27,6 +26,7 @@ from stepscope_report.cli.running.why import ask, say_median, step_lines
 from stepscope_report.fleet import COLUMNS, Fleet, Sampled
 from stepscope_report.formatting import count, duration, turn
 from stepscope_report.live import Live, live
+from stepscope_report.sections.counters import quantity
 from stepscope_report.terminal.layout import listing, table
 from stepscope_report.timeline.step.counters import latest_counters
 

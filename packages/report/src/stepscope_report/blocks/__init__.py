@@ -1,1 +1,0 @@
-"""Tables, lists and sentences of each section, as the terminal and the page draw them."""

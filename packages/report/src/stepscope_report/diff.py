@@ -1,0 +1,327 @@
+"""Changes between two steps, or between two runs: the accounts of both, line by line, and their traces."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from typing import Literal, TypeAlias, TypedDict
+
+import msgspec
+
+from stepscope_report.accounting import Label
+from stepscope_report.model import StepReport
+from stepscope_report.sections.breakdown import LineKind
+from stepscope_report.timeline import TraceActivity
+
+KERNELS = 10
+"""Operators and kernels that are listed."""
+SHAPES = 3
+"""Shapes of an operator that are listed."""
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the two that are compared."""
+
+    steps: tuple[int, ...]
+    runs: tuple[str, ...]
+    step_ns: int
+    """Per step, the step alone: the sum of this side's lines."""
+    opening_ns: int
+    """Per step, what opening its capture took before it."""
+    closing_ns: int
+    """The same of closing, after it."""
+    complete: bool
+    """Of every step."""
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of one side. Zeros where the side has no such line."""
+
+    wall_ns: int = 0
+    """Per step: the mean, in whole ns."""
+    min_ns: int = 0
+    max_ns: int = 0
+    """Of any of its steps. The same as the mean for one step."""
+    calls: float = 0.0
+    """Per step."""
+    mean_ns: int | None = None
+    """Of a call that ended."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the account on both sides."""
+
+    kind: LineKind
+    role: str | None
+    stage: str | None
+    a: Figures
+    b: Figures
+    delta_ns: int
+    """Of the share of the step, b - a. Over all lines these add up to the change of the step."""
+    apart: bool
+    """Both sides have several steps, and their ranges do not meet: it is more than steps differ anyway."""
+
+
+class Diff(msgspec.Struct, frozen=True, kw_only=True):
+    format: int = 1
+    a: Side
+    b: Side
+    delta_ns: int
+    """Of the step alone. What opening and closing its capture took is in `a` and `b`."""
+    changes: tuple[Change, ...]
+    """The largest first, whichever its sign."""
+    kernels: KernelDiff | None = None
+    """None: the traces were not read."""
+
+
+KernelKind: TypeAlias = Literal["operator", "kernel"]
+Place: TypeAlias = tuple[str, str | None]
+"""Role, and stage of the traces. No stage: they are of the whole step."""
+
+
+class ShapeChange(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of an operator whose inputs had these shapes."""
+
+    shapes: str
+    """As torch writes them: `[[64, 128], [128, 32]]`."""
+    a_ns: int
+    b_ns: int
+    delta_ns: int
+    a_calls: float
+    b_calls: float
+
+
+class KernelChange(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator's own time, or a kernel's, on both sides: per step, and per process that was profiled."""
+
+    role: str
+    stage: str | None
+    kind: KernelKind
+    name: str
+    a_ns: int
+    b_ns: int
+    delta_ns: int
+    a_calls: float
+    b_calls: float
+    shapes: tuple[ShapeChange, ...] = ()
+    """Of an operator, the `SHAPES` largest first. Empty: a side's traces have no shapes."""
+
+
+class KernelDiff(msgspec.Struct, frozen=True, kw_only=True):
+    """Operators and kernels of the traces of both sides."""
+
+    changes: tuple[KernelChange, ...]
+    """The `KERNELS` largest first, whichever their sign."""
+    compared: tuple[Place, ...]
+    """Places that have traces on both sides."""
+    only_a: tuple[Place, ...]
+    """Places that have traces on this side alone. They are not compared."""
+    only_b: tuple[Place, ...]
+
+
+_Key = tuple[LineKind, str | None, str | None]
+
+
+def diff(a: Sequence[StepReport], b: Sequence[StepReport], *, kernels: KernelDiff | None = None) -> Diff:
+    """Compare the reports of one step, or of several per side by the mean of its steps.
+
+    Args:
+        kernels: Of the same steps, as of `kernel_diff`.
+
+    Raises:
+        ValueError: a side has no step.
+    """
+    if not a or not b:
+        raise ValueError("a side without a step: nothing to compare")
+    left, right = _figures(a), _figures(b)
+    keys = dict.fromkeys((*left, *right))
+    several = len(a) > 1 and len(b) > 1
+    changes = [_change(key, left.get(key, Figures()), right.get(key, Figures()), several) for key in keys]
+    changes.sort(
+        key=lambda change: (-abs(change.delta_ns), change.kind, change.role or "", change.stage or "")
+    )
+    one, other = _side(a, left), _side(b, right)
+    return Diff(a=one, b=other, delta_ns=other.step_ns - one.step_ns, changes=tuple(changes), kernels=kernels)
+
+
+def _change(key: _Key, a: Figures, b: Figures, several: bool) -> Change:
+    kind, role, stage = key
+    return Change(
+        kind=kind,
+        role=role,
+        stage=stage,
+        a=a,
+        b=b,
+        delta_ns=b.wall_ns - a.wall_ns,
+        apart=several and (a.max_ns < b.min_ns or b.max_ns < a.min_ns),
+    )
+
+
+def _side(reports: Sequence[StepReport], figures: Mapping[_Key, Figures]) -> Side:
+    return Side(
+        steps=tuple(report.step for report in reports),
+        runs=tuple(dict.fromkeys(report.run_id for report in reports)),
+        step_ns=sum(line.wall_ns for line in figures.values()),
+        opening_ns=sum(report.breakdown.opening_ns for report in reports) // len(reports),
+        closing_ns=sum(report.breakdown.closing_ns for report in reports) // len(reports),
+        complete=all(report.health.complete for report in reports),
+    )
+
+
+def _figures(reports: Sequence[StepReport]) -> dict[_Key, Figures]:
+    walls: dict[_Key, list[int]] = defaultdict(list)
+    for report in reports:
+        for line in report.breakdown.lines:
+            walls[line.kind, line.role, line.stage].append(line.wall_ns)
+    calls, total_ns = _calls(reports)
+    return {key: _line(key, wall_ns, len(reports), calls, total_ns) for key, wall_ns in walls.items()}
+
+
+def _line(
+    key: _Key, walls_ns: list[int], steps: int, calls: Mapping[Label, int], total_ns: Mapping[Label, int]
+) -> Figures:
+    kind, role, stage = key
+    label = (role or "", stage or "")
+    number = calls.get(label, 0) if kind == "stage" else 0
+    return Figures(
+        wall_ns=sum(walls_ns) // steps,
+        min_ns=min(walls_ns) if len(walls_ns) == steps else 0,
+        max_ns=max(walls_ns),
+        calls=round(number / steps, 3),
+        mean_ns=total_ns[label] // number if number else None,
+    )
+
+
+def _calls(reports: Iterable[StepReport]) -> tuple[Counter[Label], Counter[Label]]:
+    """Return the calls that ended, and their times."""
+    calls, total_ns = Counter[Label](), Counter[Label]()
+    for report in reports:
+        for stage in report.stages:
+            calls[stage.role, stage.stage] += stage.calls
+            total_ns[stage.role, stage.stage] += stage.total_ns
+    return calls, total_ns
+
+
+_Name: TypeAlias = tuple[KernelKind, str, str]
+"""Kind, name and shapes. Kernels have no shapes."""
+_Times: TypeAlias = tuple[float, float]
+"""us and calls."""
+KernelTimes: TypeAlias = Mapping[Place, Mapping[_Name, _Times]]
+"""Of one step: the times of each operator and kernel, per process that was profiled."""
+_NONE = (0.0, 0.0)
+
+
+def kernel_times(activities: Iterable[TraceActivity]) -> KernelTimes:
+    """Return the times of one step's operators and kernels. Marks are left out: they are no operators."""
+    processes: dict[Place, set[str]] = defaultdict(set)
+    sums: dict[Place, dict[_Name, _Times]] = defaultdict(dict)
+    for activity in activities:
+        place, content = (activity.info.role, activity.stage), activity.content
+        processes[place].add(activity.name)
+        own: list[tuple[_Name, float, int]] = [
+            (("operator", item.name, item.shapes), item.self_us, item.count)
+            for item in content.operators
+            if not item.outer
+        ]
+        own += [(("kernel", item.name, ""), item.total_us, item.count) for item in content.kernels]
+        for name, us, calls in own:
+            sums[place][name] = _plus(sums[place].get(name, _NONE), (us, calls))
+    return {
+        place: {name: (us / len(names), calls / len(names)) for name, (us, calls) in sums[place].items()}
+        for place, names in processes.items()
+    }
+
+
+def kernel_diff(a: Sequence[KernelTimes], b: Sequence[KernelTimes]) -> KernelDiff:
+    """Compare the operators and kernels of two sides, each by the mean of its steps that have traces.
+
+    Another number of profiled processes is no change.
+    """
+    left, right = _means(a), _means(b)
+    changes = [
+        change
+        for place in left
+        if place in right
+        for change in _kernel_changes(place, left[place], right[place])
+        if change.delta_ns
+    ]
+    changes.sort(key=lambda change: (-abs(change.delta_ns), change.role, change.stage or "", change.name))
+    return KernelDiff(
+        changes=tuple(changes[:KERNELS]),
+        compared=tuple(place for place in left if place in right),
+        only_a=tuple(place for place in left if place not in right),
+        only_b=tuple(place for place in right if place not in left),
+    )
+
+
+def _means(steps: Sequence[KernelTimes]) -> KernelTimes:
+    means: dict[Place, dict[_Name, _Times]] = {}
+    for place in dict.fromkeys(place for step in steps for place in step):
+        traced = [step[place] for step in steps if place in step]
+        names = dict.fromkeys(name for times in traced for name in times)
+        means[place] = {
+            name: (
+                sum(times.get(name, _NONE)[0] for times in traced) / len(traced),
+                sum(times.get(name, _NONE)[1] for times in traced) / len(traced),
+            )
+            for name in names
+        }
+    return means
+
+
+def _plus(one: _Times, other: _Times) -> _Times:
+    return one[0] + other[0], one[1] + other[1]
+
+
+_ByShapes: TypeAlias = dict[str, _Times]
+
+
+def _kernel_changes(
+    place: Place, a: Mapping[_Name, _Times], b: Mapping[_Name, _Times]
+) -> Iterator[KernelChange]:
+    left, right = _by_name(a), _by_name(b)
+    for kind, name in dict.fromkeys((*left, *right)):
+        one, other = left.get((kind, name), {}), right.get((kind, name), {})
+        numbers = _numbers(reduce(_plus, one.values(), _NONE), reduce(_plus, other.values(), _NONE))
+        yield KernelChange(
+            role=place[0], stage=place[1], kind=kind, name=name, shapes=_shape_changes(one, other), **numbers
+        )
+
+
+def _by_name(times: Mapping[_Name, _Times]) -> dict[tuple[KernelKind, str], _ByShapes]:
+    named: dict[tuple[KernelKind, str], _ByShapes] = defaultdict(dict)
+    for (kind, name, shapes), took in times.items():
+        named[kind, name][shapes] = took
+    return named
+
+
+def _shape_changes(a: _ByShapes, b: _ByShapes) -> tuple[ShapeChange, ...]:
+    """Return the shapes that changed most. None where a side ran the operator without shapes in its trace."""
+    if "" in a or "" in b:
+        return ()
+    changes = [
+        ShapeChange(shapes=shapes, **_numbers(a.get(shapes, _NONE), b.get(shapes, _NONE)))
+        for shapes in dict.fromkeys((*a, *b))
+    ]
+    changes.sort(key=lambda change: (-abs(change.delta_ns), change.shapes))
+    return tuple(change for change in changes[:SHAPES] if change.delta_ns)
+
+
+def _numbers(a: _Times, b: _Times) -> _Numbers:
+    a_ns, b_ns = round(1000 * a[0]), round(1000 * b[0])
+    return {
+        "a_ns": a_ns,
+        "b_ns": b_ns,
+        "delta_ns": b_ns - a_ns,
+        "a_calls": round(a[1], 3),
+        "b_calls": round(b[1], 3),
+    }
+
+
+class _Numbers(TypedDict):
+    a_ns: int
+    b_ns: int
+    delta_ns: int
+    a_calls: float
+    b_calls: float

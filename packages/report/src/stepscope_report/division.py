@@ -1,0 +1,168 @@
+"""Division of time among the spans that ran in it: an instant is billed to the leaves of the lowest tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence, Set
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+from stepscope.files.spans import PROFILING
+from stepscope_report.accounting import Held, Interval, Label, Mask, Shares, divide
+from stepscope_report.spans import ReplicaKey, ToolNames, is_tool, label_of, replica_of
+from stepscope_report.timeline import Span, Timeline
+
+STALLED: Label = ("profiler", "engine trace")
+"""Label of engines that serve nothing because of their own profiler."""
+WINDOWS: Label = ("profiler", "windows of stages")
+"""Profilers that were started and stopped around stages (discrete mode)."""
+_Kind = TypeVar("_Kind", bound=Hashable)
+_ANY = ReplicaKey(-1)
+_WORKER, _OWNER, _LATER_WORKER, _LATER_OWNER, WAITING = range(5)
+"""Tiers of leaves: an instant is billed to the lowest."""
+
+
+class Work(NamedTuple):
+    """Spans as intervals, and by bit what they are."""
+
+    intervals: list[Interval]
+    labels: list[Label]
+    tiers: list[int]
+    engines: list[ReplicaKey | None]
+    """The replica that does it; `_ANY`: an engine, and nothing says which. None: no engine."""
+
+
+def work_of(timeline: Timeline, indices: Sequence[int], names: ToolNames | None = None) -> Work:
+    """Return some of the spans as intervals. With `names`, tools are told apart."""
+
+    def kind_of(span: Span) -> tuple[Label, int, ReplicaKey | None]:
+        own = label_of(span) if names is None else names.label_of(span)
+        label = WINDOWS if span.stage == PROFILING else own
+        return label, _tier(timeline, span), _engine(timeline, span)
+
+    intervals, kinds = intervals_of(timeline, indices, kind_of)
+    return Work(
+        intervals,
+        [label for label, _, _ in kinds],
+        [tier for _, tier, _ in kinds],
+        [engine for _, _, engine in kinds],
+    )
+
+
+def intervals_of(
+    timeline: Timeline, indices: Sequence[int], kind_of: Callable[[Span], _Kind]
+) -> tuple[list[Interval], list[_Kind]]:
+    """Return some of the spans as intervals, and by bit their kinds.
+
+    Those of unaligned processes have no length, because their place is unknown.
+    """
+    kinds: dict[_Kind, int] = {}
+    places = {index: place for place, index in enumerate(indices)}
+    intervals = []
+    for index in indices:
+        span = timeline.spans[index]
+        bit = kinds.setdefault(kind_of(span), len(kinds))
+        parent = _part_of(timeline, span)
+        above = None if parent is None else places.get(parent)
+        ends_ns = timeline.until_ns(span) if timeline.processes[span.process].aligned else span.start_ns
+        intervals.append(Interval(span.start_ns, ends_ns, above, bit))
+    return intervals, list(kinds)
+
+
+def _part_of(timeline: Timeline, span: Span) -> int | None:
+    """Return the span that a span is a part of.
+
+    A later step's work is no part of this step's: who began it goes on.
+    """
+    if span.parent is None:
+        return None
+    if timeline.leaves(span) and not timeline.leaves(timeline.spans[span.parent]):
+        return None
+    return span.parent
+
+
+def divide_spans(
+    timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int, names: ToolNames | None = None
+) -> Shares:
+    """Divide a stretch of time among some of the spans.
+
+    Spans of this step come before those of a later one, a worker's before the owner's, and waiting last.
+    """
+    return divide_work(timeline, work_of(timeline, indices, names), start_ns, end_ns)
+
+
+def divide_work(timeline: Timeline, work: Work, start_ns: int, end_ns: int) -> Shares:
+    """Divide a stretch of time among work."""
+    return _of_held(start_ns, end_ns, work, _held(timeline, work.engines))
+
+
+def _of_held(start_ns: int, end_ns: int, work: Work, held: Sequence[Held]) -> Shares:
+    return divide(work.intervals, start_ns, end_ns, labels=work.labels, tiers=work.tiers, held=held)
+
+
+def stalled_most_ns(timeline: Timeline, work: Work) -> int:
+    """Return the time that is billed to stalls if work of an unnamed engine is held up by any of them."""
+    held = _held(timeline, work.engines, by_any=True)
+    return _of_held(timeline.window.start_ns, timeline.window.end_ns, work, held).wall_ns[STALLED]
+
+
+def _held(timeline: Timeline, engines: Sequence[ReplicaKey | None], *, by_any: bool = False) -> list[Held]:
+    """Return the stalls of replicas, with the kinds of work that each of them held up.
+
+    Work of an unnamed engine is held up when all of them stall, or `by_any`.
+    """
+    changes = sorted(
+        change
+        for stall in timeline.stalls
+        for key in (ReplicaKey(stall.replica),)
+        for change in ((stall.start_ns, 1, key), (stall.end_ns, -1, key))
+    )
+    stalled = set[ReplicaKey]()
+    held = []
+    for (at_ns, change, replica), (until_ns, _, _) in pairwise(changes):
+        (stalled.add if change > 0 else stalled.discard)(replica)
+        mask = _mask(engines, stalled, whole=by_any or len(stalled) >= timeline.replicas)
+        if mask and at_ns < until_ns:
+            held.append(Held(at_ns, until_ns, mask, STALLED))
+    return held
+
+
+def _mask(engines: Sequence[ReplicaKey | None], stalled: Set[ReplicaKey], *, whole: bool) -> Mask:
+    """Return the kinds of work that stalls hold up. `whole`: work of an unnamed engine too."""
+    if not stalled:
+        return 0
+    return sum(
+        1 << bit for bit, engine in enumerate(engines) if engine in stalled or (whole and engine == _ANY)
+    )
+
+
+def _engine(timeline: Timeline, span: Span) -> ReplicaKey | None:
+    """Return the engine that a span waits for, if any engine stalled.
+
+    A turn without a span below it waits for the model: tools have spans of their own.
+    """
+    if not timeline.stalls or is_tool(span.role, span.stage):
+        return None
+    if span.role != "rollout" and (span.role, span.stage) != ("agent_loop", "turn"):
+        return None
+    replica = replica_of(timeline, span)
+    return _ANY if replica is None else replica
+
+
+def _tier(timeline: Timeline, span: Span) -> int:
+    if span.waits:
+        return WAITING
+    owner = timeline.processes[span.process].owner
+    if timeline.leaves(span):  # nobody in this step waits for it
+        return _LATER_OWNER if owner else _LATER_WORKER
+    return _OWNER if owner else _WORKER
+
+
+def beside_step(timeline: Timeline) -> tuple[int, int]:
+    """Return the time for opening and for closing the capture.
+
+    Ranks that each open a capture of their own wait for the slowest of them in the step: its times count.
+    """
+    if not timeline.window.opened:
+        return 0, 0
+    costs = [process.cost for process in timeline.processes if process.owner and process.cost is not None]
+    return max((cost.start_ns for cost in costs), default=0), max((cost.stop_ns for cost in costs), default=0)

@@ -1,0 +1,67 @@
+"""The sections of a report, in order: terminal, page and JSON follow this list.
+
+A test compares the headings of docs/report.md with it. A section of another package comes through the entry
+points `stepscope.report_sections`: see `added`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stepscope_report.added import added_sections
+from stepscope_report.model import StepReport
+from stepscope_report.section import Section, Sources
+from stepscope_report.sections.advice import ADVICE
+from stepscope_report.sections.baseline import BASELINE
+from stepscope_report.sections.breakdown import BREAKDOWN
+from stepscope_report.sections.counters import COUNTERS
+from stepscope_report.sections.cuda_memory import CUDA_MEMORY
+from stepscope_report.sections.engines import ENGINES, PHASELESS
+from stepscope_report.sections.health import HEALTH
+from stepscope_report.sections.idle import IDLE
+from stepscope_report.sections.long_tail import LONG_TAIL
+from stepscope_report.sections.metrics import METRICS
+from stepscope_report.sections.stages import STAGES
+from stepscope_report.sections.staleness import STALENESS
+from stepscope_report.sections.throughput import THROUGHPUT
+from stepscope_report.sections.traces import TRACES
+from stepscope_report.sections.vain_waits import VAIN_WAITS
+from stepscope_report.sections.weight_sync import WEIGHT_SYNC
+from stepscope_report.timeline import Timeline, Traces
+
+SECTIONS: tuple[Section[Any], ...] = (
+    ADVICE,
+    BASELINE,
+    BREAKDOWN,
+    STAGES,
+    IDLE,
+    VAIN_WAITS,
+    LONG_TAIL,
+    STALENESS,
+    ENGINES,
+    PHASELESS,
+    THROUGHPUT,
+    WEIGHT_SYNC,
+    TRACES,
+    CUDA_MEMORY,
+    COUNTERS,
+    METRICS,
+    HEALTH,
+)
+
+
+def step_report(timeline: Timeline, traces: Traces | None = None) -> StepReport:
+    """Return the report of one step. The same timeline and traces give the same tables.
+
+    Args:
+        traces: The step's traces, from `load_traces`. None: the report is of spans alone.
+    """
+    sources = Sources(timeline, traces)
+    return StepReport(
+        step=timeline.step,
+        run_id=timeline.run_id,
+        runs=timeline.runs,
+        opened_ns=timeline.window.start_ns,
+        added=added_sections(sources),
+        **{section.name: sources.value_of(section) for section in SECTIONS},
+    )

@@ -1,0 +1,114 @@
+"""*What to do*: alarms, then what could save most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from stepscope_report.advice.bounds import step_bounds
+from stepscope_report.advice.demand import step_demand
+from stepscope_report.advice.evidence import Advice, Evidence
+from stepscope_report.advice.rules import step_advice
+from stepscope_report.advice.settings import SettingChange, step_settings
+from stepscope_report.block import Block, Remark, Remarks
+from stepscope_report.formatting import duration, percent_of
+from stepscope_report.html.markup import EMPTY, Html, tag
+from stepscope_report.html.page import section
+from stepscope_report.profiling import step_profilers
+from stepscope_report.section import Section
+from stepscope_report.sections.baseline import BASELINE
+from stepscope_report.sections.breakdown import BREAKDOWN
+from stepscope_report.sections.counters import COUNTERS
+from stepscope_report.sections.engines import ENGINES
+from stepscope_report.sections.health import HEALTH, cut_processes
+from stepscope_report.sections.idle import IDLE, collectives_of_sync
+from stepscope_report.sections.long_tail import LONG_TAIL
+from stepscope_report.sections.stages import STAGES
+from stepscope_report.sections.traces import TRACES
+from stepscope_report.sections.vain_waits import VAIN_WAITS
+from stepscope_report.whatif.saving import savings_of
+
+if TYPE_CHECKING:
+    from stepscope_report.model import StepReport
+    from stepscope_report.section import Page, Sources
+
+
+def advice_blocks(advice: Sequence[Advice], report: StepReport) -> Iterator[Block]:
+    """Yield what could be done, the most urgent first. Nothing if no rule speaks."""
+    if advice:
+        total_ns = report.breakdown.window_ns
+        yield Remarks("What to do", tuple(_remark(item, total_ns) for item in advice))
+
+
+def _remark(advice: Advice, total_ns: int) -> Remark:
+    mark = "!" if advice.kind == "alarm" else "-"
+    saves = f" (at most {savings(advice, total_ns)} of the step)" if advice.saves_ns else ""
+    because = ("; ".join(advice.because), f"Try: {advice.do}")
+    return Remark(f"{mark} {advice.what}{saves}", (*because, *map(say_change, advice.settings)))
+
+
+def say_change(change: SettingChange) -> str:
+    """Return `verl: trainer.balance_batch: False -> True`. An unset value has no arrow."""
+    target = change.direction if change.suggested is None else change.suggested
+    values = f"{target}" if change.present is None else f"{change.present} -> {target}"
+    saving = ""
+    if change.predicted_saving_ns is not None:
+        error = "" if change.error_ns is None else f" +- {duration(change.error_ns)}"
+        saving = f" (what-if: {duration(change.predicted_saving_ns)}{error} less)"
+    return f"{change.framework}: {change.setting}: {values}{saving}"
+
+
+def savings(advice: Advice, total_ns: int) -> str:
+    """Return `1.20 s, 12.0 %`. Empty if the advice names no savings."""
+    if not advice.saves_ns:
+        return ""
+    return f"{duration(advice.saves_ns)}, {percent_of(min(advice.saves_ns, total_ns), total_ns)} %"
+
+
+def draw_advice(advice: Sequence[Advice], page: Page) -> Iterator[Html]:
+    """Yield the advice. Nothing if no rule speaks."""
+    if advice:
+        items = [_item(item, page.report.breakdown.window_ns) for item in advice]
+        note = "Savings are upper bounds and do not add up."
+        yield section("todo", "What to do", tag("ul", *items, class_="todo"), note=note)
+
+
+def _item(advice: Advice, total_ns: int) -> Html:
+    saves = savings(advice, total_ns)
+    what = tag("b", advice.what, class_="bad" if advice.kind == "alarm" else None)
+    because = tag("div", "; ".join(advice.because), class_="note")
+    bound = tag("b", saves, class_="saves") if saves else EMPTY
+    settings = (tag("div", tag("code", say_change(change))) for change in advice.settings)
+    return tag("li", bound, what, because, tag("div", advice.do), *settings, class_=advice.kind)
+
+
+def _advice(sources: Sources) -> tuple[Advice, ...]:
+    timeline = sources.timeline
+    return step_advice(
+        Evidence(
+            breakdown=sources.value_of(BREAKDOWN),
+            baseline=sources.value_of(BASELINE),
+            stages=sources.value_of(STAGES),
+            long_tail=sources.value_of(LONG_TAIL),
+            idle=sources.value_of(IDLE),
+            syncing_ns=collectives_of_sync(timeline, sources.activities),
+            vain_waits=sources.value_of(VAIN_WAITS),
+            engines=sources.value_of(ENGINES),
+            traces=sources.value_of(TRACES),
+            counters=sources.value_of(COUNTERS),
+            health=sources.value_of(HEALTH),
+            profiling=step_profilers(timeline, sources.activities),
+            bounds=step_bounds(timeline),
+            cut=cut_processes(timeline),
+            over_budget=cut_processes(timeline, by_a_budget=True),
+            demand=step_demand(timeline),
+            settings=step_settings(timeline.manifest),
+            what_if=savings_of(sources.whole),
+            names=sources.names,
+        )
+    )
+
+
+ADVICE = Section(
+    name="advice", title="What to do", compute=_advice, terminal=advice_blocks, html=draw_advice, page=0
+)

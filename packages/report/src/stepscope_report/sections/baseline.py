@@ -1,0 +1,139 @@
+"""Uncaptured steps near this one, in the head of a report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope.files.uncaptured import comparable
+from stepscope_report.accounting import rank_of
+from stepscope_report.formatting import count, duration, middle, numbers, percentage, signed
+from stepscope_report.section import Section
+from stepscope_report.sections.breakdown import BREAKDOWN, Breakdown
+from stepscope_report.sections.health import is_truncated
+from stepscope_report.timeline import Timeline
+from stepscope_report.timeline.completeness import is_running
+
+if TYPE_CHECKING:
+    pass
+
+ENOUGH = 5
+"""Least number of uncaptured steps for a comparison."""
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps of the same loop and kind that were not captured, the nearest ones. Their times are of the step
+    alone, as `Breakdown.window_ns` is of the captured one.
+    """
+
+    steps: tuple[int, ...]
+    """Their numbers. The first one after a capture, during which traces may have been written, is among them
+    only where there are fewer than `ALONE` others."""
+    alike: bool
+    """False if no step near it is of its kind, and `steps` are of other kinds."""
+    min_ns: int
+    p50_ns: int
+    """The median."""
+    p90_ns: int
+    """By nearest rank: some step's own time."""
+    max_ns: int
+    longer: int
+    """Number of them that took longer than the captured one."""
+    next_ns: int | None
+    """Time of the first one after this capture. None: it is not known, or was captured."""
+    excess_ns: int | None
+    """Time of the captured one beyond their median: the profiler inside the step, and chance.
+    None: its capture ended before the step did."""
+    cost_ns: int | None
+    """The same with opening and closing the capture: an estimate of all that it cost. None also for a step
+    that the flight recorder wrote, because nothing opened, and if the steps are not `alike`."""
+
+
+def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
+    """Return the uncaptured steps near this one. None if none is known that compares with it."""
+    recorder = None if timeline.manifest is None else timeline.manifest.recorder
+    near = [step for step in timeline.uncaptured if recorder is None or step.step != timeline.step]
+    used = comparable(near)
+    if not used:
+        return None
+    took = sorted(step.dur_ns for step in used)
+    end_ns, p50_ns = timeline.window.end_ns, middle(took)
+    after = (
+        step.dur_ns
+        for step in timeline.uncaptured
+        if (step.first if recorder is None else step.step == timeline.step + 1) and step.start_ns >= end_ns
+    )
+    whole = _whole(timeline)
+    return Baseline(
+        steps=tuple(step.step for step in used),
+        alike=used[0].alike,
+        min_ns=took[0],
+        p50_ns=p50_ns,
+        p90_ns=took[rank_of(90, len(took))],
+        max_ns=took[-1],
+        longer=sum(ns > breakdown.window_ns for ns in took),
+        next_ns=next(after, None),
+        excess_ns=breakdown.window_ns - p50_ns if whole else None,
+        cost_ns=breakdown.total_ns - p50_ns if whole and recorder is None and used[0].alike else None,
+    )
+
+
+def _whole(timeline: Timeline) -> bool:
+    """Return whether the recording lasted as long as the step: no exception and no budget ended it."""
+    parts = () if timeline.manifest is None else timeline.manifest.processes
+    cut = any(part.ended_by is not None or is_truncated(part) for part in parts if part.owner)
+    return timeline.window.closed and not cut and not is_running(timeline.manifest)
+
+
+def say_usual(baseline: Baseline | None) -> str:
+    """Return the times of uncaptured steps: `20 uncaptured steps (3-12, 14-23): median 4.10 s, ...`."""
+    if baseline is None:
+        return (
+            "There is no uncaptured step to compare it with. A loop that opens capture(step) for every step "
+            "records them, after the first, which warms up"
+        )
+    kind = "" if baseline.alike else " of other kinds"
+    steps = f"{count(len(baseline.steps), 'uncaptured step')}{kind} near it ({numbers(baseline.steps)})"
+    if len(baseline.steps) == 1:
+        return f"{steps} took {duration(baseline.p50_ns)}"
+    extent = f"{duration(baseline.min_ns)} to {duration(baseline.max_ns)}"
+    return f"{steps} took {duration(baseline.p50_ns)} (median; p90 {duration(baseline.p90_ns)}; {extent})"
+
+
+def say_beside(baseline: Baseline | None) -> str:
+    """Compare the captured step with them. Empty if there is nothing to compare with."""
+    if baseline is None:
+        return ""
+    if baseline.excess_ns is None:
+        return "Not compared: it ended early"
+    by = f"{signed(baseline.excess_ns)}, {percentage(baseline.excess_ns, baseline.p50_ns)} %"
+    text = f"This one: {by}, {_rank(baseline)}"
+    if baseline.cost_ns is not None and baseline.cost_ns > 0:
+        text += f". With opening and closing, the capture cost about {duration(baseline.cost_ns)}"
+    if len(baseline.steps) < ENOUGH:
+        text += f". {_few(len(baseline.steps))} too few for a comparison"
+    if baseline.next_ns is not None:
+        text += f". The step after it took {duration(baseline.next_ns)}"
+    return text
+
+
+def _few(steps: int) -> str:
+    """Return `One uncaptured step is`, `Two uncaptured steps are`, up to less than `ENOUGH`."""
+    word = ("No", "One", "Two", "Three", "Four")[steps] if steps < 5 else f"{steps:,}"
+    return f"{word} uncaptured step{' is' if steps == 1 else 's are'}"
+
+
+def _rank(baseline: Baseline) -> str:
+    number, longer = len(baseline.steps), baseline.longer
+    if longer == 0:
+        return "longer than any of them" if number > 1 else "longer than that"
+    if longer == number:
+        return "shorter than all of them" if number > 1 else "shorter than that"
+    return f"longer than {number - longer} of the {number}"
+
+
+BASELINE = Section(
+    name="baseline",  # drawn in the head of the report
+    compute=lambda sources: step_baseline(sources.timeline, sources.value_of(BREAKDOWN)),
+)

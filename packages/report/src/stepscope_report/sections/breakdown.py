@@ -1,0 +1,367 @@
+"""*Where it went*: every nanosecond of the step, by role and stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import msgspec
+
+from stepscope_report.accounting import Label, Shares
+from stepscope_report.block import Block, TextTable
+from stepscope_report.charts.gantt import draw_gantt
+from stepscope_report.division import (
+    STALLED,
+    WINDOWS,
+    Work,
+    beside_step,
+    divide_work,
+    stalled_most_ns,
+    work_of,
+)
+from stepscope_report.formatting import LISTED, count, duration, percent_of, percents
+from stepscope_report.gaps import GAPS, LEAST, Gap, Stretch, find_stretches, name_gap, sum_up
+from stepscope_report.html.markup import Html, tag
+from stepscope_report.html.page import mark, section, swatched, table
+from stepscope_report.html.timecharts import gantt
+from stepscope_report.section import Section
+from stepscope_report.spans import TRANSFER, is_transfer, label_of
+from stepscope_report.timeline import Timeline
+
+if TYPE_CHECKING:
+    from stepscope_report.html.colours import Colours
+    from stepscope_report.model import StepReport
+    from stepscope_report.section import Page
+
+LineKind: TypeAlias = Literal["stage", "profiler", "unaccounted"]
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the account."""
+
+    kind: LineKind
+    """`profiler`: profilers inside the step: engines that served nothing for their own one, and the windows
+    of stages. `unaccounted`: no span ran."""
+    role: str | None = None
+    stage: str | None = None
+    wall_ns: int
+    """Its share of the step."""
+    alone_ns: int
+    """Of that, what it did not share."""
+    active_ns: int
+    """The time in which it went on at all; what exceeds `wall_ns` was shared or hidden behind others."""
+    waits: bool = False
+    """It is waiting and no work: billed only while nothing works."""
+
+
+class Overlap(msgspec.Struct, frozen=True, kw_only=True):
+    """Stages that an instant was split among, and for how long that was so."""
+
+    stages: tuple[Label, ...]
+    wall_ns: int
+
+
+class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
+    """The account of one step."""
+
+    window_ns: int
+    """The step alone, from the end of the capture's opening to the begin of its closing: 100 %, and what the
+    lines add up to."""
+    opening_ns: int
+    """The owner's time for opening the capture, before the step; of several owners, the slowest one's."""
+    closing_ns: int
+    """The same for closing it, after the step."""
+    total_ns: int
+    """Opening, step and closing: what passed on the clock of the code around the capture."""
+    lines: tuple[Line, ...]
+    """Stages by share, then the profiler, if it took some of the step, then what is unaccounted."""
+    overlaps: tuple[Overlap, ...]
+    """The longest first."""
+    gaps: tuple[Gap, ...]
+    """The parts of the unaccounted time, the longest first. They add up to it."""
+    stalled_ns: int = 0
+    """Of the step, while what would have been an engine's work waited for the engine's own profiler."""
+    stalled_most_ns: int = 0
+    """The same if all work whose spans name no replica waited for the one that wrote."""
+    left_out: tuple[str, ...]
+    """Unaligned processes: where their spans belong is not known, so that they are in no line."""
+
+
+def step_breakdown(timeline: Timeline) -> Breakdown:
+    """Return the account of the owner's wall clock during the capture, by role and stage."""
+    window = timeline.window
+    work = work_of(timeline, range(len(timeline.spans)))
+    shares = divide_work(timeline, work, window.start_ns, window.end_ns)
+    gaps = _name_transfers(find_stretches(work.intervals, window.start_ns, window.end_ns), work, shares)
+    stalled_ns = shares.wall_ns.pop(STALLED, 0)
+    profiler_ns = stalled_ns + shares.wall_ns.pop(WINDOWS, 0)
+    for label in (STALLED, WINDOWS):
+        shares.active_ns.pop(label, None)
+    opening_ns, closing_ns = beside_step(timeline)
+    labels = sorted(
+        shares.active_ns, key=lambda label: (-shares.wall_ns[label], -shares.active_ns[label], label)
+    )
+    works = {label_of(span) for span in timeline.spans if not span.waits}
+    waits = {label_of(span) for span in timeline.spans if span.waits} - works
+    stages = [_stage(label, shares, waits=label in waits) for label in labels]
+    return Breakdown(
+        total_ns=opening_ns + window.wall_ns + closing_ns,
+        stalled_ns=stalled_ns,
+        stalled_most_ns=stalled_most_ns(timeline, work) if timeline.stalls else 0,
+        window_ns=window.wall_ns,
+        opening_ns=opening_ns,
+        closing_ns=closing_ns,
+        lines=(
+            *stages,
+            *([_other("profiler", profiler_ns)] if profiler_ns else ()),
+            _other("unaccounted", shares.idle_ns),
+        ),
+        overlaps=tuple(Overlap(stages=stages, wall_ns=ns) for stages, ns in shares.together_ns.most_common()),
+        gaps=gaps,
+        left_out=tuple(process.name for process in timeline.processes if not process.aligned),
+    )
+
+
+def _name_transfers(stretches: Iterable[Stretch], work: Work, shares: Shares) -> tuple[Gap, ...]:
+    """Bill to the weight sync what passes between its ends. Return what is left without a name."""
+
+    def label_of(index: int | None) -> Label | None:
+        return None if index is None else work.labels[work.intervals[index].bit]
+
+    unnamed = []
+    for stretch in stretches:
+        before, after = label_of(stretch.before), label_of(stretch.after)
+        if after is not None and is_transfer(before, after):
+            shares.idle_ns -= stretch.wall_ns
+            for counter in (shares.wall_ns, shares.alone_ns, shares.active_ns):
+                counter[after[0], TRANSFER] += stretch.wall_ns
+        else:
+            unnamed.append((before, after, stretch.wall_ns))
+    return sum_up(unnamed)
+
+
+def _stage(label: Label, shares: Shares, *, waits: bool) -> Line:
+    return Line(
+        kind="stage",
+        role=label[0],
+        stage=label[1],
+        wall_ns=shares.wall_ns[label],
+        alone_ns=shares.alone_ns[label],
+        active_ns=shares.active_ns[label],
+        waits=waits,
+    )
+
+
+def _other(kind: LineKind, ns: int) -> Line:
+    return Line(kind=kind, wall_ns=ns, alone_ns=ns, active_ns=ns)
+
+
+BESIDE = "+ opening, closing"
+"""The line below the account: what the capture took before the step and after it."""
+
+
+def breakdown_blocks(breakdown: Breakdown, report: StepReport) -> Iterator[Block]:
+    """Yield the account, its gaps, and the stages that ran at the same time."""
+    yield account_table(breakdown)
+    if gaps := gap_table(breakdown):
+        yield gaps
+    if breakdown.overlaps:
+        yield overlap_table(breakdown, LISTED // 2)
+
+
+def account_table(breakdown: Breakdown) -> TextTable:
+    """Return the share of each stage. The lines add up to the step."""
+    shares = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)
+    rows = [_account_row(line, share) for line, share in zip(breakdown.lines, shares, strict=True)]
+    whole_ns = breakdown.window_ns
+    rows.append(("", "step", duration(whole_ns), percent_of(whole_ns, whole_ns), "", ""))
+    note = "alone: not shared with other stages. active: how long it went on at all, billed to it or not."
+    beside_ns = breakdown.opening_ns + breakdown.closing_ns
+    if beside_ns:
+        rows.append(("", BESIDE, duration(beside_ns), "", "", ""))
+        note += f"\n{say_outside(breakdown)}"
+    if breakdown.left_out:
+        note += f"\n{say_left_out(breakdown)}"
+    columns = ("role", "stage", ">wall", ">%", ">alone", ">active")
+    return TextTable("Where it went", columns, tuple(rows), note)
+
+
+def _account_row(line: Line, share: str) -> tuple[str, ...]:
+    if line.kind != "stage":
+        return "", line.kind, duration(line.wall_ns), share, "", ""
+    name, times = (line.stage or "") + waiting(line), (line.alone_ns, line.active_ns)
+    return line.role or "", name, duration(line.wall_ns), share, *map(duration, times)
+
+
+def gap_table(breakdown: Breakdown) -> TextTable | None:
+    """Return the largest gaps and the sum of the others. None if unaccounted time is next to nothing."""
+    unaccounted_ns = sum(gap.wall_ns for gap in breakdown.gaps)
+    if unaccounted_ns * LEAST < max(breakdown.window_ns, 1):
+        return None
+    largest, rest = breakdown.gaps[:GAPS], breakdown.gaps[GAPS:]
+    parts = [(name_gap(gap), gap.wall_ns, gap.count) for gap in largest]
+    if rest:
+        parts.append(("elsewhere", sum(gap.wall_ns for gap in rest), sum(gap.count for gap in rest)))
+    shares = percents([ns for _, ns, _ in parts], breakdown.window_ns)
+    rows = tuple(
+        (duration(ns), share, f"{number:,}", name)
+        for (name, ns, number), share in zip(parts, shares, strict=True)
+    )
+    return TextTable("Unaccounted: the largest gaps", (">wall", ">%", ">gaps", "where no span ran"), rows)
+
+
+def overlap_table(breakdown: Breakdown, most: int) -> TextTable:
+    """Return the stages that an instant was split among, the longest `most` of them by name."""
+    longest, rest = breakdown.overlaps[:most], breakdown.overlaps[most:]
+    shares = percents([overlap.wall_ns for overlap in longest], breakdown.window_ns)
+    rows = [
+        (duration(overlap.wall_ns), share, " + ".join(" ".join(label) for label in overlap.stages))
+        for overlap, share in zip(longest, shares, strict=True)
+    ]
+    if rest:
+        rows.append(
+            (duration(sum(overlap.wall_ns for overlap in rest)), "", f"{len(rest)} other combinations")
+        )
+    return TextTable("At the same time (split equally above)", (">wall", ">%", "stages"), tuple(rows))
+
+
+OVERVIEW_NOTES = (
+    "%: of the step (took). uncaptured: the median of steps near it that were not captured.",
+    f"{BESIDE}: the capture, outside of the step.",
+)
+
+
+def overview_cells(report: StepReport) -> tuple[str, ...]:
+    """Return what a step took, uncaptured ones took, and its capture took beside it; what is unaccounted, and
+    `yes` or `no`: whether it is complete.
+    """
+    breakdown, health = report.breakdown, report.health
+    usual_ns = None if report.baseline is None else report.baseline.p50_ns
+    times = (breakdown.window_ns, usual_ns, breakdown.opening_ns + breakdown.closing_ns)
+    unaccounted = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)[-1]
+    early = "" if health.user_error is None else ", ended early"
+    return *map(duration, times), f"{unaccounted} %", f"{'yes' if health.complete else 'no'}{early}"
+
+
+def say_outside(breakdown: Breakdown) -> str:
+    """Return the time of the capture before and after the step, which other steps do not pay."""
+    return (
+        f"The capture took {duration(breakdown.opening_ns)} to open before the step and "
+        f"{duration(breakdown.closing_ns)} to close after it; other steps do not pay that."
+    )
+
+
+def waiting(line: Line) -> str:
+    """Return the mark behind the name of a stage that waits."""
+    return " (waiting)" if line.waits else ""
+
+
+def say_left_out(breakdown: Breakdown) -> str:
+    """Name the processes that are in no line, the first few of them."""
+    names = breakdown.left_out
+    more = "" if len(names) <= LISTED else f" and {len(names) - LISTED:,} more"
+    return f"Not in here, because their clocks are unaligned: {', '.join(names[:LISTED])}{more}"
+
+
+LINES = 24
+"""Stages with a bar of their own; the smallest of more are one bar."""
+
+
+def draw_breakdown(breakdown: Breakdown, page: Page) -> Iterable[Html]:
+    """Return the account as a waterfall, and the chart of who ran what, when."""
+    chart = draw_gantt(page.timeline, page.report.stages)
+    return waterfall(breakdown, page.colours), gantt(chart, page.colours)
+
+
+def waterfall(breakdown: Breakdown, colours: Colours) -> Html:
+    """Return the account, each line of which begins where the one above it ends."""
+    whole_ns = breakdown.window_ns
+    shares = percents([line.wall_ns for line in breakdown.lines], whole_ns)
+    stages = [line for line in breakdown.lines if line.kind == "stage"]
+    folded = stages[LINES:]
+    rows: list[Sequence[str | Html]] = []
+    at_ns = folded_ns = 0
+    for line, share in zip(breakdown.lines, shares, strict=True):
+        if line in folded:
+            folded_ns += line.wall_ns
+            continue
+        if line.kind != "stage" and folded_ns:
+            rows.append(_folded(len(folded), at_ns, folded_ns, whole_ns))
+            at_ns, folded_ns = at_ns + folded_ns, 0
+        rows.append(_row(line, share, at_ns, whole_ns, colours))
+        at_ns += line.wall_ns
+    bar = _bar("total", 0, at_ns, whole_ns, f"step {duration(at_ns)}")
+    rows.append((tag("b", "step"), bar, tag("b", percent_of(at_ns, whole_ns)), duration(at_ns), "", ""))
+    beside_ns = breakdown.opening_ns + breakdown.closing_ns
+    if beside_ns:
+        rows.append((BESIDE, "", "", duration(beside_ns), "", ""))
+    columns = ("stage", "", ">%", ">wall", ">alone", ">active")
+    return section(
+        "account",
+        "Where it went",
+        table(columns, rows, "waterfall"),
+        *_gaps(breakdown),
+        *_overlaps(breakdown),
+        note=_note(breakdown),
+    )
+
+
+def _row(line: Line, share: str, at_ns: int, total_ns: int, colours: Colours) -> Sequence[str | Html]:
+    if line.kind == "stage":
+        label = (line.role or "", line.stage or "")
+        kind, name = colours.of(label), " ".join(label) + waiting(line)
+        times = (duration(line.alone_ns), duration(line.active_ns))
+    else:
+        kind, name, times = line.kind, line.kind, ("", "")
+    hover = f"{line.role or ''} {line.stage or line.kind} {duration(line.wall_ns)}, {share} %".strip()
+    bar = _bar(kind, at_ns, line.wall_ns, total_ns, hover)
+    return (swatched(kind, name), bar, share, duration(line.wall_ns), *times)
+
+
+def _folded(number: int, at_ns: int, wall_ns: int, total_ns: int) -> Sequence[str | Html]:
+    name = f"{number} smaller stages"
+    bar = _bar("co", at_ns, wall_ns, total_ns, f"{name} {duration(wall_ns)}")
+    return (swatched("co", name), bar, percent_of(wall_ns, total_ns), duration(wall_ns), "", "")
+
+
+def _bar(kind: str, at_ns: int, wall_ns: int, total_ns: int, hover: str) -> Html:
+    return tag("div", mark(kind, at_ns, wall_ns, total_ns, hover), class_="fall")
+
+
+def _note(breakdown: Breakdown) -> str:
+    note = (
+        "alone: not shared with other stages. active: how long it went on at all, billed to it or not. "
+        "unaccounted: no span ran anywhere."
+    )
+    if any(line.kind == "profiler" for line in breakdown.lines):
+        note += " profiler: profilers inside the step."
+    if breakdown.opening_ns or breakdown.closing_ns:
+        note += f" {say_outside(breakdown)}"
+    if breakdown.left_out:
+        note += f" {say_left_out(breakdown)}."
+    return note
+
+
+def _gaps(breakdown: Breakdown) -> Iterator[Html]:
+    gaps = gap_table(breakdown)
+    if gaps is not None:
+        ns, number = sum(gap.wall_ns for gap in breakdown.gaps), sum(gap.count for gap in breakdown.gaps)
+        title = f"Unaccounted: {duration(ns)} in {count(number, 'gap')}"
+        yield tag("details", tag("summary", title), table(gaps.columns, gaps.rows))
+
+
+def _overlaps(breakdown: Breakdown) -> Iterator[Html]:
+    if breakdown.overlaps:
+        overlaps = overlap_table(breakdown, LINES - 1)
+        title = f"At the same time, split equally above: {count(len(breakdown.overlaps), 'combination')}"
+        yield tag("details", tag("summary", title), table(overlaps.columns, overlaps.rows))
+
+
+BREAKDOWN: Section[Breakdown] = Section(
+    name="breakdown",
+    title="Where it went",
+    compute=lambda sources: step_breakdown(sources.timeline),
+    terminal=breakdown_blocks,
+    html=draw_breakdown,
+    page=0,
+)

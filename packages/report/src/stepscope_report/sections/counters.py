@@ -1,0 +1,321 @@
+"""Counters over the step: the least, the mean and the most of each, and devices that idled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from stepscope.files.counters import (
+    GPU,
+    NPU,
+    RUNNING_REQUESTS,
+    UNFINISHED_REQUESTS,
+    WAITING_REQUESTS,
+    CounterKind,
+    CounterScope,
+)
+from stepscope_report.accounting import Pair, common_ns, joined
+from stepscope_report.block import Block, TextTable
+from stepscope_report.charts.marks import pick_of_each
+from stepscope_report.event_loops import LateLoop, late_loops
+from stepscope_report.formatting import LISTED, count, duration, size
+from stepscope_report.html.markup import Html, tag
+from stepscope_report.html.page import percent, section, table
+from stepscope_report.section import Section
+from stepscope_report.spans import is_tool, placed
+from stepscope_report.table import Table, grouped
+from stepscope_report.timeline import Counter, Timeline
+
+if TYPE_CHECKING:
+    from stepscope_report.model import StepReport
+    from stepscope_report.section import Page
+
+
+class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One counter over the step."""
+
+    process: str
+    """The process that sampled it."""
+    role: str
+    host: str
+    scope: CounterScope
+    name: str
+    of: str
+    """`GPU 3`, `replica 0`; empty for the process, or the host, itself."""
+    unit: str
+    kind: CounterKind
+    samples: int
+    """In the step."""
+    least: float
+    mean: float
+    """Over time: each value counts for the time since the sample before."""
+    most: float
+    covered_ns: int
+    """Part of the step between its first and its last sample."""
+    increase: float | None = None
+    """Growth of a total over the step. None: it is no total."""
+
+
+class IdleDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU or NPU at 0 %."""
+
+    device: str
+    host: str
+    idle_ns: int
+    """Time at 0 %, to the length of a sample."""
+    tools_ns: int
+    """Of that, while a tool or an environment ran."""
+
+
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    rows: Table[CounterRow]
+    """By process, in the order in which it sampled them first."""
+    late_loops: Table[LateLoop] = Table()
+    """Event loops that were late by more than 100 ms, the latest first. A call that had its loop for itself
+    makes none late."""
+    idle_devices: Table[IdleDevice]
+    """Devices that were at 0 % at some time, the most idle first."""
+
+
+class Piece(NamedTuple):
+    """A value, and the time for which it stands: since the sample before."""
+
+    start_ns: int
+    end_ns: int
+    value: float
+
+
+def step_counters(timeline: Timeline) -> Counters | None:
+    """Return the counters of the step; None if none were sampled."""
+    sampled = [(counter, pieces) for counter in timeline.counters if (pieces := pieces_of(counter, timeline))]
+    if not sampled:
+        return None
+    idle = sorted(_idle(timeline, sampled), key=lambda device: (-device.idle_ns, device.host, device.device))
+    rows = (_row(counter, pieces, timeline) for counter, pieces in sampled)
+    late = sorted(late_loops(timeline), key=lambda loop: (-loop.late_ns, loop.process, loop.thread))
+    return Counters(rows=Table(rows), late_loops=Table(late), idle_devices=Table(idle))
+
+
+def pieces_of(counter: Counter, timeline: Timeline) -> list[Piece]:
+    """Return the values of the step. The first sample of a counter has no length.
+
+    An unaligned process has no place in the step, so that all of its values count.
+    """
+    times = counter.times_ns
+    pieces = map(Piece, (*times[:1], *times), times, counter.values)
+    if not timeline.processes[counter.process].aligned:
+        return list(pieces)
+    start_ns, end_ns = timeline.window.start_ns, timeline.window.end_ns
+    return [
+        Piece(max(piece.start_ns, start_ns), min(piece.end_ns, end_ns), piece.value)
+        for piece in pieces
+        if piece.end_ns >= start_ns and piece.start_ns <= end_ns
+    ]
+
+
+def requests_held(timeline: Timeline, number: int, role: str) -> list[Pair] | None:
+    """Return the stretches in which a replica had requests. None if no counter says it.
+
+    Its front end counts those that it has not answered, whatever its scheduler knows. The last value stands
+    to the end of the step.
+
+    Args:
+        role: Role of the processes that sample it, if another role has a replica of that number.
+    """
+    own = [
+        counter
+        for counter in timeline.counters
+        if f"{counter.of} ".startswith(f"replica {number} ")
+        and timeline.processes[counter.process].aligned
+        and role in ("", timeline.processes[counter.process].info.role)
+    ]
+    named = [counter for counter in own if counter.name == UNFINISHED_REQUESTS]
+    sampled = named or [counter for counter in own if counter.name in (RUNNING_REQUESTS, WAITING_REQUESTS)]
+    if not sampled:
+        return None
+    pieces = [piece for counter in sampled for piece in pieces_of(counter, timeline)]
+    end_ns = timeline.window.end_ns
+    pieces += [Piece(counter.times_ns[-1], end_ns, counter.values[-1]) for counter in sampled]
+    return [
+        (piece.start_ns, piece.end_ns) for piece in pieces if piece.value and piece.start_ns < piece.end_ns
+    ]
+
+
+def _row(counter: Counter, pieces: Sequence[Piece], timeline: Timeline) -> CounterRow:
+    process = timeline.processes[counter.process]
+    values = [piece.value for piece in pieces]
+    covered_ns = sum(piece.end_ns - piece.start_ns for piece in pieces)
+    weighed = sum(piece.value * (piece.end_ns - piece.start_ns) for piece in pieces)
+    return CounterRow(
+        process=process.name,
+        role=process.info.role,
+        host=process.info.host,
+        scope=counter.scope,
+        name=counter.name,
+        of=counter.of,
+        unit=counter.unit,
+        kind=counter.kind,
+        samples=len(pieces),
+        least=min(values),
+        mean=weighed / covered_ns if covered_ns else sum(values) / len(values),
+        most=max(values),
+        covered_ns=covered_ns,
+        increase=values[-1] - _at_start(counter, timeline) if counter.kind == "total" else None,
+    )
+
+
+def _at_start(counter: Counter, timeline: Timeline) -> float:
+    """Return the latest value from before the step, or the first one."""
+    earlier = [
+        value
+        for at_ns, value in zip(counter.times_ns, counter.values, strict=True)
+        if at_ns <= timeline.window.start_ns and timeline.processes[counter.process].aligned
+    ]
+    return earlier[-1] if earlier else counter.values[0]
+
+
+def _idle(timeline: Timeline, sampled: Sequence[tuple[Counter, list[Piece]]]) -> Iterator[IdleDevice]:
+    tools = joined(placed(timeline, (span for span in timeline.spans if is_tool(span.role, span.stage))))
+    for counter, pieces in sampled:
+        idle = [(piece.start_ns, piece.end_ns) for piece in pieces if piece.value == 0]
+        if counter.name in (GPU, NPU) and (idle_ns := sum(end - start for start, end in idle)):
+            process = timeline.processes[counter.process]
+            tools_ns = common_ns(idle, tools) if process.aligned else 0
+            yield IdleDevice(
+                device=counter.of or counter.name, host=process.info.host, idle_ns=idle_ns, tools_ns=tools_ns
+            )
+
+
+COLUMNS = ("counter", "of", ">least", ">mean", ">most", ">in the step")
+NOTE = "in the step: what a counter that only grows grew by."
+
+
+def counter_blocks(counters: Counters | None, report: StepReport) -> Iterator[Block]:
+    """Yield a row for each counter, or for many of them the one with the most of each name."""
+    if counters is None:
+        return
+    rows: Sequence[CounterRow] = counters.rows
+    names = grouped(rows, lambda row: row.name).values()
+    highest = [max(own, key=lambda row: (row.increase or 0, row.most)) for own in names]
+    shown = rows if len(rows) <= LISTED else highest
+    note = NOTE if any(row.increase is not None for row in shown) else ""
+    if len(shown) < len(rows):
+        note = f"Of each counter the highest of {count(len(rows), 'row')}. {note}".rstrip()
+    columns = COLUMNS if NOTE in note else COLUMNS[:-1]
+    cells = tuple(counter_cells(row)[: len(columns)] for row in shown)
+    yield TextTable("Counters", columns, cells, note)
+
+
+def counter_cells(row: CounterRow) -> tuple[str, ...]:
+    """Return the cells of `COLUMNS`."""
+    values = (row.least, row.mean, row.most)
+    grown = "" if row.increase is None else quantity(row.increase, row.unit)
+    if row.increase is not None:  # it counts from the start of its process: its level means nothing
+        return (row.name, whose(row), "", "", "", grown)
+    return (row.name, whose(row), *(quantity(value, row.unit) for value in values), grown)
+
+
+def whose(row: CounterRow) -> str:
+    """Return `actor 0`, `GPU 3 of node-a`, `replica 0`."""
+    if row.scope == "host":
+        return f"{row.of} of {row.host}" if row.of else row.host
+    return f"{row.process}, {row.of}" if row.of else row.process
+
+
+def quantity(value: float, unit: str) -> str:
+    """Return a value with its unit: `41.2 %`, `1.2 GB`, `300 ms`, `17`."""
+    if unit == "B" and abs(value) < 1e18:
+        return size(round(value))
+    if unit == "ms" and abs(value) < 1e12:
+        return duration(round(value * 1e6))
+    number = f"{value:,.0f}" if value == round(value) and abs(value) < 1e15 else f"{value:.3g}"
+    if unit == "%" and number != "0":
+        number = f"{value:.1f}" if abs(value) < 1e6 else number
+    return f"{number} {unit}".rstrip()
+
+
+DRAWN = 32
+"""Rows of one counter; of more every k-th is shown, and the highest."""
+ROWS = 128
+"""Rows of all counters, of which each gets its share, and at least four: a row has up to `BARS` bars."""
+BARS = 120
+"""Bars of one chart: each is the most in its part of the step."""
+
+
+def draw_counters(counters: Counters | None, page: Page) -> Iterator[Html]:
+    """Yield the table of counters. Nothing if none were sampled."""
+    if counters is None:
+        return
+    timeline, window_ns = page.timeline, page.timeline.window.wall_ns
+    pieces = [(counter, pieces) for counter in timeline.counters if (pieces := pieces_of(counter, timeline))]
+    names = len({row.name for row in counters.rows})
+    drawn = DRAWN if len(counters.rows) <= ROWS else min(DRAWN, max(4, ROWS // names))
+    shown = list(pick_of_each(counters.rows, lambda row: row.name, lambda row: row.most, drawn))
+    grows = any(row.increase is not None for row in counters.rows)
+    columns = (
+        "counter",
+        "of",
+        "over the step",
+        ">least",
+        ">mean",
+        ">most",
+        *([">in the step"] if grows else []),
+    )
+    cells = [_cells(counters.rows[at], *pieces[at], page, window_ns)[: len(columns)] for at in shown]
+    note = "Each bar is the most in its part of the step, of the most in all of it."
+    if grows:
+        note += f" {NOTE}"
+    if len(shown) < len(counters.rows):
+        note += f" {len(shown):,} of {count(len(counters.rows), 'row')} are shown, and the highest of each."
+    yield section("counters", "Counters", table(columns, cells, "counter-table"), note=note)
+
+
+def _cells(
+    row: CounterRow, counter: Counter, pieces: Sequence[Piece], page: Page, window_ns: int
+) -> tuple[str | Html, ...]:
+    name, of, *rest = counter_cells(row)
+    if not page.timeline.processes[counter.process].aligned:
+        return name, of, "unaligned: not drawn", *rest
+    return name, of, _chart(row, pieces, page.timeline.window.start_ns, window_ns), *rest
+
+
+def _chart(row: CounterRow, pieces: Sequence[Piece], start_ns: int, window_ns: int) -> Html:
+    """Return bars. The growth of a total is drawn from 0."""
+    first = pieces[0].value if row.increase is not None else 0.0
+    heights = _heights(pieces, start_ns, window_ns, first)
+    top = max([abs(height) for height in heights.values()], default=0.0) or 1.0
+    bars = [
+        tag(
+            "i",
+            class_="m flight",
+            style=f"left:{percent(at, BARS)};width:{percent(1.05, BARS)};height:{percent(abs(height), top)}",
+            data_t=f"{whose(row)}: {quantity(height, row.unit)} at {duration(window_ns * at // BARS)}",
+        )
+        for at, height in sorted(heights.items())
+        if height
+    ]
+    return tag("div", *bars, class_="fall curve")
+
+
+def _heights(pieces: Sequence[Piece], start_ns: int, window_ns: int, first: float) -> dict[int, float]:
+    """Return {bar: the most in its part of the step}."""
+    heights: dict[int, float] = {}
+    for piece in pieces:
+        since, until = (
+            min(BARS - 1, max(0, (at_ns - start_ns) * BARS // max(window_ns, 1)))
+            for at_ns in (piece.start_ns, max(piece.start_ns, piece.end_ns - 1))
+        )
+        for bar in range(since, until + 1):
+            heights[bar] = max(heights.get(bar, piece.value - first), piece.value - first)
+    return heights
+
+
+COUNTERS = Section(
+    name="counters",
+    title="Counters",
+    compute=lambda sources: step_counters(sources.timeline),
+    terminal=counter_blocks,
+    html=draw_counters,
+)

@@ -1,0 +1,195 @@
+"""Peaks of CUDA's allocator, by the stage that ran and the line that asked."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope.files.cuda_memory import DeviceMemory
+from stepscope_report.block import Block, TextTable
+from stepscope_report.formatting import duration, size
+from stepscope_report.section import Section
+from stepscope_report.table import Table
+from stepscope_report.timeline import Span, Timeline
+from stepscope_report.timeline.activity.traces import MemoryRecord
+
+if TYPE_CHECKING:
+    from stepscope_report.model import StepReport
+
+TOP = 10
+"""Holders that are named."""
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """A holder of memory when the most was allocated."""
+
+    stage: str | None
+    """`actor update_actor`: the innermost span of the process when it was allocated. None: none ran, or it
+    is not known when that was."""
+    where: str | None
+    """`model.py:41 forward`. None: no stack was kept, or it was allocated before the recording."""
+    blocks: int
+    bytes: int
+
+
+class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """One device in one snapshot."""
+
+    process: str
+    device: str
+    window: str | None
+    """The stage that was recorded (discrete mode). None: the whole capture."""
+    oom: bool
+    """Taken when CUDA was out of memory, which was then asked for `oom_bytes`."""
+    oom_bytes: int | None
+    allocated_bytes: int
+    """The most at once."""
+    reserved_bytes: int
+    """The most that the allocator held of the device."""
+    at_ns: int | None
+    """Time of the peak, after the capture opened. None: not known."""
+    before_bytes: int
+    """Of the most: allocated before the recording (weights, optimizer state)."""
+    cut: bool
+    """The oldest events were dropped: earlier peaks are not known, and `before_bytes` is too large."""
+    holders: tuple[Holder, ...]
+    """Of the rest, the largest first."""
+    other_bytes: int
+    """Of the most: neither in `before_bytes` nor in `holders`."""
+
+
+def cuda_memory_peaks(timeline: Timeline, records: Sequence[MemoryRecord]) -> Table[CudaMemory]:
+    """Return a row for each device of each snapshot, the fullest first."""
+    spans: dict[int, _Stack] = {}
+    rows = []
+    for record in records:
+        stack = spans.setdefault(record.process, _Stack(timeline, record.process))
+        rows += [_row(timeline, record, device, stack) for device in record.summary.devices]
+    return Table(sorted(rows, key=lambda row: (not row.oom, -row.allocated_bytes, row.process)))
+
+
+def _row(timeline: Timeline, record: MemoryRecord, memory: DeviceMemory, stack: _Stack) -> CudaMemory:
+    groups: dict[tuple[str | None, str | None], list[int]] = defaultdict(list)
+    for block in memory.blocks:
+        where = memory.frames[block.where] if 0 <= block.where < len(memory.frames) else None
+        at_ns = None if block.at_us is None else block.at_us * 1000 - record.ahead_ns
+        groups[None if at_ns is None else stack.at(at_ns), where].append(block.bytes)
+    holders = [
+        Holder(stage=stage, where=where, blocks=len(sizes), bytes=sum(sizes))
+        for (stage, where), sizes in groups.items()
+    ]
+    holders.sort(key=lambda holder: (-holder.bytes, holder.stage or "", holder.where or ""))
+    process = timeline.processes[record.process]
+    known = memory.peak_us is not None and process.aligned
+    opened_ns = timeline.window.start_ns
+    return CudaMemory(
+        process=process.name,
+        device=f"cuda:{memory.device}",
+        window=record.stage,
+        oom=record.oom,
+        oom_bytes=memory.oom_bytes if record.oom else None,
+        allocated_bytes=memory.peak_bytes,
+        reserved_bytes=memory.peak_reserved_bytes,
+        at_ns=(memory.peak_us or 0) * 1000 - record.ahead_ns - opened_ns if known else None,
+        before_bytes=memory.before_bytes,
+        cut=memory.cut,
+        holders=tuple(holders[:TOP]),
+        other_bytes=memory.other_bytes + sum(holder.bytes for holder in holders[TOP:]),
+    )
+
+
+class _Stack:
+    """Innermost spans of a process, at any time."""
+
+    def __init__(self, timeline: Timeline, process: int) -> None:
+        spans = [span for span in timeline.spans if span.process == process]
+        points: list[tuple[int, int, Span]] = [(span.start_ns, 1, span) for span in spans]
+        points += [(timeline.until_ns(span), 0, span) for span in spans]
+        running: dict[int, Span] = {}
+        self._times: list[int] = []
+        self._labels: list[str | None] = []
+        """From each time on."""
+        for at_ns, begins, span in sorted(points, key=lambda point: point[:2]):
+            if begins:
+                running[id(span)] = span
+            else:
+                running.pop(id(span), None)
+            last = next(reversed(running.values()), None)
+            self._times.append(at_ns)
+            self._labels.append(None if last is None else f"{last.role} {last.stage}")
+
+    def at(self, at_ns: int) -> str | None:
+        place = bisect_right(self._times, at_ns) - 1
+        return None if place < 0 else self._labels[place]
+
+
+HELD = 4
+"""Snapshots whose holders are listed."""
+NOTE = (
+    "From the allocator's history. before: allocated before the recording, as weights mostly are. at: of the "
+    "most allocated."
+)
+COLUMNS = ("process", "device", ">allocated", ">reserved", ">at", ">before", "mostly")
+HOLDERS = (">bytes", ">blocks", "allocated in", "by")
+
+
+def cuda_memory_blocks(rows: Sequence[CudaMemory], report: StepReport) -> Iterator[Block]:
+    """Yield the peak of each snapshot, and what held the memory then. Nothing without a snapshot."""
+    if not rows:
+        return
+    yield TextTable("CUDA memory at its highest", COLUMNS, tuple(map(_cells, rows)), NOTE, noun="row")
+    for row in rows[:HELD]:
+        yield TextTable(f"Held then: {_name(row)}", HOLDERS, tuple(_holders(row)), _remark(row))
+
+
+def _name(row: CudaMemory) -> str:
+    """Return `actor 0 cuda:0, update_actor, at an out-of-memory error`."""
+    at_oom = "at an out-of-memory error" if row.oom else None
+    return ", ".join(filter(None, (f"{row.process} {row.device}", row.window, at_oom)))
+
+
+def _remark(row: CudaMemory) -> str:
+    remarks = []
+    if row.oom and row.oom_bytes is not None:
+        remarks.append(f"CUDA was out of memory when it was asked for {size(row.oom_bytes)}.")
+    if row.cut:
+        remarks.append(
+            "The history was full: earlier peaks are not known, and `before` holds what its oldest events "
+            "told. Raise cuda_memory.max_entries."
+        )
+    return " ".join(remarks)
+
+
+def _cells(row: CudaMemory) -> tuple[str, ...]:
+    first = row.holders[0] if row.holders else None
+    most = (
+        "" if first is None else f"{size(first.bytes)} {' '.join(filter(None, (first.stage, first.where)))}"
+    )
+    return (
+        row.process + (", out of memory" if row.oom else ""), row.device, size(row.allocated_bytes),
+        size(row.reserved_bytes), duration(row.at_ns), size(row.before_bytes), most,
+    )  # fmt: skip
+
+
+def _holders(row: CudaMemory) -> list[tuple[str, ...]]:
+    """Return a row for each holder, then what is left."""
+    cells = [
+        (size(holder.bytes), f"{holder.blocks:,}", holder.stage or "no span", holder.where or "no stack kept")
+        for holder in row.holders
+    ]
+    rest = ((row.before_bytes, "before the recording"), (row.other_bytes, "others"))
+    return [*cells, *((size(number), "", what, "") for number, what in rest if number)]
+
+
+CUDA_MEMORY = Section(
+    name="cuda_memory",
+    title="CUDA memory at its highest",
+    compute=lambda sources: cuda_memory_peaks(
+        sources.timeline, () if sources.traces is None else sources.traces.memory
+    ),
+    terminal=cuda_memory_blocks,
+)

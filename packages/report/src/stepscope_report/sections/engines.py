@@ -1,0 +1,648 @@
+"""Engines: what each inference replica did in the step, with which requests and tokens.
+
+One file above 500 lines: the numbers of a section, its tables and its charts are read together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
+
+import msgspec
+
+from stepscope.files.spans import SERVED, WAITING
+from stepscope_report.block import Block, Listing, TextTable
+from stepscope_report.charts.marks import pick
+from stepscope_report.formatting import LISTED, PROFILED, duration, few, percent_of, percents, starred
+from stepscope_report.html.markup import EMPTY, Html, join, tag
+from stepscope_report.html.page import legend, percent, section, stacked, table
+from stepscope_report.html.timecharts import axis, zoomed
+from stepscope_report.replicas import Replica, find_replicas, mark_of
+from stepscope_report.section import Section
+from stepscope_report.table import Table
+from stepscope_report.timeline import Span, Timeline, TraceActivity
+
+if TYPE_CHECKING:
+    from stepscope_report.html.colours import Colours
+    from stepscope_report.model import StepReport
+    from stepscope_report.section import Page, Sources
+
+BINS = 120
+"""Stretches of time that the load is averaged over."""
+Source: TypeAlias = Literal["iterations", "requests"]
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that wait, are read and are written, on average over a stretch of time."""
+
+    start_ns: int
+    """After the capture opened."""
+    waiting: float
+    prefilling: float
+    decoding: float
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica. The times from `prefill_ns` to `idle_ns` do not overlap, and add up to `recorded_ns`.
+    None: nothing says it.
+    """
+
+    replica: str
+    """`replica 1`; the name of a process without a number; `requests of trainer` where requests that this
+    process recorded do not name their replica, and it is not the only one."""
+    number: int | None
+    processes: tuple[str, ...]
+    """Of the timeline, that belong to it."""
+    rivals: tuple[str, ...] = ()
+    """Those of `processes` that served at the same time, each other trajectories, if there are several: they
+    may be engines of their own that state one number."""
+    profiled: bool
+    """A profiler recorded it, and slowed it."""
+    source: Source
+    """Of the times and of `running_mean`. `iterations`: the engine's own annotations in its trace.
+    `requests`: spans `prefill` and `decode` of its requests."""
+    iterations: int | None
+    """Forward passes with at least one request, over all data-parallel engines."""
+    iterations_by_engine: tuple[int, ...]
+    """Of each data-parallel engine."""
+    window_ns: int
+    """From the first to the last work of any replica: the same for all."""
+    recorded_ns: int
+    """Of that, the time that the source covers, and `writing_ns`."""
+    prefill_ns: int
+    """While it read prompts and wrote no token."""
+    decode_ns: int
+    """While it wrote tokens and read no prompt."""
+    mixed_ns: int
+    """While it did both: in one pass, or in several data-parallel engines."""
+    held_ns: int | None
+    """While it ran no pass and had requests. By requests: while all of them waited. For a replica that ran
+    nothing, by its own counter of unfinished requests."""
+    paused_ns: int | None
+    """Of the rest, while it was paused, asleep, or loading weights, by spans."""
+    writing_ns: int | None
+    """Of the rest, while its own profiler started or wrote."""
+    idle_ns: int | None
+    """The rest. None if it ran nothing, and nothing says whether it had requests."""
+    requests: int | None
+    """Requests that ended."""
+    prompt_tokens: int | None
+    """Of these requests; without them by the engine's own counters, from start to stop of its recording."""
+    cached_tokens: int | None
+    """Of `prompt_tokens`, those that the prefix cache held."""
+    output_tokens: int | None
+    output_tokens_per_s: float | None
+    """While it had requests."""
+    prefill_tokens: int | None
+    """Tokens that the recorded passes read."""
+    preemptions: int | None
+    running_mean: float | None
+    """Requests at once in passes, or in prefill and decode; on average while there were any."""
+    running_most: int | None
+    waiting_mean: float | None
+    """Requests at once that waited for a place; on average while it had any request. None as well if requests
+    waited and nothing says for which replica."""
+    waiting_most: int | None
+    load: tuple[Load, ...]
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the replica was recorded, ran nothing and had nothing to do."""
+        return self.iterations == 0 and self.held_ns == 0
+
+
+class Phaseless(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that did work of role `rollout`, and of which nothing says when it read and when it wrote."""
+
+    process: str
+    stages: tuple[str, ...]
+    """The stages of its work."""
+    given: bool = False
+    """True if engines were given to the capture: none of their traces names iterations."""
+
+
+def engine_usage(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Engine]:
+    """Return a row for each replica whose work is known, or known to be none."""
+    candidates = find_replicas(timeline, activities)
+    replicas = [replica for replica in candidates if _is_known(replica)]
+    unplaced = any(_waited(replica) for replica in candidates if not _is_known(replica))
+    pieces = [list(_pieces(timeline, replica)) for replica in replicas]
+    window = _window(timeline, pieces)
+    attributed = any(replica.served for replica in replicas)
+    return Table(
+        _engine(timeline, replica, own, window, attributed, unplaced)
+        for replica, own in zip(replicas, pieces, strict=True)
+    )
+
+
+def phaseless_engines(timeline: Timeline, engines: Sequence[Engine]) -> Table[Phaseless]:
+    """Return the processes of replicas that did work and have no row in `engine_usage`.
+
+    None where an engine's trace names its iterations: that engine may run in any of the processes. None in an
+    unedited program either, since its framework does not call the phases. Moving weights, pausing and spans
+    of role `rollout` in a process that is no replica, which wait for one, are no such work.
+    """
+    unedited = timeline.manifest is not None and timeline.manifest.opened_by == "instrument"
+    if unedited or any(engine.source == "iterations" for engine in engines):
+        return Table()
+    seen = {name for engine in engines for name in engine.processes}
+    stages: dict[int, set[str]] = defaultdict(set)
+    for span in timeline.spans:
+        beside = span.waits or span.stage in _STAGES or mark_of(span) is not None
+        if span.role == "rollout" and not beside:
+            stages[span.process].add(span.stage)
+    named = {span.process for span in timeline.spans if span.role == "rollout" and span.stage in SERVED}
+    return Table(
+        Phaseless(
+            process=process.name,
+            stages=tuple(sorted(stages[index])),
+            given=timeline.replicas > 0,
+        )
+        for index, process in enumerate(timeline.processes)
+        if index in stages and process.aligned and process.is_replica
+        if index not in named and process.name not in seen
+    )
+
+
+class _Kind(IntEnum):
+    """The kind of a piece: requests by their spans, requests in passes, or something that went on."""
+
+    WAITING = 0
+    PREFILLING = 1
+    DECODING = 2
+    READS = 3
+    WRITES = 4
+    BOTH = 5
+    """Requests of a pass that does not say how many it reads, and how many it writes."""
+    RECORDED = 6
+    PAUSED = 7
+    STALLED = 8
+    HELD = 9
+
+
+_STAGES = {
+    **dict.fromkeys(WAITING, _Kind.WAITING),
+    "prefill": _Kind.PREFILLING,
+    "decode": _Kind.DECODING,
+}
+
+
+class _Piece(NamedTuple):
+    start_ns: int
+    end_ns: int
+    kind: _Kind
+    number: int = 1
+
+
+Levels: TypeAlias = list[int]
+"""By kind, the sum over the pieces of an instant."""
+
+
+def _is_known(replica: Replica) -> bool:
+    ran = bool(replica.passes) or any(span.stage not in WAITING for span in replica.served)
+    return (
+        ran
+        or replica.idle
+        or (bool(replica.recordings) and all(recording.idle for recording in replica.recordings))
+    )
+
+
+def _waited(replica: Replica) -> bool:
+    return any(span.stage in WAITING for span in replica.served)
+
+
+def _rivals(timeline: Timeline, replica: Replica) -> list[int]:
+    """Return the processes of a replica if they served at the same time and share no trajectory."""
+    served: dict[int, list[Span]] = defaultdict(list)
+    for span in replica.served:
+        if span.process in replica.processes and span.trajectory is not None:
+            served[span.process].append(span)
+    trajectories = [{span.trajectory for span in own} for own in served.values()]
+    if len(served) < 2 or len(set[str | None]().union(*trajectories)) < sum(map(len, trajectories)):
+        return []
+    first_ends_ns = min(max(map(timeline.until_ns, own)) for own in served.values())
+    last_begins_ns = max(min(span.start_ns for span in own) for own in served.values())
+    return sorted(served) if last_begins_ns < first_ends_ns else []
+
+
+def _pieces(timeline: Timeline, replica: Replica) -> Iterator[_Piece]:
+    for span in replica.served:
+        yield _Piece(span.start_ns, timeline.until_ns(span), _STAGES[span.stage])
+    for start_ns, end_ns, iteration in replica.passes:
+        if iteration.prefills:
+            kind = _Kind.BOTH if iteration.mixed else _Kind.READS
+            yield _Piece(start_ns, end_ns, kind, iteration.prefills)
+        if iteration.decodes:
+            yield _Piece(start_ns, end_ns, _Kind.WRITES, iteration.decodes)
+
+
+def _window(timeline: Timeline, pieces: Iterable[Iterable[_Piece]]) -> tuple[int, int]:
+    """Return the time from the first to the last work of any replica; without any, the step's."""
+    work = [piece for own in pieces for piece in own]
+    if not work:
+        return timeline.window.start_ns, timeline.window.end_ns
+    return min(piece.start_ns for piece in work), max(piece.end_ns for piece in work)
+
+
+def _engine(
+    timeline: Timeline,
+    replica: Replica,
+    work: list[_Piece],
+    window: tuple[int, int],
+    attributed: bool,
+    unplaced: bool,
+) -> Engine:
+    """Return the row of a replica.
+
+    Args:
+        attributed: Requests are known, and whose they are.
+        unplaced: Other requests waited, and nothing says for which replica.
+    """
+    idle = not work
+    source: Source = "iterations" if idle or replica.passes else "requests"
+    counted = source == "iterations"
+    times = _measure(replica, work, window, source)
+    tokens, processes = replica.tokens, timeline.processes
+    prefilled = [ran.iteration.prefill_tokens for ran in replica.passes]
+    spent, present_ns = times.spent, times.present_ns
+    if not replica.served and replica.passes:
+        present_ns = max(ran.end_ns for ran in work) - min(ran.start_ns for ran in work)
+    known = bool(replica.served) or (idle and (attributed or replica.held is not None))
+    waited = bool(replica.served) and (_waited(replica) or not unplaced)
+    return Engine(
+        replica=replica.name,
+        number=replica.number,
+        processes=tuple(processes[index].name for index in replica.processes),
+        rivals=tuple(processes[index].name for index in _rivals(timeline, replica)),
+        profiled=bool(replica.recordings) or any(processes[index].profiled for index in replica.processes),
+        source=source,
+        iterations=len(replica.passes) if counted else None,
+        iterations_by_engine=tuple(len(ran.passes) for ran in replica.recordings) if counted else (),
+        window_ns=window[1] - window[0],
+        recorded_ns=sum(spent.values()),
+        prefill_ns=spent["prefill"],
+        decode_ns=spent["decode"],
+        mixed_ns=spent["mixed"],
+        held_ns=spent["held"] if known else None,
+        paused_ns=None if replica.pauses is None else spent["paused"],
+        writing_ns=None if replica.stalls is None else spent["stalled"],
+        idle_ns=spent["idle"] if known or not idle else None,
+        requests=0 if idle and attributed else tokens.requests,
+        prompt_tokens=tokens.prompt,
+        cached_tokens=tokens.cached,
+        output_tokens=tokens.output,
+        output_tokens_per_s=None if tokens.output is None else _per(tokens.output * 10**9, present_ns, 1),
+        prefill_tokens=None if None in prefilled or not counted else sum(ran or 0 for ran in prefilled),
+        preemptions=tokens.preemptions,
+        running_mean=_per(times.running, times.running_ns),
+        running_most=times.running_most if times.running_ns else None,
+        waiting_mean=_per(times.waiting, times.present_ns) if waited else None,
+        waiting_most=times.waiting_most if waited else None,
+        load=_load(work, window, timeline.window.start_ns),
+    )
+
+
+def _measure(replica: Replica, work: list[_Piece], window: tuple[int, int], source: Source) -> _Times:
+    """Sum over the instants of the window that the source covers."""
+    stretches = [pair for recording in replica.recordings for pair in recording.stretches]
+    recorded = stretches if source == "iterations" and stretches else [window]
+    around = [
+        *(_Piece(start_ns, end_ns, _Kind.RECORDED) for start_ns, end_ns in recorded),
+        *(_Piece(start_ns, end_ns, _Kind.PAUSED) for start_ns, end_ns in replica.pauses or ()),
+        *(_Piece(start_ns, end_ns, _Kind.STALLED) for start_ns, end_ns in replica.stalls or ()),
+    ]
+    if not work:  # samples are too far apart to say what was held up between passes
+        around += [_Piece(start_ns, end_ns, _Kind.HELD) for start_ns, end_ns in replica.held or ()]
+    times = _Times(source)
+    for from_ns, until_ns, levels in _levels([*work, *around]):
+        times.add(max(from_ns, window[0]), min(until_ns, window[1]), levels)
+    return times
+
+
+_Spent: TypeAlias = Literal["prefill", "decode", "mixed", "held", "paused", "stalled", "idle"]
+
+
+class _Times:
+    def __init__(self, source: Source) -> None:
+        self.spent: dict[_Spent, int] = dict.fromkeys(get_args(_Spent), 0)
+        self.running = self.running_ns = self.running_most = 0
+        self.waiting = self.waiting_most = self.present_ns = 0
+        self._by_passes = source == "iterations"
+
+    def add(self, start_ns: int, end_ns: int, levels: Levels) -> None:
+        ns = end_ns - start_ns
+        if ns <= 0:
+            return
+        waiting, present = levels[_Kind.WAITING], sum(levels[: _Kind.READS])
+        running = sum(levels[_Kind.READS : _Kind.RECORDED]) if self._by_passes else present - waiting
+        self.running += running * ns
+        self.running_ns += ns * (running > 0)
+        self.running_most = max(self.running_most, running)
+        self.waiting += waiting * ns
+        self.waiting_most = max(self.waiting_most, waiting)
+        self.present_ns += ns * (present > 0)
+        covered = levels[_Kind.RECORDED] or levels[_Kind.STALLED]
+        if covered or (self._by_passes and running):
+            self.spent[self._passes(levels) if self._by_passes else self._requests(levels)] += ns
+
+    def _passes(self, levels: Levels) -> _Spent:
+        both = levels[_Kind.BOTH] > 0
+        work = _work(levels[_Kind.READS] > 0 or both, levels[_Kind.WRITES] > 0 or both)
+        held = any(levels[: _Kind.READS]) or levels[_Kind.HELD]
+        return work or _stop(levels) or ("held" if held else "idle")
+
+    def _requests(self, levels: Levels) -> _Spent:
+        work = _work(levels[_Kind.PREFILLING] > 0, levels[_Kind.DECODING] > 0)
+        return _stop(levels) or work or ("held" if levels[_Kind.WAITING] else "idle")
+
+
+def _work(reads: bool, writes: bool) -> _Spent | None:
+    if reads and writes:
+        return "mixed"
+    return "prefill" if reads else "decode" if writes else None
+
+
+def _stop(levels: Levels) -> _Spent | None:
+    return "stalled" if levels[_Kind.STALLED] else "paused" if levels[_Kind.PAUSED] else None
+
+
+def _levels(pieces: Iterable[_Piece]) -> Iterator[tuple[int, int, Levels]]:
+    """Yield (start, end, levels) wherever a level changes, and any is above 0. The list changes."""
+    changes: dict[int, list[tuple[_Kind, int]]] = defaultdict(list)
+    for start_ns, end_ns, kind, number in pieces:
+        changes[start_ns].append((kind, number))
+        changes[end_ns].append((kind, -number))
+    levels, at_ns = [0] * len(_Kind), 0
+    for time_ns in sorted(changes):
+        if any(levels):
+            yield at_ns, time_ns, levels
+        for kind, number in changes[time_ns]:
+            levels[kind] += number
+        at_ns = time_ns
+
+
+def _per(sum_: int, ns: int, digits: int = 2) -> float | None:
+    return round(sum_ / ns, digits) if ns else None
+
+
+def _load(work: Sequence[_Piece], window: tuple[int, int], opened_ns: int) -> tuple[Load, ...]:
+    """Return the load by requests where these are recorded, else by passes."""
+    start_ns, end_ns = window
+    by_requests = any(piece.kind < _Kind.READS for piece in work)
+    width = max(1, -(-(end_ns - start_ns) // BINS))
+    sums = [[0, 0, 0] for _ in range(-(-(end_ns - start_ns) // width) if work else 0)]
+    for from_ns, until_ns, levels in _levels(work):
+        reads = levels[_Kind.READS] + levels[_Kind.BOTH]
+        counted = levels[: _Kind.READS] if by_requests else [0, reads, levels[_Kind.WRITES]]
+        for at in range((from_ns - start_ns) // width, (until_ns - start_ns - 1) // width + 1):
+            left, right = start_ns + at * width, start_ns + (at + 1) * width
+            shared = min(until_ns, right) - max(from_ns, left)
+            for place, level in enumerate(counted):
+                sums[at][place] += level * shared
+    return tuple(
+        Load(
+            start_ns=start_ns + at * width - opened_ns,
+            waiting=round(waiting / width, 2),
+            prefilling=round(prefilling / width, 2),
+            decoding=round(decoding / width, 2),
+        )
+        for at, (waiting, prefilling, decoding) in enumerate(sums)
+    )
+
+
+def engine_blocks(rows: Sequence[Engine], report: StepReport) -> Iterator[Block]:
+    """Yield the times and the requests of each replica, and the engines without phases."""
+    if rows:
+        yield _times(rows)
+        yield request_table(rows)
+    if report.phaseless:
+        yield Listing("No engine phases", (say_phaseless(report.phaseless),))
+
+
+_NAME_PHASES = {
+    False: (
+        'Call them `prefill` and `decode`, as in span("decode", role="rollout"), or give the engine to '
+        "capture(engines=...)"
+    ),
+    True: (
+        'Call them `prefill` and `decode`, as in span("decode", role="rollout"): no trace of the engines '
+        "given names their iterations"
+    ),
+}
+"""By `Phaseless.given`."""
+
+
+def say_phaseless(rows: Sequence[Phaseless]) -> str:
+    """Name the engines whose phases are not known, and say how to name these."""
+    names = few([row.process for row in rows], LISTED)
+    stages = ", ".join(sorted({stage for row in rows for stage in row.stages})[:LISTED])
+    return (
+        f"{names}: unknown when they read prompts and when they wrote tokens; their stages are {stages}"
+        f". {_NAME_PHASES[rows[0].given]}"
+    )
+
+
+PHASES = ("prefill", "decode", "mixed", "held up", "paused", "writing", "idle")
+ENGINE_NOTE = (
+    "In percent of the recorded time. prefill, decode, mixed: passes that read prompts, wrote tokens, or did "
+    "both. held up: no pass, though there were requests. By the engine's own iterations where its trace "
+    "names them, else by the spans of requests. -: not known."
+)
+REQUESTS_NOTE = (
+    "Of requests that ended, else by the engine's own counters. prompt, tokens: tokens read and written. "
+    "cached: of the prompt, in the prefix cache. tokens/s: while it had requests. running, waiting: requests "
+    "at once, on average while there were any (and at most)."
+)
+REQUEST_COLUMNS = (
+    "replica", ">requests", ">prompt", ">cached", ">tokens", ">tokens/s", ">preempted",
+    ">running", ">waiting",
+)  # fmt: skip
+
+
+def _times(rows: Sequence[Engine]) -> TextTable:
+    columns = ("replica", ">iterations", ">recorded", *(f">{phase}" for phase in PHASES))
+    cells = tuple(
+        (
+            name_engine(row, rows),
+            iterations_of(row),
+            duration(row.recorded_ns),
+            *(part or "-" for part in shares_of(row)),
+        )
+        for row in rows
+    )
+    return TextTable("Engines", columns, cells, engine_note(rows), noun="replica")
+
+
+def request_table(rows: Sequence[Engine]) -> TextTable:
+    cells = tuple(map(_request_cells, rows))
+    return TextTable("Requests of engines", REQUEST_COLUMNS, cells, REQUESTS_NOTE, noun="replica")
+
+
+def name_engine(row: Engine, rows: Sequence[Engine]) -> str:
+    """Return its name, with a `*` if a profiler recorded it and not all of them."""
+    return starred(row.replica, row.profiled and not all(other.profiled for other in rows))
+
+
+def engine_note(rows: Sequence[Engine]) -> str:
+    differ = len({row.profiled for row in rows}) > 1
+    return f"{ENGINE_NOTE} {PROFILED}" if differ else ENGINE_NOTE
+
+
+def iterations_of(row: Engine) -> str:
+    """Return `0 (idle)`, or with those of each data-parallel engine `50 (24 + 26)`."""
+    if row.is_idle:
+        return "0 (idle)"
+    parts = row.iterations_by_engine
+    apart = f" ({' + '.join(f'{number:,}' for number in parts)})" if len(parts) > 1 else ""
+    return f"{known(row.iterations)}{apart}"
+
+
+def engine_times(row: Engine) -> tuple[int | None, ...]:
+    """Return the times of `PHASES`."""
+    return (
+        row.prefill_ns, row.decode_ns, row.mixed_ns, row.held_ns, row.paused_ns, row.writing_ns, row.idle_ns,
+    )  # fmt: skip
+
+
+def shares_of(row: Engine) -> list[str]:
+    """Return the percentages of `engine_times`; empty for what is not known."""
+    times = engine_times(row)
+    shares = iter(percents([ns for ns in times if ns is not None], row.recorded_ns))
+    return ["" if ns is None else next(shares) for ns in times]
+
+
+def _request_cells(row: Engine) -> tuple[str, ...]:
+    cached = "-"
+    if row.cached_tokens is not None and row.prompt_tokens:
+        cached = f"{percent_of(row.cached_tokens, row.prompt_tokens)} %"
+    rate = row.output_tokens_per_s
+    return (
+        row.replica,
+        known(row.requests),
+        known(row.prompt_tokens),
+        cached,
+        known(row.output_tokens),
+        known(rate if rate is None or rate < 100 else round(rate)),
+        known(row.preemptions),
+        _at_once(row.running_mean, row.running_most),
+        _at_once(row.waiting_mean, row.waiting_most),
+    )
+
+
+def _at_once(mean: float | None, most: int | None) -> str:
+    """Return `3.8 (12)`: the mean and the most."""
+    return known(mean) if mean is None else f"{mean:,.1f} ({known(most)})"
+
+
+def known(value: float | None) -> str:
+    """Return `1,234`, `3.79`, or `-` for what is not known."""
+    return "-" if value is None else f"{value:,}"
+
+
+CHARTS = 16
+"""Replicas whose load is drawn."""
+_PARTS = ("decode", "prefill", "queue")
+_TIMES = ("replica", "by", "time", ">iterations", ">recorded", *(f">{phase}" for phase in PHASES))
+
+
+def draw_engines(rows: Sequence[Engine], page: Page) -> Iterator[Html]:
+    """Yield the engines, and the names of those without phases."""
+    phaseless = page.report.phaseless
+    unnamed = tag("p", f"{say_phaseless(phaseless)}.", class_="note") if phaseless else EMPTY
+    if rows:
+        yield _engines(rows, unnamed, page.report.breakdown.window_ns, page.colours)
+    elif phaseless:
+        yield section("engines", "Engines", unnamed)
+
+
+def _engines(rows: Sequence[Engine], unnamed: Html, window_ns: int, colours: Colours) -> Html:
+    chart, height = _chart([row for row in rows if row.load], window_ns, colours)
+    named = [(_colour(phase, colours), phase) for phase in PHASES]
+    times = table(_TIMES, [_drawn_times(name_engine(row, rows), row, named) for row in rows], "engine-table")
+    asked = request_table(rows)
+    requests = table(asked.columns, asked.rows, "engine-requests")
+    note = f"{height} {engine_note(rows)} {REQUESTS_NOTE}".lstrip()
+    return section("engines", "Engines", chart, legend(named), times, requests, unnamed, note=note)
+
+
+def _chart(rows: Sequence[Engine], window_ns: int, colours: Colours) -> tuple[Html, str]:
+    """Draw the load of some replicas, and say how high it is. Nothing of engines without a load."""
+    if not rows:
+        return EMPTY, ""
+    highest = max(sum(_drawn_levels(load)) for row in rows for load in row.load) or 1.0
+    busiest = max(range(len(rows)), key=lambda at: rows[at].decode_ns + rows[at].mixed_ns)
+    picked = [rows[at] for at in pick(len(rows), CHARTS, [busiest])]
+    charts = [_drawn_load(row, highest, window_ns, colours) for row in picked]
+    body = tag("div", axis(window_ns), *charts, class_="chart", id="engine-load", data_ns=window_ns)
+    note = (
+        "Height: requests in decode, in prefill, and waiting, on average over each bar, of at most "
+        f"{highest:.1f}."
+    )
+    if len(picked) < len(rows):
+        note += f" Drawn are {len(picked)} of {len(rows):,} replicas, evenly chosen, and the busiest."
+    return join(colours.legend([("rollout", part) for part in _PARTS]), body), note
+
+
+def _colour(phase: str, colours: Colours) -> str:
+    """Return the class of the stage of that name, so that it looks the same all over the page."""
+    stage = "rollout", phase
+    return colours.of(stage) if stage in colours.labels else f"e-{phase.split()[0]}"
+
+
+def _drawn_times(name: str, row: Engine, named: Sequence[tuple[str, str]]) -> tuple[str | Html, ...]:
+    times = engine_times(row)
+    cells = [
+        "-" if ns is None else f"{duration(ns)} ({share} %)"
+        for ns, share in zip(times, shares_of(row), strict=True)
+    ]
+    parts = (
+        (css, ns, f"{phase} {duration(ns)}") for (css, phase), ns in zip(named, times, strict=True) if ns
+    )
+    bar = stacked(parts, row.recorded_ns)
+    return name, row.source, bar, iterations_of(row), duration(row.recorded_ns), *cells
+
+
+def _drawn_levels(load: Load) -> tuple[float, float, float]:
+    return load.decoding, load.prefilling, load.waiting
+
+
+def _drawn_load(row: Engine, top: float, window_ns: int, colours: Colours) -> Html:
+    """Return stacked bars, from below: decode, prefill, waiting."""
+    bars = []
+    width_ns = row.load[1].start_ns - row.load[0].start_ns if len(row.load) > 1 else row.window_ns
+    for load in row.load:
+        below = 0.0
+        hover = f"{load.decoding:g} in decode, {load.prefilling:g} in prefill, {load.waiting:g} waiting"
+        for part, level in zip(_PARTS, _drawn_levels(load), strict=True):
+            if level:
+                place = (
+                    f"left:{percent(load.start_ns, window_ns)};width:{percent(1.05 * width_ns, window_ns)};"
+                    f"bottom:{percent(below, top)};height:{percent(level, top)}"
+                )
+                bars.append(tag("i", class_=f"m {colours.of(('rollout', part))}", style=place, data_t=hover))
+                below += level
+    name, track = tag("span", row.replica, class_="name"), zoomed(bars, "track curve")
+    return tag("div", name, track, class_="row", style="height:44px")
+
+
+ENGINES: Section[Table[Engine]] = Section(
+    name="engines",
+    title="Engines",
+    compute=lambda sources: engine_usage(sources.timeline, sources.activities),
+    terminal=engine_blocks,
+    html=draw_engines,
+    page=0,
+)
+
+
+def _phaseless(sources: Sources) -> tuple[Phaseless, ...]:
+    engines: Table[Engine] = sources.value_of(ENGINES)
+    return phaseless_engines(sources.timeline, engines)
+
+
+PHASELESS = Section(
+    name="phaseless",  # drawn with the engines
+    compute=_phaseless,
+)

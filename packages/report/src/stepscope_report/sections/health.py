@@ -1,0 +1,491 @@
+"""Reasons to doubt a report: missing, dropped, open or broken data, unsure clocks, the recording's cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import msgspec
+
+from stepscope.files.manifest.records import OpenedBy, OwnCost, ProcessPart, Recorded, State
+from stepscope_report.block import Block, Listing, Paragraph, TextTable
+from stepscope_report.formatting import (
+    LISTED,
+    count,
+    duration,
+    numbers,
+    plain,
+    say_profiled,
+    size,
+    starred,
+    turn,
+)
+from stepscope_report.html.markup import Html, tag
+from stepscope_report.html.page import ROWS, draw, section, table
+from stepscope_report.section import Section, StepFile
+from stepscope_report.table import grouped
+from stepscope_report.timeline import FileProblem, ProcessClock, Span, Timeline
+from stepscope_report.timeline.completeness import doubts
+
+if TYPE_CHECKING:
+    from stepscope_report.model import StepReport
+    from stepscope_report.section import Page, Sources
+
+
+class SpanRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One span that stands out: it failed, or it never ended."""
+
+    process: str
+    role: str
+    stage: str
+    start_ns: int | None
+    """After the capture opened. None: its process is unaligned."""
+    wall_ns: int
+    """Up to the last sign of life, if it never ended."""
+    trajectory: str | None
+    turn: int | None
+    error: str | None
+
+
+class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One process: what it left, how its clock was aligned, what being profiled cost it."""
+
+    name: str
+    host: str
+    pid: int
+    owner: bool
+    closed: bool
+    """False: it never closed its capture."""
+    spans: int
+    dropped: int | None
+    """None: it did not live to say."""
+    clock: ProcessClock
+    cost: OwnCost | None
+    profiled: bool = False
+    """A profiler recorded it."""
+
+
+class OtherStep(msgspec.Struct, frozen=True, kw_only=True):
+    """Spans recorded in this step that are another step's work (asynchronous RL)."""
+
+    step: int
+    spans: int
+    total_ns: int
+    policy_versions: tuple[int, ...]
+    under_way: int = 0
+    """Number of them that went on when their process closed the capture, as work for a later step may."""
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    state: State | None
+    """State of the manifest; `partial` if that is ok although something is missing or damaged. None if no
+    process left its part.
+    """
+    missing: tuple[str, ...]
+    """A line for each thing that was promised and is missing, partial, failed or pending, with its reason."""
+    skipped: tuple[str, ...]
+    """One line for each thing that was not recorded on purpose, with its reason."""
+    warnings: tuple[str, ...] = ()
+    """One line for each thing that was probably meant to take part and did not, with its reason."""
+    notes: tuple[str, ...] = ()
+    """One line for each thing to know of a recording that is no trouble: fewer iterations than asked for, an
+    option that was ignored.
+    """
+    uncalled: tuple[str, ...] = ()
+    """Functions that `instrument` replaced in some process, and of which no process recorded a call: not
+    called in this step, or called in a process outside the capture.
+    """
+    opened_by: OpenedBy = "program"
+    """Opener of the capture, by default the program's own code: advice names what its reader can change."""
+    user_error: str | None
+    """The user's exception that ended the capture. It alone leaves nothing incomplete."""
+    captures: int = 1
+    """Number of captures of the step in one process. This is of the last."""
+    recorder: Recorded | None = None
+    """The event upon which the flight recorder wrote the step. None: it was captured."""
+    broken: tuple[FileProblem, ...]
+    """Files that are missing or damaged, traces among them if they were read."""
+    dropped: int
+    """Spans that were not written, in all processes that lived to say so."""
+    open_spans: tuple[SpanRow, ...]
+    """Spans without an end: those of processes that never closed their capture first, the longest first. Work
+    for a later step that goes on when its process closes is none of them: it is in `other_steps`."""
+    errors: tuple[SpanRow, ...]
+    other_steps: tuple[OtherStep, ...]
+    processes: tuple[ProcessRow, ...]
+    doubts: tuple[str, ...]
+    """All reasons why the step is not complete."""
+    complete: bool
+    """Nothing is missing, partial, failed, dropped, broken or unaligned; every process closed its capture."""
+
+
+def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Health:
+    """Return the health of a step. `traces` are problems of what is in its traces, if they were read."""
+    manifest = timeline.manifest
+    missing = () if manifest is None else (*manifest.problems(), *manifest.awaited())
+    reasons = doubts(timeline, traces)
+    state = None if manifest is None else manifest.state
+    if reasons and state in ("ok", "skipped"):
+        state = "partial"
+    parts = () if manifest is None else manifest.processes
+    return Health(
+        state=state,
+        missing=missing,
+        skipped=_skipped(parts),
+        warnings=() if manifest is None else tuple(manifest.warnings()),
+        notes=() if manifest is None else tuple(manifest.notes()),
+        uncalled=_uncalled(timeline, parts),
+        opened_by="program" if manifest is None else manifest.opened_by,
+        user_error=next((part.error for part in parts if part.error is not None), None),
+        captures=timeline.captures,
+        recorder=None if manifest is None else manifest.recorder,
+        broken=(*timeline.problems, *traces),
+        dropped=sum(process.dropped or 0 for process in timeline.processes),
+        open_spans=_rows(timeline, _never_ended(timeline)),
+        errors=_rows(timeline, (span for span in timeline.spans if span.error is not None)),
+        other_steps=_other_steps(timeline),
+        processes=_processes(timeline),
+        doubts=reasons,
+        complete=not reasons,
+    )
+
+
+def cut_processes(timeline: Timeline, *, by_a_budget: bool = False) -> frozenset[str]:
+    """Return the names of processes whose recording ended before their work did: by a budget, SIGTERM or
+    their exit.
+
+    Args:
+        by_a_budget: By that alone.
+    """
+    parts = () if timeline.manifest is None else timeline.manifest.processes
+    latest = {part.process.key: part for part in sorted(parts, key=lambda part: part.opened.wall_ns)}
+    return frozenset(
+        process.name
+        for process in timeline.processes
+        if (part := latest.get(process.info.key)) is not None
+        and (is_truncated(part) or (not by_a_budget and part.ended_by in ("signal", "exit")))
+    )
+
+
+def is_truncated(part: ProcessPart) -> bool:
+    """Return whether a budget ended the recording of spans."""
+    return any(item.kind == "spans" and item.truncated for item in part.expected)
+
+
+def _skipped(parts: Iterable[ProcessPart]) -> tuple[str, ...]:
+    return tuple(
+        f"{part.process.key}: {item.name}: {item.reason}"
+        for part in parts
+        for item in part.expected
+        if item.state == "skipped" and item.kind != "selection"
+    )
+
+
+def _uncalled(timeline: Timeline, parts: Iterable[ProcessPart]) -> tuple[str, ...]:
+    replaced = {target: stages for part in parts for target, stages in part.instrumented.items()}
+    if not replaced:
+        return ()
+    seen = {f"{span.role}/{span.stage}" for span in (*timeline.spans, *timeline.consumed)}
+    return tuple(
+        f"{target} ({', '.join(dict.fromkeys(stages))})"
+        for target, stages in sorted(replaced.items())
+        if not any(_is_among(seen, stage) for stage in stages)
+    )
+
+
+def _is_among(labels: Set[str], stage: str) -> bool:
+    """Return whether a `role/stage` is one of `labels`; a `*` in it stands for what a call decides."""
+    return stage in labels or ("*" in stage and any(fnmatchcase(label, stage) for label in labels))
+
+
+def _never_ended(timeline: Timeline) -> list[Span]:
+    spans = [span for span in timeline.spans if span.end_ns is None and not _goes_on(timeline, span)]
+
+    def place(span: Span) -> tuple[bool, int]:
+        return timeline.processes[span.process].closed_ns is not None, span.start_ns - timeline.until_ns(span)
+
+    return sorted(spans, key=place)
+
+
+def _goes_on(timeline: Timeline, span: Span) -> bool:
+    """Return whether a span without an end is work for a later step, of a process that closed its capture."""
+    closed = timeline.processes[span.process].closed_ns is not None
+    return closed and span.end_ns is None and timeline.leaves(span)
+
+
+def _rows(timeline: Timeline, spans: Iterable[Span]) -> tuple[SpanRow, ...]:
+    return tuple(
+        SpanRow(
+            process=timeline.processes[span.process].name,
+            role=span.role,
+            stage=span.stage,
+            start_ns=timeline.since_opening_ns(span),
+            wall_ns=timeline.until_ns(span) - span.start_ns,
+            trajectory=span.trajectory,
+            turn=span.turn,
+            error=span.error,
+        )
+        for span in spans
+    )
+
+
+def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
+    by_step = grouped((span for span in timeline.spans if span.step != timeline.step), lambda span: span.step)
+    return tuple(
+        OtherStep(
+            step=step,
+            spans=len(spans),
+            total_ns=sum(span.dur_ns or 0 for span in spans),
+            policy_versions=tuple(sorted({v for span in spans if (v := span.policy_version) is not None})),
+            under_way=sum(_goes_on(timeline, span) for span in spans),
+        )
+        for step, spans in sorted(by_step.items())
+    )
+
+
+def _processes(timeline: Timeline) -> tuple[ProcessRow, ...]:
+    return tuple(
+        ProcessRow(
+            name=process.name,
+            host=process.info.host,
+            pid=process.info.pid,
+            owner=process.owner,
+            closed=process.closed_ns is not None,
+            spans=process.spans,
+            dropped=process.dropped,
+            clock=process.clock,
+            cost=process.cost,
+            profiled=process.profiled,
+        )
+        for process in timeline.processes
+    )
+
+
+NOT_COMPLETE = "Not complete"
+UNCALLED = "Instrumented, without a recorded call: not called in this step, or called outside this capture"
+
+
+def health_blocks(health: Health, report: StepReport) -> Iterator[Block]:
+    """Yield the processes, and the reasons to doubt the numbers above."""
+    yield _said_processes(health.processes)
+    if health.complete and not health.errors:
+        yield Paragraph(say_complete(health))
+    yield from health_lists(health)
+
+
+def health_lists(health: Health) -> Iterator[Listing]:
+    """Yield what is missing, open, failed or foreign, each with its reason."""
+    lists: tuple[tuple[str, Iterable[str]], ...] = (
+        (NOT_COMPLETE, health.doubts),
+        ("Never ended", map(say_span, health.open_spans)),
+        ("Errors", (f"{say_span(row)}: {row.error}" for row in health.errors)),
+        ("Work of other steps, recorded in this one", map(say_other, health.other_steps)),
+        ("Notes on clocks", clock_notes(health)),
+        ("Warnings", health.warnings),
+        ("Notes", health.notes),
+        (UNCALLED, health.uncalled),
+        ("Not recorded, on purpose", health.skipped),
+    )
+    for title, lines in lists:
+        if listed := tuple(lines):
+            yield Listing(title, listed, bad=title == NOT_COMPLETE)
+
+
+def say_other_runs(report: StepReport) -> str:
+    """Name the other runs that captured this step; empty without any."""
+    others = [run for run in report.runs if run != report.run_id]
+    return f"Other runs captured this step too, see --run: {', '.join(others)}" if others else ""
+
+
+def say_others(run_id: str | None, others: Mapping[str, Sequence[int]]) -> str:
+    """Name the steps of a folder that are left out because other runs alone captured them.
+
+    Args:
+        run_id: The run that is shown.
+        others: {id of another run: those of its steps}.
+    """
+    left = "; ".join(f"step {numbers(steps)} of run {run}" for run, steps in others.items())
+    return f"Only run {run_id} is shown. Left out, see --run: {left}"
+
+
+OPEN_CLOSE = "open, close: the capture took this before and after the step. export: in the background."
+FIRST = "First the processes with trouble, then the least sure clock and the one that took longest to record."
+
+
+def worst_first(processes: Sequence[ProcessRow], shown: int) -> tuple[Sequence[ProcessRow], str]:
+    """Return the processes so that the first `shown` ones say most, and a note on that order.
+
+    Processes that are all shown stay in their order, without a note.
+    """
+    if len(processes) <= shown:
+        return processes, ""
+    vaguest = max(processes, key=lambda process: process.clock.uncertainty_ns or 0)
+    others = [process for process in processes if not process.owner]
+    slowest = max(others or processes, key=_profiling_ns)
+
+    def place(process: ProcessRow) -> tuple[bool, bool, bool]:
+        wrong = process.clock.uncertainty_ns is None or not process.closed or bool(process.dropped)
+        return not process.owner, not wrong, process not in (vaguest, slowest)
+
+    return sorted(processes, key=place), FIRST
+
+
+def _profiling_ns(process: ProcessRow) -> int:
+    return 0 if process.cost is None else process.cost.start_ns + process.cost.stop_ns
+
+
+def _said_processes(processes: Sequence[ProcessRow]) -> TextTable:
+    ordered, order = worst_first(processes, 2 * LISTED)
+    columns = ("process", "host", ">spans", "clock", ">open", ">close", ">export", ">in spans")
+    note = " ".join(filter(None, (order, OPEN_CLOSE, say_profiled(*(row.profiled for row in processes)))))
+    rows = tuple(
+        (starred(row.name, row.profiled), row.host, f"{row.spans:,}", clock(row), *cost_cells(row))
+        for row in ordered
+    )
+    return TextTable("Processes", columns, rows, note, noun="process")
+
+
+def cost_cells(row: ProcessRow) -> tuple[str, ...]:
+    """Return the cost of opening, closing, exporting, and of spans."""
+    cost = row.cost
+    times = (None,) * 4 if cost is None else (cost.start_ns, cost.stop_ns, cost.export_ns, cost.spans_ns)
+    return tuple(map(duration, times))
+
+
+def clock(process: ProcessRow) -> str:
+    """Describe how its times got onto the owner's clock, with the uncertainty."""
+    alignment = process.clock
+    if alignment.uncertainty_ns is None:
+        return alignment.alignment
+    how: str = alignment.alignment
+    if alignment.alignment in ("measured", "collectives"):
+        how = f"moved {duration(-alignment.offset_ns)}"
+        how += f" by {count(alignment.matched, 'collective')}" if alignment.matched else ""
+        how += f", drift {alignment.drift_ppm:+.1f} ppm" if abs(alignment.drift_ppm or 0) >= 0.05 else ""
+    return f"{how}, +-{duration(alignment.uncertainty_ns)}{', was set' if alignment.jumped else ''}"
+
+
+def clock_notes(health: Health) -> list[str]:
+    """Return a line for each reason why collectives align no clock, and for each assumption about one."""
+    notes: dict[str, list[str]] = {}
+    for process in health.processes:
+        if process.clock.note is not None:
+            notes.setdefault(process.clock.note, []).append(process.name)
+    return [f"{', '.join(names)}: {note}" for note, names in notes.items()]
+
+
+def say_complete(health: Health) -> str:
+    until = "" if health.user_error is None else ", up to where the capture ended"
+    but = f"; {count(len(health.warnings), 'warning')} below" if health.warnings else ""
+    return f"Complete: nothing is missing, dropped or broken{until}{but}."
+
+
+def say_recorder(health: Health) -> str:
+    """Return the sentence on a step that the flight recorder wrote. Empty for a captured one."""
+    if health.recorder is None:
+        return ""
+    return (
+        f"Written by the flight recorder ({health.recorder.trigger}: {plain(health.recorder.reason)}). "
+        "It holds spans alone: no profiler ran"
+    )
+
+
+def say_again(health: Health) -> str:
+    """Return the sentence on a step that was tried again. Empty for others."""
+    return "" if health.captures == 1 else f"Captured {health.captures} times in this run; the last is shown"
+
+
+def say_ended(health: Health) -> str:
+    """Name the exception that ended the capture. Empty if none did: that alone leaves nothing incomplete."""
+    if health.user_error is None:
+        return ""
+    what = "capture" if health.recorder is None else "step"
+    return f"The {what} ended with {plain(health.user_error)}: what follows is up to there"
+
+
+def say_incomplete(health: Health) -> str:
+    """Return the first reason why the step is not complete, and the number of others. Empty if it is."""
+    reasons = health.doubts
+    if not reasons:
+        return ""
+    more = "" if len(reasons) == 1 else f", and {count(len(reasons) - 1, 'reason')} more"
+    return f"{NOT_COMPLETE}: {reasons[0]}{more}"
+
+
+def say_span(row: SpanRow) -> str:
+    """Return `actor 0: actor update_actor, began at 1.20 s, 3.40 s`."""
+    began = "" if row.start_ns is None else f", began at {duration(row.start_ns)}"
+    whose = "" if row.trajectory is None else f", {turn(row.trajectory, row.turn)}"
+    return f"{row.process}: {row.role} {row.stage}{whose}{began}, {duration(row.wall_ns)}"
+
+
+def say_other(other: OtherStep) -> str:
+    """Return `step 1: 3 spans, 1.20 s in sum, policy version 4`."""
+    versions = ", ".join(map(str, other.policy_versions))
+    line = f"step {other.step}: {count(other.spans, 'span')}, {duration(other.total_ns)} in sum"
+    line += f", policy version {versions}" if versions else ""
+    return line + (f"; {other.under_way} went on when the capture closed" if other.under_way else "")
+
+
+DRAWN = 256
+"""Processes in the table. Each is ten cells, and a browser opens thousands of cells slowly."""
+
+
+def draw_health(health: Health, page: Page) -> Iterator[Html]:
+    """Yield what is missing or broken, the processes, and links to the step's files."""
+    complete = [tag("p", say_complete(health), class_="said good")] if health.complete else []
+    yield section("complete", "Complete, or not", *complete, *map(draw, health_lists(health)))
+    yield _drawn_processes(health.processes)
+    if page.files:
+        yield _files(page.files)
+
+
+def _drawn_processes(rows: Sequence[ProcessRow]) -> Html:
+    columns = (
+        "process", "host", ">pid", ">spans", ">dropped", "clock", ">open", ">close", ">export", ">in spans",
+    )  # fmt: skip
+    note = (
+        f"clock: how its times got onto the owner's clock; the true position is within +- this. {OPEN_CLOSE} "
+        "in spans: inside the stages' time."
+    )
+    note = f"{note} {say_profiled(*(row.profiled for row in rows))}".rstrip()
+    ordered, order = worst_first(rows, ROWS)
+    if len(ordered) > DRAWN:
+        order += f" {DRAWN:,} of {count(len(ordered), 'process')} are shown; --json has all."
+    shown = table(columns, [_process(row) for row in ordered[:DRAWN]])
+    return section("processes", "Processes", shown, note=f"{order} {note}" if order else note)
+
+
+def _process(row: ProcessRow) -> tuple[str | Html, ...]:
+    starry = starred(row.name, row.profiled)
+    name: str | Html = tag("b", starry, " (owner)") if row.owner else starry
+    dropped = "-" if row.dropped is None else str(row.dropped or "")
+    spans = f"{row.spans:,}" if row.closed else f"{row.spans:,}, never closed"
+    return (name, row.host, str(row.pid), spans, dropped, clock(row), *cost_cells(row))
+
+
+def _files(files: Sequence[StepFile]) -> Html:
+    """Return links to the step's files, relative, so that a copied folder keeps them."""
+    rows = [(_link(file.path), file.what, size(file.bytes)) for file in files]
+    note = "Spans and traces are this page's sources; stepscope report --json prints all tables."
+    return section("files", "Files", table(("file", "what", ">size"), rows), note=note)
+
+
+def _link(path: str) -> Html:
+    # "./" first: a name like `javascript:x` is a path then, and no scheme.
+    return tag("a", path, href="./" + quote(path))
+
+
+def _health(sources: Sources) -> Health:
+    return step_health(sources.whole, () if sources.traces is None else sources.traces.problems)
+
+
+HEALTH = Section(
+    name="health",
+    title="Complete, or not",
+    compute=_health,
+    terminal=health_blocks,
+    html=draw_health,
+)

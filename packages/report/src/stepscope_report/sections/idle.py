@@ -1,0 +1,509 @@
+"""*Idle*: the time in which a process ran no call, by its probable cause."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
+
+import msgspec
+
+from stepscope.files.spans import SERVED
+from stepscope_report.accounting import Interval, Label, Pair, bits_of, common_ns, union_ns, walk
+from stepscope_report.block import Block, TextTable
+from stepscope_report.charts.marks import pick_of_each
+from stepscope_report.division import intervals_of
+from stepscope_report.formatting import LISTED, count, duration, percent_of, say_profiled, starred
+from stepscope_report.gaps import find_stretches
+from stepscope_report.html.markup import Html
+from stepscope_report.html.page import legend, section, stacked, table
+from stepscope_report.replicas import find_replicas
+from stepscope_report.section import Section
+from stepscope_report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is_transfer, label_of, placed
+from stepscope_report.stragglers import matched_calls
+from stepscope_report.table import Table, grouped
+from stepscope_report.timeline import EngineStall, Span, Timeline, TraceActivity
+
+if TYPE_CHECKING:
+    from stepscope_report.model import StepReport
+    from stepscope_report.section import Page
+
+IdleKind: TypeAlias = Literal[
+    "rollout", "weight sync", "slowest rank", "other work", "own profiler", "unaccounted"
+]
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """A probable cause of idle time: the work of others while a process did nothing."""
+
+    kind: IdleKind
+    """`slowest rank`: for others of its role in a stage that it has a part in. `own profiler`: the engine of
+    this replica served nothing while its profiler wrote. `unaccounted`: nobody did anything that was recorded
+    but wait.
+    """
+    role: str | None
+    stage: str | None
+    wall_ns: int
+
+
+class Idle(msgspec.Struct, frozen=True, kw_only=True):
+    """One process over the step. `busy_ns + idle_ns` is the step's window, and so are busy and all causes."""
+
+    process: str
+    role: str
+    rank: int | None
+    busy_ns: int
+    """While something of its own ran: spans that do not wait, and have nothing below them elsewhere, or its
+    engine. Without the time in which its engine's profiler wrote.
+    """
+    idle_ns: int
+    causes: Table[Cause]
+    """The longest first. They add up to `idle_ns`."""
+    collective_ns: int | None
+    """Of the recorded time: in a collective, with no computation beside it. None: no trace holds any."""
+    skew_ns: int | None
+    """Of that, before the last of the ranks was in the collective. None: nothing to match."""
+    awaited: str | None = None
+    """The process that was the last one for most of that time."""
+    awaited_ns: int = 0
+    """The time for which it was waited for."""
+    profiled: bool = False
+    """A profiler recorded it and slowed it: its busy time is longer by that."""
+
+
+class _Work(NamedTuple):
+    """Work that goes on, of any process."""
+
+    waiting: bool
+    later: bool
+    """A later step consumes it."""
+    owner: bool
+    runner: str
+    """The role of the process."""
+    label: Label
+
+
+_Awaited: TypeAlias = "tuple[str, Label] | None"
+"""(role of the process that does it, what it does). None: nothing that was recorded."""
+
+
+_Kind: TypeAlias = tuple[int, _Work]
+"""(process, its work): the meaning of a bit of the walk."""
+
+
+def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Idle]:
+    """Return a row for each aligned process, in the timeline's order.
+
+    Args:
+        activities: What the step's traces say; they tell time in collectives, and in passes of engines.
+    """
+    shift = _Shift(timeline, _engine_work(timeline, activities))
+    idle, stalled = shift.run(), shift.stalled_ns
+    ran: dict[int, set[Label]] = defaultdict(set)
+    for span in timeline.spans:
+        ran[span.process].add(label_of(span))
+    in_collectives = _collectives(activities)
+    skews = _skews(activities)
+    names = [process.name for process in timeline.processes]
+    return Table(
+        Idle(
+            process=process.name,
+            role=process.info.role,
+            rank=process.info.rank,
+            busy_ns=timeline.window.wall_ns - sum(idle[index].values()) - stalled[index],
+            idle_ns=sum(idle[index].values()) + stalled[index],
+            causes=_causes(idle[index], process.info.role, ran[index], stalled[index]),
+            collective_ns=in_collectives.get(index),
+            skew_ns=None if index not in skews else min(skews[index].ns, in_collectives.get(index, 0)),
+            awaited=names[skews[index].awaited] if index in skews and skews[index].ns else None,
+            awaited_ns=min(skews[index].awaited_ns, in_collectives.get(index, 0)) if index in skews else 0,
+            profiled=process.profiled,
+        )
+        for index, process in enumerate(timeline.processes)
+        if process.aligned
+    )
+
+
+def _causes(idle: Mapping[_Awaited, int], role: str, ran: set[Label], stalled_ns: int) -> Table[Cause]:
+    sums: Counter[tuple[IdleKind, Label | None]] = Counter({("own profiler", None): stalled_ns})
+    for awaited, ns in idle.items():
+        sums[_kind(awaited, role, ran), None if awaited is None else awaited[1]] += ns
+    made = [
+        Cause(
+            kind=kind,
+            role=None if label is None else label[0],
+            stage=None if label is None else label[1],
+            wall_ns=ns,
+        )
+        for (kind, label), ns in sums.items()
+        if ns
+    ]
+    return Table(
+        sorted(made, key=lambda cause: (-cause.wall_ns, cause.role or "", cause.stage or "", cause.kind))
+    )
+
+
+def _kind(awaited: _Awaited, role: str, ran: set[Label]) -> IdleKind:
+    if awaited is None:
+        return "unaccounted"
+    runner, label = awaited
+    if MOVES_WEIGHTS.search(label[1]):
+        return "weight sync"
+    if runner == label[0] == role and label in ran:
+        return "slowest rank"
+    return "rollout" if label[0] in ROLLOUT or is_tool(*label) else "other work"
+
+
+class _Shift:
+    """Walks over the step once: at each instant an idle process waits for what is likeliest for its role."""
+
+    def __init__(self, timeline: Timeline, engines: Mapping[int, Sequence[Pair]]) -> None:
+        """Args:
+        engines: The stretches in which the engine of a process ran, by process.
+        """
+        self._timeline = timeline
+        self._engines = engines
+        self._roles = sorted({process.info.role for process in timeline.processes})
+        self._owners = [index for index, process in enumerate(timeline.processes) if process.owner]
+        self._runs = Counter[int]()
+        """Leaves that work, by process."""
+        self._runs_now = Counter[int]()
+        """Of these, those for this step."""
+        self._labels = Counter[_Work]()
+        """Leaves by what they are."""
+        self._workers = self._workers_now = 0
+        """Leaves that work and are not the owner's; of these, those for this step."""
+        self._waited: dict[str, Counter[_Awaited]] = {role: Counter() for role in self._roles}
+        """Time for which a role's idle processes waited for each label, since the window's start."""
+        self._chosen: dict[frozenset[_Work], dict[str, _Awaited]] = {}
+        self._since: dict[int, Counter[_Awaited]] = {}
+        """By idle process: `_waited` of its role when it became idle."""
+        self._stalls = _stalls_of_processes(timeline)
+        self.stalled_ns = Counter[int]()
+        """By process, the time in which it seemed busy while its engine's profiler wrote."""
+
+    def run(self) -> list[Counter[_Awaited]]:
+        """Return for each process its idle time, by what it waited for."""
+        timeline, window = self._timeline, self._timeline.window
+        idle = [Counter[_Awaited]() for _ in timeline.processes]
+        intervals, kinds = intervals_of(timeline, range(len(timeline.spans)), self._kind_of)
+        transfers, spans = self._transfers(intervals), (1 << len(kinds)) - 1
+        of_bit: list[_Kind | int] = [*kinds, *self._engines]
+        for bit, stretches in enumerate(self._engines.values(), len(kinds)):
+            intervals += (Interval(start_ns, end_ns, None, bit) for start_ns, end_ns in stretches)
+        before, transfer = 0, None
+        for index in range(len(timeline.processes)):
+            self._begin(index)
+        for start_ns, end_ns, mask in walk(intervals, window.start_ns, window.end_ns):
+            for index in self._turn(of_bit, bits_of(mask ^ before), mask):
+                if self._busy(index):
+                    self._end(index, idle)
+                else:
+                    self._begin(index)
+            transfer = transfers.get(start_ns, None if before & spans else transfer)
+            before = mask
+            self._stall(start_ns, end_ns)
+            all_await = self._awaited() if mask & spans else dict.fromkeys(self._roles, transfer)
+            for role, awaited in all_await.items():
+                self._waited[role][awaited] += end_ns - start_ns
+        for index in list(self._since):
+            self._end(index, idle)
+        return idle
+
+    def _kind_of(self, span: Span) -> _Kind:
+        process, later = self._timeline.processes[span.process], self._timeline.leaves(span)
+        work = _Work(span.waits, later, process.owner, process.info.role, label_of(span))
+        return span.process, work
+
+    def _transfers(self, intervals: Sequence[Interval]) -> dict[int, _Awaited]:
+        """Return the stretches in which nothing runs and weights are on their way, by start."""
+        timeline, window = self._timeline, self._timeline.window
+        transfers: dict[int, _Awaited] = {}
+        for stretch in find_stretches(intervals, window.start_ns, window.end_ns):
+            if stretch.before is None or stretch.after is None:
+                continue
+            before, after = timeline.spans[stretch.before], timeline.spans[stretch.after]
+            if is_transfer(label_of(before), label_of(after)):
+                runner = timeline.processes[after.process].info.role
+                transfers[stretch.start_ns] = runner, (after.role, TRANSFER)
+        return transfers
+
+    def _turn(self, kinds: Sequence[_Kind | int], changed: Iterable[int], mask: int) -> set[int]:
+        """Apply what began and ended, and return the processes that this may make busy or idle."""
+        touched, workers = set(), (bool(self._workers), bool(self._workers_now))
+        for bit in changed:
+            kind, sign = kinds[bit], 1 if mask >> bit & 1 else -1
+            if isinstance(kind, int):
+                self._runs[kind] += sign
+                touched.add(kind)
+                continue
+            process, work = kind
+            self._labels[work] += sign
+            if not self._labels[work]:
+                del self._labels[work]
+            if not work.waiting:
+                self._runs[process] += sign
+                self._runs_now[process] += sign * (not work.later)
+                self._workers += sign * (not work.owner)
+                self._workers_now += sign * (not work.owner and not work.later)
+                touched.add(process)
+        if workers != (bool(self._workers), bool(self._workers_now)):
+            touched.update(self._owners)
+        return touched
+
+    def _busy(self, index: int) -> bool:
+        """Return whether a process works.
+
+        The owner's spans around what workers do for this step are waiting for them.
+        """
+        if not self._timeline.processes[index].owner:
+            return self._runs[index] > 0
+        return bool(
+            (self._runs_now[index] and not self._workers_now) or (self._runs[index] and not self._workers)
+        )
+
+    def _begin(self, index: int) -> None:
+        if index not in self._since:
+            self._since[index] = Counter(self._waited[self._timeline.processes[index].info.role])
+
+    def _end(self, index: int, idle: Sequence[Counter[_Awaited]]) -> None:
+        since = self._since.pop(index, None)
+        if since is not None:
+            now = self._waited[self._timeline.processes[index].info.role]
+            idle[index].update({awaited: ns - since[awaited] for awaited, ns in now.items()})
+
+    def _stall(self, start_ns: int, end_ns: int) -> None:
+        for index, stalls in self._stalls.items():
+            if index not in self._since:
+                self.stalled_ns[index] += sum(
+                    max(0, min(stall.end_ns, end_ns) - max(stall.start_ns, start_ns)) for stall in stalls
+                )
+
+    def _awaited(self) -> dict[str, _Awaited]:
+        """Return what idle processes of each role wait for now."""
+        running = frozenset(self._labels)
+        if running not in self._chosen:
+            self._chosen[running] = {role: _likeliest(running, role) for role in self._roles}
+        return self._chosen[running]
+
+
+def _engine_work(timeline: Timeline, activities: Sequence[TraceActivity]) -> dict[int, list[Pair]]:
+    """Return the stretches in which the engine of a process ran: by its passes, else by its requests' spans,
+    else by its own counter of requests.
+    """
+    work: dict[int, list[Pair]] = {}
+    for replica in find_replicas(timeline, activities):
+        passes = [(ran.start_ns, ran.end_ns) for ran in replica.passes]
+        served = placed(timeline, (span for span in replica.served if span.stage in SERVED))
+        for index in replica.processes:
+            if timeline.processes[index].is_replica:
+                work[index] = passes or served or replica.held or []
+    return work
+
+
+def _stalls_of_processes(timeline: Timeline) -> dict[int, list[EngineStall]]:
+    stalls: dict[int, list[EngineStall]] = {}
+    for index, process in enumerate(timeline.processes):
+        if process.info.replica is not None and process.info.role in ROLLOUT:
+            own = [stall for stall in timeline.stalls if stall.replica == process.info.replica]
+            if own:
+                stalls[index] = own
+    return stalls
+
+
+def _likeliest(running: Iterable[_Work], role: str) -> _Awaited:
+    """Weights that move, then one's own role, then the rollout, then other workers, then the owner. Work for
+    a later step comes last, except for roles that do such work themselves. No process waits for one that
+    waits.
+    """
+
+    def rank(work: _Work) -> tuple[bool, bool, bool, bool, bool, Label, bool, str]:
+        own, label = work.label[0] == role, work.label
+        moves = MOVES_WEIGHTS.search(label[1]) is not None
+        later = work.later and role not in ROLLOUT
+        outside, other = label[0] not in ROLLOUT, work.runner != role
+        return later, not moves, work.owner, not own, outside, label, other, work.runner
+
+    first = min((work for work in running if not work.waiting), key=rank, default=None)
+    return None if first is None else (first.runner, first.label)
+
+
+def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
+    """Return time in collectives with no computation beside, by process: on the CPU, or the device."""
+    times: Counter[int] = Counter()
+    for activity in activities:
+        content = activity.content
+        if activity.process is not None and content.collectives:
+            exposed_us = sum(device.exposed_us for device in content.devices)
+            times[activity.process] += round(1000 * (content.waiting_us + exposed_us))
+    return dict(times)
+
+
+def collectives_of_sync(timeline: Timeline, activities: Iterable[TraceActivity]) -> dict[str, int]:
+    """Return the time in collectives that moved weights, by the name of the process: in its own span of a
+    weight sync.
+    """
+    syncs: dict[int, list[Pair]] = defaultdict(list)
+    for span in timeline.spans:
+        if MOVES_WEIGHTS.search(span.stage):
+            end_ns = timeline.window.end_ns if span.end_ns is None else span.end_ns
+            syncs[span.process].append((span.start_ns, end_ns))
+    times: Counter[str] = Counter()
+    for activity in activities:
+        if activity.process in syncs and activity.unaligned is None:
+            calls = chain.from_iterable(collective.calls() for collective in activity.content.collectives)
+            placed = [(activity.unix_ns(start_us), activity.unix_ns(end_us)) for start_us, end_us in calls]
+            times[timeline.processes[activity.process].name] += common_ns(placed, syncs[activity.process])
+    return dict(times)
+
+
+class _Skew(NamedTuple):
+    """Time of a process in collectives before the last rank was there."""
+
+    ns: int
+    awaited: int
+    """The process that it waited for longest, and how long."""
+    awaited_ns: int
+
+
+def _skews(activities: Iterable[TraceActivity]) -> dict[int, _Skew]:
+    waits: dict[int, dict[int, array[int]]] = defaultdict(lambda: defaultdict(lambda: array("q")))
+    """By process, and by the one that was last: from, until, and so on."""
+    for _, _, calls in matched_calls(activity for activity in activities if activity.process is not None):
+        for members in calls:
+            own = [(start_ns, end_ns, activity.process or 0) for _, start_ns, end_ns, activity in members]
+            last_ns, _, awaited = max(own, key=itemgetter(0, 2))
+            for start_ns, end_ns, process in own:
+                of = waits[process]  # also of one that waits for nobody
+                if start_ns < min(last_ns, end_ns):
+                    of[awaited].extend((start_ns, min(last_ns, end_ns)))
+    return {process: _skew(process, of) for process, of in waits.items()}
+
+
+def _pairs(flat: array[int]) -> Iterator[tuple[int, int]]:
+    values = iter(flat)
+    return zip(values, values, strict=True)
+
+
+def _skew(process: int, waits: Mapping[int, array[int]]) -> _Skew:
+    total_ns = union_ns(chain.from_iterable(map(_pairs, waits.values())))
+    longest = ((union_ns(_pairs(flat)), -awaited) for awaited, flat in waits.items())
+    awaited_ns, awaited = max(longest, default=(0, -process))
+    return _Skew(total_ns, -awaited, awaited_ns)
+
+
+def idle_blocks(rows: Sequence[Idle], report: StepReport) -> Iterator[Block]:
+    """Yield a row for each process, or for many of them the most idle one of each role."""
+    window_ns = report.breakdown.window_ns
+    if not rows or not window_ns:
+        return
+    roles = grouped(rows, lambda row: row.role).values()
+    shown = rows if len(rows) <= LISTED else [max(own, key=lambda row: row.idle_ns) for own in roles]
+    note = "Likely causes: what others did while the process did nothing. In collectives: by its trace."
+    if len(shown) < len(rows):
+        note = f"Of each role the most idle of {count(len(rows), 'process')}. {note}"
+    note = f"{note} {say_profiled(*(row.profiled for row in shown))}".rstrip()
+    columns = ("process", ">busy", ">idle", ">%", "it probably waited for", "in collectives")
+    yield TextTable("Idle", columns, tuple(_cells(row, window_ns) for row in shown), note)
+
+
+def _cells(row: Idle, window_ns: int) -> tuple[str, ...]:
+    times = (duration(row.busy_ns), duration(row.idle_ns), percent_of(row.idle_ns, window_ns))
+    return starred(row.process, row.profiled), *times, say_causes(row), say_collectives(row)
+
+
+def say_causes(row: Idle, most: int = 3) -> str:
+    """Return `rollout 2.06 s, slowest rank 196 ms (compute_log_prob), others 52.0 ms`: by kind, the longest
+    first.
+    """
+    named, others_ns = name_causes(row, most)
+    return ", ".join([*named, *([f"others {duration(others_ns)}"] if others_ns else [])])
+
+
+def name_causes(row: Idle, most: int) -> tuple[list[str], int]:
+    """Return the longest kinds of causes in words, and the time of the others in sum."""
+    by_kind: dict[str, Counter[str]] = defaultdict(Counter)
+    for cause in row.causes:
+        by_kind[cause.kind][cause.stage or ""] += cause.wall_ns
+    kinds = sorted(by_kind, key=lambda kind: -by_kind[kind].total())
+    parts = []
+    for kind in kinds[:most]:
+        stages = [stage for stage, _ in by_kind[kind].most_common(1) if stage]
+        named = f" ({', '.join(stages)})" if stages and kind in ("slowest rank", "other work") else ""
+        parts.append(f"{kind} {duration(by_kind[kind].total())}{named}")
+    return parts, sum(by_kind[kind].total() for kind in kinds[most:])
+
+
+def say_collectives(row: Idle) -> str:
+    """Return `163 ms (128 ms before all were there: actor 3)`. Empty if no trace says it."""
+    if row.collective_ns is None:
+        return ""
+    if not row.skew_ns:
+        return duration(row.collective_ns)
+    last = "" if row.awaited is None else f": {row.awaited}"
+    return f"{duration(row.collective_ns)} ({duration(row.skew_ns)} before all were there{last})"
+
+
+DRAWN = 128
+"""Processes of a role with a row of their own; of more every k-th has one, and the most idle."""
+_KINDS: tuple[IdleKind, ...] = get_args(IdleKind)
+
+
+def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
+    """Yield a bar for each process, from busy to idle by cause."""
+    window_ns = page.report.breakdown.window_ns
+    if not rows or not window_ns:
+        return
+    key = legend((_class(kind), kind) for kind in ("busy", *_KINDS))
+    columns = ("process", "busy, then what it probably waited for", ">busy", ">idle", ">%", "the most of it")
+    shown = [rows[at] for at in pick_of_each(rows, lambda row: row.role, lambda row: row.idle_ns, DRAWN)]
+    collectives = any(row.collective_ns is not None for row in shown)
+    cells = [_row(row, window_ns, collectives) for row in shown]
+    note = (
+        "The likely cause is what others did while a process did nothing. slowest rank: others of its role "
+        "were still in a stage that it has a part in."
+    )
+    if collectives:
+        note += " In collectives: of its busy time, by its trace, with no computation beside it."
+    note = f"{note} {say_profiled(*(row.profiled for row in shown))}".rstrip()
+    if len(shown) < len(rows):
+        note += f" {len(shown):,} of {count(len(rows), 'process')} are shown, and the most idle of each role."
+    head = (*columns, "in collectives") if collectives else columns
+    yield section("idle", "Idle, and why", key, table(head, cells, "idle-table"), note=note)
+
+
+def _row(row: Idle, window_ns: int, collectives: bool) -> tuple[str | Html, ...]:
+    parts: Counter[str] = Counter({"busy": row.busy_ns})
+    for cause in row.causes:
+        parts[cause.kind] += cause.wall_ns
+    bars = (
+        (_class(kind), parts[kind], f"{row.process}: {kind} {duration(parts[kind])}")
+        for kind in ("busy", *_KINDS)
+        if parts[kind]
+    )
+    cells = (
+        starred(row.process, row.profiled),
+        stacked(bars, window_ns),
+        duration(row.busy_ns),
+        duration(row.idle_ns),
+        percent_of(row.idle_ns, window_ns),
+        ", ".join(name_causes(row, most=2)[0]),
+    )
+    return (*cells, say_collectives(row)) if collectives else cells
+
+
+def _class(kind: str) -> str:
+    return "k-" + kind.replace(" ", "-")
+
+
+IDLE = Section(
+    name="idle",
+    title="Idle",
+    compute=lambda sources: idle_times(sources.timeline, sources.activities),
+    terminal=idle_blocks,
+    html=draw_idle,
+    page=1,
+)

@@ -1,0 +1,651 @@
+"""The trajectories that held the step up, and what they waited for.
+
+One file above 500 lines: the numbers of a section, its tables and its charts are read together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope_report.accounting import Label, clipped, rank_of, union_ns
+from stepscope_report.block import Block, TextTable
+from stepscope_report.charts.lanes import pack_trajectories
+from stepscope_report.division import STALLED, divide_spans
+from stepscope_report.formatting import LISTED, count, duration, few, percent_of, starred, turn
+from stepscope_report.html.markup import EMPTY, Html, tag
+from stepscope_report.html.page import percent, section, stacked, table
+from stepscope_report.html.timecharts import lanes
+from stepscope_report.section import Section
+from stepscope_report.spans import ToolNames, is_tool, label_of, placed, title
+from stepscope_report.table import grouped
+from stepscope_report.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from stepscope_report.html.colours import Colours
+    from stepscope_report.model import StepReport
+    from stepscope_report.section import Page
+
+WORST = 10
+LAST = (10, 5, 1)
+"""Percent of the trajectories, the last to end, that it is told how long the others waited for."""
+
+
+class Extreme(msgspec.Struct, frozen=True, kw_only=True):
+    """A time, and whose it is."""
+
+    ns: int
+    trajectory: str | None
+    turn: int | None
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """Percentiles of one stage inside trajectories. Each one is some span's own time."""
+
+    role: str
+    stage: str
+    calls: int
+    p50_ns: int
+    p90_ns: int
+    p99: Extreme
+    max: Extreme
+    name: str | None = None
+    """Of a tool: the attribute `name` of its spans."""
+
+    @property
+    def title(self) -> str:
+        """`tool search`, or the stage alone."""
+        return title(self.stage, self.name)
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a trajectory did or waited for, and for how long."""
+
+    role: str
+    stage: str
+    wall_ns: int
+    name: str | None = None
+    """Of a tool: the attribute `name` of its spans."""
+
+    @property
+    def title(self) -> str:
+        """`tool search`, or the stage alone."""
+        return title(self.stage, self.name)
+
+
+class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    trajectory: str
+    wall_ns: int
+    """Up to the last sign of life, if it is open."""
+    open: bool
+    """It was never seen to end."""
+    start_ns: int | None
+    """After the capture opened. None: its process is unaligned."""
+    consumed_by: int | None
+    """The step that consumes it, where that is another one and known."""
+    consumed: bool = True
+    """False if this step does not consume it."""
+    cancelled: bool = False
+    policy_version: int | None
+    """Of the weights it was begun with, where it says so."""
+    waits: tuple[Wait, ...]
+    """The longest first. By the same rule as a step's time, so that they add up to `wall_ns`."""
+    profiled: tuple[str, ...] = ()
+    """Processes that served it and that a profiler slowed, where it recorded others of their role not."""
+
+
+class Outside(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls of a tool that belong to no trajectory, though trajectories ran."""
+
+    role: str
+    stage: str
+    calls: int
+    running: int
+    """Number of trajectories that ran between the first and the last of the calls."""
+
+
+class Hold(msgspec.Struct, frozen=True, kw_only=True):
+    """The time for which the others waited for the last ones."""
+
+    percent: int
+    trajectories: int
+    """So many percent of them, rounded up."""
+    held_ns: int
+    """From the end of the others to the end of the last."""
+
+
+class Bubble(msgspec.Struct, frozen=True, kw_only=True):
+    """Idle replicas from the end of the first nine tenths of the trajectories to the end of the last."""
+
+    replicas: int
+    """Inference replicas that recorded work of role `rollout`. Processes that only call them do not count."""
+    tail_ns: int
+    idle_ns: int
+    """Replica time: of `replicas * tail_ns`, what they did nothing in."""
+    in_flight_before: float
+    """Trajectories at once, on average, from the first start to the tail."""
+    in_flight: float
+    """In the tail."""
+
+
+class Late(msgspec.Struct, frozen=True, kw_only=True):
+    """Trajectories that this step consumes and that were under way when its capture opened."""
+
+    trajectories: int
+    until_ns: int
+    """After the opening: when the last of them was over, or showed the last sign of life."""
+    last: str
+    """Its name."""
+
+
+class Excess(msgspec.Struct, frozen=True, kw_only=True):
+    """Comparison of the trajectory that ended last with the one of median length among the others."""
+
+    trajectory: str
+    later_ns: int
+    """It began so much later. 0: it began earlier."""
+    stages: tuple[Wait, ...]
+    """The excess of its time over the other's, by stage, the most first."""
+
+
+class LongTail(msgspec.Struct, frozen=True, kw_only=True):
+    trajectories: int
+    """Spans of stage `trajectory` that ended and that this step consumes."""
+    open: int
+    """Those of them that were never seen to end."""
+    of_other_steps: int
+    """Those that this step does not consume: they are in no other number here."""
+    under_way: int
+    """Others, begun before the capture opened: how long they took is not known."""
+    spreads: tuple[Spread, ...]
+    """Trajectories, turns, then what runs in them, the longest in sum first."""
+    last: int
+    """The number of trajectories in the last tenth to end: a tenth of them, rounded up."""
+    held_ns: int | None
+    """From the end of the others to the end of the last tenth. None with fewer than two trajectories."""
+    rollout_ns: int | None
+    """From the first trajectory's start to the last one's end."""
+    holds: tuple[Hold, ...]
+    """For the last 10, 5 and 1 %. Empty with fewer than two trajectories; those that are the same as a larger
+    one are left out."""
+    bubble: Bubble | None
+    """None with fewer than two trajectories."""
+    worst: tuple[SlowTrajectory, ...]
+    late: Late | None = None
+    """None: none of those under way is consumed by this step."""
+    consumed: int = 0
+    """The number of trajectories that `consume` named in this step."""
+    profiled: tuple[str, ...] = ()
+    """Processes that served trajectories and that a profiler slowed, where it did not record others of their
+    role: their trajectories took longer for that."""
+    last_profiled: int = 0
+    """Number of trajectories of the last tenth that they served."""
+    excess: Excess | None = None
+    """None with fewer than two trajectories."""
+    cancelled: int = 0
+    """Those that were cancelled: they are in no other number here."""
+    cancelled_after_ns: int = 0
+    """From the end of the last other trajectory to that of the last cancelled one. 0 if that was earlier."""
+    outside: tuple[Outside, ...] = ()
+    stalled_ns: int = 0
+    """Of `held_ns`, while the last trajectory waited for an engine whose own profiler started or wrote."""
+
+
+def step_long_tail(timeline: Timeline) -> LongTail | None:
+    """Return the long tail of the step. None if no span belongs to a trajectory."""
+    members: dict[str, list[int]] = defaultdict(list)
+    kinds: dict[Label, list[Span]] = defaultdict(list)
+    names = ToolNames(timeline)
+    for index, span in enumerate(timeline.spans):
+        if span.trajectory is not None:
+            members[span.trajectory].append(index)
+            if span.dur_ns is not None and not span.cancelled and not timeline.leaves(span):
+                kinds[names.label_of(span)].append(span)
+    if not members:
+        return None
+    roots = [i for indices in members.values() for i in indices if timeline.spans[i].stage == "trajectory"]
+    cancelled = [timeline.spans[index] for index in roots if timeline.spans[index].cancelled]
+    own = [
+        span
+        for span in (timeline.spans[index] for index in roots)
+        if timeline.consumes(span) and not span.cancelled
+    ]
+    ended = [span for span in own if span.end_ns is not None]
+    finished = [span for span in ended if timeline.processes[span.process].aligned]
+    finished.sort(key=lambda span: span.end_ns or 0)
+    ends = [span.end_ns or 0 for span in finished]
+    holds, last = tuple(_holds(ends)), -(-len(ends) // 10)
+    held_ns = holds[0].held_ns if holds else None
+    slowed = _slowed(timeline, members)
+    latest = finished[len(finished) - last :]
+    return LongTail(
+        trajectories=len(ended),
+        open=len(own) - len(ended),
+        of_other_steps=len(roots) - len(own) - len(cancelled),
+        under_way=len(members.keys() - {timeline.spans[index].trajectory for index in roots}),
+        spreads=_spreads(kinds, names),
+        last=last,
+        held_ns=held_ns,
+        rollout_ns=ends[-1] - min(span.start_ns for span in finished) if ends else None,
+        holds=holds,
+        bubble=_bubble(timeline, finished) if len(finished) > 1 else None,
+        worst=tuple(_slow(timeline, index, members, slowed, names) for index in _worst(timeline, roots)),
+        late=_late(timeline, roots),
+        consumed=len({mark.trajectory for mark in timeline.consumed if mark.step == timeline.step}),
+        profiled=tuple(dict.fromkeys(name for names in slowed.values() for name in names)),
+        last_profiled=sum((span.trajectory or "") in slowed for span in latest),
+        excess=_excess(timeline, members, finished, names),
+        cancelled=len(cancelled),
+        cancelled_after_ns=_after_ns(timeline, ends, cancelled),
+        outside=_outside(timeline, [timeline.spans[index] for index in roots]),
+        stalled_ns=_stalled_ns(timeline, members, latest[-1:], held_ns or 0),
+    )
+
+
+def _after_ns(timeline: Timeline, ends: Sequence[int], cancelled: Iterable[Span]) -> int:
+    """Return the time from the last of `ends`, which ascend, to the end of the last cancelled trajectory."""
+    last_ns = max((end_ns for _, end_ns in placed(timeline, cancelled)), default=0)
+    return max(0, last_ns - ends[-1]) if ends else 0
+
+
+def _outside(timeline: Timeline, roots: Iterable[Span]) -> tuple[Outside, ...]:
+    """Return the tools that began in no trajectory while trajectories ran."""
+    running = placed(timeline, roots)
+    from_ns = min((start_ns for start_ns, _ in running), default=0)
+    until_ns = max((end_ns for _, end_ns in running), default=0)
+    calls = grouped(
+        (
+            span
+            for span in timeline.spans
+            if span.trajectory is None
+            and timeline.processes[span.process].aligned
+            and is_tool(span.role, span.stage)
+            and from_ns <= span.start_ns < until_ns
+        ),
+        label_of,
+    )
+    return tuple(
+        Outside(
+            role=role,
+            stage=stage,
+            calls=len(spans),
+            running=len(
+                clipped(
+                    running,
+                    min(span.start_ns for span in spans),
+                    max(timeline.until_ns(span) for span in spans),
+                )
+            ),
+        )
+        for (role, stage), spans in sorted(calls.items())
+    )
+
+
+def _excess(
+    timeline: Timeline, members: Mapping[str, list[int]], finished: Sequence[Span], names: ToolNames
+) -> Excess | None:
+    if len(finished) < 2:
+        return None
+    *others, last = finished
+    usual = sorted(others, key=lambda span: (span.end_ns or 0) - span.start_ns)[len(others) // 2]
+    own, theirs = (
+        divide_spans(timeline, members[span.trajectory or ""], span.start_ns, span.end_ns or 0, names).wall_ns
+        for span in (last, usual)
+    )
+    return Excess(
+        trajectory=last.trajectory or "",
+        later_ns=max(0, last.start_ns - usual.start_ns),
+        stages=_waits(own - theirs, names),
+    )
+
+
+def _stalled_ns(
+    timeline: Timeline, members: Mapping[str, list[int]], last: Sequence[Span], held_ns: int
+) -> int:
+    """Return the part of the last `held_ns` of a trajectory that goes to the profilers of engines."""
+    if not (last and held_ns and timeline.stalls):
+        return 0
+    end_ns = last[0].end_ns or 0
+    shares = divide_spans(timeline, members[last[0].trajectory or ""], end_ns - held_ns, end_ns)
+    return shares.wall_ns[STALLED]
+
+
+def _slowed(timeline: Timeline, members: Mapping[str, list[int]]) -> dict[str, tuple[str, ...]]:
+    """Return the profiled processes that served each trajectory.
+
+    A process counts if others of its role served trajectories too, and were not profiled.
+    """
+    served: dict[str, set[int]] = {
+        name: {timeline.spans[index].process for index in indices} for name, indices in members.items()
+    }
+    by_role: dict[str, set[bool]] = defaultdict(set)
+    for index in set().union(*served.values()):
+        process = timeline.processes[index]
+        by_role[process.info.role].add(process.profiled)
+    slowed = {
+        index
+        for index, process in enumerate(timeline.processes)
+        if process.profiled and len(by_role[process.info.role]) > 1
+    }
+    return {
+        name: tuple(timeline.processes[index].name for index in sorted(indices & slowed))
+        for name, indices in served.items()
+        if indices & slowed
+    }
+
+
+def _late(timeline: Timeline, roots: Sequence[int]) -> Late | None:
+    begun = {timeline.spans[index].trajectory for index in roots}
+    ends_ns: dict[str, int] = {}
+    for span in timeline.spans:
+        name = span.trajectory
+        if name is None or name in begun or timeline.leaves(span):
+            continue
+        if timeline.processes[span.process].aligned:
+            ends_ns[name] = max(ends_ns.get(name, 0), timeline.until_ns(span) - timeline.window.start_ns)
+    last = max(ends_ns, key=lambda name: (ends_ns[name], name), default=None)
+    return None if last is None else Late(trajectories=len(ends_ns), until_ns=ends_ns[last], last=last)
+
+
+def _spreads(kinds: Mapping[Label, Sequence[Span]], names: ToolNames) -> tuple[Spread, ...]:
+    order = {"trajectory": 0, "turn": 1}
+    total_ns = {label: sum(span.dur_ns or 0 for span in spans) for label, spans in kinds.items()}
+    labels = sorted(kinds, key=lambda label: (order.get(label[1], 2), -total_ns[label], label))
+    return tuple(
+        _spread(label[0], *names.parts(label), sorted(kinds[label], key=lambda span: span.dur_ns or 0))
+        for label in labels
+    )
+
+
+def _spread(role: str, stage: str, name: str | None, ascending: Sequence[Span]) -> Spread:
+    p50, p90, p99, longest = (
+        _extreme(ascending[rank_of(percent, len(ascending))]) for percent in (50, 90, 99, 100)
+    )
+    return Spread(
+        role=role,
+        stage=stage,
+        name=name,
+        calls=len(ascending),
+        p50_ns=p50.ns,
+        p90_ns=p90.ns,
+        p99=p99,
+        max=longest,
+    )
+
+
+def _extreme(span: Span) -> Extreme:
+    return Extreme(ns=span.dur_ns or 0, trajectory=span.trajectory, turn=span.turn)
+
+
+def _holds(ends: Sequence[int]) -> Iterator[Hold]:
+    before = len(ends)
+    for part in LAST:
+        last = -(-len(ends) * part // 100)
+        if last < before:
+            yield Hold(percent=part, trajectories=last, held_ns=ends[-1] - ends[-last - 1])
+        before = last
+
+
+def _bubble(timeline: Timeline, finished: Sequence[Span]) -> Bubble:
+    start_ns, until_ns = min(span.start_ns for span in finished), finished[-1].end_ns or 0
+    from_ns = finished[-1 - -(-len(finished) // 10)].end_ns or 0
+    replicas = {at for at, process in enumerate(timeline.processes) if process.aligned and process.is_replica}
+    served = (span for span in timeline.spans if span.role == "rollout" and span.process in replicas)
+    worked = {
+        index: clipped(placed(timeline, (span for span in own if not span.waits)), from_ns, until_ns)
+        for index, own in grouped(served, lambda span: span.process).items()
+    }
+    tail_ns = until_ns - from_ns
+    return Bubble(
+        replicas=len(worked),
+        tail_ns=tail_ns,
+        idle_ns=sum(tail_ns - union_ns(pairs) for pairs in worked.values()),
+        in_flight_before=_in_flight(finished, start_ns, from_ns),
+        in_flight=_in_flight(finished, from_ns, until_ns),
+    )
+
+
+def _in_flight(spans: Sequence[Span], start_ns: int, end_ns: int) -> float:
+    shared = (min(span.end_ns or 0, end_ns) - max(span.start_ns, start_ns) for span in spans)
+    return round(sum(ns for ns in shared if ns > 0) / max(end_ns - start_ns, 1), 2)
+
+
+def _worst(timeline: Timeline, roots: Sequence[int]) -> list[int]:
+    """Return the longest trajectories, those that the step consumes before others."""
+
+    def place(index: int) -> tuple[bool, int, int]:
+        span = timeline.spans[index]
+        return not timeline.consumes(span), span.start_ns - timeline.until_ns(span), index
+
+    return sorted(roots, key=place)[:WORST]
+
+
+def _slow(
+    timeline: Timeline,
+    root: int,
+    members: Mapping[str, list[int]],
+    slowed: Mapping[str, tuple[str, ...]],
+    names: ToolNames,
+) -> SlowTrajectory:
+    span = timeline.spans[root]
+    until_ns = timeline.until_ns(span)
+    consumed = timeline.consumes(span)
+    name = span.trajectory or ""
+    shares = divide_spans(timeline, members[name], span.start_ns, until_ns, names)
+    return SlowTrajectory(
+        trajectory=name,
+        wall_ns=until_ns - span.start_ns,
+        open=span.end_ns is None,
+        start_ns=timeline.since_opening_ns(span),
+        consumed_by=None if consumed or span.step == timeline.step else span.step,
+        consumed=consumed,
+        cancelled=span.cancelled,
+        policy_version=span.policy_version,
+        waits=_waits(shares.wall_ns, names),
+        profiled=slowed.get(name, ()),
+    )
+
+
+def _waits(wall_ns: Counter[Label], names: ToolNames) -> tuple[Wait, ...]:
+    return tuple(
+        Wait(role=label[0], stage=stage, name=name, wall_ns=ns)
+        for label, ns in wall_ns.most_common()
+        for stage, name in [names.parts(label)]
+    )
+
+
+def long_tail_blocks(tail: LongTail | None, report: StepReport) -> Iterator[Block]:
+    """Yield the spread of each stage inside trajectories, and the slowest ones."""
+    if tail is None:
+        return
+    columns = ("role", "stage", ">calls", ">p50", ">p90", ">p99", ">max", "p99 is", "max is")
+    rows = tuple(map(_said_spread, tail.spreads))
+    yield TextTable("Long tail", columns, rows, "\n".join(tail_sentences(tail)))
+    if tail.worst:
+        rows = tuple((*slow_cells(slow), waits(slow)) for slow in tail.worst)
+        yield TextTable("Slowest trajectories", ("trajectory", ">took", ">began at", "of that"), rows)
+
+
+def _said_spread(spread: Spread) -> tuple[str, ...]:
+    times = (spread.p50_ns, spread.p90_ns, spread.p99.ns, spread.max.ns)
+    named = (turn(extreme.trajectory, extreme.turn) for extreme in (spread.p99, spread.max))
+    return spread.role, spread.title, f"{spread.calls:,}", *map(duration, times), *named
+
+
+def slow_cells(slow: SlowTrajectory) -> tuple[str, str, str]:
+    """Return the name, the duration and the beginning of a slow trajectory."""
+    took = duration(slow.wall_ns) + (" (open)" if slow.open else " (cancelled)" if slow.cancelled else "")
+    return name_slow(slow), took, duration(slow.start_ns)
+
+
+def waits(slow: SlowTrajectory) -> str:
+    """Return the stages that took most of it."""
+    return ", ".join(f"{wait.title} {duration(wait.wall_ns)}" for wait in slow.waits[:4])
+
+
+def name_slow(slow: SlowTrajectory) -> str:
+    """Return `t7`, or `t7*, for step 9`: `*` if a profiler slowed those that served it, and not all."""
+    name = starred(slow.trajectory, bool(slow.profiled))
+    if slow.consumed:
+        return name
+    return f"{name}, not consumed" if slow.consumed_by is None else f"{name}, for step {slow.consumed_by}"
+
+
+def tail_sentences(tail: LongTail) -> list[str]:
+    """Return what the table of spreads does not say."""
+    sentences = (_say_held(tail), _say_bubble(tail), _say_others(tail), _say_outside(tail), _say_slowed(tail))
+    return [sentence for sentence in sentences if sentence]
+
+
+def _say_held(tail: LongTail) -> str:
+    """Return how long the others waited for the last ones."""
+    if tail.held_ns is None or tail.rollout_ns is None:
+        return ""
+    share = percent_of(tail.held_ns, tail.rollout_ns)
+    fewer = [f"{duration(hold.held_ns)} for the last {hold.trajectories:,}" for hold in tail.holds[1:]]
+    return (
+        f"The others waited {duration(tail.held_ns)} for the last {tail.last:,} of {tail.trajectories:,} "
+        f"trajectories: {share} % of the {duration(tail.rollout_ns)} from the first start to the last end."
+        f"{' Of that, ' + ', '.join(fewer) + '.' if fewer else ''}{_say_stalled(tail)}"
+    )
+
+
+def _say_stalled(tail: LongTail) -> str:
+    if not tail.stalled_ns:
+        return ""
+    return f" For {duration(tail.stalled_ns)} of that an engine served nothing, because its profiler wrote."
+
+
+def _say_bubble(tail: LongTail) -> str:
+    """Return what the replicas did meanwhile."""
+    bubble = tail.bubble
+    if bubble is None or not bubble.replicas:
+        return ""
+    share = percent_of(bubble.idle_ns, bubble.tail_ns * bubble.replicas)
+    replicas = count(bubble.replicas, "replica")
+    idle = f"{replicas} did nothing for {duration(bubble.idle_ns)} in sum ({share} %)"
+    return (
+        f"Meanwhile {trajectories(bubble.in_flight)} ran at once, {bubble.in_flight_before:g} before, and "
+        f"{idle if bubble.idle_ns else f'{replicas} had work all the time'}."
+    )
+
+
+def _say_others(tail: LongTail) -> str:
+    """Count the trajectories that the sentences before leave out."""
+    late = tail.late
+    until = (
+        "" if late is None else f", the last for this step, {late.last}, for {duration(late.until_ns)} more"
+    )
+    others = (
+        (tail.under_way, f"under way when the capture opened: how long they took is not known{until}"),
+        (tail.of_other_steps, "that this step does not consume"),
+        (tail.cancelled, f"cancelled{_after(tail)}"),
+        (tail.open, "never seen to end"),
+    )
+    parts = [f"{number:,} {what}" for number, what in others if number]
+    return f"Further trajectories: {'; '.join(parts)}." if parts else ""
+
+
+def _after(tail: LongTail) -> str:
+    late_ns = tail.cancelled_after_ns
+    return f", the last {duration(late_ns)} after all others had ended" if late_ns else ""
+
+
+def _say_outside(tail: LongTail) -> str:
+    """Name the tools that are in no trajectory."""
+    calls = [
+        f"{count(own.calls, 'call')} of {own.role} {own.stage}, while {count(own.running, 'trajectory')} ran"
+        for own in tail.outside
+    ]
+    fix = "`attach(carrier())` in their thread or process puts them there."
+    return f"In no trajectory: {few(calls, LISTED)}. {fix}" if calls else ""
+
+
+def _say_slowed(tail: LongTail) -> str:
+    """Name the processes whose trajectories a profiler slowed. Empty if none, or all alike."""
+    if not tail.profiled:
+        return ""
+    names = few(tail.profiled, LISTED)
+    return f"*: served by {names}. A profiler recorded these processes and slowed them, and not the others."
+
+
+def trajectories(number: float) -> str:
+    """Return `1 trajectory`, `2.5 trajectories`."""
+    return f"{number:g} {'trajectory' if number == 1 else 'trajectories'}"
+
+
+def draw_long_tail(tail: LongTail | None, page: Page) -> Iterator[Html]:
+    """Yield the lanes of trajectories, and the long tail. Nothing without a trajectory."""
+    if tail is None:
+        return
+    packed = pack_trajectories(page.timeline, [slow.trajectory for slow in tail.worst])
+    if packed is not None:
+        yield lanes(packed, page.timeline.window.wall_ns, page.colours)
+    yield _drawn_spreads(tail, page.colours)
+
+
+def _drawn_spreads(tail: LongTail, colours: Colours) -> Html:
+    """Return percentiles of each stage inside trajectories, and the ten slowest, each divided."""
+    columns = ("stage", ">calls", "p50, p90, p99, max", ">p50", ">p90", ">p99", ">max", "max is")
+    spreads = table(columns, [_drawn_spread(spread, colours) for spread in tail.spreads], "spreads")
+    sentences = tail_sentences(tail)
+    text = tag("p", " ".join(sentences), class_="said") if sentences else EMPTY
+    return section("tail", "Long tail", text, spreads, *_slowest(tail.worst, colours))
+
+
+def _drawn_spread(spread: Spread, colours: Colours) -> tuple[str | Html, ...]:
+    label, longest_ns = (spread.role, spread.stage), spread.max.ns
+    points = (("p50", spread.p50_ns), ("p90", spread.p90_ns), ("p99", spread.p99.ns), ("max", spread.max.ns))
+    marks = [
+        tag(
+            "i",
+            class_=f"point {name}",
+            style=f"left:{percent(ns, longest_ns)}",
+            data_t=f"{name} {duration(ns)}",
+        )
+        for name, ns in points
+    ]
+    body = tag(
+        "i", class_=f"m {colours.of(label)}", style=f"left:0;width:{percent(spread.p50_ns, longest_ns)}"
+    )
+    return (
+        colours.swatched(label, f"{spread.role} {spread.title}"),
+        f"{spread.calls:,}",
+        tag("div", body, *marks, class_="spread"),
+        *(duration(ns) for _, ns in points),
+        turn(spread.max.trajectory, spread.max.turn),
+    )
+
+
+def _slowest(worst: Sequence[SlowTrajectory], colours: Colours) -> list[Html]:
+    if not worst:
+        return []
+    longest_ns = max(slow.wall_ns for slow in worst)
+    rows = [_drawn_slow(slow, longest_ns, colours) for slow in worst]
+    columns = ("trajectory", ">took", ">began at", "what it did or waited for", "the most of it")
+    return [tag("h3", "Slowest trajectories"), table(columns, rows, "slowest")]
+
+
+def _drawn_slow(slow: SlowTrajectory, longest_ns: int, colours: Colours) -> tuple[str | Html, ...]:
+    parts = (
+        (
+            colours.of((wait.role, wait.stage)),
+            wait.wall_ns,
+            f"{wait.role} {wait.title} {duration(wait.wall_ns)}",
+        )
+        for wait in slow.waits
+    )
+    return *slow_cells(slow), stacked(parts, longest_ns), waits(slow)
+
+
+LONG_TAIL = Section(
+    name="long_tail",
+    title="Long tail",
+    compute=lambda sources: step_long_tail(sources.timeline),
+    terminal=long_tail_blocks,
+    html=draw_long_tail,
+    page=0,
+)

@@ -1,0 +1,336 @@
+"""*Calls*: times of each stage, call by call, and their balance over the processes that ran it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope.files.spans import PROFILING
+from stepscope_report.accounting import Pair, outside, rank_of, union_ns
+from stepscope_report.block import Block, TextTable
+from stepscope_report.charts.marks import pick
+from stepscope_report.formatting import count, duration, middle, say_profiled, starred
+from stepscope_report.html.markup import Html, tag
+from stepscope_report.html.page import section, table
+from stepscope_report.section import Section
+from stepscope_report.spans import ReplicaKey, ToolNames, above, replica_of, title
+from stepscope_report.table import Table, grouped
+from stepscope_report.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from stepscope_report.html.colours import Colours
+    from stepscope_report.model import StepReport
+    from stepscope_report.section import Page
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """One process' part in a stage."""
+
+    process: str
+    rank: int | None
+    calls: int
+    busy_ns: int
+    """The time in which at least one call ran. Calls that run at once in one process count once."""
+    total_ns: int
+    """The sum over its calls: more than `busy_ns` if some ran at once."""
+    stalled_ns: int = 0
+    """Of `busy_ns`, while its engine served nothing because its own profiler started or wrote."""
+    profiled: bool = False
+    """A profiler recorded it and slowed it."""
+
+    @property
+    def worked_ns(self) -> int:
+        return self.busy_ns - self.stalled_ns
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """All calls of one stage in one role. Times of calls are None when none has ended.
+
+    A call inside another of the same stage, in its thread and of its trajectory, is a part of that call.
+    """
+
+    role: str
+    stage: str
+    calls: int
+    """Spans that ended."""
+    open: int
+    """Spans never seen to end: in no time here but that of `processes`, up to the last sign of life."""
+    errors: int
+    cancelled: int = 0
+    """Calls that were cancelled, which is no error. They are among those that ended."""
+    total_ns: int
+    mean_ns: int | None
+    p50_ns: int | None
+    max_ns: int | None
+    processes: tuple[Share, ...]
+    imbalance: float | None
+    """The busiest process over the median one. None for one process, and where the median is 0."""
+    slowest: str | None
+    """The busiest process. None for one process."""
+    waits: bool = False
+    """Its calls wait and do no work."""
+    name: str | None = None
+    """Of a tool: the attribute `name` of its spans."""
+
+    @property
+    def title(self) -> str:
+        """`tool search`, or the stage alone."""
+        return title(self.stage, self.name)
+
+    @property
+    def uneven(self) -> bool:
+        """Return whether a profiler recorded some of the processes and not the others."""
+        return len({share.profiled for share in self.processes}) > 1
+
+
+def stage_times(timeline: Timeline) -> Table[Stage]:
+    """Return the stages of every role, the longest total first. Tools with a name are apart."""
+    names = ToolNames(timeline)
+    counted = (
+        span for span in timeline.spans if span.stage != PROFILING and not _is_part(timeline, span, names)
+    )
+    spans = grouped(counted, names.label_of)
+    stages = [_stage(timeline, (label[0], *names.parts(label)), own) for label, own in spans.items()]
+    return Table(sorted(stages, key=lambda stage: (-stage.total_ns, stage.role, stage.title)))
+
+
+def _is_part(timeline: Timeline, span: Span, names: ToolNames) -> bool:
+    """Return whether a span lies in another call of its stage, as functions that call each other do."""
+    place = _place(span)
+    return any(
+        _place(outer) == place and names.label_of(outer) == names.label_of(span)
+        for outer in above(timeline, span)
+    )
+
+
+def _place(span: Span) -> tuple[object, ...]:
+    return span.process, span.thread, span.role, span.stage, span.trajectory, span.turn
+
+
+def _stage(timeline: Timeline, label: tuple[str, str, str | None], spans: Sequence[Span]) -> Stage:
+    times = sorted(span.dur_ns for span in spans if span.dur_ns is not None)
+    shares = _shares(timeline, spans)
+    busiest = max(shares, key=lambda share: share.busy_ns)
+    median = middle(share.busy_ns for share in shares)
+    several = len(shares) > 1
+    return Stage(
+        role=label[0],
+        stage=label[1],
+        name=label[2],
+        calls=len(times),
+        open=len(spans) - len(times),
+        errors=sum(span.error is not None for span in spans),
+        cancelled=sum(span.cancelled for span in spans),
+        total_ns=sum(times),
+        mean_ns=sum(times) // len(times) if times else None,
+        p50_ns=times[rank_of(50, len(times))] if times else None,
+        max_ns=times[-1] if times else None,
+        processes=shares,
+        imbalance=round(busiest.busy_ns / median, 3) if several and median else None,
+        slowest=busiest.process if several else None,
+        waits=all(span.waits for span in spans),
+    )
+
+
+def _shares(timeline: Timeline, spans: Iterable[Span]) -> tuple[Share, ...]:
+    """Return the shares by process, in the timeline's order."""
+    by_process = sorted(grouped(spans, lambda span: span.process).items())
+    return tuple(_share(timeline, index, own) for index, own in by_process)
+
+
+def _share(timeline: Timeline, index: int, spans: Sequence[Span]) -> Share:
+    process = timeline.processes[index]
+    busy_ns = union_ns(_running(timeline, spans))
+    return Share(
+        process=process.name,
+        rank=process.info.rank,
+        calls=sum(span.dur_ns is not None for span in spans),
+        busy_ns=busy_ns,
+        total_ns=sum(end_ns - start_ns for start_ns, end_ns in _running(timeline, spans)),
+        stalled_ns=busy_ns - _served_ns(timeline, spans) if timeline.stalls else 0,
+        profiled=process.profiled,
+    )
+
+
+def _served_ns(timeline: Timeline, spans: Sequence[Span]) -> int:
+    """Return the time in which at least one call ran whose engine did not stall."""
+    served: list[Pair] = []
+    for replica, own in grouped(spans, lambda span: replica_of(timeline, span)).items():
+        stalls = [
+            (stall.start_ns, stall.end_ns)
+            for stall in timeline.stalls
+            if ReplicaKey(stall.replica) == replica and spans[0].role == "rollout"
+        ]
+        served += outside(_running(timeline, own), stalls)
+    return union_ns(served)
+
+
+def _running(timeline: Timeline, spans: Iterable[Span]) -> list[Pair]:
+    return [(span.start_ns, timeline.until_ns(span)) for span in spans]
+
+
+SIDE_BY_SIDE = 8
+"""Processes that have a column each; more are summed up."""
+CALLS_NOTE = "A call includes those below it. The total is a sum: with concurrent calls it exceeds the step."
+
+
+def stage_blocks(stages: Sequence[Stage], report: StepReport) -> Iterator[Block]:
+    """Yield the calls of each stage, and for each role of several processes when these were busy."""
+    if stages:
+        columns, cells = call_columns(stages)
+        rows = tuple((stage.role, stage.title, *cells(stage)) for stage in stages)
+        yield TextTable("Calls", ("role", "stage", *columns), rows, CALLS_NOTE)
+    for role, group in roles_of_several(stages).items():
+        yield _busy_table(role, group)
+
+
+def call_columns(stages: Sequence[Stage]) -> tuple[tuple[str, ...], Callable[[Stage], tuple[str, ...]]]:
+    """Return the columns behind a stage's name, and the function that makes their cells.
+
+    `open`, `errors` and `cancelled` are shown only if some stage has them.
+    """
+    extra = [
+        name for name in ("open", "errors", "cancelled") if any(getattr(stage, name) for stage in stages)
+    ]
+    columns = (">calls", *(f">{name}" for name in extra), ">total", ">mean", ">p50", ">max")
+
+    def cells(stage: Stage) -> tuple[str, ...]:
+        times = (stage.total_ns, stage.mean_ns, stage.p50_ns, stage.max_ns)
+        counts = (str(getattr(stage, name) or "") for name in extra)
+        return f"{stage.calls:,}", *counts, *map(duration, times)
+
+    return columns, cells
+
+
+def roles_of_several(stages: Sequence[Stage]) -> Mapping[str, Sequence[Stage]]:
+    """Return the stages that several processes have, by role."""
+    return grouped((stage for stage in stages if len(stage.processes) > 1), lambda stage: stage.role)
+
+
+def _busy_table(role: str, stages: Sequence[Stage]) -> TextTable:
+    names = dict.fromkeys(share.process for stage in stages for share in stage.processes)
+    profiled = {share.process for stage in stages for share in stage.processes if share.profiled}
+    title, note = f"Busy time by process: {role}", say_profiled(bool(profiled))
+    if len(names) <= SIDE_BY_SIDE:
+        heads = (f">{starred(name, name in profiled)}" for name in names)
+        rows = tuple(_side_by_side(stage, names) for stage in stages)
+        return TextTable(title, ("stage", *heads, ">max/median"), rows, note)
+    columns = ("stage", ">processes", ">min", ">median", ">max", ">max/median", "slowest")
+    return TextTable(title, columns, tuple(map(_summed, stages)), note)
+
+
+def _side_by_side(stage: Stage, names: Mapping[str, None]) -> tuple[str, ...]:
+    busy = {share.process: share.busy_ns for share in stage.processes}
+    return stage.title, *(duration(busy.get(name)) for name in names), ratio(stage.imbalance)
+
+
+def _summed(stage: Stage) -> tuple[str, ...]:
+    busy = sorted(share.busy_ns for share in stage.processes)
+    spread = (busy[0], middle(busy), busy[-1])
+    return stage.title, str(len(busy)), *map(duration, spread), ratio(stage.imbalance), slowest(stage)
+
+
+def slowest(stage: Stage) -> str:
+    """Return the name of the busiest process."""
+    profiled = any(share.profiled for share in stage.processes if share.process == stage.slowest)
+    return starred(stage.slowest or "", profiled)
+
+
+def ratio(value: float | None) -> str:
+    """Return `1.23`, or `-` for what is not known."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+NUMBERED = 8
+"""Processes up to which each cell holds its number."""
+CELLS = 512
+"""Cells of a row; of more processes every k-th has one, and the slowest."""
+_STEPS = 5
+"""Shades on each side of the median: classes `h-5` to `h5`, a step for each tenth."""
+
+
+def draw_stages(stages: Sequence[Stage], page: Page) -> Iterator[Html]:
+    yield from _heat(stages, page.colours)
+    if stages:
+        yield _calls(stages, page.colours)
+
+
+def _heat(stages: Sequence[Stage], colours: Colours) -> list[Html]:
+    """Return a map for each role that has several processes. Empty if none has."""
+    roles = roles_of_several(stages)
+    if not roles:
+        return []
+    maps = [part for role, group in roles.items() for part in _map(role, group, colours)]
+    scale = [tag("i", class_=f"cell {_shade(1 + step / 10)}") for step in range(-_STEPS, _STEPS + 1)]
+    key = tag("p", "half the median ", *scale, " 1.5 times and above", class_="legend")
+    note = (
+        "Busy time of each process in each stage, concurrent calls counted once, against the stage's median."
+    )
+    profiled = (share.profiled for stage in stages for share in stage.processes)
+    note = f"{note} {say_profiled(*profiled)}".rstrip()
+    return [section("ranks", "Busy time by process and stage", key, *maps, note=note)]
+
+
+def _map(role: str, stages: Sequence[Stage], colours: Colours) -> Iterator[Html]:
+    names = list(dict.fromkeys(share.process for stage in stages for share in stage.processes))
+    busiest = {stage.slowest for stage in stages}
+    drawn = [
+        names[at] for at in pick(len(names), CELLS, (i for i, name in enumerate(names) if name in busiest))
+    ]
+    processes = count(len(names), "process") + (f", {len(drawn)} drawn" if len(drawn) < len(names) else "")
+    yield tag("h3", role, tag("small", processes))
+    rows = [_row(stage, drawn, colours) for stage in stages]
+    columns = ("stage", "by rank", ">median", ">max", ">max/median", "slowest")
+    yield table(columns, rows, "")
+
+
+def _row(stage: Stage, names: Sequence[str], colours: Colours) -> list[str | Html]:
+    busy = {share.process: share.busy_ns for share in stage.processes}
+    median_ns = middle(busy.values())
+    profiled = {share.process for share in stage.processes if share.profiled}
+    cells = [
+        _cell(starred(name, name in profiled), busy.get(name), median_ns, len(names) <= NUMBERED)
+        for name in names
+    ]
+    imbalance = ratio(stage.imbalance)
+    return [
+        colours.swatched((stage.role, stage.stage), stage.title),
+        tag("div", *cells, class_="cells"),
+        duration(median_ns),
+        duration(max(busy.values())),
+        tag("b", imbalance) if (stage.imbalance or 0) >= 1.2 and not stage.uneven else imbalance,
+        slowest(stage),
+    ]
+
+
+def _cell(name: str, busy_ns: int | None, median_ns: int, numbered: bool) -> Html:
+    if busy_ns is None:
+        return tag("i", class_="cell none", data_t=f"{name}: did not run it")
+    part = busy_ns / median_ns if median_ns else 1.0
+    hover = f"{name}: {duration(busy_ns)}, {part:.2f} of the median"
+    return tag("i", duration(busy_ns) if numbered else "", class_=f"cell {_shade(part)}", data_t=hover)
+
+
+def _shade(part: float) -> str:
+    return f"h{max(-_STEPS, min(_STEPS, round((part - 1) * 10)))}"
+
+
+def _calls(stages: Sequence[Stage], colours: Colours) -> Html:
+    columns, cells = call_columns(stages)
+    rows = [
+        (colours.swatched((stage.role, stage.stage), f"{stage.role} {stage.title}"), *cells(stage))
+        for stage in stages
+    ]
+    return section("calls", "Calls", table(("stage", *columns), rows), note=CALLS_NOTE)
+
+
+STAGES = Section(
+    name="stages",
+    title="Calls",
+    compute=lambda sources: stage_times(sources.timeline),
+    terminal=stage_blocks,
+    html=draw_stages,
+    page=2,
+)

@@ -1,0 +1,540 @@
+"""Tables of the step's torch traces: operators, devices, memory.
+
+One file above 500 lines: the numbers of a section, its tables and its charts are read together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import msgspec
+
+from stepscope_report.accounting import rank_of
+from stepscope_report.block import Block, Listing, TextTable
+from stepscope_report.charts.marks import pick
+from stepscope_report.formatting import LISTED, count, duration, percent_of, size
+from stepscope_report.html.markup import Html, tag
+from stepscope_report.html.page import ROWS, draw, percent, section, stacked, table
+from stepscope_report.section import Section
+from stepscope_report.stragglers import StragglerRow, stragglers
+from stepscope_report.table import Table, grouped
+from stepscope_report.timeline import FileProblem, TraceActivity, Traces
+
+if TYPE_CHECKING:
+    from stepscope_report.model import StepReport
+    from stepscope_report.section import Page, Sources
+
+TOP = 20
+"""Operators, and kernels, of each role that a report keeps."""
+OperatorKind: TypeAlias = Literal["cpu", "mark", "compute", "communication", "memory"]
+
+
+class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One operator (on the CPU) or kernel (on devices) over all processes of a role."""
+
+    role: str
+    name: str
+    kind: OperatorKind
+    """`cpu`: an operator. `mark`: what a decorator or `record_function` named; its own time is between
+    operators, in Python. The others are of devices."""
+    processes: int
+    count: int
+    self_ns: int
+    """A sum over calls and processes, without the operators below it. Of a kernel it is `total_ns`."""
+    total_ns: int
+    mean_ns: int
+    max_ns: int
+
+
+class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One device as one process used it. All streams together: no instant counts twice."""
+
+    process: str
+    role: str
+    rank: int | None
+    device: str
+    recorded_ns: int
+    """Time for which the process' traces were open."""
+    span_ns: int
+    """From the first to the last event of the device, summed over traces."""
+    busy_ns: int
+    compute_ns: int
+    communication_ns: int
+    exposed_ns: int
+    """Communication that no computation hides."""
+    memory_ns: int
+    """Copies and fills."""
+
+
+class NoDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """Processes in whose traces no device did anything, and why that probably is."""
+
+    processes: tuple[str, ...]
+    cause: str
+    fix: str | None
+    """None: there is nothing to be fixed."""
+
+
+class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The most memory that torch's allocator held of a device."""
+
+    process: str
+    device: str
+    allocated_bytes: int
+    reserved_bytes: int
+    capacity_bytes: int | None
+    at_ns: int | None
+    """Time of the peak, after the capture opened. None: the trace is unaligned."""
+
+
+class TraceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One trace, and how much of its time operators ran."""
+
+    file: str
+    process: str
+    stage: str | None
+    events: int
+    recorded_ns: int
+    operators_ns: int
+    """Time in which an operator ran on any thread."""
+    unaligned: str | None
+
+
+class TraceTables(msgspec.Struct, frozen=True, kw_only=True):
+    traces: Table[TraceRow]
+    operators: Table[OperatorRow]
+    """By role; in a role the longest own time first, at most `TOP` of the CPU and `TOP` of devices."""
+    devices: Table[DeviceRow]
+    stragglers: Table[StragglerRow]
+    without_device: Table[NoDevice]
+    memory: Table[MemoryRow]
+    unread: tuple[str, ...]
+    """Files that no reader reads."""
+    problems: tuple[FileProblem, ...]
+
+
+def trace_tables(traces: Traces, opened_ns: int) -> TraceTables:
+    """Return all tables that need nothing but the traces."""
+    activities = traces.activities
+    return TraceTables(
+        traces=Table(map(_trace, activities)),
+        operators=operator_times(activities),
+        devices=device_usage(activities),
+        stragglers=stragglers(activities),
+        without_device=missing_devices(activities),
+        memory=memory_peaks(activities, opened_ns),
+        unread=traces.unread,
+        problems=traces.problems,
+    )
+
+
+def operator_times(activities: Iterable[TraceActivity]) -> Table[OperatorRow]:
+    """Return the operators and kernels of each role, the longest own time first."""
+    times: dict[tuple[str, OperatorKind, str], list[tuple[str, int, float, float, float]]]
+    times = defaultdict(list)
+    for activity in activities:
+        role = activity.info.role
+        for operator in activity.content.operators:
+            kind: OperatorKind = "mark" if operator.outer else "cpu"
+            took = (activity.name, operator.count, operator.self_us, operator.total_us, operator.max_us)
+            times[role, kind, operator.name].append(took)
+        for kernel in activity.content.kernels:
+            took = (activity.name, kernel.count, kernel.total_us, kernel.total_us, kernel.max_us)
+            times[role, kernel.work, kernel.name].append(took)
+    rows = [_operator(key, parts) for key, parts in times.items()]
+    rows.sort(key=lambda row: (row.role, -row.self_ns, row.name))
+    kept: dict[tuple[str, bool], int] = defaultdict(int)
+    chosen = []
+    for row in rows:
+        place = row.role, row.kind in ("cpu", "mark")
+        kept[place] += 1
+        if kept[place] <= TOP:
+            chosen.append(row)
+    return Table(chosen)
+
+
+def _operator(
+    key: tuple[str, OperatorKind, str], parts: Sequence[tuple[str, int, float, float, float]]
+) -> OperatorRow:
+    role, kind, name = key
+    count = sum(part[1] for part in parts)
+    total_ns = _ns(sum(part[3] for part in parts))
+    return OperatorRow(
+        role=role,
+        name=name,
+        kind=kind,
+        processes=len({part[0] for part in parts}),
+        count=count,
+        self_ns=_ns(sum(part[2] for part in parts)),
+        total_ns=total_ns,
+        mean_ns=total_ns // max(count, 1),
+        max_ns=_ns(max(part[4] for part in parts)),
+    )
+
+
+def device_usage(activities: Iterable[TraceActivity]) -> Table[DeviceRow]:
+    """Return a row for each device of each process. Traces of several stages are added up."""
+    by_device: dict[tuple[str, str], list[TraceActivity]] = defaultdict(list)
+    for activity in activities:
+        for device in activity.content.devices:
+            by_device[activity.name, device.name].append(activity)
+    return Table(_device(name, device, group) for (name, device), group in by_device.items())
+
+
+def _device(process: str, name: str, activities: Sequence[TraceActivity]) -> DeviceRow:
+    devices = [usage for activity in activities for usage in activity.content.devices if usage.name == name]
+    return DeviceRow(
+        process=process,
+        role=activities[0].info.role,
+        rank=activities[0].info.rank,
+        device=f"GPU {name}" if name.isdigit() else name,
+        recorded_ns=sum(map(_recorded_ns, activities)),
+        span_ns=_ns(sum(usage.last_us - usage.first_us for usage in devices)),
+        busy_ns=_ns(sum(usage.busy_us for usage in devices)),
+        compute_ns=_ns(sum(usage.compute_us for usage in devices)),
+        communication_ns=_ns(sum(usage.communication_us for usage in devices)),
+        exposed_ns=_ns(sum(usage.exposed_us for usage in devices)),
+        memory_ns=_ns(sum(usage.memory_us for usage in devices)),
+    )
+
+
+def missing_devices(activities: Iterable[TraceActivity]) -> Table[NoDevice]:
+    """Return the traces in which no device did anything, by likely cause. None of a torch for CPUs alone."""
+    causes: dict[tuple[str, str | None], list[str]] = defaultdict(list)
+    for activity in activities:
+        without_cuda = activity.versions.get("torch", "").endswith("+cpu")
+        if activity.content.events and not activity.content.devices and not without_cuda:
+            causes[_why_no_device(activity)].append(activity.name)
+    return Table(
+        NoDevice(processes=tuple(dict.fromkeys(names)), cause=cause, fix=fix)
+        for (cause, fix), names in causes.items()
+    )
+
+
+def _why_no_device(activity: TraceActivity) -> tuple[str, str | None]:
+    refused = next((why for name, why in activity.ignored.items() if name.endswith("activities.cuda")), None)
+    if refused is not None:
+        return (
+            refused,
+            "run `python -c 'import torch; print(torch.cuda.is_available())'` in that process' place",
+        )
+    recorded = activity.options.get("activities")
+    if isinstance(recorded, str) and recorded == "cpu":
+        return "the configuration records the CPU alone", "torch: {activities: [cpu, cuda]}"
+    if activity.content.runtime or activity.content.device_names:
+        return (
+            (
+                "the process called the device, and the profiler delivered no kernel (CUPTI): another "
+                "profiler holds it, or the driver reserves it for the administrator"
+            ),
+            "end Nsight or DCGM profiling on that host; NVreg_RestrictProfilingToAdminUsers=0 for the driver",
+        )
+    return "no call to a device was recorded: the process used none while it was recorded", None
+
+
+def memory_peaks(activities: Iterable[TraceActivity], opened_ns: int) -> Table[MemoryRow]:
+    """Return the peak of each device in each process, if `profile_memory` was on."""
+    rows = (
+        MemoryRow(
+            process=activity.name,
+            device=peak.device,
+            allocated_bytes=peak.allocated_bytes,
+            reserved_bytes=peak.reserved_bytes,
+            capacity_bytes=peak.capacity_bytes,
+            at_ns=None if activity.unaligned else activity.unix_ns(peak.allocated_at_us) - opened_ns,
+        )
+        for activity in activities
+        for peak in activity.content.memory
+    )
+    peaks = grouped(rows, lambda row: (row.process, row.device)).values()
+    return Table(max(own, key=lambda row: row.allocated_bytes) for own in peaks)
+
+
+def _trace(activity: TraceActivity) -> TraceRow:
+    return TraceRow(
+        file=activity.file,
+        process=activity.name,
+        stage=activity.stage,
+        events=activity.content.events,
+        recorded_ns=_recorded_ns(activity),
+        operators_ns=_ns(activity.content.operators_us),
+        unaligned=activity.unaligned,
+    )
+
+
+def _recorded_ns(activity: TraceActivity) -> int:
+    content = activity.content
+    return (
+        0 if content.first_us is None or content.last_us is None else _ns(content.last_us - content.first_us)
+    )
+
+
+def _ns(us: float) -> int:
+    return round(us * 1000)
+
+
+SHOWN = 10
+"""Operators of a role that are printed."""
+NAME = 60
+"""Characters of a kernel's name; in full they fill screens."""
+DEVICE_NOTE = "All streams together. Exposed: communication that no computation hides. %: of recorded."
+
+
+def trace_blocks(traces: TraceTables | None, report: StepReport) -> Iterator[Block]:
+    if traces is None:
+        return
+    for role, rows in operators_by_role(traces).items():
+        yield _operators(role, rows)
+    if traces.devices:
+        yield _devices(traces.devices)
+    if traces.stragglers:
+        yield straggler_table(traces.stragglers)
+    if traces.without_device:
+        yield no_device_list(traces.without_device)
+    if traces.memory:
+        yield memory_table(traces.memory)
+    yield from trouble_lists(traces)
+
+
+def operators_by_role(traces: TraceTables) -> Mapping[str, Sequence[OperatorRow]]:
+    """Return the operators of each role: those of devices, then those of the host."""
+    roles = grouped(traces.operators, lambda row: row.role)
+    return {role: [*on_device(rows), *on_host(rows)] for role, rows in roles.items()}
+
+
+def on_device(rows: Sequence[OperatorRow]) -> list[OperatorRow]:
+    return [row for row in rows if row.kind not in ("cpu", "mark")]
+
+
+def on_host(rows: Sequence[OperatorRow]) -> list[OperatorRow]:
+    return [row for row in rows if row.kind in ("cpu", "mark")]
+
+
+def _operators(role: str, rows: Sequence[OperatorRow]) -> TextTable:
+    columns = ("name", "kind", ">count", ">own time", ">total", ">mean", ">max")
+    shown = (*on_device(rows)[:SHOWN], *on_host(rows)[:SHOWN])
+    note = "Sums over calls and processes. mark: named by a decorator; its own time is Python, or waiting."
+    marks = any(row.kind == "mark" for row in rows)
+    cells = tuple(map(_said_operator, shown))
+    return TextTable(f"Operators and kernels: {role}", columns, cells, note if marks else "")
+
+
+def _said_operator(row: OperatorRow) -> tuple[str, ...]:
+    times = (row.self_ns, row.total_ns, row.mean_ns, row.max_ns)
+    return short(row.name), row.kind, f"{row.count:,}", *map(duration, times)
+
+
+def _devices(rows: Sequence[DeviceRow]) -> TextTable:
+    columns = ("process", "device", ">recorded", ">busy", ">compute", ">exposed communication", ">copies")
+    ordered, order = least_busy_first(rows, 2 * LISTED)
+    note = f"{order} {DEVICE_NOTE}".lstrip()
+    return TextTable("Devices", columns, tuple(map(_said_device, ordered)), note, noun="device")
+
+
+def device_lines(rows: Sequence[DeviceRow], most: int) -> Iterator[str]:
+    """Yield a sentence for each device, the least busy ones first if there are more than `most`."""
+    ordered, _ = least_busy_first(rows, most)
+    for row in ordered[:most]:
+        process, device, recorded, busy, compute, exposed, copies = _said_device(row)
+        yield (
+            f"{process}, {device}, {recorded} recorded: busy {busy}, compute {compute}, "
+            f"exposed communication {exposed}, copies {copies}"
+        )
+    if len(rows) > most:
+        yield f"{len(rows) - most:,} others were busier"
+
+
+def least_busy_first(rows: Sequence[DeviceRow], shown: int) -> tuple[Sequence[DeviceRow], str]:
+    """Return devices by the part of their time in which they were busy, and a note with percentiles of it.
+
+    Devices that are all shown stay in their order, without a note.
+    """
+    if len(rows) <= shown:
+        return rows, ""
+    ordered = sorted(rows, key=lambda row: row.busy_ns / max(row.recorded_ns, 1))
+    spread = _spread([f"{percent_of(row.busy_ns, row.recorded_ns)} %" for row in ordered])
+    return ordered, f"Least busy first. Busy: {spread}."
+
+
+def most_memory_first(rows: Sequence[MemoryRow], shown: int) -> tuple[Sequence[MemoryRow], str]:
+    """Return rows of memory, the most allocated first, and a note as `least_busy_first` does."""
+    if len(rows) <= shown:
+        return rows, ""
+    ordered = sorted(rows, key=lambda row: -row.allocated_bytes)
+    spread = _spread([size(row.allocated_bytes) for row in reversed(ordered)])
+    return ordered, f"Most first. Allocated: {spread}."
+
+
+def _spread(ascending: Sequence[str]) -> str:
+    """Return `p10 40 %, p50 61 %, p90 64 %, most 65 % of 1,024`."""
+    points = (f"p{percent} {ascending[rank_of(percent, len(ascending))]}" for percent in (10, 50, 90))
+    return f"{', '.join(points)}, most {ascending[-1]}, of {len(ascending):,}"
+
+
+def _said_device(row: DeviceRow) -> tuple[str, ...]:
+    parts = (
+        f"{duration(ns)} {percent_of(ns, row.recorded_ns)} %"
+        for ns in (row.busy_ns, row.compute_ns, row.exposed_ns, row.memory_ns)
+    )
+    return row.process, row.device, duration(row.recorded_ns), *parts
+
+
+def straggler_table(rows: Sequence[StragglerRow]) -> TextTable:
+    """Return who entered collectives last, the one that cost the others most first."""
+    columns = ("collective", "process", ">calls", ">last", ">others waited", ">waited")
+    note = "last: calls that it entered after all others. others waited: for it, all together."
+    return TextTable("Stragglers in collectives", columns, tuple(map(_straggler, rows)), note, noun="row")
+
+
+def _straggler(row: StragglerRow) -> tuple[str, ...]:
+    counts = f"{row.calls:,}", f"{row.last:,}"
+    return (
+        short(row.collective),
+        row.process,
+        *counts,
+        duration(row.others_waited_ns),
+        duration(row.waited_ns),
+    )
+
+
+def no_device_list(rows: Sequence[NoDevice]) -> Listing:
+    """Return the processes whose trace has no device, with the likely cause."""
+    return Listing("No device activity in a trace", tuple(map(_say_no_device, rows)))
+
+
+def _say_no_device(row: NoDevice) -> str:
+    """Return `actor 0, and 3 more: the configuration records the CPU alone. Fix: ...`."""
+    first, *others = row.processes
+    names = " and ".join(row.processes) if len(others) < 2 else f"{first}, and {len(others):,} more"
+    return f"{names}: {row.cause}" + (f". Fix: {row.fix}" if row.fix else "")
+
+
+def memory_table(rows: Sequence[MemoryRow]) -> TextTable:
+    """Return the most memory that each allocator gave out."""
+    columns = ("process", "device", ">allocated", ">reserved", ">of", ">at")
+    ordered, order = most_memory_first(rows, 2 * LISTED)
+    note = f"{order} As torch's allocators counted. at: of the most allocated.".lstrip()
+    return TextTable("Most memory", columns, tuple(map(_memory, ordered)), note, noun="row")
+
+
+def _memory(row: MemoryRow) -> tuple[str, ...]:
+    capacity = "-" if row.capacity_bytes is None else size(row.capacity_bytes)
+    held = (size(row.allocated_bytes), size(row.reserved_bytes))
+    return row.process, row.device, *held, capacity, duration(row.at_ns)
+
+
+def trouble_lists(traces: TraceTables) -> Iterator[Listing]:
+    """Yield the traces that could not be read, and those that were not."""
+    if traces.problems:
+        lines = tuple(f"{problem.file}: {problem.what}" for problem in traces.problems)
+        yield Listing("Trouble with traces", lines, bad=True)
+    if traces.unread:
+        yield Listing("Not looked into", tuple(traces.unread))
+
+
+def short(name: str, most: int = NAME) -> str:
+    """Return a kernel's name without the middle of a long one."""
+    return name if len(name) <= most else f"{name[: most - 20]}...{name[-17:]}"
+
+
+DRAWN = 128
+"""Devices with a row of their own; of more, the least busy ones and every k-th have one."""
+
+
+def draw_traces(traces: TraceTables | None, page: Page) -> Iterator[Html]:
+    """Yield operators, devices and memory. Nothing without a trace."""
+    if traces is not None and (traces.traces or traces.problems or traces.unread):
+        yield section("kernels", "Operators and kernels", *_drawn_operators(traces), note=_note(traces))
+        yield from _devices_and_memory(traces)
+
+
+def _note(traces: TraceTables) -> str:
+    events = sum(row.events for row in traces.traces)
+    return (
+        f"From {count(len(traces.traces), 'trace')} with {events:,} events. Sums over calls and processes. "
+        "own time: without the operators below. mark: named by a decorator or record_function; its own time "
+        "is between operators, in Python or waiting."
+    )
+
+
+def _drawn_operators(traces: TraceTables) -> Iterator[Html]:
+    columns = ("name", "kind", "own time", ">own time", ">total", ">count", ">mean", ">max", ">processes")
+    for role, rows in operators_by_role(traces).items():
+        longest_ns = max((row.self_ns for row in rows), default=0)
+        yield tag("h3", role)
+        yield table(columns, [_drawn_operator(row, longest_ns) for row in rows], "")
+    yield from map(draw, trouble_lists(traces))
+
+
+def _drawn_operator(row: OperatorRow, longest_ns: int) -> tuple[str | Html, ...]:
+    bar = tag("i", class_=f"m w-{row.kind}", style=f"left:0;width:{percent(row.self_ns, longest_ns)}")
+    return (
+        tag("span", short(row.name, 90), data_t=row.name),
+        row.kind,
+        tag("div", bar, class_="spread"),
+        duration(row.self_ns),
+        duration(row.total_ns),
+        f"{row.count:,}",
+        duration(row.mean_ns),
+        duration(row.max_ns),
+        f"{row.processes:,}",
+    )
+
+
+def _devices_and_memory(traces: TraceTables) -> Iterator[Html]:
+    parts: list[Html] = []
+    notes = []
+    if traces.devices:
+        ordered, order = least_busy_first(traces.devices, ROWS)
+        shown = [ordered[at] for at in pick(len(ordered), DRAWN, range(ROWS))]
+        parts.append(_drawn_devices(shown))
+        notes = [order, DEVICE_NOTE]
+        if len(shown) < len(ordered):
+            notes.append(f"{len(shown):,} are shown: the least busy ones, and others evenly chosen.")
+    if traces.stragglers:
+        late = straggler_table(traces.stragglers[:DRAWN])
+        more = f" The first {DRAWN} of {len(traces.stragglers):,} rows are shown; --json has all."
+        cut = len(traces.stragglers) > DRAWN
+        parts.append(draw(msgspec.structs.replace(late, note=late.note + more * cut)))
+    if traces.without_device:
+        parts.append(draw(no_device_list(traces.without_device)))
+    if traces.memory:
+        title = "Most memory, as torch's allocators counted"
+        parts.append(draw(msgspec.structs.replace(memory_table(traces.memory), title=title, note="")))
+    if parts:
+        yield section("devices", "Devices", *parts, note=" ".join(filter(None, notes)))
+
+
+def _drawn_devices(rows: Sequence[DeviceRow]) -> Html:
+    columns = (
+        "process", "device", "compute, exposed communication, copies and others", ">recorded", ">busy", ">%",
+        ">compute", ">communication", ">exposed", ">copies",
+    )  # fmt: skip
+    return table(columns, [_drawn_device(row) for row in rows], "device-table")
+
+
+def _drawn_device(row: DeviceRow) -> tuple[str | Html, ...]:
+    rest_ns = max(0, row.busy_ns - row.compute_ns - row.exposed_ns)
+    parts = (("compute", row.compute_ns), ("communication", row.exposed_ns), ("memory", rest_ns))
+    bars = ((f"w-{kind}", ns, f"{row.process}: {kind} {duration(ns)}") for kind, ns in parts)
+    return (
+        row.process, row.device, stacked(bars, row.recorded_ns), duration(row.recorded_ns),
+        duration(row.busy_ns), percent_of(row.busy_ns, row.recorded_ns), duration(row.compute_ns),
+        duration(row.communication_ns), duration(row.exposed_ns), duration(row.memory_ns),
+    )  # fmt: skip
+
+
+def _traces(sources: Sources) -> TraceTables | None:
+    traces = sources.traces
+    return None if traces is None else trace_tables(traces, sources.timeline.window.start_ns)
+
+
+TRACES = Section(
+    name="traces",
+    title="Operators and kernels",
+    compute=_traces,
+    terminal=trace_blocks,
+    html=draw_traces,
+)

@@ -1,0 +1,82 @@
+"""Waits for work that nobody did: the time in which one waited and nobody it could wait for was busy."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope_report.accounting import Label, bits_of, walk
+from stepscope_report.division import WAITING, work_of
+from stepscope_report.section import Section
+from stepscope_report.spans import ROLLOUT, label_of
+from stepscope_report.table import Table
+from stepscope_report.timeline import Timeline
+
+if TYPE_CHECKING:
+    pass
+
+
+class VainWait(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage that waits, over the step."""
+
+    role: str
+    stage: str
+    processes: tuple[str, ...]
+    """The processes that waited in it."""
+    wall_ns: int
+    """The time in which at least one of them did."""
+    vain_ns: int
+    """The part in which nobody worked who could end the wait: of a role of the rollout, if its own is one;
+    else anybody."""
+
+
+def waits_in_vain(timeline: Timeline) -> Table[VainWait]:
+    """Return the waits that were in vain for some time, the longest in vain first.
+
+    Left out are waits for work that no process recorded in this step. Empty if a process is unaligned,
+    because it may have been busy.
+    """
+    waiters: dict[Label, dict[str, None]] = defaultdict(dict)
+    for span in timeline.spans:
+        if span.waits:
+            waiters[label_of(span)][timeline.processes[span.process].name] = None
+    if not waiters or not all(process.aligned for process in timeline.processes):
+        return Table()
+    working = {span.role for span in timeline.spans if not span.waits}
+    wall_ns, vain_ns = _sum(timeline)
+    return Table(
+        VainWait(
+            role=label[0],
+            stage=label[1],
+            processes=tuple(waiters[label]),
+            wall_ns=wall_ns[label],
+            vain_ns=vain_ns[label],
+        )
+        for label, _ in vain_ns.most_common()
+        if _could_end(label, working)
+    )
+
+
+def _sum(timeline: Timeline) -> tuple[Counter[Label], Counter[Label]]:
+    """Return how long each wait went on, and how long of that in vain."""
+    work, window = work_of(timeline, range(len(timeline.spans))), timeline.window
+    wall_ns, vain_ns = Counter[Label](), Counter[Label]()
+    for start_ns, end_ns, mask in walk(work.intervals, window.start_ns, window.end_ns):
+        bits = bits_of(mask)
+        busy = {work.labels[bit][0] for bit in bits if work.tiers[bit] != WAITING}
+        for label in {work.labels[bit] for bit in bits if work.tiers[bit] == WAITING}:
+            wall_ns[label] += end_ns - start_ns
+            if not _could_end(label, busy):
+                vain_ns[label] += end_ns - start_ns
+    return wall_ns, vain_ns
+
+
+def _could_end(wait: Label, roles: Iterable[str]) -> bool:
+    """Return whether work of one of the roles could end the wait."""
+    return any(role in ROLLOUT or wait[0] not in ROLLOUT for role in roles)
+
+
+VAIN_WAITS = Section(name="vain_waits", compute=lambda sources: waits_in_vain(sources.timeline))

@@ -1,1 +1,0 @@
-"""Sections of a report as typed tables: pure functions of a timeline."""

@@ -1,1 +1,0 @@
-"""Weight synchronisation: the way of new weights from the trainer to the engines."""
