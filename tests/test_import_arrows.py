@@ -31,20 +31,20 @@ READS_THE_REPORT = {"_report", "__main__"}
 """Parts of the core that import the report, if it is installed."""
 
 TABLES = {
-    *("accounting", "advice", "brief", "charts", "fleet", "formatting", "groups", "live", "model", "opened"),
     *(
-        "plain",
-        "scalars",
-        "section",
-        "sections",
-        "added",
+        "accounting",
+        "division",
+        "gaps",
+        "event_loops",
+        "replicas",
+        "stragglers",
+        "profiling",
         "spans",
         "table",
-        "tables",
-        "throughput",
-        "waiting",
     ),
-    *("weights", "why", "blocks", "html", "terminal", "gate", "whatif", "__init__"),
+    *("model", "section", "sections", "added", "report", "advice", "throughput", "whatif", "diff", "gate"),
+    *("fleet", "groups", "live", "plain", "opened", "scalars", "waiting", "why", "formatting"),
+    *("block", "brief", "charts", "html", "terminal", "__init__"),
 }
 """Parts of the report that compute tables, and draw them."""
 REPORT_ARROWS = {

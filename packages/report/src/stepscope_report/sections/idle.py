@@ -1,4 +1,7 @@
-"""*Idle*: the time in which a process ran no call, by its probable cause."""
+"""*Idle*: the time in which a process ran no call, by its probable cause.
+
+One file above 500 lines: the numbers of a section, its tables and its charts are read together.
+"""
 
 from __future__ import annotations
 
