@@ -145,6 +145,24 @@ def test_actors_with_engines_of_another_adapter_are_left_out(trainer: Any, tmp_p
     assert list(rows(tmp_path, 0)) == ["replica 0"]
 
 
+@pytest.mark.parametrize("held", ["torch", "another"])
+def test_an_actor_under_two_adapters_needs_that_of_the_engine_that_it_holds(
+    trainer: Any, tmp_path: Path, held: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = {
+        "module": "server_loop",
+        "name": "Trainer.step",
+        "step": "around",
+        "engines": {"another": "self.handles", "torch": "self.handles"},
+    }
+    configure(run.current().replace(instrument=[step]))
+    registering = register_by_rank if held == "torch" else register_as_anothers
+    ray.get([handle.__ray_call__.remote(registering) for handle in trainer.handles])
+    trainer.step()
+    assert sorted(rows(tmp_path, 0)) == (["replica 4", "replica 5"] if held == "torch" else [])
+    assert ("engines of 'another' are not recorded" in caplog.text) == (held == "another")
+
+
 def name_others(manager: Any, handles: list[Any]) -> None:
     manager.named = handles  # weakly registered
     for number, handle in enumerate(handles):

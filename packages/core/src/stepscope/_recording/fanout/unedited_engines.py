@@ -52,7 +52,12 @@ class UneditedEngines:
     """Profilers of the engines of one step: `profilers`, for its capture."""
 
     def __init__(self, groups: Mapping[str, object], config: ProfileConfig) -> None:
-        """Args: groups: {adapter: engines, URLs of servers, or Ray actors that hold an engine}."""
+        """Read the groups of engines.
+
+        Args:
+            groups: {adapter: engines, URLs of servers, or Ray actors that hold an engine}. An actor that may
+                hold an engine of either kind stands under both adapters.
+        """
         self._config = config
         self.profilers: list[EngineProfiler] = []
         self._rollouts: list[tuple[str, RayRollout]] = []
@@ -61,9 +66,11 @@ class UneditedEngines:
         """Addresses of the engines that are taken: each is recorded once."""
         for adapter, engine, replica in registered():
             self._add(adapter, engine, replica)
+        usable = {id(item) for adapter in installed().keys() & groups.keys() for item in _items(groups[adapter])}
         for adapter, group in groups.items():
             for item in _items(group):
-                self._add(adapter, item, None)
+                if adapter in installed() or id(item) not in usable:
+                    self._add(adapter, item, None)
 
     def number(self) -> None:
         """Give each engine the framework's number of it, or all of them their position. Blocks."""
@@ -83,7 +90,7 @@ class UneditedEngines:
 
     def _add(self, adapter: str, item: object, replica: int | None) -> None:
         if adapter not in installed():
-            failures.warn_once(f"engines of {adapter!r} are not recorded: no adapter. Fix: {ADAPTERS}")
+            _warn_of_absent(adapter)
             return
         profiler = _profiler(adapter, item, self._config)
         address: object = item if isinstance(item, str) else id(item)
@@ -111,6 +118,8 @@ class UneditedEngines:
 
     def _take(self, adapter: str, rollout: RayRollout, answer: Instrumented) -> None:
         """Give `rollout` its number, or put the engines in its place that its actor names."""
+        for other in answer.keys() - installed().keys():
+            _warn_of_absent(other)
         engines = answer.get(adapter, [])
         elsewhere = [(number, target) for number, target in engines if target is not None]
         if answer and (elsewhere or not engines):
@@ -125,6 +134,10 @@ class UneditedEngines:
         if None in numbers or len(set(numbers)) < len(numbers):
             for profiler in self.profilers:
                 profiler.replica = None
+
+
+def _warn_of_absent(adapter: str) -> None:
+    failures.warn_once(f"engines of {adapter!r} are not recorded: no adapter. Fix: {ADAPTERS}")
 
 
 def _profiler(adapter: str, engine: object, config: ProfileConfig) -> EngineProfiler:
