@@ -66,7 +66,9 @@ class UneditedEngines:
         """Addresses of the engines that are taken: each is recorded once."""
         for adapter, engine, replica in registered():
             self._add(adapter, engine, replica)
-        usable = {id(item) for adapter in installed().keys() & groups.keys() for item in _items(groups[adapter])}
+        usable = {
+            id(item) for adapter in installed().keys() & groups.keys() for item in _items(groups[adapter])
+        }
         for adapter, group in groups.items():
             for item in _items(group):
                 if adapter in installed() or id(item) not in usable:
