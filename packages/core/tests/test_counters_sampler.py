@@ -153,3 +153,15 @@ def test_series_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler({"own": lambda: [Ticks("a"), Ticks("b"), source]})
     run(sampler, source)
     assert [series.name for series in sampler.series] == ["a", "b"]
+
+
+def test_a_source_that_answers_slowly_is_not_asked_out_of_turn_at_the_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The training waits for the stop, and a busy cluster answers in seconds."""
+    monkeypatch.setattr(sampler_module, "_SLOW_NS", 0)
+    slow, pace = Ticks("slow", interval_s=60), Ticks("pace")
+    sampler = Sampler({"slow": lambda: [slow], "pace": lambda: [pace]})
+    run(sampler, pace)
+    assert slow.last == 1
+    assert values(sampler, "pace")[-1] == pace.last  # which is asked at the stop as before

@@ -27,6 +27,8 @@ MOST_SERIES = 1000
 _JOIN_S = 1.0
 _DUE = 0.9
 """A source is due after this part of its interval: ticks are never exactly on time."""
+_SLOW_NS = 50_000_000
+"""A source whose last answer took longer is not asked out of turn at the end, which the training awaits."""
 
 
 class AbsentError(Exception):
@@ -74,6 +76,8 @@ class Sampler:
         self._sources: list[CounterSource] = []
         self._due_ns: dict[int, int] = {}
         """{id of a source: when it is due}."""
+        self._slow: set[int] = set()
+        """Ids of sources whose last answer took longer than `_SLOW_NS`."""
         self._period_ns = 0
         """0: `start` is awaited."""
         # No Event: the handler of a signal that comes within its `set` could not call that again.
@@ -187,6 +191,7 @@ class Sampler:
 
     def _open_sources(self) -> None:
         self._due_ns.clear()
+        self._slow.clear()
         for name, opener in self._openers.items():
             self._open(name, opener)
         self._open_added()
@@ -232,14 +237,17 @@ class Sampler:
         if not source.interval_s:
             return True
         due_ns = self._due_ns.get(id(source))
-        if due_ns is not None and at_ns < due_ns and not self._stopping:
+        asked_at_the_end = self._stopping and id(source) not in self._slow
+        if due_ns is not None and at_ns < due_ns and not asked_at_the_end:
             return False
         self._due_ns[id(source)] = at_ns + round(source.interval_s * _DUE * 1e9)
         return True
 
     def _values(self, source: CounterSource) -> dict[int, float]:
+        began_ns = monotonic_ns()
         try:
             sampled = source.sample()
+            (self._slow.add if monotonic_ns() - began_ns > _SLOW_NS else self._slow.discard)(id(source))
             numbers = ((self._number(source, of), value) for of, value in sampled.items())
             return {
                 number: round(value, 3)
