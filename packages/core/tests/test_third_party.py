@@ -114,3 +114,31 @@ def test_doctor_compares_the_engine_with_the_adapters_range(installed: Path) -> 
     assert "newer than any that was tested; the adapter supports msgspec 0.1 to 0.2" in python(
         installed, "-c", code
     )
+
+
+COUNTED = """
+import sys, threading
+from toy_profiler import counters
+from stepscope import ProfileConfig, capture
+
+asked = threading.Event()
+sample = counters.Queue.sample
+
+def noted(self):
+    asked.set()
+    return sample(self)
+
+counters.Queue.sample = noted
+settings = {"save_path": sys.argv[1], "steps": [1], "roles": {"*": {"profiler": "off"}}}
+with capture(1, config=ProfileConfig.from_mapping(settings)):
+    assert asked.wait(60)
+"""
+
+
+def test_an_installed_counter_is_sampled_and_a_broken_one_is_named(installed: Path, tmp_path: Path) -> None:
+    python(installed, "-c", COUNTED, str(tmp_path))
+    (lines,) = (path.read_text().splitlines() for path in tmp_path.glob("step_000001/counters/*"))
+    assert any('"toy queue"' in line for line in lines)
+    (part,) = (json.loads(path.read_bytes()) for path in tmp_path.glob("step_000001/processes/*.json"))
+    notes = [note for item in part["expected"] for note in item["notes"]]
+    assert "no counters of stepscope.counters 'broken': ImportError: libtoy is not here" in notes

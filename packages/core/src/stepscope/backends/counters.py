@@ -11,6 +11,14 @@ from stepscope.files.counters import CounterKind, CounterScope
 class CounterSource(Protocol):
     """One counter: its name, its unit, and its present values. Inherit from it.
 
+    Another package names a function without arguments under `stepscope.counters`, which returns its counters:
+
+        [project.entry-points."stepscope.counters"]
+        queues = "my_package:counters"
+
+    It is called on the sampling thread when a capture opens, and imports its libraries itself. If it raises,
+    the manifest has the reason, and the other counters go on.
+
     One thread calls all of it, ten times a second: a sample costs microseconds, takes no lock that the
     recorded code holds, and waits for nobody.
     """
@@ -21,6 +29,7 @@ class CounterSource(Protocol):
     """`%`, `B`, `ms`, `W`, `MHz`, `/s`; empty for a plain number."""
     kind: CounterKind = "level"
     scope: CounterScope = "process"
+    """A counter of the `host` is sampled in one process of each host."""
     interval_s: float = 0.0
     """Shortest time between two samples; 0: each tick of the sampler."""
 

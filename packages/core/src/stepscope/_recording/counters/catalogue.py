@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Iterable
+from functools import cache, cached_property, partial
+from importlib.metadata import EntryPoint, entry_points
 
 from stepscope._recording.counters.allocators import allocators
 from stepscope._recording.counters.dcmi import ascend_npus
@@ -12,8 +14,11 @@ from stepscope._recording.counters.host_load import HostClaim, host_load
 from stepscope._recording.counters.nvml import nvidia_gpus
 from stepscope._recording.counters.process_load import process_load
 from stepscope._recording.counters.ray_store import ray_store
-from stepscope._recording.counters.sampler import Opener
+from stepscope._recording.counters.sampler import AbsentError, Opener
+from stepscope._recording.process.failures import describe
 from stepscope._recording.spans.maker import SpanMaker
+from stepscope.backends.counters import CounterSource
+from stepscope.errors import ours
 
 
 def openers(log: SpanMaker, step_folder: str, *, owner: bool) -> dict[str, Opener]:
@@ -37,7 +42,14 @@ def openers(log: SpanMaker, step_folder: str, *, owner: bool) -> dict[str, Opene
         "the host": lambda: host_load(host.claim),
         "NVIDIA GPUs": host.only(nvidia_gpus),
         "Ascend NPUs": host.only(ascend_npus),
+        **{f"stepscope.counters {point.name!r}": partial(host.installed, point) for point in _installed()},
     }
+
+
+@cache
+def _installed() -> tuple[EntryPoint, ...]:
+    """Return the openers of other packages, by name."""
+    return tuple(sorted(entry_points(group="stepscope.counters"), key=lambda point: point.name))
 
 
 class _Host:
@@ -53,3 +65,11 @@ class _Host:
     def only(self, opener: Opener) -> Opener:
         """Return `opener` for the process that has the right, and one without sources for others."""
         return lambda: opener() if self.claim.taken else ()
+
+    def installed(self, point: EntryPoint) -> Iterable[CounterSource]:
+        """Return the sources of another package; those of the host for the process that has the right."""
+        try:
+            sources: Iterable[CounterSource] = point.load()()
+        except ours() as error:
+            raise AbsentError(describe(error)) from error
+        return [source for source in sources if source.scope != "host" or self.claim.taken]
