@@ -176,7 +176,7 @@ def test_a_ctrl_c_while_a_file_is_written_leaves_the_old_or_the_new_one_and_no_o
 def test_a_ctrl_c_while_a_capture_closes_leaves_nothing_recording_and_a_whole_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert every(29, tmp_path, monkeypatch, "cuda_memory", closed) > 20
+    assert every(23, tmp_path, monkeypatch, "cuda_memory", closed) > 20
 
 
 def test_a_ctrl_c_that_ends_the_loop_in_which_a_capture_closes_leaves_nothing_recording(

@@ -484,7 +484,7 @@ def test_stages_of_a_capture_that_begins_during_decoding_do_no_harm(engine: Any,
 
     async def scenario(step: int) -> list[Artifact]:
         profiler = SglangProfiler(engine)
-        running = asyncio.ensure_future(generate(engine, 1, 400))
+        running = asyncio.ensure_future(generate(engine, 1, 900))
         await asyncio.sleep(0.2)
         await profiler.start(asked(tmp_path / str(step), by_stage=True, iterations=Iterations(count=20)))
         await generate(engine, 1, 4)
