@@ -102,3 +102,15 @@ def test_the_command_line_says_the_same_with_ray(tmp_path: Path) -> None:
         app, ["merge", str(path), "--ray", "auto", "-o", str(tmp_path / "r.json.gz")]
     )
     assert (tmp_path / "r.json.gz").is_file(), written.output
+
+
+@pytest.mark.parametrize("listed", [8, 9])
+def test_a_file_that_became_shorter_is_not_left_in_part(nodes: RayNodes, tmp_path: Path, listed: int) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.write_bytes(b"8 bytes.")
+    node = nodes._nodes[0]
+    read = node.call
+    node.call = lambda fn, path, *args: read(fn, there, *args)  # type: ignore[method-assign]  # another disk
+    node.fetch(here, listed)
+    assert here.exists() == (listed == 8)
+    assert not list(tmp_path.glob(".*"))

@@ -250,7 +250,7 @@ class _Node:
             arrival.give_up()
             raise
         else:
-            arrival.finish()
+            (arrival.finish if arrival.bytes >= size else arrival.give_up)()  # it may have become shorter
 
     def kill(self) -> None:
         for actor in self._actors:
