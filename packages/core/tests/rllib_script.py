@@ -35,7 +35,7 @@ def digest(algorithm: Algorithm) -> str:
 
 
 def main(file: str, iterations: int = 3, learners: int = 0) -> None:
-    ray.init(num_cpus=4, include_dashboard=False)
+    ray.init("local", num_cpus=4, include_dashboard=False)
     algorithm = configuration(learners).build_algo()
     results = [algorithm.train() for _ in range(iterations)]  # type: ignore[no-untyped-call]  # Ray's
     outcome = {

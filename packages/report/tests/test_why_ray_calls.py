@@ -26,7 +26,7 @@ import sys, time
 import ray
 from stepscope import capture, configure, span
 
-ray.init(num_cpus=2, include_dashboard=True, configure_logging=False, log_to_driver=False,
+ray.init("local", num_cpus=2, include_dashboard=True, configure_logging=False, log_to_driver=False,
          _temp_dir=sys.argv[2])
 configure(save_path=sys.argv[1], record="spans", control={"poll_seconds": 0.1},
           roles={"*": {"profiler": "off"}})

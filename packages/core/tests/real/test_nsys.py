@@ -268,7 +268,7 @@ class Worker:
         from stepscope import flush
         return flush(60)
 
-ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR")
+ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
 environment = runtime_env(ProfileConfig(nsys={"trace": ["nvtx"]}))
 workers = [Worker.options(runtime_env=environment).remote(run) for run in sys.argv[1:]]
 for step in range(4):

@@ -29,7 +29,7 @@ class Worker:
 
 
 def main() -> None:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     early, late, broken = (Worker.remote() for _ in range(3))  # type: ignore[attr-defined]  # an actor's class
     answers: list[Any] = [ray.get(early.steps.remote())]
     verl_job.publish(ProfileConfig(save_path=sys.argv[1], steps=[2, 5], instrument=["verl"]))

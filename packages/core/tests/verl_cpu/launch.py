@@ -132,6 +132,7 @@ def sizes_of_a_cpu(data: Path, gpus: int) -> list[str]:
         f"trainer.default_local_dir={data.parent / 'checkpoints'}",
         # verl's queue takes a CPU per storage unit and one more, and waits for ever for those it lacks
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "+ray_kwargs.ray_init.address=local",  # not the cluster of a test that runs beside this one
         "ray_kwargs.ray_init.num_cpus=32",
         f"+ray_kwargs.ray_init.num_gpus={gpus}",
         "+ray_kwargs.ray_init.include_dashboard=False",

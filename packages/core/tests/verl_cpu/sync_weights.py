@@ -78,7 +78,7 @@ async def blocking(manager: Any) -> object:
 
 
 def main() -> None:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     replica = Replica()
     manager = CheckpointEngineManager(
         SimpleNamespace(backend="nothing", custom_backend_module=None), Actors(), [replica]
