@@ -77,11 +77,8 @@ INTEGRATIONS = {
     "lightning",
     "transformers",
     "verl",
-    "verl_dist_profiler",
-    "verl_job",
-    "verl_profiler",
+    "verl_tool",
     "verl_tracking",
-    "verl_trainer",
 }
 """Modules of `stepscope.integrations`, which the pages name."""
 

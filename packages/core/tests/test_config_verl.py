@@ -1,4 +1,4 @@
-"""verl's own configuration files, of five releases, read as ours."""
+"""verl's own configuration files, of several releases, read as ours."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import yaml
 from stepscope import ProfileConfig, capture
 from stepscope._recording.after import pipeline
 from stepscope._recording.output import exporter
-from stepscope.config import EngineConfig, IterationsConfig, ScheduleConfig, _verl_keys
+from stepscope.config import EngineConfig, IterationsConfig, _verl
 from stepscope.config._steps import parse_steps
 from stepscope.errors import ConfigError, VerlDifference
 from tests.downloads import wheel
 
-RELEASES = ("0.6.1", "0.7.1", "0.8.0", "0.9.1")
+RELEASES = ("0.7.1", "0.8.0", "0.9.1")
 
 
 def trainer_config(release: str, **overall: object) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_steps_tool_roles_and_ranks_mean_what_they_mean_in_verl(release: str) ->
     assert read.steps == parse_steps([2, 5], "steps")
     assert read.tool == "torch"
     assert read.mode == "continuous"
-    # From 0.6 on, the rollout's block refers to the actor's: enabled with it, on the same ranks.
+    # The rollout's block refers to the actor's: enabled with it, on the same ranks.
     assert {role: settings.ranks for role, settings in read.roles.items()} == {
         "actor": (0, 8),
         "rollout": (0, 8),
@@ -63,18 +63,42 @@ def test_steps_tool_roles_and_ranks_mean_what_they_mean_in_verl(release: str) ->
     assert Path(read.save_path).is_absolute()
 
 
-def test_the_first_release_with_profiling_says_its_steps_in_the_trainer() -> None:
-    file = wheel("verl==0.5.0") / "verl/trainer/config/_generated_ppo_trainer.yaml"
-    config = yaml.safe_load(file.read_text())
-    config["trainer"]["profile_steps"] = [1, 2]
-    config["actor_rollout_ref"]["profiler"].update(all_ranks=True, discrete=True)
-    read = quietly(config)
-    assert (read.tool, read.mode, read.steps) == ("nsys", "discrete", parse_steps([1, 2], "steps"))
-    assert {role for role, settings in read.roles.items() if settings.ranks == "all"} == {
-        "actor",
-        "rollout",
-        "ref",
-    }
+def old(release: str, **values: Any) -> dict[str, Any]:
+    """Return the configuration of an older trainer, with values at dotted paths."""
+    file = wheel(f"verl=={release}") / "verl/trainer/config/_generated_ppo_trainer.yaml"
+    config: dict[str, Any] = yaml.safe_load(file.read_text())
+    for path, value in values.items():
+        block = config
+        *parts, last = path.split(".")
+        for part in parts:
+            block = block[part]
+        block[last] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("release", "values", "field"),
+    [
+        ("0.5.0", {"trainer.profile_steps": [1, 2]}, "trainer.profile_steps"),
+        ("0.5.0", {}, "actor_rollout_ref.profiler"),
+        ("0.6.1", {"reward_model.profiler.enable": True}, "reward_model.profiler"),
+        ("0.7.0", {"step_start": 2}, "actor_rollout_ref.actor.profiler.tool_config.torch.step_start"),
+        ("0.6.1", {"step_end": 5}, "actor_rollout_ref.actor.profiler.tool_config.torch.step_end"),
+    ],
+)
+def test_a_key_of_an_older_release_is_an_error_that_names_the_release(
+    release: str, values: dict[str, Any], field: str
+) -> None:
+    actor = "actor_rollout_ref.actor.profiler"
+    if release != "0.5.0":
+        at = f"{actor}.tool_config.torch"
+        values = {name if "." in name else f"{at}.{name}": value for name, value in values.items()}
+        values |= {f"{actor}.enable": True, "global_profiler.tool": "torch", "global_profiler.steps": [2]}
+    with pytest.raises(ConfigError) as caught:
+        quietly(old(release, **values))
+    assert caught.value.field == field
+    assert re.search(r"this is one of 0\.[56]", str(caught.value.allowed))
+    assert caught.value.fix
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -265,7 +289,7 @@ def test_the_contents_of_each_release_are_accepted() -> None:
     assert torch is not None
     assert npu is not None
     quietly(rollout_config(contents=json.loads(torch[1])))
-    assert set(json.loads(npu[1])) == set(_verl_keys._CONTENTS["npu"])
+    assert set(json.loads(npu[1])) == set(_verl._CONTENTS["npu"])
 
 
 def test_keys_that_verl_does_not_know_are_named() -> None:
@@ -277,26 +301,14 @@ def test_keys_that_verl_does_not_know_are_named() -> None:
         assert f"{key} is no setting of verl's" in named
 
 
-@pytest.mark.parametrize("release", ["0.5.0", *RELEASES])
+@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("tool", ["torch", "npu", "nsys", "torch_memory"])
 def test_no_key_of_a_release_is_unknown(release: str, tool: str) -> None:
-    config = trainer_config(release, tool=tool) if release != "0.5.0" else {}
-    if not config:
-        file = wheel("verl==0.5.0") / "verl/trainer/config/_generated_ppo_trainer.yaml"
-        config = yaml.safe_load(file.read_text())
-        config["trainer"]["profile_steps"] = [1]
+    config = trainer_config(release, tool=tool)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ProfileConfig.from_verl(config)
     assert not [warning for warning in caught if "is no setting" in str(warning.message)]
-
-
-def test_step_start_of_a_trainer_up_to_0_7_counts_mini_batches() -> None:
-    config = trainer_config("0.7.0")
-    tool_config(config, "actor", "torch").update(step_start=2, step_end=5)
-    read = quietly(config)
-    assert read.torch.schedule == ScheduleConfig(wait=1, warmup=1, active=3)
-    assert read.roles["rollout"].engine == EngineConfig()
 
 
 # Supervised fine-tuning.

@@ -26,8 +26,7 @@ from stepscope._recording.spans import slot
 from stepscope.files.layout import RunLayout
 from stepscope.files.scalars import read_metrics
 from stepscope.files.spans import Line, Span
-from stepscope.integrations import verl, verl_trainer
-from stepscope.integrations import verl_dist_profiler as facade
+from stepscope.integrations import verl, verl_tool
 from stepscope_report.timeline import load_step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # verl and its packages use what others deprecate
@@ -40,7 +39,7 @@ PROFILER = "actor_rollout_ref.actor.profiler"
 def nothing_stays_open() -> Iterator[None]:
     yield
     assert slot.active is None
-    assert facade._capture is None
+    assert verl_tool._capture is None
 
 
 def settings(folder: Path, *overrides: str) -> Any:
@@ -243,7 +242,7 @@ def test_the_trainer_takes_steps_ranks_and_roles_from_verl(
         f"{PROFILER}.ranks=[0,8]",
         f"{PROFILER}.tool_config.torch.contents=[cpu,stack]",
     )
-    read = verl_trainer.read_config(config)
+    read = verl_tool.read_config(config)
     assert [step for step in range(10) if read.selects(step)] == [2, 5]
     assert read.save_path == str(tmp_path)
     # the rollout's block is the actor's, unless it has its own values
@@ -253,7 +252,7 @@ def test_the_trainer_takes_steps_ranks_and_roles_from_verl(
 
 
 def test_a_trainer_without_an_enabled_profiler_records_spans_alone(tmp_path: Path) -> None:
-    read = verl_trainer.read_config(settings(tmp_path, "global_profiler.steps=[2,5]"))
+    read = verl_tool.read_config(settings(tmp_path, "global_profiler.steps=[2,5]"))
     assert [step for step in range(10) if read.selects(step)] == [2, 5]
     ((name, role),) = read.roles.items()
     assert (name, role.profiler, role.engine.profiler) == ("*", False, False)
@@ -263,8 +262,6 @@ def test_the_environment_lies_over_verls_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEPSCOPE_SAVE_PATH", str(tmp_path / "run"))
-    read = verl_trainer.read_config(
-        settings(tmp_path, "global_profiler.steps=[2]", f"{PROFILER}.enable=True")
-    )
+    read = verl_tool.read_config(settings(tmp_path, "global_profiler.steps=[2]", f"{PROFILER}.enable=True"))
     assert read.save_path == str(tmp_path / "run")
     assert read.selects(2)

@@ -13,7 +13,7 @@ import ray
 from ray.experimental import internal_kv
 
 from stepscope import ProfileConfig
-from stepscope.integrations import verl_job
+from stepscope.integrations import verl as plugin
 
 
 @ray.remote(num_cpus=0)
@@ -32,9 +32,9 @@ def main() -> None:
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     early, late, broken = (Worker.remote() for _ in range(3))  # type: ignore[attr-defined]  # an actor's class
     answers: list[Any] = [ray.get(early.steps.remote())]
-    verl_job.publish(ProfileConfig(save_path=sys.argv[1], steps=[2, 5], instrument=["verl"]))
+    plugin.publish(ProfileConfig(save_path=sys.argv[1], steps=[2, 5], instrument=["verl"]))
     answers.append(ray.get(late.steps.remote()))
-    key = verl_job._key()
+    key = plugin._key()
     assert key is not None
     internal_kv._internal_kv_put(key, b"{", overwrite=True, namespace="stepscope")
     answers.append(ray.get(broken.steps.remote()))

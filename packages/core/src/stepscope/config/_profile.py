@@ -182,7 +182,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 
     @classmethod
     def from_verl(cls, source: object) -> ProfileConfig:
-        """Return the config that equals verl's (v0.5 to v0.9): `global_profiler` and the roles' `profiler`.
+        """Return the config that equals verl's (0.7.1 to 0.9): `global_profiler` and the roles' `profiler`.
 
         A setting that verl reads in a way of its own, or that has no counterpart here, is named by a
         `VerlDifference` warning. docs/verl.md has the table.
@@ -192,7 +192,8 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
                 file.
 
         Raises:
-            ConfigError: it is none of these, or asks for a tool that stepscope does not have.
+            ConfigError: `source` is none of these, has a key of an older release, or asks for a tool that
+                stepscope does not have.
         """
         from stepscope.config._verl import read_verl
 

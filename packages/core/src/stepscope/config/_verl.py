@@ -1,7 +1,8 @@
-"""verl's profiler configuration as ours: `global_profiler` and the roles' `profiler` blocks, v0.5 to v0.9.
+"""verl's profiler configuration as ours: `global_profiler` and the roles' `profiler` blocks.
 
-Where a setting of verl's means something here, it is taken with that meaning. Where it is a trap there, or
-has no counterpart here, the difference is named.
+The keys are those of verl 0.7.1 to 0.9. A rollout's tool may also have those of verl's pull request 5025,
+which 5121 undid and forks still have: `step_start`, `step_end`, `profile_by_stage`, `merge_profiles`. A
+setting that has a trap in verl, or no counterpart here, is named as a difference.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from stepscope.config._verl_keys import OVERALL, plain, unknown, window
 from stepscope.errors import ConfigError
 
 Block = Mapping[str, Any]
@@ -20,12 +20,16 @@ _BLOCKS = {
     "rollout": "actor_rollout_ref.rollout.profiler",
     "ref": "actor_rollout_ref.ref.profiler",
     "critic": "critic.profiler",
-    "reward": "reward_model.profiler",
 }
-"""Our roles -> where verl keeps their blocks, from v0.6 on."""
-_BLOCKS_0_5 = _BLOCKS | dict.fromkeys(("actor", "rollout", "ref"), "actor_rollout_ref.profiler")
+"""Our roles -> where verl keeps their blocks."""
+_OLD = {
+    "trainer.profile_steps": ("0.5", "write global_profiler.steps"),
+    "actor_rollout_ref.profiler": ("0.5", "write one under actor_rollout_ref.actor, .rollout and .ref"),
+    "reward_model.profiler": ("0.5 to 0.7.0", "take it out: later releases profile no reward model"),
+}
+"""Keys of older releases -> the releases, and what replaces the key."""
 _TOOLS = {"torch": "torch", "nsys": "nsys", "npu": "npu", "torch_memory": "cuda_memory"}
-_TRAINING = ("actor", "critic", "ref", "reward")
+_TRAINING = ("actor", "critic", "ref")
 _FINISH_VARIABLES = {
     "SAVE_PATH": "$STEPSCOPE_STEP_PATH",
     "RANK": "${STEPSCOPE_RANK-}",
@@ -33,50 +37,61 @@ _FINISH_VARIABLES = {
     "ROLE": "$STEPSCOPE_ROLE",
 }
 """Variables that verl's `finish_hook_cmd` reads, after VERL_PROFILE_ -> the same value here."""
-_CONTENTS = {"stack": "with_stack", "shapes": "record_shapes", "memory": "profile_memory"}
+_CONTENTS = {
+    "torch": ("cuda", "cpu", "memory", "shapes", "stack"),
+    "npu": ("npu", "cpu", "memory", "shapes", "module", "stack"),
+}
+_TORCH_OPTIONS = {"stack": "with_stack", "shapes": "record_shapes", "memory": "profile_memory"}
+_ENGINE_CONTENTS = ("profile_by_stage", "merge_profiles")
+_FINISH = {"relocate_results", "finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks"}
+_OVERALL = _FINISH | {"tool", "steps", "save_path", "profile_continuous_steps", "global_tool_config"}
+_BLOCK = _FINISH | {"tool", "enable", "all_ranks", "ranks", "save_path", "tool_config", "global_tool_config"}
+_OPTIONS = {
+    "contents", "discrete", "schedule", "level", "analysis", "profile_token_start", "profile_token_end",
+    "step_start", "step_end", *_ENGINE_CONTENTS, "trace_alloc_max_entries", "stack_depth",
+    "memory_snapshot_num_steps", "context", "stacks", "kw_args", "controller_nsight_options",
+    "worker_nsight_options",
+}  # fmt: skip
+"""Keys of verl's tools."""
 
 
 def read_verl(source: object) -> tuple[dict[str, object], list[str]]:
     """Return the settings of `ProfileConfig` that equal verl's configuration, and the differences.
 
     Raises:
-        ConfigError: this is no configuration of verl's, or it asks for what stepscope does not have.
+        ConfigError: `source` is no configuration of verl's, is one of a release before 0.7.1, or asks for
+            what stepscope does not have.
     """
     tree = _Tree(source)
-    reading = _Reading()
-    steps_0_5 = tree.get("trainer.profile_steps")
-    overall = tree.block("global_profiler")
+    for path, (releases, fix) in _OLD.items():
+        value = tree.get(path)
+        if value is not None and not (isinstance(value, Mapping) and value.get("enable") is False):
+            raise ConfigError(path, value, f"the keys of verl 0.7.1 to 0.9; this is one of {releases}", fix)
+    overall, reading = tree.block("global_profiler"), _Reading()
     if overall is not None:
-        blocks = {role: block for role, at in _BLOCKS.items() if (block := tree.block(at))}
+        blocks = {role: tree.block(at) or {} for role, at in _BLOCKS.items()}
         enabled = {role: block for role, block in blocks.items() if block.get("enable")}
         return reading.settings(overall, enabled), reading.differences
-    if steps_0_5 is not None:
-        blocks = {role: block for role, at in _BLOCKS_0_5.items() if (block := tree.block(at))}
-        discrete = any(block.get("discrete") for block in blocks.values())
-        overall = {"tool": "nsys", "steps": steps_0_5, "global_tool_config": {"nsys": {"discrete": discrete}}}
-        return reading.settings(overall, blocks), reading.differences
     block, interval = tree.block("profiler"), tree.get("trainer.profile_interval")
     if block is not None and interval is not None:
         return reading.supervised(block, interval), reading.differences
     fix = "pass verl's whole configuration (what its trainer gets), or a mapping with that block"
-    raise ConfigError("global_profiler", None, "verl's block of that name (v0.6 and later)", fix)
+    raise ConfigError("global_profiler", None, "verl's block of that name", fix)
 
 
 class _Reading:
-    """Builds the settings and keeps what differs."""
+    """Builds the settings and keeps the differences."""
 
     def __init__(self) -> None:
         self.differences: list[str] = []
 
+    def differ(self, text: str) -> None:
+        self.differences.append(f"verl's configuration: {text}")
+
     def settings(self, overall: Block, enabled: Mapping[str, Block]) -> dict[str, object]:
         tool = self.tool(overall, enabled)
-        tools: dict[str, Block] = {
-            role: plain((block.get("tool_config") or {}).get(tool) or {}, tool, self.at(role, tool))
-            for role, block in enabled.items()
-        }
-        for name in unknown(overall, enabled, _BLOCKS, tool):
-            self.differ(f"{name} is no setting of verl's v0.5 to v0.9, and is left out")
-        shared: Block = (overall.get("global_tool_config") or {}).get(tool) or {}
+        self.name_unknown(overall, enabled, tool)
+        tools = {role: _options(role, block, tool) for role, block in enabled.items()}
         steps = list(overall.get("steps") or ())
         if steps and not enabled:
             self.differ("no role has profiler.enable, so nothing is captured")
@@ -86,18 +101,19 @@ class _Reading:
             settings["tool"] = _TOOLS[tool]
         ranks: object = "first"
         if enabled:
-            settings["mode"] = self.mode(tools, shared)
-            roles = {role: self.role(role, block, tools, tool) for role, block in enabled.items()}
-            settings["roles"] = roles
+            shared: Block = (overall.get("global_tool_config") or {}).get(tool) or {}
+            mode = self.mode(tools, shared)
+            roles = {role: self.role(role, block, tools[role], tool) for role, block in enabled.items()}
             ranks = next(iter(roles.values()))["ranks"]
             lead = next((tools[role] for role in _TRAINING if role in tools), next(iter(tools.values())))
-            if not any(role in tools for role in (*_TRAINING, "*")):
-                lead = {key: value for key, value in lead.items() if not key.startswith("step_")}
-            settings |= self.options(tool, lead, shared, str(settings["mode"]))
+            settings |= {"mode": mode, "roles": roles, **self.options(tool, lead, shared, mode)}
             self.one_section_for_all(tools, lead)
         if overall.get("finish_hook_cmd"):
             settings["finish"] = self.finish(overall, tool, ranks)
-        self.left_behind(overall)
+        if overall.get("profile_continuous_steps"):
+            self.differ(
+                "profile_continuous_steps: each captured step has a folder and traces of its own here"
+            )
         return settings
 
     def supervised(self, block: Block, interval: Any) -> dict[str, object]:
@@ -112,15 +128,8 @@ class _Reading:
                 "step has traces of its own here"
             )
         steps = [] if first < 0 else [f"{first}:{last + 1}"]
-        overall = {name: value for name, value in block.items() if name in OVERALL}
+        overall = {name: value for name, value in block.items() if name in _OVERALL}
         return self.settings({**overall, "steps": steps}, {"*": block} if block.get("enable") else {})
-
-    @staticmethod
-    def at(role: str, tool: str | None) -> str:
-        return f"{_BLOCKS.get(role, 'profiler')}.tool_config.{tool}"
-
-    def differ(self, text: str) -> None:
-        self.differences.append(f"verl's configuration: {text}")
 
     def tool(self, overall: Block, enabled: Mapping[str, Block]) -> str | None:
         named = {role: block["tool"] for role, block in enabled.items() if block.get("tool")}
@@ -128,9 +137,7 @@ class _Reading:
         for role, other in named.items():
             if other != tool:
                 fix = "give all roles one tool, and make a run per tool"
-                raise ConfigError(
-                    f"{_BLOCKS.get(role, 'profiler')}.tool", other, f"{tool!r}, as of the other roles", fix
-                )
+                raise ConfigError(f"{_at(role)}.tool", other, f"{tool!r}, as of the other roles", fix)
         if named and overall.get("tool") not in (None, tool):
             both = f"global_profiler.tool is {overall['tool']}, and that of the roles is {tool}"
             self.differ(f"{both}, which holds in verl and here")
@@ -141,13 +148,23 @@ class _Reading:
             self.differ("global_profiler.tool is null: verl records nothing then, stepscope takes torch")
         return cast("str | None", tool)
 
+    def name_unknown(self, overall: Block, enabled: Mapping[str, Block], tool: str | None) -> None:
+        blocks = [("global_profiler", overall, _OVERALL)]
+        blocks += [(_at(role), block, _BLOCK) for role, block in enabled.items()]
+        for at, block, known in list(blocks):
+            for kind in known & {"tool_config", "global_tool_config"}:
+                blocks.append((f"{at}.{kind}.{tool}", (block.get(kind) or {}).get(tool) or {}, _OPTIONS))
+        for at, block, known in blocks:
+            for key in block:
+                if str(key).replace("-", "_") not in known | {"_target_", "name"}:
+                    self.differ(f"{at}.{key} is no setting of verl's, and is left out")
+
     def mode(self, tools: Mapping[str, Block], shared: Block) -> str:
-        """One mode for the run: that of the training roles, whose `discrete` does the same as ours."""
+        """Return one mode for the run: the training roles' one, whose `discrete` does the same as ours."""
         discrete_of = {
             role: bool(tool.get("discrete", shared.get("discrete"))) for role, tool in tools.items()
         }
         training = {role: discrete for role, discrete in discrete_of.items() if role in _TRAINING}
-        discrete = any(training.values() if training else discrete_of.values())
         if len(set(training.values())) > 1:
             self.differ(f"discrete differs between roles {training}; there is one mode here: discrete")
         if discrete_of.get("rollout") is False:
@@ -155,36 +172,30 @@ class _Reading:
                 "rollout has discrete: false, with which verl records no rollout and does not say so; "
                 "stepscope records it in both modes"
             )
-        return "discrete" if discrete else "continuous"
+        return "discrete" if any((training or discrete_of).values()) else "continuous"
 
-    def role(
-        self, role: str, block: Block, tools: Mapping[str, Block], tool: str | None
-    ) -> dict[str, object]:
+    def role(self, role: str, block: Block, options: Block, tool: str | None) -> dict[str, object]:
         ranks = list(block.get("ranks") or ())
         if not block.get("all_ranks") and not ranks:
             self.differ(f"{role}: ranks is empty, which verl reads as rank 0; it is `ranks: first` here")
         settings: dict[str, object] = {"ranks": "all" if block.get("all_ranks") else ranks or "first"}
-        if role == "rollout" and not _counts_mini_batches(tools):
-            engine = self.engine(tools[role], tool)
-            settings |= {"engine": engine} if engine else {}
-        return settings
+        engine = self.engine(options, f"{_at(role)}.tool_config.{tool}") if role == "rollout" else {}
+        return settings | ({"engine": engine} if engine else {})
 
-    def engine(self, options: Block, tool: str | None) -> dict[str, object]:
+    def engine(self, options: Block, at: str) -> dict[str, object]:
         """Return the options of the rollout's engine."""
+        first, last, names = _window(options, at)
         engine: dict[str, object] = {}
-        iterations = window(options, self.at("rollout", tool))
-        if iterations is not None:
-            tokens = any(
-                options.get(name) is not None for name in ("profile_token_start", "profile_token_end")
-            )
-            names = "profile_token_start and profile_token_end" if tokens else "step_start and step_end"
+        if first or last is not None:
             self.differ(
-                f"rollout: {names} count engine iterations in verl too (forward passes), not "
-                f"{'tokens' if tokens else 'steps'}; they are engine.iterations here, from the start of the "
-                "capture"
+                f"rollout: {names} count engine iterations in verl too (forward passes); they are "
+                "engine.iterations here, from the start of the capture"
             )
-            engine["iterations"] = {"start": iterations[0], "count": iterations[1]}
+            engine["iterations"] = {"start": first, "count": None if last is None else last - first}
         if options.get("profile_by_stage"):
+            if last is None:
+                allowed = "a number above step_start: profile_by_stage needs a count of iterations"
+                raise ConfigError(f"{at}.step_end", last, allowed, "set step_end; verl refuses it too")
             engine["by_stage"] = True
         if options.get("merge_profiles"):
             engine["merge"] = True
@@ -192,14 +203,14 @@ class _Reading:
 
     def options(self, tool: str | None, lead: Block, shared: Block, mode: str) -> dict[str, object]:
         contents = lead.get("contents")
-        if contents == [] and tool in ("torch", "npu"):
+        if contents == [] and tool in _CONTENTS:
             does = "CPU and CUDA alone" if tool == "torch" else "no device activity"
             self.differ(
                 f"{tool}: contents is empty, which verl documents as everything and where it records {does}; "
                 "it is the default here: CPU and device, without stacks, shapes or memory"
             )
         if tool == "torch":
-            return {"torch": _torch(list(contents or ()), _schedule(lead), mode)}
+            return {"torch": _torch(list(contents or ()), lead.get("schedule") or {}, mode)}
         if tool == "npu":
             taken = {name: lead[name] for name in ("level", "analysis") if name in lead}
             return {"npu": taken | ({"contents": list(contents)} if contents else {})}
@@ -213,9 +224,7 @@ class _Reading:
         if options.get("stack_depth", 32) != 32:
             self.differ("torch_memory.stack_depth has no counterpart: cuda_memory.stacks says which are kept")
         if options.get("memory_snapshot_num_steps", 1) != 1:
-            self.differ(
-                "torch_memory.memory_snapshot_num_steps: a snapshot is written per captured step here"
-            )
+            self.differ("torch_memory.memory_snapshot_num_steps: each captured step has a snapshot here")
         entries = options.get("trace_alloc_max_entries")
         return {} if entries is None else {"max_entries": entries}
 
@@ -232,7 +241,7 @@ class _Reading:
             )
 
     def finish(self, overall: Block, tool: str | None, ranks: object) -> dict[str, object]:
-        """Return verl's command as ours, with verl's variables; it knows nothing of stepscope's."""
+        """Return verl's command as ours, with verl's variables."""
         self.differ(
             "finish_hook_cmd runs after each captured step here, with that step's folder as "
             "VERL_PROFILE_SAVE_PATH; verl runs it once, after the last, for all of save_path"
@@ -245,39 +254,68 @@ class _Reading:
         command = f"export VERL_PROFILE_TOOL={tool or ''} {variables}\n{overall['finish_hook_cmd']}"
         return {"command": command, "ranks": ranks}
 
-    def left_behind(self, overall: Block) -> None:
-        if overall.get("profile_continuous_steps"):
-            self.differ(
-                "profile_continuous_steps: each captured step has a folder and traces of its own here"
-            )
+
+def _at(role: str) -> str:
+    return _BLOCKS.get(role, "profiler")
 
 
-def _save_path(given: object) -> str:
-    path = "outputs/profile" if given is None else given
-    if not isinstance(path, str):
-        raise ConfigError("global_profiler.save_path", given, "the path of a folder", "write a path")
-    return os.path.abspath(os.path.expanduser(path))  # verl's is relative to each worker's own folder
+def _options(role: str, block: Block, tool: str | None) -> Block:
+    """Return a role's options of the tool, with underscores in the keys and an engine's contents as keys.
+
+    Raises:
+        ConfigError: verl refuses one of the contents, or a key is one of an older release.
+    """
+    given: Block = (block.get("tool_config") or {}).get(tool) or {}
+    options = {str(key).replace("-", "_"): value for key, value in given.items()}
+    at = f"{_at(role)}.tool_config.{tool}"
+    for key, default in (("step_start", 0), ("step_end", -1)):
+        if role != "rollout" and options.get(key) not in (None, default):
+            allowed = "the keys of verl 0.7.1 to 0.9; this is one of 0.6 to 0.7.0"
+            fix = f"write {at}.schedule, which counts mini-batches (wait, warmup, active)"
+            raise ConfigError(f"{at}.{key}", options[key], allowed, fix)
+    allowed_contents = _CONTENTS.get(tool or "")
+    if not allowed_contents or not options.get("contents"):
+        return options
+    kept = []
+    for content in options.pop("contents"):
+        name = str(content).replace("-", "_")
+        if name in _ENGINE_CONTENTS:
+            options[name] = True
+        elif content in allowed_contents:
+            kept.append(content)
+        else:
+            listed = ", ".join((*allowed_contents, *_ENGINE_CONTENTS))
+            raise ConfigError(f"{at}.contents", content, listed, "take it out: verl refuses it too")
+    return {**options, "contents": kept} if kept else options
 
 
-def _counts_mini_batches(tools: Mapping[str, Block]) -> bool:
-    """Return whether the rollout's block is the actor's, which counts mini-batches (v0.6, v0.7.0)."""
-    rollout = tools.get("rollout")
-    return rollout is not None and rollout == tools.get("actor") and "contents" not in rollout
+def _window(options: Block, at: str) -> tuple[int, int | None, str]:
+    """Return the first engine iteration that a rollout records, the one after the last, and the keys' names.
 
-
-def _schedule(lead: Block) -> Block:
-    """Return the schedule over mini-batches; up to v0.7.0 `step_start` and `step_end` bound one."""
-    start, end = lead.get("step_start"), lead.get("step_end")
-    given: Block = lead.get("schedule") or {}
-    if given or "contents" in lead or not isinstance(start, int) or not isinstance(end, int):
-        return given
-    if not 0 <= start < end:
-        return given
-    return {"wait": max(start - 1, 0), "warmup": min(start, 1), "active": end - start}
+    Raises:
+        ConfigError: verl refuses the window.
+    """
+    tokens = options.get("profile_token_start") is not None or options.get("profile_token_end") is not None
+    prefix = "profile_token" if tokens else "step"
+    first, last = options.get(f"{prefix}_start"), options.get(f"{prefix}_end")
+    for name, value in (("start", first), ("end", last)):
+        whole = value is None or (isinstance(value, int) and not isinstance(value, bool))
+        if not whole or (tokens and value is not None and value < 0):
+            allowed = "a whole number >= 0" if tokens else "a whole number"
+            raise ConfigError(f"{at}.{prefix}_{name}", value, allowed, "write a number; verl refuses it too")
+    first = max(first or 0, 0)
+    if last is not None and last <= first:
+        if tokens:
+            allowed = f"a number above profile_token_start ({first})"
+            raise ConfigError(f"{at}.profile_token_end", last, allowed, "verl refuses it too")
+        last = None  # -1, the default of the pull request: all
+    return first, last, f"{prefix}_start and {prefix}_end"
 
 
 def _torch(contents: list[str], schedule: Block, mode: str) -> dict[str, object]:
-    settings: dict[str, object] = {option: True for name, option in _CONTENTS.items() if name in contents}
+    settings: dict[str, object] = {
+        option: True for name, option in _TORCH_OPTIONS.items() if name in contents
+    }
     if contents and "cuda" not in contents:
         settings["activities"] = ["cpu"]  # verl's torch records the CPU whatever `contents` says
     if (schedule.get("active") or 0) > 0:
@@ -289,8 +327,15 @@ def _torch(contents: list[str], schedule: Block, mode: str) -> dict[str, object]
     return settings
 
 
+def _save_path(given: object) -> str:
+    path = "outputs/profile" if given is None else given
+    if not isinstance(path, str):
+        raise ConfigError("global_profiler.save_path", given, "the path of a folder", "write a path")
+    return os.path.abspath(os.path.expanduser(path))  # verl's is relative to each worker's own folder
+
+
 class _Tree:
-    """verl's configuration. Only what is asked for is resolved: `${...}` may stand anywhere else."""
+    """verl's configuration. A value is resolved when asked for: `${...}` may stand anywhere else."""
 
     def __init__(self, source: object) -> None:
         if isinstance(source, str | os.PathLike):

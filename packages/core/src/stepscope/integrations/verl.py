@@ -4,33 +4,66 @@ From 0.9 on, verl loads this module wherever it is imported: it is an entry poin
 In older versions VERL_USE_EXTERNAL_MODULES names it. The preset `verl` loads it too. Each part waits until
 verl imports what it belongs to, so this imports nothing of verl.
 
-Where verl's own configuration selects stepscope, its trainer publishes that for the whole Ray job. A process
-of the job that imports verl later, on whatever node, finds it here, before it imports what is instrumented.
+Where verl's own configuration selects stepscope, its trainer publishes that configuration for the whole Ray
+job, in the key-value store of Ray's control service, which all nodes reach. A process of the job that imports
+verl later, on whatever node, finds it here, before it imports what is instrumented.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import wrapt
 
 from stepscope._recording.capture import configure
 from stepscope._recording.process import failures
+from stepscope.config import ProfileConfig
 from stepscope.errors import ours
 from stepscope.files import switch
-from stepscope.integrations import verl_job
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 _PLACES = {
     "verl.utils.tracking": "stepscope.integrations.verl_tracking",
-    "verl.utils.profiler.profile": "stepscope.integrations.verl_profiler",
-    "verl.trainer.ppo.ray_trainer": "stepscope.integrations.verl_trainer",
-    "verl.trainer.ppo.v1.trainer_base": "stepscope.integrations.verl_trainer",
+    "verl.utils.profiler.profile": "stepscope.integrations.verl_tool",
+    "verl.trainer.ppo.ray_trainer": "stepscope.integrations.verl_tool",
+    "verl.trainer.ppo.v1.trainer_base": "stepscope.integrations.verl_tool",
 }
 """Module of verl -> the module whose `extend` gets it."""
+_NAMESPACE = "stepscope"
+
+
+def publish(config: ProfileConfig) -> None:
+    """Let the processes that this job starts from now on find `config`. Nothing happens without Ray."""
+    key = _key()
+    if key is not None:
+        from ray.experimental import internal_kv
+
+        value = msgspec.json.encode(config.to_mapping())
+        internal_kv._internal_kv_put(key, value, overwrite=True, namespace=_NAMESPACE)
+
+
+def published() -> ProfileConfig | None:
+    """Return the configuration that a process of this job published; None if none did."""
+    key = _key()
+    if key is None:
+        return None
+    from ray.experimental import internal_kv
+
+    value: Any = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+    return None if value is None else ProfileConfig.from_mapping(msgspec.json.decode(value))
+
+
+def _key() -> bytes | None:
+    """Return the key of this job; None if this process is not connected to Ray."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    return f"configuration of {ray.get_runtime_context().get_job_id()}".encode()
 
 
 def _extend(module: ModuleType) -> None:
@@ -43,7 +76,7 @@ def _extend(module: ModuleType) -> None:
 def _join_the_job() -> None:
     """Take the configuration that the trainer of this Ray job has published, if it has."""
     try:
-        config = None if switch.DISABLED else verl_job.published()
+        config = None if switch.DISABLED else published()
         if config is not None:
             configure.start_up(config)
     except ours() as error:  # likewise
