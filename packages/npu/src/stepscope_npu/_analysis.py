@@ -40,7 +40,7 @@ def analyse(folder: Path, *, timeout_s: float, export: str | None = None) -> lis
 
     Args:
         folder: A recording; its name ends in `_ascend_pt`.
-        export: `text` or `db`; None: as recorded. The oldest versions of torch_npu ignore it.
+        export: `text` or `db`, or None to keep what was recorded. The oldest versions of torch_npu ignore it.
 
     Returns:
         The files that a timeline reads.

@@ -28,7 +28,7 @@ _Key: TypeAlias = tuple[str, object, object]
 
 
 class Database:
-    """One open file. `correction_ns` is added to its times, unless CANN has recorded any of them."""
+    """An open database. `correction_ns` is added to its times, unless CANN recorded any of them."""
 
     def __init__(self, path: Path, notes: Notes, correction_ns: int, origin: Origin) -> None:
         self._notes = notes

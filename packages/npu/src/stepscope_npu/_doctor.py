@@ -27,12 +27,12 @@ class Seen:
     """The state of this machine, found without an import of torch_npu into this process."""
 
     torch_npu: str | None
-    """Its version; None: not installed."""
+    """The version, or None if it is not installed."""
     autoloads: bool = False
     """True if `import torch` imports it too."""
     environ: Mapping[str, str] = field(default_factory=dict)
     imported: str | None = None
-    """`True|8`: availability and number of NPUs; None: the import failed."""
+    """`True|8`: availability and number of NPUs, or None if the import failed."""
     message: str = ""
     """The last line of output of an import that failed."""
     cann: Path | None = None

@@ -42,7 +42,7 @@ _POINTS: Mapping[str, Literal["start", "step", "end"]] = {"s": "start", "t": "st
 
 
 class Entry(msgspec.Struct, gc=False):
-    """One element of the list."""
+    """An event of the trace."""
 
     ph: str
     name: str = ""
@@ -59,7 +59,7 @@ _entry = msgspec.json.Decoder(Entry).decode
 
 
 class TraceView:
-    """One open file. `correction_ns` is added to its times, unless it holds data of CANN."""
+    """An open `trace_view.json`. `correction_ns` is added to its times, unless it holds data of CANN."""
 
     def __init__(self, path: Path, notes: Notes, correction_ns: int, origin: Origin) -> None:
         self._path = path

@@ -25,7 +25,7 @@ from stepscope_npu._options import Options
 from stepscope_npu._versions import refuse_msprof
 
 _parents: list[object] = []
-"""In the child of a fork: the parent's profile. Its destruction would stop the parent's recording."""
+"""The parent's profile, kept in a forked child: its destruction would stop the parent's recording."""
 
 
 @dataclass

@@ -40,7 +40,7 @@ class Shares(msgspec.Struct):
     wall_ns: Counter[Label]
     """The time billed to each."""
     alone_ns: Counter[Label]
-    """Of that, the time that it was billed alone."""
+    """The part of the time that was billed to this label alone."""
     active_ns: Counter[Label]
     """The time in which it was a leaf, billed or not."""
     together_ns: Counter[tuple[Label, ...]]

@@ -82,7 +82,7 @@ def step_brief(
     """Return the brief of one step: the first part says what and how long, the last one what to run next.
 
     Args:
-        folder: The step's folder. None: no command is named.
+        folder: The step's folder, or None to name no command.
         others: Further steps of the run, that are only counted.
         left_out: As of `run_brief`.
     """

@@ -32,7 +32,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     closing_ns: int
     """The same of closing, after it."""
     complete: bool
-    """Of every step."""
+    """True if every step is complete."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,11 +42,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Per step: the mean, in whole ns."""
     min_ns: int = 0
     max_ns: int = 0
-    """Of any of its steps. The same as the mean for one step."""
+    """The longest in any of the steps; equal to the mean if there is one step."""
     calls: float = 0.0
     """Per step."""
     mean_ns: int | None = None
-    """Of a call that ended."""
+    """The mean duration of the calls that ended."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     a: Figures
     b: Figures
     delta_ns: int
-    """Of the share of the step, b - a. Over all lines these add up to the change of the step."""
+    """The change of the share of the step, b - a. Over all lines these add up to the change of the step."""
     apart: bool
     """Both sides have several steps, and their ranges do not meet: it is more than steps differ anyway."""
 
@@ -68,11 +68,11 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     a: Side
     b: Side
     delta_ns: int
-    """Of the step alone. What opening and closing its capture took is in `a` and `b`."""
+    """The change of the step alone. `a` and `b` say what opening and closing the capture took."""
     changes: tuple[Change, ...]
     """The largest first, whichever its sign."""
     kernels: KernelDiff | None = None
-    """None: the traces were not read."""
+    """The changes of kernels; None if the traces were not read."""
 
 
 KernelKind: TypeAlias = Literal["operator", "kernel"]
@@ -84,7 +84,7 @@ class ShapeChange(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an operator whose inputs had these shapes."""
 
     shapes: str
-    """As torch writes them: `[[64, 128], [128, 32]]`."""
+    """The shapes in torch's form: `[[64, 128], [128, 32]]`."""
     a_ns: int
     b_ns: int
     delta_ns: int
@@ -105,7 +105,7 @@ class KernelChange(msgspec.Struct, frozen=True, kw_only=True):
     a_calls: float
     b_calls: float
     shapes: tuple[ShapeChange, ...] = ()
-    """Of an operator, the `SHAPES` largest first. Empty: a side's traces have no shapes."""
+    """The `SHAPES` largest changes of an operator, largest first. Empty if a side's traces have no shapes."""
 
 
 class KernelDiff(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,7 +208,7 @@ _Name: TypeAlias = tuple[KernelKind, str, str]
 _Times: TypeAlias = tuple[float, float]
 """us and calls."""
 KernelTimes: TypeAlias = Mapping[Place, Mapping[_Name, _Times]]
-"""Of one step: the times of each operator and kernel, per process that was profiled."""
+"""The times of each operator and kernel in one step, by profiled process."""
 _NONE = (0.0, 0.0)
 
 

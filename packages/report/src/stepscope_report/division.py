@@ -28,7 +28,7 @@ class Work(NamedTuple):
     labels: list[Label]
     tiers: list[int]
     engines: list[ReplicaKey | None]
-    """The replica that does it; `_ANY`: an engine, and nothing says which. None: no engine."""
+    """The replica that does it; `_ANY` if an unknown engine does it; None if no engine does."""
 
 
 def work_of(timeline: Timeline, indices: Sequence[int], names: ToolNames | None = None) -> Work:

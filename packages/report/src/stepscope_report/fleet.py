@@ -33,7 +33,7 @@ class Column(NamedTuple):
     title: str
     unit: str
     names: tuple[str, ...]
-    """Of its counters."""
+    """The names of its counters."""
     lowest_is_worst: bool = False
 
 
@@ -63,7 +63,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     column: str
     number: int
-    """Of devices or engines that have it."""
+    """The number of devices or engines that have the counter."""
     p10: float
     median: float
     p90: float
@@ -76,7 +76,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     group: Group
     number: int
     step: int | None = None
-    """The step on disk that the figures are of. None: of now."""
+    """The step on disk that the figures describe, or None if they describe the present."""
     rows: tuple[Row, ...] = ()
     """Empty if there are too many."""
     spreads: tuple[Spread, ...] = ()

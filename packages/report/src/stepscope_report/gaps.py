@@ -20,9 +20,9 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
     """All stretches without a span between two stages."""
 
     before: Label | None
-    """(role, stage) of the span that ended when it began. None: the step began."""
+    """(role, stage) of the span that ended when the gap began; None if the step began then."""
     after: Label | None
-    """Of the span that began when it ended. None: the step ended."""
+    """The label of the span that began when the gap ended; None if the step ended then."""
     wall_ns: int
     count: int
 
@@ -31,7 +31,7 @@ class Stretch(NamedTuple):
     start_ns: int
     end_ns: int
     before: int | None
-    """Index of the interval that ended when it began. None: the window began."""
+    """Index of the interval that ended when the gap began; None if the window began then."""
     after: int | None
 
     @property

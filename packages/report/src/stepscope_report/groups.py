@@ -42,7 +42,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Spans never seen to end: in no time here but `active_ns`, up to the last sign of life."""
     errors: int
     cancelled: int
-    """Those that were cancelled, which is no error."""
+    """The number of cancelled calls; a cancellation is no error."""
     total_ns: int
     mean_ns: int | None
     p50_ns: int | None

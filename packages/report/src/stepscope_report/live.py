@@ -26,7 +26,7 @@ class StageNow(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     """`role/stage`."""
     last_s: float
-    """In the last step that ended; 0 if it did not run."""
+    """Seconds in the last step that ended; 0 if the stage did not run."""
     median_s: float
     """Over the steps in which it ran."""
 
@@ -58,7 +58,7 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     """Steps that have ended."""
     durations_ns: tuple[int, ...]
-    """Of the last steps, the latest last."""
+    """The durations of the last steps, the latest last."""
     median_ns: int | None
     """The median of the last steps that are of the kind of the step that runs. None if there is none."""
     compared: int
@@ -73,7 +73,7 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     flights: int
     """Trajectories under way."""
     oldest: tuple[Flight, ...]
-    """Of them, the longest first."""
+    """The oldest of the trajectories, the longest first."""
     fleets: tuple[Fleet, ...] = ()
     """Devices and engines, where they are sampled."""
 
@@ -117,7 +117,8 @@ def live(
 
 
 def usual_ns(lines: Sequence[StepLine], step: int | None) -> list[int]:
-    """Return the durations of the last steps that are of the kind of `step`, by its number; None: of all."""
+    """Return the durations of the last steps of the kind of the step with the number `step`, or of all
+    steps if `step` is None."""
     took = {line.step: line.dur_ns for line in lines[-COMPARED:]}
     same = took if step is None else like(step, took)
     return [ns for number, ns in took.items() if number in same]

@@ -29,7 +29,7 @@ class AddedSection(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     tables: tuple[Block, ...] = ()
     failed: str | None = None
-    """The reason why it has no tables. None: it did not fail."""
+    """The reason why it has no tables, or None if it did not fail."""
 
     def blocks(self) -> tuple[Block, ...]:
         """Return its tables, or the note that it failed."""
@@ -55,12 +55,12 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Alarms first, then what could save most."""
     breakdown: Breakdown
     baseline: Baseline | None
-    """None: no uncaptured step is known to compare it with."""
+    """The uncaptured steps to compare with; None if none is known."""
     stages: tuple[Stage, ...]
     long_tail: LongTail | None
-    """None: no span belongs to a trajectory."""
+    """None if no span belongs to a trajectory."""
     staleness: Staleness | None
-    """None: nothing is stale, or nothing says so."""
+    """None if no trajectory is known to be stale."""
     idle: tuple[Idle, ...]
     vain_waits: tuple[VainWait, ...] = ()
     """Waits during which nobody was busy who could have ended them."""
@@ -69,15 +69,15 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     phaseless: tuple[Phaseless, ...]
     """Processes that generated and are not among `engines`."""
     throughput: Throughput | None = None
-    """None: neither tokens nor FLOPs are known."""
+    """None if neither tokens nor FLOPs are known."""
     weight_sync: WeightSync | None = None
-    """None: no span moves weights."""
+    """None if no span moves weights."""
     traces: TraceTables | None
-    """None: they were not read."""
+    """None if the traces were not read."""
     cuda_memory: tuple[CudaMemory, ...]
-    """Of snapshots of CUDA's allocator, where the traces were read."""
+    """The snapshots of CUDA's allocator, where the traces were read."""
     counters: Counters | None = None
-    """None: no process sampled any."""
+    """None if no process sampled any."""
     metrics: dict[str, float] = {}
     """Numbers that the trainer logged of the step."""
     health: Health

@@ -19,7 +19,7 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True):
     """One process that a profiler recorded, or one replica that its engine's own profiler recorded."""
 
     name: str
-    """As in the timeline: `actor 0`, `rollout replica 1`; `replica 1` for a replica as a whole."""
+    """The name in the timeline: `actor 0`, `rollout replica 1`; `replica 1` for a whole replica."""
     role: str
     has_peers: bool = False
     """True if other processes of its role were recorded too."""

@@ -38,11 +38,11 @@ class Recording(NamedTuple):
     stretches: list[tuple[int, int]]
     """(start, end) of each file."""
     idle: bool
-    """Nothing ran in it, named or not."""
+    """True if nothing ran in the recording, named or not."""
 
 
 class Tokens(msgspec.Struct):
-    """Sums over requests. None: no request says it."""
+    """Sums over requests, or None if no request says it."""
 
     requests: int | None = None
     prompt: int | None = None
@@ -63,15 +63,15 @@ class Replica(msgspec.Struct, kw_only=True):
     processes: list[int] = []
     """Indices in `Timeline.processes`."""
     recordings: list[Recording] = []
-    """Of each data-parallel engine, in the order of their ranks."""
+    """The recordings of the data-parallel engines, in the order of their ranks."""
     served: list[Span] = []
     """Spans `queue`, `wait`, `prefill` and `decode` of its requests."""
     pauses: list[tuple[int, int]] | None = None
-    """The stretches in which it was paused. None: no span says."""
+    """The stretches in which it was paused, or None if no span says it."""
     stalls: list[tuple[int, int]] | None = None
-    """The stretches in which its own profiler kept it from serving. None: no recording says."""
+    """The stretches in which its own profiler kept it from serving, or None if no recording says it."""
     held: list[tuple[int, int]] | None = None
-    """The stretches in which it had requests, by the engine's own counters. None: nothing says."""
+    """The stretches in which it had requests, by the engine's own counters, or None if it is not known."""
     tokens: Tokens = msgspec.field(default_factory=Tokens)
     idle: bool = False
     """The manifest says that it was recorded, and that it ran nothing."""
@@ -95,7 +95,7 @@ class _Search:
         self._timeline = timeline
         self._recorded: dict[_Key, list[TraceActivity]] = defaultdict(list)
         self._replica_of: dict[int, ReplicaKey] = {}
-        """By index of a process."""
+        """{index of a process: its replica}."""
         for index, process in enumerate(timeline.processes):
             stated = replica_of_process(timeline, process)
             if stated is not None:
@@ -214,7 +214,7 @@ def _named_in_spans(timeline: Timeline) -> dict[int, ReplicaKey]:
 
 
 def mark_of(span: Span) -> Mark | None:
-    """Return the effect of a span on its engine. None: it has none."""
+    """Return the effect of a span on its engine, or None if it has none."""
     if span.role != "rollout":
         return None
     if _PAUSES.fullmatch(span.stage):

@@ -54,7 +54,7 @@ def step_report(timeline: Timeline, traces: Traces | None = None) -> StepReport:
     """Return the report of one step. The same timeline and traces give the same tables.
 
     Args:
-        traces: The step's traces, from `load_traces`. None: the report is of spans alone.
+        traces: The step's traces, from `load_traces`, or None for a report of spans alone.
     """
     sources = Sources(timeline, traces)
     return StepReport(

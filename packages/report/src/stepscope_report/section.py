@@ -28,7 +28,7 @@ class Sources:
         """The timeline with all names, for what lists single calls."""
         self.timeline, self.names = few_names(timeline)
         self.traces = traces
-        """None: they were not read."""
+        """The traces; None if they were not read."""
         self._values: dict[str, object] = {}
 
     @property
@@ -74,7 +74,7 @@ class Section(msgspec.Struct, Generic[Value], frozen=True, kw_only=True):
         compute: Returns the value. A pure function of the step.
         terminal: Returns the value as tables and lists of text, for the terminal. The report is for
             figures of other sections.
-        html: Returns the value as markup with charts. None: the page shows the tables of `terminal`.
+        html: Returns the value as markup with charts. None to show the tables of `terminal` on the page.
         page: Rank on the page, where charts over time (0) come before the other sections. Sections of one
             rank stand as in the list.
     """

@@ -36,7 +36,7 @@ _FIXED = SERVED | WAITING | {"trajectory", "turn", PROFILING}
 """Stages that stepscope names itself. They keep their names, also among many others."""
 _ID = re.compile(r"\d+|[0-9a-f]{6,}")
 _SURELY = 10 * MOST_NAMES
-"""So many names are ids, or texts, whatever they look like."""
+"""From this number of names on, names are ids or texts, whatever they look like."""
 MOST = 20
 """Names that a stage of tools may have. More are no names of tools, but of calls."""
 _LENGTH = 40
@@ -88,7 +88,7 @@ def is_of(label: Label) -> Callable[[Span], bool]:
 
 
 def whole(span: Span, name: str) -> int | None:
-    """Return an attribute that is a whole number. None: it is none, or there is none."""
+    """Return an attribute that is a whole number, or None if it is no whole number, or is absent."""
     value = (span.attrs or {}).get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
@@ -217,7 +217,7 @@ def title(stage: str, name: str | None) -> str:
 
 
 def _tool_name(span: Span) -> str | None:
-    """Return the name of the tool that a span calls. None: it is no tool, or has no name."""
+    """Return the name of the tool that a span calls, or None if it is no tool, or has no name."""
     value = (span.attrs or {}).get("name")
     if not isinstance(value, str) or not is_tool(span.role, span.stage):
         return None

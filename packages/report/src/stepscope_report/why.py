@@ -34,7 +34,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     step_age_ns: int | None
     calls: tuple[Call, ...]
-    """Of all processes, the longest first."""
+    """The calls of all processes, the longest first."""
     culprits: tuple[int, ...]
     """Indices of the calls that wait for no other call, the most likely one first."""
     idle: tuple[str, ...]

@@ -14,7 +14,7 @@ Fact: TypeAlias = str | int | float
 
 _PHASES = ("queue", "prefill", "decode")
 _SLACK_S = 0.05
-"""By which the wall clock may have been set between a request's arrival and its end."""
+"""The largest correction of the wall clock, between a request's arrival and its end, that is tolerated."""
 
 _COUNTS = {
     "prompt_tokens": "prompt_tokens",

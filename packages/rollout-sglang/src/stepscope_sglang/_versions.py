@@ -53,7 +53,7 @@ class Dialect(NamedTuple):
     """Form of a start for one TokenizerManager."""
 
     as_object: bool
-    """One `ProfileReq` (0.5.15 and later); keywords before."""
+    """True if a start takes a `ProfileReq` (0.5.15 and later), False if it takes keywords."""
     options: frozenset[str]
 
 

@@ -11,10 +11,10 @@ from stepscope_vllm._driving.facts import Fact
 _PHASES = ("queue", "prefill", "decode")
 
 _STAMPS = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
-"""Of `RequestStateStats`, in s of the engine core's monotonic clock; 0 means not reached."""
+"""Fields of `RequestStateStats`, in seconds of the engine core's monotonic clock; 0 if not reached."""
 
 _SLACK_S = 0.05
-"""By which the wall clock may have been set between a request's arrival and its end."""
+"""The largest correction of the wall clock, between a request's arrival and its end, that is tolerated."""
 
 
 class TimedSpan(Protocol):

@@ -53,7 +53,8 @@ class VllmServer(ReplicaProfiler):
         """
         Args:
             url: `http://host:port` of the server itself, not of a router (for that: `behind`).
-            profile_dir: The server's `torch_profiler_dir`, as this process sees it. None: ask the server,
+            profile_dir: The server's `torch_profiler_dir`, as this process sees it, or None to ask the
+            server,
                 which answers in development mode only (VLLM_SERVER_DEV_MODE=1).
             replica: The replica's number; None for its position in `capture(engines=[...])`.
             tensor_parallel_size, pipeline_parallel_size, data_parallel_size, prefill_context_parallel_size:
@@ -75,9 +76,9 @@ class VllmServer(ReplicaProfiler):
         )
         self._folder = None if profile_dir is None else Path(profile_dir).absolute()
         self._below = False
-        """It writes to `_folder` or to a folder in it, and only its files tell which."""
+        """True if the server writes to `_folder` or a folder below; only its files show which."""
         self._direct = False
-        """It is known to be no router."""
+        """True if the server is known not to be a router."""
         self._version = "unknown"
         self._dialect: Dialect | None = None
 

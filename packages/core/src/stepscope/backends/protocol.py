@@ -50,7 +50,7 @@ class PendingArtifact(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: str
-    """As `Artifact.kind`."""
+    """The kind, as in `Artifact.kind`."""
     suffix: str
     """The suffix of the file that `write` makes: `.json`, `.pickle`. The exporter adds `.gz`."""
     write: Callable[[Path], None]

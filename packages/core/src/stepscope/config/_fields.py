@@ -53,7 +53,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     _at: ClassVar[str] = ""
     """Its place in the configuration: what errors call the fields of a section that is made on its own."""
     _parsers: ClassVar[Mapping[str, Parser]] = {}
-    """For fields that take more forms than their type says."""
+    """Parsers of fields that take more forms than their type says."""
 
     def __post_init__(self) -> None:
         section, mistakes = type(self), Mistakes()

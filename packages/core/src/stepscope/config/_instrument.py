@@ -95,15 +95,16 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
     values: dict[str, str] = msgspec.field(default_factory=dict)
     """Further attributes, read by paths: {name: path}. Numbers and booleans only."""
     id: tuple[str, ...] = ()
-    """Of a trajectory: path to its id, or several, joined by `/`. Of `consume`: to ids or lists of ids."""
+    """Path to the id of a trajectory, or several paths, joined by `/`; with `consume`, paths to ids or
+    lists of ids."""
     policy_version: str | None = None
     """Path to the version of the weights."""
     index: str | None = None
-    """Of a turn: path to its number; None counts from 0 within the trajectory."""
+    """Path to the number of a turn; null counts from 0 within the trajectory."""
     tool: str | None = None
     """Path to the name of a tool."""
     adapter: str | None = None
-    """Of an engine: name of its adapter (`vllm`)."""
+    """Name of an engine's adapter (`vllm`)."""
     engine: str | None = None
     """Path to an engine, or to a list of them, looked up once the call has returned; or the URL of a server
     with paths in it: `http://{self.host}:{self.port}`."""

@@ -22,7 +22,7 @@ AicMetrics: TypeAlias = Literal[
     "ResourceConflictRatio",
     "L2Cache",
 ]
-"""As `torch_npu.profiler.AiCMetrics` names them."""
+"""The names of `torch_npu.profiler.AiCMetrics`."""
 ExtraValue: TypeAlias = str | int | float | bool | list[str] | None
 
 _DEFAULT_CONTENTS = ("npu", "cpu")
@@ -75,7 +75,7 @@ class NpuConfig(Section, frozen=True, kw_only=True):
     level: Literal["level_none", "level0", "level1", "level2"] = "level0"
     """Device detail, at growing cost: `level_none` (only markers), `level0`, `level1`, `level2`."""
     contents: tuple[NpuContent, ...] = _DEFAULT_CONTENTS  # type: ignore[assignment]  # two of the literals
-    """Of `npu`, `cpu`, `memory`, `shapes`, `module`, `stack`. `stack` costs most; `module` is cheaper. An
+    """Any of `npu`, `cpu`, `memory`, `shapes`, `module`, `stack`. `stack` costs most; `module` is cheaper. An
     empty list is this default."""
     aic_metrics: AicMetrics | None = None
     """Counters of the AI cores: `PipeUtilization`, `ArithmeticUtilization`, `Memory`, `MemoryL0`, `MemoryUB`,

@@ -15,7 +15,8 @@ _SLICE = re.compile(r"([0-9]{1,18}):([0-9]{0,18})(?::([0-9]{0,18}))?")
 
 
 def parse_range(text: str) -> tuple[int, int | None, int] | None:
-    """Return start, stop (not in the range; None: no end) and stride. None: the text spells no range."""
+    """Return start, stop (not in the range, or None if there is no end) and stride, or None if the text
+    spells no range."""
     if every := _EVERY.fullmatch(text):
         return 0, None, int(every[1])
     if span := _SPAN.fullmatch(text):

@@ -180,4 +180,4 @@ class RoleConfig(Section, frozen=True, kw_only=True):
     profiler: bool = True
     """`off`: spans alone in the role's processes. Engines are recorded all the same: `engine.profiler`."""
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
-    """For a role whose work is done by inference engines."""
+    """Settings of a role whose work is done by inference engines."""

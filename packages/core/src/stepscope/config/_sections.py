@@ -22,11 +22,11 @@ from stepscope.config._roles import Ranks, parse_ranks
 from stepscope.errors import ConfigError
 
 Activity: TypeAlias = Literal["cpu", "cuda", "xpu", "mtia", "hpu", "privateuse1"]
-"""As `torch.profiler.ProfilerActivity` names them."""
+"""The names of `torch.profiler.ProfilerActivity`."""
 NsysTrace: TypeAlias = Literal[
     "cuda", "nvtx", "osrt", "cublas", "cudnn", "ucx", "mpi", "nccl", "python-gil", "opengl", "vulkan"
 ]
-"""As `nsys profile --trace` names them."""
+"""The names that `nsys profile --trace` takes."""
 Trigger: TypeAlias = Literal["slow", "exception", "hang", "signal"]
 """Events upon which the flight recorder writes steps."""
 
@@ -154,7 +154,8 @@ class ThroughputConfig(Section, frozen=True, kw_only=True):
     flops_per_token: Positive | None = None
     """FLOPs of the trained model per training token, some 6 times its parameters. Forward is a third."""
     device_peak_tflops: Positive | None = None
-    """Dense TFLOP/s of a device in the precision of the training. None: of BF16, of the devices known."""
+    """Dense TFLOP/s of a device in the precision of the training; None for the BF16 figure of a known
+    device."""
 
 
 class BudgetConfig(Section, frozen=True, kw_only=True):
@@ -248,7 +249,7 @@ class FinishConfig(Section, frozen=True, kw_only=True):
     }
 
     command: str | None = None
-    """For the shell, with STEPSCOPE_STEP_PATH and others in its environment."""
+    """A shell command, with STEPSCOPE_STEP_PATH and others in its environment."""
     report_to: tuple[str, ...] = ()
     """Writers of the step's figures: `tensorboard`, `wandb`, `mlflow`, `otel`, or another installed one."""
     gather: bool = True

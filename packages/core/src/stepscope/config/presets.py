@@ -17,11 +17,11 @@ class ListedSetting(msgspec.Struct, frozen=True, kw_only=True):
     """A setting of the framework that advice may name."""
 
     name: str
-    """As its users write it: `trainer.balance_batch`, `--use-dynamic-batch-size`."""
+    """The name that users write: `trainer.balance_batch`, `--use-dynamic-batch-size`."""
     better: bool | str = True
-    """Of a switch: the value that turns it on."""
+    """The value that turns a switch on."""
     instead_of: tuple[str, ...] = ()
-    """Of a switch that is a word: the values that are off."""
+    """The values of a switch that mean off, if its values are words."""
     where: str | None = None
     """Another setting that has to be on: without it, this one means nothing."""
 
@@ -38,7 +38,7 @@ class ListedSettings(msgspec.Struct, frozen=True, kw_only=True):
     at: str
     """Path to the configuration from a function that begins a step."""
     names: dict[str, ListedSetting | str]
-    """By their knob. A text is a name."""
+    """{knob: setting}. A text is a name."""
 
     def items(self) -> Iterator[tuple[str, ListedSetting]]:
         """Yield each knob with its setting."""

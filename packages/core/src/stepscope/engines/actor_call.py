@@ -131,7 +131,7 @@ _abandoned: deque[tuple[str, bool]] = deque(maxlen=1000)
 """(ticket, cancel) of calls given up before they came: threaded and async actors begin calls in any order."""
 _lock = threading.RLock()
 _own_loop: asyncio.AbstractEventLoop | None = None
-"""For coroutines in actors that have no loop. One writer: `_private_loop`."""
+"""The loop of coroutines in actors that have none. Only `_private_loop` sets it."""
 
 
 def stamped(instance: object, fn: Callable[..., T], args: tuple[object, ...]) -> tuple[int, int, T]:

@@ -54,7 +54,7 @@ def publish(
     the disk.
 
     Args:
-        host: That of the process that was recorded; None: this one.
+        host: That of the process that was recorded, or None for this one.
 
     Raises:
         EngineError: the file is absent, empty, or outside the capture's step folder.
@@ -96,7 +96,8 @@ def publish(
 
 
 def recorded_window(head: bytes, tail: bytes) -> tuple[int, int] | None:
-    """Return when torch began and ended to record a trace, in unix ns of its host. None: it does not say.
+    """Return when torch began and ended to record a trace, in unix ns of its host, or None if it does not
+    say.
 
     Args:
         head: The trace as far as its first event, or more.

@@ -30,9 +30,9 @@ class _Entry(NamedTuple):
 
 
 _entries: list[_Entry] = []
-"""In the order of registration. One writer: `register`."""
+"""All entries in the order of registration. Only `register` changes this list."""
 _empty: set[tuple[str, int]] = set()
-"""(adapter, process) in which a call of an entry has made no engine. One writer: `register_none`."""
+"""(adapter, process) of entries whose call made no engine. Only `register_none` changes this set."""
 
 
 def register(adapter: str, engine: object, replica: int | None) -> None:

@@ -22,11 +22,12 @@ RUNNING = counters.RUNNING_REQUESTS
 WAITING = counters.WAITING_REQUESTS
 FINISHED = "finished requests"
 UNFINISHED = counters.UNFINISHED_REQUESTS
-"""Those that its front end has not answered, whatever its scheduler knows."""
+"""Requests that the engine's front end has not answered, whether its scheduler knows them or not."""
 PROMPT_TOKENS = "prompt tokens"
 GENERATION_TOKENS = counters.GENERATION_TOKENS
 HITS = "prefix cache hits"
-"""In percent of the prompt tokens that were looked up since the answer before, unless the engine says it."""
+"""The hits in percent of the prompt tokens looked up since the previous answer, unless the engine gives
+the rate."""
 PREFIX_QUERIES = "prefix cache queries"
 PREFIX_HITS = "prefix cache hit tokens"
 """Totals that an adapter reads for `HITS`."""

@@ -28,7 +28,7 @@ class Iterations(msgspec.Struct, frozen=True, kw_only=True):
 
     start: int = 0
     count: int | None = None
-    """None: until the capture ends."""
+    """The number of iterations to record; None to record until the capture ends."""
 
 
 class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     run_id: str
-    """Of the run that captures; goes into the sidecars."""
+    """The id of the run that captures. It goes into the sidecars."""
     out_dir: str
     """Absolute; `<step>/traces/rollout/replica<n>`. Create it where you write: that may be another host."""
     step_dir: str
@@ -55,7 +55,7 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     """A profiler that can ends the recording by itself after this long: its opener may be gone by then."""
     stop_seconds: float | None = None
     """Time that the caller of `start` and `stop` waits for each, if it sets no other (`patience_s`);
-    None: to its end. A longer stop goes on while the engine may serve again."""
+    None to wait to the end. A longer stop goes on while the engine may serve again."""
     ranks: tuple[int, ...] | None = None
     """Global GPU ranks whose files are wanted; None for all."""
     extra: dict[str, str | int | float | bool | None] = {}
@@ -85,7 +85,7 @@ class EngineProfiler(Protocol):
     """
 
     replica: int | None
-    """None: it is numbered by its process and by its position among the engines given."""
+    """The replica's number; None to number it by its process and its position among the given engines."""
 
     @property
     @abstractmethod

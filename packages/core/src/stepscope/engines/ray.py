@@ -72,7 +72,7 @@ class RayRollout(EngineProfilerBase):
             actor: Handle of the replica's actor.
             engine: The adapter's name (`torch`, `vllm`, `sglang`), or (engine, replica) -> profiler.
             attribute: Where the engine is in the actor's object: `llm` for `self.llm`, `server.engine`...
-                None: the engine that an `instrument` entry has found there, the object itself, or the one
+                None for the engine that an `instrument` entry found there, the object itself, or the one
                 attribute that the adapter recognises. Else the one engine of the adapter's kind in the
                 actor's process.
             replica: The replica's number; None for its position in `capture(engines=[...])`.
@@ -204,9 +204,11 @@ class Seat:
 
 
 _seats: dict[tuple[object, ...], Seat] = {}
-"""One writer: `_seat`. Here and not in the actor's object, which is the user's."""
+"""The seats of this process. They are not in the actor's object, which is the user's. Only `_seat` adds to
+them."""
 _taken_back: deque[str] = deque(maxlen=1000)
-"""Tokens of starts that were given up. One writer: `take_back`, on the loop, so no start is missed."""
+"""Tokens of starts that were given up. Only `take_back` adds to them, on the loop, so that no start is
+missed."""
 
 
 def instrumented_here(instance: object) -> Instrumented:

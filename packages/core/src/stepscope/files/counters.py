@@ -19,7 +19,7 @@ CounterKind: TypeAlias = Literal["level", "interval", "total"]
 and its growth counts.
 """
 CounterScope: TypeAlias = Literal["process", "host"]
-"""Of the process, or of its host, which one process of each host samples."""
+"""The thing that a counter describes: a process, or its host, which one process of each host samples."""
 
 EVENT_LOOP = "event loop late"
 GC = "garbage collector"

@@ -18,7 +18,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     bytes: int
     at_us: int | None
-    """Time of the allocation, unix us. None: torch does not report it."""
+    """Time of the allocation, unix us, or None if torch does not report it."""
     where: int
     """Index in `DeviceMemory.frames`; -1: no stack was kept."""
 
@@ -38,7 +38,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The peak of the memory that the allocator held on the device."""
     end_bytes: int
     end_reserved_bytes: int
-    """At the snapshot."""
+    """The memory that the allocator held at the snapshot."""
     before_bytes: int
     """The part of `peak_bytes` that was allocated before the first event."""
     blocks: tuple[Block, ...]

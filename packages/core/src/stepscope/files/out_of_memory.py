@@ -19,7 +19,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
     at_ns: int
     """Unix ns."""
     step: int | None
-    """The step of the open capture, or else the last step that began here; None: unknown."""
+    """The step of the open capture, else of the last step that began here; None if unknown."""
     device: int
     asked_bytes: int
     limit_bytes: int

@@ -31,7 +31,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     trigger: str
     """`slow`, `exception`, `hang`, `signal` or `request`; or `why`."""
     reason: str
-    """For people: the event that triggered it."""
+    """The event that triggered it, as text."""
     made_ns: Int
     steps: tuple[OrderedStep, ...]
     offsets_ns: dict[str, Int] = {}

@@ -38,20 +38,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     steps: Text
     """`next`, or steps as the configuration spells them: `17`, `20:40:10`."""
     roles: Text | None = None
-    """A role or a glob; the profiler runs in matching roles alone. None: as configured."""
+    """A role or a glob: the profiler runs in matching roles alone. None to keep the configuration."""
     ranks: Literal["all", "first"] | list[Rank] | None = None
     tool: Text | None = None
     seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Instead of `budget.seconds`."""
     because: Text | None = None
-    """The event upon which stepscope asked by itself; None: somebody asked."""
+    """The event upon which stepscope asked by itself, or None if a person asked."""
     last: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Write this many of the steps that are over, from the flight recorder; `steps` then means nothing."""
     created_ns: Int
     expires_ns: Int
     """Unix ns. A process that has not begun by then does not begin."""
     runs: list[Annotated[str, msgspec.Meta(max_length=200)]] | None = None
-    """Ids of the runs that listened when the request was made, for which it is. None: any run."""
+    """Ids of the runs that listened when the request was made and that it is for; None for any run."""
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,9 +70,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     state: AnswerState
     """`heard`: it will capture. `captured`: it captured, or tried, at least one step. Else see `reason`."""
     steps: list[Int] = []
-    """Captured so far."""
+    """The steps captured so far."""
     reason: str | None = None
-    """Of `captured`: the failure, or the reason why nothing was recorded; None: no trouble."""
+    """The failure of a `captured` step, or the reason why nothing was recorded; None if all went well."""
     others: dict[str, str] = {}
     """Answers of workers and replicas to the latest capture: `began`, or the reason why they take no part.
     They need not see this folder.
@@ -91,10 +91,10 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     step: Int | None
     """The last step that it passed; None before the first."""
     answers: dict[str, Answer] = {}
-    """By the request's id."""
+    """{request id: answer}."""
     run_id: str = ""
     ended_ns: Int | None = None
-    """Unix ns. None: it listens, or it ended without a trace."""
+    """Unix ns; None while it listens, or if it ended without a word."""
 
 
 def read_requests(path: Path) -> list[Request]:
@@ -161,7 +161,7 @@ def answer_by_now(request: Request, answer: Answer, *, gone: str | None) -> Answ
     """Return the present state of `answer`: a `heard` one ends with its deadline or its process.
 
     Args:
-        gone: The reason why the process captures nothing more; None: it may.
+        gone: The reason why the process captures nothing more, or None if it may capture.
     """
     if answer.state != "heard":
         return answer

@@ -21,7 +21,7 @@ class StepScalars(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, float]
     """Seconds by name: `step/wall_seconds`, `stage/<role>/<stage>_seconds`, `idle/<role>_seconds`..."""
     written: dict[str, str | None] = {}
-    """{writer: reason of its failure}; None: it has the figures."""
+    """{writer: reason of its failure}, or None if it has the figures."""
 
 
 def read_scalars(step: StepLayout, run_id: str) -> StepScalars:

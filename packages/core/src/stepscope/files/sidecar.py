@@ -77,15 +77,15 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     pid: Int | None = None
     size_bytes: Int
     truncated: str | None = None
-    """The reason for an end before that of its window; None: it is complete."""
+    """The reason why it ended before its window, or None if it is complete."""
     ignored: dict[str, str] = {}
     """Options without effect: {option: reason}."""
     iterations: Int | None = None
-    """Engine iterations in it that had a request. None: it does not name them."""
+    """Engine iterations in it that had a request, or None if it does not name them."""
     iterations_asked: Int | None = None
-    """The number to record. None: all until the end of the capture."""
+    """The number to record, or None for all until the end of the capture."""
     ended: Ended | None = None
-    """The cause of its end. None: not known."""
+    """The cause of its end, or None if not known."""
     note: str | None = None
     """A fact about it that is no problem."""
     stalls: tuple[Stall, ...] = ()

@@ -56,11 +56,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     frames: tuple[Frame, ...]
-    """Of its coroutines, the innermost first."""
+    """The frames of its coroutines, the innermost first."""
     awaits: str
     """The object that the innermost coroutine awaits, as text."""
     span: Int | None = None
-    """The innermost span of the task. None: none, or unknown (Python before 3.12)."""
+    """The innermost span of the task, or None if there is none, or if it is unknown (Python before 3.12)."""
 
 
 class CounterNow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -80,7 +80,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     sampled_ns: Int
     """Time since it last said its counters."""
     still_ns: Int | None
-    """Time in which it has had requests and made no token, at least. None: it has none."""
+    """Time in which it has had requests and made no token, at least, or None if it has none."""
     requests: Int
     running: float | None = None
     waiting: float | None = None
@@ -125,7 +125,7 @@ class RayCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call of a Ray actor that has not returned."""
 
     caller: str | None
-    """Id of the actor that called. None: the driver, or a plain task."""
+    """Id of the actor that called, or None for the driver or a plain task."""
     actor: str
     """Id of the actor that is called."""
     method: str
@@ -154,9 +154,9 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     tasks: tuple[Task, ...]
     counters: tuple[CounterNow, ...] = ()
     engines: tuple[EngineState, ...] = ()
-    """Of those that this process holds, or asks over HTTP."""
+    """The engines that this process holds or asks over HTTP."""
     collectives: Collectives | None = None
     ray_calls: tuple[RayCall, ...] = ()
-    """Of all actors of the job, as the driver knows them from Ray."""
+    """The calls of all actors of the job, as the driver knows them from Ray."""
     more: bool = False
     """A second state follows, with what Ray says."""

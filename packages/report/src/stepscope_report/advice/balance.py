@@ -114,7 +114,7 @@ class _Gap(NamedTuple):
     stage: Stage
     slowest: Share
     compared: Sequence[Share]
-    """Those that are in the mean; the slowest one may be one of them."""
+    """The shares that make the mean; the slowest share may be one of them."""
 
     @property
     def mean_ns(self) -> int:

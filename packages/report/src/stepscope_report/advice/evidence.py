@@ -49,13 +49,13 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     cut: frozenset[str] = frozenset()
     """Names of processes whose recording ended before their work did: it ended calls that went on."""
     over_budget: frozenset[str] = frozenset()
-    """Those of them that a budget ended."""
+    """The profilers that a budget ended."""
     demand: Demand = Demand()
     settings: Settings = {}
     """Empty: no framework is known."""
     what_if: WhatIf = no_saving
     names: ManyNames | None = None
-    """None: each stage and role has a row."""
+    """The limit on stage names that was reached; None if each stage and role has a row."""
 
     @property
     def counter_rows(self) -> Sequence[CounterRow]:
@@ -76,8 +76,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers that it rests on."""
     do: str
     saves_ns: int | None = None
-    """Of the step, at most: the time that it would lose if the cause took none, and everything else as long
-    as it did, in the same order. None: unknown."""
+    """An upper bound of what the step would be shorter by if the cause took no time and everything else kept
+    its duration and order. None if unknown."""
     settings: tuple[SettingChange, ...] = ()
     """Settings of the framework at hand to change. Empty: none is known."""
 

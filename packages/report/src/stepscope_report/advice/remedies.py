@@ -19,7 +19,7 @@ from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.saving import Saving
 
 _MULTIPLE = 8
-"""Of suggested numbers of requests, from twice as many on."""
+"""Suggested numbers of requests from twice this number on are multiples of it."""
 _MOST_MEMORY = 0.95
 _CUT_TAIL = Options(cut_tail="p90")
 """The rule `long-tail` is about the last tenth of the trajectories."""

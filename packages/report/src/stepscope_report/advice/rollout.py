@@ -151,7 +151,7 @@ def _prefill_ns(engines: Sequence[Engine]) -> int:
     A request that goes from one replica to another waits for the prefill of both.
     """
     reading: Counter[int] = Counter()
-    """By the start of the stretch, in hundredths of a request."""
+    """{start of the stretch: hundredths of a request}."""
     width_ns = 0
     for row in engines:
         for load, following in pairwise(row.load):

@@ -18,16 +18,17 @@ class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
 
     framework: str
     version: str | None = None
-    """Of the framework, as recorded."""
+    """The framework's version, as recorded."""
     setting: str
     present: bool | int | float | str | None = None
-    """None: it is unset, or processes differ."""
+    """The present value; None if it is unset, or differs between processes."""
     suggested: bool | int | float | str | None = None
-    """None: nothing measured gives a value."""
+    """The suggested value; None if no measurement gives one."""
     direction: Direction
     """`on`: it is a switch."""
     predicted_saving_ns: int | None = None
-    """Of the step, by what-if. None: no change of what-if is this one, or it refuses, or sees no saving."""
+    """The step's saving, predicted by what-if. None if what-if cannot make this change,
+    refuses it, or predicts no saving."""
     error_ns: int | None = None
     """Half of the interval of 95 % around the prediction, to its farther end."""
 
@@ -38,7 +39,7 @@ class Located(NamedTuple):
 
 
 Settings: TypeAlias = Mapping[str, Located]
-"""By knob."""
+"""{knob: the setting and where it stands}."""
 
 
 def step_settings(manifest: Manifest | None) -> Settings:

@@ -34,7 +34,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     strips: bool
-    """Of each process, only the most specific stage at each instant is drawn."""
+    """True if a process is drawn as a strip of its most specific stage at each instant."""
     processes: int
     rows: tuple[Row, ...]
     """Fewer than `processes` where not all are drawn."""

@@ -25,7 +25,7 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int
     end_ns: int
     open: bool
-    """It was never seen to end."""
+    """True if no end of the trajectory was recorded."""
     marks: tuple[Mark, ...]
     """Its work and its waits, one stage at a time, the most specific one."""
 

@@ -22,7 +22,7 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
     """One block. Times are ns after the capture opened."""
 
     label: Label
-    """Of several stages the one with most of the time."""
+    """The stage with most of the time, if there are several."""
     start_ns: int
     end_ns: int
     spans: int = 1

@@ -14,7 +14,7 @@ class Exit(IntEnum):
     USAGE = 2
     """The command line or the configuration is wrong."""
     INCOMPLETE = 3
-    """It worked, and something that should be there is missing, broken or was left out."""
+    """The command worked, but a part of the data is missing, broken or was left out."""
     UNCAPTURED = 4
     """`run --require-capture`: the program succeeded, and no step of it was captured."""
 

@@ -31,16 +31,17 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     run_id: str | None
-    """None: no process left its part."""
+    """The id of the run; None if no process left its part."""
     complete: bool
-    """As in the report, but for damage inside of traces and between spans, which are not read."""
+    """The report's `complete`, except for damage inside traces and between spans, which `ls` does not
+    read."""
     state: State | None
     opened_ns: int | None
     """Time at which its owner opened the capture, unix ns."""
     wall_ns: int | None
-    """None: the owner left nothing, or never closed the capture."""
+    """The duration of the step; None if its owner left nothing, or never closed the capture."""
     uncaptured_ns: int | None
-    """The median of the steps near it that were not captured. None: none is known."""
+    """The median of the steps near it that were not captured, or None if none is known."""
     processes: int
     artifacts: int
     bytes: int
@@ -50,7 +51,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     """The cause of an early end: an exception of the user's, SIGTERM, the end of the process."""
     recorder: Recorded | None = None
-    """The event upon which the flight recorder wrote the step. None: it was captured."""
+    """The event upon which the flight recorder wrote the step, or None if the step was captured."""
     warnings: tuple[str, ...] = ()
     """A line for each thing that was probably meant to take part and did not."""
     notes: tuple[str, ...] = ()

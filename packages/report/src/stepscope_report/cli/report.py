@@ -176,9 +176,9 @@ def read_reports(
 
     Args:
         traces: Whether to read the profilers' traces, which are large.
-        jobs: Number of processes that read these. None: as `workers` chooses.
+        jobs: Number of processes that read these, or None to let `workers` choose.
         digests: As of `load_traces`.
-        ray: Address of the Ray cluster that reads them. None: this machine does.
+        ray: Address of the Ray cluster that reads them, or None to read them on this machine.
         on_traces: Called with the traces of each step.
 
     Raises:

@@ -27,7 +27,7 @@ class Validated(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = 1
     config: dict[str, object]
-    """As resolved: defaults, the file, then the environment."""
+    """The configuration as resolved: defaults, then the file, then the environment."""
     environment: list[str]
     """Variables that the environment set over the file."""
     steps: list[int]

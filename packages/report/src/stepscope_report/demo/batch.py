@@ -22,7 +22,7 @@ class Trajectory:
     problem: task.Problem
     tokens: list[int] = field(default_factory=list)
     actions: list[bool] = field(default_factory=list)
-    """For each token: True if the model wrote it."""
+    """True for each token that the model wrote."""
     turns: list[str] = field(default_factory=list)
     reward: float = 0.0
 

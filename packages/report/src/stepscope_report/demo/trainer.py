@@ -154,7 +154,7 @@ class Trainer:
 
 
 class Choice(NamedTuple):
-    """An engine, and the Python that it runs on; None: that of this process."""
+    """An engine, and the Python that it runs on; None for the Python of this process."""
 
     engine: str
     python: str | None

@@ -20,8 +20,8 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
     """Yield the rows of this machine one by one, because some take seconds.
 
     Args:
-        config_file: The configuration of the run; None: what STEPSCOPE_CONFIG and the environment say.
-        ray_address: Address of a cluster whose nodes are examined too. None: no cluster.
+        config_file: The configuration of the run, or None for what STEPSCOPE_CONFIG and the environment say.
+        ray_address: Address of a cluster whose nodes are examined too, or None for no cluster.
     """
     yield from _check("python", machine.python)
     yield from _check("stepscope", machine.own_packages)

@@ -39,15 +39,15 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     b_seconds: float
     """The means."""
     change: float | None
-    """Relative. None: A has no such time."""
+    """The relative change, or None if A has no such time."""
     interval: Interval | None
-    """None: too few steps to give one."""
+    """The confidence interval; None if there are too few steps."""
     a_steps: int
     b_steps: int
     source: Source
     """The steps that are compared: captured ones, or those of runs that no profiler slowed."""
     changed: bool | None
-    """True if zero lies outside of the interval. None: no interval."""
+    """True if zero lies outside of the interval, or None without an interval."""
     failed: bool
 
 

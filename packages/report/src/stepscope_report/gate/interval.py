@@ -19,7 +19,7 @@ NOISE = 20
 """Least number of other steps per side for an interval of fewer than `ENOUGH`."""
 RESAMPLES = 2000
 CONFIDENCE = 0.95
-"""For all changes of one comparison together (Bonferroni)."""
+"""The confidence of all changes of one comparison together (Bonferroni)."""
 _MOST_CORRELATED = 0.9
 
 Interval: TypeAlias = tuple[float, float]
@@ -30,9 +30,9 @@ class Sample(NamedTuple):
     """The durations of one side, in the order of its steps."""
 
     values: Sequence[float]
-    """Of the steps that are compared."""
+    """The values of the compared steps."""
     noise: Sequence[float] = ()
-    """Of other steps of the same run, in which nothing was changed."""
+    """The values of other steps of the same run, in which nothing was changed."""
 
 
 def relative_change(a: Sequence[float], b: Sequence[float]) -> float | None:

@@ -25,11 +25,12 @@ class GateSteps(msgspec.Struct, frozen=True, kw_only=True):
     """One side of the gate."""
 
     whole: bool
-    """It is a run, so that its other steps are compared as well, if there are enough."""
+    """True if a whole run was given: its other steps are compared as well if there are enough."""
     captured: Sequence[Durations] = ()
     """Each stage's share of the step. Opening and closing the capture is in none of them."""
     recorded: Sequence[Durations] = ()
-    """By the recorder's lines: stages are the spans at the top of the process that bounds steps."""
+    """The durations in the recorder's lines: their stages are the top spans of the process that bounds
+    steps."""
     timed: Sequence[Durations] = ()
     """Uncaptured steps of which only the whole is known. Those that are not of the usual
     kind have a stage that is named for their kind."""

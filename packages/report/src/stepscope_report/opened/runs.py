@@ -204,7 +204,7 @@ def open(  # noqa: A001  # read as `stepscope.open`
 
     Args:
         path: The folder. Of others' traces, a file too.
-        run: The run's id, where several wrote into one folder. None: the one that captured last.
+        run: The run's id, where several wrote into one folder, or None for the one that captured last.
         traces: Whether reports read the profilers' traces, which may be large.
 
     Raises:

@@ -36,15 +36,15 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     p50_ns: int
     """The median."""
     p90_ns: int
-    """By nearest rank: some step's own time."""
+    """The 90th percentile by nearest rank, so that it is the duration of a step."""
     max_ns: int
     longer: int
     """Number of them that took longer than the captured one."""
     next_ns: int | None
-    """Time of the first one after this capture. None: it is not known, or was captured."""
+    """Time of the first one after this capture, or None if it is not known, or was captured."""
     excess_ns: int | None
     """Time of the captured one beyond their median: the profiler inside the step, and chance.
-    None: its capture ended before the step did."""
+    None if its capture ended before the step did."""
     cost_ns: int | None
     """The same with opening and closing the capture: an estimate of all that it cost. None also for a step
     that the flight recorder wrote, because nothing opened, and if the steps are not `alike`."""

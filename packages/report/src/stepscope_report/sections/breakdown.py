@@ -47,11 +47,11 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     wall_ns: int
     """Its share of the step."""
     alone_ns: int
-    """Of that, what it did not share."""
+    """The part that the line did not share with others."""
     active_ns: int
     """The time in which it went on at all; what exceeds `wall_ns` was shared or hidden behind others."""
     waits: bool = False
-    """It is waiting and no work: billed only while nothing works."""
+    """True if the stage waits and does no work; it is billed only while nothing works."""
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     gaps: tuple[Gap, ...]
     """The parts of the unaccounted time, the longest first. They add up to it."""
     stalled_ns: int = 0
-    """Of the step, while what would have been an engine's work waited for the engine's own profiler."""
+    """The part of the step in which an engine's work waited for the engine's own profiler."""
     stalled_most_ns: int = 0
     """The same if all work whose spans name no replica waited for the one that wrote."""
     left_out: tuple[str, ...]

@@ -47,7 +47,7 @@ class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
     kind: CounterKind
     samples: int
-    """In the step."""
+    """The number of samples in the step."""
     least: float
     mean: float
     """Over time: each value counts for the time since the sample before."""
@@ -55,7 +55,7 @@ class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
     covered_ns: int
     """Part of the step between its first and its last sample."""
     increase: float | None = None
-    """Growth of a total over the step. None: it is no total."""
+    """Growth of a total over the step, or None if it is no total."""
 
 
 class IdleDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,12 +66,12 @@ class IdleDevice(msgspec.Struct, frozen=True, kw_only=True):
     idle_ns: int
     """Time at 0 %, to the length of a sample."""
     tools_ns: int
-    """Of that, while a tool or an environment ran."""
+    """The part of the idle time in which a tool or an environment ran."""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     rows: Table[CounterRow]
-    """By process, in the order in which it sampled them first."""
+    """The rows by process, in the order in which the process first sampled them."""
     late_loops: Table[LateLoop] = Table()
     """Event loops that were late by more than 100 ms, the latest first. A call that had its loop for itself
     makes none late."""

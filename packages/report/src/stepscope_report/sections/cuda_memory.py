@@ -28,10 +28,11 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """A holder of memory when the most was allocated."""
 
     stage: str | None
-    """`actor update_actor`: the innermost span of the process when it was allocated. None: none ran, or it
+    """`actor update_actor`: the innermost span of the process when it was allocated, or None if none ran,
+    or it
     is not known when that was."""
     where: str | None
-    """`model.py:41 forward`. None: no stack was kept, or it was allocated before the recording."""
+    """`model.py:41 forward`, or None if no stack was kept, or it was allocated before the recording."""
     blocks: int
     bytes: int
 
@@ -42,7 +43,7 @@ class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):
     process: str
     device: str
     window: str | None
-    """The stage that was recorded (discrete mode). None: the whole capture."""
+    """The stage that was recorded (discrete mode), or None for the whole capture."""
     oom: bool
     """Taken when CUDA was out of memory, which was then asked for `oom_bytes`."""
     oom_bytes: int | None
@@ -51,15 +52,15 @@ class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):
     reserved_bytes: int
     """The most that the allocator held of the device."""
     at_ns: int | None
-    """Time of the peak, after the capture opened. None: not known."""
+    """Time of the peak, after the capture opened, or None if not known."""
     before_bytes: int
-    """Of the most: allocated before the recording (weights, optimizer state)."""
+    """The part of the peak that was allocated before the recording (weights, optimizer state)."""
     cut: bool
     """The oldest events were dropped: earlier peaks are not known, and `before_bytes` is too large."""
     holders: tuple[Holder, ...]
-    """Of the rest, the largest first."""
+    """The holders of the rest of the peak, the largest first."""
     other_bytes: int
-    """Of the most: neither in `before_bytes` nor in `holders`."""
+    """The part of the peak that is neither in `before_bytes` nor in `holders`."""
 
 
 def cuda_memory_peaks(timeline: Timeline, records: Sequence[MemoryRecord]) -> Table[CudaMemory]:

@@ -46,7 +46,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """One replica. The times from `prefill_ns` to `idle_ns` do not overlap, and add up to `recorded_ns`.
-    None: nothing says it.
+    A field is None if nothing states it.
     """
 
     replica: str
@@ -54,23 +54,23 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     process recorded do not name their replica, and it is not the only one."""
     number: int | None
     processes: tuple[str, ...]
-    """Of the timeline, that belong to it."""
+    """The names of its processes in the timeline."""
     rivals: tuple[str, ...] = ()
-    """Those of `processes` that served at the same time, each other trajectories, if there are several: they
-    may be engines of their own that state one number."""
+    """The processes that served different trajectories at the same time, if there are several: they may be
+    separate engines that state one number."""
     profiled: bool
     """A profiler recorded it, and slowed it."""
     source: Source
-    """Of the times and of `running_mean`. `iterations`: the engine's own annotations in its trace.
-    `requests`: spans `prefill` and `decode` of its requests."""
+    """The source of the times and of `running_mean`: `iterations` are the engine's own annotations in its
+    trace, `requests` the spans `prefill` and `decode` of its requests."""
     iterations: int | None
     """Forward passes with at least one request, over all data-parallel engines."""
     iterations_by_engine: tuple[int, ...]
-    """Of each data-parallel engine."""
+    """The number of iterations of each data-parallel engine."""
     window_ns: int
     """From the first to the last work of any replica: the same for all."""
     recorded_ns: int
-    """Of that, the time that the source covers, and `writing_ns`."""
+    """The part of the time that the source covers, with `writing_ns`."""
     prefill_ns: int
     """While it read prompts and wrote no token."""
     decode_ns: int
@@ -81,17 +81,18 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """While it ran no pass and had requests. By requests: while all of them waited. For a replica that ran
     nothing, by its own counter of unfinished requests."""
     paused_ns: int | None
-    """Of the rest, while it was paused, asleep, or loading weights, by spans."""
+    """The rest of the time in which the engine was paused, asleep, or loading weights, by spans."""
     writing_ns: int | None
-    """Of the rest, while its own profiler started or wrote."""
+    """The rest of the time in which the engine's own profiler started or wrote."""
     idle_ns: int | None
     """The rest. None if it ran nothing, and nothing says whether it had requests."""
     requests: int | None
     """Requests that ended."""
     prompt_tokens: int | None
-    """Of these requests; without them by the engine's own counters, from start to stop of its recording."""
+    """The prompt tokens of these requests; without requests, by the engine's own counters from start to stop
+    of its recording."""
     cached_tokens: int | None
-    """Of `prompt_tokens`, those that the prefix cache held."""
+    """The part of `prompt_tokens` that the prefix cache held."""
     output_tokens: int | None
     output_tokens_per_s: float | None
     """While it had requests."""
@@ -197,7 +198,7 @@ class _Piece(NamedTuple):
 
 
 Levels: TypeAlias = list[int]
-"""By kind, the sum over the pieces of an instant."""
+"""The sums over the pieces of an instant, by kind."""
 
 
 def _is_known(replica: Replica) -> bool:
@@ -431,7 +432,7 @@ _NAME_PHASES = {
         "given names their iterations"
     ),
 }
-"""By `Phaseless.given`."""
+"""The advice by `Phaseless.given`."""
 
 
 def say_phaseless(rows: Sequence[Phaseless]) -> str:

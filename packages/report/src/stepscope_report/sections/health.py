@@ -41,7 +41,7 @@ class SpanRow(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     stage: str
     start_ns: int | None
-    """After the capture opened. None: its process is unaligned."""
+    """The time after the capture opened, or None if its process is unaligned."""
     wall_ns: int
     """Up to the last sign of life, if it never ended."""
     trajectory: str | None
@@ -60,7 +60,7 @@ class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
     """False: it never closed its capture."""
     spans: int
     dropped: int | None
-    """None: it did not live to say."""
+    """The number of dropped spans; None if the process died before it said so."""
     clock: ProcessClock
     cost: OwnCost | None
     profiled: bool = False
@@ -104,7 +104,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     captures: int = 1
     """Number of captures of the step in one process. This is of the last."""
     recorder: Recorded | None = None
-    """The event upon which the flight recorder wrote the step. None: it was captured."""
+    """The event upon which the flight recorder wrote the step, or None if the step was captured."""
     broken: tuple[FileProblem, ...]
     """Files that are missing or damaged, traces among them if they were read."""
     dropped: int
@@ -118,7 +118,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     doubts: tuple[str, ...]
     """All reasons why the step is not complete."""
     complete: bool
-    """Nothing is missing, partial, failed, dropped, broken or unaligned; every process closed its capture."""
+    """True if nothing is missing, partial, failed, dropped, broken or unaligned, and every process closed its
+    capture."""
 
 
 def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Health:

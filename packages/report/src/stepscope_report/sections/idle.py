@@ -66,9 +66,10 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     causes: Table[Cause]
     """The longest first. They add up to `idle_ns`."""
     collective_ns: int | None
-    """Of the recorded time: in a collective, with no computation beside it. None: no trace holds any."""
+    """The recorded time in collectives without computation beside them; None if no trace holds a
+    collective."""
     skew_ns: int | None
-    """Of that, before the last of the ranks was in the collective. None: nothing to match."""
+    """The part of `collective_ns` before the last rank had entered; None if the ranks cannot be matched."""
     awaited: str | None = None
     """The process that was the last one for most of that time."""
     awaited_ns: int = 0
@@ -90,7 +91,7 @@ class _Work(NamedTuple):
 
 
 _Awaited: TypeAlias = "tuple[str, Label] | None"
-"""(role of the process that does it, what it does). None: nothing that was recorded."""
+"""(role of the process that does it, what it does), or None if no recorded process does it."""
 
 
 _Kind: TypeAlias = tuple[int, _Work]
@@ -174,7 +175,7 @@ class _Shift:
         self._runs = Counter[int]()
         """Leaves that work, by process."""
         self._runs_now = Counter[int]()
-        """Of these, those for this step."""
+        """The number of these trajectories that belong to this step."""
         self._labels = Counter[_Work]()
         """Leaves by what they are."""
         self._workers = self._workers_now = 0
@@ -183,10 +184,10 @@ class _Shift:
         """Time for which a role's idle processes waited for each label, since the window's start."""
         self._chosen: dict[frozenset[_Work], dict[str, _Awaited]] = {}
         self._since: dict[int, Counter[_Awaited]] = {}
-        """By idle process: `_waited` of its role when it became idle."""
+        """{idle process: `_waited` of its role when it became idle}."""
         self._stalls = _stalls_of_processes(timeline)
         self.stalled_ns = Counter[int]()
-        """By process, the time in which it seemed busy while its engine's profiler wrote."""
+        """{process: the time in which it seemed busy while its engine's profiler wrote}."""
 
     def run(self) -> list[Counter[_Awaited]]:
         """Return for each process its idle time, by what it waited for."""
@@ -374,7 +375,7 @@ class _Skew(NamedTuple):
 
 def _skews(activities: Iterable[TraceActivity]) -> dict[int, _Skew]:
     waits: dict[int, dict[int, array[int]]] = defaultdict(lambda: defaultdict(lambda: array("q")))
-    """By process, and by the one that was last: from, until, and so on."""
+    """{process: {the process that was last: [from, until, from, ...]}}."""
     for _, _, calls in matched_calls(activity for activity in activities if activity.process is not None):
         for members in calls:
             own = [(start_ns, end_ns, activity.process or 0) for _, start_ns, end_ns, activity in members]

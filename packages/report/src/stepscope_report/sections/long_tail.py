@@ -53,7 +53,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     p99: Extreme
     max: Extreme
     name: str | None = None
-    """Of a tool: the attribute `name` of its spans."""
+    """A tool's attribute `name`; None for other stages."""
 
     @property
     def title(self) -> str:
@@ -68,7 +68,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     wall_ns: int
     name: str | None = None
-    """Of a tool: the attribute `name` of its spans."""
+    """A tool's attribute `name`; None for other stages."""
 
     @property
     def title(self) -> str:
@@ -81,16 +81,16 @@ class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     wall_ns: int
     """Up to the last sign of life, if it is open."""
     open: bool
-    """It was never seen to end."""
+    """True if no end of the trajectory was recorded."""
     start_ns: int | None
-    """After the capture opened. None: its process is unaligned."""
+    """The time after the capture opened, or None if its process is unaligned."""
     consumed_by: int | None
     """The step that consumes it, where that is another one and known."""
     consumed: bool = True
     """False if this step does not consume it."""
     cancelled: bool = False
     policy_version: int | None
-    """Of the weights it was begun with, where it says so."""
+    """The version of the weights with which it began, where a span states it."""
     waits: tuple[Wait, ...]
     """The longest first. By the same rule as a step's time, so that they add up to `wall_ns`."""
     profiled: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True):
 
     percent: int
     trajectories: int
-    """So many percent of them, rounded up."""
+    """The number of trajectories in this percentage, rounded up."""
     held_ns: int
     """From the end of the others to the end of the last."""
 
@@ -128,7 +128,7 @@ class Bubble(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_before: float
     """Trajectories at once, on average, from the first start to the tail."""
     in_flight: float
-    """In the tail."""
+    """The mean number of trajectories in flight during the tail."""
 
 
 class Late(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +146,7 @@ class Excess(msgspec.Struct, frozen=True, kw_only=True):
 
     trajectory: str
     later_ns: int
-    """It began so much later. 0: it began earlier."""
+    """The time by which it began later; 0 if it began earlier."""
     stages: tuple[Wait, ...]
     """The excess of its time over the other's, by stage, the most first."""
 
@@ -155,9 +155,9 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
     """Spans of stage `trajectory` that ended and that this step consumes."""
     open: int
-    """Those of them that were never seen to end."""
+    """The number of trajectories without a recorded end."""
     of_other_steps: int
-    """Those that this step does not consume: they are in no other number here."""
+    """The number of trajectories that this step does not consume. No other number here counts them."""
     under_way: int
     """Others, begun before the capture opened: how long they took is not known."""
     spreads: tuple[Spread, ...]
@@ -169,13 +169,13 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     rollout_ns: int | None
     """From the first trajectory's start to the last one's end."""
     holds: tuple[Hold, ...]
-    """For the last 10, 5 and 1 %. Empty with fewer than two trajectories; those that are the same as a larger
-    one are left out."""
+    """The holds of the last 10, 5 and 1 %. Empty with fewer than two trajectories; a hold equal to a larger
+    one is left out."""
     bubble: Bubble | None
     """None with fewer than two trajectories."""
     worst: tuple[SlowTrajectory, ...]
     late: Late | None = None
-    """None: none of those under way is consumed by this step."""
+    """None if this step consumes no trajectory that is under way."""
     consumed: int = 0
     """The number of trajectories that `consume` named in this step."""
     profiled: tuple[str, ...] = ()
@@ -186,12 +186,13 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     excess: Excess | None = None
     """None with fewer than two trajectories."""
     cancelled: int = 0
-    """Those that were cancelled: they are in no other number here."""
+    """The number of cancelled trajectories. No other number here counts them."""
     cancelled_after_ns: int = 0
     """From the end of the last other trajectory to that of the last cancelled one. 0 if that was earlier."""
     outside: tuple[Outside, ...] = ()
     stalled_ns: int = 0
-    """Of `held_ns`, while the last trajectory waited for an engine whose own profiler started or wrote."""
+    """The part of `held_ns` in which the last trajectory waited for an engine whose own profiler started
+    or wrote."""
 
 
 def step_long_tail(timeline: Timeline) -> LongTail | None:

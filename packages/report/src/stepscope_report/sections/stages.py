@@ -36,7 +36,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     total_ns: int
     """The sum over its calls: more than `busy_ns` if some ran at once."""
     stalled_ns: int = 0
-    """Of `busy_ns`, while its engine served nothing because its own profiler started or wrote."""
+    """The part of `busy_ns` in which the engine served nothing because its own profiler started or wrote."""
     profiled: bool = False
     """A profiler recorded it and slowed it."""
 
@@ -72,7 +72,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     waits: bool = False
     """Its calls wait and do no work."""
     name: str | None = None
-    """Of a tool: the attribute `name` of its spans."""
+    """A tool's attribute `name`; None for other stages."""
 
     @property
     def title(self) -> str:

@@ -24,7 +24,7 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True):
     """Distance of trajectories from the step. Percentiles are by nearest rank."""
 
     known: int
-    """Of how many trajectories it is known."""
+    """The number of trajectories whose lag is known."""
     p50: int
     p90: int
     max: int
@@ -44,10 +44,10 @@ class StaleTrajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 class Staleness(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
-    """That this step consumes: those that `consume` named. Where it named none: those of this step's
-    spans."""
+    """The number of trajectories that this step consumes: those that `consume` named, or, if it named none,
+    those of this step's spans."""
     policy_version: int | None
-    """The highest version that a trajectory is consumed under. None: nothing says."""
+    """The highest version that a trajectory is consumed under, or None if it is not known."""
     steps: Lag | None
     versions: Lag | None
     mixed: int

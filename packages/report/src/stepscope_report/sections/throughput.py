@@ -31,18 +31,18 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     """`rollout` or `train`."""
     role: str | None = None
-    """Of the spans that state the tokens, in training. None: of the whole step."""
+    """The role of the spans that state the tokens, in training; None for the whole step."""
     tokens: int
     source: str
-    """For people: `step_tokens`, `spans turn`, `requests`, `engines' counters`."""
+    """The source of the tokens, as text: `step_tokens`, `spans turn`, `requests`, `engines' counters`."""
     per_s: float
-    """Of the step's time."""
+    """Tokens per second of the step's time."""
     active_ns: int | None
-    """Time in which any process was in this phase. None: no span says."""
+    """Time in which any process was in this phase, or None if no span says it."""
     active_per_s: float | None
-    """Of that time."""
+    """Tokens per second of the active time."""
     devices: int | None
-    """Number of what `unit` names. None: unknown."""
+    """Number of what `unit` names, or None if unknown."""
     unit: str | None
     """`GPU`, `NPU`, `rank`, `process` or `replica`."""
     per_s_each: float | None

@@ -74,7 +74,7 @@ class NoDevice(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[str, ...]
     cause: str
     fix: str | None
-    """None: there is nothing to be fixed."""
+    """The remedy; None if there is nothing to fix."""
 
 
 class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
     reserved_bytes: int
     capacity_bytes: int | None
     at_ns: int | None
-    """Time of the peak, after the capture opened. None: the trace is unaligned."""
+    """Time of the peak, after the capture opened, or None if the trace is unaligned."""
 
 
 class TraceRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +105,8 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True):
 class TraceTables(msgspec.Struct, frozen=True, kw_only=True):
     traces: Table[TraceRow]
     operators: Table[OperatorRow]
-    """By role; in a role the longest own time first, at most `TOP` of the CPU and `TOP` of devices."""
+    """The operators by role, the longest own time first; at most `TOP` of the CPU and `TOP` of devices a
+    role."""
     devices: Table[DeviceRow]
     stragglers: Table[StragglerRow]
     without_device: Table[NoDevice]

@@ -35,13 +35,14 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     """Spans that ended."""
     since_ns: int | None
-    """Start of the first call, after the step's opening. None: its clock is unaligned."""
+    """Start of the first call, after the step's opening, or None if its clock is unaligned."""
     active_ns: int
     """Time in which at least one call ran, in any process whose clock is aligned."""
     max_ns: int | None
-    """The longest call. None: none has ended."""
+    """The longest call, or None if none has ended."""
     bytes: int | None
-    """Sum of the attribute `bytes` of its calls; of nested ones the outermost counts. None: none has it."""
+    """Sum of the attribute `bytes` of its calls; of nested calls the outermost counts. None if no call has
+    it."""
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +58,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     busy_ns: int
     """Time in which at least one of the calls ran."""
     gb_per_s: float | None
-    """10^9 bytes per second of that time. None: it is 0."""
+    """10^9 bytes per second of that time, or None if it is 0."""
 
 
 class SyncWait(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +77,7 @@ class WeightSync(msgspec.Struct, frozen=True, kw_only=True):
     between_ns: int
     """Time in which, without a call, weights were on their way from the trainer's end to the engine's."""
     phases: tuple[Phase, ...]
-    """By their starts."""
+    """The phases in the order of their starts."""
     transfers: Table[Transfer]
     """The most time first."""
     waits: Table[SyncWait]
@@ -84,7 +85,7 @@ class WeightSync(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def weight_sync(timeline: Timeline, breakdown: Breakdown, idle: Iterable[Idle]) -> WeightSync | None:
-    """Return the weight synchronisation of the step. None: no span moves weights."""
+    """Return the weight synchronisation of the step, or None if no span moves weights."""
     spans = [span for span in timeline.spans if MOVES_WEIGHTS.search(span.stage)]
     if not spans:
         return None

@@ -21,7 +21,7 @@ class Devices(NamedTuple):
     unit: str
     """`GPU`, `NPU`; else what is known: `rank`, `process` or `replica`."""
     name: str | None = None
-    """Of the devices. None: unknown, or of several kinds."""
+    """The devices' name; None if it is unknown, or if there are several kinds."""
 
 
 class Hardware:
@@ -30,12 +30,12 @@ class Hardware:
     def __init__(self, timeline: Timeline, activities: Sequence[TraceActivity]) -> None:
         self._timeline = timeline
         self.of_process: dict[int, Devices] = {}
-        """By index of the process; those without a device are left out."""
+        """{index of a process: its devices}, without processes that have none."""
         self.of_replica: dict[int, Devices] = {}
-        """By number of the replica, from its recording."""
+        """{number of a replica: the devices in its recording}."""
         self.flops_per_token: float | None = None
         self.peak_tflops: float | None = None
-        """As configured."""
+        """The peak as configured."""
         self._read_manifest()
         self._read_traces(activities)
         self._read_replicas(activities)
@@ -43,7 +43,7 @@ class Hardware:
     def of_spans(self, counts: Callable[[Span], bool]) -> Devices | None:
         """Return the devices of the processes that ran certain spans, or anything below them.
 
-        If no device is known: the ranks among these processes, else the processes. None: no such span.
+        If no device is known: the ranks among these processes, else the processes. None without such a span.
         """
         below = _below(self._timeline, counts)
         indices = {span.process for span, inside in zip(self._timeline.spans, below, strict=True) if inside}

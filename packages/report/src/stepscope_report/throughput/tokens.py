@@ -23,7 +23,7 @@ class Count(NamedTuple):
 
 
 def rollout_tokens(timeline: Timeline, engines: Sequence[Engine], counters: Counters | None) -> Count | None:
-    """Return the tokens that were generated in the step. None: nothing says."""
+    """Return the tokens that were generated in the step, or None if it is not known."""
     return (
         _counted(timeline, "rollout")
         or _of_spans(timeline, lambda span: generates(span) and span.stage not in SERVED).get("")

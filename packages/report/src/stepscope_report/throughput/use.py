@@ -54,20 +54,20 @@ class StageUse(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     flops: float
     source: str
-    """For people: `flops_per_token`, or `operators` of traces."""
+    """The source of the FLOPs, as text: `flops_per_token`, or `operators` of traces."""
     device_ns: int
     """The stage's time times its devices."""
     devices: int
     unit: str
     """`GPU`, `NPU`; `rank` or `process` where no device is known."""
     device: str | None
-    """Name of the devices. None: unknown, or of several kinds."""
+    """Name of the devices, or None if they are unknown or of several kinds."""
     tflops_each: float
     """TFLOP/s of one device, while the stage ran."""
     peak_tflops: float | None
-    """Of one device. None: not known, and not configured."""
+    """The peak of one device; None if it is neither known nor configured."""
     mfu: float | None
-    """A part of 1. None: no peak is known."""
+    """A part of 1, or None if no peak is known."""
 
 
 def stage_uses(

@@ -18,7 +18,7 @@ class Analyser(Protocol):
     """Finishes one kind of recording, in a process of its own."""
 
     name: str
-    """For messages."""
+    """The name in messages."""
 
     def waiting(self, folder: Path) -> list[Path]:
         """Return the recordings below `folder` that are not analysed yet, in order."""

@@ -64,7 +64,7 @@ class Digests:
         self._ours = _is_ours(layout.root)
 
     def kept(self, paths: Sequence[Path], kind: type[_T], of: str = "") -> _T | None:
-        """Return what was kept of these files. None: nothing, or they have changed since.
+        """Return what was kept of these files, or None if nothing was kept, or the files have changed since.
 
         Args:
             kind: Type of the content.

@@ -38,7 +38,7 @@ class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
     jumped: bool = False
     """True if the wall clock was set during the capture. Positions then follow the monotonic clock."""
     drift_ppm: float | None = None
-    """Drift against the owner's clock, already subtracted. None: unknown, or the same clock."""
+    """Drift against the owner's clock, already subtracted, or None if unknown, or for the same clock."""
     matched: int = 0
     """Number of collectives that the offset rests on."""
     note: str | None = None
@@ -54,16 +54,16 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     owner: bool
     opened_ns: int
     closed_ns: int | None
-    """None: it never closed its capture (killed, or still running)."""
+    """The end of the capture; None if the process never closed it (killed, or still running)."""
     last_ns: int
     """Time of the closing or of the latest record, whichever is later."""
     clock: ProcessClock
     spans: int
     """Finished spans that were read."""
     dropped: int | None
-    """Number of spans that it did not write. None: it ended without recording that number."""
+    """Number of spans that it did not write, or None if it ended without recording that number."""
     cost: OwnCost | None
-    """None: its part of the manifest is missing."""
+    """The cost of being captured; None if the process' part of the manifest is missing."""
     profiled: bool = False
     """True if a profiler recorded it, including an engine's own, which makes it slower than its peers."""
 
@@ -92,7 +92,7 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     stage: str
     start_ns: int
     end_ns: int | None
-    """None: never seen to end (a hang, or a killed process)."""
+    """The end; None if no end was recorded (a hang, or a killed process)."""
     dur_ns: int | None
     """Duration by the process' monotonic clock; `end_ns - start_ns` differs from it by the clock's drift."""
     step: int
@@ -161,7 +161,7 @@ class FileProblem(msgspec.Struct, frozen=True, kw_only=True):
     """Relative to the step's folder."""
     what: str
     lines: int | None = None
-    """Number of affected lines. None: the whole file."""
+    """Number of affected lines, or None for the whole file."""
     events: int | None = None
     """Number of affected events, for a trace."""
 
@@ -179,7 +179,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     spans: list[Span]
     """Ordered by process, then by opening."""
     counters: tuple[Counter, ...] = ()
-    """By process, in the order in which it sampled them first."""
+    """The counters by process, in the order in which the process first sampled them."""
     consumed: tuple[Span, ...] = ()
     """Calls of `consume`, which have no duration: the trajectories that the step trains on."""
     taken: frozenset[str] | None = None
@@ -188,7 +188,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[Span, ...] = ()
     """Calls of `step_tokens`, which have no duration."""
     manifest: Manifest | None
-    """None: no process left its part."""
+    """The manifest; None if no process left its part."""
     problems: tuple[FileProblem, ...] = ()
     captures: int = 1
     """Number of captures of the step in one process; more than 1 after a retry. This is the last of them."""
@@ -207,7 +207,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers that the trainer logged of the step, under its own names. Empty: it logged none here."""
 
     def since_opening_ns(self, span: Span) -> int | None:
-        """Return the time from the opening to the span's start. None: its process is unaligned."""
+        """Return the time from the opening to the span's start, or None if its process is unaligned."""
         return span.start_ns - self.window.start_ns if self.processes[span.process].aligned else None
 
     def consumes(self, span: Span) -> bool:

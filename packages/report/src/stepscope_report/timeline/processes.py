@@ -29,7 +29,7 @@ class Lost(NamedTuple):
 
 
 class NodeLostError(BrokenExecutor):
-    """No machine that has the files of a call answers."""
+    """Raised if no machine that has the files of a call answers."""
 
 
 class NearFiles(Executor):

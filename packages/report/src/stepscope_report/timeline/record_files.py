@@ -29,7 +29,7 @@ class RecordFile(msgspec.Struct):
 
     path: Path
     problems: dict[str, int | None] = {}
-    """Unusable parts, with the number of lines (None: the file)."""
+    """Unusable parts, with the number of lines (None for the whole file)."""
 
     def note(self, problem: str, lines: int | None = 1) -> None:
         """Count lines that have a problem."""
@@ -75,9 +75,9 @@ class CounterFile(RecordFile):
     header: counter_lines.Header | None = None
     end: counter_lines.End | None = None
     series: dict[int, counter_lines.Series] = msgspec.field(default_factory=dict)
-    """By number."""
+    """{number: series}."""
     samples: list[counter_lines.Sample] = msgspec.field(default_factory=list)
-    """In the order of their times."""
+    """The samples in the order of their times."""
 
 
 def read_spans(path: Path, on_read: Callable[[int], None] | None = None) -> SpanFile:

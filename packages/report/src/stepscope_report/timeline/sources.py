@@ -87,7 +87,7 @@ def read_sources(
 
 
 def _source(part: ProcessPart | None, file: SpanFile | None, counters: CounterFile | None) -> Source | None:
-    """Return the process that wrote the files. None: neither its part nor its spans identify it."""
+    """Return the process that wrote the files, or None if neither its part nor its spans identify it."""
     header, end = (file.header, file.end) if file is not None else (None, None)
     record = header or part
     if record is None:

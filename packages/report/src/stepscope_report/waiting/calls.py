@@ -54,9 +54,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     waits: bool = False
     """Its stage only waits."""
     remote: bool = False
-    """It is a method of a Ray actor that does not record, known from Ray. Its span is unknown, 0."""
+    """True for a method of a Ray actor that does not record, known from Ray. Its `span` is 0."""
     engine: bool = False
-    """It is the queue of an engine, `stage`; its age is the time without a token. Its span is unknown, 0."""
+    """True for an engine's queue, named by `stage`; its age is the time without a token. Its `span` is 0."""
     waits_for: tuple[int, ...] = ()
     """Indices in `Why.calls` of calls in other processes, below it."""
 

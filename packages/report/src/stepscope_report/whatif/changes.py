@@ -18,10 +18,10 @@ _PERCENTILE = re.compile(r"p(\d{1,2})")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes as a person writes them. None: no such change."""
+    """Changes as a person writes them, or None for a change that was not asked for."""
 
     replicas: str | None = None
-    """Of inference replicas: `+2`, `-1`, `x2` or `6`."""
+    """The change of the number of inference replicas: `+2`, `-1`, `x2` or `6`."""
     balance: str | None = None
     """`length`: trajectories by their tokens. `load`: each request to the replica with the fewest."""
     cut_tail: str | None = None
@@ -42,7 +42,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     cut_tail: int | None = None
     """Percent of the trajectories that the training waits for."""
     tool_pool: int | None = None
-    """The size after the change, or as it is. None: tools have no limit."""
+    """The size after the change, or the present size without one; None if tools have no limit."""
     staleness: bool = False
     overlap_reward: bool = False
     words: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ _FARTHEST = 10.0
 _SETTLED = 1e-4
 """The fit ends when an iteration changes no rate by more than this part."""
 _LEAST = 1e-6
-"""No rate is below this part of the highest, so that each request ends."""
+"""The lowest rate, as a part of the highest: each request ends."""
 _ENOUGH = 5
 """Requests of a replica whose speed is told from the others'."""
 _ROUNDING = 1e-12
@@ -77,7 +77,7 @@ def fit(flight: Flight, weights: Sequence[int] | None = None, near: Curve | None
     """Return the curve of the calls that say their tokens.
 
     Args:
-        weights: How often each call counts. None: once.
+        weights: How often each call counts; None to count each once.
         near: A curve that is about right, from which the fit is quicker.
     """
     counts = weights or [1] * len(flight.tokens)

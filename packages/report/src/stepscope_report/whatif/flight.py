@@ -37,10 +37,10 @@ class Flight:
 
         Args:
             slots: Requests that a replica serves at once: those that wait in front of it are not in flight.
-                None: all are.
+                None if all are in flight.
         """
         self.tokens = [call.tokens or 0 for call in calls]
-        """By call. 0: no span says it."""
+        """The tokens of each call; 0 if no span states them."""
         self.replicas = [call.replica or 0 for call in calls]
         begins = (call.start_ns + (call.wait_ns if slots else 0) for call in calls)
         times = [*begins, *(call.end_ns for call in calls)]
@@ -65,7 +65,7 @@ class Flight:
             of_bins[bin_].append(place)
         self._of_bins = [_taking(gaps) for gaps in of_bins]
         self.means = self._means(bounds)
-        """By bin: the mean number of requests."""
+        """The mean number of requests in each bin."""
 
     def _means(self, bounds: Sequence[int]) -> list[float]:
         weighted = list(map(mul, self._gaps_ns, self._counts))

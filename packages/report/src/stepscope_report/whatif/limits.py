@@ -97,7 +97,7 @@ def _gaps_ns(trajectories: Iterable[Trajectory]) -> int:
 
 
 def slots_of_replicas(generations: Sequence[Call]) -> int | None:
-    """Return the number of requests that a replica serves at once. None: nothing shows a limit.
+    """Return the number of requests that a replica serves at once, or None if nothing shows a limit.
 
     It shows if requests wait in front of replicas, and these serve the same number then, nearly all the time.
     """
@@ -131,7 +131,7 @@ def _served_with_a_queue(calls: Iterable[Call]) -> Counter[int]:
 
 
 def trajectories_at_once(trajectories: Sequence[Trajectory]) -> int | None:
-    """Return the number of trajectories that the driver runs at once. None: nothing shows a limit.
+    """Return the number of trajectories that the driver runs at once, or None if nothing shows a limit.
 
     It shows if nearly all that start later bring the number back to its peak.
     """

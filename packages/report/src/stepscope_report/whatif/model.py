@@ -27,9 +27,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     wait_ns: int = 0
     """The part of the call in which it waited: a tool for a place in the pool, a generation for a slot."""
     replica: int | None = None
-    """Of a generation: the place of its replica in `Rollout.replicas`."""
+    """The index in `Rollout.replicas` of a generation's replica."""
     tokens: int | None = None
-    """Tokens that a generation wrote. None: no span says it."""
+    """Tokens that a generation wrote, or None if no span says it."""
 
     @property
     def busy_ns(self) -> int:
@@ -73,15 +73,15 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int
     """Unix ns."""
     trajectories: tuple[Trajectory, ...]
-    """In the order of their starts."""
+    """The trajectories in the order of their starts."""
     replicas: tuple[str, ...]
     """Their names; the last is `unknown` if some calls name none."""
     tool_pool: int | None = None
-    """Tools that can run at once. None: no tool waited for a place."""
+    """Tools that can run at once, or None if no tool waited for a place."""
     at_once: int | None = None
-    """Trajectories that can run at once. None: nothing shows a limit."""
+    """Trajectories that can run at once, or None if nothing shows a limit."""
     slots: int | None = None
-    """Requests that a replica serves at once. None: no request waited in front of one."""
+    """Requests that a replica serves at once, or None if no request waited in front of one."""
 
     @property
     def consumed(self) -> int:

@@ -73,13 +73,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     generations: int
     replicas: tuple[str, ...]
     speeds: tuple[float, ...]
-    """By replica: its speed, where 1 is the curve's."""
+    """The speed of each replica; 1 is the curve's speed."""
     tool_pool: int | None
-    """Tools at once. None: tools do not wait for each other."""
+    """Tools at once, or None if tools do not wait for each other."""
     at_once: int | None
-    """Trajectories at once. None: nothing shows a limit."""
+    """Trajectories at once, or None if nothing shows a limit."""
     slots: int | None
-    """Requests at once in each replica. None: all."""
+    """Requests at once in each replica, or None for all."""
     work: Work
     residual: float
     """Standard deviation of ln(tokens / tokens by the curve) over the generations."""
@@ -89,7 +89,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 class _Played(NamedTuple):
     trajectories: Sequence[Trajectory]
     works: Sequence[float]
-    """By `Call.number`: tokens."""
+    """The tokens of each call, by `Call.number`."""
     curve: Curve
     speeds: Sequence[float]
     slots: int | None
@@ -101,7 +101,7 @@ class _Service:
     def __init__(self, step: Step, calls: Sequence[Call], slots: int | None) -> None:
         """
         Args:
-            slots: Requests that a replica serves at once. None: all of them.
+            slots: Requests that a replica serves at once, or None for all of them.
         """
         self.slots = slots
         self.flight = Flight(calls, slots)
@@ -131,7 +131,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     run_id: str
     changes: tuple[str, ...]
-    """In words. Empty: the step is replayed as it is."""
+    """The changes in words; empty if the step is replayed as it is."""
     measured_ns: int
     replayed_ns: int
     """The replay without a change."""
@@ -140,7 +140,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     high_ns: int
     """The interval of 95 %."""
     change: float
-    """Of the step's time: -0.1 is 10 % less."""
+    """The relative change of the step's time: -0.1 is 10 % less."""
     stages: tuple[StageTime, ...]
     model: Model
     assumptions: tuple[str, ...]

@@ -21,7 +21,7 @@ TRAJECTORY = "trajectory"
 UNKNOWN = "unknown"
 """The replica of calls whose spans name none."""
 _SAME_CALL_NS = 1_000_000
-"""At most so much lies between two phases of a call."""
+"""The longest gap between two phases of one call."""
 
 
 def read_step(timeline: Timeline) -> Step:

@@ -29,16 +29,17 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
     curve: Curve
     speeds: tuple[float, ...]
-    """By replica: the factor of its speed to the curve."""
+    """The factor of each replica's speed to the curve."""
     works: Sequence[float]
-    """By `Call.number`: the tokens that a generation needs."""
+    """The tokens that each generation needs, by `Call.number`."""
     assigned: Sequence[Sequence[int]] | None = None
-    """By trajectory and generation: its replica. None: the replica with the fewest requests in flight."""
+    """The replica of each generation, by trajectory; None to use the replica with the fewest requests in
+    flight."""
     slots: int | None = None
-    """Requests that a replica serves at once. None: all of them."""
+    """Requests that a replica serves at once, or None for all of them."""
     tool_pool: int | None = None
     at_once: int | None = None
-    """Trajectories that can run at once. None: each starts when it was measured to."""
+    """Trajectories that can run at once, or None to start each when it was measured to start."""
 
 
 def replay(trajectories: Sequence[Trajectory], rules: Rules) -> list[float]:
@@ -64,7 +65,7 @@ class _Replica:
         """Requests that have no slot: order, work and call."""
         self._rate_of, self._speed, self._slots = rate_of, speed, slots
         self._rate = 0.0
-        """Of each request, now."""
+        """The present rate of each request."""
         self._served, self._at = 0.0, 0.0
         """Tokens that a request in flight all the time has got, up to that time."""
 
@@ -202,7 +203,8 @@ class _Replay:
 def assignment(
     trajectories: Sequence[Trajectory], works: Sequence[float], changes: Changes, replicas: int
 ) -> list[list[int]] | None:
-    """Return the replica of each generation by trajectory. None: that with the fewest requests in flight.
+    """Return the replica of each generation by trajectory, or None to use the replica with the
+    fewest requests in flight.
 
     If only the number of replicas changes, trajectories take them in turn; single generations do if the
     measured trajectories changed theirs.

@@ -138,7 +138,7 @@ class _Ids(IdGenerator):  # type: ignore[misc]  # it is Any where opentelemetry 
         self._processes = [SpanIds(run, step, process.info.key) for process in timeline.processes]
         self.root = int(SpanIds(run, step, "").span_id(0), 16)
         self.next_span = self.root
-        """Of the span that is started next."""
+        """The id of the span that is started next."""
 
     def of(self, span: Span) -> int:
         return int(self._processes[span.process].span_id(span.number), 16)

@@ -131,13 +131,14 @@ def _stopped_by_others(recording: Recording, content: Content) -> str:
 
 
 def _passes_since(recording: Recording, content: Content) -> int | None:
-    """Return the forward passes after the end of a file's recording. None: nothing counts them."""
+    """Return the forward passes after the end of a file's recording, or None if nothing counts them."""
     counts = counts_in(recording.states)
     stamps = [stamp for stamp in recording.stamps() if stamp.doing == "writing" and stamp.pid == content.pid]
     return counts[0] - stamps[-1].passes if len(counts) == 1 and stamps else None
 
 
 def _passes_of(recording: Recording, stage: Stage | None) -> int | None:
-    """Return the passes of a stage in the capture, by the engine's own counter. None: it is not shown."""
+    """Return the passes of a stage in the capture, by the engine's own counter, or None if it is not
+    shown."""
     shown = [stages for stages in stages_in(recording.states) if stages is not None]
     return shown[0].get(stage) if stage is not None and len(shown) == 1 else None

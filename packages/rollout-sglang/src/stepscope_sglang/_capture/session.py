@@ -44,7 +44,7 @@ _SCRAP: Mapping[str, object] = {"activities": ["CPU"], "with_stack": False, "rec
 
 
 class Session:
-    """One capture on one engine. Used on one thread."""
+    """A capture of one engine. All methods run on one thread."""
 
     def __init__(self, target: Target, recording: Recording) -> None:
         """
@@ -57,7 +57,7 @@ class Session:
         self.unstopped = False
         """The engine may still record for it: its stop failed, and no start was accepted since."""
         self._unwanted = False
-        """It was given up: its files are thrown away."""
+        """True if the capture was given up; its files are then deleted."""
         self._left = False
         """A rank may still write, and dies if it finds no folder."""
 

@@ -71,9 +71,9 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     forced_off: frozenset[str] = frozenset()
     """Options that the engine's environment switches off."""
     profile_v2: bool = False
-    """It is known to run SGLang's second profiler (SGLANG_PROFILE_V2)."""
+    """True if the engine is known to run SGLang's second profiler (SGLANG_PROFILE_V2)."""
     rpd: bool | None = None
-    """The library of the activity RPD is installed where the engine runs; None: unknown."""
+    """True if the library of the activity RPD is installed where the engine runs; None if unknown."""
 
     @property
     def world_size(self) -> int:

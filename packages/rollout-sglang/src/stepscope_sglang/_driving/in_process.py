@@ -91,7 +91,7 @@ class InProcessTarget:
 
         Args:
             running: The loop of whoever starts a capture, who will own a TokenizerManager that nobody has
-                used yet. None: that is a loop of stepscope's, which stands in for synchronous code.
+                used yet. None for a loop of stepscope's, which stands in for synchronous code.
 
         Raises:
             EngineError: no loop is known.

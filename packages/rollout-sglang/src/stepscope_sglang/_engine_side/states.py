@@ -20,28 +20,28 @@ RPD_LIBRARY = "rpdTracerControl"
 """The module that the activity RPD takes."""
 
 COUNT = "forward_ct"
-"""In the internal state; SGLang's own name for it."""
+"""The key of the number of forward passes in the internal state; the name is SGLang's."""
 
 SCOPES_END = "stepscope_scopes_end"
-"""In the internal state: scopes end with the profile in which they began."""
+"""The key that says that scopes end with the profile in which they began."""
 
 SENDS_QUIET = "stepscope_sends_quiet"
-"""In the internal state: what one pipeline rank sends to the next opens no scope."""
+"""The key that says that a message from one pipeline rank to the next opens no scope."""
 
 VERSION = "stepscope_version"
-"""In the internal state: the version of this package in the scheduler's environment."""
+"""The key of this package's version in the scheduler's environment."""
 
 PROFILE_V2 = "stepscope_profile_v2"
-"""In the internal state: SGLang runs its second profiler there, whose stop kills the scheduler."""
+"""The key that says that the scheduler runs SGLang's second profiler, whose stop kills the scheduler."""
 
 RPD = "stepscope_rpd"
-"""In the internal state: the library that the activity RPD takes is there."""
+"""The key that says that the library of the activity RPD is installed."""
 
 RECORDINGS = "stepscope_recordings"
-"""In the internal state: a `Stamp` for each time that the profiler started or wrote, the latest ones."""
+"""The key of the latest `Stamp`s, one for each time that the profiler started or wrote."""
 
 STAGES = "stepscope_stages"
-"""In the internal state: the passes of prefill and of decode since the latest capture by stage began."""
+"""The key of the numbers of prefill and decode passes since the latest capture by stage began."""
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ def stamps_in(states: Sequence[object], folder: str) -> list[Stamp]:
 
 
 def stages_in(states: Sequence[object]) -> list[Mapping[str, int] | None]:
-    """Return passes by stage of each data-parallel scheduler. None: it does not show them."""
+    """Return passes by stage of each data-parallel scheduler, or None if it does not show them."""
     return [shown if isinstance(shown, dict) else None for shown in _shown(states, STAGES)]
 
 
@@ -99,7 +99,7 @@ def v2_in(states: Sequence[object]) -> bool:
 
 
 def rpd_in(states: Sequence[object]) -> bool | None:
-    """Return whether every scheduler has the library of RPD. None: one does not say."""
+    """Return whether every scheduler has the library of RPD, or None if one does not say."""
     libraries = _shown(states, RPD)
     return all(libraries) if libraries and None not in libraries else None
 

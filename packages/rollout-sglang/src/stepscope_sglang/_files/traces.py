@@ -60,7 +60,7 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
 
     complete: bool
     rank: int | None = None
-    """In the process group of its schedulers: data-parallel ones have a group each."""
+    """The rank in the process group of the schedulers; each data-parallel scheduler has its own group."""
     pid: int | None = None
     prefills: int = 0
     """Forward passes, where the engine names them (0.5.11 and later)."""

@@ -37,11 +37,11 @@ def ending_of(
     """Return who ended a trace.
 
     Args:
-        recorded: Engine iterations in it. None: it does not name them.
-        asked: How many were to be recorded; None: all until the end of the capture.
+        recorded: Engine iterations in it, or None if it does not name them.
+        asked: How many were to be recorded, or None for all until the end of the capture.
         early: Whether it ended before our stop.
-        ran: Engine iterations in the capture, by the engine's own counter. None: nothing counts them.
-        expired: Reason why our stop came before the end of the capture; None: it did not.
+        ran: Engine iterations in the capture, by the engine's own counter, or None if nothing counts them.
+        expired: Reason why our stop came before the end of the capture, or None if it did not.
         certain: Whether nothing but a stop or `asked` ends this engine's recordings.
     """
     if not early:

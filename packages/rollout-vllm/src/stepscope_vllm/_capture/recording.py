@@ -52,7 +52,7 @@ class Recording:
 
     @property
     def iterations_asked(self) -> int | None:
-        """Return the engine iterations to be recorded. None: all until the end of the capture."""
+        """Return the engine iterations to be recorded, or None for all until the end of the capture."""
         return None if "iterations" in self.ignored else self.capture.iterations.count
 
     def is_named(self, name: str) -> bool:

@@ -49,9 +49,10 @@ class Ascend(NamedTuple):
 
     who: str
     arguments: Mapping[str, str]
-    """Of torch_npu's profiler, as text: a constant's last name (`Level1`, `False`), or an expression."""
+    """The arguments of torch_npu's profiler as text: the last name of a constant (`Level1`, `False`) or an
+    expression."""
     by_environment: bool = False
-    """It looks at VLLM_TORCH_PROFILER_DIR and at no `ProfilerConfig`."""
+    """True if this version reads VLLM_TORCH_PROFILER_DIR and has no `ProfilerConfig`."""
 
     def fixed(self) -> dict[str, str]:
         """Return {option of `npu`: its value and the reason}, for options that no capture can set."""

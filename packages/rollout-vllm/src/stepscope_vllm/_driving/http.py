@@ -19,7 +19,7 @@ from stepscope_vllm._files.ranks import Layout
 from stepscope_vllm._versions import Dialect
 
 ASK_S = 10.0
-"""For short requests: version, routes, metrics."""
+"""The timeout of short requests: version, routes, metrics."""
 _START_S = 60.0
 """A start is one round through the workers, which may be in a long prefill."""
 BUILT = (

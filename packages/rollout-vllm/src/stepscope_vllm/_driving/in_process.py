@@ -21,9 +21,9 @@ from stepscope_vllm._files.ranks import Layout
 from stepscope_vllm._versions import Dialect
 
 _FRONTEND_STARTS_S = 0.5
-"""For the AsyncLLM's own profiler, whose start may be under way on a thread."""
+"""The wait for the AsyncLLM's own profiler, which a thread may be starting."""
 _FRONTEND_S = 60.0
-"""For its trace; an event loop that has ended would never write it."""
+"""The wait for that profiler's trace; an event loop that has ended would never write it."""
 
 
 class InProcessTarget:

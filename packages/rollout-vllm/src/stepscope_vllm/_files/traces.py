@@ -27,7 +27,7 @@ _EMPTY = re.compile(rb'"name": "execute_(?:\d+_)?context_0\([^"]*_generation_0\(
 _AROUND = 256
 """Bytes of an iteration's name, and before it, that one look takes in."""
 _WAIT_S = 10.0
-"""For a file that is still growing although its worker has answered (a slow shared disk)."""
+"""The wait for a file that still grows although its worker has answered (a slow shared disk)."""
 
 
 class Trace(NamedTuple):
@@ -36,9 +36,9 @@ class Trace(NamedTuple):
     path: Path
     frontend: bool
     rank: int | None
-    """In the torch.distributed world of its worker."""
+    """The worker's rank in its torch.distributed world."""
     world_size: int | None
-    """Of that world."""
+    """The size of that world."""
     dp: int | None
     """Number of the replica's data-parallel engine that wrote it."""
     pid: int | None

@@ -56,7 +56,7 @@ class Chore(NamedTuple):
     """One task of a separate program after a capture."""
 
     name: str
-    """In the manifest."""
+    """The name in the manifest."""
     command: Command
     outcome: Callable[[str | None], str | None]
     """(why the program failed, or None) -> why the chore did."""

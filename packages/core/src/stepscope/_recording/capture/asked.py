@@ -34,7 +34,7 @@ class Closing(NamedTuple):
     ending: Ending | None = None
     """The cause of an early end; None if the capture ends normally."""
     deadline_s: float | None = None
-    """For each worker and engine; None: `budget.fanout_seconds`."""
+    """The time limit for each worker and engine, or None for `budget.fanout_seconds`."""
     discard: str | None = None
     """The reason why the recording is unwanted; None to keep it."""
 

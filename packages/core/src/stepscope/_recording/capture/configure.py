@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 _configured: ProfileConfig | None = None
 """Configuration that `configure` set, or that was read from the environment. One writer: this module."""
 _checked: dict[tuple[int, bool], ProfileConfig] = {}
-"""By identity. The configurations are kept: an identity is reused once its object is gone."""
+"""Checked configurations by identity. They are kept alive: an identity is reused once its object is gone."""
 _MOST_PLACED = 64
 _placed: dict[int, tuple[ProfileConfig, ProfileConfig]] = {}
-"""By the identities of both: a configuration with a relative `save_path`, and the same with an absolute one.
-One writer: `placed`."""
+"""{identity of a configuration with a relative `save_path`: that configuration, and the same with an absolute
+`save_path`}. Only `placed` changes it."""
 
 
 def configure(
@@ -38,7 +38,7 @@ def configure(
 
     Args:
         source: A YAML or JSON file, or a mapping of the same content; or a ready `ProfileConfig`, which is
-            taken exactly as it is. None: the file that STEPSCOPE_CONFIG names, if it does.
+            taken exactly as it is, or None for the file that STEPSCOPE_CONFIG names, if any.
         **settings: Fields of `ProfileConfig`. Order of precedence, weakest first: defaults, file, STEPSCOPE_*
             environment variables, these arguments.
 

@@ -40,7 +40,7 @@ def begin(asked: Asked) -> Callable[[object], None] | None:
 
     Returns:
         The function that ends it, given the exception that left it, or its description; None if none did.
-        None: the recorder could not be started, which is logged.
+        None if the recorder could not be started, which is logged.
     """
     recorder = standing.standing()
     if recorder is None or recorder.config is not asked.config:

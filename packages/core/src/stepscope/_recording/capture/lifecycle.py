@@ -264,7 +264,7 @@ class Lifecycle:
         """Go on with the stages. A Ctrl-C is raised once they are done: it must leave nothing recording.
 
         Args:
-            until: Index of the stage to stop before; None: all are done.
+            until: Index of the stage to stop before, or None to do all.
         """
         # Another thread goes on by itself. Waiting for it may deadlock: a handler holds what it interrupted.
         session = self._begin_closing()

@@ -37,7 +37,7 @@ from stepscope.files.requests import (
 from stepscope.files.sidecar import ProcessInfo
 
 _listener: Listener | None = None
-"""Of this process. One writer: `_listening`."""
+"""The listener of this process. Only `_listening` sets it."""
 
 
 def apply(config: ProfileConfig, request: Request, step: int) -> ProfileConfig:
@@ -76,7 +76,7 @@ class Listener:
         self._requests: list[Request] = []
         self._claimed: dict[str, int] = {}
         self._answers: dict[str, Answer] = {}
-        """By request. Replaced and never changed: a signal's handler may come in between."""
+        """{request id: answer}. Replaced as a whole, never changed: a signal handler may run in between."""
         self._itself = Listening(
             host=process.host,
             pid=process.pid,
@@ -250,7 +250,7 @@ def _first_answer(request: Request) -> Answer:
 def wanted(
     config: ProfileConfig, step: int, role: str, rank: int | None, *, alone: bool
 ) -> ProfileConfig | None:
-    """As `Listener.wanted`, of this process' listener. Never raise."""
+    """Return `Listener.wanted` of this process' listener. Never raise."""
     if switch.DISABLED or not config.control.requests:
         return None
     try:

@@ -35,12 +35,12 @@ def request_capture(
 
     Args:
         steps: `next`, or steps as the configuration spells them: `17`, `20:40:10`.
-        roles: A role or a glob in which the profiler runs; None: as configured.
-        ranks: `all`, `first`, `0,8-15`, a rank or several; None: as configured.
+        roles: A role or a glob in which the profiler runs, or None to keep the configuration.
+        ranks: `all`, `first`, `0,8-15`, a rank or several, or None to keep the configuration.
         tool: Instead of the configured one.
         seconds: Instead of `budget.seconds`.
         expires_s: Forgotten if no step has begun by then.
-        save_path: The run's folder; None: that of this process' configuration.
+        save_path: The run's folder, or None for the folder in this process' configuration.
         next_run: Ask also if nobody listens there: the next run in that folder hears it.
         last: Write that many of the steps that are over instead, from the flight recorder (`record: spans`).
 

@@ -18,7 +18,7 @@ from stepscope.errors import ours
 from stepscope.files.counters import NPU
 
 LIBRARIES = ("libdcmi.so", "/usr/local/dcmi/libdcmi.so")
-"""By the loader's path, then where the driver's package puts it."""
+"""The names of the library: found on the loader's path, then where the driver's package puts it."""
 _MOST_CARDS = 64
 _AI_CORE = 2
 """DCMI_UTILIZATION_RATE_AICORE."""

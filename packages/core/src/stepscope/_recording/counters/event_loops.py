@@ -99,12 +99,12 @@ class _Watched:
         self.loop = ref(loop)
         self.name = name
         self._number = 0
-        """Of the callback that is out; answers to earlier ones do not count."""
+        """The number of the callback that is out; answers to earlier callbacks do not count."""
         self._sent_ns: int | None = None
         self._latest_ns = 0
 
     def late_ns(self) -> int | None:
-        """Return how late the loop was since the last call. None: it does not run."""
+        """Return how late the loop was since the last call, or None if it does not run."""
         loop = self.loop()
         if loop is None or not loop.is_running():
             self._sent_ns = None  # whatever it answers when it runs again

@@ -146,7 +146,7 @@ class Sampler:
         }
 
     def forget(self) -> None:
-        """In the child of a fork, let go of what the parent's thread holds there."""
+        """Release in a forked child what the parent's thread holds there."""
         self._close_sources()
 
     def _run(self) -> None:

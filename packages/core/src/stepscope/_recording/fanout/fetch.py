@@ -34,14 +34,14 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
     """A file on a worker's host."""
 
     path: str
-    """In the step's folder."""
+    """The path in the step's folder."""
     size_bytes: int
 
 
 # In the worker.
 
 _sessions: dict[str, Session] = {}
-"""By the capture's id, the oldest first. Writers: `keep`, `release`."""
+"""{capture id: session}, the oldest first. Only `keep` and `release` change it."""
 _given_up: deque[str] = deque(maxlen=_KEPT)
 """Captures beyond that limit. One writer: `keep`."""
 
@@ -92,7 +92,7 @@ def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
 
 
 def piece_of(capture_id: str, path: str, offset: int) -> bytes:
-    """At most `PIECE` bytes of one of those files, from `offset` on.
+    """Return at most `PIECE` bytes of a file of a capture, from `offset` on.
 
     Raises:
         EngineError: this process knows of no such capture.

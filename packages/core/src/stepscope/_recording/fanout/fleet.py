@@ -23,7 +23,7 @@ class WorkerOutcome:
     """Outcome of one call to one worker."""
 
     name: str
-    """For people: `actor[3]`, with the actor id."""
+    """The name in messages: `actor[3]`, with the actor id."""
     state: State
     """`ok`, or what the manifest should say of a worker that did not answer well."""
     reason: str | None = None

@@ -15,7 +15,7 @@ class WorkerRequest(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     config: ProfileConfig
     role: str | None = None
-    """None: found from the decorated methods of the worker's class, or else `worker`."""
+    """The role; None to find it by the decorated methods of the worker's class, or else use `worker`."""
     position: int | None = None
     """Index among the workers given: the rank, where nothing better says."""
     world_size: int | None = None
@@ -29,7 +29,7 @@ class StartRequest(WorkerRequest, frozen=True, kw_only=True):
     capture_id: str
     step: int
     spans_only: str | None = None
-    """Reason why no profiler of ours starts there; None: the configuration decides."""
+    """Reason why no profiler of ours starts there, or None to let the configuration decide."""
     owner_part: str | None = None
     """The file name of the owner's part of the manifest: who does not see it shares no folder with it."""
 

@@ -45,7 +45,7 @@ class Begun(NamedTuple):
 
     process: ProcessInfo
     here: bool
-    """It runs on this machine."""
+    """True if the worker runs on this machine."""
     apart: bool
 
 

@@ -61,7 +61,7 @@ class UneditedEngines:
         self._config = config
         self.profilers: list[EngineProfiler] = []
         self._rollouts: list[tuple[str, RayRollout]] = []
-        """Those whose actors are still to be asked."""
+        """The rollouts whose actors are still to be asked."""
         self._known: set[object] = set()
         """Addresses of the engines that are taken: each is recorded once."""
         for adapter, engine, replica in registered():
@@ -82,7 +82,7 @@ class UneditedEngines:
             self._position()
 
     async def anumber(self) -> None:
-        """As `number`, without blocking the event loop."""
+        """Run `number` without blocking the event loop."""
         while self._rollouts:  # an actor may name others
             asked, self._rollouts = self._rollouts, []
             answers = await asyncio.gather(*(self._ask(rollout) for _, rollout in asked))

@@ -65,7 +65,7 @@ class Timing(NamedTuple):
     engine: str | None = None
     replica: str | None = None
     adapter: str | None = None
-    """Of an engine: no path, but the name of its adapter."""
+    """The name of an engine's adapter; None for other kinds."""
 
     def label(self, name: str) -> str:
         """Return the `role/stage` of the spans of a function `name`, `*` for what a call decides."""

@@ -293,7 +293,7 @@ def switch(change: Switch) -> None:
 
 
 async def aswitch(change: Switch) -> None:
-    """As `switch`, without blocking the event loop."""
+    """Run `switch` without blocking the event loop."""
     try:
         if change.close is not None:
             await change.close.aclose(change.error)

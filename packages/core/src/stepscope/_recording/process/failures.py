@@ -111,7 +111,7 @@ def take() -> dict[str, str]:
 
 
 def renew_lock() -> None:
-    """In the child of a fork, forget the lock: another thread of the parent may have held it."""
+    """Replace the lock in a forked child: another thread of the parent may have held it."""
     global _lock
     _lock = threading.RLock()
 

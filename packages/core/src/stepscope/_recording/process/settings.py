@@ -24,7 +24,7 @@ _LONGEST = 200
 _WORD = re.compile(r"[A-Za-z][\w.-]{0,39}")
 
 _named: dict[str, FrameworkSettings] = {}
-"""By framework. One writer: `keep`."""
+"""{framework: its settings}. Only `keep` changes it."""
 
 
 def name_settings(

@@ -32,7 +32,7 @@ _WRITE_AT = (4, 16, KEPT)
 """Numbers of steps after a capture at which they are written: a killed process loses few, few steps pay."""
 
 _loops: dict[tuple[str, str], _Loop] = {}
-"""By folder and role: a process may hold several loops. One writer: this module."""
+"""{(folder, role): loop}: a process may hold several loops."""
 
 
 Began: TypeAlias = tuple[int, int]
@@ -78,7 +78,8 @@ class _Loop:
 
 
 def begin() -> Began | None:
-    """Begin an uncaptured step. None: it overlaps a captured one, or recording is switched off."""
+    """Begin an uncaptured step. Return None if it overlaps a captured one, or if recording is switched
+    off."""
     if switch.DISABLED or slot.session() is not None:
         return None
     return time.monotonic_ns(), activation.activations

@@ -66,7 +66,7 @@ class _Slower(CounterSource):
 
 
 class _Finder(CounterSource):
-    """No counter: on the sampler's thread, it looks for engines of this process."""
+    """A source without counters, which looks for engines of this process on the sampler's thread."""
 
     name = "engines"
     unit = ""

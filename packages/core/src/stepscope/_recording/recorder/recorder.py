@@ -80,7 +80,7 @@ class Recorder:
             redact=config.redact,
         )
         self.sampler: Sampler | None = None
-        """Of the counters between captures."""
+        """The sampler of the counters between captures."""
         self.engines: EngineQueues | None = None
         if config.counters.hz:
             self.sampler = Sampler(openers(self.log, str(self.layout.root.absolute()), owner=owner))

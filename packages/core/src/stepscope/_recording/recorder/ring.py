@@ -22,7 +22,7 @@ class Copied(NamedTuple):
     """The spans of a ring at one moment."""
 
     spans: list[Span]
-    """In the order of opening, which is nearly that of their starts."""
+    """The spans in the order of opening, which is nearly the order of their starts."""
     since_ns: int
     """Every span that began later, up to this moment, is among them."""
 

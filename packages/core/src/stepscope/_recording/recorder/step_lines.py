@@ -30,7 +30,8 @@ def stages_of(step: RecordedStep, spans: Sequence[Span]) -> dict[str, float]:
     """
     first_ns, last_ns = step.opened.mono_ns, step.opened.mono_ns + step.dur_ns
     took: dict[tuple[str, str], int] = defaultdict(int)
-    """By role and stage as the user gave them: making text of each would double the work."""
+    """{(role, stage): ns}, with the names as the user gave them: turning each into text would double the
+    work."""
     for span in spans:
         above = span.parent
         if (above is not None and above.log is not None) or not first_ns <= span.start_ns <= last_ns:

@@ -42,7 +42,7 @@ def deactivate(session: Session) -> None:
 
 
 def keep(recorder: FlightRecorder | None) -> None:
-    """Have a flight recorder record whenever no session does. None: nothing does."""
+    """Have a flight recorder record whenever no session does, or None to disable it."""
     keep_places()
     compiled.leave_to_python()
     resting = slot.session() is None

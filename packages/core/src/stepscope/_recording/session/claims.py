@@ -54,7 +54,7 @@ def holder() -> Taker | None:
 
 
 def forget() -> None:
-    """In the child of a fork, free the process: the claim is its parent's."""
+    """Drop the claim in a forked child: the claim is its parent's."""
     taker = holder()
     _held.clear()
     if taker is not None:

@@ -37,9 +37,9 @@ ITEM = "CUDA out of memory"
 """Its name in the manifest of a capture that was open."""
 
 _numbers = itertools.count(1)
-"""Of this process' files."""
+"""The numbers of this process' files."""
 _watch: _Watch | None = None
-"""Of this process. One writer: `watch`."""
+"""The watch of this process. Only `watch` sets it."""
 
 
 def watch(config: ProfileConfig, process: ProcessInfo, run_id: str, step: int | None) -> None:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from stepscope._recording.spans.wrapping import Declared
 
 OnArtifact: TypeAlias = Callable[[Path, Sidecar | None, ManifestPart], None]
-"""Called with a file in place, its sidecar (None: read it from beside the file), and the manifest's part."""
+"""Called with a file in place, its sidecar (None to read the sidecar beside the file), and the manifest's
+part."""
 
 
 class Windows:

@@ -19,7 +19,7 @@ class Decision(NamedTuple):
 
 
 def decide(config: ProfileConfig, *, role: str, rank: int | None, world_size: int | None = None) -> Decision:
-    """Decide whether the profiler records the process with `role` and `rank` (None: unknown).
+    """Decide whether the profiler records the process with `role` and `rank` (None if unknown).
 
     `first` asks for rank 0. A process whose rank is unknown cannot be told from the first one and records; in
     a world of one its rank is 0.

@@ -64,8 +64,8 @@ class Session:
         on_artifact: OnArtifact | None = None,
     ) -> None:
         """Args:
-        spans_only: Why no profiler of ours is to start here; None: the configuration decides.
-        began_ns: When opening began (monotonic); None: now.
+        spans_only: Why no profiler of ours is to start here, or None to let the configuration decide.
+        began_ns: When opening began (monotonic), or None for now.
         on_artifact: Called once a file of its profiler is in place.
         """
         self._began_ns = time.monotonic_ns() if began_ns is None else began_ns

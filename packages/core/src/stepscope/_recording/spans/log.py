@@ -75,7 +75,7 @@ class SpanLog(SpanMaker):
         self._run_id, self._step = run_id, step
         self._file: FileIO | None = None
         self._fd = -1
-        """Of the file, while it is open."""
+        """The descriptor of the file while it is open, else -1."""
         self._size = 0
         self._anchor: ClockAnchor | None = None
         """The beginning of recording; None before it."""
@@ -169,7 +169,7 @@ class SpanLog(SpanMaker):
                 self._write_pending(monotonic_ns() + FLUSH_NS)
 
     def _write_pending(self, until_ns: int | None = None) -> None:
-        """Write until `until_ns`, the youngest open spans excepted. None: write everything."""
+        """Write until `until_ns`, the youngest open spans excepted, or everything if `until_ns` is None."""
         if self._anchor is None:
             return
         youngest_ns = monotonic_ns() - OPEN_NS if until_ns is not None else sys.maxsize

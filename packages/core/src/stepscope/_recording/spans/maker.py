@@ -48,7 +48,7 @@ class SpanMaker:
     """Maker of the spans of one process."""
 
     step: int | None
-    """The step that its spans belong to; None: nobody has told this process."""
+    """The step that its spans belong to, or None if this process was not told."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class SpanMaker:
         self.ids: Iterator[int] = itertools.count(1)
         self.trace = SpanIds(run_id, step or 0, process.key)
         self.roles: set[str] = set()
-        """Of all spans that are written so far. One writer: `lines.record_of`."""
+        """The roles of all spans written so far. Only `lines.record_of` adds to them."""
         self.opened = opened
         self.observer: SpanObserver | None = None
         """The profiler's windows, where a profiler records this process: its trace shows the spans too. For a

@@ -78,7 +78,7 @@ class FlightRecorder(ActiveSession, Protocol):
 active: ActiveSession | None = None
 """None while nothing is recorded."""
 recorder: FlightRecorder | None = None
-"""The flight recorder, which is active while no session is. None: it is off."""
+"""The flight recorder, which is active while no session is, or None if it is off."""
 
 
 def session() -> ActiveSession | None:

@@ -45,7 +45,7 @@ class Declared:
 
     def __init__(self, role: str | None, stage: str, attrs: Attrs | None, is_async: bool) -> None:
         self.role = role
-        """None: that of the enclosing span, else of the process."""
+        """The role; None for the role of the enclosing span, else of the process."""
         self.stage = stage
         self.attrs = attrs
         self.is_async = is_async

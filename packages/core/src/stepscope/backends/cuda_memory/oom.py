@@ -35,7 +35,7 @@ _between: Callable[[Shortage, Callable[[], Any], bool], None] | None = None
 _refused: Callable[[str], None] | None = None
 """Receiver of the reason why no snapshot can be taken. Set by `watch`."""
 _history: dict[str, object] | None = None
-"""Options of the history between windows; None: no history. Set by `watch`."""
+"""Options of the history between windows, or None for no history. Set by `watch`."""
 _running = False
 """True while that history is on."""
 _waiting: threading.Thread | None = None

@@ -41,9 +41,9 @@ class Late:
         self._task = task
         self._caller = threading.current_thread().name
         self.note = f"stopped by thread {self._caller}, ended when {window.thread.name} came to it"
-        """Nothing is lost by that: it may hold work from behind the stop."""
+        """The note for the manifest. Nothing is lost: the recording may hold work from after the stop."""
         self.cut: str | None = None
-        """Why a recording that was written lacks something. Known once the window has ended."""
+        """The reason why a written recording is incomplete; set when the window ends."""
 
     def wait(self, patience_s: float, fix: str = "") -> None:
         """Wait until the window has ended.

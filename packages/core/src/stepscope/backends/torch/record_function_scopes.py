@@ -82,7 +82,7 @@ def unrecorded(begin: Callable[P, T], when: Callable[..., bool] | None = None) -
     or dropped, perhaps in a later session. Imports torch.
 
     Args:
-        when: Called with the arguments of a call; true leaves that call unrecorded. None: every call.
+        when: Called with the arguments of a call; true leaves that call unrecorded. None records every call.
 
     Returns:
         `begin` itself if it is unrecorded already.

@@ -32,7 +32,7 @@ _all_threads_stopped = 0.0
 """Monotonic time of the last stop of such a session. One writer: this module."""
 _INTERRUPTED = "interrupted while it was being stopped"
 _parents: list[object] = []
-"""In the child of a fork: the parent's profile. Kept, because its destruction would touch the session."""
+"""The parent's profile, kept in a forked child: its destruction would touch the session."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class TorchWindow(ScheduledWindow[Recorded]):
         super().__init__(name, thread, schedule=schedule, key="torch.schedule", about=about)
         self.options = options
         self.only_thread = None if thread.all_threads else threading.main_thread().ident
-        """The one thread that is recorded; None: all threads."""
+        """The one thread that is recorded, or None for all threads."""
         self._trace_id = trace_id
         self._profile: Profile | None = None
         self._backward_call: str | None = None

@@ -26,7 +26,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     reason: str
     alive: bool | None
-    """True if that process still runs. None: it is on another host."""
+    """True if that process still runs; None if it is on another host."""
     came: tuple[Artifact, ...] = ()
     """Its files that have come since, with their sidecars, and that no manifest lists."""
 

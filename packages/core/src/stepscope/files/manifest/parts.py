@@ -103,7 +103,7 @@ def _lost(item: Expectation) -> Expectation:
 
 
 class Taken(Protocol):
-    """One process in one capture of the step."""
+    """A process that took part in a capture of the step."""
 
     @property
     def process(self) -> ProcessInfo: ...

@@ -55,7 +55,7 @@ LATE = "late"
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a process or engine should produce, and its outcome."""
+    """A result that a process or an engine should produce, and its outcome."""
 
     name: str
     """`torch trace`, `torch trace of update_actor`, `spans`, `replica 1`..."""
@@ -64,7 +64,7 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
     pending: Pending | None = None
     """The awaited event, if `state` is pending. With another state, it means that files may still come."""
     reason: str | None = None
-    """For people alone: no logic reads it. Always set unless `state` is ok."""
+    """The reason as text; no code reads it. It is set unless `state` is ok."""
     artifacts: tuple[Artifact, ...] = ()
     truncated: str | None = None
     ignored: dict[str, str] = {}
@@ -90,7 +90,7 @@ def of_engine(
     """Return the outcome of a replica that left files.
 
     Args:
-        trouble: The reason why files are missing; None: they are complete.
+        trouble: The reason why files are missing, or None if they are complete.
     """
     counts = [artifact.iterations for artifact in artifacts if artifact.iterations is not None]
     reason = trouble or cut_short(artifacts)
@@ -125,7 +125,7 @@ class Ending(msgspec.Struct, frozen=True):
 
     by: EndedBy
     error: str
-    """For people: `ExceptionType: message`, or the cause of the process' end."""
+    """`ExceptionType: message`, or the cause of the process' end, as text."""
 
 
 class OwnCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +149,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """The device of a process, and what the configuration says of FLOPs."""
 
     device: str | None = None
-    """Name of the device on which torch computes. None: it has initialised none."""
+    """Name of the device on which torch computes, or None if torch has initialised none."""
     peak_tflops: float | None = None
     """`throughput.device_peak_tflops`."""
     flops_per_token: float | None = None
@@ -162,7 +162,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     trigger: str
     """`slow`, `exception`, `hang`, `signal` or `request`."""
     reason: str
-    """For people."""
+    """The reason as text; no code reads it."""
     running: bool = False
     """True if the step still ran when it was written."""
 
@@ -197,23 +197,24 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     cost: OwnCost = OwnCost()
     hardware: Hardware = Hardware()
     settings: tuple[FrameworkSettings, ...] = ()
-    """Of the frameworks and engines of this process, those that advice may name."""
+    """Settings of this process' frameworks and engines that advice may name."""
     clocks: tuple[ClockOffset, ...] = ()
-    """Owner only: the other processes' clocks against this one's."""
+    """The other processes' clocks against this one's. Only the owner has them."""
     opened_by: OpenedBy = "program"
     """Owner only."""
     absent: tuple[Absent, ...] = ()
     """Owner only: expected participants without a part of their own."""
     began: dict[str, str] = {}
-    """Owner only: {`ProcessInfo.key`: name} of the workers that began, each of which writes a part."""
+    """{`ProcessInfo.key`: name} of the workers that began, each of which writes a part. Only the owner has
+    it."""
     ended_by: EndedBy | None = None
-    """None: the capture ended normally, or has not ended."""
+    """The event that ended the capture early; None if it ended normally or has not ended."""
     error: str | None = None
-    """For people: `ExceptionType: message` of the user's exception, or the cause of the process' end."""
+    """`ExceptionType: message` of the user's exception, or the cause of the process' end, as text."""
     instrumented: dict[str, tuple[str, ...]] = {}
     """{`module:name`: `role/stage`s} of the functions that `instrument` replaced in this process."""
     recorder: Recorded | None = None
-    """Set if the flight recorder wrote the step, from memory. None: it was captured."""
+    """The flight recorder's account of a step that it wrote from memory; None if the step was captured."""
     missed: dict[str, str] = {}
     """{place: reason} of the functions that a preset names and this process lacks. The owner logs them."""
 
@@ -246,7 +247,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def recorder(self) -> Recorded | None:
-        """The event upon which the flight recorder wrote the step. None: it was captured."""
+        """The event upon which the flight recorder wrote the step, or None if the step was captured."""
         owners_first = sorted(self.processes, key=lambda part: not part.owner)
         return next((part.recorder for part in owners_first if part.recorder is not None), None)
 

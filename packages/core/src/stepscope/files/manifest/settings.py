@@ -108,9 +108,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Its name in the framework: `actor_rollout_ref.rollout.max_num_seqs`."""
     value: bool | int | float | str | None = None
-    """None: it is unset."""
+    """The value; None if the setting is unset."""
     better: bool | str | None = None
-    """Of a switch that is off: the value that turns it on."""
+    """The value that turns a switch on that is off, else None."""
 
 
 class FrameworkSettings(msgspec.Struct, frozen=True, kw_only=True):

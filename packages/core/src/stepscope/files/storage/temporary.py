@@ -55,7 +55,8 @@ def _remove(path: Path) -> bool:
 
 @cache
 def _place() -> str | None:
-    """Return eight hex digits for the scope of process ids: this boot and pid namespace. None: unknown."""
+    """Return eight hex digits for the scope of process ids: this boot and pid namespace, or None if
+    unknown."""
     boot = boot_id()
     try:
         pids = os.readlink("/proc/self/ns/pid")

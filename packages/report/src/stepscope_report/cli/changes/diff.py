@@ -36,9 +36,9 @@ class Side(msgspec.Struct, frozen=True):
     run: str | None
     steps: tuple[StepRange, ...] | None
     reports: Reports | None = None
-    """None: no step is captured, but the flight recorder wrote lines."""
+    """The reports of the steps; None if no step is captured and only the flight recorder wrote lines."""
     kernels: tuple[KernelTimes, ...] | None = None
-    """Of the steps' traces, if these are read."""
+    """The kernels' times in the steps' traces; None if the traces are not read."""
 
     def wants(self, step: int) -> bool:
         return self.steps is None or any(step in part for part in self.steps)
@@ -135,7 +135,7 @@ def read_side(
     Args:
         option: Name of `steps` in an error.
         run: The run's id, where several wrote into one folder.
-        steps: The steps of a run that count; None: all.
+        steps: The steps of a run that count, or None for all.
         gated: Whether steps that the flight recorder wrote are enough.
         kernels: Whether to read the traces.
 

@@ -33,7 +33,7 @@ class Iteration(msgspec.Struct, gc=False):
     start_us: float
     dur_us: float
     prefills: int
-    """As in `Requests`, like the fields below."""
+    """The counts of `Requests`, in this field and those below."""
     decodes: int
     prefill_tokens: int | None
     mixed: bool = False
@@ -44,7 +44,7 @@ class Operator(msgspec.Struct):
 
     name: str
     shapes: str = ""
-    """Of its inputs, as torch writes them: `[[64, 128], [128, 32]]`. Empty: the trace has none."""
+    """The shapes of the inputs in torch's form, `[[64, 128], [128, 32]]`; empty if the trace has none."""
     count: int = 0
     total_us: float = 0.0
     max_us: float = 0.0
@@ -90,7 +90,7 @@ class Peak(msgspec.Struct):
     allocated_at_us: float
     reserved_bytes: int
     capacity_bytes: int | None
-    """Memory of the device. None: the trace does not state it."""
+    """Memory of the device, or None if the trace does not state it."""
 
 
 class Collective(msgspec.Struct):
@@ -111,7 +111,7 @@ class GroupCalls(msgspec.Struct):
     group: str
     """Name and ranks of the group."""
     times: bytes
-    """As in `Collective`, in the order of the file."""
+    """The times of the calls, packed as in `Collective`, in the order of the file."""
     numbers: bytes
     """Numbers that torch gave the calls, the same on all ranks, as 64-bit integers. -1: it gave none."""
 
@@ -135,7 +135,7 @@ class TraceContent(msgspec.Struct, kw_only=True):
     distributed: Distributed | None
     host: str | None
     first_us: float | None
-    """None: nothing was recorded."""
+    """The time of the first event; None if nothing was recorded."""
     last_us: float | None
     events: int
     operators: list[Operator]
@@ -155,5 +155,5 @@ class TraceContent(msgspec.Struct, kw_only=True):
     device_names: list[str]
     """Devices of the host, as the trace lists them."""
     flops: Flops = msgspec.field(default_factory=Flops)
-    """Of matrix products and attention. Empty where the trace has no shapes."""
+    """The FLOPs of matrix products and attention; empty where the trace has no shapes."""
     problems: dict[str, int | None]

@@ -137,7 +137,7 @@ class Reading:
         self.unordered: set[Thread] = set()
         self.events = 0
         self.operators: dict[str, Operator] = {}
-        """By `operator_key`."""
+        """{`operator_key`: operator}."""
         self.kernels: dict[str, Kernel] = {}
         self.ran = Cover()
         self.devices: dict[int | str, dict[Work, Cover]] = defaultdict(lambda: defaultdict(Cover))

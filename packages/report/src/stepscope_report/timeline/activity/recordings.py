@@ -21,9 +21,9 @@ class ProcessContent(msgspec.Struct, kw_only=True):
     """Activity of one process in a recording."""
 
     pid: int | None
-    """One of `Origin.processes`. None: the recorded process."""
+    """One of `Origin.processes`, or None for the recorded process."""
     content: TraceContent
-    """`base_ns` is the time of the file at which its times begin. None: its clock is unknown."""
+    """`base_ns` is the time of the file at which its times begin, or None if its clock is unknown."""
 
 
 def read_recording(reader: Reader, file: FoundFile) -> list[ProcessContent]:

@@ -38,15 +38,16 @@ class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the process, the same as in the timeline if it left spans: `actor 0`, `rollout replica 1`."""
     info: ProcessInfo
     process: int | None
-    """Index in `Timeline.processes`. None: it left no spans (an engine's worker)."""
+    """Index in `Timeline.processes`, or None if it left no spans (an engine's worker)."""
     stage: str | None
-    """None: the trace is of the whole capture."""
+    """The stage that the trace covers; None if it covers the whole capture."""
     replica: int | None = None
     """Number of the recorded inference replica. `info` may have none."""
     topology: Mapping[str, int] | None = None
-    """Place in the parallel layout of the replica: `{"tp": 1, "dp": 0}`. None: the sidecar does not say."""
+    """Place in the parallel layout of the replica: `{"tp": 1, "dp": 0}`, or None if the sidecar does not
+    say."""
     unaligned: str | None
-    """Reason why its times cannot be placed in the step. None: they can."""
+    """Reason why its times cannot be placed in the step, or None if they can."""
     shift_ns: int
     """Unix ns on the owner's clock = us of the trace * 1000 + `shift_ns`."""
     content: TraceContent
@@ -69,7 +70,7 @@ class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True):
     process: int
     """Index in `Timeline.processes`."""
     stage: str | None
-    """None: the snapshot is of the whole capture."""
+    """The stage that the snapshot covers; None if it covers the whole capture."""
     oom: bool
     """True if it was taken because CUDA was out of memory."""
     summary: MemorySummary
@@ -81,7 +82,7 @@ class Traces(msgspec.Struct, frozen=True, kw_only=True):
     """Activity of all traces of a step."""
 
     activities: tuple[TraceActivity, ...]
-    """By process, in the timeline's order of rows."""
+    """The traces by process, in the order of the timeline's rows."""
     unread: tuple[str, ...]
     """Files that no reader reads, each with the reason."""
     problems: tuple[FileProblem, ...]
@@ -104,7 +105,7 @@ def load_traces(
         path: The step's folder.
         timeline: Timeline of the same folder, with its processes and their clocks.
         on_read: Called with the number of bytes of each read of the files.
-        executor: Processes that read them. None: this process reads them.
+        executor: Processes that read them, or None to read them in this process.
         digests: Whether traces that were read before need not be read again. The result is the same.
     """
     layout = StepLayout(path)

@@ -86,7 +86,7 @@ _UNNAMED = Refused("they do not say of which process group they are, and there i
 
 
 Collectives: TypeAlias = list[tuple[Kind, Series | Refused]]
-"""Those of one process by kind, as a digest holds them."""
+"""The collectives of one process by kind, as a digest holds them."""
 
 
 class _Group(msgspec.Struct, frozen=True):
@@ -262,7 +262,7 @@ def _only_group(distributed: Distributed | None) -> str:
 
 
 def _kind(event: _Event, world: str, alone: str) -> Kind | None:
-    """Return the kind of an event. None: it is no collective in which all ranks wait for all."""
+    """Return the kind of an event, or None if it is no collective in which all ranks wait for all."""
     if event.name.startswith("gloo:"):
         return Kind(world, alone, event.name) if event.name in _ALL_WAIT else None
     op = _text(event.args.op)
@@ -322,7 +322,7 @@ def _start(text: bytes, at: int, needle: bytes) -> int:
 
 
 def _end(text: bytes, start: int) -> int | None:
-    """Return the end of the object that begins at `start`. None: it does not end in `text`."""
+    """Return the end of the object that begins at `start`, or None if it does not end in `text`."""
     depth = 0
     for token in TOKEN.finditer(text, start, start + _LONGEST):
         mark = text[token.start()]

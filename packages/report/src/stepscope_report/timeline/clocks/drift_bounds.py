@@ -129,7 +129,7 @@ def fitted(
 ) -> tuple[Line, int] | None:
     """Return the middle line of those that fit the samples, and the largest distance of the true one in ns.
 
-    None: no line fits.
+    None if no line fits.
 
     Args:
         first_ns: First and last time of the line, on the clock of the samples.

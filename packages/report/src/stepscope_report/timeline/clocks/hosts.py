@@ -30,7 +30,7 @@ class Clock(msgspec.Struct, eq=False):
     samples: list[Sample]
 
     def guess(self, wall_ns: int) -> Sample | None:
-        """Return the offset at this time by the sample that is most exact there. None: no sample."""
+        """Return the offset at this time by the sample that is most exact there, or None without a sample."""
         known = ((s.within_ns + abs(wall_ns - s.wall_ns) * DRIFT_PPM // 1_000_000, s) for s in self.samples)
         best = min(known, default=None)
         return None if best is None else Sample(wall_ns, best[1].offset_ns, best[0])

@@ -58,7 +58,7 @@ def refine(
 
     Args:
         traces_of: Returns the traces of each source, by its index. It is called only if there are two clocks.
-        digests: Has what was found in traces that were searched before. None: all are searched.
+        digests: Has what was found in traces that were searched before, or None to search all.
         executor: Its workers search the traces that only they have.
     """
     clocks = list(clocks_of(sources, aligned, reference))

@@ -13,7 +13,7 @@ import msgspec
 FIRST_TID = 10_000_000
 """Above all pids of Linux (2^22): Perfetto takes a thread whose tid is its pid for the main thread."""
 _DIGITS = 15
-"""Of the largest ids, those of `FlowIds._others`."""
+"""The number of digits of the largest ids, which are those of `FlowIds._others`."""
 
 
 class FlowIds:

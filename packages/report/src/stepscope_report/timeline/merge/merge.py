@@ -61,8 +61,8 @@ def merge_step(
 
     Args:
         path: A step's folder.
-        run_id: Which run, if several wrote into the folder. None: the one that opened it last.
-        to: Where to write. None: `timeline.json.gz` in the step's folder.
+        run_id: Which run, if several wrote into the folder, or None for the one that opened it last.
+        to: Where to write, or None for `timeline.json.gz` in the step's folder.
         on_read: Called with a number of bytes each time that many more of the files were read.
 
     Raises:

@@ -14,7 +14,7 @@ class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the timeline."""
 
     pid: int
-    """In the timeline."""
+    """The pid in the timeline."""
     name: str
     role: str
     rank: int | None
@@ -22,13 +22,13 @@ class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     native_pid: int | None
     alignment: str
-    """As `ProcessClock.alignment`."""
+    """The alignment, as in `ProcessClock.alignment`."""
     uncertainty_ns: int | None
-    """Its times are true within +- this against the owner's. None: unknown."""
+    """The uncertainty (+-) of its times against the owner's, or None if unknown."""
     offset_ns: int = 0
     """Lead of its wall clock at the opening, which was subtracted."""
     drift_ppm: float | None = None
-    """Drift against the owner's clock, which was subtracted. None: not known."""
+    """Drift against the owner's clock, which was subtracted, or None if not known."""
     matched: int = 0
     """Number of collectives behind the drift."""
     note: str | None = None

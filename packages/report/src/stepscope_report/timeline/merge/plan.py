@@ -38,7 +38,7 @@ class Recording(NamedTuple):
     recorded: Recorded
     rows: dict[int | None, Row]
     number: int
-    """Of the file among all traces: the prefix of its ids."""
+    """The number of the file among all traces, which is the prefix of its ids."""
 
 
 class Plan(NamedTuple):

@@ -83,7 +83,7 @@ class Rewriter:
         return text
 
     def _repeated(self, array: bytes) -> tuple[bytes, int] | None:
-        """Rewrite an array of known metadata, as `Template.rewritten` does. None: some are unknown."""
+        """Rewrite an array of known metadata, as `Template.rewritten` does, or None if some are unknown."""
         period = max(1, array.find(array[1 : 1 + _CYCLE], 2) - 1)
         unit, times = array[1 : 1 + period], (len(array) - 3) // period
         end = 1 + times * period
@@ -96,7 +96,7 @@ class Rewriter:
         return None if events is None else (b",\n".join(events), len(events))
 
     def _known(self, elements: bytes) -> list[bytes] | None:
-        """Return these metadata as written before. None: not all of them are known."""
+        """Return these metadata as written before, or None if not all of them are known."""
         try:
             written = [self._metadata_before[text] for text in map(bytes, raw_elements(b"[%b]" % elements))]
         except KeyError:

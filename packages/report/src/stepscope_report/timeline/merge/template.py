@@ -123,14 +123,15 @@ class Template:
         self._tracks = tracks
         self._cut = cut
         self._tids: dict[tuple[int, int], int] = {}
-        """By the file's (pid, tid)."""
+        """{(pid, tid) in the file: tid in the timeline}."""
         self._pids: set[int] = set()
         """Other pids of the latest batches."""
         self._id: list[_Needle] = []
         self._plan: _Plan | None = None
 
     def rewritten(self, array: bytes) -> tuple[memoryview, int] | None:
-        """Return the events of the array, without its brackets, and their number. None: the fast way cannot.
+        """Return the events of the array, without its brackets, and their number, or None if the fast way
+        cannot.
 
         Raises:
             DecodeError: The array is no JSON.
@@ -261,7 +262,7 @@ class _EachTime(NamedTuple):
     digits: int
 
     def moved(self, text: bytes) -> tuple[bytes, int] | None:
-        """Move and mark all times; return the text and their number. None: a time has another form."""
+        """Move and mark all times; return the text and their number, or None if a time has another form."""
         first, *parts = text.split(b'"ts"' + self.colon)
         point, end = self.digits, self.digits + 4
         if {part[point : point + 1] for part in parts} == {b"."}:
@@ -291,7 +292,7 @@ class _Times(NamedTuple):
 
 
 def _seconds(earliest: int, latest: int, shift: int, start: bytes) -> _Times | None:
-    """Return needles for a move by `shift` seconds. None: each time has to be moved by itself."""
+    """Return needles for a move by `shift` seconds, or None if each time has to be moved by itself."""
     if abs(shift) < _FAR_S:
         return None
     unit = next(unit for unit in (1000, 100, 10, 1) if shift % unit == 0)
@@ -314,7 +315,7 @@ class _Plan(NamedTuple):
     decode: Callable[[bytes], list[Any]]
 
     def carried_out(self, array: bytes) -> tuple[memoryview, int] | None:
-        """Return the changed events and their number. None: the plan does not fit these events."""
+        """Return the changed events and their number, or None if the plan does not fit these events."""
         text, at = array, 0
         for needle in self.times.needles:
             text, count = _replaced(text, needle.written, needle.final)

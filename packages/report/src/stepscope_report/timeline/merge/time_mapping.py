@@ -13,7 +13,7 @@ _EXACT = Context(prec=200)
 
 
 class Cut(NamedTuple):
-    """The selected time, in ns since the axis' base. None: no limit."""
+    """The selected time, in ns since the axis' base, or None for no limit."""
 
     start: int | None
     end: int | None
@@ -34,7 +34,7 @@ class Place:
 
     @property
     def shift_ns(self) -> int | None:
-        """Number that is added to `ts` * 1000. None: it differs between events, or is not known yet."""
+        """Number that is added to `ts` * 1000, or None if it differs between events, or is not known yet."""
         if self._row.shift_ns is None or not (self._clock is None or steady(self._clock)):
             return None
         return self._shift_at(0)
@@ -47,7 +47,8 @@ class Place:
         return [ns + self._shift_at(ns) for ns in times_ns]
 
     def at(self, ts_ns: int) -> int | None:
-        """Return the position of a time in ns since the file's base. None: it is no time of this step."""
+        """Return the position of a time in ns since the file's base, or None if it is no time of this
+        step."""
         if self._row.shift_ns is None:
             self._row.shift_ns = self._axis.shift_of(ts_ns + self._base_ns - self._axis.base_ns)
         position = ts_ns + self._shift_at(ts_ns)
@@ -55,7 +56,7 @@ class Place:
         return position if first <= position and (last is None or position <= last) else None
 
     def of(self, ts: str) -> tuple[int, str] | None:
-        """Return (position, decimals below a ns). None: `ts` is no time of this step."""
+        """Return (position, decimals below a ns), or None if `ts` is no time of this step."""
         number = _NUMBER.fullmatch(ts)
         if number is None:
             return None
@@ -69,7 +70,7 @@ class Place:
 
     @property
     def believed(self) -> tuple[int, int | None]:
-        """First and last position of this step. None: any later one is."""
+        """First and last position of this step, or None if any later position is in this step."""
         return (0, None) if self._row.unaligned is not None else (self._axis.first, self._axis.last)
 
     def _shift_at(self, ts_ns: int) -> int:

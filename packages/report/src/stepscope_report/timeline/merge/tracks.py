@@ -14,7 +14,7 @@ from stepscope_report.timeline.step.rows import Row
 
 Event: TypeAlias = dict[str, object]
 _OWN = "\0stepscope"
-"""In the place of a file's pid: no file has this one."""
+"""The key of stepscope's own tracks, in the place of a file's pid; no file has such a pid."""
 _FURTHER = 1 << 30
 """Further pids, above all of Linux: so many, in equal shares for the rows. All are below 2^31, as Perfetto's
 own format wants."""
@@ -40,7 +40,7 @@ class Tracks:
         self.pids = list(pids)
         self._pids = set(self.pids)
         self._rows: dict[int, RowTracks] = defaultdict(RowTracks)
-        """By pid."""
+        """{pid: its tracks}."""
         self._count = Counter[int]()
         """Tracks by row. They are numbered within a row, so that no row changes the numbers of another."""
         self._taken: set[tuple[int, int]] = set()

@@ -57,7 +57,7 @@ class DeviceProperties(msgspec.Struct, frozen=True):
 
 
 class TraceFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields around the events. None: the file does not contain the field."""
+    """Fields around the events, or None if the file does not contain the field."""
 
     base_ns: int | None = None
     distributed: Distributed | None = None
@@ -174,7 +174,8 @@ def chrome_events(path: Path, notes: Notes) -> Iterator[msgspec.Raw]:
 
 
 def _behind_header(text: bytes, fields: dict[str, msgspec.Raw]) -> bytes | None:
-    """Add the fields before the events to `fields`. Return the text after them; None: it has no events."""
+    """Add the fields before the events to `fields`. Return the text after them, or None if it has no
+    events."""
     at = _array(text)
     if at is None:
         return None
@@ -183,7 +184,7 @@ def _behind_header(text: bytes, fields: dict[str, msgspec.Raw]) -> bytes | None:
 
 
 def _array(text: bytes) -> tuple[int, int] | None:
-    """Return the offsets of the field `traceEvents` and of its array. None: not in `text`."""
+    """Return the offsets of the field `traceEvents` and of its array, or None if they are not in `text`."""
     begin = _START.match(text)
     first = begin.end() if begin is not None else 0
     if text[first : first + 1] == b"[":

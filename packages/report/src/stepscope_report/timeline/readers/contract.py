@@ -34,7 +34,7 @@ class FoundFile:
     """Relative to the step's folder, with `/`."""
     sidecar: Sidecar | None = None
     """Its own sidecar, else that of a parent folder, or of the file beside it that it was made from
-    (`x.nsys-rep` for `x.sqlite`). None: the process that wrote it is unknown."""
+    (`x.nsys-rep` for `x.sqlite`), or None if the process that wrote it is unknown."""
 
     @property
     def kind(self) -> str | None:
@@ -60,12 +60,13 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     read: bool = True
     """False: the file is not read, and no other reader is asked."""
     why: str | None = None
-    """Reason why it is not read, with the fix if there is one; listed with the left-out files. None: the file
+    """Reason why it is not read, with the fix if there is one; listed with the left-out files. None if the
+    file
     holds nothing for a timeline and is not listed."""
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """Origin that a file states before its events. None: not stated; a sidecar takes precedence."""
+    """Origin that a file states before its events, or None if not stated; a sidecar takes precedence."""
 
     clock: Clock
     why: str | None = None
@@ -90,9 +91,10 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """`Stream 7`, `CANN thread 81`, `NVTX`."""
     pid: int | None = None
-    """Pid of its process, one of `Origin.processes`. None: the recorded process."""
+    """Pid of its process, one of `Origin.processes`, or None for the recorded process."""
     device: str | None = None
-    """`GPU 0`, `NPU 3`: the device whose work its slices are, by their categories. None: of no device."""
+    """`GPU 0`, `NPU 3`: the device whose work its slices are, by their categories, or None if they are of
+    no device."""
     sort: int = 0
     """Its place among the recording's tracks."""
     overlapping: bool = False
@@ -169,10 +171,11 @@ class Reader(Protocol):
     """Reader of one kind of file. It keeps no state between files, and writes no files."""
 
     name: str
-    """For messages."""
+    """The name in messages."""
 
     def claims(self, file: FoundFile) -> Claim | None:
-        """Return a claim on a file by its sidecar's kind, its name, or its first bytes. None: not its own.
+        """Return a claim on a file by its sidecar's kind, its name, or its first bytes, or None if the
+        file is not its own.
 
         It is called for every file, so it must be cheap and accept any content.
         """

@@ -68,7 +68,7 @@ class Elements(Generic[T]):
         """
         self._parse = parse
         self.trailer: bytes | None = None
-        """The text behind the array's end. None: its end was not seen."""
+        """The text behind the array's end, or None if its end was not seen."""
         self._notes = notes
         self._rest = b""
         self._enough = 0
@@ -263,7 +263,8 @@ def last_boundary(text: bytes) -> int:
 
 
 def _element(text: bytes, at: int, limit: int) -> tuple[int, int | None, bool]:
-    """Return (start, end, whether the array ends there) of the next element. End None: not before `limit`."""
+    """Return (start, end, whether the array ends there) of the next element. `end` is None if the element
+    does not end before `limit`."""
     depth = start = 0
     for token in TOKEN.finditer(text, at, limit):
         mark = text[token.start()]

@@ -166,7 +166,7 @@ class _Merge:
         self._recorded = {attrs["request_id"] for attrs in attributes if "request_id" in attrs}
         """Requests whose phases stepscope recorded."""
         self._alone = not (engines or self._recorded)
-        """No engine's own request is known."""
+        """True if no engine recorded its requests."""
         self.processes = list(timeline.processes)
         self.spans = list(timeline.spans)
 

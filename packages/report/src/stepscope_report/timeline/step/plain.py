@@ -59,7 +59,7 @@ class PlainStep(NamedTuple):
     timeline: Timeline
     files: StepFiles
     contents: list[list[ProcessContent]]
-    """Of each trace in `files`."""
+    """The contents of each trace in `files`."""
 
 
 class _Trace(NamedTuple):

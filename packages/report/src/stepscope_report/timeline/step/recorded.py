@@ -27,9 +27,10 @@ class Recorded:
         self.notes = Notes()
         self.role = role
         self.rows: dict[int | None, Row] = {}
-        """By `Track.pid`."""
+        """{`Track.pid`: row}."""
         self.wall: Callable[[int], int] | None = None
-        """Function from the file's times to unix ns of its host. None: not needed, or not possible."""
+        """Function from the file's times to unix ns of its host, or None if it is not needed, or not
+        possible."""
         self._origin: Origin | None = None
         with self._failure_noted():
             with closing(reader.open(file, Notes())) as recording:

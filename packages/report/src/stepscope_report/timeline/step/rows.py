@@ -38,13 +38,13 @@ class Row(msgspec.Struct, kw_only=True, eq=False):
 
     info: ProcessInfo
     process: int | None
-    """Index in `Timeline.processes`. None: it left neither spans nor a part (an engine's worker)."""
+    """Index in `Timeline.processes`, or None if it left neither spans nor a part (an engine's worker)."""
     clock: Process | None
-    """The process whose clock places its traces. None: there is none."""
+    """The process whose clock places its traces, or None if there is none."""
     unaligned: str | None = None
-    """Reason why its times cannot be compared with others. None: they can."""
+    """Reason why its times cannot be compared with others, or None if they can."""
     shift_ns: int | None = 0
-    """Added to its times. None: the row is unaligned, and its first event decides."""
+    """Added to its times, or None if the row is unaligned; its first event decides then."""
     name: str = ""
     pid: int = 0
     """Pid in the timeline: the one of its process if that is free."""
@@ -65,7 +65,8 @@ class Axis(NamedTuple):
     """The time axis of a merged file: positions are ns since `base_ns`."""
 
     base_ns: int
-    """At least `MARGIN_NS` before the step: no position is negative, which Perfetto drops."""
+    """The origin of positions, at least `MARGIN_NS` before the step: Perfetto drops events at negative
+    positions."""
     first: int
     """First plausible position."""
     last: int
@@ -125,7 +126,7 @@ class Rows:
 
         Args:
             key: `ProcessInfo.key` of the stepscope process that recorded it.
-            unaligned: Reason why its times are not on its host's wall clock. None: they are.
+            unaligned: Reason why its times are not on its host's wall clock, or None if they are.
         """
         known = self._by_key.get(key or "") or self._same_process(info)
         if known is not None and unaligned is None:

@@ -24,7 +24,8 @@ _PHASES = (
     ("prefill", f"{_LATENCY}time_in_model_prefill"),
     ("decode", f"{_LATENCY}time_in_model_decode"),
 )
-"""In their order, for vLLM. SGLang counts the queue as prefill there, and has spans of its own."""
+"""The phases of a vLLM request, in their order. SGLang's values would count the queue as prefill; its own
+spans are read instead."""
 _SGLANG = "sglang server"
 """The tracer of SGLang's spans."""
 _SGLANG_STAGES = {
@@ -164,7 +165,7 @@ class Naming(NamedTuple):
     """The role, the stage and the attributes of a span in a step's timeline."""
 
     role: str | None
-    """None: that of its process."""
+    """The role; None for the role of the process."""
     stage: str
     attrs: dict[str, AttrValue]
 

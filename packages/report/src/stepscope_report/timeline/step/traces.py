@@ -33,7 +33,7 @@ class TraceFile(NamedTuple):
     """Relative to the step's folder."""
     sidecar: Sidecar | None
     reader: Reader | None = None
-    """None: it is a Chrome trace."""
+    """The reader of the file; None for a Chrome trace."""
 
     @property
     def found_file(self) -> FoundFile:

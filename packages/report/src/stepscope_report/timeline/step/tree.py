@@ -13,7 +13,8 @@ _REQUEST = "request_id"
 
 
 def parents_of(records: Sequence[Sequence[Open]], keys: Sequence[str], step: int) -> list[int | None]:
-    """Return the index of each span's parent, counted through the records of all processes. None: no parent.
+    """Return the index of each span's parent, counted through the records of all processes, or None for no
+    parent.
 
     Args:
         records: Of each process. A record's `parent` is in the same process; its `link` is anywhere.
