@@ -128,7 +128,6 @@ OF_THE_USERS_PROGRAM = {
     CORE: {
         "torch",
         "typing_extensions",  # torch requires it; ours is for type checkers
-        "verl",
         "omegaconf",  # verl and Hydra require it
         "hydra",
         "lightning",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -176,6 +178,31 @@ def test_the_newest_steps_are_kept_and_the_removed_ones_written_down(tmp_path: P
     run = RunLayout(config.save_path)
     assert list(run.steps()) == [5, 6]
     assert [line.split(":")[0] for line in run.removed.read_text().splitlines()] == ["step 3", "step 4"]
+
+
+def test_a_step_goes_whole_while_a_thread_still_writes_into_it(tmp_path: Path) -> None:
+    config = a_config(tmp_path, keep_steps=1)
+    run = RunLayout(config.save_path)
+    with capture(1, config=config):
+        pass
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            with suppress(FileNotFoundError):
+                run.step(1).processes.joinpath(str(time.monotonic_ns())).touch()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        with capture(2, config=config):
+            pass
+    finally:
+        stop.set()
+        writer.join()
+    assert [path.name for path in run.root.iterdir() if "step_" in path.name and path.is_dir()] == [
+        "step_000002"
+    ]
 
 
 @pytest.mark.needs("torch")

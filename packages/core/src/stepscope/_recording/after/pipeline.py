@@ -145,7 +145,7 @@ def fold_when_written(session: Session) -> None:
 
 def _fold_again() -> None:
     for root, session in tuple(_unfolded.items()):
-        if not root.exists() or _is_final(session):
+        if not root.is_dir() or _is_final(session):
             _unfolded.pop(root, None)
 
 

@@ -17,7 +17,7 @@ from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
 from stepscope.files.manifest.parts import fold, part_files, read_parts, write_manifest
 from stepscope.files.manifest.records import ProcessPart
 from stepscope.files.storage.atomic import private
-from stepscope.files.storage.temporary import remove_abandoned
+from stepscope.files.storage.temporary import remove_abandoned, temporary
 
 if TYPE_CHECKING:
     from stepscope._recording.session.session import Session
@@ -80,7 +80,7 @@ def _remove(run: RunLayout, number: int, run_id: str, keep: int) -> None:
     others = [part for part in parts.values() if part.run_id != run_id]
     try:
         if not others:
-            shutil.rmtree(step.root)
+            _remove_folder(step.root)
         else:
             for path in _files_of(step, run_id, parts):
                 if path.is_dir():  # a recording of the Ascend profiler
@@ -93,6 +93,13 @@ def _remove(run: RunLayout, number: int, run_id: str, keep: int) -> None:
             file.write(f"step {number}: removed at {time.time_ns()} (unix ns); budget.keep_steps is {keep}\n")
     except ours(OSError) as error:
         failures.note("removing an old step", error)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Rename a folder and remove it: a thread that still writes by its name does not keep half of it."""
+    leaving = temporary(folder)
+    folder.rename(leaving)
+    shutil.rmtree(leaving)
 
 
 def _files_of(step: StepLayout, run_id: str, parts: Mapping[Path, ProcessPart]) -> Iterator[Path]:

@@ -259,7 +259,7 @@ class Session:
         exporter.exporter().then(self._write_cost, deferred=False)
 
     def _write_cost(self) -> None:
-        if self._handed_back.wait(_HAND_BACK_S) and self.layout.root.exists():  # it may have been removed
+        if self._handed_back.wait(_HAND_BACK_S) and self.layout.root.is_dir():  # it may have been removed
             self.manifest_part.write()
 
     def close(self, *, ending: Ending | None = None, discard: str | None = None) -> None:
