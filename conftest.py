@@ -62,11 +62,23 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked `slow` too; so does a path")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave slow tests out of a run that names no path. Processes of pytest-xdist get this option."""
+    config.option.slow |= config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give tests on real engines more time: an engine takes minutes to start on two busy cores."""
     for item in items:
         if item.path.parent.name == "real" or item.path.name.startswith("two_"):
             item.add_marker(pytest.mark.timeout(1200))
+    if not config.option.slow and (slow := [item for item in items if item.get_closest_marker("slow")]):
+        items[:] = [item for item in items if item not in set(slow)]
+        config.hook.pytest_deselected(items=slow)
 
 
 def pytest_collection_finish() -> None:

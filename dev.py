@@ -31,6 +31,8 @@ from tools.environments import BENCH, DEV, RELEASE
 from tools.processes import run, say, succeeds
 from tools.repository import PACKAGES, ROOT
 
+PYTEST = ("-m", "pytest", "--slow")
+
 
 def demo(arguments: list[str]) -> bool:
     """a real, tiny RL run on this machine, profiled, with its report; --engine vllm or sglang or
@@ -70,7 +72,7 @@ def test(arguments: list[str]) -> bool:
         return run(DEV.ready(), "-m", "pytest", "tests/two_hosts.py", *rest)
     if first == "--no-engines":
         return test_everything(rest, real=False)
-    return run(DEV.ready(), "-m", "pytest", *arguments) if arguments else test_everything([], real=True)
+    return run(DEV.ready(), *PYTEST, *arguments) if arguments else test_everything([], real=True)
 
 
 def test_everything(options: list[str], real: bool) -> bool:
@@ -101,13 +103,13 @@ def test_in_two(python: str, options: list[str]) -> bool:
     """
     before = len(processes.FAILED)
     in_two = ("-n2", "--max-worker-restart=0", "--dist=loadfile", "--no-loadscope-reorder")
-    if run(python, "-m", "pytest", *in_two, *options):
+    if run(python, *PYTEST, *in_two, *options):
         return True
     delayed = processes.FAILED[before + 1 :]
     if any("a process of the tests died" in line for line in delayed):
         return False
     del processes.FAILED[before:]
-    if not run(python, "-m", "pytest", "--last-failed", "--last-failed-no-failures=none", *options):
+    if not run(python, *PYTEST, "--last-failed", "--last-failed-no-failures=none", *options):
         return False
     for test in delayed:
         say(f"PASSED ONLY ALONE: {test.strip()}")

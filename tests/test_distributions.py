@@ -26,6 +26,7 @@ def built(package: Path, folder: Path) -> zipfile.Path:
     return zipfile.Path(file)
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_one_typed_package_and_the_licence(wheel: zipfile.Path) -> None:
     [package] = [path for path in wheel.iterdir() if not path.name.endswith(".dist-info")]
     [info] = [path for path in wheel.iterdir() if path.name.endswith(".dist-info")]

@@ -109,6 +109,7 @@ def test_grpo_on_ray_is_captured_from_the_loop_to_the_forward_passes(tmp_path: P
         assert len(list(layout.traces.glob("rollout/replica*/*.json.gz"))) == 2
 
 
+@pytest.mark.slow
 def test_the_report_of_the_slow_step_names_its_tools_and_the_fix_is_proved(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         slow, fixed = (pool.submit(run, "slow_step.py", tmp_path, *words) for words in ((), ("--fixed",)))

@@ -25,6 +25,7 @@ def questions(path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", CLEAN)
 def test_docstrings_open_with_a_subject_or_a_verb(place: str) -> None:
     paths = [path for path in files(".py") if path.relative_to(ROOT).is_relative_to(place)]
@@ -55,6 +56,7 @@ def test_pages_have_no_empty_words() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_errors_and_helps_have_no_empty_words() -> None:
     sources = [path for path in files(".py") if "/src/" in path.as_posix()]
     texts = {path: list(messages(path.read_text())) for path in sources}

@@ -42,6 +42,7 @@ def _calls() -> Iterator[tuple[str, str]]:
                     yield f"{file.relative_to(ROOT)}:{node.lineno}", ast.unparse(node.func)
 
 
+@pytest.mark.slow
 def test_nothing_unpickles() -> None:
     imported = [
         str(entry)

@@ -123,7 +123,7 @@ def quick_start() -> str:
 def test_on(base: str, arguments: Sequence[str]) -> bool:
     folder = repository.ROOT / f".venv-{python_version(base)}"
     environment = Environment(folder, ("test",), base=base, gigabytes=0.3)
-    return run(environment.ready(), "-m", "pytest", *arguments)
+    return run(environment.ready(), "-m", "pytest", "--slow", *arguments)
 
 
 def other_pythons() -> list[str]:

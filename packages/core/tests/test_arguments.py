@@ -42,5 +42,5 @@ def test_options_win_over_the_file_that_they_name(tmp_path: Path) -> None:
 
 
 def test_a_wrong_option_names_its_fix() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'slime'"):
+    with pytest.raises(ConfigError, match="mean 'slime'"):
         parsed("--stepscope-preset", "slimey")

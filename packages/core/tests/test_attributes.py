@@ -114,7 +114,7 @@ def test_what_can_hold_prompts_is_readable_by_its_owner_alone(recorded: Recorded
 
 @pytest.mark.parametrize("wrong", [5, [""], [lambda key, value: None]])
 def test_what_is_no_pattern_is_refused(wrong: object) -> None:
-    with pytest.raises(ConfigError, match=r"names or globs of attributes.*stepscope\.redact"):
+    with pytest.raises(ConfigError, match=r"stepscope\.redact"):
         ProfileConfig.from_mapping({"redact": wrong})
 
 

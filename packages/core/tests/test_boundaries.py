@@ -280,7 +280,7 @@ def test_a_number_that_is_none_is_logged_and_the_loop_goes_on(
     failures.take()
     loop = framework({"name": "Loop.train_step", "step": "around", "number": "step"})()
     assert loop.train_step({}) == 10
-    assert "step is None, not a whole number" in caplog.text
+    assert "step is None" in caplog.text
     assert spans() == {}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import time
@@ -138,7 +139,7 @@ def test_memory_that_grows_ends_the_capture_and_says_by_how_much(monkeypatch: py
 
     control.Watchdog(BudgetConfig(memory_mb=200), expired).start()
     assert done.wait(20)
-    assert reached == ["budget.memory_mb: the process grew by 300 MB, 200 allowed"]
+    assert [re.findall(r"\d+", why) for why in reached] == [["300", "200"]]
 
 
 def test_a_capture_that_outgrows_its_budget_is_truncated_and_training_goes_on(
@@ -153,7 +154,7 @@ def test_a_capture_that_outgrows_its_budget_is_truncated_and_training_goes_on(
             until.wait(0.001)
         after = "training goes on"
     assert after
-    assert "budget.memory_mb: the process grew by 800 MB" in str(outcomes(config, 1)["spans"])
+    assert "by 800 MB" in str(outcomes(config, 1)["spans"])
 
 
 def test_a_cancelled_watchdog_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

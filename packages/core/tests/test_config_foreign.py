@@ -65,5 +65,5 @@ def test_validate_names_the_way_in(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_slip_beside_one_key_of_another_project_is_an_unknown_key(tmp_path: Path) -> None:
     file = tmp_path / "stepscope.yaml"
     file.write_text("{output_dir: out, steps: [2]}")
-    with pytest.raises(ConfigError, match="there is no 'output_dir'"):
+    with pytest.raises(ConfigError, match="no 'output_dir'"):
         resolve(file)

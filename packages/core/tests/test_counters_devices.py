@@ -61,6 +61,7 @@ for source in sources:
 """
 
 
+@pytest.mark.slow
 def test_nvidias_package_on_a_library_of_its_functions_gives_every_counter(tmp_path: Path) -> None:
     library = compiled(tmp_path, "libnvidia-ml.so.1", NVML_C)
     first, second = json.loads(run_with(library, SAMPLE_NVML, wheel(PYNVML)))
@@ -228,7 +229,7 @@ def test_npus_are_looked_for_where_torch_npu_is(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
     assert list(ascend_npus()) == []
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
-    with pytest.raises(AbsentError, match="the library of npu-smi, cannot be used"):
+    with pytest.raises(AbsentError, match="npu-smi, cannot be"):
         list(ascend_npus())
 
 

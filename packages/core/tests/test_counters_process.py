@@ -85,6 +85,7 @@ def test_the_pauses_of_the_collector_are_as_long_as_collections_take() -> None:
     assert len(gc.callbacks) == before
 
 
+@pytest.mark.slow
 def test_the_host_is_at_least_as_busy_as_this_process(tmp_path: Path) -> None:
     source = HostCpu(HostClaim(str(tmp_path)))
     try:
@@ -189,6 +190,7 @@ def test_without_spans_on_a_loop_nothing_is_said_of_loops(config: ProfileConfig)
     assert {"process CPU", "process memory", "open files", "garbage collector"} <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [0, 3])
 def test_a_call_that_blocks_its_loop_is_named_if_others_wait_for_the_loop(
     config: ProfileConfig, others: int

@@ -111,7 +111,7 @@ def test_an_absent_source_is_a_reason_and_the_others_are_sampled() -> None:
     source = Ticks()
     sampler = Sampler({"GPUs": missing, "own": lambda: [source]})
     run(sampler, source)
-    assert sampler.absent == {"GPUs": "the library is not installed"}
+    assert list(sampler.absent) == ["GPUs"]
     assert [series.name for series in sampler.series] == ["ticks"]
 
 
@@ -130,7 +130,7 @@ def test_a_source_that_raises_is_not_asked_again(monkeypatch: pytest.MonkeyPatch
     sampler = Sampler({"own": lambda: [broken, source]})
     run(sampler, source)
     assert values(sampler, "broken") == [1.0, 2.0]
-    assert sampler.absent == {"broken": "OSError: the device is gone"}
+    assert list(sampler.absent) == ["broken"]
 
 
 class Odd(Ticks):

@@ -812,9 +812,9 @@ def test_a_function_without_a_role_has_that_of_the_span_around_it_else_of_the_pr
 
 
 def test_without_parentheses_it_refuses_what_is_no_function() -> None:
-    with pytest.raises(TypeError, match="decorate the methods of Worker"):
+    with pytest.raises(TypeError, match="methods of Worker"):
         profile_step(Worker)
-    with pytest.raises(TypeError, match="put @property above @profile_step"):
+    with pytest.raises(TypeError, match="@property above @profile_step"):
         profile_step(property(lambda self: 1))
 
 
@@ -823,16 +823,16 @@ def test_without_parentheses_it_refuses_what_is_no_function() -> None:
 
 @pytest.mark.parametrize("role", ["", "  ", 7])
 def test_a_role_is_text(role: str) -> None:
-    with pytest.raises(ConfigError, match=r'role.*text that is not empty.*role="actor"'):
+    with pytest.raises(ConfigError, match=r'role.*text.*role="actor"'):
         profile_step(role=role)
-    with pytest.raises(ConfigError, match=r'role.*text that is not empty.*role="actor"'):
+    with pytest.raises(ConfigError, match=r'role.*text.*role="actor"'):
         profile_step(role)
 
 
 def test_a_stage_is_text_and_attrs_are_a_mapping_or_a_function() -> None:
     with pytest.raises(ConfigError, match=r"stage.*leave it out"):
         profile_step(role="actor", stage="")
-    with pytest.raises(ConfigError, match=r"attrs.*a mapping, or a function"):
+    with pytest.raises(ConfigError, match=r"attrs.*mapping"):
         profile_step(role="actor", attrs=[("size", 7)])  # type: ignore[call-overload] # that is the point
 
 

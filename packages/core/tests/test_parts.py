@@ -67,11 +67,11 @@ def test_a_worker_that_wrote_no_part_counts() -> None:
     gone = Absent(name="actor[1]", state="missing", reason="the actor died")
     folded = fold([part("trainer", None, "ok", owner=True, absent=(gone,)), part("actor", 0, "ok")])
     assert folded.state == "missing"
-    assert folded.problems() == ["actor[1]: missing: the actor died"]
+    assert folded.problems()[0].startswith("actor[1]: missing: ")
 
 
 def test_two_runs_are_never_folded_into_one_manifest() -> None:
-    with pytest.raises(RecordError, match="step 2 of run run1, step 2 of run run2"):
+    with pytest.raises(RecordError, match=r"run1, .*run2"):
         fold([part(), part(run_id="run2")])
 
 

@@ -169,7 +169,7 @@ def test_what_others_patched_on_top_is_not_taken_away(
     framework.load = theirs = lambda path: ours(path)
     handle.remove()
     assert framework.load is theirs
-    assert "was replaced again since" in caplog.text
+    assert "replaced again since" in caplog.text
 
 
 def test_the_same_call_again_is_the_same_handle(name: str, framework: Any) -> None:
@@ -181,10 +181,10 @@ def test_the_same_call_again_is_the_same_handle(name: str, framework: Any) -> No
 
 def test_a_function_is_not_timed_twice(name: str, framework: Any) -> None:
     instrument(name, "load", role="trainer")
-    with pytest.raises(ConfigError, match=r"one role, stage and attrs per function.*remove\(\) the first"):
+    with pytest.raises(ConfigError, match=r"remove\(\) the first"):
         instrument(name, "load", role="critic")
     instrument(name, "Base.inherited", role="rollout", stage="decode")
-    with pytest.raises(ConfigError, match=r"Engine\.inherited.*it is recorded as rollout/decode"):
+    with pytest.raises(ConfigError, match=r"Engine\.inherited.* as rollout/decode"):
         instrument(name, "Engine.inherited", role="rollout")
 
 
@@ -206,13 +206,13 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are(
 
 
 def test_a_function_of_the_script_itself_is_refused_with_where_it_could_stand() -> None:
-    with pytest.raises(ConfigError, match="Move them into a module that it imports"):
+    with pytest.raises(ConfigError, match="into a module"):
         instrument("__main__", "no_such_function_of_the_test_runner", role="rollout")
 
 
 @pytest.mark.parametrize("path", ["built_in", "partial", "Engine"])
 def test_what_is_no_python_function_is_refused(name: str, framework: Any, path: str) -> None:
-    with pytest.raises(TypeError, match="profile_step times Python functions"):
+    with pytest.raises(TypeError, match="times Python functions"):
         instrument(name, path, role="rollout")
 
 
@@ -234,7 +234,7 @@ def test_a_module_below_folders_without_an_init_is_not_missed(
 def test_a_package_that_is_not_installed_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no_such_package\.engine.*install 'no_such_package'"):
         instrument("no_such_package.engine", "LLM.generate", role="rollout")
-    with pytest.raises(ConfigError, match="a module that can be imported"):
+    with pytest.raises(ConfigError, match="can be imported"):
         instrument("", "LLM.generate", role="rollout")
 
 
@@ -253,7 +253,7 @@ def test_a_wrong_name_does_not_break_the_import_it_waited_for(
     framework: Any = importlib.import_module(name)
     assert framework.Engine().generate(1) == 2
     assert not handle.installed
-    assert "did you mean 'Engine.generate'?" in caplog.text
+    assert "mean 'Engine.generate'?" in caplog.text
     assert f"instrument({name!r}, 'Engine.genrate')" in failures.take()
     instrument(name, "Engine.generate", role="rollout")
 

@@ -220,7 +220,7 @@ async def test_an_async_actors_engine_is_driven_on_the_actors_own_loop(tmp_path:
 
 async def test_an_actor_that_died_before_the_capture_is_an_error(actor: Any, tmp_path: Path) -> None:
     ray.kill(actor)
-    with pytest.raises(EngineError, match="actor died: The actor is dead because it was killed"):
+    with pytest.raises(EngineError, match="actor died: "):
         await rollout(actor).start(a_capture(tmp_path))
 
 
@@ -238,7 +238,7 @@ async def test_an_actor_that_restarts_during_the_capture_is_an_error(actor: Any,
     replica = rollout(actor)
     await replica.start(a_capture(tmp_path))
     await kill_and_await_restart(actor)
-    with pytest.raises(EngineError, match="the actor restarted after the capture began"):
+    with pytest.raises(EngineError, match="the actor restarted"):
         await replica.stop()
     await replica.start(a_capture(tmp_path, step=2))
     assert await replica.stop()
@@ -259,7 +259,7 @@ async def test_why_a_stop_failed_is_said_also_where_the_actor_is_gone_by_then(
         return await ask(question, *arguments)
 
     monkeypatch.setattr(replica._line, "ask", gone)
-    with pytest.raises(EngineError, match="the actor restarted after the capture began"):
+    with pytest.raises(EngineError, match="the actor restarted"):
         await replica.stop()
 
 
@@ -324,7 +324,7 @@ async def test_an_engine_that_hangs_costs_its_own_deadline_and_nobody_elses(tmp_
 
 async def test_an_exception_that_does_not_unpickle_arrives_as_text(actor: Any, tmp_path: Path) -> None:
     replica = RayRollout(actor, raising, attribute="engine")
-    with pytest.raises(EngineError, match="StubbornError: 7: out of buffers"):
+    with pytest.raises(EngineError, match="StubbornError: 7: "):
         await replica.start(a_capture(tmp_path))
 
 
@@ -332,14 +332,14 @@ async def test_a_stop_that_fails_in_the_actor_says_what_may_still_come(actor: An
     replica = RayRollout(actor, stop_fails, attribute="engine")
     await replica.start(a_capture(tmp_path))
     waited_s.set(7.0)
-    with pytest.raises(EngineError, match="the scheduler did not answer"):
+    with pytest.raises(EngineError, match="did not answer"):
         await replica.stop()
     assert replica.ignored == {LATE: "waited for 7 s"}
 
 
 async def test_a_wrong_attribute_is_an_error_that_lists_those_there_are(actor: Any, tmp_path: Path) -> None:
     replica = RayRollout(actor, fake, attribute="llm.engine")
-    with pytest.raises(EngineError, match=r"Rollout has no 'llm.engine'.*its attributes: engine"):
+    with pytest.raises(EngineError, match=r"'llm\.engine'.* attributes: engine"):
         await asyncio.to_thread(replica.check)
     with pytest.raises(EngineError, match="its attributes: engine"):
         await replica.start(a_capture(tmp_path))

@@ -236,7 +236,7 @@ def test_an_actor_that_is_gone_is_named(tmp_path: Path, actors: list[Any]) -> No
     parts, _ = read_parts(RunLayout(tmp_path).step(1))
     (problem,) = fold(parts).problems()
     assert "actor[1]" in problem
-    assert "missing: it began, but its part of the manifest is not in this folder" in problem
+    assert "missing: it began" in problem
 
 
 def test_the_actor_that_hangs_is_named(tmp_path: Path, ray_cluster: None) -> None:
@@ -283,7 +283,7 @@ def test_an_engine_that_cannot_be_taken_keeps_the_recorder_from_no_actor(
     while min(ray.get([actor.recorded.remote() for actor in actors])) < 0:
         assert time.monotonic() < until, caplog.text
         time.sleep(POLL_S)  # they are told in the background
-    assert "the flight recorder samples no engines: ConfigError: capture(engines=) is 'vlm'" in caplog.text
+    assert "no engines: ConfigError: " in caplog.text
 
 
 class SampledProfiler(FakeEngineProfiler):

@@ -143,7 +143,8 @@ def test_a_worker_in_which_it_is_off_is_skipped(tmp_path: Path, ray_cluster: Non
         manifest = cap.result.manifest()
         assert manifest is not None
         (absent,) = (absent for part in manifest.processes for absent in part.absent)
-        assert (absent.state, absent.reason) == ("skipped", "STEPSCOPE_DISABLE is set in this process")
+        assert absent.state == "skipped"
+        assert "STEPSCOPE_DISABLE" in str(absent.reason)
     finally:
         ray.kill(worker)
 
@@ -213,6 +214,7 @@ def stand_in() -> str:
     return str(code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_loop_on_the_stand_in_of_the_page_runs_with_the_package_and_without(
     installed: bool, tmp_path: Path

@@ -58,7 +58,7 @@ def test_a_step_that_was_not_captured_is_named_with_those_that_were(stepscope_ru
     for step in (1, 2):
         with capture(step):
             pass
-    with pytest.raises(RecordError, match="step 1 was not captured; captured: 2"):
+    with pytest.raises(RecordError, match=r"step 1 .*captured: 2"):
         stepscope_run.manifest(1)
 
 
@@ -67,6 +67,7 @@ def test_a_wrong_setting_is_an_error_here_too(stepscope_run: RecordedRun) -> Non
         stepscope_run.configure(mode="sometimes")  # type: ignore[arg-type]  # the fact of this test
 
 
+@pytest.mark.slow
 def test_a_capture_that_a_test_leaves_open_does_not_reach_the_next_one(tmp_path: Path) -> None:
     (tmp_path / "test_two.py").write_text(
         "import stepscope\n"

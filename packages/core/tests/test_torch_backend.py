@@ -196,7 +196,7 @@ class TestSchedule:
             backend = make(schedule=ScheduleConfig(wait=5 - warmup, warmup=warmup, active=1))
             backend.start(a_window())
             backend.advance()
-            with pytest.raises(BackendError, match=r"from mini-batch 5 on.*was called 1 times.*Fix"):
+            with pytest.raises(BackendError, match=r"mini-batch 5 .* called 1 times"):
                 backend.stop()
             assert backend.stop() == []
 
@@ -222,7 +222,7 @@ class TestSchedule:
             work("theirs")
             backend.advance()
         [pending] = backend.stop()
-        assert "other code started torch.profiler" in str(pending.truncated)
+        assert "started torch.profiler" in str(pending.truncated)
         assert names(pending, tmp_path)["ours"] == 1
         theirs.export_chrome_trace(str(tmp_path / "theirs.json"))
         assert "theirs" in (tmp_path / "theirs.json").read_text()
@@ -247,7 +247,7 @@ class TestWriting:
     def test_an_artifact_is_written_once(self, make: Callable[..., TorchBackend], tmp_path: Path) -> None:
         [pending] = self.recorded(make)
         pending.write(tmp_path / "trace.json")
-        with pytest.raises(BackendError, match="written or discarded already"):
+        with pytest.raises(BackendError, match="discarded already"):
             pending.write(tmp_path / "again.json")
 
     def test_writing_frees_the_recording_without_the_garbage_collector(
@@ -289,7 +289,7 @@ class TestOtherProfilers:
         backend = make(all_threads=all_threads)
         with torch.profiler.profile(activities=self.CPU) as theirs:
             work("theirs")
-            with pytest.raises(ProfilerBusyError, match="not stepscope's is open"):
+            with pytest.raises(ProfilerBusyError, match="not stepscope's"):
                 backend.start(a_window())
             assert backend.stop() == []
             work("theirs")
@@ -312,7 +312,7 @@ class TestOtherProfilers:
         thread.start()
         started.wait()
         try:
-            with pytest.raises(ProfilerBusyError, match="not stepscope's is open"):
+            with pytest.raises(ProfilerBusyError, match="not stepscope's"):
                 backend.start(a_window())
         finally:
             finish.set()
@@ -380,7 +380,7 @@ class TestForeignThreads:
         assert manifest is not None
         (trace,) = [item for item in manifest.processes[0].expected if item.kind == "trace"]
         assert (trace.state, trace.reason) == ("ok", None)
-        assert "ended when MainThread came to it" in trace.notes[0]
+        assert "when MainThread came" in trace.notes[0]
 
     def test_a_main_thread_that_never_comes_back_is_an_error_with_both_names(
         self, make: Callable[..., TorchBackend], tmp_path: Path
@@ -397,7 +397,7 @@ class TestForeignThreads:
 
         thread = threading.Thread(target=stop_and_write, name="watchdog")
         occupy_main_thread_while(thread)
-        assert "stop() came from thread watchdog" in errors[0]
+        assert "from thread watchdog" in errors[0]
         assert "belongs to MainThread" in errors[0]
 
     def test_ranges_are_null_on_a_thread_that_is_not_recorded(
@@ -437,7 +437,7 @@ def test_a_session_ended_from_outside_is_reported_and_not_stopped_again(
     backend = make()
     backend.start(a_window())
     torch._C._autograd._disable_profiler()
-    with pytest.raises(BackendError, match="ended from outside stepscope"):
+    with pytest.raises(BackendError, match="from outside stepscope"):
         backend.stop()
     torch.autograd.profiler._set_is_profiler_enabled(False)
     backend.start(a_window())

@@ -145,7 +145,7 @@ async def test_a_window_that_is_never_reached_is_an_error_v16(decoder: Decoder, 
     profiler = TorchRolloutProfiler(decoder.model)
     await profiler.start(windowed(tmp_path, 100, 2))
     decoder.generate(4)
-    with pytest.raises(EngineError, match="start is 100, and the capture saw 4 engine iterations"):
+    with pytest.raises(EngineError, match=r"start is 100, .* 4 "):
         await profiler.stop()
     assert not decoder.model._forward_hooks
 
@@ -158,7 +158,7 @@ async def test_a_profiler_that_cannot_begin_in_mid_generation_leaves_the_generat
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         decoder.generate(4)
     assert decoder.done == 4
-    with pytest.raises(EngineError, match="session that is not stepscope's"):
+    with pytest.raises(EngineError, match="not stepscope's"):
         await profiler.stop()
 
 
@@ -168,7 +168,7 @@ async def test_a_capture_of_this_process_with_the_torch_backend_keeps_the_proces
     backend = load_backend("torch", ProfileConfig(torch={"activities": ["cpu"]}))
     process = ProcessInfo(role="trainer", rank=0, world_size=1, host="here", pid=1)
     backend.start(Window(step=1, process=process, stage=None, index=0))
-    with pytest.raises(EngineError, match="the torch trace in step 1 is being recorded in this process"):
+    with pytest.raises(EngineError, match="in this process"):
         await TorchRolloutProfiler(decoder.model).start(a_capture(tmp_path, step=2))
     for pending in backend.stop():
         pending.discard()
@@ -186,7 +186,7 @@ async def test_a_recording_that_nobody_ends_is_cut_short_and_kept(decoder: Decod
     await asyncio.to_thread(watchdog.join)
     decoder.generate(1)
     (artifact,) = await profiler.stop()
-    assert artifact.truncated == "open for more than 0.05 s"
+    assert "0.05 s" in str(artifact.truncated)
     assert iterations_in([artifact], capture) == [0]
 
 

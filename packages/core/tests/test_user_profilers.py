@@ -36,7 +36,7 @@ def captured(folder: Path, mode: str) -> Manifest:
 def test_a_trace_that_the_users_profiler_cut_is_partial(tmp_path: Path) -> None:
     manifest = captured(tmp_path, "continuous")
     (line,) = manifest.problems()
-    assert "torch trace: partial: other code started torch.profiler" in line
+    assert "torch trace: partial: " in line
     assert run(["ls", str(tmp_path)]) == 3
 
 
@@ -44,4 +44,4 @@ def test_stages_before_and_behind_the_users_profiler_are_recorded_in_discrete_mo
     manifest = captured(tmp_path, "discrete")
     (item,) = [item for part in manifest.processes for item in part.expected if item.kind == "trace"]
     assert (item.state, len(item.artifacts)) == ("partial", 2)
-    assert "a torch.profiler session that is not stepscope's is open" in str(item.reason)
+    assert "not stepscope's" in str(item.reason)

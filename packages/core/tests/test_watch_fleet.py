@@ -84,8 +84,8 @@ def test_the_view_of_many_gpus_has_a_line_for_each_figure(
     write_run(tmp_path, hosts=16, replicas=32)
     assert run(["watch", str(tmp_path), "--once", "--every", "0.3"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "128 devices, over 10 s, at the end of step 5" in text
-    assert "32 engines, over 10 s, at the end of step 5" in text
+    assert "128 devices, over 10 s, " in text
+    assert "32 engines, over 10 s, " in text
     assert "GPU 7 of node-015" in text
     assert "GPU 3 of node-004" not in text
     assert "127 GB" in text
@@ -130,6 +130,7 @@ def _recorder_ends() -> Iterator[None]:
     baseline._loops.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_recorder_ends")
 def test_a_run_that_goes_on_answers_with_its_counters(tmp_path: Path) -> None:
     write_run(tmp_path, hosts=2, replicas=3)

@@ -53,7 +53,7 @@ def ends(pid: int, within_s: float) -> bool:
 
 @pytest.mark.skipif(find_spec("torch_npu") is not None, reason="torch_npu is installed here")
 def test_where_there_is_no_torch_npu_it_says_so(recording: Path) -> None:
-    with pytest.raises(BackendError, match=r"wrote no timeline.*No module named 'torch_npu'"):
+    with pytest.raises(BackendError, match=r"no timeline.* 'torch_npu'"):
         analyse(recording, timeout_s=60)
 
 
@@ -104,7 +104,7 @@ def test_half_a_timeline_of_an_analysis_that_was_ended_does_not_count(
         raise subprocess.TimeoutExpired("analyse", timeout)
 
     monkeypatch.setattr(subprocess.Popen, "communicate", too_late)
-    with pytest.raises(BackendError, match=r"took longer than 3 s.*--timeout"):
+    with pytest.raises(BackendError, match=r"than 3 s.*--timeout"):
         analyse(recording, timeout_s=3)
     assert NpuAnalyser().waiting(recording.parent) == [recording]
 
@@ -171,10 +171,11 @@ def test_an_adviser_that_fails_costs_its_advice_alone_and_is_said(
     recording: Path, adviser: Callable[[str], None]
 ) -> None:
     adviser("Path(sys.argv[-1]).mkdir(); sys.exit(3)")
-    assert advise(recording, 60) == ["msprof-analyze exited with 3, wrote nothing"]
+    assert "exited with 3" in advise(recording, 60)[0]
     assert not (recording / "msprof_analyze").exists()
 
 
+@pytest.mark.slow
 def test_an_adviser_that_does_not_end_is_ended(recording: Path, adviser: Callable[[str], None]) -> None:
     adviser("import threading; threading.Event().wait()")
-    assert advise(recording, 1) == ["msprof-analyze took too long"]
+    assert "too long" in advise(recording, 1)[0]

@@ -60,6 +60,7 @@ def test_a_whole_step_is_merged(whole: Path, tmp_path: Path) -> None:
     assert merged.problems == ()
 
 
+@pytest.mark.slow
 @given(random=st.randoms(use_true_random=False))
 @settings(max_examples=FOLDERS)
 def test_a_damaged_recording_ends_no_merge(whole: Path, random: Random) -> None:

@@ -29,19 +29,17 @@ def test_a_whole_recording_lacks_nothing(folder: Path) -> None:
 def test_without_device_data_it_is_whole_where_none_was_asked_for(folder: Path) -> None:
     (folder / "PROF_000001_1_X").rmdir()
     assert _disk.look(folder.parent, records_device=False) == (folder, None, None)
-    assert "no device data (no PROF_* folder)" in str(_disk.look(folder.parent, records_device=True).lacking)
+    assert "no device data" in str(_disk.look(folder.parent, records_device=True).lacking)
 
 
 def test_what_the_calls_raised_is_said_of_a_recording_that_looks_whole(folder: Path) -> None:
     recording = _disk.look(folder.parent, records_device=True, errors=["stop: 100000", "finalize: 7"])
-    assert recording.lacking == "torch_npu failed along the way. Its errors: stop: 100000; finalize: 7."
+    assert "stop: 100000; finalize: 7." in str(recording.lacking)
 
 
 def test_without_its_information_it_is_none(folder: Path) -> None:
     (folder / "profiler_info_0.json").unlink()
-    assert "did not finish it: no profiler_info.json" in str(
-        _disk.look(folder.parent, records_device=True).failed
-    )
+    assert "no profiler_info.json" in str(_disk.look(folder.parent, records_device=True).failed)
 
 
 def test_empty_files_are_no_data(folder: Path) -> None:

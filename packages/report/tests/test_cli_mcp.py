@@ -55,7 +55,7 @@ def test_a_stage_is_explained(root: Path) -> None:
     assert (calls["role"], calls["calls"], calls["max_ns"]) == ("env", 24, 1_500_000_000)
     assert answer["share"][0]["wall_ns"] > 0
     assert answer["advice"][0]["rule"] == "slow-tools"
-    with pytest.raises(RecordError, match=r"no stage 'tol'; it has: .*env tool"):
+    with pytest.raises(RecordError, match=r"'tol'; .*env tool"):
         Tools(root).explain_stage("slow", "tol")
 
 
@@ -93,13 +93,13 @@ def test_two_runs_are_compared(root: Path) -> None:
 def test_traces_of_others_have_a_brief_alone(root: Path) -> None:
     write_trace(root / "traces" / "rank0.json", [kernel("gemm", 0, 100)])
     assert "gemm (compute)" in Tools(root).brief("traces")
-    with pytest.raises(RecordError, match="ask for its `brief`"):
+    with pytest.raises(RecordError, match="`brief`"):
         Tools(root).query_spans("traces")
 
 
 @pytest.mark.parametrize("path", ["..", "/etc", "sub/../../x"])
 def test_nothing_outside_of_the_folder_is_read(root: Path, path: str) -> None:
-    with pytest.raises(RecordError, match="which is all that this server reads"):
+    with pytest.raises(RecordError, match="this server reads"):
         Tools(root).brief(path)
 
 

@@ -47,6 +47,7 @@ def series(collectives: dict[Kind, Series | Refused]) -> Series:
     return one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gloo, nccl])
 @pytest.mark.parametrize("indent", [None, 2], ids=["one line", "indented"])
 @pytest.mark.parametrize("seed", range(3))
@@ -109,7 +110,7 @@ def test_sizes_that_differ_are_no_match(tmp_path: Path) -> None:
     one = series(read(tmp_path / "a.json.gz", [nccl("allreduce", 0), nccl("allreduce", 50)]))
     sizes = [nccl("allreduce", 0), nccl("allreduce", 50, **{"In msg nelems": 6})]
     other = series(read(tmp_path / "b.json.gz", sizes))
-    assert match(one, other) == "sizes differ, so that they are not the same ones"
+    assert str(match(one, other)).startswith("sizes differ")
 
 
 def test_all_windows_of_a_process_count_as_one(tmp_path: Path) -> None:

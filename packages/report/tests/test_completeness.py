@@ -146,7 +146,7 @@ def test_every_command_says_that_a_whole_step_is_complete(
     assert not answers.merged["problems"]
     assert not answers.merged["incomplete"]
     for text in (answers.report, answers.brief):
-        assert "Complete: nothing is missing" in text
+        assert "Complete: " in text
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -183,7 +183,7 @@ def test_what_only_a_reader_of_traces_sees_is_told_by_those(
     assert trace.stat().st_size > size
     answers = Answers(step, capsys)
     assert {name.partition(" ")[0] for name, code in answers.exits.items() if code} == {"report", "merge"}
-    assert "Complete: nothing is missing" not in answers.report + answers.brief
+    assert "Complete: " not in answers.report + answers.brief
     assert "stepscope ls" not in answers.brief
 
 

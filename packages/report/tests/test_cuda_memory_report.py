@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -192,10 +193,9 @@ def test_the_tables_and_the_page_show_it(tmp_path: Path) -> None:
     Console(file=out, width=200).print(render(step))
     page = render_step(load_step(folder.layout.root), step)
     for output in (out.getvalue(), page):
-        assert "CUDA memory at its highest" in output
-        assert "Held then: actor 0 cuda:0, at an out-of-memory error" in output
-        assert "CUDA was out of memory when it was asked for 900 MB" in output
-        assert "The history was full" in output
+        assert re.search("Held then: actor 0 cuda:0, .*out-of-memory", output)
+        assert re.search("out of memory .* 900 MB", output)
+        assert "history was full" in output
         assert "train/forward.py:41 forward" in output
         assert "before the recording" in output
 

@@ -17,6 +17,7 @@ async def test_it_computes_in_another_process() -> None:
         assert calculator.pid != os.getpid()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expression", ["", "8+", "8*5", "-3+5", "8+5+1", "__import__('os')", "८+५"])
 async def test_what_is_no_expression_is_refused(expression: str) -> None:
     async with Calculator() as calculator:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def rows_of(config: Path | None = None) -> dict[str, Row]:
 
 
 def test_a_red_row_without_a_fix_is_no_row() -> None:
-    with pytest.raises(ValueError, match="the red row 'disk' needs a fix"):
+    with pytest.raises(ValueError, match="'disk' needs"):
         Row(subject="disk", state="red", found="full")
 
 
@@ -70,7 +71,7 @@ def test_without_torch_it_runs_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(libraries, "find_spec", lambda name: None if name == "torch" else spec(name))
     row = rows_of()["torch"]
     assert (row.state, row.fix) == ("absent", None)
-    assert "not installed in this environment" in row.found
+    assert "not installed" in row.found
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_its_exit_code_and_its_json_agree(capsys: pytest.CaptureFixture[str], tm
     rows = json.loads(capsys.readouterr().out)["rows"]
     (row,) = [row for row in rows if row["state"] == "red"]
     assert row["subject"] == "configuration"
-    assert "mode is 'sometimes'; allowed:" in row["found"]
+    assert "mode is 'sometimes'" in row["found"]
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -155,7 +156,7 @@ def test_a_torch_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(subprocess, "run", hang)
-    with pytest.raises(torch_probe.ProbeError, match="no answer within 120 s"):
+    with pytest.raises(torch_probe.ProbeError, match="within 120 s"):
         torch_probe.ask()
 
 
@@ -189,7 +190,7 @@ def test_a_cuda_build_without_a_device_is_noted(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_injection_library_that_is_gone_is_red() -> None:
     (row,) = libraries.recorded_from_outside({"NVTX_INJECTION64_PATH": "/opt/gone.so"})
-    assert (row.state, row.found) == ("red", "/opt/gone.so is not there")
+    assert (row.state, "/opt/gone.so" in row.found) == ("red", True)
 
 
 def test_nsys_is_needed_only_by_its_tool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +205,7 @@ def test_an_nsys_on_path_is_asked_for_its_version(tmp_path: Path, monkeypatch: p
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     row = libraries.nsys("nsys")
-    assert (row.state, row.found) == ("green", f"NVIDIA Nsight Systems version 2026.2.1, {program}")
+    assert (row.state, "version 2026.2.1, " in row.found, str(program) in row.found) == ("green", True, True)
 
 
 @pytest.mark.parametrize(("level", "user", "states"), [("2", 1000, []), ("4", 1000, ["amber"]), ("4", 0, [])])
@@ -258,7 +259,7 @@ def test_an_adapter_that_cannot_be_loaded_is_red(tmp_path: Path, monkeypatch: py
     point = adapter_in(tmp_path, monkeypatch, "nowhere_at_all:factory")
     monkeypatch.setattr(engines, "entry_points", lambda group: [point])
     row = next(row for row in engines.engines() if row.subject == "mine")
-    assert (row.state, row.fix) == ("red", "install the package that brings nowhere_at_all:factory again")
+    assert (row.state, "nowhere_at_all:factory" in str(row.fix)) == ("red", True)
 
 
 class EngineOfMine:
@@ -314,7 +315,7 @@ def test_shm_that_is_missing_or_closed_has_a_fix(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(machine, "SHARED_MEMORY", str(tmp_path))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     closed = machine.shared_memory()
-    assert (closed.state, closed.found) == ("red", "this user cannot write there")
+    assert (closed.state, "cannot write" in closed.found) == ("red", True)
 
 
 def test_what_python_prints_beside_torchs_answer_is_not_taken_for_it(
@@ -398,6 +399,7 @@ def surroundings(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @given(around=surroundings())
 @settings(max_examples=20 if settings().max_examples == 100 else settings().max_examples)
 def test_no_surroundings_end_it_and_each_trouble_has_a_fix(around: dict[str, Any]) -> None:
@@ -492,10 +494,10 @@ def test_the_clock_of_a_node_is_measured() -> None:
     summary, node = cluster.nodes("auto")
     assert (summary.state, summary.found) == ("green", "1 node(s) at auto")
     assert node.state == "green"
-    assert "ms against this one, within" in node.found
+    assert re.search(r"clock [+-]\d+\.\d+ ms .* within \d", node.found)
 
 
 def test_a_clock_that_is_far_off_is_noted_with_its_uncertainty() -> None:
     row = cluster._clock("node a", (11_560_000_000, 200_000))
     assert row.state == "amber"
-    assert "clock +11560.000 ms against this one, within 0.200 ms" in row.found
+    assert re.search(r"clock \+11560\.000 ms .* 0\.200 ms", row.found)

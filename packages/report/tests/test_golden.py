@@ -25,6 +25,7 @@ def _golden() -> ModuleType:
 golden = _golden()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", golden.steps())
 def test_merge_and_report_say_what_they_said(name: str) -> None:
     expected = json.loads(golden.expected_path(name).read_text())

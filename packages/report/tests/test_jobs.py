@@ -51,6 +51,7 @@ def loud(word: str) -> str:
     return word
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", golden.steps())
 def test_a_recorded_step_is_read_the_same_in_two_processes(name: str, two: Executor) -> None:
     path = golden.steps()[name]
@@ -62,6 +63,7 @@ def test_a_recorded_step_is_read_the_same_in_two_processes(name: str, two: Execu
     assert together == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [die_elsewhere, no_memory_elsewhere])
 def test_what_a_child_cannot_do_this_process_does(two: Executor, function: Callable[[int], object]) -> None:
     parts = [os.getpid()] * 4
@@ -74,6 +76,7 @@ def test_an_error_in_a_child_is_the_callers(two: Executor) -> None:
     assert (raised.value.errno, raised.value.filename) == (28, "trace.json")
 
 
+@pytest.mark.slow
 def test_what_a_reader_prints_is_not_among_the_commands_output(
     two: Executor, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +96,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(WAITS)

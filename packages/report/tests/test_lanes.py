@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ def forests(draw: st.DrawFn) -> list[Interval]:
     return made
 
 
+@pytest.mark.slow
 @given(forests())
 def test_in_a_lane_intervals_nest_or_are_apart(intervals: list[Interval]) -> None:
     lanes = pack(intervals)

@@ -401,9 +401,8 @@ def test_roles_and_ranks_narrow_it_and_what_is_left_out_is_said(tmp_path: Path) 
     assert shown(roles=("act*",)) == {"update", "gemm"}
     assert shown(roles=("reward",)) == {"score"}
     assert shown(ranks=(range(1, 2),)) == {"rollout", "score"}
-    assert merge_step(path, selection=Selection(ranks=(range(1, 2),))).left_out == (
-        "traces/actor/t.json: of another role or rank",
-    )
+    (other,) = merge_step(path, selection=Selection(ranks=(range(1, 2),))).left_out
+    assert other.startswith("traces/actor/t.json: ")
 
 
 def test_from_and_to_keep_what_overlaps(tmp_path: Path) -> None:
@@ -420,12 +419,12 @@ def test_from_and_to_keep_what_overlaps(tmp_path: Path) -> None:
     path = folder.write()
     merged = merge_step(path, selection=Selection(from_ms=10, to_ms=20))
     assert {event["name"] for event in events_of(path, "X")} == {"into", "inside", "long", "k"}
-    assert merged.left_out == (
-        "2 spans outside the selected time",
-        "traces/actor/t.json: 2 events outside the selected time",
-    )
+    spans, traces = merged.left_out
+    assert spans.startswith("2 spans outside ")
+    assert traces.startswith("traces/actor/t.json: 2 events outside ")
 
 
+@pytest.mark.slow
 def test_a_limit_on_size_is_kept_and_every_file_gets_its_share(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     folder.process("trainer", owner=True).span("step", 0, MS)
@@ -453,7 +452,9 @@ def test_what_nobody_reads_is_named_and_is_no_defect(tmp_path: Path) -> None:
     folder, _, actor = two(tmp_path)
     trace(folder, actor, b"pickle", name="memory.pickle")
     merged = merge_step(folder.write())
-    assert merged.left_out == ("traces/actor/memory.pickle: nothing here reads torch_trace",)
+    (what,) = merged.left_out
+    assert what.startswith("traces/actor/memory.pickle: ")
+    assert what.endswith(" torch_trace")
     assert merged.problems == ()
 
 
@@ -495,6 +496,7 @@ def test_a_disk_that_is_full_is_said_and_leaves_nothing(
     assert not list(path.glob(".timeline*"))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     folder, _, actor = two(tmp_path)
     block = b",\n".join(msgspec.json.encode(kernel("aten::mm", at * 1000)) for at in range(10_000))
@@ -522,6 +524,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     assert grown_kb < 64_000
 
 
+@pytest.mark.slow
 def test_a_merge_takes_little_more_memory_than_the_spans_it_reads(tmp_path: Path) -> None:
     """A merge once held the events of a whole row: more than the spans themselves."""
     folder, driver, _ = two(tmp_path)

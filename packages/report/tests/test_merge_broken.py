@@ -83,6 +83,7 @@ def test_what_can_be_read_is_used_and_the_rest_is_counted(tmp_path: Path, case: 
     assert read(tmp_path / "t.json", content) == (names, notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["cut", "checksum", "garbage behind", "garbage inside"])
 def test_a_damaged_gzip_gives_what_was_whole(tmp_path: Path, case: str) -> None:
     random_names = random.Random(1)
@@ -176,6 +177,7 @@ def test_an_event_larger_than_a_block_is_read(tmp_path: Path) -> None:
     assert ([len(name) for name in names], notes) == ([2, 3 * BLOCK + 1, 2], {})
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 60), max_size=30), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_however_the_text_is_cut_into_blocks_the_elements_are_the_same(
     cuts: list[int], damage: int, chance: random.Random
@@ -246,6 +248,7 @@ COSTLY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COSTLY)
 def test_damaged_text_is_looked_at_a_limited_number_of_times(
     case: str, monkeypatch: pytest.MonkeyPatch
@@ -289,7 +292,7 @@ def test_gzip_that_inflates_without_measure_is_left(tmp_path: Path, monkeypatch:
     bomb = gzip.compress((HEAD + event(0) + ",").encode() + b" " * (20 << 20) + (event(1) + "]}").encode(), 9)
     names, notes = read(tmp_path / "t.json.gz", bomb)
     assert names == first(1)
-    assert any("inflates to over 250 times" in what for what in notes)
+    assert any("over 250 times" in what for what in notes)
 
 
 @given(st.binary(max_size=300))

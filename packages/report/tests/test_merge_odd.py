@@ -142,7 +142,8 @@ def test_a_trace_without_a_sidecar_is_shown_by_what_it_says_itself(tmp_path: Pat
     result, events = merged(folder)
     assert len(events) == 1
     assert [(row.name, row.rank, row.alignment) for row in result.rows] == [("actor 3", 3, "same host")]
-    assert list(problems(result)) == ["no sidecar: nothing says which process wrote it"]
+    (what,) = problems(result)
+    assert what.startswith("no sidecar: ")
 
 
 @pytest.mark.parametrize("since_us", [0, 5_000_000, AT_US - 9 * 86_400_000_000])

@@ -154,6 +154,7 @@ def canonical(event: Event) -> Event:
     return {**event, "ts": Decimal(event["ts"])} if "ts" in event else event
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(traces(), st.sampled_from(SHIFTS), st.sampled_from([None, None, 0, 12_345]))
 def test_both_ways_to_rewrite_give_the_same_events(
@@ -213,6 +214,7 @@ def test_what_looks_like_a_field_in_names_and_arguments_stays() -> None:
         assert (events_out[-1]["pid"], len(events_out)) == (4242, 4)
 
 
+@pytest.mark.slow
 def test_a_plan_is_not_carried_over_to_events_that_it_does_not_fit() -> None:
     """Each of these stands in a batch of its own behind one that was learned from."""
     odd: list[Event] = [

@@ -22,6 +22,7 @@ pieces = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [template.split, bytes.split], ids=["installed", "bytes.split"])
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(between=st.lists(pieces, max_size=12), old=pieces.filter(len), new=few)

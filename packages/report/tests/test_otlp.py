@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -116,7 +117,7 @@ def test_spans_without_a_host_say_that_their_clock_is_assumed(step: Step) -> Non
     clock = timeline.processes[1].clock
     assert (clock.alignment, clock.uncertainty_ns) == ("assumed", None)
     assert clock.note is not None
-    assert "taken to be the owner's" in clock.note
+    assert "the owner's" in clock.note
 
 
 def test_spans_of_a_host_of_the_step_are_moved_by_its_offset(step: Step) -> None:
@@ -203,7 +204,7 @@ def test_a_file_that_is_no_otlp_says_so(tmp_path: Path, content: bytes, what: st
 def test_a_file_of_another_kind_in_the_folder_is_named(step: Step) -> None:
     timeline = load_step(step.write(name="spans.pb"))
     (problem,) = timeline.problems
-    assert problem.what == "not read: its name ends in '.pb'; allowed: .json, .jsonl"
+    assert re.search(r"'\.pb'; allowed: \.json, \.jsonl", problem.what)
 
 
 def read(path: Path) -> OtlpFile:
@@ -221,7 +222,9 @@ def test_a_document_over_many_lines_gives_the_same_spans(tmp_path: Path) -> None
 def test_names_of_protobuf_are_refused_with_what_lacks(tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"resource_spans": []}))
-    assert list(read(path).problems) == ["resourceSpans is missing among 'resource_spans'"]
+    (what,) = read(path).problems
+    assert what.startswith("resourceSpans is missing ")
+    assert "'resource_spans'" in what
 
 
 # A real file of vLLM's.

@@ -22,6 +22,8 @@ from stepscope.files.layout import RunLayout
 from stepscope_report.sections.breakdown import Breakdown, step_breakdown
 from stepscope_report.timeline import load_step
 
+pytestmark = pytest.mark.slow
+
 MS = 1_000_000
 BODY_S = 0.05
 SLOW_S = 0.02

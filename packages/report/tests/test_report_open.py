@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -28,15 +29,15 @@ def test_a_run_has_its_steps_by_number(tmp_path: Path) -> None:
     assert [report.step for report in run.report()] == [2, 4]
     assert run[4].folder == tmp_path / "step_000004"
     assert "steps 2, 4" in repr(run)
-    with pytest.raises(KeyError, match="no step 3 was captured; captured: 2, 4"):
+    with pytest.raises(KeyError, match=r"step 3 .*captured: 2, 4"):
         run[3]
 
 
 def test_a_notebook_shows_the_brief(tmp_path: Path) -> None:
     run = open_run(tmp_path)
-    assert "<b>Step 2 of run run1" in run._repr_html_()
-    assert "<b>Step 4 of run run1" in run[4]._repr_html_()
-    assert "The longest of 2 captured steps" in run.brief()
+    assert "<b>Step 2 of" in run._repr_html_()
+    assert "<b>Step 4 of" in run[4]._repr_html_()
+    assert "longest of 2" in run.brief()
     assert run[4].brief(markdown=True).startswith("## Step 4")
 
 
@@ -45,7 +46,7 @@ def test_a_table_is_a_list_of_dicts(tmp_path: Path) -> None:
     (row,) = run[2].table("stages")
     assert (row["role"], row["stage"], row["total_ns"]) == ("agent_loop", "rollout", 8_000_000)
     assert [row["step"] for row in run.table("stages")] == [2, 4]
-    with pytest.raises(ValueError, match="table is 'stage'; use one of advice, breakdown, stages"):
+    with pytest.raises(ValueError, match=r"'stage'; .*, breakdown, stages"):
         run[2].table("stage")
 
 
@@ -100,10 +101,10 @@ def test_traces_of_others_open_too(tmp_path: Path) -> None:
     }  # fmt: skip
     assert {name for name in traces.tables if traces.table(name)} >= {"operators", "devices", "traces"}
     assert traces.report().traces is not None
-    assert "gemm (compute): 800 us in 2 calls" in traces.brief()
+    assert re.search(r"gemm \(compute\): 800 us .*2 calls", traces.brief())
     assert f"Traces in {tmp_path.name}" in traces._repr_html_()
     assert stepscope.open(tmp_path / "rank0.pt.trace.json").brief(markdown=True).startswith("## Traces in")
-    with pytest.raises(ValueError, match="table is 'spans'; use one of operators, devices"):
+    with pytest.raises(ValueError, match=r"'spans'; .* operators, devices"):
         traces.table("spans")
 
 
@@ -118,7 +119,7 @@ def test_the_brief_of_many_traces_stays_short(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="holds no captured step"):
+    with pytest.raises(RecordError, match="no captured step"):
         stepscope.open(tmp_path)
-    with pytest.raises(RecordError, match="absent does not exist"):
+    with pytest.raises(RecordError, match="does not exist"):
         stepscope.open(tmp_path / "absent")

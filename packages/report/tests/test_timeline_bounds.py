@@ -139,6 +139,7 @@ patterns = st.sampled_from(["start", "end", "both"])
 skews = st.integers(-86_400 * S, 86_400 * S)
 
 
+@pytest.mark.slow
 @given(
     ppms,
     ppms,

@@ -263,7 +263,7 @@ def test_a_sample_that_collectives_contradict_is_kept_and_it_is_said(
     step.driver.measures(step.ranks[2], 0, uncertainty_ns=MS, error_ns=300 * MS)
     clock = step.clock()
     assert (clock.alignment, clock.offset_ns) == ("measured", 11_860 * MS)
-    assert "contradict the clock samples" in (clock.note or "")
+    assert "contradict" in (clock.note or "")
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_of_several_groups_unnamed_collectives_are_not_matched(tmp_path: Path, r
     traces = [trace.replace(b'"pg_config": [', more) for trace in recorded]
     clock = Step(tmp_path, traces, 5 * MS).clock()
     assert clock.alignment == "unaligned"
-    assert "of which process group" in (clock.note or "")
+    assert "process group" in (clock.note or "")
 
 
 def test_on_one_host_no_trace_is_searched(

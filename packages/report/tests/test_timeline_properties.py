@@ -5,6 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 
 import msgspec
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ DAY = 86_400 * S
 UNIX = 1_750_000_000 * S
 
 
+@pytest.mark.slow
 @given(
     skew_ns=st.integers(-DAY, DAY),
     ppm=st.integers(-200, 200),
@@ -78,6 +80,7 @@ reach = st.integers(-(10**10), 10**10)
 bounds = st.lists(st.tuples(st.floats(-0.5, 1.5), st.integers(0, 10**7), st.integers(0, 10**7)), max_size=40)
 
 
+@pytest.mark.slow
 @given(first_ns=reach, change_ns=st.integers(-(10**6), 10**6), bounds=bounds)
 def test_no_line_that_fits_its_bounds_is_cut_off(
     first_ns: int, change_ns: int, bounds: list[tuple[float, int, int]]
@@ -128,6 +131,7 @@ ids = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 5), ids), unique=True, max_size=60))
 def test_different_ids_of_any_files_stay_different_and_exact(ids: list[tuple[int, bytes]]) -> None:
     files = {number: FlowIds(number, 5) for number, _ in ids}

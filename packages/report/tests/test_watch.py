@@ -40,6 +40,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_it_shows_the_step_that_runs_and_the_trajectories_in_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,9 +79,9 @@ def test_a_run_that_has_ended_shows_its_steps(tmp_path: Path, capsys: pytest.Cap
     assert recorder.drain(20)
     standing.stop()
     assert run(["watch", str(tmp_path), "--once", "--every", "0.3"]) == 0
-    assert "No process answers: the run has ended, or hangs in C. 3 steps so far" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    text = " ".join(capsys.readouterr().out.split())
+    assert "No process answers" in text
+    assert "3 steps" in text
 
 
 def test_a_run_without_lines_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +100,7 @@ def test_the_last_steps_tokens_are_shown_per_second(
         b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
     )
     assert run(["watch", str(tmp_path), "--once", "--every", "0.3"]) == 0
-    assert "tokens/s of the last step: rollout 2, train 750" in capsys.readouterr().out
+    assert "rollout 2, train 750" in capsys.readouterr().out
 
 
 def test_only_the_last_steps_count() -> None:

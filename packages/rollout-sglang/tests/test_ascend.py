@@ -23,5 +23,5 @@ def test_an_engine_on_an_npu_is_refused_with_the_tool_that_records_it() -> None:
         disaggregation=None,
         metrics=False,
     )
-    with pytest.raises(EngineError, match=r"folders of the Ascend profiler.*with the tool npu"):
+    with pytest.raises(EngineError, match="the tool npu"):
         check_facts(facts)

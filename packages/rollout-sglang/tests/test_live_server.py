@@ -13,6 +13,7 @@ def words(port: int) -> list[str]:
     return [str(port), "--bind", "127.0.0.1"]
 
 
+@pytest.mark.slow
 def test_a_server_whose_port_is_taken_meanwhile_gets_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,7 +142,7 @@ def test_what_a_version_lacks_is_an_error_that_names_the_one_that_has_it(
 
 
 def test_an_option_that_nobody_knows_is_an_error_that_lists_those_there_are() -> None:
-    with pytest.raises(EngineError, match="extra can hold: activities, detailed_annotations, profile_prefix"):
+    with pytest.raises(EngineError, match="activities, detailed_annotations, profile_prefix"):
         told(an_engine(), extra={"depth": 3})
 
 
@@ -180,7 +180,7 @@ def test_a_decode_server_tells_stages_apart_from_0_5_21_on(version: str, can: bo
 def test_stages_that_end_in_a_scope_take_the_plugin(version: str, can: bool) -> None:
     plan = told(an_engine(version), plugin=False, by_stage=True)
     assert plan.by_stage is can
-    assert ("writes into freed memory" in plan.ignored.get("by_stage", "")) is not can
+    assert ("freed memory" in plan.ignored.get("by_stage", "")) is not can
     assert told(an_engine(version), plugin=True, by_stage=True).by_stage
 
 
@@ -196,7 +196,7 @@ def test_stages_of_a_pipeline_take_the_plugin(version: str, fix: str) -> None:
     """Versions before 0.5.11 load none."""
     facts = an_engine(version, pp_size=2)
     refused = told(facts, plugin=False, by_stage=True)
-    assert "a pipeline rank's sends are under way" in refused.ignored["by_stage"]
+    assert "sends are under" in refused.ignored["by_stage"]
     assert fix in refused.ignored["by_stage"]
     assert told(facts, plugin=True, by_stage=True).by_stage
 
@@ -212,13 +212,13 @@ def test_an_older_plugin_is_to_be_upgraded_and_not_installed(shown: dict[str, ob
         rf"{own_version()}\. Fix: install the same"
     )
     assert re.search(upgrade, reason)
-    assert "have not loaded it" not in reason
+    assert "not loaded" not in reason
 
 
 def test_no_mode_of_the_second_profiler_is_begun() -> None:
     capture = a_capture(Path("/p"))
     for by_stage in (False, True):
-        with pytest.raises(EngineError, match=r"SGLANG_PROFILE_V2 is set: .*Fix: unset it where the engine"):
+        with pytest.raises(EngineError, match="SGLANG_PROFILE_V2 is set: "):
             plan(msgspec.structs.replace(capture, by_stage=by_stage), an_engine(), [{PROFILE_V2: True}])
 
 
@@ -227,7 +227,7 @@ def test_no_mode_of_the_second_profiler_is_begun() -> None:
 )
 def test_rpd_takes_its_library_where_the_engine_runs(has: bool | None, message: str) -> None:
     facts = msgspec.structs.replace(an_engine(), rpd=has)
-    with pytest.raises(EngineError, match=rf"RPD kills an engine without rpdTracerControl: .*{message}"):
+    with pytest.raises(EngineError, match=f"rpdTracerControl: .*{message}"):
         told(facts, extra={"activities": "RPD"})
     has_it = msgspec.structs.replace(facts, rpd=True)
     assert told(has_it, extra={"activities": "RPD"}).request["activities"] == ["CPU", "GPU", "RPD"]
@@ -240,13 +240,13 @@ def test_a_version_without_merging_says_which_has_it() -> None:
 def test_switches_of_the_environment_are_known() -> None:
     facts = msgspec.structs.replace(an_engine(), forced_off=frozenset({"SGLANG_PROFILE_WITH_STACK"}))
     plan = told(facts, with_stack=True, record_shapes=True)
-    assert plan.ignored == {"with_stack": "SGLANG_PROFILE_WITH_STACK is off for this engine"}
+    assert list(plan.ignored) == ["with_stack"]
     assert (plan.request["with_stack"], plan.request["record_shapes"]) == (False, True)
 
 
 @pytest.mark.parametrize("activity", ["xpu", "mtia", "hpu", "privateuse1"])
 def test_an_activity_alone_that_the_engine_lacks_is_an_error(activity: str) -> None:
-    with pytest.raises(EngineError, match=r"would record nothing, or die.*Fix: torch.activities: \[cpu\]"):
+    with pytest.raises(EngineError, match=r"Fix: torch\.activities: \[cpu\]"):
         told(an_engine(), activities=(activity,))
 
 

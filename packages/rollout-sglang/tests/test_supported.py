@@ -14,9 +14,9 @@ def test_an_engine_above_the_range_is_warned_of(caplog: pytest.LogCaptureFixture
     supported._warn.cache_clear()
     _versions.check("99.0.0")
     (record,) = caplog.records
-    assert f"sglang 99.0.0 is newer than {supported_by(_versions.ADAPTER)}" in record.getMessage()
+    assert f"newer than {supported_by(_versions.ADAPTER)}" in record.getMessage()
 
 
 def test_an_engine_below_the_range_is_refused() -> None:
-    with pytest.raises(EngineError, match=r"sglang 0\.0\.1 is too old.*Fix: pip install 'sglang>="):
+    with pytest.raises(EngineError, match="pip install 'sglang>="):
         _versions.check("0.0.1")

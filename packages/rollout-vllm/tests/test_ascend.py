@@ -73,7 +73,7 @@ def test_what_vllm_ascend_hard_codes_is_reported_where_it_is_installed(
         assert "Level1" in unable["npu.level"]
         assert "Fix: stepscope analyse" in unable["npu.export"]
         assert "msprof_tx=False" in unable["npu.markers"]
-        assert "rows of whoever calls the engine" in unable["npu.markers"]
+        assert "whoever calls" in unable["npu.markers"]
 
 
 def test_a_check_says_what_no_capture_will_have_once(
@@ -84,7 +84,7 @@ def test_a_check_says_what_no_capture_will_have_once(
     for _ in range(2):
         assert list(ascend_profiler.check({}, {})) == ["npu.level", "npu.export", "npu.markers"]
     [record] = caplog.records
-    assert "vllm-ascend 0.30.0 records at Level1" in record.message
+    assert "records at Level1" in record.message
     assert "record_request" in record.message
 
 
@@ -129,11 +129,11 @@ def test_the_code_of_vllm_ascend_is_read_once_and_not_on_the_event_loop(
     tmp_path: Path, readers: list[threading.Thread]
 ) -> None:
     profiler = object.__new__(VllmProfiler)
-    calls = SimpleNamespace(dead=lambda: "the engine is dead")
+    calls = SimpleNamespace(dead=lambda: "engine is dead")
     engine = SimpleNamespace(version="0.32.0", dialect=None, calls=calls)
     profiler._target = engine  # type: ignore[assignment]  # as much of one as is asked here
     for _ in range(2):
-        with pytest.raises(EngineError, match="the engine is dead"):
+        with pytest.raises(EngineError, match="engine is dead"):
             asyncio.run(profiler.start(a_capture(tmp_path)))
         assert ascend_profiler.installed() is NEWEST
     [reader] = readers
@@ -234,8 +234,8 @@ def test_what_a_servers_recordings_say_of_themselves_is_reported(tmp_path: Path)
     """Of a server nothing else tells that it is vllm-ascend's, or with what it records."""
     capture = a_capture(tmp_path, record_shapes=True, with_stack=True)
     for artifact in captured(Desk(), Ascend(tmp_path / "engine"), capture):
-        assert artifact.ignored["record_shapes"] == "vllm-ascend records none and has no setting for it"
-        assert artifact.ignored["with_stack"] == "vllm-ascend records modules in its place"
+        assert "no setting" in artifact.ignored["record_shapes"]
+        assert "records modules" in artifact.ignored["with_stack"]
         assert "Level1" in artifact.ignored["npu.level"]
         assert "msprof_tx=False" in artifact.ignored["npu.markers"]
         folder = tmp_path / "step2" / artifact.path

@@ -45,7 +45,7 @@ def stopped(profiler: object) -> str | None:
 def test_a_frontend_that_does_not_stop_is_named_with_its_reason() -> None:
     reason = str(stopped(Frontend()))
     assert reason.startswith("the AsyncLLM's own profiler did not stop, so its trace is missing")
-    assert "No space left on device" in reason
+    assert "No space left" in reason
 
 
 def test_of_a_frontend_that_does_not_record_nothing_is_said() -> None:

@@ -66,12 +66,10 @@ def test_iterations_name_the_release_whose_start_takes_them(tmp_path: Path) -> N
 
 
 def test_an_option_of_a_later_release_is_refused_with_that_release(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"0\.31\.0 has no option 'profiler_kwargs'; vLLM 0\.33\.0 has it"):
+    with pytest.raises(EngineError, match=r"0\.31\.0 .*'profiler_kwargs'; .*0\.33\.0"):
         unable(tmp_path, extra={"profiler_kwargs": "x"})
 
 
 def test_an_option_of_no_release_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
-    with pytest.raises(
-        EngineError, match=r"no profiler option 'with_magic'; it has: .*torch_profiler_with_stack"
-    ):
+    with pytest.raises(EngineError, match=r"'with_magic'; .*torch_profiler_with_stack"):
         unable(tmp_path, extra={"with_magic": True})

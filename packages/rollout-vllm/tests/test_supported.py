@@ -14,9 +14,9 @@ def test_an_engine_above_the_range_is_warned_of(caplog: pytest.LogCaptureFixture
     supported._warn.cache_clear()
     _versions.expect_supported("99.0.0")
     (record,) = caplog.records
-    assert f"vllm 99.0.0 is newer than {supported_by(_versions.ADAPTER)}" in record.getMessage()
+    assert f"newer than {supported_by(_versions.ADAPTER)}" in record.getMessage()
 
 
 def test_an_engine_below_the_range_is_refused() -> None:
-    with pytest.raises(EngineError, match=r"vllm 0\.0\.1 is too old.*Fix: pip install 'vllm>="):
+    with pytest.raises(EngineError, match="pip install 'vllm>="):
         _versions.expect_supported("0.0.1")

@@ -156,7 +156,7 @@ def test_what_this_torch_npu_lacks_is_ignored_and_recorded_or_refused(make: Any)
     [artifact] = record(make())
     assert ("npu.domains_exclude" in artifact.ignored) == (FAMILY == "A")
     artifact.discard()
-    with pytest.raises(BackendError, match=r"npu\.extra names 'flux_capacitor'.*takes .*op_attr"):
+    with pytest.raises(BackendError, match=r"npu\.extra .*'flux_capacitor'.*op_attr"):
         make(extra={"flux_capacitor": True}).check()
 
 
@@ -166,7 +166,7 @@ def test_device_data_that_nobody_asked_for_is_recorded_for_the_markers_and_that_
     [forced], [asked] = record(make(contents=["cpu"])), record(make(contents=["memory"], markers=False))
     for artifact in (forced, asked):
         artifact.discard()
-    assert "without it torch_npu drops the markers" in forced.ignored["npu.contents"]
+    assert "drops the markers" in forced.ignored["npu.contents"]
     assert "npu.contents" not in asked.ignored
     started = [call for call in compiled.calls if call.startswith("_start_profiler")]
     assert [call.rpartition(", ")[2] for call in started] == ["CPU+NPU)", "CPU)"]
@@ -175,7 +175,7 @@ def test_device_data_that_nobody_asked_for_is_recorded_for_the_markers_and_that_
 def test_a_counter_that_this_torch_npu_has_not_is_refused_with_those_that_it_has(make: Any) -> None:
     backend = make(level="level1", aic_metrics="MemoryAccess")
     if FAMILY == "A":
-        with pytest.raises(BackendError, match=r"npu\.aic_metrics is 'MemoryAccess', but .* has .*MemoryUB"):
+        with pytest.raises(BackendError, match=r"npu\.aic_metrics is 'MemoryAccess'.*MemoryUB"):
             backend.check()
     else:
         backend.check()
@@ -191,7 +191,7 @@ def test_a_database_without_msprof_is_refused_by_the_oldest_and_left_to_the_anal
             msprof.write_text(f"#!/bin/sh\necho '{known}'\n")
             msprof.chmod(0o755)
         if FAMILY == "A":
-            with pytest.raises(BackendError, match=r"refuses npu\.export db.*Fix: put CANN's msprof on PATH"):
+            with pytest.raises(BackendError, match=r"npu\.export db.*msprof"):
                 make(export="db").check()
         else:
             make(export="db").check()
@@ -385,7 +385,7 @@ def test_a_capture_that_the_profiler_fails_goes_on(captured: Any, compiled: Comp
     block.result.wait()
     item = outcome(config, "npu trace")
     assert item.state == "failed"
-    assert "CANN 8 is not for this driver" in str(item.reason)
+    assert "this driver" in str(item.reason)
 
 
 def test_an_analysis_that_fails_leaves_the_recording_and_says_so(captured: Any) -> None:
@@ -397,7 +397,7 @@ def test_an_analysis_that_fails_leaves_the_recording_and_says_so(captured: Any) 
     assert item.state == "ok"
     [artifact] = item.artifacts
     assert "wrote no timeline" in artifact.ignored["npu.analysis"]
-    assert "No module named 'torch_npu'" in artifact.ignored["npu.analysis"]
+    assert "named 'torch_npu'" in artifact.ignored["npu.analysis"]
 
 
 # Failures that torch_npu swallows.
@@ -406,7 +406,7 @@ def test_an_analysis_that_fails_leaves_the_recording_and_says_so(captured: Any) 
 def test_a_start_that_fails_in_cpp_says_why(make: Any, compiled: Compiled) -> None:
     compiled.fails["_init_profiler"] = "aclprofInit: 100000"
     backend = make()
-    with pytest.raises(BackendError, match="did not start: init_profiler: aclprofInit: 100000"):
+    with pytest.raises(BackendError, match="init_profiler: aclprofInit: 100000"):
         backend.start(a_window())
     del backend
     gc.collect()  # a profile's destructor stops it once more, and writes into the working directory
@@ -419,7 +419,7 @@ def test_a_start_that_comes_to_no_call_at_all_is_an_error(make: Any, monkeypatch
         raise PermissionError("not writeable")  # which torch_npu prints and drops
 
     monkeypatch.setattr(ProfPathCreator(), "create_prof_dir", refuse)
-    with pytest.raises(BackendError, match="did not start: torch_npu made no recording"):
+    with pytest.raises(BackendError, match="made no recording"):
         make().start(a_window())
 
 
@@ -472,7 +472,7 @@ def test_a_finish_that_fails_in_cpp_does_not_keep_the_next_recording_out(
     backend = make()
     backend.start(a_window())
     compiled.fails["_finalize_profiler"] = "aclprofFinalize: 100000"
-    with pytest.raises(BackendError, match=r"did not finish it.*aclprofFinalize: 100000"):
+    with pytest.raises(BackendError, match=r"not finish it.*aclprofFinalize: 100000"):
         backend.stop()
     assert not list(tmp_path.rglob("*_ascend_pt"))
     compiled.fails.clear()
@@ -484,7 +484,7 @@ def test_a_recording_that_was_open_before_anything_of_ours_is_known_by_torch_npu
     from torch_npu.profiler._profiler_path_creator import ProfPathCreator
 
     ProfPathCreator().is_prof_inited = True
-    with pytest.raises(ProfilerBusyError, match=r"a torch_npu\.profiler recording that is not stepscope's"):
+    with pytest.raises(ProfilerBusyError, match="not stepscope's"):
         make().start(a_window())
     ProfPathCreator().is_prof_inited = False
 
@@ -507,7 +507,7 @@ def test_a_recording_of_others_is_known_without_torch_npus_own_mark_of_it(
     theirs = their_profile()
     theirs.start()
     ProfPathCreator().is_prof_inited = False  # as a recording that ends in between leaves it
-    with pytest.raises(ProfilerBusyError, match=r"a torch_npu\.profiler recording that is not stepscope's"):
+    with pytest.raises(ProfilerBusyError, match="not stepscope's"):
         make().start(a_window())
     theirs.stop()
 
@@ -519,7 +519,7 @@ def test_a_device_that_does_not_synchronize_does_not_keep_the_recording(
     backend.start(a_window())
     compiled.fails["synchronize"] = "the device is lost"
     [artifact] = backend.stop()
-    assert "the device did not synchronize: the device is lost" in str(artifact.lacking)
+    assert "not synchronize" in str(artifact.lacking)
     assert compiled.calls.count("_stop_profiler()") == compiled.calls.count("_finalize_profiler()") == 1
     compiled.fails.clear()
     written([artifact], tmp_path / "out")
@@ -532,7 +532,7 @@ def test_an_end_that_fails_in_every_part_of_it_leaves_the_process_free(make: Any
     compiled.fails = dict.fromkeys(
         ("synchronize", "_stop_profiler", "_finalize_profiler"), "the device is lost"
     )
-    with pytest.raises(BackendError, match="stop_profiler: the device is lost"):
+    with pytest.raises(BackendError, match="stop_profiler: the device"):
         backend.stop()
     compiled.fails.clear()
     [artifact] = record(make())
@@ -542,7 +542,7 @@ def test_an_end_that_fails_in_every_part_of_it_leaves_the_process_free(make: Any
 @pytest.fixture
 def no_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def look(*_: object, **__: object) -> None:
-        raise OSError("the disk is gone")
+        raise OSError("disk is gone")
 
     with monkeypatch.context() as patch:
         patch.setattr(_disk, "look", look)
@@ -553,7 +553,7 @@ def no_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_window_that_cannot_be_ended_says_so_and_leaves_the_process_free(make: Any) -> None:
     backend = make()
     backend.start(a_window())
-    with pytest.raises(BackendError, match="is lost: torch_npu did not stop: the disk is gone"):
+    with pytest.raises(BackendError, match="disk is gone"):
         backend.stop()
     assert PROCESS_LOCK.holder is None
 
@@ -565,7 +565,7 @@ def test_a_mini_batch_that_cannot_be_ended_ends_the_window_and_not_the_training(
     backend.advance()
     assert PROCESS_LOCK.holder is None
     backend.advance()
-    with pytest.raises(BackendError, match="is lost: after 1 mini-batches: the disk is gone"):
+    with pytest.raises(BackendError, match="1 mini-batches: the disk"):
         backend.stop()
 
 
@@ -573,7 +573,7 @@ def test_a_recording_without_any_data_is_an_error_at_stop(make: Any, compiled: C
     compiled.no_prof = True
     backend = make(contents=["npu"])
     backend.start(a_window())
-    with pytest.raises(BackendError, match=r"neither PROF_\* nor FRAMEWORK data.*CANN's log"):
+    with pytest.raises(BackendError, match=r"PROF_\* nor FRAMEWORK"):
         backend.stop()
     assert backend.stop() == []
 
@@ -596,7 +596,7 @@ def test_a_process_that_msprof_profiles_is_refused(
     backend = make()
     backend.prepare()
     monkeypatch.setenv(variable, "dynamic")
-    with pytest.raises(BackendError, match=f"{variable} is set: msprof.*Fix: unset {variable}"):
+    with pytest.raises(BackendError, match=f"Fix: unset {variable}"):
         make().check()
     with pytest.raises(BackendError, match=variable):
         backend.start(a_window())
@@ -722,7 +722,7 @@ def test_each_cycle_of_a_schedule_is_a_recording_and_a_cut_one_says_so(make: Any
         backend.advance()
     first, second = backend.stop()
     assert (first.truncated, first.options["cycle"]) == (None, 0)
-    assert second.truncated == "npu.schedule: the window ended after 1 of 2 active mini-batches"
+    assert "1 of 2 active" in str(second.truncated)
     assert [len(messages(path)) for path in written([first, second], tmp_path / "out")] == [2, 1]
 
 
@@ -747,7 +747,7 @@ def test_a_schedule_that_is_never_reached_says_so(make: Any) -> None:
     backend = make(schedule={"skip_first": 5})
     backend.start(a_window())
     backend.advance()
-    with pytest.raises(BackendError, match=r"records from mini-batch 5 on .* was called 1 times"):
+    with pytest.raises(BackendError, match=r"mini-batch 5 .* called 1 times"):
         backend.stop()
 
 
@@ -755,7 +755,7 @@ def test_a_window_that_ends_in_a_warm_up_leaves_nothing(make: Any, tmp_path: Pat
     backend = make(schedule={"warmup": 2})
     backend.start(a_window())
     backend.advance()
-    with pytest.raises(BackendError, match="records from mini-batch 2 on"):
+    with pytest.raises(BackendError, match="mini-batch 2 on"):
         backend.stop()
     assert not list((tmp_path / "run").glob("step_*/*"))
 
@@ -809,7 +809,7 @@ def test_a_recording_of_the_users_is_left_alone(make: Any, their_profile: Any, t
     backend.prepare()
     theirs = their_profile()
     theirs.start()
-    with pytest.raises(ProfilerBusyError, match=r"torch_npu\.profiler recording that is not stepscope's"):
+    with pytest.raises(ProfilerBusyError, match="not stepscope's"):
         backend.start(a_window())
     theirs.stop()
     [folder] = (tmp_path / "theirs").glob("*_ascend_pt")

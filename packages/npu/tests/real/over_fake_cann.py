@@ -267,7 +267,7 @@ def test_torch_profiler_after_this_ends_ours_and_works(
         torch.ones(2) + 1
     assert any(event.name == "aten::add" for event in theirs.events())
     [artifact] = backend.stop()
-    assert "other code started torch.profiler" in str(artifact.truncated)
+    assert "started torch.profiler" in str(artifact.truncated)
     [folder] = written([artifact], tmp_path / "out")
     assert b"aten::matmul" in operators(folder)
 
@@ -304,12 +304,12 @@ def test_dynamic_profile_ends_our_window_and_has_its_own_data(
     backend.start(a_window())
     torch.ones(2).cumsum(0)
     dynamic_profile.start(str(chosen))
-    with pytest.raises(ProfilerBusyError, match=r"a torch_npu\.profiler recording that is not stepscope's"):
+    with pytest.raises(ProfilerBusyError, match="not stepscope's"):
         make().start(a_window())
     torch.ones(2).cumprod(0)
     dynamic_profile.step()
     [artifact] = backend.stop()
-    assert "other code started torch_npu.profiler" in str(artifact.truncated)
+    assert "started torch_npu.profiler" in str(artifact.truncated)
     [folder] = written([artifact], tmp_path / "out")
     [their_folder] = theirs.glob("*_ascend_pt")
     assert (b"aten::cumsum" in operators(folder), b"aten::cumprod" in operators(folder)) == (True, False)

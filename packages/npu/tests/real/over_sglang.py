@@ -138,7 +138,7 @@ def test_where_sglang_replaces_torchs_profiler_both_record_one_after_the_other(
     theirs = profiler(sglang(version), tmp_path / "theirs")
     assert torch.profiler.profile is torch_npu.profiler.profile
     theirs.start()
-    with pytest.raises(ProfilerBusyError, match=r"a torch_npu\.profiler recording that is not stepscope's"):
+    with pytest.raises(ProfilerBusyError, match="not stepscope's"):
         npu(tmp_path).start(a_window())
     torch.ones(2).cumprod(0)
     theirs.stop()

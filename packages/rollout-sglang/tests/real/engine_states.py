@@ -162,9 +162,9 @@ def test_a_count_that_is_not_reached_ends_with_the_capture(engine: Any, tmp_path
     assert artifact.truncated is None
     if NAMES_STEPS:
         assert (artifact.iterations, artifact.iterations_asked) == (4, 50)
-        assert artifact.note == "4 of 50 engine iterations: the engine ran no more"
+        assert str(artifact.note).startswith("4 of 50 ")
     else:
-        assert artifact.note == "fewer than 50 engine iterations: the engine ran no more"
+        assert str(artifact.note).startswith("fewer than 50 ")
     assert_works(engine, tmp_path)
 
 
@@ -176,7 +176,7 @@ COUNTS = numbers(PLUGINS_SINCE) <= VERSION
 def test_the_first_passes_of_a_capture_are_left_out(engine: Any, tmp_path: Path, count: int | None) -> None:
     wanted = asked(tmp_path, iterations=Iterations(start=3, count=count))
     if not COUNTS:
-        with pytest.raises(EngineError, match="shows that count to nobody"):
+        with pytest.raises(EngineError, match="to nobody"):
             record(engine, wanted, tokens=6)
         return
     (artifact,) = record(engine, wanted, tokens=8)
@@ -185,9 +185,7 @@ def test_the_first_passes_of_a_capture_are_left_out(engine: Any, tmp_path: Path,
 
 
 def test_a_later_start_that_was_not_reached_leaves_nothing_armed(engine: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        EngineError, match="no more than the first 5" if COUNTS else "shows that count to nobody"
-    ):
+    with pytest.raises(EngineError, match="the first 5" if COUNTS else "to nobody"):
         record(engine, asked(tmp_path, iterations=Iterations(start=5)), tokens=5)
     assert_works(engine, tmp_path)
 
@@ -514,7 +512,7 @@ def test_a_stage_that_never_came_is_not_left_armed(engine: Any, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"activities": ("cuda",)}, "the engine runs on cpu"),
+        ({"activities": ("cuda",)}, "runs on cpu"),
         ({"activities": ("xpu",)}, "can be recorded"),
         ({"activities": ("mtia",)}, "SGLang records cpu, cuda and xpu"),
         ({"extra": {"activities": "CUDA_PROFILER"}}, "kills an engine on cpu"),
@@ -551,7 +549,7 @@ def test_a_profile_that_somebody_else_runs_is_left_alone(engine: Any, tmp_path: 
         manager = engine.tokenizer_manager
         await start_by_hand(manager, output_dir=str(theirs), with_stack=False)
         await generate(engine, 1, 2)
-        with pytest.raises(EngineError, match="running, and not for us"):
+        with pytest.raises(EngineError, match="not for us"):
             await SglangProfiler(engine).start(asked(tmp_path))
         await manager.stop_profile()
 

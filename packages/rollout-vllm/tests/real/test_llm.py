@@ -155,7 +155,7 @@ def test_fewer_iterations_than_asked_for_are_noted(llm: LLM, config: ProfileConf
     replica = replica_of(cap)
     (artifact,) = replica.artifacts
     assert (replica.state, artifact.iterations, artifact.iterations_asked) == ("ok", 9, 50)
-    assert replica.notes == ("9 of 50 engine iterations: the engine ran no more",)
+    assert replica.notes[0].startswith("9 of 50 ")
 
 
 @pytest.mark.parametrize("count", [None, 16])
@@ -284,7 +284,7 @@ async def test_a_recording_that_nobody_ends_ends_by_itself(llm: LLM, tmp_path: P
     assert session is not None
     await asyncio.to_thread(session.over.wait, 30)
     (artifact,) = await profiler.stop()
-    assert artifact.truncated == "open for more than 0.05 s"
+    assert "0.05 s" in str(artifact.truncated)
 
 
 async def test_a_folder_that_cannot_be_written_is_an_error_at_start(llm: LLM, tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ async def test_files_that_never_came_are_an_error_though_vllm_reports_success(
     import torch
 
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: 1 / 0)
-    with pytest.raises(EngineError, match="reported success and wrote no trace"):
+    with pytest.raises(EngineError, match="wrote no trace"):
         await profiler.stop()
     monkeypatch.undo()
     later, _ = await record(llm, a_capture(tmp_path, step=2))
@@ -363,7 +363,7 @@ async def test_an_engine_under_nsys_opens_a_range_and_says_who_writes_the_report
     monkeypatch.setattr(profiler._target.config.profiler_config, "profiler", "cuda")
     own = llm.collective_rpc(_open_ranges)
     try:
-        with pytest.raises(EngineError, match="nsys did not start this process"):
+        with pytest.raises(EngineError, match="start this process"):
             profiler.check()
         monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
         profiler.check()
@@ -373,8 +373,8 @@ async def test_an_engine_under_nsys_opens_a_range_and_says_who_writes_the_report
     finally:
         llm.collective_rpc(lambda worker: setattr(_worker(worker), "profiler", own[0]))
     assert calls == ["start", "stop"]
-    assert profiler.ignored["with_stack"] == "nsys records what it was started with"
-    assert "in the report of the nsys session that started it" in profiler.ignored["artifacts"]
+    assert "was started with" in profiler.ignored["with_stack"]
+    assert "the nsys session" in profiler.ignored["artifacts"]
 
 
 def _worker(worker: Any) -> Any:

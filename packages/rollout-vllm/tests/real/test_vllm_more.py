@@ -108,7 +108,7 @@ def test_an_engine_whose_core_was_killed_between_captures_fails_the_next_at_once
 ) -> None:
     outcome = two_workers["its core was killed before the capture"]
     assert outcome["state"] == "failed"
-    assert "the engine is dead" in outcome["reason"]
+    assert "engine is dead" in outcome["reason"]
 
 
 def test_a_stage_of_a_pipeline_stands_in_the_topology(run: Run) -> None:
@@ -185,7 +185,7 @@ def test_files_of_a_stop_that_took_too_long_are_entered_by_the_next_capture(run:
 def test_an_idle_engine_with_stacks_ends_at_the_budget(run: Run) -> None:
     outcome = run("trouble")["idle with stacks and a budget"]
     assert outcome["state"] == "ok"
-    assert [file["artifact"]["truncated"] for file in outcome["files"]] == ["open for more than 0.3 s"]
+    assert ["0.3 s" in file["artifact"]["truncated"] for file in outcome["files"]] == [True]
 
 
 def test_an_engine_that_sleeps_is_captured(run: Run) -> None:
@@ -203,7 +203,7 @@ def test_an_engine_whose_core_is_killed_in_a_capture_fails_it_and_its_worker_end
     outcome = run("trouble")["its core is killed in the capture"]
     assert outcome["state"] == "failed"
     assert "dead" in outcome["reason"]
-    assert "its worker ends with it" in run("trouble")
+    assert "worker ends with" in run("trouble")
 
 
 def test_each_server_behind_a_router_is_a_replica_with_the_files_that_it_wrote_itself(
