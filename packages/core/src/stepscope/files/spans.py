@@ -46,7 +46,7 @@ mode). Its attribute `window` names the stage.
 """
 
 
-class SpanLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SpanLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """A span in another process or another step."""
 
     process: str
@@ -62,17 +62,20 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
     anchor: ClockAnchor
 
 
-class Open(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="open", tag_field="kind"):
-    """A span that still runs at a flush, so that a hang is visible."""
+class Open(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="open", tag_field="kind"):
+    """A span that still runs at a flush, so that a hang is visible.
+
+    The fields are not keyword-only: 16 keywords cost more than all else of a line.
+    """
 
     span: Int
+    role: str
+    stage: str
+    start_ns: int
     parent: Int | None = None
     link: SpanLink | None = None
     traceparent: str | None = None
     """The parent, as another tracer named it. None where `parent` or `link` names it."""
-    role: str
-    stage: str
-    start_ns: int
     step: Int | None = None
     policy_version: Int | None = None
     trajectory: str | None = None
@@ -82,7 +85,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="o
     attrs: dict[str, AttrValue] | None = None
 
 
-class Span(Open, frozen=True, kw_only=True, omit_defaults=True, tag="span", tag_field="kind"):
+class Span(Open, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag="span", tag_field="kind"):
     """A finished span. `step` is None if it is the step of the file."""
 
     dur_ns: int

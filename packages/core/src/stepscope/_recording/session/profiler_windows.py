@@ -343,7 +343,7 @@ class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
 
     def __enter__(self) -> Self:
         if self.start_ns:
-            return self._again()
+            return self.refuse_entry()
         if self.opens:
             # Before the span begins: starting a profiler is not the stage's own time.
             began_ns = time.monotonic_ns()
@@ -364,11 +364,11 @@ class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._leave(kind, error, trace)
+            self._leave(error)
         except ours() as failure:
             failures.note(f"closing the span {self.role}/{self.stage}", failure)
         except BaseException as thrown:  # of a signal's handler
-            self._leave(kind, error or thrown, trace)
+            self._leave(error or thrown)
             if self.opens:
                 self._ended(error or thrown)
             raise

@@ -10,17 +10,16 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 from stepscope._recording.spans import slot
-from stepscope._recording.spans.scopes import MAX_DEPTH, Place, Scope, current, inherited
+from stepscope._recording.spans.scopes import NOWHERE, Place, Scope, current, inherited
 from stepscope.files.values import MAX_TEXT
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self  # typing.Self is 3.11+
 
+    from stepscope._recording.spans.span import Span
     from stepscope.files.spans import SpanLink
 
 
@@ -99,14 +98,13 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
         context = None
     elif process is None:
         process = context  # another tracer's, so another process than any of ours
-    kind = Place if process is None else Attached
+    kind = Place if process is None else functools.partial(Attached, process)
     return kind(
         step=_int(carried.get("step")),
         policy_version=_int(carried.get("policy_version")),
         trajectory=trajectory if isinstance(trajectory, str) else None,
         turn=_int(carried.get("turn")),
         link=link,
-        process=process,
         context=context,
     )
 
@@ -179,75 +177,28 @@ def _int(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-class Caller(Place):
-    """The caller of a method that a top span times. It stands above that span once the method attaches it."""
-
-    __slots__ = ()
-
-    def matches(self, place: Place) -> bool:
-        own = (self.link, self.context, self.trajectory, self.turn)
-        return own == (place.link, place.context, place.trajectory, place.turn)
-
-    def clear(self) -> None:
-        self.link = self.context = self.step = self.policy_version = self.trajectory = self.turn = None
-
-
 class Attached(Place):
     """The place of a carrier.
 
     A decorated method begins its span before its body attaches the carrier. If that span is a top span, it
-    hangs below the carrier's span too, and what is attached hangs below the method's span.
+    hangs below the carrier's span (`Span.hang_below`), and what is attached hangs below the method's span.
     """
 
-    __slots__ = ("_caller",)
+    __slots__ = ("_method", "_process")
 
-    _caller: Caller | None
+    def __init__(self, process: str, **place: Any) -> None:
+        super().__init__(**place)
+        self._process = process
+        self._method: Span | None = None
 
     def __enter__(self) -> Self:
-        if self.entered:
-            return self._again()
-        self._caller = None
+        super().__enter__()
         try:
-            super().__enter__()
-            self._hang_method()
+            if self.parent is not None and self.parent.hang_below(self, self._process):
+                self._method = cast("Span", self.parent)
             return self
         except BaseException:  # of a signal's handler: nobody leaves what was not entered
-            self._leave(None, None, None)
-            raise
-
-    def _hang_method(self) -> None:
-        """Put the carrier's place above the method that attaches it, if that has none."""
-        top = self.parent
-        for _ in range(MAX_DEPTH):
-            if top is None or isinstance(top, Attached) or top.parent is None:
-                break
-            top = top.parent
-        if isinstance(top, Caller):
-            if top.matches(self):
-                self._caller = top
-            else:
-                top.clear()  # one call that works for several callers hangs below none of them
-            self._forget_resolved()
-        elif top is not None and self.process is not None and top.awaits_place(self.process):
-            self._caller = top.parent = Caller(
-                step=self.step,
-                policy_version=self.policy_version,
-                trajectory=self.trajectory,
-                turn=self.turn,
-                link=self.link,
-                context=self.context,
-            )
-            self._forget_resolved()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if self._caller is not None:
-                self._forget_resolved()  # once more: the writing thread may have been in the middle of a line
-            Place.__exit__(self, kind, error, trace)
-        except BaseException:  # of a signal's handler
-            self._leave(kind, error, trace)
+            self._leave(None)
             raise
 
     def reference(self) -> SpanLink | None:
@@ -257,18 +208,6 @@ class Attached(Place):
         return None if self._hangs_method() else self.context
 
     def _hangs_method(self) -> bool:
-        """Return whether the method's own span hangs below the caller's, and what is attached below that."""
-        caller = self._caller
-        return caller is not None and (caller.link is not None or caller.context is not None)
-
-    def _forget_resolved(self) -> None:
-        """Have the places of this scope and all above it resolved anew.
-
-        An `open` line may be on disk with the old place; the line of the end then states the new one.
-        """
-        scope: Scope | None = self
-        for _ in range(MAX_DEPTH):
-            if scope is None:
-                break
-            scope.resolved = None
-            scope = scope.parent
+        """Return whether the method hangs below the carrier's span, and what is attached below the method."""
+        method = self._method
+        return method is not None and method.caller is not NOWHERE and bool(self.link or self.context)

@@ -71,59 +71,32 @@ def record_of(span: Span, end_ns: int | None, file_step: int | None) -> Record:
         parent: int | None = cast(Span, above).id
     else:
         parent, link, traceparent = parent_of(span)
+    if span.caller is not None:
+        span.resolved = None  # a line written meanwhile may have kept the place of before
     role, step, policy_version, trajectory, turn = scopes.inherited(span)
     if step == file_step:
         step = None
-    role, stage = _name(role or log.process.role), _name(span.stage)
+    role, stage = role or log.process.role, span.stage
+    if type(role) is not str or type(stage) is not str or len(role) > MAX_TEXT or len(stage) > MAX_TEXT:
+        role, stage = bounded(str(role)), bounded(str(stage))
     log.roles.add(role)
     attrs = redaction.written(span.attrs, log.redact) if span.attrs else None
-    error = span.error
-    cancelled = error == failures.CANCELLED
-    error = redaction.error_of(error, log.redact) if error and not cancelled else None
-    # Two calls, spelled out: building the second from the first would double the cost of a line.
+    place = (parent, link, traceparent, step, policy_version, trajectory, turn, span.thread, attrs)
     if end_ns is None:
-        return records.Open(
-            span=span.id,
-            parent=parent,
-            link=link,
-            traceparent=traceparent,
-            role=role,
-            stage=stage,
-            start_ns=span.start_ns,
-            step=step,
-            policy_version=policy_version,
-            trajectory=trajectory,
-            turn=turn,
-            thread=span.thread,
-            attrs=attrs,
-        )
+        return records.Open(span.id, role, stage, span.start_ns, *place)
+    error, dur_ns = span.error, end_ns - span.start_ns
+    if error is None:
+        return records.Span(span.id, role, stage, span.start_ns, *place, dur_ns=dur_ns)
+    cancelled = error == failures.CANCELLED
+    error = None if cancelled else redaction.error_of(error, log.redact)
     return records.Span(
-        span=span.id,
-        parent=parent,
-        link=link,
-        traceparent=traceparent,
-        role=role,
-        stage=stage,
-        start_ns=span.start_ns,
-        step=step,
-        policy_version=policy_version,
-        trajectory=trajectory,
-        turn=turn,
-        thread=span.thread,
-        attrs=attrs,
-        dur_ns=end_ns - span.start_ns,
-        error=error,
-        cancelled=cancelled,
+        span.id, role, stage, span.start_ns, *place, dur_ns=dur_ns, error=error, cancelled=cancelled
     )
-
-
-def _name(name: object) -> str:
-    return name if type(name) is str and len(name) <= MAX_TEXT else bounded(str(name))
 
 
 def parent_of(span: Span) -> tuple[int | None, SpanLink | None, str | None]:
     """Return the parent: its id in this file, a link to a span elsewhere, or a foreign `traceparent`."""
-    scope = span.parent
+    scope = span.caller if span.parent is None else span.parent
     while scope is not None:
         if scope.log is span.log:
             return cast(Span, scope).id, None, None

@@ -107,11 +107,6 @@ class SpanLog(SpanMaker):
         """Begin recording at `anchor`. This waits for no disk: the thread writes the header."""
         self._anchor = anchor
 
-    @property
-    def is_closing(self) -> bool:
-        """True if it writes its last spans, or has written them."""
-        return self._stop.is_set()
-
     def open_spans(self) -> list[Span]:
         return [span for span in (*self._running, *self._young, *list(self._pending)) if span.end_ns is None]
 

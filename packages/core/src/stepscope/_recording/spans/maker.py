@@ -74,11 +74,6 @@ class SpanMaker:
         """The profiler's windows, where a profiler records this process: its trace shows the spans too. For a
         few spans at a time, the sampler of counters stands in front of it."""
 
-    @property
-    def is_closing(self) -> bool:
-        """True if it writes its last spans, or has written them."""
-        return False
-
     def open_spans(self) -> list[Span]:
         """Return the spans that have not ended, those that are known, the oldest first."""
         return []

@@ -5,8 +5,9 @@ span is written, so that entering a span costs one get and one set. Tasks, `gath
 copy the context. A bare `threading.Thread` starts without one (before Python 3.14): hand it a `carrier()`
 and `attach` it there.
 
-Leaving a scope puts its parent back. The token of `ContextVar.set` would do so too, but nobody keeps it: the
-garbage collector would walk through one more object for each open scope.
+A scope is entered once, as in OpenTelemetry. Leaving it puts its parent back. The token of `ContextVar.set`
+would do so too, but nobody keeps it: the garbage collector would walk through one more object for each open
+scope.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable, Generator, Iterator, Mapping
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
-from stepscope.errors import ours
+from stepscope._recording.process import failures
+from stepscope.errors import CaptureError, ours
 from stepscope.files.values import AttrValue, bounded
 
 if TYPE_CHECKING:
@@ -30,8 +32,6 @@ current: ContextVar[Scope | None] = ContextVar("stepscope_scope", default=None)
 
 # Looked up once: agent loops enter a scope for each turn, captured or not.
 _current, _enter = current.get, current.set
-MAX_DEPTH = 10_000
-"""Levels of scopes that are visited, so that no loop is endless."""
 
 
 class _Left:
@@ -58,19 +58,17 @@ class Scope:
 
     if TYPE_CHECKING:
         entered: bool
-        """True once it was entered: from then on each entry is a copy. Spans tell it by their start."""
+        """True once it was entered. Spans tell it by their start."""
         parent: Scope | None
         resolved: Inherited | None
         turns: Iterator[int] | None
         """Numbers of its turns that are counted, if it is a trajectory."""
-        origin: Scope | None
-        """The scope that this is a copy of (`_again`); None or unset in others."""
     else:
         __slots__ = ()
 
     def __enter__(self) -> Self:
         if self.entered:
-            return self._again()
+            return self.refuse_entry()
         self.entered = True
         self.resolved = None
         self.parent = _current()
@@ -88,9 +86,9 @@ class Scope:
             if _current() is self:
                 _enter(self.parent)
             else:
-                self._leave(kind, error, trace)
+                self._leave(error)
         except BaseException:  # of a signal's handler
-            self._leave(kind, error, trace)
+            self._leave(error)
             raise
 
     def hand_on(self) -> None:
@@ -110,39 +108,27 @@ class Scope:
         finally:
             self.__exit__(kind, error, trace)
 
-    def _again(self) -> Self:
-        """Enter a copy, because each entry of the same object is a scope of its own."""
-        copy = self._copy()
-        copy.origin = self
-        return cast("Self", copy.__enter__())
+    def refuse_entry(self) -> Self:
+        """Note that this scope was entered before: its second block runs untimed."""
+        name = getattr(self, "stage", "place")
+        fix = "write span(...), trajectory(...), turn(...) or attach(...) in each `with`"
+        error = CaptureError(f"{name!r} is entered a second time, and is one stretch of work. Fix: {fix}")
+        failures.note(f"the second `with` of {name!r}", error)
+        return self
 
-    def _copy(self) -> Scope:
-        return Place()
-
-    def _leave(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave the innermost scope among this one and its copies that this task or thread is in, if any."""
-        scope = self._entered()
-        if scope is self:
-            inner = _current()
-            _enter(self.parent)
-            while error is not None and inner is not None and inner is not self:
-                inner._ended_elsewhere(error)  # it was not left: the error came up before it could be
-                inner = inner.parent
-            self._ended(error)
-        elif scope is not None:
-            scope.__exit__(kind, error, trace)
-        else:  # closed by another task or thread (an async generator finalised by the loop)
-            self._ended_elsewhere(error)
-
-    def _entered(self) -> Scope | None:
-        scope = _current()
-        for _ in range(MAX_DEPTH):
-            if scope is None or scope is self or getattr(scope, "origin", None) is self:
-                break
+    def _leave(self, error: BaseException | None) -> None:
+        """Leave this scope and those inside of it, if the running task or thread is in it."""
+        scope = innermost = _current()
+        while scope is not None and scope is not self:
             scope = scope.parent
-        return scope
+        if scope is None:  # closed by another task or thread (an async generator finalised by the loop)
+            self._ended_elsewhere(error)
+            return
+        _enter(self.parent)
+        while error is not None and innermost is not None and innermost is not self:
+            innermost._ended_elsewhere(error)  # it was not left: the error came up before it could be
+            innermost = innermost.parent
+        self._ended(error)
 
     def _ended(self, error: BaseException | None) -> None:
         """Record the end, if this is a span."""
@@ -179,12 +165,8 @@ class Scope:
         """Return the W3C trace context of the span that `reference` returns, or of another tracer's span."""
         return None
 
-    def awaits_place(self, process: str) -> bool:
-        """Return whether a carrier from `process` may become the parent of this scope.
-
-        True for a running top span without a place of its own, entered by this task or thread. Its process is
-        not `process` (a key, or the end of one: host and pid).
-        """
+    def hang_below(self, place: Place, process: str) -> bool:
+        """Return whether this is a span that hangs below the caller whose carrier its body attaches."""
         return False
 
 
@@ -203,27 +185,21 @@ class UncapturedTurn(Scope):
     It has no `__init__`, as `Span`. `api.turn` makes it.
     """
 
-    __slots__ = ("entered", "origin", "parent", "policy_version", "resolved", "turn")
-
-    def _copy(self) -> Scope:
-        return Place(policy_version=self.policy_version, turn=self.turn)
+    __slots__ = ("entered", "parent", "policy_version", "resolved", "turn")
 
 
 class UncapturedTrajectory(Scope):
     """A trajectory that nobody records, as `UncapturedTurn`. `api.trajectory` makes it."""
 
-    __slots__ = ("entered", "origin", "parent", "policy_version", "resolved", "step", "trajectory", "turns")
-
-    def _copy(self) -> Scope:
-        return Place(step=self.step, policy_version=self.policy_version, trajectory=self.trajectory)
+    __slots__ = ("entered", "parent", "policy_version", "resolved", "step", "trajectory", "turns")
 
 
 class Place(Scope):
     """A scope with a place that records nothing: an attached carrier, for example."""
 
     __slots__ = (
-        "context", "entered", "link", "origin", "parent", "policy_version", "process", "resolved", "step",
-        "trajectory", "turn", "turns",
+        "context", "entered", "link", "parent", "policy_version", "resolved", "step", "trajectory", "turn",
+        "turns",
     )  # fmt: skip
 
     def __init__(
@@ -234,11 +210,9 @@ class Place(Scope):
         trajectory: str | None = None,
         turn: int | None = None,
         link: SpanLink | None = None,
-        process: str | None = None,
         context: str | None = None,
     ) -> None:
         """Args:
-        process: The process that made the carrier.
         context: The `traceparent` of the carrier.
         """
         self.entered = False
@@ -248,7 +222,6 @@ class Place(Scope):
         self.trajectory = trajectory
         self.turn = turn
         self.link = link
-        self.process = process
         self.context = context
 
     def reference(self) -> SpanLink | None:
@@ -257,17 +230,18 @@ class Place(Scope):
     def traceparent(self) -> str | None:
         return self.context
 
-    def _copy(self) -> Scope:
-        return type(self)(
-            step=self.step,
-            policy_version=self.policy_version,
-            trajectory=self.trajectory,
-            turn=self.turn,
-            link=self.link,
-            process=self.process,
-            context=self.context,
-        )
+    def caller(self) -> Place:
+        """Return the place alone, without the scope that it was entered in: spans are part of no cycle."""
+        return Place(link=self.link, context=self.context, trajectory=self.trajectory, turn=self.turn)
 
+    def equals(self, other: Place) -> bool:
+        """Return whether the places are one caller's."""
+        own = (self.link, self.context, self.trajectory, self.turn)
+        return own == (other.link, other.context, other.trajectory, other.turn)
+
+
+NOWHERE = Place()
+"""The caller of a span that works for several callers."""
 
 Inherited: TypeAlias = "tuple[str | None, int | None, int | None, str | None, int | None]"
 """Role, step, policy version, trajectory and turn of a scope, those of the scopes above it included.
@@ -293,7 +267,7 @@ def inherited(scope: Scope | None) -> Inherited:
 def _resolved(scope: Scope) -> Inherited:
     """As `inherited`, where nobody has looked at the scopes above either: a chain may be long."""
     chain = [scope]
-    while (parent := chain[-1].parent) is not None and parent.resolved is None and len(chain) < MAX_DEPTH:
+    while (parent := chain[-1].parent) is not None and parent.resolved is None:
         chain.append(parent)
     fields = _NOTHING if parent is None else parent.resolved or _NOTHING
     for inner in reversed(chain):
@@ -353,11 +327,9 @@ def role_at(scope: Scope | None) -> str | None:
 def next_turn() -> int | None:
     """Count a turn of the trajectory that the running task is in, from 0. None outside of trajectories."""
     scope = current.get()
-    for _ in range(MAX_DEPTH):
-        if scope is None or scope.trajectory is not None:
-            break
+    while scope is not None and scope.trajectory is None:
         scope = scope.parent
-    if scope is None or scope.trajectory is None:
+    if scope is None:
         return None
     if scope.turns is None:
         scope.turns = itertools.count()

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import Token
 from threading import get_native_id
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 
 from stepscope._recording.process.failures import outcome_of
-from stepscope._recording.spans import slot
-from stepscope._recording.spans.scopes import Inherited, Place, Placing, Scope, current
+from stepscope._recording.spans.scopes import NOWHERE, Inherited, Place, Placing, Scope, current
 from stepscope.errors import ours
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import CONSUME, SpanLink
@@ -39,11 +38,6 @@ class SpanSink(Protocol):
     """Roles of the spans that are written."""
     opened: Callable[[Span], None]
     """Called by a span when it opens."""
-
-    @property
-    def is_closing(self) -> bool:
-        """True if it writes its last spans, or has written them."""
-        ...
 
 
 class _Thread(threading.local):
@@ -82,17 +76,16 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
     error: str | None = None
     token: Token[Scope | None] | None = None
     """Leaves a span at the top, and only in the task that entered it; None in other spans."""
+    caller: Place | None = None
+    """The caller's place above a span at the top (`hang_below`); None if no carrier was attached in it."""
     resolved: Inherited | None = None
     turns: Iterator[int] | None = None
-    origin: Scope | None = None
-    is_shared: bool = False
-    """True if it has copies: tasks that share it end theirs."""
 
     __repr__ = object.__repr__  # a struct's would print all spans above it, and its log
 
     def __enter__(self) -> Self:
         if self.start_ns:
-            return self._again()
+            return self.refuse_entry()
         log = self.log
         self.thread = thread.id
         self.parent = parent = _current()
@@ -100,7 +93,7 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
         self.start_ns = monotonic_ns()
         try:
             token = _enter(self)
-            if parent is None and self.trajectory is None:
+            if parent is None:
                 self.token = token
             log.opened(self)
             return self
@@ -118,22 +111,14 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
     ) -> None:
         try:
             end_ns = monotonic_ns()
-            # As `_leave`, spelled out: a call is a tenth of a span.
-            token = self.token
-            if error is not None and _current() is not self:
-                self._leave(kind, error, trace)
+            if _current() is not self:
+                self._leave(error)
                 return
-            if token is not None:
-                self.token = None
-                try:
-                    _reset(token)  # as below, for less
-                except ours(ValueError):
-                    pass  # closed by another task or thread (an async generator finalised by the loop)
-            elif _current() is self:
-                _enter(self.parent)
-            else:
-                self._leave(kind, error, trace)
-                return
+            token, self.token = self.token, None
+            try:
+                _enter(self.parent) if token is None else _reset(token)  # a reset costs less
+            except ours(ValueError):  # in a copy of the context that entered it
+                _enter(None)
             if error is not None:
                 try:
                     self.error = outcome_of(error)
@@ -141,7 +126,7 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
                     self.error = type(error).__name__
             self.end_ns = end_ns  # last: the writing thread takes a span with an end as complete
         except BaseException as thrown:  # of a signal's handler
-            self._leave(kind, error or thrown, trace)
+            self._leave(error or thrown)
             raise
 
     def hand_on(self) -> None:
@@ -155,31 +140,11 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
         self.end_ns = monotonic_ns()
 
     def _ended_elsewhere(self, error: BaseException | None) -> None:
-        if self.start_ns and self.end_ns is None and not self.is_shared:
+        if self.start_ns and self.end_ns is None:
             self._ended(error)
-
-    def _again(self) -> Self:
-        self.is_shared, self.token = True, None
-        return super()._again()
-
-    def _copy(self) -> Scope:
-        session = slot.active  # of this capture, or of a later one
-        place = Placing(
-            step=self.step,
-            policy_version=self.policy_version,
-            trajectory=self.trajectory,
-            turn=self.turn,
-        )
-        if session is None:
-            return Place(**place)
-        return session.log.new(self.stage, self.role, self.attrs, **place)
 
     def set(self, **attrs: AttrValue) -> None:
         """Add attributes; later values win."""
-        copy = None if self.end_ns is None else self._entered()
-        if copy is not None and copy is not self:
-            copy.set(**attrs)
-            return
         new = attr_values(attrs)
         self.attrs = {**self.attrs, **new} if self.attrs else new
 
@@ -194,27 +159,43 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
     ) -> None:
         _append(self.log, stage, role, attrs, self, start_ns, max(start_ns, end_ns))
 
+    def hang_below(self, place: Place, process: str) -> bool:
+        """Hang a span at the top below the caller whose carrier its body attaches, if it has no other place.
+
+        Its end line states the caller: an `open` line may be on disk already. If the body attaches carriers
+        of several callers, the span hangs below none of them.
+
+        Args:
+            process: The process of the carrier, or the end of its name.
+        """
+        if self.token is None or self.log.process.key.endswith(process):
+            return False
+        if self.caller is None:
+            if (self.step, self.trajectory) != (None, None) or not self._is_of_this_task():
+                return False
+            self.caller = place.caller()
+        elif not self.caller.equals(place):
+            self.caller, place = NOWHERE, NOWHERE
+        self.step, self.policy_version = place.step, place.policy_version
+        self.trajectory, self.turn, self.resolved = place.trajectory, place.turn, None
+        return self.caller is not NOWHERE
+
+    def _is_of_this_task(self) -> bool:
+        """Return whether the running task entered this span, rather than one that copied its context."""
+        here = _current()
+        try:
+            _reset(cast("Token[Scope | None]", self.token))
+        except ours(ValueError):
+            return False
+        finally:
+            self.token = _enter(here)
+        return True
+
     def reference(self) -> SpanLink:
         return SpanLink(process=self.log.process.key, span=self.id, step=self.log.step)
 
     def traceparent(self) -> str:
         return self.log.trace.traceparent(self.id)
-
-    def awaits_place(self, process: str) -> bool:
-        if self.parent is not None or self.token is None or self.log.process.key.endswith(process):
-            return False
-        if self.thread != thread.id or self.log.is_closing or (self.step, self.trajectory) != (None, None):
-            return False
-        here = _current()
-        try:
-            _reset(self.token)  # only the task that entered it can: in a copy of its context this raises
-            self.token = _enter(here)
-        except ours(ValueError):
-            return False
-        except BaseException:  # of a signal's handler
-            self.token = _enter(here)
-            raise
-        return True
 
 
 # A struct's own assignment takes twice as long. Python takes the plain one only once the class is made.
