@@ -34,6 +34,8 @@ TABLES = {
     *(
         "accounting",
         "division",
+        "critical_path",
+        "step_graph",
         "gaps",
         "event_loops",
         "replicas",

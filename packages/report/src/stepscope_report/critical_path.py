@@ -1,0 +1,274 @@
+"""The critical path of a step: backwards from its end, what each moment waited for; and what this could save.
+
+`docs/decisions/0041-the-critical-path.md` has the rules. Times are integers, and the pieces of a path add up
+to the step exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import Literal, NamedTuple, TypeAlias
+
+from stepscope_report.accounting import Label
+from stepscope_report.spans import label_of
+from stepscope_report.step_graph import NOBODY, Cluster, StepGraph, is_close
+from stepscope_report.table import grouped
+
+PieceKind: TypeAlias = Literal["work", "wait", "not known"]
+
+
+class Piece(NamedTuple):
+    """A stretch of the critical path."""
+
+    start_ns: int
+    end_ns: int
+    node: int
+    """The span, or the root of a process, whose own time it is."""
+    kind: PieceKind
+
+    @property
+    def wall_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+def critical_path(graph: StepGraph) -> list[Piece]:
+    """Return the pieces of the path, from the step's begin to its end. O(n) in spans."""
+    return _Walk(graph).run()
+
+
+class _Walk:
+    """Goes back from the step's end. A call on the path is entered at its end, and left at its begin."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._graph = graph
+        self._pieces: list[Piece] = []
+        self._kids_left = {node: len(kids) for node, kids in graph.kids.items()}
+        self._clusters_left = {node: len(clusters) for node, clusters in graph.clusters.items()}
+        self._turns: dict[int, dict[str | None, list[int]]] = {}
+        """{first member of a cluster: its members by trajectory}."""
+
+    def run(self) -> list[Piece]:
+        graph = self._graph
+        node: int = len(graph.spans)
+        at_ns = graph.end_ns[node]
+        while node != NOBODY:
+            kid, cluster = self._last_kid(node, at_ns), self._last_cluster(node, at_ns)
+            if kid is not None and (cluster is None or graph.end_ns[kid] >= cluster.end_ns):
+                at_ns = self._own(node, graph.end_ns[kid], at_ns)
+                node = graph.last_of.get(kid, kid)
+            elif cluster is not None and cluster.joined:
+                at_ns = self._own(node, cluster.end_ns, at_ns)
+                node = graph.last_of.get(cluster.last, cluster.last)
+            elif cluster is not None:
+                at_ns = self._own(node, cluster.end_ns, at_ns)
+                at_ns = self._add(node, cluster.start_ns, at_ns, "not known")
+            else:
+                at_ns = self._own(node, graph.start_ns[node], at_ns)
+                node, at_ns = self._leave(node, at_ns)
+        self._pieces.reverse()
+        return self._pieces
+
+    def _leave(self, node: int, at_ns: int) -> tuple[int, int]:
+        """Return what a call waited for before it began, and the time at which that ended."""
+        graph = self._graph
+        caller, cluster = graph.caller[node], graph.cluster_of.get(node)
+        if caller == NOBODY:
+            return NOBODY, at_ns
+        before = graph.before.get(node)
+        if before is not None:
+            at_ns = self._own(caller, graph.end_ns[before], at_ns)
+            return graph.last_of.get(before, before), at_ns
+        took_ns = graph.end_ns[node] - graph.start_ns[node]
+        if cluster is None or at_ns <= cluster.start_ns:
+            return caller, at_ns
+        turn = self._turn_before(node, cluster)
+        if turn is not None:
+            return turn, self._add(caller, graph.end_ns[turn], at_ns, "not known")
+        if is_close(at_ns - cluster.start_ns, took_ns):
+            return caller, self._own(caller, cluster.start_ns, at_ns)
+        return caller, self._add(caller, cluster.start_ns, at_ns, "not known")
+
+    def _turn_before(self, node: int, cluster: Cluster) -> int | None:
+        """Return the call before a call in the same trajectory, if both lack a recorded caller."""
+        graph, trajectory = self._graph, self._graph.spans[node].trajectory
+        if trajectory is None:
+            return None
+        key = cluster.members[0]
+        if key not in self._turns:
+            self._turns[key] = grouped(cluster.members, lambda other: graph.spans[other].trajectory)
+        begun_ns = graph.start_ns[node]
+        turns = (other for other in self._turns[key][trajectory] if graph.end_ns[other] <= begun_ns)
+        return max(turns, key=lambda other: (graph.end_ns[other], other), default=None)
+
+    def _last_kid(self, node: int, at_ns: int) -> int | None:
+        """Return the recorded call that ended last before a time. Later ones are never asked for again."""
+        left = self._kids_left.get(node, 0)
+        kids = self._graph.kids[node] if left else []
+        while left and (
+            self._graph.end_ns[kids[left - 1]] > at_ns or self._graph.start_ns[kids[left - 1]] >= at_ns
+        ):
+            left -= 1
+        self._kids_left[node] = left
+        return kids[left - 1] if left else None
+
+    def _last_cluster(self, node: int, at_ns: int) -> Cluster | None:
+        left = self._clusters_left.get(node, 0)
+        clusters = self._graph.clusters[node] if left else []
+        while left and (clusters[left - 1].end_ns > at_ns or clusters[left - 1].start_ns >= at_ns):
+            left -= 1
+        self._clusters_left[node] = left
+        return clusters[left - 1] if left else None
+
+    def _own(self, node: int, from_ns: int, until_ns: int) -> int:
+        """Add the own time of a node, and return its begin."""
+        span = self._graph.span_of(node)
+        if span is None or node in self._graph.unknown:
+            return self._add(node, from_ns, until_ns, "not known")
+        return self._add(node, from_ns, until_ns, "wait" if span.waits else "work")
+
+    def _add(self, node: int, from_ns: int, until_ns: int, kind: PieceKind) -> int:
+        if from_ns >= until_ns:
+            return until_ns
+        last = self._pieces[-1] if self._pieces else None
+        if last is not None and (last.node, last.kind) == (node, kind):
+            self._pieces[-1] = last._replace(start_ns=from_ns)
+        else:
+            self._pieces.append(Piece(from_ns, until_ns, node, kind))
+        return from_ns
+
+
+class Replay:
+    """The step once more, in the same order, with some of its own times shortened.
+
+    A call begins after the calls of its caller that ended before it, and after the one for which its thread
+    let it wait; it ends after the calls below it. The own times between stay as they were, unless they are
+    shortened. Calls whose end nothing is known to have waited for take no part.
+    """
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._graph = graph
+        loose = {
+            node
+            for clusters in graph.clusters.values()
+            for cluster in clusters
+            if not cluster.joined
+            for node in cluster.members
+        }
+        depth = _depths(graph.caller)
+        nodes = [n for n, caller in enumerate(graph.caller) if caller != NOBODY and n not in loose]
+        nodes.sort(key=depth.__getitem__)
+        self._nodes = nodes
+        """Each after its caller."""
+        self._line = self._lines()
+        """{node in a line: the line's head}. A line is a call below which one call follows the other."""
+        self._points = [node for node in nodes if self._line.get(node, node) == node]
+        """Nodes that are no part of a line of another node."""
+        self._starts = sorted(self._points, key=graph.start_ns.__getitem__)
+        self._ends = list(reversed(self._points))
+        self._ends.sort(key=graph.end_ns.__getitem__)
+        self._meeting_of = {node: members for members in graph.meetings for node in members}
+        self._of_label = grouped(nodes, lambda node: label_of(graph.spans[node]))
+
+    def _lines(self) -> dict[int, int]:
+        graph, start, end = self._graph, self._graph.start_ns, self._graph.end_ns
+        crossed = {*graph.before, *graph.before.values(), *graph.last_of, *graph.clusters}
+        alone: set[int] = set()
+        for node in reversed(self._nodes):
+            at_ns = start[node]
+            for kid in graph.kids.get(node, ()):
+                if kid not in alone or start[kid] < at_ns:
+                    break
+                at_ns = end[kid]
+            else:
+                if at_ns <= end[node] and node not in crossed:
+                    alone.add(node)
+        heads: dict[int, int] = {}
+        for node in self._nodes:
+            if node in alone:
+                heads[node] = heads.get(graph.caller[node], node)
+        return heads
+
+    def saves_ns(self, labels: Collection[Label], left: float = 0.0) -> int:
+        """Return how much shorter the step becomes if the calls of some stages, and those below, are shorter.
+
+        Args:
+            left: The part of their times that is left.
+        """
+        graph = self._graph
+        chosen = {node for label in labels for node in self._of_label.get(label, ())}
+        shorter = bytearray(len(graph.caller))
+        cut_ns: dict[int, int] = {}
+        """Time of these calls in lines, by the line's head."""
+        for node in chosen:
+            head = self._line.get(node, node)
+            if head == node:
+                shorter[node] = 1
+            elif not self._is_below(node, chosen):
+                cut_ns[head] = cut_ns.get(head, 0) + graph.end_ns[node] - graph.start_ns[node]
+        for node in self._points:
+            if shorter[graph.caller[node]]:
+                shorter[node] = 1
+        return graph.timeline.window.wall_ns - self._wall_ns(shorter, cut_ns, left)
+
+    def _is_below(self, node: int, chosen: Set[int]) -> bool:
+        above = self._graph.caller[node]
+        while above != NOBODY and above not in chosen:
+            above = self._graph.caller[above]
+        return above != NOBODY
+
+    def _wall_ns(self, shorter: Sequence[int], cut_ns: Mapping[int, int], left: float) -> int:
+        graph = self._graph
+        start, end, callers = graph.start_ns, graph.end_ns, graph.caller
+        before, meeting_of, last_of = graph.before, self._meeting_of, graph.last_of
+        done = list(start)
+        """Up to which time, as it was, a node has come: its begin, or the end of a call below it."""
+        now = list(start)
+        """The same as it becomes."""
+        begun, ended = list(start), list(end)
+        ends = iter(self._ends)
+        ending = next(ends, None)
+        for starting in (*self._starts, None):
+            while ending is not None and (starting is None or end[ending] <= start[starting]):
+                was_ns, becomes_ns = done[ending], now[ending]
+                if ending in meeting_of:
+                    was_ns = max(was_ns, start[last_of[ending]])
+                    becomes_ns = max(becomes_ns, *(begun[member] for member in meeting_of[ending]))
+                own_ns = end[ending] - was_ns
+                if shorter[ending]:
+                    own_ns = int(own_ns * left)
+                elif ending in cut_ns:
+                    own_ns -= cut_ns[ending] - int(cut_ns[ending] * left)
+                becomes_ns += own_ns
+                ended[ending] = becomes_ns
+                caller = callers[ending]
+                if becomes_ns > now[caller]:
+                    now[caller] = becomes_ns
+                done[caller] = end[ending]
+                ending = next(ends, None)
+            if starting is not None:
+                caller = callers[starting]
+                was_ns, becomes_ns = done[caller], now[caller]
+                if starting in before:
+                    was_ns = max(was_ns, end[before[starting]])
+                    becomes_ns = max(becomes_ns, ended[before[starting]])
+                own_ns = start[starting] - was_ns
+                becomes_ns += int(own_ns * left) if shorter[caller] else own_ns
+                begun[starting] = now[starting] = becomes_ns
+        root = len(graph.spans)
+        return now[root] + end[root] - done[root] - start[root]
+
+
+def _depths(callers: Sequence[int]) -> list[int]:
+    """Return how many nodes stand above each node."""
+    depths = [-1] * len(callers)
+    for node in range(len(callers)):
+        path = []
+        at = node
+        while at != NOBODY and depths[at] < 0:
+            path.append(at)
+            at = callers[at]
+        depth = -1 if at == NOBODY else depths[at]
+        for below in reversed(path):
+            depth += 1
+            depths[below] = depth
+    return depths

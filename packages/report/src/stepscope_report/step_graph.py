@@ -1,0 +1,389 @@
+"""Order of a step's spans over all processes: which call waited for which, as far as the recording tells.
+
+Each span is a node. It has one caller, which waits for it: the span above it, the span that made its request,
+or the call of the owner in which it lies. Other nodes belong to the root of their process.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from stepscope_report.accounting import Label, Pair, joined
+from stepscope_report.spans import ROLLOUT, label_of
+from stepscope_report.timeline import Span, Timeline
+from stepscope_report.timeline.step.tree import cut_cycles, requests
+
+NOBODY = -1
+"""The caller of roots, and of spans that nothing in this step waits for."""
+CLOSE_NS = 10_000_000
+"""The longest gap between a call and what follows from it, unless a twentieth of the call is longer."""
+_TOGETHER_NS = 2_000_000
+"""The longest time between ends of calls that end together, unless a fiftieth of the longest is longer."""
+
+
+def is_close(gap_ns: int, call_ns: int) -> bool:
+    """Return whether a gap after, or before, a call is short enough for one to follow from the other."""
+    return gap_ns <= max(CLOSE_NS, call_ns // 20)
+
+
+class Cluster(NamedTuple):
+    """Calls without a recorded caller that overlap. Before and after them none of their kind runs."""
+
+    start_ns: int
+    end_ns: int
+    last: int
+    """The node that ended last."""
+    joined: bool
+    """True if its end surely was waited for: all of its calls are of one stage, or what comes next is close
+    to the end of the last of them."""
+    members: tuple[int, ...]
+
+
+class StepGraph(NamedTuple):
+    """Nodes are indices of `Timeline.spans`. After them comes a root for each process."""
+
+    timeline: Timeline
+    start_ns: list[int]
+    end_ns: list[int]
+    """Both within the caller's time, if the clocks' uncertainty explains the difference."""
+    caller: list[int]
+    kids: dict[int, list[int]]
+    """Calls with a recorded caller, by caller, in the order of their ends."""
+    clusters: dict[int, list[Cluster]]
+    """Calls without one, by the node in whose time they lie, in order."""
+    cluster_of: dict[int, Cluster]
+    before: dict[int, int]
+    """The call for which a call waited in its thread, which runs one call after the other: its caller had
+    called, and it began when that one ended."""
+    last_of: dict[int, int]
+    """Of calls that end together in several processes and begin apart: the one that began last."""
+    meetings: list[tuple[int, ...]]
+    """These calls."""
+    unknown: set[int]
+    """Nodes in whose own time something may have run whose place is not known."""
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        return self.timeline.spans
+
+    def span_of(self, node: int) -> Span | None:
+        """Return the span of a node, or None for a root."""
+        return self.spans[node] if node < len(self.spans) else None
+
+    def process_of(self, node: int) -> int:
+        span = self.span_of(node)
+        return node - len(self.spans) if span is None else span.process
+
+
+def step_graph(timeline: Timeline) -> StepGraph:
+    """Return the order of a step's spans. O(n log n)."""
+    return _Builder(timeline).build()
+
+
+class _Builder:
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._spans = timeline.spans
+        count, window = len(timeline.spans), timeline.window
+        processes = len(timeline.processes)
+        self._start = [span.start_ns for span in timeline.spans] + [window.start_ns] * processes
+        self._end = [timeline.until_ns(span) for span in timeline.spans] + [window.end_ns] * processes
+        self._caller = [NOBODY] * (count + processes)
+        self._kids: dict[int, list[int]] = defaultdict(list)
+        self._clusters: dict[int, list[Cluster]] = defaultdict(list)
+        self._unknown: set[int] = set()
+        self._within = [process.clock.uncertainty_ns or 0 for process in timeline.processes]
+
+    def build(self) -> StepGraph:
+        tops = self._recorded()
+        self._inferred(tops)
+        for kids in self._kids.values():
+            kids.sort(key=lambda node: (self._end[node], node))
+        meetings = list(self._meetings())
+        last_of = {
+            node: max(members, key=lambda member: (self._start[member], member))
+            for members in meetings
+            for node in members
+        }
+        return StepGraph(
+            timeline=self._timeline,
+            start_ns=self._start,
+            end_ns=self._end,
+            caller=self._caller,
+            kids=self._kids,
+            clusters=self._clusters,
+            cluster_of={
+                node: cluster
+                for clusters in self._clusters.values()
+                for cluster in clusters
+                for node in cluster.members
+            },
+            before=self._threads(),
+            last_of=last_of,
+            meetings=meetings,
+            unknown=self._unknown,
+        )
+
+    def _root(self, process: int) -> int:
+        return len(self._spans) + process
+
+    def _recorded(self) -> list[int]:
+        """Give each span its recorded caller, and return the spans that have none."""
+        timeline, tops = self._timeline, []
+        parents = [span.parent for span in self._spans]
+        for cause, served in requests(timeline):
+            if parents[served] is None:
+                parents[served] = cause
+        cut_cycles(parents)
+        above: list[int | None] = list(parents)
+        """The nearest node above each span that counts."""
+        for node in _parents_first(parents):
+            span, parent = self._spans[node], parents[node]
+            if parent is not None and not self._counts(parent):
+                above[node] = parent = above[parent]
+            aligned = timeline.processes[span.process].aligned
+            if not aligned and parent is not None:
+                self._unknown.add(parent)
+            if not aligned or timeline.leaves(span) or not self._clip(node, parent):
+                self._start[node] = self._end[node]  # it counts for nothing
+            elif parent is None:
+                tops.append(node)
+            else:
+                self._caller[node] = parent
+                self._kids[parent].append(node)
+        return tops
+
+    def _counts(self, node: int) -> bool:
+        return self._start[node] < self._end[node]
+
+    def _clip(self, node: int, caller: int | None) -> bool:
+        """Place a span into the time of its caller, and return whether any time is left."""
+        process = self._spans[node].process
+        outer = self._root(0) if caller is None else caller
+        within_ns = self._within[process]
+        if caller is not None and self._spans[caller].process != process:
+            within_ns += self._within[self._spans[caller].process]
+        self._start[node] = max(self._start[node], self._start[outer])
+        if self._end[outer] < self._end[node] <= self._end[outer] + within_ns:
+            self._end[node] = self._end[outer]
+        return self._counts(node)
+
+    def _inferred(self, tops: Sequence[int]) -> None:
+        """Place the spans without a recorded caller: in a call of the owner, or else in their own process."""
+        timeline = self._timeline
+        own: dict[int, list[int]] = defaultdict(list)
+        workers = []
+        for node in tops:
+            process = timeline.processes[self._spans[node].process]
+            if process.owner or self._spans[node].waits or not timeline.processes[0].owner:
+                own[self._spans[node].process].append(node)
+            else:
+                workers.append(node)
+        inside: dict[int, list[int]] = defaultdict(list)
+        root = self._root(0)
+        beside = own.pop(0, [])
+        for node, owner in self._owners(workers, beside):
+            inside[owner].append(node)
+        beside = self._main(beside)
+        for owner, nodes in inside.items():
+            calls = beside if owner == root else self._kids.get(owner, [])
+            busy = self._joined(calls)
+            apart = []
+            for members in self._overlapping(nodes):
+                if _overlaps(busy, self._start[members[0]], max(self._end[node] for node in members)):
+                    for node in members:
+                        own[self._spans[node].process].append(node)
+                else:
+                    apart += members
+            if owner == root:
+                beside = beside + apart
+            else:
+                self._add(owner, apart)
+        self._add(root, beside)
+        for index, nodes in own.items():
+            self._add(self._root(index), self._main(nodes))
+        self._doubt()
+
+    def _add(self, owner: int, nodes: Sequence[int]) -> None:
+        """Give these calls, in clusters, to the node in whose time they lie."""
+        starts = sorted(self._start[node] for node in (*nodes, *self._kids.get(owner, ())))
+        for members in self._overlapping(nodes):
+            last = max(members, key=lambda node: (self._end[node], node))
+            end_ns = self._end[last]
+            place = bisect_left(starts, end_ns)
+            gap_ns = (starts[place] if place < len(starts) else self._end[owner]) - end_ns
+            uniform = len({label_of(self._spans[node]) for node in members}) == 1
+            joined = uniform or is_close(gap_ns, end_ns - self._start[last])
+            cluster = Cluster(self._start[members[0]], end_ns, last, joined, tuple(members))
+            self._clusters[owner].append(cluster)
+            for node in members:
+                self._caller[node] = owner
+
+    def _doubt(self) -> None:
+        """Doubt the own time of the owner's calls if an unaligned process may have worked for them."""
+        timeline = self._timeline
+        lost = any(
+            span.parent is None and not timeline.processes[span.process].aligned and not timeline.leaves(span)
+            for span in self._spans
+        )
+        if lost:
+            self._unknown.update(
+                node
+                for node, span in enumerate(self._spans)
+                if span.process == 0 and span.trajectory is None and not span.waits
+            )
+
+    def _owners(self, workers: Sequence[int], tops: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield each of these spans with the innermost call of the owner that holds it.
+
+        Where several calls of the owner run at once, it is the call around all of them.
+        """
+        root = self._root(0)
+        running = {root: _Running(self._start, self._end, tops)}
+        for node in workers:
+            callers = [root]
+            while (at := running[callers[-1]].only(self._start[node])) is not None:
+                callers.append(at)
+                if at not in running:
+                    own = [kid for kid in self._kids.get(at, ()) if self._spans[kid].process == 0]
+                    running[at] = _Running(self._start, self._end, own)
+            ends_ns = self._end[node] - self._within[self._spans[node].process]
+            owner = next((call for call in reversed(callers) if self._end[call] >= ends_ns), root)
+            if ends_ns <= self._end[owner]:
+                self._end[node] = min(self._end[node], self._end[owner])
+            yield node, owner
+
+    def _main(self, nodes: Sequence[int]) -> list[int]:
+        """Return the calls of the thread that ran most of them, and calls of others at other times."""
+        times: dict[int, int] = defaultdict(int)
+        for node in nodes:
+            times[self._spans[node].thread] += self._end[node] - self._start[node]
+        if len(times) < 2:
+            return list(nodes)
+        main = max(times, key=lambda thread: (times[thread], -thread))
+        first = [node for node in nodes if self._spans[node].thread == main]
+        busy = self._joined(first)
+        others = (node for node in nodes if self._spans[node].thread != main)
+        return first + [n for n in others if not _overlaps(busy, self._start[n], self._end[n])]
+
+    def _joined(self, nodes: Iterable[int]) -> list[Pair]:
+        return joined((self._start[node], self._end[node]) for node in nodes)
+
+    def _overlapping(self, nodes: Iterable[int]) -> Iterator[list[int]]:
+        """Yield the nodes in groups that no moment without any of them parts, in order."""
+        members: list[int] = []
+        end_ns = 0
+        for node in sorted(nodes, key=lambda node: (self._start[node], node)):
+            if members and self._start[node] >= end_ns:
+                yield members
+                members = []
+            end_ns = max(end_ns, self._end[node]) if members else self._end[node]
+            members.append(node)
+        if members:
+            yield members
+
+    def _threads(self) -> dict[int, int]:
+        """Return the calls that waited for the call before them in their thread."""
+        calls: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for node, span in enumerate(self._spans):
+            caller = self._caller[node]
+            if span.process and caller != NOBODY and not self._is_inside(node):
+                calls[span.process, span.thread].append(node)
+        before: dict[int, int] = {}
+        for nodes in calls.values():
+            nodes.sort(key=lambda node: self._start[node])
+            pairs = list(pairwise(nodes))
+            if all(self._end[one] <= self._start[other] for one, other in pairs):
+                before.update((other, one) for one, other in pairs if self._waited(other, one))
+        return before
+
+    def _is_inside(self, node: int) -> bool:
+        """Return whether a call was called in its own process."""
+        caller = self._caller[node]
+        return caller < len(self._spans) and self._spans[caller].process == self._spans[node].process
+
+    def _waited(self, node: int, before: int) -> bool:
+        called_ns = self._start[self._caller[node]]
+        gap_ns = self._start[node] - self._end[before]
+        return self._end[before] > called_ns and is_close(gap_ns, self._end[node] - self._start[node])
+
+    def _meetings(self) -> Iterator[tuple[int, ...]]:
+        """Yield the calls that end together in all processes that run their stage, and begin apart.
+
+        Such calls end in a collective. Only stages whose calls all do so count, and only calls without calls
+        below them. Requests of a rollout end together when they are aborted, so they do not count.
+        """
+        calls: dict[Label, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for node, span in enumerate(self._spans):
+            leaf = node not in self._kids and node not in self._clusters
+            if self._caller[node] != NOBODY and leaf and not span.waits and span.role not in ROLLOUT:
+                calls[label_of(span)][span.process].append(node)
+        for by_process in calls.values():
+            numbers = {len(nodes) for nodes in by_process.values()}
+            if len(by_process) < 2 or len(numbers) > 1:
+                continue
+            for nodes in by_process.values():
+                nodes.sort(key=lambda node: self._start[node])
+            turns = list(zip(*by_process.values(), strict=True))
+            if all(self._end_together(turn) for turn in turns):
+                yield from (turn for turn in turns if self._begin_apart(turn))
+
+    def _end_together(self, nodes: Sequence[int]) -> bool:
+        ends = [self._end[node] for node in nodes]
+        longest_ns = max(self._end[node] - self._start[node] for node in nodes)
+        overlap = max(self._start[node] for node in nodes) < min(ends)
+        return overlap and max(ends) - min(ends) <= max(_TOGETHER_NS, longest_ns // 50)
+
+    def _begin_apart(self, nodes: Sequence[int]) -> bool:
+        starts, ends = ([times[node] for node in nodes] for times in (self._start, self._end))
+        apart_ns, longest_ns = max(starts) - min(starts), max(ends) - min(starts)
+        return apart_ns >= max(4 * (max(ends) - min(ends)), _TOGETHER_NS, longest_ns // 50)
+
+
+class _Running:
+    """Calls by time: which of them runs then."""
+
+    def __init__(self, start_ns: Sequence[int], end_ns: Sequence[int], nodes: Iterable[int]) -> None:
+        ordered = sorted(nodes, key=start_ns.__getitem__)
+        self._starts = [start_ns[node] for node in ordered]
+        self._ends = sorted(end_ns[node] for node in ordered)
+        self._latest: list[int] = []
+        """Of the calls up to each one, the one that ends last."""
+        for node in ordered:
+            longer = self._latest and end_ns[self._latest[-1]] > end_ns[node]
+            self._latest.append(self._latest[-1] if longer else node)
+
+    def only(self, at_ns: int) -> int | None:
+        """Return the call that runs at a time, or None if none runs, or several."""
+        begun = bisect_right(self._starts, at_ns)
+        running = begun - bisect_right(self._ends, at_ns)
+        return self._latest[begun - 1] if running == 1 else None
+
+
+def _overlaps(busy: Sequence[Pair], start_ns: int, end_ns: int) -> bool:
+    """Return whether any of these disjoint pairs, which are in order, overlaps a stretch of time."""
+    place = bisect_left(busy, (start_ns, start_ns))
+    before = busy[place - 1][1] if place else start_ns
+    return before > start_ns or (place < len(busy) and busy[place][0] < end_ns)
+
+
+def _parents_first(parents: Sequence[int | None]) -> list[int]:
+    """Return all indices, each after its parent. The parents have no cycles."""
+    depth = [-1] * len(parents)
+    for start in range(len(parents)):
+        path, at = [], start
+        while depth[at] < 0:
+            path.append(at)
+            parent = parents[at]
+            if parent is None:
+                depth[at] = 0
+                break
+            at = parent
+        for node in reversed(path):
+            parent = parents[node]
+            depth[node] = 0 if parent is None else depth[parent] + 1
+    return sorted(range(len(parents)), key=depth.__getitem__)

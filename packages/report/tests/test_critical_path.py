@@ -1,0 +1,382 @@
+"""The critical path of a step, and its savings, against programs with a known path: they are run forwards."""
+
+from __future__ import annotations
+
+import random
+import zipfile
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepscope.files.sidecar import ProcessInfo
+from stepscope_report.critical_path import Piece, Replay, critical_path
+from stepscope_report.demo.sample import ARCHIVE
+from stepscope_report.step_graph import StepGraph, step_graph
+from stepscope_report.timeline import Process, Span, Timeline, Window, load_step
+from stepscope_report.timeline.model import Alignment, ProcessClock
+
+MS = 1_000_000
+DATA = Path(__file__).with_name("data")
+Known = tuple[int, str | None, str, int]
+"""(process, stage, kind, ns)."""
+
+
+def process(role: str, rank: int, *, alignment: Alignment = "same host", uncertainty_ns: int = 0) -> Process:
+    info = ProcessInfo(role=role, rank=rank, world_size=None, host="a", pid=rank + 1, replica=None)
+    clock = ProcessClock(alignment=alignment, uncertainty_ns=uncertainty_ns)
+    return Process(
+        name=f"{role} {rank}", info=info, owner=role == "trainer", opened_ns=0, closed_ns=None, last_ns=0,
+        clock=clock, spans=0, dropped=0, cost=None,
+    )  # fmt: skip
+
+
+def step(
+    wall_ns: int, spans: Iterable[Span], *processes: Process, taken: frozenset[str] | None = None
+) -> Timeline:
+    there = processes or (process("trainer", 0), *(process("actor", rank) for rank in range(4)))
+    return Timeline(
+        step=1, run_id="r", runs=("r",), manifest=None, spans=list(spans),
+        window=Window(start_ns=0, end_ns=wall_ns, opened=True, closed=True),
+        processes=tuple(msgspec.structs.replace(one, last_ns=wall_ns) for one in there),
+    )  # fmt: skip
+
+
+def span(
+    where: int, stage: str, start_ns: int, end_ns: int, *, parent: int | None = None, role: str = "r",
+    waits: bool = False, trajectory: str | None = None, thread: int = 0, owner_step: int = 1,
+) -> Span:  # fmt: skip
+    return Span(
+        process=where, parent=parent, role=role, stage=stage, start_ns=start_ns, end_ns=end_ns,
+        dur_ns=end_ns - start_ns, step=owner_step, waits=waits, trajectory=trajectory, thread=thread,
+    )  # fmt: skip
+
+
+def known(timeline: Timeline) -> list[Known]:
+    graph = step_graph(timeline)
+    return [said(graph, piece) for piece in checked(graph)]
+
+
+def said(graph: StepGraph, piece: Piece) -> Known:
+    span = graph.span_of(piece.node)
+    return graph.process_of(piece.node), None if span is None else span.stage, piece.kind, piece.wall_ns
+
+
+def checked(graph: StepGraph) -> list[Piece]:
+    """Return the path, which must add up to the step without gaps and overlaps."""
+    pieces, window = critical_path(graph), graph.timeline.window
+    assert all(piece.wall_ns > 0 for piece in pieces)
+    assert all(one.end_ns == other.start_ns for one, other in pairwise(pieces))
+    assert sum(piece.wall_ns for piece in pieces) == window.wall_ns
+    if pieces:
+        assert (pieces[0].start_ns, pieces[-1].end_ns) == (window.start_ns, window.end_ns)
+    return pieces
+
+
+class Call(NamedTuple):
+    """A call of a program: its own times, and between them groups of calls that run at once."""
+
+    where: int
+    stage: str
+    waits: bool
+    own_ns: tuple[int, ...]
+    groups: tuple[tuple[Call, ...], ...]
+
+
+def calls(draw: random.Random, depth: int) -> Call:
+    groups = tuple(
+        tuple(calls(draw, depth - 1) for _ in range(draw.choice((1, 1, 2, 3, 6))))
+        for _ in range(draw.randrange(3) if depth else 0)
+    )
+    own_ns = tuple(draw.randrange(1, 50 * MS) for _ in range(len(groups) + 1))
+    waits = not groups and draw.random() < 0.3
+    return Call(draw.randrange(5), draw.choice("abcde"), waits, own_ns, groups)
+
+
+class Run:
+    """Runs a program forwards. Of each group of calls, the last to end is on the path."""
+
+    def __init__(self, without: str | None = None) -> None:
+        self.spans: list[Span] = []
+        self._without = without
+
+    def run(self, call: Call, at_ns: int, parent: int | None, gone: bool = False) -> tuple[int, list[Known]]:
+        gone = gone or call.stage == self._without
+        index = len(self.spans)
+        made = span(call.where, call.stage, at_ns, at_ns, parent=parent, waits=call.waits, thread=index)
+        self.spans.append(made)
+        path: list[Known] = []
+        for own_ns, group in zip(call.own_ns, (*call.groups, ()), strict=True):
+            kind = "wait" if call.waits else "work"
+            at_ns += 0 if gone else own_ns
+            path.append((call.where, call.stage, kind, own_ns))
+            ran = [self.run(below, at_ns, index, gone) for below in group]
+            if ran:
+                at_ns, longest = max(ran, key=lambda one: one[0])
+                path += longest
+        self.spans[index].end_ns = at_ns
+        return at_ns, path
+
+
+@given(st.integers(0, 2**32), st.integers(0, 4))
+def test_the_path_of_a_program_is_that_of_the_last_call_of_each_group(seed: int, depth: int) -> None:
+    draw = random.Random(seed)
+    program, run = calls(draw, depth)._replace(where=0), Run()
+    end_ns, path = run.run(program, 3, None)
+    outside: list[Known] = [(0, None, "not known", 3), (0, None, "not known", 2)]
+    assert known(step(end_ns + 2, run.spans)) == [outside[0], *path, outside[1]]
+
+
+@given(st.integers(0, 2**32), st.integers(0, 4))
+def test_what_a_stage_saves_is_what_the_program_saves_without_it(seed: int, depth: int) -> None:
+    program, run = calls(random.Random(seed), depth)._replace(where=0), Run()
+    end_ns, _ = run.run(program, 3, None)
+    replay = Replay(step_graph(step(end_ns + 2, run.spans)))
+    for stage in "abcde":
+        shorter_ns, _ = Run(without=stage).run(program, 3, None)
+        assert replay.saves_ns([("r", stage)]) == end_ns - shorter_ns
+
+
+numbers = st.integers(-50, 1050)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3), numbers, numbers, st.integers(-1, 30), st.sampled_from("abc"),
+            st.integers(0, 2), st.booleans(), st.sampled_from((None, "t1", "t2")),
+        ),
+        max_size=30,
+    )
+)  # fmt: skip
+def test_the_path_of_any_spans_adds_up_to_the_step(
+    made: list[tuple[int, int, int, int, str, int, bool, str | None]],
+) -> None:
+    spans = [
+        span(
+            where, stage, start, max(start, end), thread=thread, waits=waits, trajectory=trajectory,
+            parent=parent if 0 <= parent < len(made) and parent != index else None,
+        )
+        for index, (where, start, end, parent, stage, thread, waits, trajectory) in enumerate(made)
+    ]  # fmt: skip
+    for index in range(len(spans)):  # only damaged files have cycles, which reading cuts
+        seen, at = set[int](), index
+        while (parent := spans[at].parent) is not None:
+            seen.add(at)
+            if parent in seen:
+                spans[at].parent = None
+                break
+            at = parent
+    timeline = step(
+        1000, spans, process("trainer", 0), process("actor", 0, uncertainty_ns=30, alignment="measured"),
+        process("trainer", 1), process("actor", 1, alignment="unaligned"),
+    )  # fmt: skip
+    graph = step_graph(timeline)
+    checked(graph)
+    replay = Replay(graph)
+    assert replay.saves_ns([]) == 0
+    assert 0 <= replay.saves_ns([("r", "a")]) <= 1000
+
+
+def _recorded(tmp_path: Path) -> list[Path]:
+    with zipfile.ZipFile(ARCHIVE) as archive:
+        archive.extractall(tmp_path)
+    return [path.parent for root in (DATA, tmp_path) for path in sorted(root.rglob("processes"))]
+
+
+def test_the_path_of_every_recorded_step_adds_up(tmp_path: Path) -> None:
+    steps = _recorded(tmp_path)
+    assert len(steps) == 9
+    for folder in steps:
+        graph = step_graph(load_step(folder))
+        labels = {(one.role, one.stage) for one in graph.spans}
+        assert checked(graph)
+        replay = Replay(graph)
+        assert replay.saves_ns([]) == 0
+        for label in labels:
+            saves_ns = replay.saves_ns([label])
+            assert 0 <= saves_ns <= graph.timeline.window.wall_ns
+
+
+@given(
+    st.lists(st.integers(100 * MS, 2000 * MS), min_size=2, max_size=4, unique=True),
+    st.integers(300 * MS, 900 * MS),
+)
+def test_ranks_without_a_carrier_are_called_by_the_call_of_the_owner_around_them(
+    took: list[int], other_ns: int
+) -> None:
+    """The last rank to end is what the driver waited for."""
+    ends = [3 * MS + ns for ns in took]
+    end_ns = max(ends) + 2 * MS
+    spans = [
+        span(0, "update", 0, end_ns),
+        *(span(rank + 1, "update_actor", 3 * MS, end) for rank, end in enumerate(ends)),
+        span(0, "save", end_ns, end_ns + other_ns),
+    ]
+    last = ends.index(max(ends))
+    assert known(step(end_ns + other_ns, spans)) == [
+        (0, "update", "work", 3 * MS),
+        (last + 1, "update_actor", "work", took[last]),
+        (0, "update", "work", 2 * MS),
+        (0, "save", "work", other_ns),
+    ]
+
+
+@pytest.mark.parametrize("late", [0, 1, 2, 3])
+def test_ranks_that_end_together_waited_for_the_one_that_began_last(late: int) -> None:
+    """The late rank ran another call first, in the thread that then ran the one for which all waited."""
+    spans = [span(0, "update", 0, 1000 * MS)]
+    spans += [
+        span(rank + 1, "update_actor", (520 if rank == late else 5) * MS, (998 * MS) - rank, role="actor")
+        for rank in range(4)
+    ]
+    spans.append(span(late + 1, "load_batch", 5 * MS, 519 * MS, role="actor"))
+    spans.sort(key=lambda one: one.process)
+    assert known(step(1000 * MS, spans)) == [
+        (0, "update", "work", 5 * MS),
+        (late + 1, "load_batch", "work", 514 * MS),
+        (0, "update", "work", 1 * MS),
+        (late + 1, "update_actor", "work", 998 * MS - 520 * MS),
+        (0, "update", "work", 2 * MS),
+    ]
+    replay = Replay(step_graph(step(1000 * MS, spans)))
+    assert replay.saves_ns([("actor", "load_batch")]) == 514 * MS
+    assert replay.saves_ns([("actor", "update_actor")]) >= 478 * MS
+
+
+def test_a_late_rank_of_unknown_reason_is_not_known() -> None:
+    spans = [
+        span(0, "update", 0, 1000 * MS),
+        span(1, "update_actor", 5 * MS, 998 * MS, role="actor"),
+        span(2, "update_actor", 520 * MS, 998 * MS, role="actor"),
+    ]
+    assert known(step(1000 * MS, spans)) == [
+        (0, "update", "work", 5 * MS),
+        (0, "update", "not known", 515 * MS),
+        (2, "update_actor", "work", 478 * MS),
+        (0, "update", "work", 2 * MS),
+    ]
+
+
+def test_ranks_that_begin_together_wait_for_the_last_to_end() -> None:
+    spans = [
+        span(0, "score", 0, 700 * MS),
+        span(1, "log_prob", 1 * MS, 400 * MS, role="actor"),
+        span(2, "log_prob", 2 * MS, 698 * MS, role="actor"),
+    ]
+    assert known(step(700 * MS, spans))[1] == (2, "log_prob", "work", 696 * MS)
+
+
+def test_work_beside_others_that_nothing_followed_is_no_cause() -> None:
+    """A worker ran something else meanwhile: what the driver waited for is not known."""
+    spans = [
+        span(0, "update", 0, 1000 * MS),
+        span(1, "update_actor", 5 * MS, 600 * MS, role="actor"),
+        span(2, "health_check", 500 * MS, 700 * MS, role="monitor"),
+    ]
+    assert known(step(1000 * MS, spans)) == [
+        (0, "update", "work", 5 * MS),
+        (0, "update", "not known", 695 * MS),
+        (0, "update", "work", 300 * MS),
+    ]
+
+
+def test_work_of_a_later_step_is_not_waited_for() -> None:
+    spans = [
+        span(0, "update", 0, 500 * MS),
+        span(1, "trajectory", 5 * MS, 498 * MS, trajectory="t7", owner_step=7),
+    ]
+    assert known(step(500 * MS, spans)) == [(0, "update", "work", 500 * MS)]
+
+
+def test_a_call_whose_place_is_not_known_leaves_its_caller_not_known() -> None:
+    spans = [
+        span(0, "generate", 0, 300 * MS),
+        span(1, "decode", 50 * MS, 250 * MS, parent=0),
+        span(0, "save", 300 * MS, 400 * MS),
+    ]
+    processes = process("trainer", 0), process("rollout", 0, alignment="unaligned")
+    assert known(step(400 * MS, spans, *processes)) == [
+        (0, "generate", "not known", 300 * MS),
+        (0, "save", "work", 100 * MS),
+    ]
+
+
+def test_a_reply_that_seems_to_come_after_its_call_ended_is_within_the_clocks_error() -> None:
+    spans = [
+        span(0, "generate", 0, 300 * MS),
+        span(1, "decode", 10 * MS, 301 * MS, parent=0),
+    ]
+    processes = process("trainer", 0), process("rollout", 0, alignment="measured", uncertainty_ns=2 * MS)
+    assert known(step(300 * MS, spans, *processes)) == [
+        (0, "generate", "work", 10 * MS),
+        (1, "decode", "work", 290 * MS),
+    ]
+    exact = process("trainer", 0), process("rollout", 0)
+    assert known(step(300 * MS, spans, *exact)) == [(0, "generate", "work", 300 * MS)]
+
+
+def test_a_thread_of_the_owner_that_runs_beside_the_steps_is_no_cause() -> None:
+    spans = [
+        span(0, "update", 0, 300 * MS),
+        span(0, "prefetch", 100 * MS, 390 * MS, thread=1),
+        span(0, "save", 300 * MS, 400 * MS),
+    ]
+    assert known(step(400 * MS, spans)) == [
+        (0, "update", "work", 300 * MS),
+        (0, "save", "work", 100 * MS),
+    ]
+
+
+def test_a_driver_without_spans_waits_for_its_workers() -> None:
+    spans = [
+        *(span(rank, "log_prob", 10 * MS, (200 + rank) * MS, role="actor") for rank in (1, 2)),
+        *(span(rank, "update", 250 * MS, (500 + 20 * rank) * MS, role="actor") for rank in (1, 2)),
+    ]
+    spans.sort(key=lambda one: one.process)
+    assert known(step(545 * MS, spans)) == [
+        (0, None, "not known", 10 * MS),
+        (2, "log_prob", "work", 192 * MS),
+        (0, None, "not known", 48 * MS),
+        (2, "update", "work", 290 * MS),
+        (0, None, "not known", 5 * MS),
+    ]
+
+
+def test_ranks_of_one_program_each_with_a_capture_meet_in_their_stages() -> None:
+    """No rank calls another: rank 0 waits in `update` for rank 1, which read its data until then."""
+    spans = [
+        span(0, "load", 0, 50 * MS, role="trainer"),
+        span(0, "update", 50 * MS, 900 * MS, role="trainer"),
+        span(1, "load", 0, 600 * MS, role="trainer"),
+        span(1, "update", 601 * MS, 900 * MS, role="trainer"),
+    ]
+    ranks = process("trainer", 0), process("trainer", 1)
+    path = known(step(900 * MS, spans, *ranks))
+    assert [piece[:2] for piece in path] == [(1, "load"), (1, None), (1, "update")]
+
+
+def test_requests_without_a_carrier_follow_the_turns_of_their_trajectory() -> None:
+    spans = [
+        span(0, "rollout", 0, 1000 * MS),
+        *(
+            span(1, "request", start * MS, end * MS, trajectory=name, role="rollout")
+            for name, start, end in (("t1", 5, 350), ("t2", 12, 250), ("t2", 330, 990), ("t1", 400, 900))
+        ),
+    ]
+    assert known(step(1000 * MS, spans)) == [
+        (0, "rollout", "work", 12 * MS),
+        (1, "request", "work", 238 * MS),
+        (0, "rollout", "not known", 80 * MS),
+        (1, "request", "work", 660 * MS),
+        (0, "rollout", "work", 10 * MS),
+    ]
+
+
+def test_a_step_without_spans_is_not_known() -> None:
+    assert known(step(100 * MS, [])) == [(0, None, "not known", 100 * MS)]
