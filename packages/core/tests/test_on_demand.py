@@ -22,7 +22,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import stepscope
 from stepscope import ProfileConfig, capture, request_capture
 from stepscope._recording.capture import configure as run_module
 from stepscope._recording.capture import on_demand
@@ -79,24 +78,29 @@ def ask(config: ProfileConfig, steps: str = "next", *, next_run: bool = True, **
 # Asking -----------------------------------------------------------------------------------------------------
 
 
-def test_the_next_step_is_captured_and_no_other(config: ProfileConfig) -> None:
-    train(config, range(3))
-    request = ask(config)
-    train(config, range(3, 6))
-    assert steps_of(config) == [3]
-    assert (answer(request).state, answer(request).steps) == ("captured", [3])
-
-
-def test_a_range_is_captured_as_its_steps_come(config: ProfileConfig) -> None:
-    ask(config, "2:7:2")
-    train(config, range(9))
-    assert steps_of(config) == [2, 4, 6]
-
-
-def test_a_step_that_the_configuration_selects_too_is_captured_once(config: ProfileConfig) -> None:
-    ask(config, "2")
-    train(config.replace(steps=[2]), range(4))
-    assert steps_of(config) == [2]
+@pytest.mark.parametrize(
+    ("asked", "changes", "before", "captured", "state"),
+    [
+        ({"steps": "next"}, {}, 3, [3], "captured"),
+        ({"steps": "2:7:2"}, {}, 0, [2, 4, 6], "captured"),
+        ({"steps": "2"}, {"steps": [2]}, 0, [2], "captured"),
+        ({"steps": "3"}, {}, 5, [], "missed"),
+        ({"steps": "next", "expires_s": -1}, {}, 0, [], "expired"),
+        ({"steps": "next"}, {"control": {"requests": False}}, 0, [], None),
+    ],
+    ids=["next", "range", "selected too", "past", "expired", "off"],
+)
+def test_the_steps_that_are_asked_for_are_captured_once(
+    asked: dict[str, Any], changes: dict[str, Any], before: int, captured: list[int],
+    state: str | None, config: ProfileConfig,
+) -> None:  # fmt: skip
+    config = config.replace(**changes)
+    train(config, range(before))
+    request = ask(config, **asked)
+    train(config, range(before, 9))
+    assert steps_of(config) == captured
+    if state:
+        assert answer(request).state == state
 
 
 def test_roles_ranks_and_seconds_hold_for_the_requested_step_alone(config: ProfileConfig) -> None:
@@ -196,20 +200,6 @@ def test_a_capture_that_cannot_be_opened_says_why(
     assert "ConfigError: save_path" in str(answer(request).reason)
 
 
-def test_a_step_that_is_past_is_missed_and_says_so(config: ProfileConfig) -> None:
-    train(config, range(5))
-    request = ask(config, "3")
-    train(config, range(5, 7))
-    assert answer(request).state == "missed"
-
-
-def test_an_expired_request_says_so(config: ProfileConfig) -> None:
-    request = ask(config, expires_s=-1)
-    train(config, range(2))
-    assert answer(request) == Answer(state="expired", reason="it had expired")
-    assert steps_of(config) == []
-
-
 def test_a_cancelled_request_is_forgotten(config: ProfileConfig) -> None:
     request = ask(config, "4")
     train(config, range(2))
@@ -232,12 +222,6 @@ def test_ranks_that_each_open_captures_agree_on_the_next_step(
     for listener in (first, second):
         listener.close()
     assert seen == [[False, False], [True, True], [False, False]]
-
-
-def test_who_is_off_listens_to_nothing(config: ProfileConfig) -> None:
-    ask(config)
-    train(config.replace(control={"requests": False}), range(3))
-    assert steps_of(config) == []
 
 
 def test_the_thread_makes_the_folder_by_which_who_asks_knows_the_run(config: ProfileConfig) -> None:
@@ -544,30 +528,18 @@ def answer_of(config: ProfileConfig, request: str) -> Answer:
     return listening.answers.get(request, Answer(state="heard"))
 
 
-def test_its_json_holds_requests_and_answers(
-    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [("cancel {} 00000000", 2, "there are: {}"), ("{} --ranks 8,8 --wait 0", 2, "each rank once")],
+)
+def test_a_wrong_request_is_a_usage_error(
+    words: str, code: int, message: str, config: ProfileConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ask(config, "5:8")
+    request = ask(config, "5:8")
+    assert run(["trigger", *words.format(config.save_path).split()]) == code
+    assert message.format(request) in capsys.readouterr().err
     assert run(["trigger", "list", config.save_path, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert [request["steps"] for request in printed["requests"]] == ["5-7"]
-
-
-def test_an_unknown_id_names_those_there_are(
-    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    request = ask(config)
-    assert run(["trigger", "cancel", config.save_path, "00000000"]) == 2
-    assert f"there are: {request}" in capsys.readouterr().err
-
-
-def test_a_wrong_request_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["trigger", str(tmp_path), "--ranks", "8,8", "--wait", "0"]) == 2
-    assert "each rank once" in capsys.readouterr().err
-
-
-def test_the_public_name_is_the_hook() -> None:
-    assert stepscope.request_capture is request_capture
+    assert [asked["steps"] for asked in json.loads(capsys.readouterr().out)["requests"]] == ["5-7"]
 
 
 # A run that has ended ---------------------------------------------------------------------------------------

@@ -107,18 +107,37 @@ def test_the_screen_shows_each_fix_below_its_finding(
 # Machines that are worse off --------------------------------------------------------------------------------
 
 
-def test_packages_of_different_versions_are_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"stepscope": "0.2.0", "stepscope-npu": "0.1.0"}
-    monkeypatch.setattr(machine, "installed", versions.get)
+def test_what_is_gone_old_or_of_another_version_is_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (row,) = libraries.recorded_from_outside({"NVTX_INJECTION64_PATH": "/opt/gone.so"})
+    assert (row.state, "/opt/gone.so" in row.found) == ("red", True)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert [libraries.nsys(tool).state for tool in ("torch", "nsys")] == ["absent", "red"]
+    monkeypatch.setattr(libraries, "installed", lambda _: "2.44.1")
+    assert libraries.ray().state == "red"
+    monkeypatch.setattr(machine, "installed", {"stepscope": "0.2.0", "stepscope-npu": "0.1.0"}.get)
     row = machine.own_packages()
     assert (row.state, row.fix) == ("red", "pip install stepscope==0.2.0 stepscope-npu==0.2.0")
-
-
-def test_a_folder_below_a_file_is_red(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     row = machine.save_path(ProfileConfig(save_path=str(tmp_path / "file" / "out")))
-    assert row.state == "red"
-    assert "Not a directory" in row.found
+    assert (row.state, "Not a directory" in row.found) == ("red", True)
+
+
+def test_shm_that_is_small_missing_or_closed_has_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: Usage(64 << 20, 0, 64 << 20))
+        small = machine.shared_memory()
+    assert (small.state, "--shm-size" in str(small.fix)) == ("amber", True)
+    monkeypatch.setattr(machine, "SHARED_MEMORY", str(tmp_path / "none"))
+    missing = machine.shared_memory()
+    assert (missing.state, "mount -t tmpfs" in str(missing.fix)) == ("amber", sys.platform == "linux")
+    monkeypatch.setattr(machine, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    closed = machine.shared_memory()
+    assert (closed.state, "cannot write" in closed.found) == ("red", True)
 
 
 @pytest.mark.parametrize(("free_mb", "state"), [(500, "red"), (1500, "amber"), (4000, "green")])
@@ -128,13 +147,6 @@ def test_a_disk_is_held_against_the_budget(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 0, free_mb << 20))
     row = machine.save_path(ProfileConfig(save_path=str(tmp_path), budget={"trace_mb": 2048}))
     assert row.state == state
-
-
-def test_a_small_shm_names_the_option_of_docker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(64 << 20, 0, 64 << 20))
-    row = machine.shared_memory()
-    assert row.state == "amber"
-    assert "--shm-size" in str(row.fix)
 
 
 def test_a_torch_that_cannot_be_imported_is_red_with_its_last_words(
@@ -151,15 +163,6 @@ def test_a_torch_that_cannot_be_imported_is_red_with_its_last_words(
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in str(row.fix)
 
 
-def test_a_torch_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(command: list[str], *, timeout: float, **_: object) -> None:
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(subprocess, "run", hang)
-    with pytest.raises(torch_probe.ProbeError, match="within 120 s"):
-        torch_probe.ask()
-
-
 GPU = {
     "version": "2.13.0",
     "built_for": "13.0",
@@ -171,34 +174,6 @@ GPU = {
 }
 
 
-def test_a_window_without_kernels_names_who_else_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch_probe, "ask", lambda: GPU)
-    rows = {row.subject: row for row in libraries.torch({"NSYS_PROFILING_SESSION_ID": "7"})}
-    assert rows["CUDA"].found == "8 device(s): NVIDIA H100"
-    assert rows["CUPTI"].state == "red"
-    assert "NSYS_PROFILING_SESSION_ID is set" in rows["CUPTI"].found
-
-
-def test_a_cuda_build_without_a_device_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch_probe, "ask", lambda: GPU | {"cuda": False, "devices": []})
-    rows = {row.subject: row for row in libraries.torch({})}
-    assert rows["CUDA"].state == "amber"
-    assert "nvidia-smi" in str(rows["CUDA"].fix)
-
-
-def test_an_injection_library_that_is_gone_is_red() -> None:
-    (row,) = libraries.recorded_from_outside({"NVTX_INJECTION64_PATH": "/opt/gone.so"})
-    assert (row.state, "/opt/gone.so" in row.found) == ("red", True)
-
-
-def test_nsys_is_needed_only_by_its_tool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert libraries.nsys("torch").state == "absent"
-    assert libraries.nsys("nsys").state == "red"
-
-
 def test_an_nsys_on_path_is_asked_for_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nsys"
     program.write_text("#!/bin/sh\necho NVIDIA Nsight Systems version 2026.2.1\n")
@@ -206,6 +181,44 @@ def test_an_nsys_on_path_is_asked_for_its_version(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     row = libraries.nsys("nsys")
     assert (row.state, "version 2026.2.1, " in row.found, str(program) in row.found) == ("green", True, True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "environ", "subject", "state", "helps"),
+    [
+        ({}, {"NSYS_PROFILING_SESSION_ID": "7"}, "CUPTI", "red", "NSYS_PROFILING_SESSION_ID is set"),
+        ({}, {}, "CUDA", "green", "8 device(s): NVIDIA H100"),
+        ({"cuda": False, "devices": []}, {}, "CUDA", "amber", "nvidia-smi"),
+    ],
+    ids=["who else records", "devices", "no device"],
+)
+def test_what_torch_answers_is_judged(
+    answer: dict[str, object], environ: dict[str, str], subject: str, state: str, helps: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(libraries, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch_probe, "ask", lambda: GPU | answer)
+    row = {row.subject: row for row in libraries.torch(environ)}[subject]
+    assert row.state == state
+    assert helps in f"{row.found} {row.fix}"
+
+
+def test_a_torch_without_an_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("print('{}')\nraise SystemExit(0)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(torch_probe.ProbeError, match="printed no answer"):
+        torch_probe.ask()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", None)
+        with pytest.raises(torch_probe.ProbeError, match="cannot be started"):
+            torch_probe.ask()
+
+    def hang(command: list[str], *, timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    with pytest.raises(torch_probe.ProbeError, match="within 120 s"):
+        torch_probe.ask()
 
 
 @pytest.mark.parametrize(("level", "user", "states"), [("2", 1000, []), ("4", 1000, ["amber"]), ("4", 0, [])])
@@ -217,19 +230,6 @@ def test_a_kernel_that_lets_nsys_sample_nothing_is_noted(
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(os, "geteuid", lambda: user)
     assert [row.state for row in libraries.nsys_permissions()] == states
-
-
-def test_an_old_ray_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "installed", lambda _: "2.44.1")
-    assert libraries.ray().state == "red"
-
-
-def test_an_engine_without_its_adapter_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "entry_points", lambda group: ())
-    monkeypatch.setattr(engines, "find_spec", lambda name: object() if name == "vllm" else None)
-    rows = {row.subject: row for row in engines.engines()}
-    assert (rows["vllm"].state, rows["sglang"].state) == ("amber", "absent")
-    assert "pip install 'stepscope[vllm]'" in str(rows["vllm"].fix)
 
 
 @pytest.mark.parametrize(
@@ -255,10 +255,17 @@ def test_an_engine_is_compared_with_the_range_of_its_adapter(
     assert row.fix or state not in ("red", "amber")
 
 
-def test_an_adapter_that_cannot_be_loaded_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_an_adapter_that_works_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "entry_points", lambda group: ())
+    monkeypatch.setattr(engines, "find_spec", lambda name: object() if name == "vllm" else None)
+    rows = {row.subject: row for row in engines.engines()}
+    assert (rows["vllm"].state, rows["sglang"].state) == ("amber", "absent")
+    assert "'stepscope[vllm]'" in str(rows["vllm"].fix)
     point = adapter_in(tmp_path, monkeypatch, "nowhere_at_all:factory")
     monkeypatch.setattr(engines, "entry_points", lambda group: [point])
-    row = next(row for row in engines.engines() if row.subject == "mine")
+    row = {row.subject: row for row in engines.engines()}["mine"]
     assert (row.state, "nowhere_at_all:factory" in str(row.fix)) == ("red", True)
 
 
@@ -306,28 +313,6 @@ def test_an_nsys_that_does_not_work_is_not_ok(
     row = libraries.nsys("torch")
     assert row.state == "amber"
     assert finding in row.found
-
-
-def test_shm_that_is_missing_or_closed_has_a_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "SHARED_MEMORY", str(tmp_path / "none"))
-    missing = machine.shared_memory()
-    assert (missing.state, "mount -t tmpfs" in str(missing.fix)) == ("amber", sys.platform == "linux")
-    monkeypatch.setattr(machine, "SHARED_MEMORY", str(tmp_path))
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    closed = machine.shared_memory()
-    assert (closed.state, "cannot write" in closed.found) == ("red", True)
-
-
-def test_what_python_prints_beside_torchs_answer_is_not_taken_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "torch.py").write_text("print('{}')\nraise SystemExit(0)\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    with pytest.raises(torch_probe.ProbeError, match="printed no answer"):
-        torch_probe.ask()
-    monkeypatch.setattr(sys, "executable", None)
-    with pytest.raises(torch_probe.ProbeError, match="cannot be started"):
-        torch_probe.ask()
 
 
 def test_a_row_is_one_line_that_every_terminal_and_json_can_take() -> None:

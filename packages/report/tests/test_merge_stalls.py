@@ -8,8 +8,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from packages.report.tests.test_report_breakdown import close, driver_of
-from packages.report.tests.test_report_stalls import MS, expect, recorded
+from packages.report.tests.steps import MS, close
+from packages.report.tests.test_report_breakdown import driver_of
+from packages.report.tests.test_report_stalls import expect, recorded
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report.timeline import Selection, merge_step
 from stepscope_report.timeline.merge.step_events import STALL

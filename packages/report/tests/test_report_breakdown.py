@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from packages.report.tests.steps import MS, Row, a_step, close
 from stepscope.files.manifest.records import Absent, Expectation, OwnCost
 from stepscope.files.spans import PROFILING
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import Breakdown, stage_times, step_breakdown, step_health
 from stepscope_report.timeline import load_step
-
-MS = 1_000_000
-
-
-def close(folder: StepFolder, at_ns: int) -> None:
-    for process in folder.processes:
-        process.close(at_ns)
 
 
 def wall(breakdown: Breakdown) -> dict[str, int]:
@@ -35,31 +31,53 @@ def driver_of(folder: StepFolder, cost: OwnCost | None = None) -> FakeProcess:
     return folder.process("trainer", owner=True, cost=cost)
 
 
-def test_a_workers_stage_is_more_specific_than_the_drivers_wait_for_it(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver, actor = driver_of(folder), folder.process("actor", 0)
-    driver.span("update", 0, 10 * MS)
-    actor.span("update_actor", 2 * MS, 9 * MS)
-    close(folder, 12 * MS)
-    assert account(folder) == {"actor update_actor": 7, "trainer update": 3, "unaccounted": 2}
+ACCOUNTS: dict[str, tuple[int, list[Row], dict[str, int]]] = {
+    "a worker's stage is more specific than the driver's wait for it": (
+        12, [("trainer update", 0, 10), ("actor update_actor", 2, 9)],
+        {"actor update_actor": 7, "trainer update": 3, "unaccounted": 2},
+    ),
+    "a child is more specific than its parent": (
+        10, [("trainer/agent_loop rollout", 0, 10), ("trainer/env tool", 3, 5, "rollout")],
+        {"agent_loop rollout": 8, "env tool": 2},
+    ),
+    "ranks of one stage do not share it": (
+        8, [("actor:0 update_actor", 0, 8), ("actor:1 update_actor", 1, 8)], {"actor update_actor": 8},
+    ),
+    "a later step's rollout is hidden behind this step's work": (
+        16,
+        [("rollout decode", 0, 4), ("actor update_actor", 4, 10), ("trainer advantages", 10, 12),
+         ("trainer/env tool@3", 10, 16), ("rollout prefill@3", 4, 14)],
+        {"actor update_actor": 6, "rollout decode": 4, "rollout prefill": 2, "trainer advantages": 2,
+         "env tool": 2},
+    ),
+    "a later step's rollout that began in this step's work does not stand for it": (
+        10,
+        [("trainer update", 0, 10), ("trainer/rollout generate@3", 0, 10, "update"),
+         ("trainer/rollout decode@3", 4, 10, "generate")],
+        {"trainer update": 10},
+    ),
+    "work that an earlier step consumes shares as this step's does": (
+        4, [("actor update_actor", 0, 4), ("rollout decode@1", 0, 4)],
+        {"actor update_actor": 2, "rollout decode": 2},
+    ),
+    "a queue is billed only while nothing works": (
+        10,
+        [("trainer generate", 0, 10), ("rollout queue", 0, 6, "generate"),
+         ("rollout decode", 2, 10, "generate")],
+        {"rollout queue": 2, "rollout decode": 8},
+    ),
+    "what reaches beyond the window is clipped to it": (
+        10, [("actor update_actor", 4, 25)], {"actor update_actor": 6, "unaccounted": 4},
+    ),
+    "a step without spans is unaccounted": (10, [], {"unaccounted": 10}),
+}  # fmt: skip
 
 
-def test_a_child_is_more_specific_than_its_parent_in_the_same_process(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = driver_of(folder)
-    rollout = driver.span("rollout", 0, 10 * MS, role="agent_loop")
-    driver.span("tool", 3 * MS, 5 * MS, role="env", parent=rollout)
-    close(folder, 10 * MS)
-    assert account(folder) == {"agent_loop rollout": 8, "env tool": 2}
-
-
-def test_ranks_of_one_stage_do_not_share_it(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver_of(folder)
-    for rank in range(2):
-        folder.process("actor", rank).span("update_actor", rank * MS, 8 * MS)
-    close(folder, 8 * MS)
-    assert account(folder) == {"actor update_actor": 8}
+@pytest.mark.parametrize(("lasts_ms", "rows", "expected"), ACCOUNTS.values(), ids=ACCOUNTS)
+def test_each_instant_is_billed_to_the_most_specific_work(
+    tmp_path: Path, lasts_ms: int, rows: list[Row], expected: dict[str, int]
+) -> None:
+    assert account(a_step(tmp_path, lasts_ms, rows)) == expected
 
 
 def test_stages_that_run_at_once_share_the_time_equally_and_are_listed(tmp_path: Path) -> None:
@@ -79,40 +97,6 @@ def test_stages_that_run_at_once_share_the_time_equally_and_are_listed(tmp_path:
     assert (actor.alone_ns, actor.active_ns) == (2 * MS, 6 * MS)
 
 
-def test_a_later_steps_rollout_is_hidden_behind_this_steps_work(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver, actor, replica = driver_of(folder), folder.process("actor", 0), folder.process("rollout", 0)
-    replica.span("decode", 0, 4 * MS)
-    actor.span("update_actor", 4 * MS, 10 * MS)
-    driver.span("advantages", 10 * MS, 12 * MS)
-    driver.span("tool", 10 * MS, 16 * MS, role="env", step=3)
-    replica.span("prefill", 4 * MS, 14 * MS, step=3)
-    close(folder, 16 * MS)
-    assert account(folder) == {
-        "actor update_actor": 6, "rollout decode": 4,
-        "rollout prefill": 2, "trainer advantages": 2, "env tool": 2,
-    }  # fmt: skip
-
-
-def test_a_later_steps_rollout_that_began_in_this_steps_work_does_not_stand_for_it(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = driver_of(folder)
-    update = driver.span("update", 0, 10 * MS)
-    later = driver.span("generate", 0, 10 * MS, role="rollout", step=3, parent=update)
-    driver.span("decode", 4 * MS, 10 * MS, role="rollout", step=3, parent=later)
-    close(folder, 10 * MS)
-    assert account(folder) == {"trainer update": 10}
-
-
-def test_work_that_an_earlier_step_consumes_shares_as_this_steps_does(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver_of(folder)
-    folder.process("actor", 0).span("update_actor", 0, 4 * MS)
-    folder.process("rollout", 0).span("decode", 0, 4 * MS, step=1)
-    close(folder, 4 * MS)
-    assert account(folder) == {"actor update_actor": 2, "rollout decode": 2}
-
-
 def test_an_odd_nanosecond_is_not_lost_in_a_split(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver_of(folder)
@@ -121,16 +105,6 @@ def test_an_odd_nanosecond_is_not_lost_in_a_split(tmp_path: Path) -> None:
     close(folder, 10)
     breakdown = step_breakdown(load_step(folder.write()))
     assert [line.wall_ns for line in breakdown.lines] == [4, 3, 3, 0]
-
-
-def test_a_queue_is_billed_only_while_nothing_works(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver, replica = driver_of(folder), folder.process("rollout", 0)
-    generate = driver.span("generate", 0, 10 * MS)
-    replica.span("queue", 0, 6 * MS, link=driver.link(generate))
-    replica.span("decode", 2 * MS, 10 * MS, link=driver.link(generate))
-    close(folder, 10 * MS)
-    assert account(folder) == {"rollout queue": 2, "rollout decode": 8}
 
 
 def test_opening_and_closing_the_capture_are_beside_the_step_and_no_part_of_it(tmp_path: Path) -> None:
@@ -155,21 +129,6 @@ def test_a_profiler_that_starts_and_stops_around_a_stage_is_a_line_of_the_step(t
     close(folder, 10 * MS)
     assert account(folder) == {"actor update_actor": 4, "profiler": 3, "trainer update": 3}
     assert [stage.stage for stage in stage_times(load_step(folder.write()))] == ["update", "update_actor"]
-
-
-def test_what_reaches_beyond_the_window_is_clipped_to_it(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver_of(folder)
-    folder.process("actor", 0).span("update_actor", 4 * MS, 25 * MS)
-    close(folder, 10 * MS)
-    assert account(folder) == {"actor update_actor": 6, "unaccounted": 4}
-
-
-def test_a_step_without_spans_is_unaccounted(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver_of(folder)
-    close(folder, 10 * MS)
-    assert account(folder) == {"unaccounted": 10}
 
 
 def test_a_killed_workers_open_span_counts_to_its_last_sign_of_life(tmp_path: Path) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from packages.report.tests.steps import printed
 from stepscope.files.counters import (
     EVENT_LOOP,
     GC,
@@ -23,7 +22,6 @@ from stepscope.files.counters import (
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report import CounterRow, StepReport, step_report
 from stepscope_report.html.step_page import render_step
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import Selection, load_step, merge_step
 
 MS = 1_000_000
@@ -92,21 +90,15 @@ def test_a_total_grows_from_its_last_value_before_the_step(case: Case) -> None:
 def test_a_step_without_counters_has_no_section(case: Case) -> None:
     report = case.report()
     assert report.counters is None
-    assert "Counters" not in printed(report)
+    assert "Counters" not in printed(report, 150)
     assert 'id="counters"' not in render_step(load_step(case.write()), report)
-
-
-def printed(report: StepReport) -> str:
-    text = StringIO()
-    Console(file=text, width=150).print(render(report))
-    return text.getvalue()
 
 
 def test_terminal_and_page_show_the_same_numbers(case: Case) -> None:
     case.actor.counter("process memory", {0: 1e9, S: 2.5e9}, unit="B")
     case.trainer.counter(GPU, {0: 0, S: 41.5}, of="GPU 3", unit="%", kind="interval", scope="host")
     report = case.report()
-    text, page = printed(report), render_step(load_step(case.write()), report)
+    text, page = printed(report, 150), render_step(load_step(case.write()), report)
     for words in ("actor 0", "2.5 GB", "GPU 3 of host-a", "41.5 %"):
         assert words in text
         assert words in page
@@ -126,7 +118,7 @@ def test_of_many_rows_the_terminal_shows_the_highest_of_each(tmp_path: Path) -> 
     case = Case(tmp_path)
     for rank in range(1, 20):
         case.folder.process("actor", rank).counter("process CPU", {0: 0.0, S: float(rank)}, unit="%")
-    text = printed(case.report())
+    text = printed(case.report(), 150)
     assert "actor 19" in text.partition("Counters")[2]
     assert "of 19 rows" in text
 

@@ -9,7 +9,6 @@ One file above 400 lines: all of it reads one table.
 
 from __future__ import annotations
 
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
+from packages.report.tests.steps import printed
 from packages.report.tests.traces import add_trace, event
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Stall
@@ -26,7 +25,6 @@ from stepscope.files.values import AttrValue
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report import Engine, StepReport, step_report
 from stepscope_report.html.step_page import render_step
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step, load_traces
 
 MS = 1_000_000
@@ -42,12 +40,6 @@ def recorded(name: str) -> Engine:
     (row,) = report_of(RECORDED / name).engines
     assert row.replica == "replica 0"
     return row
-
-
-def printed(report: StepReport) -> str:
-    text = StringIO()
-    Console(file=text, width=100).print(render(report))
-    return text.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
+from packages.report.tests.steps import MS, close, printed
 from packages.report.tests.test_report_html import page_of
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import idle_times, step_report
@@ -17,10 +17,8 @@ from stepscope_report.accounting import Interval
 from stepscope_report.gaps import find_stretches
 from stepscope_report.sections.breakdown import Breakdown, step_breakdown
 from stepscope_report.spans import MOVES_WEIGHTS, TRANSFER
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step
 
-MS = 1_000_000
 SEND, RECEIVE = "send_weights", "receive_weights"
 
 
@@ -54,29 +52,10 @@ def test_unaccounted_time_is_told_by_the_spans_around_it(tmp_path: Path) -> None
         ("update", "rollout", 10, 1),
         ("rollout", "update", 4, 2),
     ]
-
-
-def test_gaps_add_up_to_what_is_unaccounted(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver_with_gaps(folder)
-    account = account_of(folder)
-    (unaccounted,) = (line for line in account.lines if line.kind == "unaccounted")
-    assert sum(gap.wall_ns for gap in account.gaps) == unaccounted.wall_ns == 84 * MS
-
-
-def test_a_step_without_spans_is_one_gap(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    folder.process("trainer", owner=True).close(10 * MS)
-    assert gaps(folder) == [(None, None, 10, 1)]
-
-
-def test_the_three_largest_gaps_are_printed_and_the_rest_summed_up(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver_with_gaps(folder)
-    out = io.StringIO()
     report = step_report(load_step(folder.write()))
-    Console(file=out, width=100).print(render(report))
-    section = out.getvalue().split("Unaccounted: the largest gaps")[1].split("\n\n")[0]
+    (unaccounted,) = (line for line in report.breakdown.lines if line.kind == "unaccounted")
+    assert sum(gap.wall_ns for gap in report.breakdown.gaps) == unaccounted.wall_ns == 84 * MS
+    section = printed(report).split("Unaccounted: the largest gaps")[1].split("\n\n")[0]
     rows = [" ".join(line.split()) for line in section.splitlines()[3:]]
     assert rows == [
         "60.0 ms 60.0 1 after the last span, trainer update",
@@ -84,21 +63,17 @@ def test_the_three_largest_gaps_are_printed_and_the_rest_summed_up(tmp_path: Pat
         "10.0 ms 10.0 1 between trainer update and trainer rollout",
         "4.00 ms 4.0 2 elsewhere",
     ]
-
-
-def test_the_page_names_the_gaps(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver_with_gaps(folder)
-    assert "span, trainer update" in page_of(folder)
-    assert "elsewhere" in page_of(folder)
-
-
-def test_the_advice_on_unaccounted_time_names_the_largest_gap(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver_with_gaps(folder)
-    report = step_report(load_step(folder.write()))
+    page = page_of(folder)
+    assert "span, trainer update" in page
+    assert "elsewhere" in page
     (advice,) = (advice for advice in report.advice if advice.rule == "blind-spot")
     assert re.search("60.0 ms .* trainer update", "\n".join(advice.because))
+
+
+def test_a_step_without_spans_is_one_gap(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True).close(10 * MS)
+    assert gaps(folder) == [(None, None, 10, 1)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=12))
@@ -116,8 +91,7 @@ def synced(folder: StepFolder, *, first: tuple[str, str], then: tuple[str, str])
     one, other = folder.process(first[0], 0), folder.process(then[0], 0)
     one.span(first[1], 2 * MS, 3 * MS)
     other.span(then[1], 65 * MS, 66 * MS)
-    for process in folder.processes:
-        process.close(70 * MS)
+    close(folder, 70 * MS)
 
 
 def test_what_passes_between_the_ends_of_a_weight_sync_has_a_name(tmp_path: Path) -> None:
@@ -137,15 +111,16 @@ def test_who_is_idle_meanwhile_waits_for_the_weight_sync(tmp_path: Path) -> None
         assert row.busy_ns + sum(cause.wall_ns for cause in row.causes) == 70 * MS
 
 
-def test_a_training_between_two_weight_syncs_is_not_their_transfer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(("rollout", RECEIVE), ("actor", SEND)), (("actor", "update_actor"), ("rollout", "generate"))],
+    ids=["a training between two syncs", "other stages"],
+)
+def test_what_no_weight_sync_encloses_is_no_transfer(
+    tmp_path: Path, first: tuple[str, str], then: tuple[str, str]
+) -> None:
     folder = StepFolder(tmp_path)
-    synced(folder, first=("rollout", RECEIVE), then=("actor", SEND))
-    assert not any(line.stage == TRANSFER for line in account_of(folder).lines)
-
-
-def test_a_gap_between_other_stages_is_no_transfer(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    synced(folder, first=("actor", "update_actor"), then=("rollout", "generate"))
+    synced(folder, first=first, then=then)
     assert not any(line.stage == TRANSFER for line in account_of(folder).lines)
 
 
@@ -153,11 +128,7 @@ def test_names_of_both_ends_of_a_weight_sync_are_known() -> None:
     for name in (
         SEND,
         RECEIVE,
-        "load_weights",
-        "sync_params",
-        "broadcast_weights",
-        "recv_weights",
-        "reshard",
+        *["load_weights", "sync_params", "broadcast_weights", "recv_weights", "reshard"],
     ):
         assert MOVES_WEIGHTS.search(name), name
     for name in ("update_actor", "weighted_loss", "generate"):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from packages.report.tests.pictures import rl_step
+from packages.report.tests.steps import printed
 from stepscope_report import StepReport, step_report
 from stepscope_report.html.step_page import render_step
 from stepscope_report.report import SECTIONS
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step
 from tests.tree import ROOT
 
@@ -55,12 +53,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return site
 
 
-def printed(report: StepReport) -> str:
-    text = StringIO()
-    Console(file=text, width=150).print(render(report))
-    return text.getvalue()
-
-
 def test_a_section_fills_the_field_of_its_name() -> None:
     fields = set(StepReport.__struct_fields__)
     assert {section.name for section in SECTIONS} == fields - {
@@ -84,7 +76,7 @@ def test_the_docs_explain_each_section_in_the_order_of_the_list() -> None:
 def test_a_section_of_another_package_stands_at_the_end_of_terminal_page_and_json(tmp_path: Path) -> None:
     timeline = load_step(rl_step(tmp_path / "run", ranks=2).write())
     report = step_report(timeline)
-    text, page = printed(report), render_step(timeline, report)
+    text, page = printed(report, 150), render_step(timeline, report)
     assert text.index("Toy spans") > text.index("Processes")
     assert "step 2" in text[text.index("Toy spans") :]
     assert page.index('id="toy-spans"') > page.index('id="processes"')
@@ -98,7 +90,7 @@ def test_a_section_of_another_package_stands_at_the_end_of_terminal_page_and_jso
 def test_a_section_that_fails_is_noted_and_breaks_nothing(tmp_path: Path) -> None:
     timeline = load_step(rl_step(tmp_path / "run", ranks=2).write())
     report = step_report(timeline)
-    text, page = printed(report), render_step(timeline, report)
+    text, page = printed(report, 150), render_step(timeline, report)
     for note in (
         "section toy-broken failed: ZeroDivisionError: division by zero",
         "section toy-no_section failed: TypeError: toy_sections:no_section is a int, and no Section",

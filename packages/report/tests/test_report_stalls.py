@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from packages.report.tests.test_report_breakdown import account, close, driver_of
+from packages.report.tests.steps import MS, Row, a_step, close
+from packages.report.tests.test_report_breakdown import account, driver_of
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Stall
 from stepscope.files.uncaptured import UncapturedStep
@@ -16,8 +17,6 @@ from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report import idle_times, step_breakdown, step_report
 from stepscope_report.html.step_page import render_step
 from stepscope_report.timeline import load_step
-
-MS = 1_000_000
 
 
 def recorded(
@@ -48,57 +47,54 @@ def expect(driver: FakeProcess, replica: int, *artifacts: Artifact) -> None:
     )
 
 
-def test_what_an_engine_writes_inside_the_step_is_the_profilers(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = driver_of(folder)
-    driver.span("decode", 0, 100 * MS, role="rollout")
-    expect(driver, 0, recorded(driver, 0, (10, 90)))
-    close(folder, 100 * MS)
-    assert account(folder) == {"rollout decode": 20, "profiler": 80}
+DECODE: Row = ("trainer/rollout decode", 0, 100)
+ACCOUNTS: dict[str, tuple[list[Row], list[list[tuple[int, int]] | None], dict[str, int]]] = {
+    "what an engine writes inside the step is the profiler's": (
+        [DECODE], [[(10, 50), (60, 90)]], {"rollout decode": 30, "profiler": 70},
+    ),
+    "so is a turn that waits for it": (
+        [("trainer/agent_loop turn", 0, 100)], [[(10, 90)]], {"agent_loop turn": 20, "profiler": 80},
+    ),
+    "others go on beside an engine that writes": (
+        [("trainer/rollout decode", 0, 10), ("actor update_actor", 20, 60), ("trainer/env tool", 60, 80)],
+        [[(10, 90)]],
+        {"rollout decode": 10, "actor update_actor": 40, "env tool": 20, "unaccounted": 30},
+    ),
+    "a replica that serves on is billed as ever": (
+        [("rollout:0 prefill", 0, 100), ("rollout:1 decode", 0, 100)], [[(0, 80)], []],
+        {"rollout decode": 50, "rollout prefill": 10, "profiler": 40},
+    ),
+    "work of an unnamed replica is held up only when all write": (
+        [DECODE], [[(10, 60)], [(40, 90)]], {"rollout decode": 80, "profiler": 20},
+    ),
+    "a replica that is not recorded may be who serves": (
+        [DECODE], [[(10, 60)], None], {"rollout decode": 100},
+    ),
+}  # fmt: skip
 
 
-def test_a_turn_that_waits_for_an_engine_that_writes_is_the_profilers(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = driver_of(folder)
-    driver.span("turn", 0, 100 * MS, role="agent_loop", trajectory="t", turn=0)
-    expect(driver, 0, recorded(driver, 0, (10, 90)))
-    close(folder, 100 * MS)
-    assert account(folder) == {"agent_loop turn": 20, "profiler": 80}
+@pytest.mark.parametrize(("rows", "writes", "expected"), ACCOUNTS.values(), ids=ACCOUNTS)
+def test_time_in_which_no_engine_serves_for_its_profiler_is_the_profilers(
+    tmp_path: Path, rows: list[Row], writes: list[list[tuple[int, int]] | None], expected: dict[str, int]
+) -> None:
+    """`writes` is when the engine of each replica writes. None if that replica is not recorded."""
+    folder = a_step(tmp_path, 100, rows)
+    driver = folder.processes[0]
+    for replica, stalls in enumerate(writes):
+        if stalls is None:
+            skipped = Expectation(name=f"replica {replica}", kind="engine", state="skipped", reason="no")
+            driver.expected.append(skipped)
+        else:
+            expect(driver, replica, recorded(driver, replica, *stalls))
+    assert account(folder) == expected
 
 
-def test_others_go_on_beside_an_engine_that_writes(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver, actor = driver_of(folder), folder.process("actor", 0)
-    driver.span("decode", 0, 10 * MS, role="rollout")
-    actor.span("update_actor", 20 * MS, 60 * MS)
-    driver.span("tool", 60 * MS, 80 * MS, role="env")
-    expect(driver, 0, recorded(driver, 0, (10, 90)))
-    close(folder, 100 * MS)
-    assert account(folder) == {
-        "rollout decode": 10, "actor update_actor": 40, "env tool": 20, "unaccounted": 30,
-    }  # fmt: skip
-
-
-def test_a_replica_that_serves_on_is_billed_as_ever(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = driver_of(folder)
-    for replica in range(2):
-        engine = folder.process("rollout", replica, replica=replica)
-        engine.span("decode" if replica else "prefill", 0, 100 * MS)
-    expect(driver, 0, recorded(driver, 0, (0, 80)))
-    expect(driver, 1, recorded(driver, 1))
-    close(folder, 100 * MS)
-    assert account(folder) == {"rollout decode": 50, "rollout prefill": 10, "profiler": 40}
-
-
-def test_work_of_an_unnamed_replica_is_held_up_only_when_all_write(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = driver_of(folder)
-    driver.span("decode", 0, 100 * MS, role="rollout")
-    expect(driver, 0, recorded(driver, 0, (10, 60)))
-    expect(driver, 1, recorded(driver, 1, (40, 90)))
-    close(folder, 100 * MS)
+def test_data_parallel_engines_of_a_replica_serve_each_for_itself(tmp_path: Path) -> None:
+    folder = a_step(tmp_path, 100, [DECODE])
+    driver = folder.processes[0]
+    expect(driver, 0, recorded(driver, 0, (10, 60)), recorded(driver, 0, (40, 90), dp=1))
     assert account(folder) == {"rollout decode": 80, "profiler": 20}
+    assert step_breakdown(load_step(folder.write())).stalled_ns == 20 * MS
 
 
 @pytest.mark.parametrize("named", ["turn", "decode"])
@@ -147,27 +143,6 @@ def test_what_no_span_names_may_have_waited_for_an_engine_that_writes(tmp_path: 
     assert "not-typical" in {advice.rule for advice in report.advice}
 
 
-def test_a_replica_that_is_not_recorded_may_be_who_serves(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = driver_of(folder)
-    driver.span("decode", 0, 100 * MS, role="rollout")
-    expect(driver, 0, recorded(driver, 0, (10, 60)))
-    driver.expected.append(
-        Expectation(name="replica 1", kind="engine", state="skipped", reason="not selected")
-    )
-    close(folder, 100 * MS)
-    assert account(folder) == {"rollout decode": 100}
-
-
-def test_data_parallel_engines_of_a_replica_serve_each_for_itself(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = driver_of(folder)
-    driver.span("decode", 0, 100 * MS, role="rollout")
-    expect(driver, 0, recorded(driver, 0, (10, 60)), recorded(driver, 0, (40, 90), dp=1))
-    close(folder, 100 * MS)
-    assert account(folder) == {"rollout decode": 80, "profiler": 20}
-
-
 def test_stalls_of_another_host_are_placed_by_its_clock(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver = driver_of(folder)
@@ -193,15 +168,6 @@ def test_a_slow_trajectory_waited_for_the_profiler(tmp_path: Path) -> None:
     assert 'class="m profiler"' in render_step(timeline, report).split('id="slowest"')[1].split("</table>")[0]
     waits = {f"{wait.role} {wait.stage}": wait.wall_ns // MS for wait in tail.worst[0].waits}
     assert waits == {"profiler engine trace": 80, "rollout decode": 20}
-
-
-def test_the_account_says_how_long_engines_stalled(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = driver_of(folder)
-    driver.span("decode", 0, 100 * MS, role="rollout")
-    expect(driver, 0, recorded(driver, 0, (10, 50), (60, 90)))
-    close(folder, 100 * MS)
-    assert step_breakdown(load_step(folder.write())).stalled_ns == 70 * MS
 
 
 def test_advice_says_what_the_step_would_have_taken(tmp_path: Path) -> None:

@@ -3,32 +3,24 @@ from __future__ import annotations
 import json
 import re
 import time
-from io import StringIO
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
+from packages.report.tests.steps import printed
 from stepscope.files.manifest.records import OwnCost
 from stepscope.testing.steps import StepFolder
-from stepscope_report import StepReport, stage_times, step_breakdown, step_long_tail, step_report
+from stepscope_report import stage_times, step_breakdown, step_long_tail, step_report
 from stepscope_report.formatting import LISTED, duration, middle, moment, percents, plain
 from stepscope_report.html.step_page import render_step
 from stepscope_report.sections.breakdown import say_left_out
 from stepscope_report.sections.health import worst_first
 from stepscope_report.sections.long_tail import trajectories
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step
 
 MS = 1_000_000
-
-
-def printed(report: StepReport) -> str:
-    text = StringIO()
-    Console(file=text, width=100).print(render(report))
-    return text.getvalue()
 
 
 def rollout(tmp_path: Path, count: int = 20) -> StepFolder:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from packages.report.tests.test_report_sections import printed
+from packages.report.tests.steps import printed
 from packages.report.tests.traces import add_trace, kernel
 from stepscope.files.manifest.records import Expectation, Hardware
 from stepscope.files.sidecar import Artifact
@@ -90,7 +90,7 @@ def counted(run: Run, phase: str) -> tuple[int, str]:
 def test_a_step_without_tokens_has_no_section(tmp_path: Path) -> None:
     report = Run(tmp_path).report(flops_per_token=1e9)
     assert report.throughput is None
-    assert "Throughput" not in printed(report)
+    assert "Throughput" not in printed(report, 150)
 
 
 def test_what_the_loop_counts_is_per_second_of_the_step_and_of_the_phase(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_an_unknown_device_says_so_and_its_peak_can_be_configured(tmp_path: Path
     (use,) = throughput(report).uses
     assert (use.device, use.peak_tflops, use.mfu) == ("Frontier 9000", None, None)
     assert use.tflops_each == 210
-    text = " ".join(printed(report).split())
+    text = " ".join(printed(report, 150).split())
     assert "Frontier 9000" in text
     assert "unknown" in text
     assert "throughput.device_peak_tflops" in text
@@ -232,7 +232,7 @@ def test_the_section_is_on_the_page_and_in_the_terminal(tmp_path: Path) -> None:
     run = Run(tmp_path, attrs={"tokens": 50_000})
     report = run.report(flops_per_token=42e9)
     page = render_step(load_step(run.folder.layout.root), report)
-    for text in (printed(report), page):
+    for text in (printed(report, 150), page):
         assert "100,000" in text
         assert "spans update_actor" in text
         assert "2 GPUs" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from packages.report.tests.test_report_sections import printed
+from packages.report.tests.steps import printed
 from stepscope.files.values import AttrValue
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
@@ -84,7 +84,7 @@ def test_of_nested_calls_of_a_stage_the_outermost_has_the_bytes(tmp_path: Path) 
 
 def test_the_tables_are_printed_drawn_and_in_json(tmp_path: Path) -> None:
     result = report(tmp_path)
-    text = printed(result)
+    text = printed(result, 150)
     for title in ("Weight synchronisation", "Weights moved, by process and bucket", "Waited for weights"):
         assert title in text
     assert 'id="weight-sync"' in render_step(load_step(tmp_path / "step_000002"), result)
@@ -94,7 +94,7 @@ def test_the_tables_are_printed_drawn_and_in_json(tmp_path: Path) -> None:
 def test_without_bytes_the_report_says_how_to_state_them(tmp_path: Path) -> None:
     result = report(tmp_path, sized=False)
     assert sync_of(result).transfers == ()
-    assert 'attrs={"bytes": ...}' in printed(result)
+    assert 'attrs={"bytes": ...}' in printed(result, 150)
 
 
 def test_a_step_that_moves_no_weights_has_no_such_section(tmp_path: Path) -> None:
@@ -104,4 +104,4 @@ def test_a_step_that_moves_no_weights_has_no_such_section(tmp_path: Path) -> Non
     driver.close(10 * MS)
     result = step_report(load_step(folder.write()))
     assert result.weight_sync is None
-    assert "Weight" not in printed(result)
+    assert "Weight" not in printed(result, 150)

@@ -39,24 +39,6 @@ def generating(count: int) -> list[Trajectory]:
     return [a_trajectory(Phase(0, (a_call(number, "generate", 100),))) for number in range(count)]
 
 
-@pytest.mark.parametrize(("replicas", "end"), [(1, 800), (2, 400), (4, 200)])
-def test_equal_trajectories_share_saturated_replicas(replicas: int, end: int) -> None:
-    dealt = [[number % replicas] for number in range(8)]
-    assert replay(generating(8), rules(SATURATED, [100.0] * 8, dealt, replicas)) == pytest.approx([end] * 8)
-    least = replay(generating(8), rules(SATURATED, [100.0] * 8, None, replicas))
-    assert least == pytest.approx([end] * 8)
-
-
-def test_requests_of_a_replica_that_is_not_full_do_not_slow_each_other() -> None:
-    assert replay(generating(8), rules(PARALLEL, [100.0] * 8, [[0]] * 8)) == pytest.approx([100] * 8)
-
-
-def test_requests_of_different_length_leave_one_after_the_other() -> None:
-    """Four share one token per ns: the shortest ends at 4 x 100, the next 3 x 100 later, and so on."""
-    works = [100.0, 200.0, 300.0, 400.0]
-    assert replay(generating(4), rules(SATURATED, works, [[0]] * 4)) == pytest.approx([400, 700, 900, 1000])
-
-
 def test_a_slow_replica_takes_longer() -> None:
     slow = Rules(curve=PARALLEL, speeds=(1.0, 0.5), works=[100.0] * 2, assigned=[[0], [1]])
     assert replay(generating(2), slow) == pytest.approx([100, 200])
@@ -66,13 +48,6 @@ def test_gaps_offsets_and_rests_take_as_long_as_measured() -> None:
     calls = (a_call(0, "tool", 30), a_call(1, "reward", 20, offset_ns=15))
     played = a_trajectory(Phase(5, calls), Phase(7, (a_call(2, "reward", 3),)), start_ns=100, rest_ns=4)
     assert replay([played], rules(SATURATED, [0.0] * 3, [[]])) == pytest.approx([100 + 5 + 35 + 7 + 3 + 4])
-
-
-@pytest.mark.parametrize(("size", "ends"), [(1, [10, 20, 30, 40]), (2, [10, 10, 20, 20]), (None, [10] * 4)])
-def test_tools_queue_for_a_pool(size: int | None, ends: list[int]) -> None:
-    tools = [a_trajectory(Phase(0, (a_call(number, "tool", 10),))) for number in range(4)]
-    queued = Rules(curve=SATURATED, speeds=(1.0,), works=[0.0] * 4, assigned=[[]] * 4, tool_pool=size)
-    assert replay(tools, queued) == pytest.approx(ends)
 
 
 def test_trajectories_start_as_others_end_if_they_have_a_limit() -> None:
@@ -110,22 +85,17 @@ def test_a_pool_of_tools_takes_them_in_the_order_in_which_they_come(seed: int) -
     assert replay(played, queued) == pytest.approx(ends)
 
 
+def generate(number: int, start_ns: int, end_ns: int, tokens: int) -> Call:
+    return Call(number=number, kind="generate", start_ns=start_ns, end_ns=end_ns, replica=0, tokens=tokens)
+
+
 def test_more_requests_never_do_less_nor_get_more_each() -> None:
     """Tokens at random: a fit without this order gives rates far off where few requests were."""
     draw = random.Random(0)
     calls = []
     for number in range(60):
         start = draw.randrange(2000)
-        calls.append(
-            Call(
-                number=number,
-                kind="generate",
-                start_ns=start,
-                end_ns=start + draw.randrange(50, 800),
-                replica=0,
-                tokens=draw.randrange(1, 200),
-            )
-        )
+        calls.append(generate(number, start, start + draw.randrange(50, 800), draw.randrange(1, 200)))
     points = fit(Flight(calls)).points
     assert len(points) > 5
     for (fewer, little), (more, much) in pairwise(points):
@@ -139,17 +109,7 @@ def test_the_fit_gives_the_curve_that_made_the_times() -> None:
     works = [100.0 + 37 * (number * 7 % 20) for number in range(200)]
     started = [a_trajectory(*played.phases, start_ns=90 * at) for at, played in enumerate(generating(200))]
     ends = replay(started, rules(made, works, [[0]] * 200))
-    calls = [
-        Call(
-            number=at,
-            kind="generate",
-            start_ns=90 * at,
-            end_ns=round(end),
-            replica=0,
-            tokens=round(works[at]),
-        )
-        for at, end in enumerate(ends)
-    ]
+    calls = [generate(at, 90 * at, round(end), round(works[at])) for at, end in enumerate(ends)]
     flight = Flight(calls)
     curve = fit(flight)
     assert len(curve.points) > 4
@@ -184,11 +144,6 @@ def test_a_pool_of_tools_is_seen_by_waits_inside_of_them() -> None:
     assert size == 1
 
 
-def test_tools_that_never_wait_have_no_pool() -> None:
-    assert tool_pool([tool_at(0, 10_000_000, 0) for _ in range(4)])[0] is None
-    assert tool_pool([])[0] is None
-
-
 def test_a_limit_of_trajectories_is_seen_by_starts_at_ends() -> None:
     limited = [tool_at(begin, begin + 10, 0) for begin in (0, 0, 10, 10, 20, 20)]
     spread = [tool_at(begin, begin + 10, 0) for begin in (0, 0, 50, 90, 130)]
@@ -199,8 +154,5 @@ def test_a_limit_of_trajectories_is_seen_by_starts_at_ends() -> None:
 def test_no_rate_of_the_curve_is_zero() -> None:
     """The second request says far too many tokens, as a damaged file may."""
     lengths = [(0, 10, 1), (0, 20, 10**15), (100, 110, 1), (100, 130, 1), (100, 130, 1)]
-    calls = [
-        Call(number=at, kind="generate", start_ns=start, end_ns=end, replica=0, tokens=tokens)
-        for at, (start, end, tokens) in enumerate(lengths)
-    ]
+    calls = [generate(at, *length) for at, length in enumerate(lengths)]
     assert all(total > 0 for _, total in fit(Flight(calls)).points)
