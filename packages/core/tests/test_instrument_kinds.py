@@ -66,8 +66,17 @@ class Agent:
     def stream(self, prompt):
         yield prompt
 
+def scoped(fn):
+    def wrapper(*args, **kwargs):
+        return fn(*args, **kwargs)
+    return wrapper
+
 class Trainer:
     version = 5
+
+    @scoped
+    def fit(self, batch):
+        return batch
 
     def sample(self):
         return Batch(["a", "b"], [3, 4])
@@ -215,6 +224,15 @@ def test_a_trajectory_takes_its_version_from_the_result_too(framework: Entries, 
     with capture(0):
         asyncio.run(agent.run())
     assert spans()[0].policy_version == 3
+
+
+def test_a_decorator_that_does_not_say_what_it_wraps_hides_no_self(framework: Entries, spans: Spans) -> None:
+    trainer = framework(
+        {"name": "Trainer.fit", "role": "trainer", "policy_version": "self.version"}
+    ).Trainer()
+    with capture(0):
+        trainer.fit("a batch")
+    assert spans()[0].policy_version == 5
 
 
 def test_turns_in_tasks_of_one_trajectory_are_counted_together(framework: Entries, spans: Spans) -> None:

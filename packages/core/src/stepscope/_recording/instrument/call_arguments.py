@@ -12,6 +12,7 @@ from stepscope.errors import ConfigError, ours
 
 Number: TypeAlias = int | float | bool
 
+SELF = "self"
 RESULT = "result"
 """The first part of a path that begins with what the call returned."""
 MAX_NAME = 128
@@ -33,6 +34,8 @@ class Arguments:
         self._defaults = {p.name: p.default for p in parameters if p.default is not kind.empty}
         self._star = next((p.name for p in parameters if p.kind is kind.VAR_POSITIONAL), None)
         self._stars = next((p.name for p in parameters if p.kind is kind.VAR_KEYWORD), None)
+        self._hidden = self._star is not None and not self._positions
+        """True for `wrapper(*args, **kwargs)` of a decorator that does not say what it wraps."""
 
     def check(self, path: str, target: str, *, after: bool = False) -> None:
         """Raise `ConfigError` for a path that does not begin with an argument.
@@ -41,7 +44,7 @@ class Arguments:
             after: It is read after the call, and may begin with the result.
         """
         first = _first_of(path)
-        known = [*self._names, *filter(None, (self._star, self._stars))]
+        known = [*self._names, *filter(None, (self._star, self._stars)), *([SELF] if self._hidden else ())]
         if first not in known and self._stars is None and not (after and first == RESULT):
             allowed = f"paths from its arguments: {', '.join(known) or 'it has none'}"
             fix = "begin the path with one of them" + (f", or with {RESULT}" if after else "")
@@ -98,6 +101,8 @@ class Arguments:
             return args[len(self._positions) :]
         if name == self._stars:
             return {key: value for key, value in kwargs.items() if key not in self._names}
+        if name == SELF and self._hidden and args:
+            return args[0]
         raise LookupError(f"no {name!r} among the arguments")
 
 
