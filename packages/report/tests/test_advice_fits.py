@@ -154,6 +154,7 @@ def met(case: Case) -> None:
         ("weight-sync", [weights, on_a_cpu], "shared memory", "NCCL"),
         ("weight-sync", [weights], "shared memory", "NCCL"),
         ("weight-sync", [weights_in_one_process, on_a_gpu], "in one call", "NCCL"),
+        ("weight-sync", [weights_in_one_process, engine_recorded], "in buckets", "in one call"),
         ("unaligned", [other_host], "give these processes to capture", "exchange"),
         ("unaligned", [met], "the exchange of clocks with them failed", "give these"),
     ],

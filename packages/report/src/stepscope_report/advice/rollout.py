@@ -190,7 +190,9 @@ def _weights_ns(evidence: Evidence) -> int:
 
 
 def _stays_in_its_process(evidence: Evidence) -> bool:
-    """Return whether each process that moves weights generates too."""
+    """Return whether each process that moves weights generates too, with no engine beside it."""
+    if evidence.profiling.given:
+        return False
     moves, generates = set[str](), set[str]()
     for stage in evidence.stages:
         names = {share.process for share in stage.processes}
