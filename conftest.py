@@ -111,7 +111,7 @@ PROCESS_STATE = {
     "stepscope._recording.instrument.patch": ("refusals",),
     "stepscope._recording.process.failures": ("_noted", "_warned"),
     "stepscope._recording.process.run": ("_prepared_in",),
-    "stepscope._recording.process.settings": ("_named",),
+    "stepscope.engines.settings": ("_named",),
     "stepscope._recording.spans.redaction": ("hook",),
     "stepscope._recording.spans.wrapping": ("declared_roles",),
 }

@@ -66,7 +66,6 @@ OF_THE_REPORT = {"doctor", "demo", "timeline.readers"}
 """Parts of the report with contracts for other packages."""
 REPORT_GROUPS = (
     "analysers",
-    "demo_replicas",
     "doctor",
     "iterations",
     "readers",

@@ -17,12 +17,8 @@ from stepscope import (
     Capture,
     CaptureResult,
     ProfileConfig,
-    Sidecar,
     Span,
-    StepScalars,
-    add_arguments,
     capture,
-    config_from_args,
     configure,
     consume,
     on_artifact,
@@ -35,30 +31,27 @@ from stepscope import (
     turn,
 )
 from stepscope.errors import ConfigError
+from stepscope.files.scalars import StepScalars
+from stepscope.files.sidecar import Sidecar
+from stepscope.integrations import add_arguments, config_from_args
 
 PUBLIC = {
     "Capture",
     "CaptureResult",
     "ProfileConfig",
-    "Sidecar",
     "Span",
-    "StepScalars",
-    "add_arguments",
     "advance",
     "aprepare",
     "attach",
     "capture",
     "carrier",
-    "config_from_args",
     "configure",
     "consume",
     "flush",
     "instrument",
-    "name_settings",
     "on_artifact",
     "on_capture",
     "on_report",
-    "open",
     "prepare",
     "profile_step",
     "redact",

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from stepscope import ProfileConfig, add_arguments, config_from_args
+from stepscope import ProfileConfig
 from stepscope.errors import ConfigError
+from stepscope.integrations import add_arguments, config_from_args
 
 
 def parsed(*words: str) -> ProfileConfig:

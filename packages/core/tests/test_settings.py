@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-import stepscope
-from stepscope import ProfileConfig, capture
+from stepscope import ProfileConfig, capture, configure
 from stepscope._recording.instrument import configured, step_boundaries
-from stepscope._recording.process import settings
 from stepscope.config.presets import preset_names, read_preset
+from stepscope.engines import name_settings, settings
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts
@@ -39,8 +38,8 @@ def better(framework: FrameworkSettings) -> dict[str, object]:
 
 
 def test_a_captured_step_keeps_what_a_program_names(tmp_path: Path) -> None:
-    stepscope.name_settings("mine", {"max_requests": ("slots", 128)})
-    stepscope.name_settings(
+    name_settings("mine", {"max_requests": ("slots", 128)})
+    name_settings(
         "mine",
         {
             "max_requests": ("slots", 256),
@@ -58,8 +57,8 @@ def test_a_captured_step_keeps_what_a_program_names(tmp_path: Path) -> None:
 
 
 def test_engines_come_after_frameworks() -> None:
-    stepscope.name_settings("an engine", {"max_requests": ("slots", 1)}, engine=True)
-    stepscope.name_settings("mine", {"max_requests": ("slots", 1)})
+    name_settings("an engine", {"max_requests": ("slots", 1)}, engine=True)
+    name_settings("mine", {"max_requests": ("slots", 1)})
     assert [framework.framework for framework in settings.kept()] == ["mine", "an engine"]
 
 
@@ -78,13 +77,13 @@ def test_engines_come_after_frameworks() -> None:
 )
 def test_a_setting_that_cannot_be_kept_is_refused(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        stepscope.name_settings("mine", given)
+        name_settings("mine", given)
     assert settings.kept() == ()
 
 
 def test_the_frameworks_of_a_process_are_bounded() -> None:
     for number in range(100):
-        stepscope.name_settings(f"framework {number}", {"max_requests": ("slots", number)})
+        name_settings(f"framework {number}", {"max_requests": ("slots", number)})
     assert len(settings.kept()) == 8
 
 
@@ -188,7 +187,7 @@ def framework(
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     before = set(sys.modules)
-    stepscope.configure(save_path=str(tmp_path / "run"), steps=["every:1"], instrument=[preset])
+    configure(save_path=str(tmp_path / "run"), steps=["every:1"], instrument=[preset])
     yield preset, importlib.import_module(name)
     step_boundaries.switch(step_boundaries._finish(None))
     configured.apply(ProfileConfig())
@@ -301,5 +300,5 @@ def test_a_setting_that_means_nothing_in_this_run_is_not_kept(framework: tuple[s
 
 def test_a_setting_without_a_switch_has_nothing_better() -> None:
     knob: Knob = "colocated"
-    stepscope.name_settings("mine", {knob: ("together", False)})
+    name_settings("mine", {knob: ("together", False)})
     assert settings.kept()[0].settings == (Setting(knob=knob, name="together", value=False),)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-import stepscope
+import stepscope_report
 from stepscope import ProfileConfig, capture, span, trajectory
 from stepscope.errors import RecordError
 from stepscope.files.manifest.records import Expectation
@@ -181,18 +181,18 @@ def test_a_step_that_the_newest_run_lacks_is_read_where_it_is_named(
 
 
 def test_opened_in_a_notebook_a_folder_of_two_runs_is_the_newest(resumed: Path) -> None:
-    opened = stepscope.open(resumed)
+    opened = stepscope_report.open(resumed)
     assert isinstance(opened, OpenRun)
     assert {report.run_id for report in opened.report()} == {"resumed"}
     assert (list(opened), opened.others) == ([40, 50], {"before": [44]})
     assert "step 44 of" in opened.brief()
     with pytest.raises(KeyError, match="run='before'"):
         opened[44]
-    before = stepscope.open(resumed, run="before")
+    before = stepscope_report.open(resumed, run="before")
     assert isinstance(before, OpenRun)
     assert list(before) == [40, 44]
     with pytest.raises(RecordError, match=r"'no'.*: resumed, before"):
-        stepscope.open(resumed, run="no")
+        stepscope_report.open(resumed, run="no")
 
 
 def test_what_the_last_step_of_the_newest_run_never_ended_is_shown(

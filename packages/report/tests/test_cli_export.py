@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-import stepscope
+import stepscope_report
 from packages.report.tests.simulated import Rollout
 from packages.report.tests.test_cli import a_run
 from stepscope.testing.steps import StepFolder
@@ -29,7 +29,7 @@ def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def as_written(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows of `stepscope.open` with lists for tuples, and text for values that have no single type."""
+    """Return rows of `stepscope_report.open` with lists for tuples, and text for values of several types."""
     rows = json.loads(json.dumps(rows))
     if name == "spans":
         return [{**row, "attrs": json.dumps(row["attrs"], ensure_ascii=False)} for row in rows]
@@ -64,7 +64,7 @@ def test_a_run_has_the_rows_of_all_steps_in_each_file(
     path = a_long_run(tmp_path / "run")
     assert run(["export", str(path), "--parquet"]) == 0
     printed = capsys.readouterr()
-    opened = stepscope.open(path)
+    opened = stepscope_report.open(path)
     for name in ROWS:
         rows = opened.table(name)
         assert rows_of(path / "tables", name) == as_written(name, rows)
@@ -79,7 +79,7 @@ def test_a_step_has_its_own_files(tmp_path: Path) -> None:
     a_run(tmp_path)
     folder = tmp_path / "step_000004"
     assert run(["export", str(folder), "--parquet", "-q"]) == 0
-    step = stepscope.open(folder)
+    step = stepscope_report.open(folder)
     for name in ROWS:
         assert rows_of(folder / "tables", name) == as_written(name, step.table(name))
     assert run(["ls", str(folder)]) == 0

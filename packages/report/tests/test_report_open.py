@@ -1,4 +1,4 @@
-"""`stepscope.open`: runs and steps for notebooks."""
+"""`stepscope_report.open`: runs and steps for notebooks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-import stepscope
+import stepscope_report
 from packages.report.tests.simulated import Rollout
 from packages.report.tests.test_cli import a_run
 from packages.report.tests.traces import kernel, op, write_trace
@@ -18,7 +18,7 @@ from stepscope_report import OpenRun, OpenStep, OpenTraces
 
 
 def open_run(path: Path) -> OpenRun:
-    run = stepscope.open(a_run(path))
+    run = stepscope_report.open(a_run(path))
     assert isinstance(run, OpenRun)
     return run
 
@@ -53,7 +53,7 @@ def test_a_table_is_a_list_of_dicts(tmp_path: Path) -> None:
 def test_every_table_can_be_read(tmp_path: Path) -> None:
     Rollout(slots=2).report(tmp_path)
     (folder,) = tmp_path.glob("step_*")
-    step = stepscope.open(folder)
+    step = stepscope_report.open(folder)
     assert isinstance(step, OpenStep)
     full = {name for name in step.tables if step.table(name)}
     assert full >= {"breakdown", "stages", "idle", "trajectories", "spreads", "engines", "processes", "spans"}
@@ -82,7 +82,7 @@ def test_a_step_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> 
     for path in (tmp_path / "step_000002").rglob("*"):
         if path.is_file():
             path.unlink()
-    run = stepscope.open(tmp_path)
+    run = stepscope_report.open(tmp_path)
     assert isinstance(run, OpenRun)
     assert [report.step for report in run.report()] == [4]
     assert [row["step"] for row in run.table("stages")] == [4]
@@ -92,7 +92,7 @@ def test_traces_of_others_open_too(tmp_path: Path) -> None:
     for rank in range(2):
         events = [op("aten::mm", 0, 100), kernel("gemm", 100, 400), kernel("ncclAllReduce", 300, 400)]
         write_trace(tmp_path / f"rank{rank}.pt.trace.json", events)
-    traces = stepscope.open(tmp_path)
+    traces = stepscope_report.open(tmp_path)
     assert isinstance(traces, OpenTraces)
     (first, second) = traces.table("devices")
     assert (first["busy_ns"], first["exposed_ns"], second["rank"]) == (600_000, 200_000, 1)
@@ -103,7 +103,11 @@ def test_traces_of_others_open_too(tmp_path: Path) -> None:
     assert traces.report().traces is not None
     assert re.search(r"gemm \(compute\): 800 us .*2 calls", traces.brief())
     assert f"Traces in {tmp_path.name}" in traces._repr_html_()
-    assert stepscope.open(tmp_path / "rank0.pt.trace.json").brief(markdown=True).startswith("## Traces in")
+    assert (
+        stepscope_report.open(tmp_path / "rank0.pt.trace.json")
+        .brief(markdown=True)
+        .startswith("## Traces in")
+    )
     with pytest.raises(ValueError, match=r"'spans'; .* operators, devices"):
         traces.table("spans")
 
@@ -113,13 +117,13 @@ def test_the_brief_of_many_traces_stays_short(tmp_path: Path) -> None:
         names = [f"kernel_{number}" for number in range(30)]
         events = [kernel(name, 100 * at, 90) for at, name in enumerate(names)]
         write_trace(tmp_path / f"rank{rank}.json", [*events, {"ph": "X", "cat": "kernel", "dur": "x"}])
-    brief = stepscope.open(tmp_path).brief()
+    brief = stepscope_report.open(tmp_path).brief()
     assert len(brief.splitlines()) <= 40
     assert "25 others were busier" in brief
 
 
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="no captured step"):
-        stepscope.open(tmp_path)
+        stepscope_report.open(tmp_path)
     with pytest.raises(RecordError, match="does not exist"):
-        stepscope.open(tmp_path / "absent")
+        stepscope_report.open(tmp_path / "absent")

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-import stepscope
 from packages.report.tests.test_report_advice import MS, Case
 from packages.report.tests.test_report_settings import full_cache, lines_of, named
 from packages.report.tests.test_what_if import EVEN, UNEVEN, a_step, ends_ms
 from stepscope import capture, span
+from stepscope.engines import name_settings
 from stepscope.files.manifest.settings import FrameworkSettings
 from stepscope.testing.fake_clock import FakeClock
 from stepscope.testing.recorded_run import RecordedRun
@@ -172,7 +172,7 @@ def test_settings_stand_in_the_terminal_the_page_the_brief_and_json(
 def test_a_framework_of_ones_own_gets_advice_in_its_words(
     stepscope_run: RecordedRun, stepscope_clock: FakeClock
 ) -> None:
-    stepscope.name_settings("mine", {"weight_bucket": ("sync.bucket_mb", 512)}, version="1.2")
+    name_settings("mine", {"weight_bucket": ("sync.bucket_mb", 512)}, version="1.2")
     with capture(1), span("sync_weights", role="trainer"):
         stepscope_clock.advance(2)
     report = step_report(load_step(stepscope_run.layout.step(1).root))

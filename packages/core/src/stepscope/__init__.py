@@ -30,12 +30,7 @@ if TYPE_CHECKING:
     from stepscope._recording.capture.requesting import request_capture
     from stepscope._recording.capture.result import CaptureResult, on_capture
     from stepscope._recording.instrument.patch import instrument
-    from stepscope._recording.process.settings import name_settings
-    from stepscope._report import open  # noqa: A004  # read as `stepscope.open`
     from stepscope.config import ProfileConfig
-    from stepscope.files.scalars import StepScalars
-    from stepscope.files.sidecar import Sidecar
-    from stepscope.integrations.arguments import add_arguments, config_from_args
 
     __version__: str
 
@@ -43,25 +38,19 @@ __all__ = [
     "Capture",
     "CaptureResult",
     "ProfileConfig",
-    "Sidecar",
     "Span",
-    "StepScalars",
-    "add_arguments",
     "advance",
     "aprepare",
     "attach",
     "capture",
     "carrier",
-    "config_from_args",
     "configure",
     "consume",
     "flush",
     "instrument",
-    "name_settings",
     "on_artifact",
     "on_capture",
     "on_report",
-    "open",
     "prepare",
     "profile_step",
     "redact",
@@ -76,17 +65,11 @@ _LATER = {
     "Capture": "stepscope._recording.capture.capture",
     "CaptureResult": "stepscope._recording.capture.result",
     "ProfileConfig": "stepscope.config",
-    "Sidecar": "stepscope.files.sidecar",
-    "StepScalars": "stepscope.files.scalars",
-    "add_arguments": "stepscope.integrations.arguments",
     "aprepare": "stepscope._recording.capture.prepare",
     "capture": "stepscope._recording.capture.capture",
-    "config_from_args": "stepscope.integrations.arguments",
     "configure": "stepscope._recording.capture.configure",
     "instrument": "stepscope._recording.instrument.patch",
-    "name_settings": "stepscope._recording.process.settings",
     "on_capture": "stepscope._recording.capture.result",
-    "open": "stepscope._report",
     "prepare": "stepscope._recording.capture.prepare",
     "request_capture": "stepscope._recording.capture.requesting",
 }

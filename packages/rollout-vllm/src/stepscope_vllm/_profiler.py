@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary, ref
 
-from stepscope import ProfileConfig, name_settings
+from stepscope import ProfileConfig
 from stepscope.backends.counters import CounterSource
-from stepscope.engines import EngineCapture, EngineFactory, EngineProfiler
+from stepscope.engines import EngineCapture, EngineFactory, EngineProfiler, name_settings
 from stepscope.engines.metrics import EngineMetrics
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError

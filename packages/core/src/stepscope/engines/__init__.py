@@ -18,6 +18,7 @@ from stepscope.engines.protocol import (
     recognise,
     refuse_second_start,
 )
+from stepscope.engines.settings import name_settings
 
 __all__ = [
     "EngineCapture",
@@ -27,6 +28,7 @@ __all__ = [
     "Iterations",
     "installed",
     "load_engine",
+    "name_settings",
     "patience_s",
     "recognise",
     "refuse_second_start",

@@ -6,7 +6,8 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import cycle, islice
 from statistics import fmean
 from typing import Any, NamedTuple, cast
@@ -166,6 +167,10 @@ def choices(engine: str) -> list[Choice]:
     return [Choice(name.strip(), python.strip() or None) for name, _, python in parts]
 
 
+_REPLICAS = {"vllm": "stepscope_vllm._demo:VllmReplica", "sglang": "stepscope_sglang._demo:SglangReplica"}
+"""Engine -> the class of its package for the demo."""
+
+
 def replica_class(engine: str) -> type:
     """Return `RolloutReplica`, or the class that the package of `engine` has for the demo.
 
@@ -174,13 +179,13 @@ def replica_class(engine: str) -> type:
     """
     if engine == "torch":
         return RolloutReplica
-    registered = {point.name: point for point in entry_points(group="stepscope.demo_replicas")}
-    if engine not in registered:
+    module, _, name = _REPLICAS.get(engine, "").partition(":")
+    if not module or find_spec(module.partition(".")[0]) is None:
         raise StepscopeError(
-            f"the demo has no engine {engine!r}; it has: {', '.join(['torch', *sorted(registered)])}. "
-            f"Fix: pip install 'stepscope[{engine}]'"
+            f"the demo cannot use the engine {engine!r}; it has: {', '.join(['torch', *_REPLICAS])}. "
+            f"Fix: pip install 'stepscope[{engine if module else next(iter(_REPLICAS))}]'"
         )
-    return cast(type, registered[engine].load())
+    return cast(type, getattr(import_module(module), name))
 
 
 def _place(cls: type, *args: object, python: str | None = None) -> ActorHandle[Any]:

@@ -195,7 +195,7 @@ class OpenRun(Briefed):
         return run_brief(self.report(), folders, self.others)
 
 
-def open(  # noqa: A001  # read as `stepscope.open`
+def open(  # noqa: A001  # read as `stepscope_report.open`
     path: str | os.PathLike[str], *, run: str | None = None, traces: bool = True
 ) -> OpenRun | OpenStep | OpenTraces:
     """Open the folder of a run (its save_path) or of one step in it, or traces that others wrote.

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope import name_settings
-from stepscope.engines import metrics
+from stepscope.engines import metrics, name_settings
 from stepscope.engines.artifacts import Option
 from stepscope.engines.http import Server
 from stepscope.files.counters import KV_CACHE, PREEMPTIONS

@@ -1,14 +1,9 @@
-"""Contract of a fleet: captures fanned out to worker processes. Implemented in `ray_fleet`.
-
-Found through the entry points `stepscope.fleets`, so that recording knows no cluster library.
-"""
+"""Contract of a fleet: captures fanned out to worker processes. Implemented in `ray_fleet`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Protocol
 
 from stepscope._recording.fanout.fetch import Home
@@ -81,32 +76,6 @@ class Fleet(Protocol):
         nobody.
         """
         ...
-
-
-def load_fleet(workers: object, engine_workers: Mapping[int, Sequence[object]] | None = None) -> Fleet:
-    """Return the fleet that knows what `workers` is.
-
-    Args:
-        workers: What was given to `capture(workers=)`; None for nothing.
-        engine_workers: By replica, workers that an engine's own profiler records: they record spans only.
-
-    Raises:
-        ConfigError: no installed fleet knows it.
-    """
-    for fleet_of in _installed():
-        fleet = fleet_of(workers, engine_workers or {})
-        if fleet is not None:
-            return fleet
-    if isinstance(workers, Mapping) and workers:
-        role, group = next(iter(workers.items()))
-        raise not_workers(group, role)
-    raise not_workers(workers, None)
-
-
-@cache  # reading the entry points takes 4 ms, inside the opening of a capture
-def _installed() -> tuple[Callable[[object, Mapping[int, Sequence[object]]], Fleet | None], ...]:
-    points = sorted(entry_points(group="stepscope.fleets"), key=lambda point: point.name)
-    return tuple(point.load() for point in points)
 
 
 def not_workers(group: object, role: object) -> ConfigError:

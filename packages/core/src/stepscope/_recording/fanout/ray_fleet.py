@@ -26,6 +26,25 @@ _LISTS = ("workers", "_workers", "actors", "_actors")
 _BY_ITS_ENGINE = "the profiler of the engine in it records this process"
 
 
+def load_fleet(workers: object, engine_workers: Mapping[int, Sequence[object]] | None = None) -> RayFleet:
+    """Return the fleet of `workers`.
+
+    Args:
+        workers: What was given to `capture(workers=)`; None for nothing.
+        engine_workers: By replica, workers that an engine's own profiler records: they record spans only.
+
+    Raises:
+        ConfigError: these are no workers.
+    """
+    fleet = fleet_of(workers, engine_workers or {})
+    if fleet is not None:
+        return fleet
+    if isinstance(workers, Mapping) and workers:
+        role, group = next(iter(workers.items()))
+        raise not_workers(group, role)
+    raise not_workers(workers, None)
+
+
 def fleet_of(
     workers: object, engine_workers: Mapping[int, Sequence[object]] | None = None
 ) -> RayFleet | None:

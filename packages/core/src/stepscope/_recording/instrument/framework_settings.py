@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import msgspec
 
 from stepscope._recording.instrument.call_arguments import Arguments
-from stepscope._recording.process import settings
 from stepscope.config.presets import ListedSettings, Preset, place_of
+from stepscope.engines import settings
 from stepscope.errors import ours
 from stepscope.files.manifest.settings import SWITCHES, FrameworkSettings, Setting, is_number
 

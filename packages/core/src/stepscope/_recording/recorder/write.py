@@ -13,7 +13,7 @@ import msgspec
 
 from stepscope._recording.counters.sampler import TICKS, Sampler
 from stepscope._recording.output.manifest_part import ManifestPart
-from stepscope._recording.process import failures, settings
+from stepscope._recording.process import failures
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.hardware import read_hardware
 from stepscope._recording.recorder.ring import Copied, Ring
@@ -21,6 +21,7 @@ from stepscope._recording.recorder.steps import RecordedStep
 from stepscope._recording.spans import lines
 from stepscope._recording.spans.span import Span
 from stepscope.config import ProfileConfig
+from stepscope.engines import settings
 from stepscope.errors import ours
 from stepscope.files import counters
 from stepscope.files import spans as records

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from stepscope._recording.output import exporter
 from stepscope._recording.output.manifest_part import ManifestPart
-from stepscope._recording.process import clock, failures, run, settings
+from stepscope._recording.process import clock, failures, run
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.hardware import read_hardware
 from stepscope._recording.session import budget, selection
@@ -30,7 +30,7 @@ from stepscope._recording.spans.log import SpanLog
 from stepscope._recording.spans.span import mark, mark_consumed
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
-from stepscope.engines import EngineProfiler
+from stepscope.engines import EngineProfiler, settings
 from stepscope.errors import BackendError, ours
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout

@@ -50,7 +50,7 @@ def export(
     step: Annotated[str | None, typer.Option(metavar="STEPS", help=STEPS_HELP)] = None,
     run: Annotated[str | None, typer.Option(metavar="ID", help="Of this run, if several are there.")] = None,
 ) -> None:
-    """Write each table of `stepscope.open` as a file: of a run, with the rows of all steps."""
+    """Write each table of `stepscope_report.open` as a file: of a run, with the rows of all steps."""
     if not parquet:
         raise CommandError("export as what? Name the format: --parquet")
     arrow = load_pyarrow()

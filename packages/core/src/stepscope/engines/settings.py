@@ -38,7 +38,7 @@ def name_settings(
 
     Presets and engine adapters do this for theirs. Captured steps keep what was named last.
 
-        stepscope.name_settings("mine", {"max_requests": ("rollout.slots", 256), "tool_pool": ("tools", 8)})
+        name_settings("mine", {"max_requests": ("rollout.slots", 256), "tool_pool": ("tools", 8)})
 
     Args:
         framework: Its name.
