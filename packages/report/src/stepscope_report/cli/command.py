@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -11,6 +15,8 @@ from typer.core import TyperCommand, TyperGroup
 from stepscope.config import closest
 from stepscope_report.cli import screen
 from stepscope_report.cli.exits import CommandError
+
+T = TypeVar("T")
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 """Settings of the whole command line; commands inherit them."""
@@ -68,3 +74,27 @@ class GroupWithDefault(TyperGroup):
                 raise CommandError(f"there is no `{ctx.command_path} {args[0]}`: did you mean {near!r}?")
             args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)
+
+
+def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Return a decorator of a command that gets its words as one value.
+
+    Args:
+        options: A dataclass. Each field is a parameter of the command line, annotated as typer wants it.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+        for field in fields(options)  # type: ignore[arg-type]  # no type says that a class is a dataclass
+    ]
+
+    def decorate(run: Callable[[T], None]) -> Callable[..., None]:
+        @functools.wraps(run)
+        def command(**words: object) -> None:
+            run(options(**words))
+
+        command.__annotations__ = hints
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # where `inspect` looks
+        return command
+
+    return decorate

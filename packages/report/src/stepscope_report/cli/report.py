@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, NoReturn, TypeAlias
 
 import msgspec
 import typer
@@ -15,6 +16,7 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope_report import StepReport, step_report
 from stepscope_report.brief import brief_markdown, brief_text, run_brief
 from stepscope_report.cli import screen
+from stepscope_report.cli.command import takes
 from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.cli.find import STEPS_HELP, find_of_run, find_run, is_step
 from stepscope_report.cli.grouped import report_groups
@@ -44,7 +46,10 @@ class Reports(msgspec.Struct, frozen=True, kw_only=True):
     """{id of another run in the folder: its steps that are left out}."""
 
 
-def report(
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The words of the command line."""
+
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -52,12 +57,10 @@ def report(
             help="Folder of a run, or of one step in it. Or traces of torch.profiler and of engines: files "
             "and folders.",
         ),
-    ] = None,
-    step: Annotated[str | None, typer.Option(metavar="STEPS", help=STEPS_HELP)] = None,
-    run: Annotated[
-        str | None, typer.Option(help="The run's id, where several wrote into one folder.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="The tables as JSON; times in ns.")] = False,
+    ] = None
+    step: Annotated[str | None, typer.Option(metavar="STEPS", help=STEPS_HELP)] = None
+    run: Annotated[str | None, typer.Option(help="The run's id, where several wrote into one folder.")] = None
+    json: Annotated[bool, typer.Option("--json", help="The tables as JSON; times in ns.")] = False
     html: Annotated[
         bool | None,
         typer.Option(
@@ -65,35 +68,35 @@ def report(
             help="Write report.html into each step's folder and into the run's. Default: unless --json or "
             "--brief.",
         ),
-    ] = None,
+    ] = None
     short: Annotated[
         bool | None,
         typer.Option(
             "--short/--full",
             help="The time, the first advice and where it went, or all tables. Default: full for one step.",
         ),
-    ] = None,
+    ] = None
     brief: Annotated[
         bool, typer.Option("--brief", help="The whole story in at most 40 lines; of a run, its longest step.")
-    ] = False,
+    ] = False
     by: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ATTRIBUTE",
             help="Only the calls, grouped: by tool, env, name, or any attribute of spans.",
         ),
-    ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="With --brief or --by: as Markdown.")] = False,
+    ] = None
+    markdown: Annotated[bool, typer.Option("--markdown", help="With --brief or --by: as Markdown.")] = False
     traces: Annotated[
         bool, typer.Option("--traces/--no-traces", help="Read the profilers' traces as well as the spans.")
-    ] = True,
+    ] = True
     digests: Annotated[
         bool,
         typer.Option(
             "--digests/--no-digests",
             help="Use what an earlier report kept of the traces, or read them again; same result.",
         ),
-    ] = True,
+    ] = True
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -101,61 +104,92 @@ def report(
             metavar="N",
             help="Processes that read traces; same result. Default: idle cores, or 1 if traces are small.",
         ),
-    ] = None,
-    ray: RayAddress = None,
+    ] = None
+    ray: RayAddress = None
     sample: Annotated[
         bool,
         typer.Option(
             "--sample",
             help=f"A recorded run that comes with stepscope; unpacks it into {SAMPLE}, or the folder named.",
         ),
-    ] = False,
+    ] = False
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Of traces that stepscope did not write: file for the page."),
-    ] = None,
-) -> None:
+    ] = None
+
+    @property
+    def path(self) -> Path:
+        """The folder or trace that was named first, or the sample's folder."""
+        if not self.paths and not self.sample:
+            raise typer.BadParameter(
+                "name the folder of a run, or traces, or use --sample", param_hint="RUN_OR_STEP"
+            )
+        return self.paths[0] if self.paths else SAMPLE
+
+    def check(self) -> None:
+        """Raise `typer.BadParameter` for options that do not go together."""
+        if self.markdown and not (self.brief or self.by):
+            raise typer.BadParameter("--markdown needs --brief or --by")
+        if self.json and (self.brief or self.markdown):
+            raise typer.BadParameter(f"{'--brief' if self.brief else '--markdown'} goes without --json")
+        if self.by and (self.brief or self.html or self.short or self.ray):
+            raise typer.BadParameter("--by goes without --brief, --html, --short and --ray")
+
+
+@takes(Asked)
+def report(asked: Asked) -> None:
     """Show where each captured step went: tables by role and stage, ranks, long tail, and what is missing."""
-    path = paths[0] if paths else SAMPLE if sample else None
-    if path is None:
-        raise typer.BadParameter(
-            "name the folder of a run, or traces, or use --sample", param_hint="RUN_OR_STEP"
-        )
-    if sample:
-        unpack_sample(path)
+    if asked.sample:
+        unpack_sample(asked.path)
         screen.say(
-            f"The sample is in {path}: a run of `stepscope demo`, recorded on CPUs, with two captured steps"
+            f"The sample is in {asked.path}: a run of `stepscope demo`, recorded on CPUs, "
+            "with two captured steps"
         )
-    if markdown and not (brief or by):
-        raise typer.BadParameter("--markdown needs --brief or --by")
-    if json and (brief or markdown):
-        raise typer.BadParameter(f"{'--brief' if brief else '--markdown'} goes without --json")
-    if by and (brief or html or short or ray):
-        raise typer.BadParameter("--by goes without --brief, --html, --short and --ray")
-    if paths and not sample and is_plain(paths):
-        options = {"--step": step, "--run": run, "--html": html, "--by": by or None, "--ray": ray}
-        if given := [name for name, value in options.items() if value is not None]:
-            needed = f"{', '.join(given)}: only of a run or a step of stepscope"
-            raise typer.BadParameter(f"{needed}, and {path} is none; --output FILE writes the page")
-        report_plain(paths, output, jobs, json=json, brief=brief, markdown=markdown)
-    if output is not None:
+    asked.check()
+    if asked.paths and not asked.sample and is_plain(asked.paths):
+        report_traces(asked, asked.paths)
+    if asked.output is not None:
         raise typer.BadParameter("--output is for traces that stepscope did not write")
-    if by:
-        chosen = find_of_run(path, step, run)
-        report_groups(list(chosen.steps.values()), by, chosen.run_id, json=json, markdown=markdown)
-    pages = Pages() if html or (html is None and not (json or brief)) else None
-    chosen = find_of_run(absolute(path, ray), step, run)
-    layouts = list(chosen.steps.values())
-    reports = read_reports(layouts, chosen.run_id, pages, traces=traces, jobs=jobs, ray=ray, digests=digests)
+    if asked.by:
+        chosen = find_of_run(asked.path, asked.step, asked.run)
+        steps = list(chosen.steps.values())
+        report_groups(steps, asked.by, chosen.run_id, json=asked.json, markdown=asked.markdown)
+    report_steps(asked)
+
+
+def report_traces(asked: Asked, paths: list[Path]) -> NoReturn:
+    """Print the report of traces that stepscope did not write, and exit."""
+    ours = {"--step": asked.step, "--run": asked.run, "--html": asked.html, "--by": asked.by or None}
+    if given := [name for name, value in {**ours, "--ray": asked.ray}.items() if value is not None]:
+        needed = f"{', '.join(given)}: only of a run or a step of stepscope"
+        raise typer.BadParameter(f"{needed}, and {asked.path} is none; --output FILE writes the page")
+    report_plain(paths, asked.output, asked.jobs, json=asked.json, brief=asked.brief, markdown=asked.markdown)
+
+
+def report_steps(asked: Asked) -> NoReturn:
+    """Print the reports of a run's steps, write their pages, and exit."""
+    wants_pages = asked.html or (asked.html is None and not (asked.json or asked.brief))
+    pages = Pages() if wants_pages else None
+    chosen = find_of_run(absolute(asked.path, asked.ray), asked.step, asked.run)
+    reports = read_reports(
+        list(chosen.steps.values()),
+        chosen.run_id,
+        pages,
+        traces=asked.traces,
+        jobs=asked.jobs,
+        ray=asked.ray,
+        digests=asked.digests,
+    )
     reports = msgspec.structs.replace(reports, others=chosen.others)
-    if pages is not None and step is None and not is_step(path):
-        pages.add_run(RunLayout(path), reports.steps, reports.unreadable, chosen.others)
-    if json:
+    if pages is not None and asked.step is None and not is_step(asked.path):
+        pages.add_run(RunLayout(asked.path), reports.steps, reports.unreadable, chosen.others)
+    if asked.json:
         screen.show_json(reports)
-    elif brief:
-        show_brief(reports, path, markdown=markdown)
+    elif asked.brief:
+        show_brief(reports, asked.path, markdown=asked.markdown)
     else:
-        show_reports(reports, short=len(reports.steps) > 1 if short is None else short)
+        show_reports(reports, short=len(reports.steps) > 1 if asked.short is None else asked.short)
     failed = False if pages is None else say_pages(pages)
     complete = all(result.health.complete for result in reports.steps)
     raise typer.Exit(Exit.OK if complete and not (reports.unreadable or failed) else Exit.INCOMPLETE)
