@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from packages.core.tests.on_cpu import launch
+
 HERE = Path(__file__).parent
-TOOL_CALLS = "tool_calls.jsonl"
-"""The file in which the agent notes each call of its tool, by its own clock."""
 ENVIRONMENT = {
-    "STEPSCOPE_RAISE": "0",  # as for users: the tests' own setting would end the training
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
+    **launch.MORE_GPUS,
+    "ON_CPU": "openrlhf",
     "DS_ACCELERATOR": "cpu",
     "TORCH_EXTENSIONS_DIR": str(
         Path(sys.prefix) / "torch_extensions"
     ),  # which the environment's recipe built
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "RAY_OVERRIDE_RESOURCES": '{"GPU": 8, "CPU": 16}',  # Ray does not look whether they are there
-    "RAY_DEDUP_LOGS": "0",
-    "GLOO_SOCKET_IFNAME": "lo",
-    # On a busy machine Ray's own processes take longer to start than it allows by default.
-    "RAY_raylet_start_wait_time_s": "300",
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_worker_register_timeout_seconds": "300",
-    "RAY_worker_niceness": "0",
 }
 PROMPTS, RESPONSES = 4, 4
 """Prompts of a step, and responses to each."""
@@ -52,23 +38,14 @@ def train(folder: Path, *options: str, before: Sequence[str] = (), steps: int = 
         *sizes_of_a_cpu(data, steps),
         *options,
     ]
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, for DeepSpeed
-    clock = {"TOOL_CALLS": str(folder / TOOL_CALLS)}
-    environment = {**os.environ, **ENVIRONMENT, **clock, "PYTHONPATH": path, "PATH": programs}
-    environment.pop("CUDA_VISIBLE_DEVICES", None)  # an empty one forbids actors with GPUs
-    log = folder / "output.log"
-    with log.open("w") as output:  # not a pipe: Ray's processes may outlive the training, and hold it open
-        code = subprocess.call(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    return code, log.read_text()
+    return launch.run(folder, command, [HERE, launch.HERE], ENVIRONMENT)
 
 
 def made_data(folder: Path) -> Path:
     """Return the folder of the tiny model and its prompts; make them if necessary."""
     data = folder / "data"
-    if not data.exists():
-        maker = HERE.parent / "verl_cpu" / "make_data.py"  # the same model, which vLLM takes on a CPU
-        subprocess.run([sys.executable, str(maker), str(data)], check=True)
+    launch.made_model(data)
+    if not (data / "prompts").exists():
         (data / "prompts").mkdir()
         rows = [{"input": f"{number}+{number * 7}=", "label": str(8 * number)} for number in range(64)]
         (data / "prompts" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -110,8 +87,6 @@ def sizes_of_a_cpu(data: Path, steps: int) -> list[str]:
     ]
 
 
-if __name__ == "__main__":  # python launch.py FOLDER [OPTION ...] [-- stepscope run ...]
-    words, _, front = " ".join(sys.argv[2:]).partition(" -- ")
-    target = Path(sys.argv[1]).resolve()
-    target.mkdir(parents=True, exist_ok=True)
-    sys.exit(train(target, *words.split(), before=front.split())[0])
+# python -m packages.core.tests.openrlhf_cpu.launch FOLDER [OPTION ...] [-- stepscope run ...]
+if __name__ == "__main__":
+    launch.main(train)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from packages.core.tests.verl_cpu.runs import CAPTURED, Step, Training, captured_training
+from packages.core.tests.on_cpu.runs import CAPTURED, Step
+from packages.core.tests.verl_cpu.runs import Training, captured_training
 
 verl = pytest.importorskip("verl")
 TRAJECTORIES = 4 * 4
@@ -135,7 +136,7 @@ def test_a_step_of_one_step_off_is_one_call_of_its_loop(one_step_off: Training) 
         assert step.calls["actor", "update_actor"] == 1
         for stage, timing in (("update_actor", "update_actor"), ("sync_weights", "update_weights")):
             measured = step.metrics[f"timing_s/{timing}"]
-            assert step.seconds["trainer", stage] == pytest.approx(measured, rel=0.05, abs=0.01)
+            assert step.seconds["trainer", stage] == pytest.approx(measured, rel=0.05, abs=0.02)
 
 
 def test_the_legacy_step_is_accounted_for(legacy_step: Step) -> None:

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("openrlhf")  # first: what the next lines import needs torch
 
+from packages.core.tests.on_cpu.runs import CAPTURED, Step, Training
 from packages.core.tests.openrlhf_cpu import reward
 from packages.core.tests.openrlhf_cpu.launch import PROMPTS, RESPONSES
-from packages.core.tests.openrlhf_cpu.runs import CAPTURED, MULTI_TURN, REWARDED, Training, captured_training
-from packages.core.tests.verl_cpu.runs import Step
+from packages.core.tests.openrlhf_cpu.runs import MULTI_TURN, REWARDED, captured_training
 from stepscope.config.presets import read_preset
 from stepscope_report.timeline import load_step
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from packages.core.tests.skyrl_cpu.launch import PROMPTS, RESPONSES, SLOW_S, TURNS
-from packages.core.tests.skyrl_cpu.runs import CAPTURED, Training, captured_training
-from packages.core.tests.verl_cpu.runs import Step
+from packages.core.tests.on_cpu.runs import CAPTURED, Step, Training
+from packages.core.tests.skyrl_cpu.launch import ASYNCHRONOUS, PROMPTS, RESPONSES, SLOW_S, TURNS
+from packages.core.tests.skyrl_cpu.runs import captured_training
 from stepscope_report.timeline import load_step
 
 pytest.importorskip("skyrl")
@@ -147,3 +148,18 @@ def test_no_prompt_or_response_is_recorded(step: Step) -> None:
     spans = b"".join(path.read_bytes() for path in step.folder.glob("spans/*"))
     assert spans
     assert b"im_start" not in spans
+
+
+def test_the_fully_asynchronous_trainers_groups_are_as_stale_as_skyrl_says(tmp_path: Path) -> None:
+    training = captured_training(tmp_path, *ASYNCHRONOUS)
+    assert sorted(training.metrics) == [1, 2, 3, 4]
+    assert sorted(training.steps) == list(CAPTURED)
+    for step in training.steps.values():
+        assert (step.report["health"]["state"], step.report["health"]["missing"]) == ("ok", [])
+        assert step.unaccounted < 0.05
+        staleness = step.report["staleness"]
+        assert staleness["versions"]["known"] == PROMPTS
+        assert staleness["versions"]["max"] == step.metrics["async/staleness_max"]
+        behind = sum(row["versions"] for row in staleness["worst"])
+        assert behind == pytest.approx(step.metrics["async/staleness_mean"] * PROMPTS)
+    assert max(step.metrics["async/staleness_max"] for step in training.steps.values()) > 0

@@ -6,8 +6,9 @@ from importlib.metadata import version
 
 import pytest
 
+from packages.core.tests.on_cpu.runs import CAPTURED, Step
 from packages.core.tests.verl_cpu.launch import TOOLS
-from packages.core.tests.verl_cpu.runs import CAPTURED, Step, Training, example_training
+from packages.core.tests.verl_cpu.runs import Training, example_training
 from stepscope.config.presets import read_preset
 from stepscope_report.timeline import load_step
 

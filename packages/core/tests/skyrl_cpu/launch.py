@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from packages.core.tests.on_cpu import launch
+
 HERE = Path(__file__).parent
-TOOL_CALLS = "tool_calls.jsonl"
-"""The file in which the environment notes each call of its tool, by its own clock."""
-ENVIRONMENT = {
-    "STEPSCOPE_RAISE": "0",  # as for users: the tests' own setting would end the training
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "WANDB_MODE": "disabled",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "RAY_OVERRIDE_RESOURCES": '{"GPU": 8, "CPU": 16}',  # Ray does not look whether they are there
-    "RAY_DEDUP_LOGS": "0",
-    # On a busy machine Ray's own processes take longer to start than it allows by default.
-    "RAY_raylet_start_wait_time_s": "300",
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_worker_register_timeout_seconds": "300",
-    "RAY_worker_niceness": "0",
-}
 PROMPTS, RESPONSES, TOKENS = 4, 4, 16
 """Prompts of a step, responses to each, and tokens of each turn of these."""
 TURNS = 3
 SLOW_S = 1.0
 """Time that the tool takes for every seventh prompt; for others a twentieth of it."""
+ASYNCHRONOUS = (
+    "trainer.fully_async.enabled=true",
+    "trainer.fully_async.max_staleness_steps=1",
+    f"trainer.fully_async.num_parallel_generation_workers={2 * PROMPTS}",
+    "trainer.algorithm.policy_loss_type=rollout_is",
+)
+"""Samples of up to one step before the one that trains on them."""
+ENVIRONMENT = {
+    **launch.MORE_GPUS,
+    "ON_CPU": "skyrl",
+    "WANDB_MODE": "disabled",
+    "TOOL_SLOW_S": str(SLOW_S),
+}
 
 
 def train(folder: Path, *overrides: str, before: Sequence[str] = (), steps: int = 4) -> tuple[int, str]:
@@ -44,29 +38,14 @@ def train(folder: Path, *overrides: str, before: Sequence[str] = (), steps: int 
     """
     data = made_data(folder, steps)
     command = [*before, sys.executable, str(HERE / "script.py"), *sizes_of_a_cpu(data), *overrides]
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {
-        **os.environ,
-        **ENVIRONMENT,
-        "TOOL_CALLS": str(folder / TOOL_CALLS),
-        "TOOL_SLOW_S": str(SLOW_S),
-        "PYTHONPATH": path,
-        "PATH": programs,
-    }
-    environment.pop("CUDA_VISIBLE_DEVICES", None)  # an empty one forbids actors with GPUs
-    log = folder / "output.log"
-    with log.open("w") as output:  # not a pipe: Ray's processes may outlive the training, and hold it open
-        code = subprocess.call(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    return code, log.read_text(errors="replace")
+    return launch.run(folder, command, [HERE, launch.HERE], ENVIRONMENT)
 
 
 def made_data(folder: Path, steps: int) -> Path:
     """Return the folder of the tiny model and its prompts; make them if necessary."""
     data = folder / "data"
-    if not data.exists():
-        maker = HERE.parent / "verl_cpu" / "make_data.py"  # the same model, which vLLM takes on a CPU
-        subprocess.run([sys.executable, str(maker), str(data)], check=True)
+    launch.made_model(data)
+    if not (data / "sums.parquet").exists():
         import pandas  # type: ignore[import-untyped]  # the engine's environment has it
 
         rows = [
@@ -138,9 +117,6 @@ def sizes_of_a_cpu(data: Path) -> list[str]:
     return [f"{name}={value}" for name, value in settings.items()]
 
 
-if __name__ == "__main__":  # python launch.py FOLDER [OVERRIDE ...] [-- stepscope run ...]
-    words = [*sys.argv[2:], "--"]
-    target = Path(sys.argv[1]).resolve()
-    target.mkdir(parents=True, exist_ok=True)
-    at = words.index("--")
-    sys.exit(train(target, *words[:at], before=words[at + 1 : -1])[0])
+# python -m packages.core.tests.skyrl_cpu.launch FOLDER [OVERRIDE ...] [-- stepscope run ...]
+if __name__ == "__main__":
+    launch.main(train)

@@ -9,6 +9,7 @@ import ray
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.dataset import PromptDataset
 from skyrl.train.entrypoints.main_base import BasePPOExp, validate_cfg
+from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl.train.utils import initialize_ray
 from skyrl_gym.envs import register
 
@@ -20,6 +21,12 @@ class Experiment(BasePPOExp):  # type: ignore[misc]  # skyrl is not checked
         """Return the prompts. SkyRL's own starts eight processes for it."""
         longest = self.cfg.trainer.max_prompt_length
         return PromptDataset(self.cfg.data.train_data, self.tokenizer, longest, num_workers=1)
+
+    def get_trainer(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the trainer that the settings ask for."""
+        if self.cfg.trainer.fully_async.enabled:
+            return FullyAsyncRayPPOTrainer(*args, **kwargs)
+        return super().get_trainer(*args, **kwargs)
 
 
 @ray.remote(num_cpus=1)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
+
+from packages.core.tests.on_cpu import launch
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[3] / "examples" / "verl_grpo.sh"
@@ -16,11 +17,7 @@ ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for cuda and npu alone
-    "STEPSCOPE_RAISE": "0",  # as for users: the tests' own setting would end the training
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "ON_CPU": "verl",
 }
 LOGGED = "logged.jsonl"
 """The file of verl's logger `file`, in the training's folder."""
@@ -32,6 +29,20 @@ TOOLS = (
     "data.max_response_length=128",
 )
 """Agent loops of three turns, with a call of a tool after the first and the second."""
+SGLANG = (
+    "actor_rollout_ref.rollout.name=sglang",
+    *(
+        f"+actor_rollout_ref.rollout.engine_kwargs.sglang.{name}={value}"
+        for name, value in {
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_overlap_schedule": True,
+            "enable_memory_saver": False,  # its library is CUDA's
+            "max_total_tokens": 4096,
+        }.items()
+    ),
+)
+"""SGLang as the rollout, in the place of vLLM."""
 
 
 def train(
@@ -71,27 +82,13 @@ def run_example(folder: Path, *overrides: str) -> tuple[int, str]:
 
 
 def run(folder: Path, command: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    environment = {
-        **os.environ,
-        **ENVIRONMENT,
-        "PYTHONPATH": path,
-        "VERL_FILE_LOGGER_PATH": str(folder / LOGGED),
-        **variables,
-    }
-    environment.pop("CUDA_VISIBLE_DEVICES", None)  # an empty one forbids ray.init(num_gpus=1)
-    log = folder / "output.log"
-    with log.open("w") as output:  # not a pipe: Ray's processes may outlive the training, and hold it open
-        code = subprocess.call(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    return code, log.read_text()
+    logged = {"VERL_FILE_LOGGER_PATH": str(folder / LOGGED)}
+    return launch.run(folder, command, [HERE, launch.HERE], {**ENVIRONMENT, **logged, **variables})
 
 
 def made_data(folder: Path) -> Path:
     """Return the folder of the tiny model and its prompts; make them if necessary."""
-    data = folder / "data"
-    if not data.exists():
-        subprocess.run([sys.executable, str(HERE / "make_data.py"), str(data)], check=True)
-    return data
+    return launch.made_model(folder / "data").parent
 
 
 def example_settings(data: Path) -> list[str]:
@@ -139,8 +136,6 @@ def sizes_of_a_cpu(data: Path, gpus: int) -> list[str]:
     ]
 
 
-if __name__ == "__main__":  # python launch.py FOLDER [OVERRIDE ...] [-- stepscope run ...]
-    words, _, front = " ".join(sys.argv[2:]).partition(" -- ")
-    target = Path(sys.argv[1]).resolve()
-    target.mkdir(parents=True, exist_ok=True)
-    sys.exit(train(target, *words.split(), before=front.split())[0])
+# python -m packages.core.tests.verl_cpu.launch FOLDER [OVERRIDE ...] [-- stepscope run ...]
+if __name__ == "__main__":
+    launch.main(train)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
+from packages.core.tests.on_cpu.runs import CAPTURED, Step, captured_steps, stepscope_run
 from packages.core.tests.verl_cpu.launch import LOGGED, run_example, train
 
-CAPTURED = (2, 3)
 LOGGERS = "trainer.logger=[console,file,stepscope]"
 BY_VERL = (
     "global_profiler.tool=stepscope",
@@ -20,35 +18,6 @@ BY_VERL = (
     "actor_rollout_ref.actor.profiler.all_ranks=True",
 )
 _NUMBER = re.compile(r"(\S+?):(?:np\.\w+\()?(-?[\d.]+(?:e-?\d+)?)")
-Label: TypeAlias = tuple[str, str]
-
-
-class Step(NamedTuple):
-    """A captured step."""
-
-    number: int
-    folder: Path
-    metrics: dict[str, float]
-    """Numbers that verl printed."""
-    report: Any
-    """`stepscope report --json`."""
-
-    @property
-    def calls(self) -> dict[Label, int]:
-        """The number of calls by role and stage."""
-        return {(stage["role"], stage["stage"]): stage["calls"] for stage in self.report["stages"]}
-
-    @property
-    def seconds(self) -> dict[Label, float]:
-        """The sum of the calls' times by role and stage."""
-        return {(stage["role"], stage["stage"]): stage["total_ns"] / 1e9 for stage in self.report["stages"]}
-
-    @property
-    def unaccounted(self) -> float:
-        """The share of the step that no stage accounts for."""
-        breakdown = self.report["breakdown"]
-        ns = sum(line["wall_ns"] for line in breakdown["lines"] if line["kind"] == "unaccounted")
-        return float(ns / breakdown["window_ns"])
 
 
 class Training(NamedTuple):
@@ -77,15 +46,14 @@ def captured_training(
         by_verl: verl's own configuration selects the steps, through its profiler tool `stepscope`, and no
             command of stepscope starts the training.
     """
-    save_path, steps = folder / "run", ",".join(map(str, CAPTURED))
-    before, selection = [], []
+    save_path, before, selection = folder / "run", list[str](), list[str]()
     if by_verl:
+        steps = ",".join(map(str, CAPTURED))
         selection = [
             *BY_VERL, f"global_profiler.steps=[{steps}]", f"global_profiler.save_path={save_path}"
         ]  # fmt: skip
     else:
-        before = [sys.executable, "-m", "stepscope", "run", *configuration, "--steps", steps]
-        before += ["--save-path", str(save_path)]
+        before = stepscope_run(save_path, *configuration)
     code, output = train(folder, LOGGERS, *selection, *overrides, before=before, gpus=gpus, main=main)
     assert code == 0, output[-5000:]
     return read_training(folder, save_path, output)
@@ -100,18 +68,8 @@ def example_training(folder: Path, *overrides: str) -> Training:
 
 def read_training(folder: Path, save_path: Path, output: str) -> Training:
     """Return what verl printed, and what `stepscope report` says of the captured steps."""
-    command = [sys.executable, "-m", "stepscope", "report", str(save_path), "--no-html", "--json"]
-    # 3: a part of a step is missing, which is for the tests to say
-    reported = subprocess.run(command, capture_output=True, text=True)
-    assert reported.returncode in (0, 3), reported.stderr
     metrics = printed_metrics(output)
-    steps = {
-        report["step"]: Step(
-            report["step"], save_path / f"step_{report['step']:06d}", metrics[report["step"]], report
-        )
-        for report in json.loads(reported.stdout)["steps"]
-    }
-    return Training(save_path, output, metrics, logged_numbers(folder), steps)
+    return Training(save_path, output, metrics, logged_numbers(folder), captured_steps(save_path, metrics))
 
 
 def logged_numbers(folder: Path) -> dict[int, dict[str, float]]:

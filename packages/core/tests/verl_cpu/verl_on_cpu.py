@@ -6,7 +6,6 @@ No file of verl is edited. Each patch below names the place in verl that takes a
 from __future__ import annotations
 
 import contextlib
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -110,17 +109,6 @@ def init_process_group(theirs: Any, _: object, args: tuple[Any, ...], kwargs: di
 def pin_memory(_: object, tensor: torch.Tensor, __: object, ___: object) -> torch.Tensor:
     """Return the tensor itself: verl/workers/engine/fsdp offloads the reference with pinned memory."""
     return tensor
-
-
-if "vllm.v1.worker.worker_base" in sys.modules:
-    # A worker of vLLM, before it loads its model. vLLM packs weights for the CPU and drops the originals
-    # (vllm/model_executor/layers/utils.py), so that verl's update of weights would find none to load into.
-    import vllm.model_executor.layers.utils as vllm_layers
-
-    def keep_weights(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    vllm_layers.dispatch_cpu_unquantized_gemm = keep_weights
 
 
 @wrapt.when_imported("vllm.v1.engine.async_llm")

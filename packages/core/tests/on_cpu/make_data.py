@@ -1,4 +1,4 @@
-"""`python make_data.py FOLDER`: a tiny random Qwen2 with its tokenizer, and prompts, for verl."""
+"""`python make_data.py FOLDER`: a tiny random Qwen2 with its tokenizer, and prompts in the form of verl."""
 
 from __future__ import annotations
 
