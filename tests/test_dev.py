@@ -6,7 +6,6 @@ One file above 400 lines, because all of it works on the same copy of a checkout
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import shutil
 import signal
@@ -57,21 +56,6 @@ def test_an_old_python_can_parse_it_and_so_print_what_is_wrong() -> None:
     ast.parse((ROOT / "dev.py").read_text(), feature_version=(3, 6))
 
 
-def test_a_python_without_ensurepip_is_told_the_package_of_its_own_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ensurepip" else object())
-    package = f"sudo apt install python3.{sys.version_info[1]}-venv"
-    with pytest.raises(SystemExit, match=f"ensurepip .*`{package}`"):
-        environments.check_venv_module()
-
-
-def test_too_little_disk_is_said_before_anything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**12, 0, int(1.2e9)))
-    with pytest.raises(SystemExit, match=r"1\.2 GB .*3 GB "):
-        environments.check_disk(3)
-
-
 def test_a_failing_installation_shows_what_it_printed_and_what_that_means(
     environment: Environment,
 ) -> None:
@@ -114,26 +98,17 @@ def test_packages_that_something_else_removed_are_noticed(environment: Environme
     assert not environment.is_current()
 
 
-def test_another_python_is_noticed(environment: Environment) -> None:
-    (environment.folder / "pyvenv.cfg").write_text("version = 3.12.1\n")
-    assert not environment.is_current()
-
-
-def test_a_set_up_that_was_killed_is_started_afresh(
+def test_an_environment_of_another_python_or_half_made_is_made_anew(
     environment: Environment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert environment.usable()
     environment.unfinished.touch()
     assert not environment.usable()
-    assert "starting it afresh" in capsys.readouterr().out
-
-
-def test_an_environment_whose_python_is_gone_is_made_anew(
-    environment: Environment, capsys: pytest.CaptureFixture[str]
-) -> None:
+    environment.unfinished.unlink()
+    (environment.folder / "pyvenv.cfg").write_text("version = 3.12.1\n")
+    assert not environment.is_current()
     Path(environment.python).unlink()
     Path(environment.python).symlink_to(repository.ROOT / "removed")
-    assert not environment.is_current()
     assert not environment.usable()
     assert "Python is gone" in capsys.readouterr().out
 
@@ -200,18 +175,14 @@ def recipes(checkout: Path) -> Path:
     return folder
 
 
-def test_an_engine_of_another_version_builds_upon_the_recipe_it_names(recipes: Path) -> None:
-    known = engines()
-    assert list(known) == ["vllm-1", "vllm-2"]
-    assert known["vllm-1"].under == known["vllm-2"]
-    assert known["vllm-2"].under == environments.DEV
-
-
-def test_a_recipe_may_build_upon_that_of_another_package(recipes: Path, checkout: Path) -> None:
+def test_an_engine_of_another_version_builds_upon_the_recipe_it_names(recipes: Path, checkout: Path) -> None:
     framework = checkout / "packages/core/tests/engines/verl-1"
     framework.mkdir(parents=True)
     (framework / "over.txt").write_text("vllm-2\n")
-    assert engines()["verl-1"].under == engines()["vllm-2"]
+    known = engines()
+    assert sorted(known) == ["verl-1", "vllm-1", "vllm-2"]
+    assert known["verl-1"].under == known["vllm-1"].under == known["vllm-2"]
+    assert known["vllm-2"].under == environments.DEV
 
 
 def test_a_recipe_of_a_dependency_group_stands_by_itself(recipes: Path, environment: Environment) -> None:
@@ -421,6 +392,20 @@ def test_a_test_that_kills_its_process_runs_once_and_fails_the_run(
     assert (tmp_path / "begins").read_text() == "begins\n"
     last = capfd.readouterr().out.splitlines()[-2:]
     assert last == ["    test_dies.py::test_it", "    a process of the tests died: Not properly terminated"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "ran"), [([], 1), (["--slow"], 2), (["."], 2), (["-n1"], 1)])
+def test_pytest_without_a_path_leaves_out_what_is_slow(tmp_path: Path, words: list[str], ran: int) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n@pytest.mark.slow\ndef test_slow(): pass\ndef test_it(): pass\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\nmarkers = slow\n")
+    shutil.copy(ROOT / "conftest.py", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert f"{ran} passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_an_engine_that_cannot_be_set_up_fails_the_run_by_name_and_the_others_still_run(

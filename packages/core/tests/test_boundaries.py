@@ -17,9 +17,10 @@ from stepscope import ProfileConfig, capture, configure
 from stepscope._recording.capture import configure as run
 from stepscope._recording.instrument import configured, step_boundaries
 from stepscope._recording.process import failures
+from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Manifest
-from stepscope.files.spans import Line, Span
 from stepscope.testing.fake_backend import FakeBackend
+from stepscope.testing.recorded_run import finished_spans
 
 FRAMEWORK = """
 class State:
@@ -100,26 +101,74 @@ def spans(tmp_path: Path) -> Spans:
     """{step: the stages recorded in it}."""
 
     def read() -> dict[int, list[str]]:
-        stages = {}
-        for folder in sorted(tmp_path.glob("run/step_*")):
-            lines = [
-                line
-                for file in folder.glob("spans/*.jsonl")
-                for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
-            ]
-            stages[int(folder.name[-6:])] = [line.stage for line in lines if isinstance(line, Span)]
-        return stages
+        run = tmp_path / "run"
+        return {step: [span.stage for span in finished_spans(run, step)] for step in RunLayout(run).steps()}
 
     return read
 
 
-def test_a_call_around_is_one_step_and_steps_are_counted_from_0(
-    framework: Callable[..., Any], spans: Spans
-) -> None:
-    loop = framework({"name": "Loop.train_step", "step": "around"})()
-    assert [loop.train_step({}) for _ in range(2)] == [10, 10]
-    loop.update()  # between steps
-    assert spans() == {0: ["update"], 1: ["update"]}
+Entry = dict[str, object]
+Steps = dict[int, list[str]]
+AROUND: Entry = {"name": "Loop.train_step", "step": "around"}
+BEGIN: Entry = {"name": "Loop.before", "step": "begin", "number": "state.global_step"}
+LOG: Entry = {"name": "Loop.log", "role": "trainer"}
+END: Entry = {"name": "Loop.after", "step": "end"}
+AT_THE_END: Entry = {"name": "Loop.fit", "step": "end"}
+
+
+def trained(count: int) -> Callable[[Any], object]:
+    return lambda loop: [loop.train_step({}, step=7) for _ in range(count)]
+
+
+BOUNDARIES: dict[str, tuple[list[Entry], str, Callable[[Any], object], Steps]] = {
+    "a call around is a step, counted from 0": (
+        [AROUND], "every:1", lambda loop: (trained(2)(loop), loop.update()), {0: ["update"], 1: ["update"]}
+    ),
+    "steps that are not selected are counted": ([AROUND], "2", trained(4), {2: ["update"]}),
+    "a path says the number": ([{**AROUND, "number": "step"}], "every:1", trained(1), {7: ["update"]}),
+    "a path and a sum": ([{**AROUND, "number": "step+1"}], "every:1", trained(1), {8: ["update"]}),
+    "a path from self": (
+        [{**AROUND, "number": "self.state.global_step"}], "every:1", trained(1), {10: ["update"]}
+    ),
+    "keys of mappings are part of a path": (
+        [{**AROUND, "where": {"batch.kind": "critic"}}], "every:1",
+        lambda loop: [loop.train_step({"kind": kind}) for kind in ("critic", "actor")], {0: ["update"]},
+    ),
+    "begin and end bound a step": (
+        [BEGIN, END, LOG], "every:1", lambda loop: loop.fit(2), {10: ["update"], 11: ["update"]}
+    ),
+    "a step without an end lasts until the next": (
+        [BEGIN, AT_THE_END, LOG], "every:1", lambda loop: loop.fit(2),
+        {10: ["update", "log"], 11: ["update", "log"]},
+    ),
+    "next ends a step and begins another": (
+        [{"name": "Loop.before", "step": "begin"},
+         {"name": "Loop.log", "step": "next", "number": "self.state.global_step"}, AT_THE_END],
+        "0:12", lambda loop: loop.fit(3), {0: ["update"], 11: ["update"]},
+    ),
+    "a coroutine can be a step": (
+        [{"name": "Loop.train_step_async", "step": "around", "number": "step"}], "every:1",
+        lambda loop: asyncio.run(loop.train_step_async(3)), {3: ["update"]},
+    ),
+    "a step inside a step is a part of it": (
+        [{"name": "Loop.fit", "step": "around"}, {"name": "Loop.before", "step": "around"}], "every:1",
+        lambda loop: loop.fit(2), {0: ["update", "update"]},
+    ),
+    "a function can be a span and a boundary": (
+        [{"name": "Loop.log", "step": "next"}, LOG], "every:1", lambda loop: (loop.log(), loop.log()),
+        {0: ["log"], 1: []},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("entries", "steps", "act", "expected"), BOUNDARIES.values(), ids=BOUNDARIES)
+def test_boundaries_bound_the_steps_of_a_loop(
+    entries: list[Entry], steps: str, act: Callable[[Any], object], expected: Steps,
+    framework: Callable[..., Any], spans: Spans,
+) -> None:  # fmt: skip
+    act(framework(*entries, steps=steps)())
+    assert spans() == expected
+    assert step_boundaries._step is None or AT_THE_END not in entries
 
 
 def test_a_step_whose_workers_cannot_be_read_costs_no_later_step(
@@ -139,63 +188,6 @@ def test_a_step_whose_workers_cannot_be_read_costs_no_later_step(
     loop.fit(4)
     failures.take()
     assert list(spans()) == [10, 12, 13]
-
-
-def test_the_steps_that_are_not_selected_are_counted_too(framework: Callable[..., Any], spans: Spans) -> None:
-    loop = framework({"name": "Loop.train_step", "step": "around"}, steps="2")()
-    for _ in range(4):
-        loop.train_step({})
-    assert spans() == {2: ["update"]}
-
-
-@pytest.mark.parametrize(("number", "expected"), [("step", 7), ("step+1", 8), ("self.state.global_step", 10)])
-def test_a_path_from_the_arguments_says_the_number(
-    framework: Callable[..., Any], spans: Spans, number: str, expected: int
-) -> None:
-    loop = framework({"name": "Loop.train_step", "step": "around", "number": number})()
-    loop.train_step({}, step=7)
-    assert spans() == {expected: ["update"]}
-
-
-def test_keys_of_mappings_are_part_of_a_path(framework: Callable[..., Any], spans: Spans) -> None:
-    loop = framework({"name": "Loop.train_step", "step": "around", "where": {"batch.kind": "critic"}})()
-    loop.train_step({"kind": "critic"})
-    loop.train_step({"kind": "actor"})
-    assert spans() == {0: ["update"]}
-
-
-def test_begin_and_end_bound_a_step_between_calls(framework: Callable[..., Any], spans: Spans) -> None:
-    loop = framework(
-        {"name": "Loop.before", "step": "begin", "number": "state.global_step"},
-        {"name": "Loop.after", "step": "end"},
-        {"name": "Loop.log", "role": "trainer"},
-    )()
-    loop.fit(2)
-    assert spans() == {10: ["update"], 11: ["update"]}
-
-
-def test_a_step_lasts_until_the_next_begins_where_nothing_ends_it(
-    framework: Callable[..., Any], spans: Spans
-) -> None:
-    loop = framework(
-        {"name": "Loop.before", "step": "begin", "number": "state.global_step"},
-        {"name": "Loop.fit", "step": "end"},
-        {"name": "Loop.log", "role": "trainer"},
-    )()
-    loop.fit(2)
-    assert spans() == {10: ["update", "log"], 11: ["update", "log"]}
-    assert step_boundaries._step is None
-
-
-def test_next_ends_a_step_and_begins_another(framework: Callable[..., Any], spans: Spans) -> None:
-    loop = framework(
-        {"name": "Loop.before", "step": "begin"},
-        {"name": "Loop.log", "step": "next", "number": "self.state.global_step"},
-        {"name": "Loop.fit", "step": "end"},
-        steps="0:12",
-    )()
-    loop.fit(3)
-    assert spans() == {0: ["update"], 11: ["update"]}
 
 
 def test_beginning_the_step_one_is_in_changes_nothing(framework: Callable[..., Any], spans: Spans) -> None:
@@ -225,18 +217,6 @@ def test_an_exception_of_the_loop_passes_and_ends_the_step(
     assert "ValueError: theirs" in str(msgspec.json.decode(manifest, type=Manifest))
 
 
-def test_a_coroutine_can_be_a_step(framework: Callable[..., Any], spans: Spans) -> None:
-    loop = framework({"name": "Loop.train_step_async", "step": "around", "number": "step"})()
-    assert asyncio.run(loop.train_step_async(3)) == 10
-    assert spans() == {3: ["update"]}
-
-
-def test_a_step_inside_a_step_is_a_part_of_it(framework: Callable[..., Any], spans: Spans) -> None:
-    loop = framework({"name": "Loop.fit", "step": "around"}, {"name": "Loop.before", "step": "around"})()
-    loop.fit(2)
-    assert spans() == {0: ["update", "update"]}
-
-
 def test_a_boundary_inside_a_call_around_is_a_part_of_its_step(
     framework: Callable[..., Any], spans: Spans
 ) -> None:
@@ -261,13 +241,6 @@ def test_a_capture_of_the_users_own_is_left_alone(
     with capture(5):
         loop.train_step({})
     assert spans() == {5: ["update"]}
-
-
-def test_a_function_can_be_a_span_and_a_boundary(framework: Callable[..., Any], spans: Spans) -> None:
-    loop = framework({"name": "Loop.log", "step": "next"}, {"name": "Loop.log", "role": "trainer"})()
-    loop.log()
-    loop.log()
-    assert spans() == {0: ["log"], 1: []}
 
 
 def test_a_number_that_is_none_is_logged_and_the_loop_goes_on(
@@ -318,12 +291,7 @@ def test_calls_are_told_apart_by_their_arguments(
     with capture(0):
         loop.before(loop.state)
         loop.before(object())
-    lines = [
-        line
-        for file in tmp_path.glob("run/step_000000/spans/*.jsonl")
-        for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
-    ]
-    assert [line.role for line in lines if isinstance(line, Span)] == ["ref", "actor"]
+    assert [span.role for span in finished_spans(tmp_path / "run")] == ["ref", "actor"]
 
 
 def test_a_forked_child_leaves_the_step_to_its_parent(framework: Callable[..., Any], spans: Spans) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from packages.core.tests.actors import end
@@ -18,7 +17,7 @@ from stepscope import ProfileConfig, configure
 from stepscope._recording.capture import configure as run
 from stepscope._recording.instrument import configured, step_boundaries
 from stepscope._recording.process import failures
-from stepscope.files.spans import Line, Span
+from stepscope.testing.recorded_run import finished_spans
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("torch")
@@ -118,11 +117,7 @@ def test_a_step_that_begins_with_a_coroutine_is_captured_with_its_workers_while_
 ) -> None:
     trainer = trained(module, worker, tmp_path / "run", begin)
     for step in (1, 2):
-        files = (tmp_path / "run").glob(f"step_{step:06d}/spans/*.jsonl")
-        lines = [
-            line for file in files for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
-        ]
-        stages = sorted((line.role, line.stage) for line in lines if isinstance(line, Span))
+        stages = sorted((span.role, span.stage) for span in finished_spans(tmp_path / "run", step))
         assert stages == [("actor", "update"), ("rollout", "_generate"), ("trainer", "update")]
     assert sorted(path.name for path in (tmp_path / "run").glob("step_*")) == ["step_000001", "step_000002"]
     # ticks of another task while the call opened a capture, or closed one too

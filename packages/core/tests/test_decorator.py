@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, 
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, profile_step, span
@@ -26,7 +25,8 @@ from stepscope._recording.session.profiler_windows import Windows
 from stepscope._recording.spans import maker as recorder
 from stepscope._recording.spans import scopes, slot
 from stepscope.errors import ConfigError
-from stepscope.files.spans import Line, Span
+from stepscope.files.spans import Span
+from stepscope.testing.recorded_run import finished_spans
 
 Spans = Callable[[], list[Span]]
 
@@ -40,15 +40,7 @@ def config(tmp_path: Path) -> ProfileConfig:
 @pytest.fixture
 def spans(config: ProfileConfig) -> Spans:
     """Return the closed spans of all captured steps, in order of their start."""
-
-    def read() -> list[Span]:
-        files = Path(config.save_path).glob("step_*/spans/*.jsonl")
-        lines = [
-            line for file in files for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
-        ]
-        return sorted((line for line in lines if isinstance(line, Span)), key=lambda line: line.start_ns)
-
-    return read
+    return lambda: finished_spans(config.save_path)
 
 
 class Worker:

@@ -8,14 +8,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope._recording.instrument.call_arguments import Condition
 from stepscope._recording.instrument.kinds import Timing
 from stepscope._recording.instrument.patch import Instrument
-from stepscope.files.spans import Line, Span
+from stepscope.files.spans import Span
+from stepscope.testing.recorded_run import finished_spans
 
 torch = pytest.importorskip("torch")
 testing = pytest.importorskip("torch._dynamo.testing")
@@ -54,9 +54,7 @@ def stages(config: ProfileConfig) -> Spans:
 
 
 def recorded(config: ProfileConfig) -> list[Span]:
-    files = Path(config.save_path).glob("step_*/spans/*.jsonl")
-    lines = [line for file in files for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())]
-    return sorted((line for line in lines if isinstance(line, Span)), key=lambda line: line.start_ns)
+    return finished_spans(config.save_path)
 
 
 @profile_step(role="actor")

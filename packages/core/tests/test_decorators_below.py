@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, configure, instrument, profile_step, span
@@ -25,7 +24,8 @@ from stepscope._recording.instrument import patch
 from stepscope._recording.spans import scopes
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
-from stepscope.files.spans import Line, Span
+from stepscope.files.spans import Span
+from stepscope.testing.recorded_run import finished_spans
 
 Any_ = Callable[..., Any]
 Spans = Callable[[], list[Span]]
@@ -39,15 +39,7 @@ def config(tmp_path: Path) -> ProfileConfig:
 @pytest.fixture
 def spans(config: ProfileConfig) -> Spans:
     """Return the closed spans of all captured steps, in order of their start."""
-
-    def read() -> list[Span]:
-        files = Path(config.save_path).glob("step_*/spans/*.jsonl")
-        lines = [
-            line for file in files for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
-        ]
-        return sorted((line for line in lines if isinstance(line, Span)), key=lambda line: line.start_ns)
-
-    return read
+    return lambda: finished_spans(config.save_path)
 
 
 # Decorators that hide what they decorate, as those of frameworks do.

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, configure
@@ -22,7 +21,7 @@ from stepscope._recording.instrument.step_boundaries import Boundary
 from stepscope._recording.process import failures
 from stepscope.config import InstrumentConfig
 from stepscope.config.presets import preset_names, read_preset
-from stepscope.files.spans import Line, Span
+from stepscope.testing.recorded_run import finished_spans
 
 NEWEST = """
 class SkyRLGymGenerator:
@@ -93,9 +92,7 @@ def test_a_trajectory_without_its_label_is_a_trajectory(
     generator = newest.SkyRLGymGenerator()
     with capture(1):
         assert asyncio.run(generator.agent_loop("1+1=", object())) == "1+1="
-    (file,) = tmp_path.glob("run/step_000001/spans/*.jsonl")
-    lines = msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
-    (span,) = [line for line in lines if isinstance(line, Span)]
+    (span,) = finished_spans(tmp_path / "run", 1)
     assert (span.role, span.stage) == ("agent_loop", "trajectory")
     lost = {name.partition(" of ")[0] for name in patch.missed if "agent_loop" in name}
     assert lost == {"'training_phase'", "'trajectory_id.instance_id'", "'trajectory_id.repetition_id'"}

@@ -14,14 +14,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, configure
 from stepscope._recording.capture import configure as run
 from stepscope._recording.instrument import configured
 from stepscope._recording.process import failures
-from stepscope.files.spans import Line, Span
+from stepscope.files.spans import Span
+from stepscope.testing.recorded_run import finished_spans
 from stepscope_report import step_report
 from stepscope_report.timeline.step.load import load_step
 
@@ -121,16 +121,7 @@ def framework(module: str, tmp_path: Path) -> Entries:
 @pytest.fixture
 def spans(tmp_path: Path) -> Spans:
     """Return the recorded spans, in the order of their begin."""
-
-    def read() -> list[Span]:
-        lines = [
-            line
-            for file in tmp_path.glob("run/step_*/spans/*.jsonl")
-            for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
-        ]
-        return sorted((line for line in lines if isinstance(line, Span)), key=lambda line: line.start_ns)
-
-    return read
+    return lambda: finished_spans(tmp_path / "run")
 
 
 TRAJECTORY = {"name": "Agent.run", "kind": "trajectory", "id": "uid", "policy_version": "self.version"}
@@ -169,27 +160,58 @@ def test_values_are_read_from_arguments_and_the_result(framework: Entries, spans
     }  # fmt: skip
 
 
-def test_the_parts_of_an_id_are_joined(framework: Entries, spans: Spans) -> None:
-    agent = framework({**TRAJECTORY, "id": ["kwargs.uid", "attempt"]}).Agent()
+def running(built: Any) -> None:
+    asyncio.run(built.Agent().run(uid="q1", attempt=2))
+
+
+def playing(built: Any) -> None:
+    for uid, train in (("a", True), ("b", False)):
+        built.Agent().play(uid=uid, train=train)
+
+
+def updating(built: Any) -> None:
+    built.Trainer().update(built.Batch(["a", "a", "b"], [0, 1, 0]))
+
+
+CONSUME = {"name": "Trainer.update", "kind": "consume"}
+PATHS: dict[str, tuple[dict[str, Any], Callable[[Any], None], str, list[object]]] = {
+    "parts of an id": ({**TRAJECTORY, "id": ["kwargs.uid", "attempt"]}, running, "trajectory", ["q1/2"]),
+    "a text with paths": (
+        {**TRAJECTORY, "id": "{kwargs.uid}_{kwargs.attempt}_0"}, running, "trajectory", ["q1_2_0"]
+    ),
+    "texts with paths to lists": (
+        {**CONSUME, "id": "{batch.uids}_{batch.versions}"}, updating, "trajectory", ["a_0", "a_1", "b_0"]
+    ),
+    "texts with paths to lists of the result": (
+        {**CONSUME, "id": "{result.uids}_{result.versions}"}, updating, "trajectory", ["a_0", "a_1", "b_0"]
+    ),
+    "a condition": (
+        {"name": "Agent.play", "kind": "trajectory", "id": "uid", "where": {"train": True}}, playing,
+        "trajectory", ["a"],
+    ),
+    "the version of a turn's result": (
+        {**TURN, "policy_version": "result.metrics.cached-1"},
+        lambda built: asyncio.run(built.Agent().generate(3)), "policy_version", [2],
+    ),
+    "the version of a trajectory's result": (
+        {**TRAJECTORY, "policy_version": "result.metrics.cached"}, running, "policy_version", [3]
+    ),
+    "the number of a turn": (
+        {**TURN, "index": "number"}, lambda built: asyncio.run(built.Agent().generate(1, number=6)),
+        "turn", [6],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("entry", "act", "field", "expected"), PATHS.values(), ids=PATHS)
+def test_ids_versions_and_numbers_are_read_from_paths(
+    entry: dict[str, Any], act: Callable[[Any], None], field: str, expected: list[object],
+    framework: Entries, spans: Spans,
+) -> None:  # fmt: skip
+    built = framework(entry)
     with capture(0):
-        asyncio.run(agent.run(uid="q1", attempt=2))
-    assert spans()[0].trajectory == "q1/2"
-
-
-def test_an_id_may_be_a_text_with_paths_as_the_framework_writes_its_own(
-    framework: Entries, spans: Spans
-) -> None:
-    agent = framework({**TRAJECTORY, "id": "{kwargs.uid}_{kwargs.attempt}_0"}).Agent()
-    with capture(0):
-        asyncio.run(agent.run(uid="q1", attempt=2))
-    assert spans()[0].trajectory == "q1_2_0"
-
-
-def test_a_turn_has_the_version_that_its_result_names(framework: Entries, spans: Spans) -> None:
-    agent = framework({**TURN, "policy_version": "result.metrics.cached-1"}).Agent()
-    with capture(0):
-        asyncio.run(agent.generate(3))
-    assert spans()[0].policy_version == 2
+        act(built)
+    assert [getattr(span, field) for span in spans()] == expected
 
 
 def test_a_trajectory_without_an_id_has_one_of_its_own(framework: Entries, spans: Spans) -> None:
@@ -218,14 +240,6 @@ def test_a_capture_that_opens_in_the_middle_of_a_trajectory_names_it(
     assert [(span.stage, span.trajectory, span.turn) for span in spans()] == [("turn", "q1", 1)]
 
 
-def test_a_trajectory_takes_its_version_from_the_result_too(framework: Entries, spans: Spans) -> None:
-    entry = {"name": "Agent.run", "kind": "trajectory", "policy_version": "result.metrics.cached"}
-    agent = framework(entry).Agent()
-    with capture(0):
-        asyncio.run(agent.run())
-    assert spans()[0].policy_version == 3
-
-
 def test_a_decorator_that_does_not_say_what_it_wraps_hides_no_self(framework: Entries, spans: Spans) -> None:
     trainer = framework(
         {"name": "Trainer.fit", "role": "trainer", "policy_version": "self.version"}
@@ -242,13 +256,6 @@ def test_turns_in_tasks_of_one_trajectory_are_counted_together(framework: Entrie
         asyncio.run(agent.run_at_once(2, uid="b"))
     turns = [(span.trajectory, span.turn) for span in spans() if span.stage == "turn"]
     assert turns == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1)]
-
-
-def test_a_turn_takes_its_number_from_a_path(framework: Entries, spans: Spans) -> None:
-    agent = framework({**TURN, "index": "number"}).Agent()
-    with capture(0):
-        asyncio.run(agent.generate(1, number=6))
-    assert spans()[0].turn == 6
 
 
 def test_a_weight_sync_has_its_stage_and_its_bytes(framework: Entries, spans: Spans) -> None:
@@ -282,16 +289,6 @@ def test_consumed_trajectories_are_read_from_the_arguments_or_the_result(
             built.Trainer().update(batch)
     marks = [(span.stage, span.trajectory, (span.attrs or {})["begun_version"]) for span in spans()]
     assert marks == [("consume", "a", 3), ("consume", "b", 4)]
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_consumed_ids_may_be_texts_with_paths_to_lists(framework: Entries, spans: Spans, late: bool) -> None:
-    place = "result" if late else "batch"
-    text = f"{{{place}.uids}}_{{{place}.versions}}"
-    built = framework({"name": "Trainer.update", "kind": "consume", "id": text})
-    with capture(0):
-        built.Trainer().update(built.Batch(["a", "a", "b"], [0, 1, 0]))
-    assert [span.trajectory for span in spans()] == ["a_0", "a_1", "b_0"]
 
 
 def test_a_name_below_a_list_is_read_of_each_of_its_items(framework: Entries, spans: Spans) -> None:
@@ -335,14 +332,6 @@ def test_a_span_carries_the_version_of_the_weights(framework: Entries, spans: Sp
     span, mark = spans()
     assert (span.stage, span.policy_version, span.attrs) == ("update", 5, {"rows": 1})
     assert (mark.stage, mark.parent) == ("consume", span.span)
-
-
-def test_conditions_tell_the_calls_of_a_kind_apart(framework: Entries, spans: Spans) -> None:
-    agent = framework({"name": "Agent.play", "kind": "trajectory", "id": "uid", "where": {"train": True}})
-    with capture(0):
-        agent.Agent().play(uid="a", train=True)
-        agent.Agent().play(uid="b", train=False)
-    assert [span.trajectory for span in spans()] == ["a"]
 
 
 def test_exceptions_pass_unchanged_and_end_the_trajectory(framework: Entries, spans: Spans) -> None:

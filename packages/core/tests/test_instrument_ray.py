@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from packages.core.tests.stale_trl import write_stale_trl
@@ -17,7 +16,7 @@ from stepscope import ProfileConfig, capture, instrument
 from stepscope._recording.instrument import configured
 from stepscope._recording.process import failures
 from stepscope._recording.spans import wrapping
-from stepscope.files.spans import Line, Span
+from stepscope.testing.recorded_run import finished_spans
 from stepscope_report import step_report
 from stepscope_report.timeline.step.load import load_step
 
@@ -192,9 +191,7 @@ def config(tmp_path: Path) -> Iterator[ProfileConfig]:
 
 
 def spans(config: ProfileConfig, step: int) -> list[tuple[str | None, str]]:
-    files = Path(config.save_path).glob(f"step_{step:06d}/spans/*.jsonl")
-    lines = [line for file in files for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())]
-    return sorted((line.role, line.stage) for line in lines if isinstance(line, Span))
+    return sorted((span.role, span.stage) for span in finished_spans(config.save_path, step))
 
 
 def test_actors_that_live_already_are_instrumented_by_the_first_capture(

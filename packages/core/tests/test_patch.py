@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, instrument
 from stepscope._recording.instrument import patch
 from stepscope._recording.process import failures
 from stepscope.errors import ConfigError
-from stepscope.files.spans import Line, Span
+from stepscope.testing.recorded_run import finished_spans
 
 MODULE = """
 import functools
@@ -84,14 +83,7 @@ def config(tmp_path: Path) -> ProfileConfig:
 
 @pytest.fixture
 def stages(config: ProfileConfig) -> Stages:
-    def read() -> list[tuple[str | None, str]]:
-        files = Path(config.save_path).glob("step_*/spans/*.jsonl")
-        lines = [
-            line for file in files for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
-        ]
-        return [(line.role, line.stage) for line in lines if isinstance(line, Span)]
-
-    return read
+    return lambda: [(span.role, span.stage) for span in finished_spans(config.save_path)]
 
 
 def test_a_method_of_an_imported_module_is_timed_at_once(

@@ -10,10 +10,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
-from typing import TypeAlias
 
 import pytest
 
@@ -76,14 +74,7 @@ def theirs(name="theirs"):
 """
 
 
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Run: TypeAlias = "Callable[..., Done]"
+Run = Callable[..., str]
 both = pytest.mark.parametrize("flags", [(), ("--all-threads",)], ids=["main-thread", "all-threads"])
 
 
@@ -97,15 +88,16 @@ def server() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def run(server: subprocess.Popen[str], tmp_path: Path) -> Run:
-    """`run(script, *arguments)` in a process and a folder of its own, with the names of `PRELUDE`."""
+    """Return the output of a script in a process and a folder of its own, with the names of `PRELUDE`."""
 
-    def run(script: str, *arguments: str) -> Done:
+    def run(script: str, *arguments: str, status: int = 0) -> str:
         assert server.stdin is not None
         assert server.stdout is not None
         job = {"folder": str(tmp_path), "arguments": arguments, "script": PRELUDE + dedent(script)}
         print(json.dumps(job), file=server.stdin, flush=True)
-        status = int(server.stdout.readline())
-        return Done(status, (tmp_path / "stdout").read_text(), (tmp_path / "stderr").read_text())
+        assert int(server.stdout.readline()) == status, (tmp_path / "stderr").read_text()
+        print((tmp_path / "stderr").read_text(), file=sys.stderr)
+        return (tmp_path / "stdout").read_text()
 
     return run
 
@@ -136,8 +128,7 @@ def test_the_first_window_of_a_process_imports_no_compiler(tmp_path: Path) -> No
 def test_a_process_may_exit_with_the_window_open(
     run: Run, flags: tuple[str, ...], ending: str, status: int
 ) -> None:
-    done = run(f"start()\n{ending}", *flags)
-    assert done.returncode == status, done.stderr
+    run(f"start()\n{ending}", *flags, status=status)
 
 
 @both
@@ -150,13 +141,11 @@ def test_a_stop_at_exit_gets_the_trace_whoever_registered_first(run: Run, flags:
         """,
         *flags,
     )
-    assert done.stdout == "early True\n", done.stderr
-    assert done.returncode == 0
+    assert done == "early True\n"
 
 
 def test_sigterm_kills_as_it_would_without_us(run: Run) -> None:
-    done = run("start(); os.kill(os.getpid(), signal.SIGTERM)")
-    assert done.returncode == -signal.SIGTERM, done.stderr
+    run("start(); os.kill(os.getpid(), signal.SIGTERM)", status=-signal.SIGTERM)
 
 
 @both
@@ -171,8 +160,9 @@ def test_a_sigterm_handler_can_stop_and_write(run: Run, flags: tuple[str, ...]) 
         os.kill(os.getpid(), signal.SIGTERM)
         """,
         *flags,
+        status=7,
     )
-    assert (done.stdout, done.returncode) == ("True\n", 7), done.stderr
+    assert done == "True\n"
 
 
 def test_a_signal_handler_that_interrupts_a_stop_is_told_and_the_trace_is_kept(run: Run) -> None:
@@ -194,7 +184,7 @@ def test_a_signal_handler_that_interrupts_a_stop_is_told_and_the_trace_is_kept(r
         print("ours" in write(backend.stop()))
         """
     )
-    assert "handler\nTrue\n" in done.stdout, done.stderr
+    assert "handler\nTrue\n" in done
 
 
 @both
@@ -213,8 +203,7 @@ def test_a_user_profiler_inside_ours_ends_ours_and_both_are_whole(run: Run, flag
         """,
         *flags,
     )
-    assert done.stdout.endswith("on thread MainThread\n"), done.stderr
-    assert done.returncode == 0, done.stderr
+    assert done.endswith("on thread MainThread\n")
 
 
 @both
@@ -231,8 +220,7 @@ def test_a_user_profiler_of_another_thread_ends_ours_and_both_are_whole(
         """,
         *flags,
     )
-    assert done.stdout.endswith("on thread test-thread\n"), done.stderr
-    assert done.returncode == 0, done.stderr
+    assert done.endswith("on thread test-thread\n")
 
 
 def test_ranges_for_other_tools_and_legacy_profilers_end_ours_and_run(run: Run) -> None:
@@ -258,8 +246,7 @@ def test_ranges_for_other_tools_and_legacy_profilers_end_ours_and_run(run: Run) 
         """
     )
     ended = "other code started torch.profiler on thread MainThread\n"
-    assert done.stdout == ended * 2 + "refused\n", done.stderr
-    assert done.returncode == 0, done.stderr
+    assert done == ended * 2 + "refused\n"
 
 
 def test_a_user_profiler_that_would_crash_the_process_is_refused(run: Run) -> None:
@@ -280,9 +267,8 @@ def test_a_user_profiler_that_would_crash_the_process_is_refused(run: Run) -> No
         theirs()
         """
     )
-    assert "cannot start on" in done.stdout, done.stderr
-    assert done.stdout.endswith("None\n")
-    assert done.returncode == 0, done.stderr
+    assert "cannot start on" in done
+    assert done.endswith("None\n")
 
 
 def test_a_user_profiler_that_encloses_ours_is_left_alone(run: Run) -> None:
@@ -301,8 +287,7 @@ def test_a_user_profiler_that_encloses_ours_is_left_alone(run: Run) -> None:
         print({"theirs", "more"} <= names("theirs.json"))
         """
     )
-    assert done.stdout == "refused\nTrue\n", done.stderr
-    assert done.returncode == 0, done.stderr
+    assert done == "refused\nTrue\n"
 
 
 @both
@@ -322,8 +307,7 @@ def test_a_backend_dropped_while_recording_lets_the_next_one_start(run: Run, fla
         """,
         *flags,
     )
-    assert "ResourceWarning a TorchBackend" in done.stdout, done.stderr
-    assert done.returncode == 0, done.stderr
+    assert "ResourceWarning a TorchBackend" in done
 
 
 @both
@@ -344,8 +328,7 @@ def test_a_forked_child_exits_by_itself_and_the_parent_records_on(run: Run, flag
         """,
         *flags,
     )
-    assert done.stdout == "5\nTrue False\n", done.stderr
-    assert done.returncode == 0, done.stderr
+    assert done == "5\nTrue False\n"
 
 
 @both
@@ -368,8 +351,7 @@ def test_a_forked_child_may_profile_for_itself(run: Run, flags: tuple[str, ...])
         """,
         *flags,
     )
-    assert done.stdout == "recorded\n", done.stderr
-    assert done.returncode == 0, done.stderr
+    assert done == "recorded\n"
 
 
 GROWN = """
@@ -395,7 +377,7 @@ os.wait()
 """,
         "--all-threads",
     )
-    assert int(done.stdout) < 5000, done.stderr  # pages; recorded, they take 12,500
+    assert int(done) < 5000  # pages; recorded, they take 12,500
 
 
 @pytest.mark.parametrize("with_stack", [False, True])
@@ -418,10 +400,9 @@ work("parent")
 assert {{"ours", "parent", "[memory]"}} <= write(backend.stop())
 """
     )
-    pages, status = done.stdout.split()
-    assert status == "5", done.stderr
-    assert int(pages) < 1500, done.stderr  # recorded, they take 3,500
-    assert done.returncode == 0, done.stderr
+    pages, status = done.split()
+    assert status == "5"
+    assert int(pages) < 1500  # recorded, they take 3,500
 
 
 def test_a_full_disk_is_an_error_and_not_half_a_trace(run: Run) -> None:
@@ -439,13 +420,12 @@ def test_a_full_disk_is_an_error_and_not_half_a_trace(run: Run) -> None:
             print(error)
         """
     )
-    assert "ends early" in done.stdout or "wrote no trace" in done.stdout, done.stderr
-    assert done.returncode == 0, done.stderr
+    assert "ends early" in done or "wrote no trace" in done
 
 
 @both
 def test_scopes_that_are_open_over_two_captures_end_with_the_first(run: Run, flags: tuple[str, ...]) -> None:
-    done = run(
+    run(
         """
         compiled = lambda: torch._C._profiler._RecordFunctionFast("compiled")  # as inductor's code does
         for _ in range(8):
@@ -465,12 +445,11 @@ def test_scopes_that_are_open_over_two_captures_end_with_the_first(run: Run, fla
         """,
         *flags,
     )
-    assert done.returncode == 0, done.stderr
 
 
 @both
 def test_markers_that_are_open_over_two_cycles_end_with_the_first(run: Run, flags: tuple[str, ...]) -> None:
-    done = run(
+    run(
         """
         from contextlib import ExitStack
         from stepscope.backends import SpanInfo
@@ -493,11 +472,10 @@ def test_markers_that_are_open_over_two_cycles_end_with_the_first(run: Run, flag
         """,
         *flags,
     )
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_scope_that_begins_in_the_moment_of_a_stop_is_never_ended(run: Run) -> None:
-    done = run(
+    run(
         """
         from torch.profiler import record_function
         begin, restarts = record_function.__enter__, []
@@ -519,7 +497,6 @@ def test_a_scope_that_begins_in_the_moment_of_a_stop_is_never_ended(run: Run) ->
         drop(backend.stop())
         """
     )
-    assert done.returncode == 0, done.stderr
 
 
 BACKWARD = """
@@ -563,13 +540,12 @@ def test_advance_inside_of_a_backward_pass_waits_for_its_end_and_is_said(
         ),
         *flags,
     )
-    assert done.stdout.startswith("advance() was called inside of a backward pass"), done.stderr
-    assert done.returncode == 0, done.stderr
+    assert done.startswith("advance() was called inside of a backward pass")
 
 
 def test_a_stop_from_another_thread_waits_for_the_end_of_a_backward_pass(run: Run) -> None:
     """Stopped inside of it, torch's session is back afterwards, and no other one ever starts."""
-    done = run(
+    run(
         BACKWARD
         + dedent(
             """
@@ -590,11 +566,10 @@ def test_a_stop_from_another_thread_waits_for_the_end_of_a_backward_pass(run: Ru
             """
         )
     )
-    assert done.returncode == 0, done.stderr
 
 
 def test_scopes_of_a_session_that_is_not_ours_end_with_it_too(run: Run) -> None:
-    done = run(
+    run(
         """
         backend.prepare()
         every = torch.profiler.schedule(wait=0, warmup=0, active=1)
@@ -609,7 +584,6 @@ def test_scopes_of_a_session_that_is_not_ours_end_with_it_too(run: Run) -> None:
                 work("theirs")
         """
     )
-    assert done.returncode == 0, done.stderr
 
 
 def test_scopes_of_a_session_that_was_dropped_without_a_stop_end_before_the_next(run: Run) -> None:
@@ -633,12 +607,11 @@ def test_scopes_of_a_session_that_was_dropped_without_a_stop_end_before_the_next
         os._exit(0)  # torch's own exit waits for the sessions that were dropped
         """
     )
-    assert done.stdout.endswith("ended\n"), done.stderr
-    assert done.returncode == 0, done.stderr
+    assert done.endswith("ended\n")
 
 
 def test_operators_of_other_threads_end_before_a_session_of_all_threads_does(run: Run) -> None:
-    done = run(
+    run(
         """
         backend = TorchBackend(ProfileConfig(torch=TorchConfig(all_threads=True)))
         over = threading.Event()
@@ -656,11 +629,10 @@ def test_operators_of_other_threads_end_before_a_session_of_all_threads_does(run
         [thread.join() for thread in threads]
         """
     )
-    assert done.returncode == 0, done.stderr
 
 
 def test_sends_that_are_waited_for_in_the_next_capture_leave_no_scope_in_the_first(run: Run) -> None:
-    done = run(
+    run(
         """
         import torch.distributed as dist
         from stepscope.backends.torch import record_function_scopes
@@ -688,11 +660,10 @@ def test_sends_that_are_waited_for_in_the_next_capture_leave_no_scope_in_the_fir
         receiver.join()
         """
     )
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_profile_that_is_off_ends_no_scope(run: Run) -> None:
-    done = run(
+    run(
         """
         backend.start(a_window())
         with torch.profiler.record_function("whole"):
@@ -706,7 +677,6 @@ def test_a_profile_that_is_off_ends_no_scope(run: Run) -> None:
         assert ends["whole"] >= ends["after"]
         """
     )
-    assert done.returncode == 0, done.stderr
 
 
 SCOPED = """
@@ -720,7 +690,7 @@ def scoped(x):
 
 def test_torch_still_compiles_a_scope(run: Run, tmp_path: Path) -> None:
     (tmp_path / "scoped.py").write_text(SCOPED)  # TorchScript reads the source
-    done = run(
+    run(
         """
         backend.prepare()
         sys.path.insert(0, ".")
@@ -729,4 +699,3 @@ def test_torch_still_compiles_a_scope(run: Run, tmp_path: Path) -> None:
         assert torch.compile(scoped, backend="eager")(torch.ones(1)).item() == 2
         """
     )
-    assert done.returncode == 0, done.stderr

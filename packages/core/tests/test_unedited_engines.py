@@ -116,61 +116,65 @@ def test_a_step_that_is_a_coroutine_records_its_engine(framework: Callable[..., 
     assert rows(0)["replica 0"].state == "ok"
 
 
-def test_a_registered_engine_is_recorded_under_the_number_of_the_framework(
-    framework: Callable[..., Any], rows: Rows
-) -> None:
-    trainer = framework({})
-    instrumented_engines.register("torch", trainer.engine, 3)
-    trainer.step()
-    assert rows(0)["replica 3"].artifacts[0].path.startswith("traces/rollout/replica3/")
+Act = Callable[[Any], object]
+BUILD: dict[str, object] = {"name": "Trainer.build", "engine": "result", "replica": "self.rank"}
+LAUNCH: dict[str, object] = {"name": "Trainer.launch", "engine": "result"}
+AT: dict[str, dict[str, str]] = {
+    name: {"torch": f"self.{name}"} for name in ("engine", "nothing", "rank", "url")
+}
+TWO = {"replica 0", "replica 1"}
 
 
-def test_an_engine_that_is_registered_and_at_a_path_is_recorded_once(
-    framework: Callable[..., Any], rows: Rows
-) -> None:
-    trainer = framework({"torch": "self.engine"})
-    instrumented_engines.register("torch", trainer.engine, 1)
-    trainer.step()
-    assert list(rows(0)) == ["replica 1"]
+def registered(number: int) -> Act:
+    return lambda trainer: instrumented_engines.register("torch", trainer.engine, number)
 
 
-def test_engines_whose_numbers_are_equal_are_numbered_by_their_order(
-    framework: Callable[..., Any], rows: Rows
-) -> None:
-    trainer = framework({})
+def twins(trainer: Any) -> None:
     for engine in trainer.twins:
         instrumented_engines.register("torch", engine, 0)
-    trainer.step()
-    assert sorted(rows(0)) == ["replica 0", "replica 1"]
 
 
-def test_an_engine_that_is_gone_is_forgotten(framework: Callable[..., Any], rows: Rows) -> None:
-    trainer = framework({})
-    instrumented_engines.register("torch", trainer.engine, 0)
+def gone(trainer: Any) -> None:
+    registered(0)(trainer)
     trainer.engine = type(trainer.engine)(4, 4)
+
+
+FOUND: dict[str, tuple[dict[str, str], list[dict[str, object]], Act, set[str], str]] = {
+    "registered": ({}, [], registered(3), {"replica 3"}, "ok"),
+    "registered and at a path": (AT["engine"], [], registered(1), {"replica 1"}, "ok"),
+    "of equal numbers": ({}, [], twins, TWO, ""),
+    "gone": ({}, [], gone, set(), ""),
+    "a path that leads to nothing": (AT["nothing"], [], bool, set(), ""),
+    "unknown to the adapter": (AT["rank"], [], bool, {"replica 0"}, "knows no builtins.int"),
+    "the url of a server": (AT["url"], [], bool, {"replica 0"}, "'http://localhost:1'"),
+    "returned by a call": ({}, [BUILD], lambda trainer: trainer.build(), {"replica 2"}, "ok"),
+    "built anew": ({}, [BUILD], lambda trainer: (trainer.build(), trainer.build()), {"replica 2"}, "ok"),
+    "all of a list": ({}, [LAUNCH], lambda trainer: trainer.launch(), TWO, ""),
+}
+
+
+@pytest.mark.parametrize(("engines", "kinds", "act", "labels", "what"), FOUND.values(), ids=FOUND)
+def test_engines_are_found_once_under_their_numbers(
+    engines: dict[str, str], kinds: list[dict[str, object]], act: Act, labels: set[str], what: str,
+    framework: Callable[..., Any], rows: Rows,
+) -> None:  # fmt: skip
+    """`what` is the state of the engine, or the reason why it has no recording; torch records one alone."""
+    trainer = framework(engines, *kinds)
+    act(trainer)
     trainer.step()
+    found = rows(0)
+    assert set(found) == labels
+    for label, row in found.items():
+        if what == "ok":
+            assert row.artifacts[0].path.startswith(f"traces/rollout/{label.replace(' ', '')}/")
+        elif what:
+            assert row.state == "failed"
+            assert what in str(row.reason)
+
+
+def test_engines_can_be_switched_off(framework: Callable[..., Any], rows: Rows) -> None:
+    framework(AT["engine"], engine={"profiler": "off"}).step()
     assert rows(0) == {}
-
-
-def test_a_path_that_leads_to_nothing_records_no_engine(framework: Callable[..., Any], rows: Rows) -> None:
-    framework({"torch": "self.nothing"}).step()
-    assert rows(0) == {}
-
-
-def test_what_the_adapter_does_not_know_fails_with_the_reason_and_the_step_is_captured(
-    framework: Callable[..., Any], rows: Rows
-) -> None:
-    framework({"torch": "self.rank"}).step()
-    row = rows(0)["replica 0"]
-    assert row.state == "failed"
-    assert "knows no builtins.int" in str(row.reason)
-
-
-def test_a_text_is_the_url_of_a_server(framework: Callable[..., Any], rows: Rows) -> None:
-    framework({"torch": "self.url"}).step()
-    row = rows(0)["replica 0"]
-    assert row.state == "failed"
-    assert "'http://localhost:1'" in str(row.reason)
 
 
 def test_an_adapter_that_is_not_installed_is_one_line(
@@ -188,34 +192,6 @@ def test_an_adapter_that_is_not_installed_is_one_line(
     assert "Fix: pip install" in line
 
 
-def test_engines_can_be_switched_off(framework: Callable[..., Any], rows: Rows) -> None:
-    framework({"torch": "self.engine"}, engine={"profiler": "off"}).step()
-    assert rows(0) == {}
-
-
-BUILD = {"name": "Trainer.build", "engine": "result", "replica": "self.rank"}
-
-
-def test_the_engine_that_a_call_returned_is_recorded_under_the_number_of_the_framework(
-    framework: Callable[..., Any], rows: Rows
-) -> None:
-    trainer = framework({}, BUILD)
-    trainer.build()
-    trainer.step()
-    (row,) = rows(0).values()
-    assert (row.name, row.state) == ("replica 2", "ok")
-
-
-def test_an_engine_that_is_built_anew_takes_the_place_of_the_old_one(
-    framework: Callable[..., Any], rows: Rows
-) -> None:
-    trainer = framework({}, BUILD)
-    for _ in range(2):
-        trainer.build()
-    trainer.step()
-    assert list(rows(0)) == ["replica 2"]
-
-
 def test_a_call_that_made_no_engine_registers_none(
     framework: Callable[..., Any], rows: Rows, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,13 +201,6 @@ def test_a_call_that_made_no_engine_registers_none(
     assert rows(0) == {}
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert not [text for text in warnings if "engine" in text]  # another test's Ray may run here
-
-
-def test_all_engines_of_a_list_are_registered(framework: Callable[..., Any], rows: Rows) -> None:
-    trainer = framework({}, {"name": "Trainer.launch", "engine": "result"})
-    trainer.launch()
-    trainer.step()
-    assert set(rows(0)) == {"replica 0", "replica 1"}  # torch records the one that starts first
 
 
 @pytest.mark.parametrize(

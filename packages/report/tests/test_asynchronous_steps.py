@@ -6,19 +6,17 @@ import gzip
 import json
 import re
 from collections.abc import Sequence
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
+from packages.report.tests.steps import close, printed
 from stepscope import ProfileConfig, attach, capture, carrier, consume, span, trajectory, turn
 from stepscope.files.layout import RunLayout
 from stepscope.testing.steps import StepFolder
 from stepscope_report import Lag, StepReport, step_report, to_scalars
 from stepscope_report.html.step_page import render_step
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import Span, Timeline, load_step, merge_step
 
 MS = 1_000_000
@@ -104,9 +102,7 @@ def test_the_report_counts_it_where_it_ran_and_names_whose_it_is(recorded: RunLa
 
 
 def under(layout: RunLayout, step: int) -> str:
-    out = StringIO()
-    Console(file=out, width=120).print(render(report(layout, step)))
-    return out.getvalue()
+    return printed(report(layout, step), 120)
 
 
 @pytest.fixture(scope="module")
@@ -267,8 +263,7 @@ def with_stragglers(root: Path, *, named: Sequence[str] = (), dropped: int = 0) 
     for name in named or names:
         driver.span("consume", 300 * MS, 300 * MS, parent=update, trajectory=name, attrs={"begun": 2})
     driver.dropped = dropped
-    for process in folder.processes:
-        process.close(1200 * MS)
+    close(folder, 1200 * MS)
     return load_step(folder.write())
 
 

@@ -105,22 +105,16 @@ def test_the_report_as_json_is_the_typed_tables(tmp_path: Path, capsys: pytest.C
     assert sum(line["wall_ns"] for line in account["lines"]) == account["window_ns"] == 10 * MS
 
 
-def test_a_broken_file_is_reported_around_and_exits_with_3(
+def test_what_is_broken_or_gone_is_reported_around_and_exits_with_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage(a_run(tmp_path))
-    assert run(["report", str(tmp_path)]) == 3
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "cut off" in printed
-
-
-def test_a_step_of_which_nothing_is_left_does_not_hide_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a_run(tmp_path)
+    assert run(["ls", str(a_run(tmp_path))]) == 0
+    assert "10.0 ms" in capsys.readouterr().out
+    damage(tmp_path)
     (tmp_path / "step_000009" / "spans").mkdir(parents=True)
     assert run(["report", str(tmp_path)]) == 3
     printed = capsys.readouterr()
+    assert "cut off" in printed.out
     assert "Step 4" in printed.out
     assert "step_000009: " in printed.err
 
@@ -291,11 +285,6 @@ def test_ls_shows_each_step_with_its_state_and_what_is_missing(
     assert row["bytes"] == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_ls_of_a_whole_run_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["ls", str(a_run(tmp_path))]) == 0
-    assert "10.0 ms" in capsys.readouterr().out
-
-
 def test_a_real_capture_is_listed_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ProfileConfig(save_path=tmp_path, steps=[7], roles={"*": {"profiler": "off"}})
     with capture(7, config=config, workers={}):  # Ray may run: of other tests
@@ -329,25 +318,25 @@ def test_validate_shows_the_resolved_configuration_and_its_steps(
     assert json_of(capsys)["steps"] == [2, 10, 20]
 
 
-def test_validate_answers_a_wrong_setting_with_the_fix_and_exits_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("mod: discrete\n", 2, "mode"),
+        (None, 2, "No such file"),
+        ("steps: []\n", 0, "`steps` selects nothing"),
+    ],
+    ids=["a wrong setting", "no file", "no step"],
+)
+def test_validate_says_what_is_wrong_or_selects_nothing(
+    text: str | None, code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "stepscope.yaml"
-    path.write_text("mod: discrete\n")
-    assert run(["validate", str(path)]) == 2
+    if text is not None:
+        path.write_text(text)
+    assert run(["validate", str(path)]) == code
     printed = capsys.readouterr()
-    assert "mode" in printed.err
-    assert printed.out == ""
-    assert run(["validate", str(tmp_path / "absent.yaml")]) == 2
-
-
-def test_a_configuration_that_selects_nothing_is_said_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "stepscope.yaml"
-    path.write_text("steps: []\n")
-    assert run(["validate", str(path)]) == 0
-    assert "`steps` selects nothing" in capsys.readouterr().err
+    assert message in printed.err
+    assert code == 0 or printed.out == ""
 
 
 def test_an_error_has_a_traceback_only_when_asked_for(
@@ -449,11 +438,16 @@ def test_an_option_of_merge_that_means_nothing_is_refused(
     assert not (step / "timeline.json.gz").exists()
 
 
-def test_merging_a_run_names_a_step_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["merge", str(a_run(tmp_path))]) == 2
-    assert "such as --step 2" in capsys.readouterr().err
-    assert run(["merge", str(tmp_path), "--step", "2"]) == 0
-    assert (tmp_path / "step_000002" / "timeline.json.gz").exists()
+def test_merging_a_run_names_a_step_of_the_run_that_is_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path, (1,), "old")
+    a_run(tmp_path, (7,), "new", opened_ns=OPENED_NS + 10**12)
+    for words, step in (([], 7), (["--run", "old"], 1)):
+        assert run(["merge", str(tmp_path), *words]) == 2
+        assert f"such as --step {step}" in capsys.readouterr().err
+    assert run(["merge", str(tmp_path), "--step", "7"]) == 0
+    assert (tmp_path / "step_000007" / "timeline.json.gz").exists()
 
 
 def test_the_demo_without_its_libraries_says_what_to_install(
@@ -514,16 +508,3 @@ def test_the_command_starts_without_torch_and_ray() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
-
-
-def test_merge_suggests_a_step_of_the_run_that_is_meant(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for at, (run_id, step) in enumerate([("old", 1), ("new", 7)]):
-        folder = StepFolder(tmp_path, step=step, run_id=run_id, opened_ns=10**18 + at * 10**12)
-        folder.process("trainer", owner=True).close(1_000_000)
-        folder.write()
-    assert run(["merge", str(tmp_path)]) == 2
-    assert "such as --step 7" in capsys.readouterr().err
-    assert run(["merge", str(tmp_path), "--run", "old"]) == 2
-    assert "such as --step 1" in capsys.readouterr().err

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gzip
 import re
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
+from packages.report.tests.steps import close, printed
 from stepscope.backends.cuda_memory.summary import LISTED, summarise
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY, MemorySummary
 from stepscope.files.layout import sidecar_of
@@ -19,7 +18,6 @@ from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.html.step_page import render_step
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step, load_traces, merge_step
 
 MB = 1_000_000
@@ -142,8 +140,7 @@ def a_step(path: Path, *, skew_ns: int = 0) -> tuple[StepFolder, FakeProcess]:
     driver.measures(actor, 0)
     update = actor.span("update_actor", 0, 40 * MS)
     actor.span("forward", 5 * MS, 20 * MS, parent=update)
-    for process in folder.processes:
-        process.close(50 * MS)
+    close(folder, 50 * MS)
     folder.write()
     return folder, actor
 
@@ -189,10 +186,7 @@ def test_the_tables_and_the_page_show_it(tmp_path: Path) -> None:
     made["device_traces"][0].append({"action": "oom", "size": 900 * MB, "device_free": 5, "frames": []})
     put(folder, actor, msgspec.json.encode(summarise(made, 11)), OOM_SUMMARY)
     step = report(folder)
-    out = StringIO()
-    Console(file=out, width=200).print(render(step))
-    page = render_step(load_step(folder.layout.root), step)
-    for output in (out.getvalue(), page):
+    for output in (printed(step, 200), render_step(load_step(folder.layout.root), step)):
         assert re.search("Held then: actor 0 cuda:0, .*out-of-memory", output)
         assert re.search("out of memory .* 900 MB", output)
         assert "history was full" in output

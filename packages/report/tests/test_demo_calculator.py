@@ -24,21 +24,6 @@ async def test_what_is_no_expression_is_refused(expression: str) -> None:
         assert await calculator.ask(expression) == "!"
 
 
-async def test_questions_that_are_asked_at_once_get_their_own_answers() -> None:
-    async with Calculator() as calculator:
-        answers = await asyncio.gather(*(calculator.ask(f"{n}+1") for n in range(100)))
-    assert answers == [str(n + 1) for n in range(100)]
-
-
-async def test_it_ends_with_its_context() -> None:
-    async with Calculator() as calculator:
-        pid = calculator.pid
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    with pytest.raises(RuntimeError, match="is gone"):
-        await calculator.ask("1+1")
-
-
 async def test_one_that_was_killed_is_an_error_and_no_endless_wait() -> None:
     async with Calculator() as calculator:
         os.kill(calculator.pid, 9)

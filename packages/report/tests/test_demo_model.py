@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from stepscope_report.demo import task
-from stepscope_report.demo.batch import Trajectory, group_advantages, pad, solved
+from stepscope_report.demo.batch import group_advantages
 from stepscope_report.demo.model import KVCache, Transformer, View, token_log_probs
 
 
@@ -37,22 +35,3 @@ def test_log_probs_are_of_the_token_that_follows() -> None:
 def test_advantages_are_relative_to_the_group() -> None:
     advantages = group_advantages([0.0, 1.0, 1.0, 1.0], group=2)
     assert advantages.flatten().tolist() == pytest.approx([-0.7070, 0.7070, 0.0, 0.0], abs=1e-3)
-
-
-def test_only_what_the_model_wrote_is_an_action() -> None:
-    trajectory = Trajectory("t", task.Problem(("1", "+", "2")))
-    trajectory.hear("^1+2=")
-    assert trajectory.say(task.encode("<1+2>")) == "<1+2>"
-    trajectory.hear("3=")
-    tokens, actions = pad(
-        [trajectory, Trajectory("short", trajectory.problem, [1, 2, 3], [False, True, True])]
-    )
-    assert task.decode(tokens[0].tolist()) == "^1+2=<1+2>3="
-    assert actions.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0], [1, 1] + [0] * 9]
-    assert task.decode(tokens[1].tolist()[3:]) == " " * 9
-
-
-def test_what_the_warm_up_shows_is_worth_the_full_reward() -> None:
-    shown = solved(random.Random(0))
-    assert task.reward(shown.problem, shown.turns) == 1.0
-    assert task.decode(shown.tokens).startswith("^" + shown.problem.text + shown.turns[0])

@@ -26,31 +26,11 @@ def count_passes(replica: RolloutReplica) -> list[int]:
     return sizes
 
 
-async def test_a_turn_ends_with_a_mark_or_at_its_limit(replica: RolloutReplica) -> None:
-    for seed in range(20):
-        output = await replica.generate(PROMPT, str(seed), None)
-        ends = [token in task.END_OF_TURN for token in output]
-        assert not any(ends[:-1])
-        assert ends[-1] or len(output) == task.TURN_TOKENS
-
-
 async def test_requests_that_come_together_share_forward_passes(replica: RolloutReplica) -> None:
     passes = count_passes(replica)
     await asyncio.gather(*(replica.generate(PROMPT, str(seed), None) for seed in range(SLOTS)))
     assert passes[0] == SLOTS
     assert len(passes) <= task.TURN_TOKENS
-
-
-async def test_a_request_joins_a_batch_that_is_running(replica: RolloutReplica) -> None:
-    lengths = {n: len(await replica.generate(PROMPT, str(n), None)) for n in range(20)}
-    longest = max(lengths, key=lambda n: lengths[n])
-    passes, begun = count_passes(replica), asyncio.Event()
-    replica.model.register_forward_pre_hook(lambda *_: begun.set())
-    first = asyncio.create_task(replica.generate(PROMPT, str(longest), None))
-    await begun.wait()
-    await asyncio.gather(first, replica.generate(PROMPT, str(longest), None))
-    assert passes[0] == 1
-    assert 2 in passes
 
 
 async def test_more_requests_than_slots_wait_for_their_turn(replica: RolloutReplica) -> None:

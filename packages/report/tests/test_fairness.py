@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,12 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from rich.console import Console
 
+from packages.report.tests.steps import printed
 from stepscope import ProfileConfig, attach, capture, carrier, prepare, profile_step, trajectory
 from stepscope.files.layout import RunLayout
 from stepscope_report import Advice, StepReport, step_report
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step
 
 ray = pytest.importorskip("ray")
@@ -162,9 +160,7 @@ def test_a_slow_replica_that_alone_is_profiled_is_told_with_its_doubt(captured: 
 
 def test_marks_stand_at_the_profiled_wherever_processes_are_compared(captured: Captured) -> None:
     step = captured("first", [1, 1])
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(render(step.report))
-    text = console.export_text()
+    text = printed(step.report, 160)
     for section in ("Busy time by process: rollout", "Idle", "Slowest trajectories", "Processes"):
         part = text.split(f"\n{section}\n", 1)[1].split("\n\n", 1)[0]
         assert "*" in part, section

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packages.report.tests.steps import close
 from packages.report.tests.traces import add_trace, event, kernel, memory, op, trace_text, write_trace
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report.timeline import Requests, load_step, load_traces
@@ -227,8 +228,7 @@ def test_a_clock_that_is_ahead_is_moved(tmp_path: Path) -> None:
     driver = folder.process("trainer", owner=True)
     actor = folder.process("actor", 0, host="host-b", skew_ns=11_560_000_000)
     driver.measures(actor, 0)
-    for process in folder.processes:
-        process.close(10**9)
+    close(folder, 10**9)
     add_trace(folder, actor, [op("aten::mm", 11_560_000 + 1000, 500)])
     path = folder.write()
     (activity,) = load_traces(path, load_step(path)).activities

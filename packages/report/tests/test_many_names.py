@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from packages.report.tests.steps import printed
 from stepscope.files.spans import MOST_NAMES, OTHER_NAMES
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.groups import group_spans
 from stepscope_report.html.step_page import render_step
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import Timeline, load_step
 
 MS = 1_000_000
@@ -46,9 +44,7 @@ def test_the_longest_names_have_rows_and_the_others_share_one(tmp_path: Path) ->
     assert sum(line.wall_ns for line in report.breakdown.lines) == timeline.window.wall_ns
     groups = {group.value: group.total_ns for group in group_spans(timeline, "stage").groups}
     assert sorted(groups.values()) == sorted(expected.values())
-    out = StringIO()
-    Console(file=out, width=120).print(render(report))
-    assert len(out.getvalue().splitlines()) < 300
+    assert len(printed(report, 120).splitlines()) < 300
     assert render_step(timeline, report).count("generate 7 ") == 0
     assert "ids-in-names" in rules(report)
 

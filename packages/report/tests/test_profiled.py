@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from packages.report.tests.steps import close
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.manifest.records import Expectation, ProcessPart
 from stepscope.files.sidecar import Artifact, ProcessInfo
@@ -66,8 +67,7 @@ def served(root: Path, profiled: tuple[int, ...]) -> StepReport:
         end = (900 if replica == 0 else 500) * MS
         above = driver.span("trajectory", 0, end, role="agent_loop", trajectory=f"t{number}")
         replicas[replica].span("decode", 0, end, trajectory=f"t{number}", link=driver.link(above))
-    for process in folder.processes:
-        process.close(1000 * MS)
+    close(folder, 1000 * MS)
     for rank in profiled:
         replicas[rank].profiled = True
     return step_report(load_step(folder.write()))

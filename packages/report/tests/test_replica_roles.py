@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from packages.report.tests.steps import close
 from stepscope.testing.steps import StepFolder
 from stepscope_report.advice.evidence import Advice
 from stepscope_report.model import StepReport
@@ -41,8 +42,7 @@ def with_a_teacher(root: Path, *, processes: bool) -> Timeline:
             stage, start * MS, end * MS, role="rollout", attrs={"tokens": tokens},
             **({"link": driver.link(above)} if processes else {"parent": above}),
         )  # fmt: skip
-    for process in folder.processes:
-        process.close(800 * MS)
+    close(folder, 800 * MS)
     return load_step(folder.write())
 
 
@@ -65,8 +65,7 @@ def test_one_replica_may_have_callers_of_several_roles(tmp_path: Path) -> None:
     for at, role in enumerate(("agent_loop", "trainer", "rollout")):
         above = driver.span("generate", at * MS, (at + 1) * MS, role=role, attrs={"replica": 0})
         engine.span("decode", at * MS, (at + 1) * MS, role="rollout", link=driver.link(above))
-    for process in folder.processes:
-        process.close(3 * MS)
+    close(folder, 3 * MS)
     (row,) = engine_usage(load_step(folder.write()), ())
     assert (row.replica, row.requests) == ("replica 0", 3)
 

@@ -154,17 +154,6 @@ def test_a_killed_workers_open_span_counts_to_its_last_sign_of_life(tmp_path: Pa
     assert health.missing[0] == "actor[1]: missing: the actor died"
 
 
-def test_a_skew_of_11_seconds_does_not_move_time_between_stages(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = driver_of(folder)
-    actor = folder.process("actor", 0, host="host-b", skew_ns=11_560 * MS)
-    driver.span("update", 0, 10 * MS)
-    actor.span("update_actor", 2 * MS, 9 * MS)
-    driver.measures(actor, 0)
-    close(folder, 10 * MS)
-    assert account(folder) == {"actor update_actor": 7, "trainer update": 3}
-
-
 def test_an_unaligned_process_is_in_no_wall_time_and_is_named(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver, actor = driver_of(folder), folder.process("actor", 0, host="host-b")

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from packages.report.tests.simulated import Rollout
+from packages.report.tests.steps import close
 from packages.report.tests.test_cli import a_run, damage
 from stepscope.files.counters import KV_CACHE, PREEMPTIONS
 from stepscope.testing.steps import StepFolder
@@ -67,8 +68,7 @@ def serial_reward(root: Path) -> StepReport:
 
 
 def written(folder: StepFolder) -> StepReport:
-    for process in folder.processes:
-        process.close(1000 * MS)
+    close(folder, 1000 * MS)
     return step_report(load_step(folder.write()))
 
 

@@ -7,7 +7,6 @@ divides time by asking every two microseconds which spans run.
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections import Counter, defaultdict
@@ -18,10 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-from rich.console import Console
 
+from packages.report.tests import steps
 from stepscope_report import step_report
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step
 
 DATA = Path(__file__).with_name("data")
@@ -194,9 +192,7 @@ class ByHand:
 
 
 def printed(step: Path) -> str:
-    out = io.StringIO()
-    Console(file=out, width=400).print(render(step_report(load_step(step))))
-    return out.getvalue()
+    return steps.printed(step_report(load_step(step)), 400)
 
 
 def rows(text: str, title: str) -> list[list[str]]:

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
-from io import StringIO
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from rich.console import Console
 
 from packages.report.tests.pictures import HOSTILE, MS, rl_step
+from packages.report.tests.steps import close, printed
 from packages.report.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest.records import Absent
 from stepscope.testing.steps import StepFolder
@@ -19,7 +18,6 @@ from stepscope_report.html.run_page import RunStep, render_run
 from stepscope_report.html.step_page import DOCS, WORDS, legend_of_words, render_step
 from stepscope_report.html.timecharts import ticks
 from stepscope_report.section import StepFile
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step, load_traces
 from tests.tree import ROOT
 
@@ -187,15 +185,15 @@ def test_why_a_step_is_not_complete_stands_in_its_head(tmp_path: Path) -> None:
         folder.processes[0].absent.append(Absent(name=f"actor {reason}", state="missing", reason=reason))
     head = page_of(folder).partition("<section")[0]
     assert "Not complete: actor killed: missing: killed, and 1 reason more." in head
-    text = StringIO()
-    Console(file=text, width=200).print(render(report_of(folder)))
-    assert text.getvalue().splitlines()[1] == "Not complete: actor killed: missing: killed, and 1 reason more"
+    assert (
+        printed(report_of(folder), 200).splitlines()[1]
+        == "Not complete: actor killed: missing: killed, and 1 reason more"
+    )
 
 
 def test_paper_lacks_nothing_that_is_on_the_page(tmp_path: Path) -> None:
     folder = rl_step(tmp_path, ranks=2)
-    for process in folder.processes:
-        process.close(2000 * MS)
+    close(folder, 2000 * MS)
     page = page_of(folder)
     (hidden,) = re.findall(r"([^{};]*)\{ display: none; \}\s*\}\s*</style>", page)
     tags = Page(page).tags

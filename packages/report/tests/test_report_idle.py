@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.report.tests.pictures import rl_step
+from packages.report.tests.steps import MS, a_step, close
 from packages.report.tests.traces import add_trace, event, kernel, op
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import Idle, idle_times
 from stepscope_report.sections.idle import say_causes, say_collectives
 from stepscope_report.timeline import load_step, load_traces
-
-MS = 1_000_000
 
 
 def rows(folder: StepFolder, *, traces: bool = False) -> dict[str, Idle]:
@@ -43,8 +42,7 @@ def step(tmp_path: Path) -> StepFolder:
     folder.process("ref", 0).span("compute_log_prob", 500 * MS, 600 * MS)
     for rank, actor in enumerate(actors):
         actor.span("update_actor", 600 * MS, (700 + 200 * rank) * MS)
-    for process in folder.processes:
-        process.close(1000 * MS)
+    close(folder, 1000 * MS)
     return folder
 
 
@@ -85,8 +83,7 @@ def test_nobody_waits_for_what_a_later_step_consumes(tmp_path: Path) -> None:
     replicas[1].span("decode", 0, 1000 * MS, step=3)
     actor.span("update_actor", 200 * MS, 600 * MS)
     driver.span("advantages", 600 * MS, 700 * MS)
-    for process in folder.processes:
-        process.close(1000 * MS)
+    close(folder, 1000 * MS)
     by_process = rows(folder)
     assert by_process["trainer"].busy_ns == 100 * MS
     assert causes(by_process["trainer"]) == [("rollout", "decode", 500), ("other work", "update_actor", 400)]
@@ -95,24 +92,13 @@ def test_nobody_waits_for_what_a_later_step_consumes(tmp_path: Path) -> None:
 
 
 def test_a_caller_of_replicas_is_no_slower_replica(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    folder.process("trainer", owner=True)
-    loop, replica = folder.process("agent_loop", 0), folder.process("rollout", 0)
-    loop.span("generate", 0, 100 * MS, role="rollout")
-    replica.span("generate", 0, 40 * MS)
-    for process in folder.processes:
-        process.close(100 * MS)
-    assert causes(rows(folder)["rollout 0"]) == [("rollout", "generate", 60)]
+    called = a_step(tmp_path, 100, [("agent_loop/rollout generate", 0, 100), ("rollout generate", 0, 40)])
+    assert causes(rows(called)["rollout 0"]) == [("rollout", "generate", 60)]
 
 
 def test_a_span_of_waiting_is_no_work(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    folder.process("trainer", owner=True).close(100 * MS)
-    replica = folder.process("rollout", 0)
-    call = replica.span("generate", 0, 100 * MS)
-    replica.span("queue", 0, 30 * MS, parent=call)
-    replica.close(100 * MS)
-    assert rows(folder)["rollout 0"].busy_ns == 70 * MS
+    queued = a_step(tmp_path, 100, [("rollout generate", 0, 100), ("rollout queue", 0, 30, "generate")])
+    assert rows(queued)["rollout 0"].busy_ns == 70 * MS
 
 
 def test_an_unaligned_process_has_no_row(tmp_path: Path) -> None:
@@ -154,8 +140,7 @@ def test_busy_and_causes_add_up_to_the_step(
     folder.process("rollout", 0)
     for process, stage, start, length, owned in spans:
         folder.processes[process].span(stage, start, start + length, step=owned)
-    for recorder in folder.processes:
-        recorder.close(100)
+    close(folder, 100)
     for row in rows(folder).values():
         assert row.busy_ns + row.idle_ns == 100
         assert sum(cause.wall_ns for cause in row.causes) == row.idle_ns
@@ -234,8 +219,7 @@ def test_an_actor_is_busy_while_its_engine_runs_passes(tmp_path: Path) -> None:
         for start in (5_000, 25_000)
     ]
     add_trace(folder, actor, [session, *passes], replica=0)
-    for process in folder.processes:
-        process.close(100 * MS)
+    close(folder, 100 * MS)
     by_process = rows(folder, traces=True)
     row = by_process["rollout 0"]
     assert (row.busy_ns, row.idle_ns) == (20 * MS, 80 * MS)
@@ -251,6 +235,5 @@ def test_an_actor_without_a_trace_is_busy_while_its_engine_has_requests(tmp_path
         driver.span("decode", 10 * MS, 30 * MS, role="rollout", attrs={"replica": 0})
     else:
         driver.counter("unfinished requests", {10 * MS: 0, 30 * MS: 2, 31 * MS: 0}, of="replica 0")
-    for process in folder.processes:
-        process.close(100 * MS)
+    close(folder, 100 * MS)
     assert rows(folder)["rollout 0"].busy_ns == 20 * MS

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from packages.report.tests.steps import close
 from packages.report.tests.test_report_html import Page
 from packages.report.tests.traces import add_trace, kernel, memory
 from stepscope.testing.steps import StepFolder
@@ -43,8 +44,7 @@ def written(root: Path) -> Path:
         for number in range(3):
             values = {at * 90 * MS: float(at + 1) for at in range(10)}
             actor.counter(f"counter {number}", values, unit="%")
-    for process in folder.processes:
-        process.close(1000 * MS)
+    close(folder, 1000 * MS)
     return folder.write()
 
 

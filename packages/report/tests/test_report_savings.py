@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
+from packages.report.tests.steps import close, printed
 from packages.report.tests.test_report_advice import MS, Case
 from packages.report.tests.test_report_settings import full_cache, lines_of, named
 from packages.report.tests.test_what_if import EVEN, UNEVEN, a_step, ends_ms
@@ -23,7 +22,6 @@ from stepscope_report import step_report
 from stepscope_report.brief import brief_text, step_brief
 from stepscope_report.cli import run
 from stepscope_report.html.step_page import render_step
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step
 from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.prediction import predict
@@ -47,8 +45,7 @@ def tail_step(root: Path) -> StepFolder:
             attrs={"tokens": tokens},
         )  # fmt: skip
     driver.span("update_actor", 2600 * MS, 3100 * MS)
-    for process in folder.processes:
-        process.close(3100 * MS)
+    close(folder, 3100 * MS)
     return folder
 
 
@@ -114,8 +111,7 @@ def test_an_engine_more_saves_what_what_if_says(tmp_path: Path) -> None:
             engine.span("queue", 0, began_ns, trajectory=name, link=link)
             engine.span("decode", began_ns, end * MS, trajectory=name, link=link, attrs={"tokens": length})
     driver.span("update_actor", 1000 * MS, 1500 * MS)
-    for process in folder.processes:
-        process.close(1500 * MS)
+    close(folder, 1500 * MS)
     driver.settings = (named("openrlhf", replicas=("--vllm.num_engines", 2)),)
     (advice,) = (item for item in step_report(load_step(folder.write())).advice if item.rule == "queueing")
     (change,) = advice.settings
@@ -144,9 +140,7 @@ def test_settings_stand_in_the_terminal_the_page_the_brief_and_json(
     timeline = load_step(path)
     report = step_report(timeline)
     line = "verl: actor_rollout_ref.rollout.max_num_seqs: 64 -> 40"
-    text = StringIO()
-    Console(file=text, width=200).print(render(report))
-    assert line in text.getvalue()
+    assert line in printed(report, 200)
     assert f"<code>{line.replace('>', '&gt;')}</code>" in render_step(timeline, report)
     assert f"    {line}" in brief_text(step_brief(report))
     assert run(["report", str(path), "--json", "--no-html"]) in (0, 3)

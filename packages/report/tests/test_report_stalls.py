@@ -243,8 +243,7 @@ def test_a_replica_that_waits_for_its_own_profiler_is_not_busy(tmp_path: Path) -
         engine = folder.process("rollout", replica, replica=replica)
         engine.span("decode", 0, 100 * MS)
         expect(driver, replica, recorded(driver, replica, *([] if replica else [(40, 90), (95, 120)])))
-    for process in folder.processes:
-        process.close(110 * MS)
+    close(folder, 110 * MS)
     stalled, serving = (row for row in idle_times(load_step(folder.write())) if row.role == "rollout")
     assert (stalled.busy_ns, stalled.idle_ns) == (45 * MS, 65 * MS)
     assert [(cause.kind, cause.wall_ns // MS) for cause in stalled.causes] == [

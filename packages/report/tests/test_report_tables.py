@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packages.report.tests.steps import printed
+from packages.report.tests.steps import MS, Row, a_step, close, printed
 from stepscope.files.manifest.records import OwnCost
 from stepscope.testing.steps import StepFolder
 from stepscope_report import stage_times, step_breakdown, step_long_tail, step_report
@@ -19,8 +19,6 @@ from stepscope_report.sections.breakdown import say_left_out
 from stepscope_report.sections.health import worst_first
 from stepscope_report.sections.long_tail import trajectories
 from stepscope_report.timeline import load_step
-
-MS = 1_000_000
 
 
 def rollout(tmp_path: Path, count: int = 20) -> StepFolder:
@@ -33,8 +31,7 @@ def rollout(tmp_path: Path, count: int = 20) -> StepFolder:
         turn = driver.span("turn", 0, end_ns, role="agent_loop", trajectory=name, turn=0, parent=trajectory)
         if index:
             replica.span("decode", MS, end_ns, trajectory=name, turn=0, link=driver.link(turn))
-    for process in folder.processes:
-        process.close(count * MS)
+    close(folder, count * MS)
     return folder
 
 
@@ -74,13 +71,31 @@ def test_a_function_that_calls_another_of_its_stage_is_one_call(tmp_path: Path) 
 
 
 def test_concurrent_calls_in_one_process_are_busy_once(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    replica = folder.process("rollout", 0)
-    for start in (0, 1, 2):
-        replica.span("generate", start * MS, (start + 4) * MS)
-    replica.close(20 * MS)
-    (stage,) = stage_times(load_step(folder.write()))
+    rows: list[Row] = [("rollout generate", start, start + 4) for start in (0, 1, 2)]
+    (stage,) = stage_times(load_step(a_step(tmp_path, 20, rows).write()))
     assert (stage.total_ns, stage.processes[0].busy_ns) == (12 * MS, 6 * MS)
+
+
+@pytest.mark.parametrize("row", [("trainer/rollout generate", 0, 9), ("rollout load_weights", 0, 9)])
+def test_who_only_calls_an_engine_or_loads_weights_has_no_phases_to_name(tmp_path: Path, row: Row) -> None:
+    assert step_report(load_step(a_step(tmp_path, 10, [row]).write())).phaseless == ()
+
+
+@pytest.mark.parametrize(
+    ("busy_ms", "slowest"), [((100, 300), "actor 1"), ((10, 10, 15, 10), "actor 2")], ids=["two", "four"]
+)
+def test_the_slowest_rank_is_named_with_its_imbalance(
+    tmp_path: Path, busy_ms: tuple[int, ...], slowest: str
+) -> None:
+    folder = StepFolder(tmp_path)
+    for rank, ms in enumerate(busy_ms):
+        folder.process("actor", rank).span("update_actor", 0, ms * MS)
+    timeline = load_step(folder.write())
+    (stage,) = stage_times(timeline)
+    assert (stage.slowest, stage.imbalance) == (slowest, 1.5)
+    assert [(share.rank, share.busy_ns // MS) for share in stage.processes] == list(enumerate(busy_ms))
+    assert step_long_tail(timeline) is None
+    assert middle([1, 2, 9, 4]) == 3
 
 
 def test_an_engine_whose_stages_nobody_named_is_told_how(tmp_path: Path) -> None:
@@ -91,31 +106,13 @@ def test_an_engine_whose_stages_nobody_named_is_told_how(tmp_path: Path) -> None
     driver.span("generate", 0, 9 * MS, role="rollout")
     named.span("prefill", 0, 4 * MS)
     unnamed.span("generate_batch", 0, 9 * MS)
-    for process in folder.processes:
-        process.close(10 * MS)
+    close(folder, 10 * MS)
     timeline = load_step(folder.write())
     report = step_report(timeline)
     assert [(row.process, row.stages) for row in report.phaseless] == [("rollout 1", ("generate_batch",))]
     for output in (" ".join(printed(report).split()), render_step(timeline, report)):
         assert "rollout 1: unknown" in output
         assert re.search("generate_batch. .*`prefill` and `decode`", output)
-
-
-def test_a_trainer_that_generates_in_a_span_is_no_engine(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    trainer = folder.process("trainer", owner=True)
-    trainer.span("generate", 0, 9 * MS, role="rollout")
-    trainer.close(10 * MS)
-    assert step_report(load_step(folder.write())).phaseless == ()
-
-
-def test_a_replica_that_only_loaded_weights_has_no_phases_to_name(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    trainer, replica = folder.process("trainer", owner=True), folder.process("rollout", 0)
-    replica.span("load_weights", 0, 9 * MS)
-    for process in (trainer, replica):
-        process.close(10 * MS)
-    assert step_report(load_step(folder.write())).phaseless == ()
 
 
 def test_of_many_processes_those_that_matter_stand_first(tmp_path: Path) -> None:
@@ -164,29 +161,6 @@ def test_a_percentage_is_rounded_half_to_even() -> None:
     assert percents([79674199], 5000109081) == ["1.6"]
     assert percents([17], 10000) == ["0.2"]
     assert percents([5, 15, 25], 10000) == ["0.0", "0.2", "0.2"]
-
-
-def test_the_median_of_two_processes_lies_between_them(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    for rank, ms in enumerate((100, 300)):
-        folder.process("actor", rank).span("update", 0, ms * MS)
-    (stage,) = stage_times(load_step(folder.write()))
-    assert (stage.slowest, stage.imbalance) == ("actor 1", 1.5)
-    assert middle([1, 2, 9, 4]) == 3
-
-
-def test_the_slowest_rank_is_named_with_its_imbalance(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    for rank, milliseconds in enumerate((10, 10, 15, 10)):
-        folder.process("actor", rank).span("update_actor", 0, milliseconds * MS)
-    (stage,) = stage_times(load_step(folder.write()))
-    assert (stage.slowest, stage.imbalance) == ("actor 2", 1.5)
-    assert [(share.rank, share.busy_ns // MS) for share in stage.processes] == [
-        (0, 10),
-        (1, 10),
-        (2, 15),
-        (3, 10),
-    ]
 
 
 def test_the_last_tenth_of_the_trajectories_holds_the_others(tmp_path: Path) -> None:
@@ -253,12 +227,6 @@ def test_a_trajectory_that_never_ended_is_among_the_slowest(tmp_path: Path) -> N
     assert (hung.open, hung.wall_ns) == (True, 15 * MS)
 
 
-def test_without_trajectories_there_is_no_long_tail(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    folder.process("trainer", owner=True).span("update", 0, MS)
-    assert step_long_tail(load_step(folder.write())) is None
-
-
 def test_tools_in_no_trajectory_are_counted_where_their_clock_is_known(tmp_path: Path) -> None:
     folder = rollout(tmp_path)
     for host in ("host-a", "host-of-no-known-clock"):
@@ -283,8 +251,7 @@ def test_10_000_trajectories_are_reported_in_seconds(tmp_path: Path) -> None:
             link = driver.link(below)
             replica.span("prefill", begins + MS, begins + 2 * MS, link=link, trajectory=name, turn=turn)
             replica.span("decode", begins + 2 * MS, begins + 28 * MS, link=link, trajectory=name, turn=turn)
-    for process in folder.processes:
-        process.close(200 * MS)
+    close(folder, 200 * MS)
     path = folder.write()
     began = time.process_time()
     report = step_report(load_step(path))

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import re
-from io import StringIO
 from pathlib import Path
 
-from rich.console import Console
-
 from packages.report.tests.simulated import MS, Rollout
-from stepscope_report import StepReport, step_report
+from packages.report.tests.steps import printed
+from stepscope_report import step_report
 from stepscope_report.html.step_page import render_step
 from stepscope_report.spans import MOST
-from stepscope_report.terminal.text import render
-
-
-def printed(report: StepReport) -> str:
-    text = StringIO()
-    Console(file=text, width=100).print(render(report))
-    return " ".join(text.getvalue().split())
 
 
 def either(number: int, turn: int) -> str:
@@ -40,7 +31,7 @@ def test_two_tools_have_a_line_each(tmp_path: Path) -> None:
     for slow in report.long_tail.worst:
         waits = {wait.title: wait.wall_ns for wait in slow.waits if wait.role == "env"}
         assert waits == {"tool search": 160 * MS, "tool calculator": 20 * MS}
-    for output in (printed(report), render_step(timeline, report)):
+    for output in (" ".join(printed(report).split()), render_step(timeline, report)):
         assert "tool search 160 ms" in output
         assert "env tool calculator" in output
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from packages.report.tests.steps import close, printed
 from stepscope.config.presets import read_preset
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.values import AttrValue
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step
 
 MS = 1_000_000
@@ -22,8 +20,7 @@ WAIT: dict[str, AttrValue] = {"wait": True}
 
 
 def report_of(folder: StepFolder, until_ms: int = 4480) -> StepReport:
-    for process in folder.processes:
-        process.close(until_ms * MS)
+    close(folder, until_ms * MS)
     return step_report(load_step(folder.write()))
 
 
@@ -115,9 +112,7 @@ def test_replicas_that_wait_differently_long_are_no_stragglers(tmp_path: Path) -
 
 
 def test_the_terminal_marks_what_waits(tmp_path: Path) -> None:
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(render(report_of(polling_step(tmp_path))))
-    assert "wait_for_samples (waiting)" in console.export_text()
+    assert "wait_for_samples (waiting)" in printed(report_of(polling_step(tmp_path)), 120)
 
 
 def test_verls_poll_for_samples_is_a_wait() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from packages.report.tests.steps import printed
+from packages.report.tests.steps import close, printed
 from stepscope.files.values import AttrValue
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
@@ -40,8 +40,7 @@ def report(tmp_path: Path, *, sized: bool = True) -> StepReport:
     replica.span("load_weights", 900 * MS, 1000 * MS, link=driver.link(sync))
     critic.span("update_critic", 0, 500 * MS)
     driver.span("update_actor", 0, 500 * MS)
-    for process in folder.processes:
-        process.close(1000 * MS)
+    close(folder, 1000 * MS)
     return step_report(load_step(folder.write()))
 
 

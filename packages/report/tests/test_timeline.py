@@ -62,24 +62,6 @@ def test_a_skew_of_11_seconds_between_hosts_is_taken_out(tmp_path: Path) -> None
     )  # and 200 ppm of it
 
 
-def test_drift_between_two_measurements_is_interpolated(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    actor = folder.process("actor", 0, host="host-b", skew_ns=-3 * S, drift_ppm=80)
-    actor.span("early", 0, 1 * S)
-    actor.span("middle", 50 * S, 51 * S)
-    actor.span("late", 99 * S, 100 * S)
-    for at_ns in (0, 100 * S):
-        driver.measures(actor, at_ns, uncertainty_ns=10_000)
-    for process in (driver, actor):
-        process.close(100 * S)
-    timeline = load_step(folder.write())
-    for stage, expected in {"early": (0, S), "middle": (50 * S, 51 * S), "late": (99 * S, 100 * S)}.items():
-        assert placed(timeline)[stage] == pytest.approx(expected, abs=2)
-    assert timeline.processes[1].clock.drift_ns == 8 * MS
-    assert [span.dur_ns for span in timeline.spans] == [S, S, S]
-
-
 def test_another_host_without_a_measurement_is_unaligned(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)

@@ -6,18 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from packages.report.tests.steps import close, printed
 from packages.report.tests.traces import add_trace, op
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report import cli, step_report
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step, load_traces
 
 MS = 1_000_000
@@ -38,15 +36,13 @@ def tried_again(root: Path) -> Path:
         role="trainer", host="host-a", size_bytes=1,
     )  # fmt: skip
     driver.expected.append(Expectation(name="torch trace", kind="trace", state="ok", artifacts=(made,)))
-    for process in first.processes:
-        process.close(10 * MS)
+    close(first, 10 * MS)
     first.write()
     again = StepFolder(root, opened_ns=OPENED_NS + 1000 * MS, capture=2)
     driver, actor = again.process("trainer", owner=True), again.process("actor", 0)
     driver.span("update", 0, 40 * MS)
     actor.span("update_actor", 5 * MS, 35 * MS)
-    for process in again.processes:
-        process.close(40 * MS)
+    close(again, 40 * MS)
     return again.write()
 
 
@@ -67,10 +63,8 @@ def test_traces_of_an_earlier_capture_are_left_out(tmp_path: Path) -> None:
 
 def test_the_report_says_that_there_was_an_earlier_one(tmp_path: Path) -> None:
     report = step_report(load_step(tried_again(tmp_path)))
-    text = StringIO()
-    Console(file=text, width=100).print(render(report))
     assert report.health.complete
-    assert "Captured 2 times" in text.getvalue()
+    assert "Captured 2 times" in printed(report)
 
 
 RETRIED = """

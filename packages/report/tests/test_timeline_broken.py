@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from packages.report.tests.steps import printed
 from stepscope.errors import RecordError
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import step_report
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import Timeline, load_step
 
 MS = 1_000_000
@@ -197,4 +195,4 @@ def test_no_damage_to_the_files_is_an_exception(tmp_path: Path, seed: int) -> No
     assert "step" in stages(timeline)
     report = step_report(timeline)
     assert sum(line.wall_ns for line in report.breakdown.lines) == report.breakdown.window_ns
-    Console(file=StringIO(), width=100).print(render(report))
+    assert printed(report)

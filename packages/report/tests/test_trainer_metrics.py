@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from packages.report.tests.pictures import rl_step
+from packages.report.tests.steps import printed
 from stepscope._recording.after.metrics import MetricsLog
 from stepscope._recording.output import exporter
 from stepscope._recording.process import run
@@ -20,7 +19,6 @@ from stepscope_report import StepReport, step_report, to_scalars
 from stepscope_report.block import TextTable
 from stepscope_report.html.step_page import render_step
 from stepscope_report.sections.metrics import metrics_blocks
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step
 
 VALUES = {"perf/mfu": 0.1, "timing_s/gen": 4.03, "critic/score/mean": 0.5, "critic/score/max": 1.0}
@@ -63,9 +61,7 @@ def test_what_is_no_finite_number_is_left_out(tmp_path: Path, value: object) -> 
 
 def test_the_report_shows_the_numbers_without_their_extremes(tmp_path: Path) -> None:
     report = report_with(tmp_path, VALUES)
-    text = StringIO()
-    Console(file=text, width=150).print(render(report))
-    for shown in (text.getvalue(), render_step(load_step(RunLayout(tmp_path).step(2).root), report)):
+    for shown in (printed(report, 150), render_step(load_step(RunLayout(tmp_path).step(2).root), report)):
         assert "by the trainer" in shown
         assert "critic/score/mean" in shown
         assert "critic/score/max" not in shown

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
+from packages.report.tests.steps import printed
 from stepscope import ProfileConfig, capture, flush
 from stepscope._recording.process import shutdown
 from stepscope._recording.recorder import baseline
@@ -23,7 +22,6 @@ from stepscope_report import StepReport, step_report, to_scalars
 from stepscope_report.cli import run
 from stepscope_report.cli.ls import rows_of
 from stepscope_report.html.step_page import render_step
-from stepscope_report.terminal.text import render
 from stepscope_report.timeline import load_step
 
 MS = 1_000_000
@@ -151,12 +149,6 @@ def beside(path: Path, *took_ms: int, step_ms: int = 130, error: str | None = No
     return step_report(load_step(folder.layout.root))
 
 
-def text_of(report: StepReport) -> str:
-    out = StringIO()
-    Console(file=out, width=200).print(render(report))
-    return out.getvalue()
-
-
 def test_the_report_says_what_uncaptured_steps_took_and_what_the_capture_cost(tmp_path: Path) -> None:
     report = beside(tmp_path, 90, 100, 110, 100, 120, 300)
     baseline = report.baseline
@@ -170,7 +162,7 @@ def test_the_report_says_what_uncaptured_steps_took_and_what_the_capture_cost(tm
     )
     assert (baseline.longer, baseline.excess_ns, baseline.next_ns) == (0, 30 * MS, 300 * MS)
     assert baseline.cost_ns == report.breakdown.total_ns - 100 * MS
-    text = text_of(report)
+    text = printed(report, 200)
     assert "5 uncaptured steps near it (45-49) took 100 ms (median; p90 120 ms; 90.0 ms to 120 ms)" in text
     assert "This one: +30.0 ms, +30.0 %, longer than any of them. With" in text
     assert "With opening and closing, the capture cost about 30.0 ms. The step after it took 300 ms" in text
@@ -182,11 +174,11 @@ def test_the_report_says_what_uncaptured_steps_took_and_what_the_capture_cost(tm
 def test_a_step_as_long_as_others_raises_no_alarm(tmp_path: Path) -> None:
     report = beside(tmp_path, 90, 140, 110, 150, 120, 300)
     assert "not-typical" not in {advice.rule for advice in report.advice}
-    assert "3 of the 5" in text_of(report)
+    assert "3 of the 5" in printed(report, 200)
 
 
 def test_few_uncaptured_steps_are_shown_and_said_to_be_too_few(tmp_path: Path) -> None:
-    text = text_of(beside(tmp_path, 100, 200))
+    text = printed(beside(tmp_path, 100, 200), 200)
     assert re.search(r"2 uncaptured steps .*\(49, 51\)", text)
     assert "too few" in text
 
@@ -195,7 +187,7 @@ def test_a_capture_that_ended_early_is_not_compared(tmp_path: Path) -> None:
     report = beside(tmp_path, 90, 100, 110, 100, 120, 300, error="budget.seconds: 1 s")
     assert report.baseline is not None
     assert report.baseline.excess_ns is None
-    assert "Not compared: " in text_of(report)
+    assert "Not compared: " in printed(report, 200)
 
 
 def test_without_uncaptured_steps_the_report_says_how_to_have_some(tmp_path: Path) -> None:
@@ -203,7 +195,7 @@ def test_without_uncaptured_steps_the_report_says_how_to_have_some(tmp_path: Pat
     folder.process("trainer", owner=True).close(10 * MS)
     report = step_report(load_step(folder.write()))
     assert report.baseline is None
-    assert "capture(step)" in text_of(report)
+    assert "capture(step)" in printed(report, 200)
 
 
 def test_a_real_run_is_compared(tmp_path: Path) -> None:

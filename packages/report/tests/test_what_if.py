@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from packages.report.tests.simulated import MS, Rollout
+from packages.report.tests.steps import close
 from stepscope.errors import ConfigError, RecordError
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report.cli import run
@@ -58,8 +59,7 @@ def a_step(
         if ms:
             driver.span(stage, last * MS, (last + ms) * MS, role=role)
             last += ms
-    for process in folder.processes:
-        process.close(last * MS)
+    close(folder, last * MS)
     return folder.write()
 
 

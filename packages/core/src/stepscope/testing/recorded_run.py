@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+def finished_spans(save_path: str | Path, step: int | None = None) -> list[Span]:
+    """Return the finished spans of closed captures, of one step or of all, by their start."""
+    layout = RunLayout(save_path)
+    steps = layout.steps() if step is None else [step]
+    files = [file for number in steps for file in sorted(layout.step(number).spans.glob("*.jsonl"))]
+    decoder = msgspec.json.Decoder(Line)
+    lines = [line for file in files for line in decoder.decode_lines(file.read_bytes())]
+    return sorted((line for line in lines if isinstance(line, Span)), key=lambda span: span.start_ns)
+
+
 class RecordedRun:
     """The configured run of one test, and the files of its captures."""
 
@@ -38,11 +48,7 @@ class RecordedRun:
 
     def spans(self, step: int | None = None) -> list[Span]:
         """Return the finished spans of closed captures, of one step or of all, by their start."""
-        steps = self.layout.steps() if step is None else [step]
-        files = [file for number in steps for file in sorted(self.layout.step(number).spans.glob("*.jsonl"))]
-        decoder = msgspec.json.Decoder(Line)
-        lines = [line for file in files for line in decoder.decode_lines(file.read_bytes())]
-        return sorted((line for line in lines if isinstance(line, Span)), key=lambda span: span.start_ns)
+        return finished_spans(self.layout.root, step)
 
     def stages(self, step: int | None = None) -> list[str]:
         """Return `role/stage` of each of `spans`."""
