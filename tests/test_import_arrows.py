@@ -34,8 +34,6 @@ TABLES = {
     *(
         "accounting",
         "division",
-        "critical_path",
-        "step_graph",
         "gaps",
         "event_loops",
         "replicas",
@@ -50,7 +48,7 @@ TABLES = {
 }
 """Parts of the report that compute tables, and draw them."""
 REPORT_ARROWS = {
-    "timeline": set[str](),
+    "timeline": {"accounting"},
     **{part: {"timeline", *TABLES} for part in TABLES},
     "writers": {"timeline", *TABLES},
     "doctor": set[str](),

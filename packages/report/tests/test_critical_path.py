@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.files.sidecar import ProcessInfo
-from stepscope_report.critical_path import Piece, Replay, critical_path
 from stepscope_report.demo.sample import ARCHIVE
-from stepscope_report.step_graph import StepGraph, step_graph
 from stepscope_report.timeline import Process, Span, Timeline, Window, load_step
+from stepscope_report.timeline.critical_path import Piece, Replay, critical_path
 from stepscope_report.timeline.model import Alignment, ProcessClock
+from stepscope_report.timeline.step_graph import StepGraph, step_graph
 
 MS = 1_000_000
 DATA = Path(__file__).with_name("data")

@@ -96,7 +96,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def events_of(path: Path, *phases: str) -> list[Event]:
-    return [event for event in read(path)["traceEvents"] if event["ph"] in (phases or "XsfibeBECn")]
+    """Return all events but those of the critical path, which repeats spans."""
+    events = (event for event in read(path)["traceEvents"] if event.get("cat") != "critical path")
+    return [event for event in events if event["ph"] in (phases or "XsfibeBECn")]
 
 
 def since_opening_ns(path: Path, name: str) -> list[int]:
@@ -261,7 +263,7 @@ def test_concurrent_trajectories_take_as_few_lanes_as_overlap(tmp_path: Path) ->
     assert turns == lanes
     assert lanes["t0"] == lanes["t2"] != lanes["t1"] == lanes["t3"]
     rows = set(names(path, "thread").values())
-    assert rows == {"spans", "trajectories 1 of 2", "trajectories 2 of 2"}
+    assert rows == {"critical path", "spans", "trajectories 1 of 2", "trajectories 2 of 2"}
 
 
 def test_an_arrow_leads_from_a_turn_to_the_call_in_the_engine(tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ def merged(folder: StepFolder, **selection: Any) -> tuple[Merged, list[Json]]:
     path = folder.write()
     result = merge_step(path, selection=Selection(**selection))
     text = gzip.decompress((path / "timeline.json.gz").read_bytes())
-    return result, json.loads(text, parse_float=Decimal)["traceEvents"]
+    events = json.loads(text, parse_float=Decimal)["traceEvents"]
+    return result, [event for event in events if event.get("cat") != "critical path"]
 
 
 def at_ns(result: Merged, event: Json) -> int:

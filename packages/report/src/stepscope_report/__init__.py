@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from stepscope_report.sections.baseline import Baseline, step_baseline
     from stepscope_report.sections.breakdown import Breakdown, Line, Overlap, step_breakdown
     from stepscope_report.sections.counters import CounterRow, Counters, IdleDevice, step_counters
+    from stepscope_report.sections.critical_path import (
+        CriticalPath,
+        PathPart,
+        PathStage,
+        Segment,
+        step_critical_path,
+    )
     from stepscope_report.sections.cuda_memory import CudaMemory, Holder, cuda_memory_peaks
     from stepscope_report.sections.engines import Engine, Load, Phaseless, engine_usage, phaseless_engines
     from stepscope_report.sections.health import Health, OtherStep, ProcessRow, SpanRow, step_health
@@ -66,6 +73,7 @@ __all__ = [
     "Cause",
     "CounterRow",
     "Counters",
+    "CriticalPath",
     "CudaMemory",
     "DeviceRow",
     "Engine",
@@ -88,9 +96,12 @@ __all__ = [
     "OperatorRow",
     "OtherStep",
     "Overlap",
+    "PathPart",
+    "PathStage",
     "Phaseless",
     "ProcessRow",
     "Rows",
+    "Segment",
     "SettingChange",
     "Share",
     "SlowTrajectory",
@@ -119,6 +130,7 @@ __all__ = [
     "step_baseline",
     "step_breakdown",
     "step_counters",
+    "step_critical_path",
     "step_health",
     "step_long_tail",
     "step_report",
@@ -141,6 +153,7 @@ _WHERE = {
     "sections.baseline": "Baseline step_baseline",
     "sections.breakdown": "Breakdown Line Overlap step_breakdown",
     "sections.counters": "CounterRow Counters IdleDevice step_counters",
+    "sections.critical_path": "CriticalPath PathPart PathStage Segment step_critical_path",
     "sections.cuda_memory": "CudaMemory Holder cuda_memory_peaks",
     "sections.engines": "Engine Load Phaseless engine_usage phaseless_engines",
     "sections.health": "Health OtherStep ProcessRow SpanRow step_health",

@@ -13,6 +13,8 @@ from stepscope_report.timeline import Span, Timeline
 
 STALLED: Label = ("profiler", "engine trace")
 """Label of engines that serve nothing because of their own profiler."""
+NOT_KNOWN: Label = ("", "not known")
+"""Label of time for which nothing says what the step waited for."""
 WINDOWS: Label = ("profiler", "windows of stages")
 """Profilers that were started and stopped around stages (discrete mode)."""
 _Kind = TypeVar("_Kind", bound=Hashable)

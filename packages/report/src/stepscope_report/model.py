@@ -9,6 +9,7 @@ from stepscope_report.block import Block, Paragraph
 from stepscope_report.sections.baseline import Baseline
 from stepscope_report.sections.breakdown import Breakdown
 from stepscope_report.sections.counters import Counters
+from stepscope_report.sections.critical_path import CriticalPath
 from stepscope_report.sections.cuda_memory import CudaMemory
 from stepscope_report.sections.engines import Engine, Phaseless
 from stepscope_report.sections.health import Health
@@ -54,6 +55,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     advice: tuple[Advice, ...]
     """Alarms first, then what could save most."""
     breakdown: Breakdown
+    critical_path: CriticalPath
     baseline: Baseline | None
     """The uncaptured steps to compare with; None if none is known."""
     stages: tuple[Stage, ...]

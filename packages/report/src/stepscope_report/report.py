@@ -15,6 +15,7 @@ from stepscope_report.sections.advice import ADVICE
 from stepscope_report.sections.baseline import BASELINE
 from stepscope_report.sections.breakdown import BREAKDOWN
 from stepscope_report.sections.counters import COUNTERS
+from stepscope_report.sections.critical_path import CRITICAL_PATH
 from stepscope_report.sections.cuda_memory import CUDA_MEMORY
 from stepscope_report.sections.engines import ENGINES, PHASELESS
 from stepscope_report.sections.health import HEALTH
@@ -33,6 +34,7 @@ SECTIONS: tuple[Section[Any], ...] = (
     ADVICE,
     BASELINE,
     BREAKDOWN,
+    CRITICAL_PATH,
     STAGES,
     IDLE,
     VAIN_WAITS,

@@ -14,14 +14,12 @@ import msgspec
 from stepscope.files.spans import MOST_NAMES, OTHER_NAMES, PROFILING, SERVED, WAITING
 from stepscope_report.accounting import Label, Pair
 from stepscope_report.timeline import Process, Span, Timeline
+from stepscope_report.timeline.model import GENERATES as GENERATES
+from stepscope_report.timeline.model import ROLLOUT as ROLLOUT
 from stepscope_report.timeline.step.tree import replica_and_role
 
 _Name = TypeVar("_Name", str, Label)
 
-GENERATES = frozenset({"rollout", "agent_loop"})
-"""Roles whose work is to generate, or holds what generates."""
-ROLLOUT = GENERATES | {"env", "reward"}
-"""Roles whose work is the rollout."""
 _MOVES = "sync|load|update|broadcast|transfer|push|pull|send|recv|receiv|export|publish|fetch"
 MOVES_WEIGHTS = re.compile(
     rf"(weight|param).*({_MOVES})|({_MOVES}).*(weight|param)|reshard",

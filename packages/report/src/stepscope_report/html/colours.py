@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from stepscope_report.accounting import Label
-from stepscope_report.division import STALLED, WINDOWS
+from stepscope_report.division import NOT_KNOWN, STALLED, WINDOWS
 from stepscope_report.html.markup import Html
 from stepscope_report.html.page import legend, swatched
 
@@ -26,6 +26,8 @@ class Colours:
     def of(self, label: Label) -> str:
         if label in (STALLED, WINDOWS):
             return "profiler"
+        if label == NOT_KNOWN:
+            return "unaccounted"
         return "cw" if label in self._waiting else self._named.get(label, "co")
 
     def swatched(self, label: Label, name: str) -> Html:

@@ -20,8 +20,10 @@ LABELLED_STRIP = 9
 """Pixels below which only one strip in some 64 pixels has its name; the others have it under the pointer."""
 
 
-def gantt(chart: Gantt, colours: Colours) -> Html:
-    groups = [part for group in chart.groups for part in _group(group, chart.window_ns, colours)]
+def gantt(chart: Gantt, colours: Colours, path: Sequence[Mark] = ()) -> Html:
+    """Return the chart, with the critical path above the processes."""
+    groups = [*_path(path, chart.window_ns, colours)] if path else []
+    groups += [part for group in chart.groups for part in _group(group, chart.window_ns, colours)]
     used = {m.label for g in chart.groups for row in g.rows for lane in row.lanes for m in lane}
     body = tag("div", axis(chart.window_ns), *groups, class_="chart", id="gantt", data_ns=chart.window_ns)
     note = (
@@ -29,6 +31,12 @@ def gantt(chart: Gantt, colours: Colours) -> Html:
         f"that overlap are one mark, and so are neighbours shorter than {duration(chart.shortest_ns)}."
     )
     return section("when", "Who ran what, when", colours.legend(used), body, note=note)
+
+
+def _path(path: Sequence[Mark], window_ns: int, colours: Colours) -> Iterator[Html]:
+    yield tag("h3", "critical path", tag("small", "what the step waited for at each moment"))
+    row = Row(name="critical path", host="all hosts", aligned=True, lanes=(tuple(path),))
+    yield _row(row, LANE, window_ns, colours, named=False)
 
 
 def _group(group: Group, window_ns: int, colours: Colours) -> Iterator[Html]:

@@ -10,6 +10,7 @@ import msgspec
 from stepscope_report.accounting import Label, Shares
 from stepscope_report.block import Block, TextTable
 from stepscope_report.charts.gantt import draw_gantt
+from stepscope_report.charts.marks import blend_short
 from stepscope_report.division import (
     STALLED,
     WINDOWS,
@@ -25,6 +26,7 @@ from stepscope_report.html.markup import Html, tag
 from stepscope_report.html.page import mark, section, swatched, table
 from stepscope_report.html.timecharts import gantt
 from stepscope_report.section import Section
+from stepscope_report.sections.critical_path import path_marks
 from stepscope_report.spans import TRANSFER, is_transfer, label_of
 from stepscope_report.timeline import Timeline
 
@@ -270,7 +272,8 @@ LINES = 24
 def draw_breakdown(breakdown: Breakdown, page: Page) -> Iterable[Html]:
     """Return the account as a waterfall, and the chart of who ran what, when."""
     chart = draw_gantt(page.timeline, page.report.stages)
-    return waterfall(breakdown, page.colours), gantt(chart, page.colours)
+    path = blend_short(path_marks(page.report.critical_path), chart.shortest_ns)
+    return waterfall(breakdown, page.colours), gantt(chart, page.colours, path)
 
 
 def waterfall(breakdown: Breakdown, colours: Colours) -> Html:

@@ -18,6 +18,11 @@ from stepscope.files.values import AttrValue
 
 Alignment: TypeAlias = Literal["owner", "same host", "measured", "collectives", "assumed", "unaligned"]
 
+GENERATES = frozenset({"rollout", "agent_loop"})
+"""Roles whose work is to generate, or holds what generates."""
+ROLLOUT = GENERATES | {"env", "reward"}
+"""Roles whose work is the rollout."""
+
 
 class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
     """Alignment of one process' times with the owner's clock."""

@@ -137,6 +137,7 @@ def write_spans(plan: Plan, write: Write, outcome: RowOutcome) -> int:
     """Write the spans of a plan's rows, and the arrows between them. Return their number."""
     tracks, drawn, written = plan.common.tracks, plan.drawn, 0
     for row in plan.rows:
+        _write_own(drawn.path(row, tracks), row, tracks, write)
         events = chain(drawn.of(row, tracks), drawn.consumed(row, tracks), drawn.stalls(row, tracks))
         written += _write_own(events, row, tracks, write)
     for batch in _batches(chain(tracks.take(), drawn.arrows(FlowIds(0, plan.common.files)))):

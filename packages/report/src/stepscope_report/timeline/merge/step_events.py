@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from stepscope_report.timeline.critical_path import critical_path
 from stepscope_report.timeline.merge.ids import FlowIds
 from stepscope_report.timeline.merge.lanes import Interval, pack
 from stepscope_report.timeline.merge.time_mapping import Cut
@@ -18,6 +19,7 @@ from stepscope_report.timeline.model import Counter, Span, Timeline
 from stepscope_report.timeline.selection import Selection
 from stepscope_report.timeline.step.rows import Axis, Row, Rows
 from stepscope_report.timeline.step.tree import requests
+from stepscope_report.timeline.step_graph import step_graph
 
 _TOP = -1_000_000
 """Sort index of a row's first track of spans: above threads, whose index is their tid."""
@@ -55,6 +57,26 @@ class Drawn:
             for index, lane in zip(members, lanes, strict=True):
                 self._tids[index] = tids[lane]
                 yield self._slice(index, row)
+
+    def path(self, row: Row, tracks: Tracks) -> Iterator[Event]:
+        """Yield the critical path, as far as it is known, in the row of the capture's owner."""
+        if row.process != 0 or not self._is_wanted(row):
+            return
+        graph = step_graph(self._timeline)
+        for piece in critical_path(graph):
+            span = graph.span_of(piece.node)
+            start, end = piece.start_ns - self._axis.base_ns, piece.end_ns - self._axis.base_ns
+            if span is None or piece.kind == "not known" or not self._cut.holds(start, end):
+                continue
+            if self._is_wanted(self._row(piece.node), span.role):
+                args: Event = {"process": self._timeline.processes[span.process].name, "kind": piece.kind}
+                if span.trajectory is not None:
+                    args |= {"trajectory": span.trajectory, "turn": span.turn}
+                yield {
+                    "ph": "X", "cat": "critical path", "name": f"{span.role} {span.stage}", "pid": row.pid,
+                    "tid": tracks.own(row, "critical path", _TOP - 1), "ts": microseconds(start),
+                    "dur": microseconds(end - start), "args": args,
+                }  # fmt: skip
 
     def consumed(self, row: Row, tracks: Tracks) -> Iterator[Event]:
         """Yield a mark for each trajectory that the row's process trains on, on a track of their own."""

@@ -13,8 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from stepscope_report.accounting import Label, Pair, joined
-from stepscope_report.spans import ROLLOUT, label_of
-from stepscope_report.timeline import Span, Timeline
+from stepscope_report.timeline.model import ROLLOUT, Span, Timeline
 from stepscope_report.timeline.step.tree import cut_cycles, requests
 
 NOBODY = -1
@@ -216,7 +215,7 @@ class _Builder:
             end_ns = self._end[last]
             place = bisect_left(starts, end_ns)
             gap_ns = (starts[place] if place < len(starts) else self._end[owner]) - end_ns
-            uniform = len({label_of(self._spans[node]) for node in members}) == 1
+            uniform = len({_label(self._spans[node]) for node in members}) == 1
             joined = uniform or is_close(gap_ns, end_ns - self._start[last])
             cluster = Cluster(self._start[members[0]], end_ns, last, joined, tuple(members))
             self._clusters[owner].append(cluster)
@@ -321,7 +320,7 @@ class _Builder:
         for node, span in enumerate(self._spans):
             leaf = node not in self._kids and node not in self._clusters
             if self._caller[node] != NOBODY and leaf and not span.waits and span.role not in ROLLOUT:
-                calls[label_of(span)][span.process].append(node)
+                calls[_label(span)][span.process].append(node)
         for by_process in calls.values():
             numbers = {len(nodes) for nodes in by_process.values()}
             if len(by_process) < 2 or len(numbers) > 1:
@@ -362,6 +361,10 @@ class _Running:
         begun = bisect_right(self._starts, at_ns)
         running = begun - bisect_right(self._ends, at_ns)
         return self._latest[begun - 1] if running == 1 else None
+
+
+def _label(span: Span) -> Label:
+    return span.role, span.stage
 
 
 def _overlaps(busy: Sequence[Pair], start_ns: int, end_ns: int) -> bool:

@@ -6,13 +6,12 @@ to the step exactly.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Literal, NamedTuple, TypeAlias
 
 from stepscope_report.accounting import Label
-from stepscope_report.spans import label_of
-from stepscope_report.step_graph import NOBODY, Cluster, StepGraph, is_close
-from stepscope_report.table import grouped
+from stepscope_report.timeline.step_graph import NOBODY, Cluster, StepGraph, is_close
 
 PieceKind: TypeAlias = Literal["work", "wait", "not known"]
 
@@ -95,7 +94,9 @@ class _Walk:
             return None
         key = cluster.members[0]
         if key not in self._turns:
-            self._turns[key] = grouped(cluster.members, lambda other: graph.spans[other].trajectory)
+            self._turns[key] = defaultdict(list)
+            for other in cluster.members:
+                self._turns[key][graph.spans[other].trajectory].append(other)
         begun_ns = graph.start_ns[node]
         turns = (other for other in self._turns[key][trajectory] if graph.end_ns[other] <= begun_ns)
         return max(turns, key=lambda other: (graph.end_ns[other], other), default=None)
@@ -167,7 +168,9 @@ class Replay:
         self._ends = list(reversed(self._points))
         self._ends.sort(key=graph.end_ns.__getitem__)
         self._meeting_of = {node: members for members in graph.meetings for node in members}
-        self._of_label = grouped(nodes, lambda node: label_of(graph.spans[node]))
+        self._of_label: dict[Label, list[int]] = defaultdict(list)
+        for node in nodes:
+            self._of_label[graph.spans[node].role, graph.spans[node].stage].append(node)
 
     def _lines(self) -> dict[int, int]:
         graph, start, end = self._graph, self._graph.start_ns, self._graph.end_ns

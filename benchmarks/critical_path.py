@@ -1,0 +1,211 @@
+"""Savings that the critical path predicts, beside real steps of the demo that had the saving.
+
+Real: the actors on Ray, the model, the batching, the agent loop, the calculator, the training. Each stage
+also sleeps for a time that is a setting here. In each round a step without a change is captured and then one
+with each change. The critical path of the unchanged step tells what the change should save: for a stage that
+it names, for more of that stage than something beside it allows, and for a stage with no place on it.
+
+A forward pass lasts as on a device of its own, and the weights and problems are the same in each step, so
+that the load of the machine moves the times little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import ray
+import torch
+from _measure import header, parser, table, verdict
+from torch import Tensor
+from what_if_demo import SPANS, PacedReplica
+
+import stepscope_report.demo.trainer as demo
+from stepscope import ProfileConfig, aprepare, capture, profile_step
+from stepscope.files.layout import RunLayout
+from stepscope_report.accounting import Label
+from stepscope_report.demo import task
+from stepscope_report.demo.agent_loop import play
+from stepscope_report.demo.batch import Batch, Trajectory
+from stepscope_report.demo.calculator import Calculator
+from stepscope_report.demo.model import token_log_probs
+from stepscope_report.demo.run import WARM_UP, start_ray
+from stepscope_report.demo.worker import ActorWorker, ReferenceWorker
+from stepscope_report.spans import label_of
+from stepscope_report.timeline import Timeline, load_step
+from stepscope_report.timeline.critical_path import Replay
+from stepscope_report.timeline.step_graph import step_graph
+
+ROUNDS = 5
+PLAYED, TRAINED = 32, 16
+"""Trajectories of a step, which all find a slot in the engines at once, and of its update."""
+
+
+class Setting(NamedTuple):
+    """Times in seconds that the stages sleep."""
+
+    tool: float = 0.5
+    reference: float = 1.5
+    actor: float = 0.8
+
+
+class Change(NamedTuple):
+    setting: Setting
+    label: Label
+    """The stage that becomes shorter, in each of its calls by `by_s`."""
+    by_s: float
+
+
+REFERENCE, ACTOR, TOOL = ("ref", "compute_ref_log_prob"), ("actor", "compute_log_prob"), ("env", "tool")
+CHANGES = {
+    "the reference takes 0.5 s less": Change(Setting(reference=1.0), REFERENCE, 0.5),
+    "the reference takes 1.4 s less": Change(Setting(reference=0.1), REFERENCE, 1.4),
+    "a tool takes 0.3 s less": Change(Setting(tool=0.2), TOOL, 0.3),
+    "the actors take 0.6 s less": Change(Setting(actor=0.2), ACTOR, 0.6),
+}
+
+
+class PacedActor(ActorWorker):
+    sleeps_s = 0.0
+
+    @profile_step(role="actor")
+    def compute_log_prob(self, tokens: Tensor) -> Tensor:
+        time.sleep(self.sleeps_s)
+        with torch.inference_mode():
+            return token_log_probs(self.model, tokens)
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps_s = seconds
+
+
+class PacedReference(ReferenceWorker):
+    sleeps_s = 0.0
+
+    @profile_step(role="ref")
+    def compute_ref_log_prob(self, tokens: Tensor) -> Tensor:
+        time.sleep(self.sleeps_s)
+        with torch.inference_mode():
+            return token_log_probs(self.model, tokens)
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps_s = seconds
+
+
+class SlowCalculator:
+    def __init__(self, calculator: Calculator) -> None:
+        self._calculator = calculator
+        self.sleeps_s = 0.0
+
+    async def ask(self, expression: str) -> str:
+        await asyncio.sleep(self.sleeps_s)
+        return await self._calculator.ask(expression)
+
+
+class PacedTrainer(demo.Trainer):
+    """The demo's trainer, which plays the same problems with the same weights in each step."""
+
+    def replica_class(self, engine: str) -> type:
+        return PacedReplica
+
+    async def begin(self) -> None:
+        await self.set_up(WARM_UP)
+        self._weights = await self.actors[0].sync_weights.remote()
+        self._problems = [task.make_problem(self.rng, operations) for operations in task.OPERATIONS]
+        self.slow = SlowCalculator(self.calculator)
+
+    async def set_pace(self, setting: Setting) -> None:
+        self.slow.sleeps_s = setting.tool
+        await asyncio.gather(
+            self.reference.sleep.remote(setting.reference),
+            *(actor.sleep.remote(setting.actor) for actor in self.actors),
+        )
+
+    async def _rollout(self, step: int) -> list[Trajectory]:
+        places = range(PLAYED)
+        return await asyncio.gather(
+            *(
+                play(
+                    f"{place}",
+                    self._problems[place * len(self._problems) // PLAYED],
+                    self.replicas[place % demo.REPLICAS],
+                    self.slow,  # type: ignore[arg-type]  # it asks as a Calculator does
+                    0,
+                )
+                for place in places
+            )
+        )
+
+    async def _log_probs(self, played: list[Trajectory], advantages: Tensor) -> Batch:
+        return await super()._log_probs(played[:TRAINED], advantages[:TRAINED])
+
+    async def _sync_weights(self) -> None:
+        await asyncio.gather(*(replica.load_weights.remote(self._weights) for replica in self.replicas))
+
+
+def predicted_s(base: Timeline, change: Change) -> float:
+    """Return what a step should save by a change."""
+    calls = [span.dur_ns or 0 for span in base.spans if label_of(span) == change.label]
+    left = 1 - change.by_s * 1e9 / (sum(calls) / len(calls))
+    return Replay(step_graph(base)).saves_ns([change.label], left) / 1e9
+
+
+async def measured(folder: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return (predicted, saved) in seconds of each change, by round."""
+    config = ProfileConfig(save_path=folder, steps=["0-"], roles=SPANS)
+    for name, worker in (("ActorWorker", PacedActor), ("ReferenceWorker", PacedReference)):
+        setattr(demo, name, worker)  # the trainer places these
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in CHANGES}
+    async with Calculator() as calculator:
+        trainer = PacedTrainer(calculator, 0, config)
+        await trainer.begin()
+        workers: dict[str, list[Any]] = {**trainer.workers, "rollout": trainer.replicas}
+        await aprepare(workers=workers, config=config)
+        number = 0
+
+        async def step(setting: Setting) -> Timeline:
+            nonlocal number
+            await trainer.set_pace(setting)
+            async with capture(number, workers=workers, config=config) as captured:
+                await trainer.step(0)
+            await asyncio.to_thread(captured.result.wait)
+            number += 1
+            return load_step(RunLayout(folder).step(number - 1).root)
+
+        await step(Setting())  # warms up
+        for _ in range(rounds):
+            base = await step(Setting())
+            for name, change in CHANGES.items():
+                took_s = (await step(change.setting)).window.wall_ns / 1e9
+                results[name].append((predicted_s(base, change), base.window.wall_ns / 1e9 - took_s))
+        await trainer.shut_down()
+    return results
+
+
+def main() -> None:
+    chosen = parser(__doc__).parse_args()
+    logging.getLogger("stepscope").setLevel(logging.ERROR)
+    start_ray()
+    header("Savings that the critical path predicts", "stepscope", "torch", "ray")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            results = asyncio.run(measured(Path(folder), 1 if chosen.quick else ROUNDS))
+    finally:
+        ray.shutdown()
+    rows = []
+    for name, pairs in results.items():
+        said_s, saved_s = (median(values) for values in zip(*pairs, strict=True))
+        each = ", ".join(f"{saved:.2f}" for _, saved in pairs)
+        rows.append((name, f"{said_s:.2f} s", f"{saved_s:.2f} s", each))
+    table(("change", "predicted", "saved", "by round"), rows)
+    for name, pairs in results.items():
+        said_s, saved_s = (median(values) for values in zip(*pairs, strict=True))
+        verdict(f"{name}: predicted and not saved", abs(saved_s - said_s), max(0.1 * said_s, 0.05), " s")
+
+
+if __name__ == "__main__":
+    main()

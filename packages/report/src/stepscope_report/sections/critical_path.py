@@ -1,0 +1,269 @@
+"""*Critical path*: what the step waited for at each moment, by stage, and what each stage could save."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope_report.accounting import Label
+from stepscope_report.block import Block, TextTable
+from stepscope_report.charts.marks import Mark
+from stepscope_report.division import NOT_KNOWN
+from stepscope_report.formatting import duration, percents, turn
+from stepscope_report.html.markup import Html
+from stepscope_report.html.page import section, stacked, table
+from stepscope_report.section import Section
+from stepscope_report.spans import label_of
+from stepscope_report.table import Table, grouped
+from stepscope_report.timeline import Timeline
+from stepscope_report.timeline.critical_path import Piece, PieceKind, Replay, critical_path
+from stepscope_report.timeline.step_graph import NOBODY, StepGraph, step_graph
+
+if TYPE_CHECKING:
+    from stepscope_report.model import StepReport
+    from stepscope_report.section import Page
+
+LEAST = 100
+"""A stage's saving is computed if one part in so many of the step passes in it."""
+ROWS = 16
+"""Rows of the table in a terminal, and stages whose saving is computed."""
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """A stretch of the critical path: one call's own time. Segments follow each other without gaps."""
+
+    since_ns: int
+    """Its begin, after the step's opening."""
+    wall_ns: int
+    kind: PieceKind
+    process: str
+    role: str | None
+    """The role and stage of the call; None outside of all calls."""
+    stage: str | None
+    trajectory: str | None = None
+    turn: int | None = None
+
+
+class PathPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage below another one on the path."""
+
+    role: str
+    stage: str
+    wall_ns: int
+
+
+class PathStage(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage on the critical path."""
+
+    role: str | None
+    stage: str | None
+    kind: PieceKind
+    wall_ns: int
+    """Its own time on the path. All rows add up to the step."""
+    inside_ns: int
+    """Time on the path in its calls, with those below them."""
+    saves_ns: int | None
+    """Time that the step would be shorter by if its calls, with those below them, took none and all else
+    kept its duration and order. None for what is not known, and for a stage of less than a hundredth."""
+    process: str
+    """The process with most of it."""
+    trajectory: str | None
+    """The trajectory and turn of its longest segment."""
+    turn: int | None
+    parts: tuple[PathPart, ...]
+    """The stages below it, the longest own time first."""
+
+
+class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
+    """The stretches of time that the step waited for."""
+
+    not_known_ns: int
+    """Time for which nothing recorded says what the step waited for."""
+    stages: Table[PathStage]
+    """The longest own time first."""
+    segments: Table[Segment]
+    """From the step's begin to its end."""
+
+
+def step_critical_path(timeline: Timeline) -> CriticalPath:
+    """Return the critical path of a step."""
+    graph = step_graph(timeline)
+    pieces = critical_path(graph)
+    return CriticalPath(
+        not_known_ns=sum(piece.wall_ns for piece in pieces if piece.kind == "not known"),
+        stages=_stages(graph, pieces),
+        segments=Table(_segment(graph, piece) for piece in pieces),
+    )
+
+
+def _segment(graph: StepGraph, piece: Piece) -> Segment:
+    span, timeline = graph.span_of(piece.node), graph.timeline
+    return Segment(
+        since_ns=piece.start_ns - timeline.window.start_ns,
+        wall_ns=piece.wall_ns,
+        kind=piece.kind,
+        process=timeline.processes[graph.process_of(piece.node)].name,
+        role=None if span is None else span.role,
+        stage=None if span is None else span.stage,
+        trajectory=None if span is None else span.trajectory,
+        turn=None if span is None else span.turn,
+    )
+
+
+def _stages(graph: StepGraph, pieces: Sequence[Piece]) -> Table[PathStage]:
+    rows = grouped(pieces, lambda piece: (_label(graph, piece), piece.kind))
+    below = _below(graph, pieces)
+    longest = sorted(below, key=lambda label: (-below[label].total(), label))[:ROWS]
+    least_ns, replay = graph.timeline.window.wall_ns // LEAST, Replay(graph)
+    saves = {label: replay.saves_ns([label]) for label in longest if below[label].total() >= least_ns}
+    stages = [_stage(graph, label, kind, own, below, saves) for (label, kind), own in rows.items()]
+    return Table(sorted(stages, key=lambda row: (-row.wall_ns, row.role or "", row.stage or "", row.kind)))
+
+
+def _stage(
+    graph: StepGraph,
+    label: Label | None,
+    kind: PieceKind,
+    pieces: Sequence[Piece],
+    below: dict[Label, Counter[Label]],
+    saves: dict[Label, int],
+) -> PathStage:
+    processes = Counter[int]()
+    for piece in pieces:
+        processes[graph.process_of(piece.node)] += piece.wall_ns
+    longest = _segment(graph, max(pieces, key=lambda piece: piece.wall_ns))
+    own_ns = sum(piece.wall_ns for piece in pieces)
+    known = label is not None and kind != "not known"
+    parts = below[label] if label is not None and known else Counter[Label]()
+    return PathStage(
+        role=longest.role,
+        stage=longest.stage,
+        kind=kind,
+        wall_ns=own_ns,
+        inside_ns=parts.total() if known else own_ns,
+        saves_ns=saves.get(label) if label is not None and known else None,
+        process=graph.timeline.processes[processes.most_common(1)[0][0]].name,
+        trajectory=longest.trajectory,
+        turn=longest.turn,
+        parts=tuple(
+            PathPart(role=role, stage=stage, wall_ns=ns)
+            for (role, stage), ns in parts.most_common()
+            if (role, stage) != label
+        ),
+    )
+
+
+def _label(graph: StepGraph, piece: Piece) -> Label | None:
+    span = graph.span_of(piece.node)
+    return None if span is None else label_of(span)
+
+
+def _below(graph: StepGraph, pieces: Sequence[Piece]) -> dict[Label, Counter[Label]]:
+    """Return the time on the path in the calls of each stage, by the stage whose own time it is."""
+    below: dict[Label, Counter[Label]] = defaultdict(Counter)
+    for piece in pieces:
+        own = _label(graph, piece)
+        if own is not None:
+            for label in _around(graph, piece.node):
+                below[label][own] += piece.wall_ns
+    return below
+
+
+def _around(graph: StepGraph, node: int) -> set[Label]:
+    """Return the stages of a call and of those around it."""
+    labels = set()
+    while node != NOBODY and (span := graph.span_of(node)) is not None:
+        labels.add(label_of(span))
+        node = graph.caller[node]
+    return labels
+
+
+def path_marks(path: CriticalPath) -> list[Mark]:
+    """Return the segments as marks of a chart."""
+    return [
+        Mark(
+            NOT_KNOWN if one.kind == "not known" else (one.role or "", one.stage or ""),
+            one.since_ns,
+            one.since_ns + one.wall_ns,
+        )
+        for one in path.segments
+    ]
+
+
+_COLUMNS = ("stage", ">on the path", ">%", ">with below", ">could save", "process", "longest in")
+_NOTE = (
+    "What the step waited for at each moment; the column adds up to the step. could save: how much shorter "
+    "the step is without these calls, and those below, before something else is critical."
+)
+
+
+def path_blocks(path: CriticalPath, report: StepReport) -> Iterator[Block]:
+    """Yield the stages of the path."""
+    if not path.segments:
+        return
+    rows = _rows(path, report.breakdown.window_ns)
+    yield TextTable("Critical path", _COLUMNS, tuple(rows), _note(path), noun="stage")
+
+
+def _rows(path: CriticalPath, window_ns: int) -> list[tuple[str, ...]]:
+    shares = percents([row.wall_ns for row in path.stages], window_ns)
+    return [
+        (
+            say_stage(row),
+            duration(row.wall_ns),
+            share,
+            "" if row.inside_ns == row.wall_ns else duration(row.inside_ns),
+            "" if row.saves_ns is None else duration(row.saves_ns),
+            row.process,
+            "" if row.trajectory is None else turn(row.trajectory, row.turn),
+        )
+        for row, share in zip(path.stages, shares, strict=True)
+    ]
+
+
+def say_stage(row: PathStage) -> str:
+    """Return `rollout decode`, `rollout queue (waiting)`, or `not known, in trainer update`."""
+    if row.stage is None:
+        return "not known, in no call"
+    name = f"{row.role} {row.stage}"
+    if row.kind == "not known":
+        return f"not known, in {name}"
+    return f"{name} (waiting)" if row.kind == "wait" else name
+
+
+def _note(path: CriticalPath) -> str:
+    if not path.not_known_ns:
+        return _NOTE
+    return f"{_NOTE} Not known: {duration(path.not_known_ns)}, for want of a carrier, a span or a clock."
+
+
+def draw_path(path: CriticalPath, page: Page) -> Iterator[Html]:
+    """Yield the path as a bar, and its table."""
+    window_ns = page.report.breakdown.window_ns
+    if not path.segments or not window_ns:
+        return
+    parts = (
+        (
+            page.colours.of(NOT_KNOWN if row.kind == "not known" else (row.role or "", row.stage or "")),
+            row.wall_ns,
+            f"{say_stage(row)} {duration(row.wall_ns)}",
+        )
+        for row in path.stages
+    )
+    rows = _rows(path, window_ns)
+    yield section(
+        "critical-path", "Critical path", stacked(parts, window_ns), table(_COLUMNS, rows), note=_note(path)
+    )
+
+
+CRITICAL_PATH = Section(
+    name="critical_path",
+    title="Critical path",
+    compute=lambda sources: step_critical_path(sources.timeline),
+    terminal=path_blocks,
+    html=draw_path,
+    page=0,
+)
