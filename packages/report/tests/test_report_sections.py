@@ -18,7 +18,9 @@ from stepscope_report.timeline import load_step
 from tests.tree import ROOT
 
 TOY = """
-from stepscope_report.block import TextTable
+import msgspec
+from stepscope_report.block import Paragraph, TextTable
+from stepscope_report.html.markup import tag
 from stepscope_report.section import Section
 from stepscope_report.report import HEALTH
 
@@ -34,6 +36,24 @@ spans = Section(name="spans", title="Toy spans", compute=count_spans)
 broken = Section(name="broken", title="Broken", compute=fail)
 numbers = Section(name="numbers", title="Numbers", compute=lambda sources: TextTable("n", ("n",), ((1,),)))
 no_section = 3
+
+class Count(msgspec.Struct):
+    spans: int
+
+def draw_count(value, page):
+    yield tag("p", f"{value.spans} spans drawn by their own section of step {page.report.step}", id="own")
+
+def say_count(value, report):
+    return [Paragraph(f"{value.spans} spans counted, {len(report.stages)} stages")]
+
+def fail_to_draw(value, page):
+    return 1 / 0
+
+count = Section(
+    name="count", title="Count", compute=lambda sources: Count(len(sources.timeline.spans)),
+    terminal=say_count, html=draw_count, page=0,
+)
+undrawn = Section(name="u", title="Undrawn", compute=count_spans, html=fail_to_draw)
 """
 
 
@@ -44,7 +64,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     metadata = site / "toy_sections-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-sections\nVersion: 1.0\n")
-    names = ("spans", "broken", "numbers", "no_section", "not_there")
+    names = ("spans", "broken", "numbers", "no_section", "not_there", "count", "undrawn")
     points = "\n".join(f"toy-{name} = toy_sections:{name}" for name in names)
     (metadata / "entry_points.txt").write_text(f"[stepscope.report_sections]\n{points}\n")
     (site / "toy_sections.py").write_text(TOY)
@@ -101,6 +121,21 @@ def test_a_section_that_fails_is_noted_and_breaks_nothing(tmp_path: Path) -> Non
         assert note in page
     assert "Toy spans" in text
     assert report.health.complete
+
+
+@pytest.mark.usefixtures("install")
+def test_a_section_of_another_package_draws_itself_as_those_inside_do(tmp_path: Path) -> None:
+    timeline = load_step(rl_step(tmp_path / "run", ranks=2).write())
+    report = step_report(timeline)
+    number = len(timeline.spans)
+    assert f"{number} spans counted, {len(report.stages)} stages" in printed(report, 150)
+    page = render_step(timeline, report)
+    drawn = page.index(f"{number} spans drawn by their own section of step 2")
+    assert page.index('id="gantt"') < drawn < page.index('id="processes"')
+    added = {section["name"]: section for section in json.loads(msgspec.json.encode(report))["added"]}
+    assert added["toy-count"]["value"] == {"spans": number}
+    assert "section toy-undrawn failed: ZeroDivisionError" in page
+    assert added["toy-undrawn"]["failed"] is None
 
 
 def test_without_such_a_package_nothing_is_added(tmp_path: Path) -> None:

@@ -14,41 +14,76 @@ An entry point names a `Section`:
 
     TOKENS = Section(name="tokens", title="Tokens", compute=tokens)
 
-`compute` gets the step's timeline, its traces if they were read, and the values of the sections of
-`stepscope_report.sections` by `sources.value_of(...)`. It returns a block of `stepscope_report.block`,
-or several. Terminal, page and JSON (`added`) show them after all other sections, by entry point name.
-Renderers of its own (`terminal`, `html`) are not used. If a section raises, the report says so and keeps all
-others.
+A section from outside is a section: `compute` gets the step's timeline, its traces if they were read, and
+the values of the sections of `stepscope_report.sections` by `sources.value_of(...)`. `terminal` and `html`
+draw the value. Without `terminal` the value itself is a block of `stepscope_report.block`, or several.
+Terminal and JSON (`added`) show the sections after all others, by entry point name; on the page, `page` ranks
+them too. If a section raises, the report says so and keeps all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 import msgspec
 
 from stepscope_report.block import Block
-from stepscope_report.model import AddedSection
-from stepscope_report.section import Section, Sources
+from stepscope_report.html.markup import Html
+from stepscope_report.html.page import draw_section
+from stepscope_report.model import AddedSection, StepReport
+from stepscope_report.section import BEHIND, Page, Section, Sources
 
 GROUP = "stepscope.report_sections"
 
 
-def added_sections(sources: Sources) -> tuple[AddedSection, ...]:
-    """Return the sections of other packages, by name."""
-    points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
-    return tuple(_added(point, sources) for point in points)
+def added_sections(sources: Sources, report: StepReport) -> tuple[AddedSection, ...]:
+    """Return the sections of other packages, by name.
+
+    Args:
+        report: The report without them.
+    """
+    return tuple(_added(point, sources, report) for point in _points())
 
 
-def _added(point: EntryPoint, sources: Sources) -> AddedSection:
+def pages_of(page: Page) -> Iterator[tuple[int, list[Html]]]:
+    """Yield the rank of each added section on the page, and its markup."""
+    points = {point.name: point for point in _points()} if page.report.added else {}
+    for added in page.report.added:
+        rank, drawn = BEHIND, None
+        if added.failed is None and added.name in points:
+            try:
+                section = _load(points[added.name])
+                rank = section.page
+                drawn = None if section.html is None else list(section.html(added.value, page))
+            except Exception as error:
+                added = msgspec.structs.replace(added, failed=f"{type(error).__name__}: {error}")
+        yield rank, drawn or list(draw_section(added.name, added.title, added.blocks()))
+
+
+def _points() -> list[EntryPoint]:
+    return sorted(entry_points(group=GROUP), key=lambda point: point.name)
+
+
+def _load(point: EntryPoint) -> Section[Any]:
+    section = point.load()
+    if not isinstance(section, Section):
+        raise TypeError(f"{point.value} is a {type(section).__name__}, and no Section")
+    return section
+
+
+def _added(point: EntryPoint, sources: Sources, report: StepReport) -> AddedSection:
     title = point.name
     try:
-        section = point.load()
-        if not isinstance(section, Section):
-            raise TypeError(f"{point.value} is a {type(section).__name__}, and no Section")
+        section = _load(point)
         title = section.title or title
-        return AddedSection(name=point.name, title=title, tables=_blocks(section.compute(sources)))
+        value = sources.value_of(msgspec.structs.replace(section, name=f"added {point.name}"))
+        if section.terminal is None:
+            return AddedSection(name=point.name, title=title, tables=_blocks(value), value=None)
+        msgspec.to_builtins(value)  # for JSON, while its failure is the section's alone
+        tables = _blocks(section.terminal(value, report))
+        return AddedSection(name=point.name, title=title, tables=tables, value=value)
     except Exception as error:  # another package's code: its section is lost, and the report is not
         return AddedSection(name=point.name, title=title, failed=f"{type(error).__name__}: {error}")
 

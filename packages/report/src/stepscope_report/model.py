@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from stepscope_report.advice.evidence import Advice
@@ -29,6 +31,8 @@ class AddedSection(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     title: str
     tables: tuple[Block, ...] = ()
+    value: Any = None
+    """What the section computed; None if that is `tables`."""
     failed: str | None = None
     """The reason why it has no tables, or None if it did not fail."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import structs
+
 from stepscope_report.added import added_sections
 from stepscope_report.model import StepReport
 from stepscope_report.section import Section, Sources
@@ -59,11 +61,11 @@ def step_report(timeline: Timeline, traces: Traces | None = None) -> StepReport:
         traces: The step's traces, from `load_traces`, or None for a report of spans alone.
     """
     sources = Sources(timeline, traces)
-    return StepReport(
+    report = StepReport(
         step=timeline.step,
         run_id=timeline.run_id,
         runs=timeline.runs,
         opened_ns=timeline.window.start_ns,
-        added=added_sections(sources),
         **{section.name: sources.value_of(section) for section in SECTIONS},
     )
+    return structs.replace(report, added=added_sections(sources, report))

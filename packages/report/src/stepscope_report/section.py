@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
+BEHIND = 3
+"""Rank on the page of the sections behind the charts."""
+
 
 class Sources:
     """The sources of a step's sections: its timeline, its traces, and other sections."""
@@ -68,12 +71,13 @@ class Section(msgspec.Struct, Generic[Value], frozen=True, kw_only=True):
 
     Attributes:
         name: The field of `StepReport` and of `--json`, and the anchor on the page where `html` is None. A
-            section of another package has its entry point's name instead.
+            section of another package stands in `added` under its entry point's name.
         title: The heading on the page and in the docs; terminal tables have titles of their own. Empty for a
             value that other sections draw.
         compute: Returns the value. A pure function of the step.
         terminal: Returns the value as tables and lists of text, for the terminal. The report is for
-            figures of other sections.
+            figures of other sections. None if other sections draw the value, or, in a section of another
+            package, if the value itself is blocks.
         html: Returns the value as markup with charts. None to show the tables of `terminal` on the page.
         page: Rank on the page, where charts over time (0) come before the other sections. Sections of one
             rank stand as in the list.
@@ -82,13 +86,13 @@ class Section(msgspec.Struct, Generic[Value], frozen=True, kw_only=True):
     name: str
     title: str = ""
     compute: Callable[[Sources], Value]
-    terminal: Callable[[Value, StepReport], Iterable[Block]] = lambda value, report: ()
+    terminal: Callable[[Value, StepReport], Iterable[Block]] | None = None
     html: Callable[[Value, Page], Iterable[Html]] | None = None
-    page: int = 3
+    page: int = BEHIND
 
     def blocks_of(self, report: StepReport) -> Iterable[Block]:
         """Return the tables and lists of this section in a report."""
-        return self.terminal(getattr(report, self.name), report)
+        return () if self.terminal is None else self.terminal(getattr(report, self.name), report)
 
     def html_of(self, page: Page) -> Iterable[Html]:
         """Return the markup of this section on a page."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from stepscope_report.accounting import Label
+from stepscope_report.added import pages_of
 from stepscope_report.formatting import count, duration, moment, percentage, percents
 from stepscope_report.groups import choices_of, draw_groups
 from stepscope_report.html.colours import Colours
 from stepscope_report.html.markup import Html, tag
-from stepscope_report.html.page import draw_section, page, section
+from stepscope_report.html.page import page, section
 from stepscope_report.model import StepReport
 from stepscope_report.report import SECTIONS
-from stepscope_report.section import Page, StepFile
+from stepscope_report.section import BEHIND, Page, StepFile
 from stepscope_report.sections.baseline import say_beside, say_usual
 from stepscope_report.sections.health import (
     Health,
@@ -74,11 +75,10 @@ def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) ->
     waiting = [(stage.role, stage.stage) for stage in report.stages if stage.waits]
     page = Page(timeline, report, Colours(_by_sight(report.stages), waiting), files)
     yield _head(timeline, report)
-    for part in sorted(SECTIONS, key=lambda part: part.page):
-        yield from part.html_of(page)
-    yield from draw_groups(choices_of(timeline))
-    for added in report.added:
-        yield from draw_section(added.name, added.title, added.blocks())
+    parts: list[tuple[int, Iterable[Html]]] = [(section.page, section.html_of(page)) for section in SECTIONS]
+    parts.append((BEHIND, draw_groups(choices_of(timeline))))
+    for _, drawn in sorted([*parts, *pages_of(page)], key=lambda part: part[0]):
+        yield from drawn
     yield legend_of_words()
 
 
