@@ -22,7 +22,7 @@ from stepscope_report.timeline import digests, load_step, load_traces
 from stepscope_report.timeline.activity import reading
 from stepscope_report.timeline.activity.content import TraceContent
 from stepscope_report.timeline.activity.content_reader import nothing_read
-from stepscope_report.timeline.clocks import source_collectives
+from stepscope_report.timeline.clocks import refine
 from stepscope_report.timeline.digests import packed, unpacked
 from stepscope_report.timeline.processes import workers
 
@@ -51,7 +51,7 @@ def no_trace_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     monkeypatch.setattr(reading, "read_trace", opened)
-    monkeypatch.setattr(source_collectives, "read_collectives", opened)
+    monkeypatch.setattr(refine, "read_collectives", opened)
 
 
 @pytest.mark.parametrize("name", golden.steps())

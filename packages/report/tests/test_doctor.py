@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from stepscope.config import ProfileConfig
 from stepscope_report.cli.app import run
-from stepscope_report.doctor import Row, cluster, engines, examine, libraries, machine, torch_probe
+from stepscope_report.doctor import Row, cluster, examine, libraries, machine, torch_probe
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -247,9 +247,9 @@ def test_an_engine_is_compared_with_the_range_of_its_adapter(
     version: str | None, state: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     point = adapter_in(tmp_path, monkeypatch, f"{__name__}:engine_of_mine")
-    monkeypatch.setattr(engines, "installed", {"mine-cpu": version}.get)
-    monkeypatch.setattr(engines, "entry_points", lambda group: [point])
-    row = next(row for row in engines.engines() if row.subject == "mine")
+    monkeypatch.setattr(examine, "installed", {"mine-cpu": version}.get)
+    monkeypatch.setattr(examine, "entry_points", lambda group: [point])
+    row = next(row for row in examine.engines() if row.subject == "mine")
     assert row.state == state
     assert finding in row.found
     assert row.fix or state not in ("red", "amber")
@@ -258,14 +258,14 @@ def test_an_engine_is_compared_with_the_range_of_its_adapter(
 def test_an_engine_without_an_adapter_that_works_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "entry_points", lambda group: ())
-    monkeypatch.setattr(engines, "find_spec", lambda name: object() if name == "vllm" else None)
-    rows = {row.subject: row for row in engines.engines()}
+    monkeypatch.setattr(examine, "entry_points", lambda group: ())
+    monkeypatch.setattr(examine, "find_spec", lambda name: object() if name == "vllm" else None)
+    rows = {row.subject: row for row in examine.engines()}
     assert (rows["vllm"].state, rows["sglang"].state) == ("amber", "absent")
     assert "'stepscope[vllm]'" in str(rows["vllm"].fix)
     point = adapter_in(tmp_path, monkeypatch, "nowhere_at_all:factory")
-    monkeypatch.setattr(engines, "entry_points", lambda group: [point])
-    row = {row.subject: row for row in engines.engines()}["mine"]
+    monkeypatch.setattr(examine, "entry_points", lambda group: [point])
+    row = {row.subject: row for row in examine.engines()}["mine"]
     assert (row.state, "nowhere_at_all:factory" in str(row.fix)) == ("red", True)
 
 

@@ -14,8 +14,7 @@ from stepscope import ProfileConfig, capture, span
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
 from stepscope_report.timeline import load_step, load_traces
-from stepscope_report.timeline.activity.content_reader import read_trace
-from stepscope_report.timeline.activity.operators import KEPT, OTHERS
+from stepscope_report.timeline.activity.content_reader import KEPT, OTHERS, read_trace
 from stepscope_report.timeline.activity.stages import by_stage
 
 MS = 1_000_000

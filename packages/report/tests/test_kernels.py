@@ -17,7 +17,7 @@ from packages.report.tests.steps import close
 from packages.report.tests.traces import add_trace, event, kernel, memory, op, trace_text, write_trace
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report.timeline import Requests, load_step, load_traces
-from stepscope_report.timeline.activity import event_names, operators
+from stepscope_report.timeline.activity import content_reader, event_names
 from stepscope_report.timeline.activity.content import TraceContent
 from stepscope_report.timeline.activity.content_reader import read_trace
 from stepscope_report.timeline.activity.event_names import iteration_of, work_of
@@ -271,7 +271,7 @@ def test_operators_in_any_order_take_few_bytes_each_until_they_are_sorted() -> N
     count = 4 * CHUNK
     tracemalloc.start()
     try:
-        unordered = operators.Unordered()
+        unordered = content_reader.Unordered()
         for at in range(count):
             unordered.add(float(count - at), 0.5, f"op {at % 7}")
         held, _ = tracemalloc.get_traced_memory()

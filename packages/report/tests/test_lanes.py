@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope_report.timeline.merge.lanes import Interval, pack
+from stepscope_report.timeline.merge.step_events import Interval, pack
 
 
 @st.composite

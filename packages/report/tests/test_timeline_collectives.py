@@ -19,7 +19,7 @@ from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report.timeline import ProcessClock, load_step, merge_step
-from stepscope_report.timeline.clocks import source_collectives
+from stepscope_report.timeline.clocks import refine
 from stepscope_report.timeline.step.rows import offset_at
 
 MS = 1_000_000
@@ -300,7 +300,7 @@ def test_on_one_host_no_trace_is_searched(
     actor = folder.process("actor", 0)
     actor.close(S)
     put(folder, actor, recorded[0])
-    monkeypatch.setattr(source_collectives, "read_collectives", pytest.fail)
+    monkeypatch.setattr(refine, "read_collectives", pytest.fail)
     assert load_step(folder.write()).processes[1].clock.alignment == "same host"
 
 

@@ -32,7 +32,7 @@ class AddedSection(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     tables: tuple[Block, ...] = ()
     value: Any = None
-    """What the section computed; None if that is `tables`."""
+    """The computed value; None if the section computes its tables."""
     failed: str | None = None
     """The reason why it has no tables, or None if it did not fail."""
 

@@ -10,23 +10,158 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from itertools import chain
+from contextlib import closing
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from stepscope.errors import RecordError
+from stepscope.files.clock import DRIFT_PPM
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
 from stepscope.files.sidecar import Sidecar
 from stepscope.files.storage.reading import read_record
-from stepscope_report.timeline.clocks.align import Aligned, Reference, align_at, anchored
-from stepscope_report.timeline.clocks.collectives import Kind, Refused, Series, Times, join, match
+from stepscope_report.timeline.clocks.align import Aligned, Reference, align_at, anchored, samples_of
+from stepscope_report.timeline.clocks.collectives import (
+    Collectives,
+    Kind,
+    Refused,
+    Series,
+    Times,
+    join,
+    match,
+    read_collectives,
+)
 from stepscope_report.timeline.clocks.drift_bounds import REACH_NS, WANDER_PPM, Band, Line, Sample, fitted
-from stepscope_report.timeline.clocks.hosts import MOST_DRIFT_PPM, Clock, clocks_of, extent
-from stepscope_report.timeline.clocks.source_collectives import Known, collectives_elsewhere, collectives_of
 from stepscope_report.timeline.digests import Digests
+from stepscope_report.timeline.processes import Lost, files_elsewhere, results
 from stepscope_report.timeline.sources import Source
+
+Known = Mapping[int, Mapping[Kind, Series | Refused]]
+"""Collectives of each source, by its index."""
+
+
+def collectives_of(
+    source: Source, traces: Sequence[Path], digests: Digests | None
+) -> dict[Kind, Series | Refused]:
+    """Return the collectives of one process, from the digests if they are kept."""
+    world = _world(source)
+    kept = None if digests is None else digests.kept(traces, Collectives, world)
+    if kept is not None:
+        return dict(kept)
+    stamps = () if digests is None else digests.stamps(traces)
+    collectives = read_collectives(world, traces)
+    if digests is not None:
+        digests.keep(traces, list(collectives.items()), stamps, world)
+    return collectives
+
+
+def _world(source: Source) -> str:
+    replica = "" if source.info.replica is None else f" replica {source.info.replica}"
+    return source.info.role + replica
+
+
+def read_world(part: tuple[str, list[Path]]) -> Collectives:
+    """Return the collectives of one process, of this world and in these traces, where its traces are."""
+    return list(read_collectives(*part).items())
+
+
+def collectives_elsewhere(
+    sources: Sequence[Source], traces: Mapping[int, list[Path]], executor: Executor | None
+) -> Known:
+    """Return the collectives of processes whose traces only other machines have. Lost ones are none."""
+    elsewhere = files_elsewhere(executor).keys()
+    far = {index: paths for index, paths in traces.items() if not elsewhere.isdisjoint(paths)}
+    if executor is None or not far:
+        return {}
+    parts = [(_world(sources[index]), paths) for index, paths in far.items()]
+    with closing(results(executor, read_world, parts, list(far.values()))) as read:
+        return {
+            index: {} if isinstance(collectives, Lost) else dict(collectives)
+            for index, collectives in zip(far, read, strict=True)
+        }
+
+
+MOST_DRIFT_PPM = 500
+"""Largest drift at which collectives are matched: as fast as kernels slew a clock."""
+
+
+class Clock(msgspec.Struct, eq=False):
+    """One wall clock: a host's."""
+
+    host: str
+    owner: bool
+    """Reference of the other hosts; it needs no samples."""
+    processes: list[int]
+    """Indices of the sources on this host."""
+    first_ns: int
+    last_ns: int
+    """First and last time of these sources, on this clock."""
+    samples: list[Sample]
+
+    def guess(self, wall_ns: int) -> Sample | None:
+        """Return the offset at this time by the sample that is most exact there, or None without a sample."""
+        known = ((s.within_ns + abs(wall_ns - s.wall_ns) * DRIFT_PPM // 1_000_000, s) for s in self.samples)
+        best = min(known, default=None)
+        return None if best is None else Sample(wall_ns, best[1].offset_ns, best[0])
+
+
+def clocks_of(sources: Sequence[Source], aligned: Sequence[Aligned], reference: Reference) -> Iterator[Clock]:
+    """Yield the clock of the reference's host, then the others by host.
+
+    A host is left out if the samples of its processes contradict each other, or if its clock was set.
+    """
+    hosts: dict[str, list[int]] = {reference.host: []}
+    for index in sorted(range(len(sources)), key=lambda index: sources[index].info.host):
+        if sources[index].info.host != reference.host or aligned[index].clock.alignment != "measured":
+            hosts.setdefault(sources[index].info.host, []).append(index)
+    for host, indices in hosts.items():
+        if not indices:
+            continue
+        samples = [
+            Sample(owner_ns + offset_ns, offset_ns, _with_time(within_ns))
+            for index in indices
+            for owner_ns, offset_ns, within_ns in samples_of(sources[index].info.key, reference)
+            if host != reference.host
+        ]
+        extents = [extent(sources[index], aligned[index], reference) for index in indices]
+        clock = Clock(
+            host,
+            host == reference.host,
+            indices,
+            min(e[0] for e in extents),
+            max(e[1] for e in extents),
+            samples,
+        )
+        if _one_clock(samples) and not any(aligned[index].clock.jumped for index in indices):
+            yield clock
+
+
+def _with_time(uncertainty_ns: int) -> int:
+    """Add the drift during the uncertain time of a measurement to its uncertainty."""
+    return uncertainty_ns + uncertainty_ns * MOST_DRIFT_PPM // 1_000_000 + 2
+
+
+def _one_clock(samples: Sequence[Sample]) -> bool:
+    return all(
+        abs(a.offset_ns - b.offset_ns)
+        <= a.within_ns + b.within_ns + abs(a.wall_ns - b.wall_ns) * MOST_DRIFT_PPM // 1_000_000
+        for a, b in pairwise(samples)
+    )
+
+
+def extent(source: Source, aligned: Aligned, reference: Reference) -> tuple[int, int]:
+    """From when until when it lived, by its own wall clock; at most, where it was not closed."""
+    opened, closed = source.opened, source.closed
+    if closed is not None:
+        return opened.wall_ns, closed.wall_ns
+    latest_ns = opened.mono_ns if source.file is None else source.file.latest_ns or opened.mono_ns
+    last_ns = reference.last_ns + aligned.clock.offset_ns
+    if aligned.clock.alignment == "unaligned":
+        last_ns = opened.wall_ns + reference.last_ns - reference.first_ns
+    return opened.wall_ns, max(last_ns, opened.wall_ns + latest_ns - opened.mono_ns)
+
 
 _SUFFIXES = (".json", ".json.gz")
 _SHIFTS = (1, -1, 2, -2, 3, -3)

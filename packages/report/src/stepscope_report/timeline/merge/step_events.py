@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 import msgspec
 
 from stepscope_report.timeline.critical_path import critical_path
 from stepscope_report.timeline.merge.ids import FlowIds
-from stepscope_report.timeline.merge.lanes import Interval, pack
 from stepscope_report.timeline.merge.time_mapping import Cut
 from stepscope_report.timeline.merge.tracks import Event, Tracks, microseconds
 from stepscope_report.timeline.model import Counter, Span, Timeline
@@ -20,6 +21,48 @@ from stepscope_report.timeline.selection import Selection
 from stepscope_report.timeline.step.rows import Axis, Row, Rows
 from stepscope_report.timeline.step.tree import requests
 from stepscope_report.timeline.step_graph import step_graph
+
+
+class Interval(NamedTuple):
+    start_ns: int
+    end_ns: int
+    parent: int | None
+    """Index of the interval that contains it, if any."""
+
+
+def pack(intervals: Sequence[Interval]) -> list[int]:
+    """Return the lane of each interval, counted from 0.
+
+    Two intervals in a lane are nested or disjoint. An interval gets its parent's lane if it fits there:
+    within the parent and beside its siblings. All others get the lowest lane in which nothing runs at their
+    start: intervals without a parent, children that outlive their parent, and concurrent siblings. If all
+    children fit, there are as many lanes as intervals without a parent that overlap at one time.
+    """
+    lanes = [-1] * len(intervals)
+    stacks: list[list[int]] = []
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []
+    for index in sorted(range(len(intervals)), key=lambda at: (intervals[at].start_ns, at)):
+        interval = intervals[index]
+        while busy and busy[0][0] <= interval.start_ns:
+            heappush(free, heappop(busy)[1])
+        lane = -1 if interval.parent is None else lanes[interval.parent]
+        if lane < 0 or not _fits(index, intervals, stacks[lane]):
+            lane = heappop(free) if free else len(stacks)
+            stacks[lane : lane + 1] = [[]]
+            heappush(busy, (interval.end_ns, lane))
+        stacks[lane].append(index)
+        lanes[index] = lane
+    return lanes
+
+
+def _fits(index: int, intervals: Sequence[Interval], stack: list[int]) -> bool:
+    """Return whether an interval fits in its parent's lane: the parent is innermost and ends no earlier."""
+    start_ns, end_ns, parent = intervals[index]
+    while stack and intervals[stack[-1]].end_ns <= start_ns:
+        stack.pop()
+    return bool(stack) and stack[-1] == parent and end_ns <= intervals[parent].end_ns
+
 
 _TOP = -1_000_000
 """Sort index of a row's first track of spans: above threads, whose index is their tid."""

@@ -1,6 +1,6 @@
 """Reader of the files of `nsys export --type sqlite`.
 
-`nsys_schema` has the tables as published. Exports omit empty tables, and columns differ between versions.
+The structs are tables as published. Exports omit empty tables, and columns differ between versions.
 Both are looked up by name, and missing ones are not shown. Run on exports of nsys 2022.4 and 2023.4 without a
 GPU, and on public ones of H100.
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from stepscope.errors import RecordError
 from stepscope.files.sidecar import NSYS_RANGES
@@ -32,25 +32,77 @@ from stepscope_report.timeline.readers.contract import (
     Slice,
     Track,
 )
-from stepscope_report.timeline.readers.nsys_schema import (
-    DEVICES,
-    DIAGNOSTIC,
-    DOMAIN,
-    ERROR,
-    MARK,
-    NVTX,
-    PROCESS,
-    PUSH_POP,
-    RUNTIME,
-    START,
-    START_END,
-    THREAD_NAME,
-    WARNING,
-    Device,
-    grouped,
-    pid_of,
-    unnamed,
-)
+
+RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
+NVTX = "NVTX_EVENTS"
+START = "TARGET_INFO_SESSION_START_TIME"
+PROCESS = ~0xFFFFFF
+"""Mask of the process in a serialized thread id, the same as in `globalPid`."""
+DIAGNOSTIC = "DIAGNOSTIC_EVENT"
+WARNING, ERROR = 2, 3
+"""DIAGNOSTIC_EVENT.severity."""
+MARK, THREAD_NAME, DOMAIN, PUSH_POP, START_END = 34, 39, 75, (59, 70), (60, 71)
+"""NVTX_EVENTS.eventType; 70 and 71 are ranges that were imported as text."""
+
+
+class Device(NamedTuple):
+    """Table of activity on devices."""
+
+    table: str
+    category: str
+    names: tuple[str, ...]
+    """Columns with the id of the event's name, the best one first."""
+    args: Mapping[str, str]
+    """Column of each argument. The arguments have Kineto's names if it has them."""
+
+
+_WHERE = {"device": "deviceId", "context": "contextId", "stream": "streamId", "correlation": "correlationId"}
+DEVICES = (
+    Device(
+        "CUPTI_ACTIVITY_KIND_KERNEL", "kernel", ("demangledName", "shortName", "mangledName"),
+        {
+            **_WHERE, **{size + axis: size + axis for size in ("grid", "block") for axis in "XYZ"},
+            "registers per thread": "registersPerThread", "shared memory": "dynamicSharedMemory",
+            "graph node": "graphNodeId",
+        },
+    ),
+    Device(
+        "CUPTI_ACTIVITY_KIND_MEMCPY", "gpu_memcpy", (),
+        {**_WHERE, "bytes": "bytes", "kind": "copyKind", "graph node": "graphNodeId"},
+    ),
+    Device(
+        "CUPTI_ACTIVITY_KIND_MEMSET", "gpu_memset", (),
+        {**_WHERE, "bytes": "bytes", "value": "value", "graph node": "graphNodeId"},
+    ),
+    # With --cuda-graph-trace=graph, the default, these rows stand for all kernels and copies of a graph.
+    Device(
+        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", "kernel", (),
+        {**_WHERE, "graph": "graphId", "graph exec": "graphExecId"},
+    ),
+)  # fmt: skip
+
+
+def pid_of(process: int) -> int:
+    """Return the OS pid in a serialized id."""
+    return process >> 24 & 0xFFFFFF
+
+
+def unnamed(device: Device, args: Mapping[str, object]) -> str:
+    """Return the name of an event whose table has no names."""
+    if device.category == "gpu_memcpy":
+        return f"Memcpy {args['kind']}" if "kind" in args else "Memcpy"
+    if device.table.endswith("GRAPH_TRACE"):
+        return f"CUDA graph {args.get('graph', 'unknown')}"
+    return "Memset" if device.category == "gpu_memset" else "(no name)"
+
+
+def grouped(args: dict[str, Any]) -> dict[str, Any]:
+    """Convert grid and block into lists, as in Kineto."""
+    for word in ("grid", "block"):
+        if all(f"{word}{axis}" in args for axis in "XYZ"):
+            args[word] = [args.pop(f"{word}{axis}") for axis in "XYZ"]
+    return args
+
 
 _JSON = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _JSON_HEAD = 1 << 12
