@@ -123,8 +123,7 @@ def test_on_a_disk_that_is_nearly_full_no_engine_is_started(
 
 def grows_from(before_mb: int, *, to: int) -> Callable[[], int]:
     """Return a size that is `before_mb` where the capture is opened, and `to` for every watchdog thread."""
-    opening = threading.current_thread()
-    return lambda: before_mb if threading.current_thread() is opening else to
+    return lambda: to if threading.current_thread().name == "stepscope-watchdog" else before_mb
 
 
 def test_memory_that_grows_ends_the_capture_and_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,13 @@ from packages.core.tests.suspensions import CancelledAt
 from stepscope import Capture, ProfileConfig, capture, profile_step, span, trajectory, turn
 from stepscope._recording.capture import capture as capture_module
 from stepscope._recording.capture import conclusion
+from stepscope._recording.capture.asked import Asked, Closing
+from stepscope._recording.capture.work import CaptureWork
 from stepscope._recording.fanout import worker_side
+from stepscope._recording.fanout.participants import Participants
 from stepscope._recording.output import manifest_part
 from stepscope._recording.process import failures, run
+from stepscope._recording.session.claims import Claim
 from stepscope._recording.session.session import Session
 from stepscope._recording.spans import slot
 from stepscope._recording.spans.scopes import current
@@ -482,7 +486,7 @@ def test_cancelled_at_any_await_a_capture_leaves_nothing_open_and_the_truth(
         told_all_of(config, 3)
         if not cancelled.came:
             assert outcome is None
-            assert suspension > 20
+            assert suspension > 3
             break
         assert isinstance(outcome, asyncio.CancelledError), suspension
 
@@ -499,12 +503,26 @@ def told_all_of(config: ProfileConfig, step: int) -> str | None:
     return part.error
 
 
+class Flag:
+    """An event that several event loops may share."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def set(self) -> None:
+        self.is_set = True
+
+    async def wait(self) -> None:
+        while not self.is_set:  # noqa: ASYNC110  # an asyncio.Event has one loop
+            await asyncio.sleep(0.001)
+
+
 class HeldEngineProfiler(FakeEngineProfiler):
     """Its stop waits for `goes_on`, having set `asked`."""
 
     def __init__(self) -> None:
         super().__init__(FakeEngine())
-        self.asked, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.asked, self.goes_on = Flag(), Flag()
         self.stops = 0
 
     async def stop(self) -> list[Artifact]:
@@ -583,36 +601,41 @@ async def test_a_cancelled_closing_waits_for_its_engines_and_tells_them_once(con
     assert expectation(config, 2, "replica 0").state == "ok"
 
 
-class InterruptedEngineProfiler(FakeEngineProfiler):
-    """Its first stop never gets to the engine."""
-
-    def __init__(self) -> None:
-        super().__init__(FakeEngine())
-        self.asked, self.stops = asyncio.Event(), 0
-
-    async def stop(self) -> list[Artifact]:
-        self.stops += 1
-        self.asked.set()
-        if self.stops == 1:
-            await asyncio.Event().wait()
-        return await super().stop()
-
-
-def test_engines_whose_stop_ends_with_its_loop_are_told_again(config: ProfileConfig) -> None:
-    profiler = InterruptedEngineProfiler()
+def test_an_engines_stop_goes_on_though_the_loop_of_its_capture_ends(config: ProfileConfig) -> None:
+    profiler = HeldEngineProfiler()
 
     async def step() -> None:
         cap = await capture(2, config=config, engines=[profiler]).aopen()
         closing.append(asyncio.create_task(cap.aclose()))
         await profiler.asked.wait()
+        threading.Timer(0.05, profiler.goes_on.set).start()
 
     closing: list[asyncio.Task[None]] = []
     asyncio.run(step())  # which cancels what is left
     assert closing[0].cancelled()
-    assert profiler.stops == 2
+    assert profiler.stops == 1
     assert not profiler.engine.recordings
     assert capture_module.opened() is None
     assert expectation(config, 2, "replica 0").state == "ok"
+
+
+def test_an_opening_that_is_cancelled_at_any_of_its_awaits_is_undone_by_its_closing(tmp_path: Path) -> None:
+    for suspension in itertools.count(1):
+        folder = tmp_path / f"{suspension}"
+        config = ProfileConfig(save_path=folder, steps=[2], roles={"rollout": {"profiler": "off"}})
+        engine = FakeEngine()
+        participants = Participants(None, [FakeEngineProfiler(engine)])
+        asked = Asked(2, config, None, None, "trainer", None, False, False, "program")
+        work = CaptureWork(asked, participants, Claim(2), 0)
+        cancelled = CancelledAt(suspension, again=False)
+        cancelled.run(work.open(asyncio.run(work.begin())))
+        asyncio.run(work.close(Closing(discard="cancelled")))
+        assert work.state == "closed"
+        assert not engine.recordings, suspension
+        told_all_of(config, 2)
+        if not cancelled.came:
+            assert suspension > 3
+            return
 
 
 class CancelledEngineProfiler(FakeEngineProfiler):
@@ -632,7 +655,7 @@ class StartlessEngineProfiler(HeldEngineProfiler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told, self.cancelled = asyncio.Event(), False
+        self.told, self.cancelled = Flag(), False
 
     async def start(self, capture: EngineCapture) -> None:
         self.told.set()

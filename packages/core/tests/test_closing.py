@@ -8,22 +8,22 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
-from stepscope import ProfileConfig, capture, flush, on_capture
+from stepscope import ProfileConfig, capture, flush
 from stepscope._recording.after import pipeline
-from stepscope._recording.capture import conclusion
-from stepscope._recording.output import manifest_part
+from stepscope._recording.output import exporter, manifest_part
+from stepscope._recording.process import shutdown
 from stepscope._recording.spans.log import SpanLog
 from stepscope.engines import EngineProfiler
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import parts
-from stepscope.files.manifest.records import Manifest, ProcessPart
+from stepscope.files.manifest.records import Ending, Manifest, ProcessPart
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
@@ -83,69 +83,49 @@ def test_two_tasks_that_close_a_capture_stop_its_engine_once(tmp_path: Path) -> 
     assert profiler.begun == 1
 
 
-def test_a_task_leaves_closing_to_the_thread_that_began_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_stop, closing = threading.Event(), threading.Event()
+def test_a_task_joins_the_closing_that_a_thread_began(tmp_path: Path) -> None:
+    may_stop = threading.Event()
     profiler = CountedStops(FakeEngine(), may_stop)
     cap = capture(1, config=config_of(tmp_path), engines=[profiler]).open()
-    close_spans = SpanLog.close
-
-    def close(log: SpanLog, *arguments: Any) -> None:
-        closing.set()
-        close_spans(log, *arguments)
-
-    monkeypatch.setattr(SpanLog, "close", close)
     thread = threading.Thread(target=cap.close)
     thread.start()
-    assert closing.wait(30)
+    while not profiler.begun:
+        time.sleep(0.001)
+    threading.Timer(0.05, may_stop.set).start()
     asyncio.run(cap.aclose())
-    assert (profiler.over, cap.state) == (0, "closing")
-    may_stop.set()
-    thread.join(30)
     assert (profiler.begun, profiler.over, cap.state) == (1, 1, "closed")
+    thread.join(30)
 
 
-@pytest.mark.parametrize("index", range(5))
-def test_a_ctrl_c_between_two_stages_comes_up_once_all_are_done(index: int, tmp_path: Path) -> None:
-    engine, before = FakeEngine(), sys.getprofile()
-
-    def interrupt(frame: FrameType, event: str, _: object) -> None:
-        if event != "return" or frame.f_code.co_name != "_do" or frame.f_locals["index"] != index:
-            return
-        sys.setprofile(before)
-        raise KeyboardInterrupt
-
-    cap = capture(1, config=config_of(tmp_path), engines=[FakeEngineProfiler(engine)]).open()
-    sys.setprofile(interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            cap.close()
-    finally:
-        sys.setprofile(before)
-    assert (cap.state, engine.recordings) == ("closed", {})
+def test_a_ctrl_c_while_a_capture_closes_comes_up_once_all_is_done(tmp_path: Path) -> None:
+    may_stop = threading.Event()
+    profiler = CountedStops(FakeEngine(), may_stop)
+    cap = capture(1, config=config_of(tmp_path), engines=[profiler]).open()
+    threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    threading.Timer(0.15, may_stop.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        cap.close()
+    assert (profiler.begun, profiler.over, cap.state) == (1, 1, "closed")
     assert RunLayout(tmp_path).step(1).manifest.exists()
     with capture(2, config=config_of(tmp_path)) as following:
         assert following.selected
 
 
-def test_hooks_run_although_a_ctrl_c_came_as_the_capture_was_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps: list[int] = []
-    on_capture(lambda result: steps.append(result.step))
-
-    def interrupt(*_: object) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    cap = capture(1, config=config_of(tmp_path)).open()
-    monkeypatch.setattr(conclusion, "tell_summary", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        cap.close()
-    flush()
-    pipeline._hooks.drain(30)
-    assert steps == [1]
+def test_the_end_of_the_process_does_not_wait_longer_for_an_engine_than_it_may(tmp_path: Path) -> None:
+    never = threading.Event()
+    profiler = CountedStops(FakeEngine(), never)
+    cap = capture(1, config=config_of(tmp_path), engines=[profiler]).open()
+    thread = threading.Thread(target=cap.close)
+    thread.start()
+    while not profiler.begun:
+        time.sleep(0.001)
+    began = time.monotonic()
+    shutdown.close_everything(Ending("signal", "SIGTERM"), deadline_s=0.2)
+    assert time.monotonic() - began < 5
+    assert cap.state == "closed"
+    assert RunLayout(tmp_path).step(1).manifest.exists()
+    never.set()
+    thread.join(30)
 
 
 def test_captures_that_were_rolled_back_count_among_the_steps_to_keep(
@@ -204,5 +184,6 @@ def test_a_step_whose_folder_cannot_be_made_is_not_said_to_be_captured(
     RunLayout(tmp_path).step(2).root.write_text("in the way")
     with capture(2, config=config) as cap:
         pass
+    exporter.exporter().drain(30)  # it fails to write, too
     assert "step 2 was not captured: NotADirectoryError" in cap.result.summary()
     assert "step 2 captured" not in caplog.text

@@ -176,13 +176,13 @@ def test_a_ctrl_c_while_a_file_is_written_leaves_the_old_or_the_new_one_and_no_o
 def test_a_ctrl_c_while_a_capture_closes_leaves_nothing_recording_and_a_whole_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert every(23, tmp_path, monkeypatch, "cuda_memory", closed) > 20
+    assert every(3, tmp_path, monkeypatch, "cuda_memory", closed) > 20
 
 
 def test_a_ctrl_c_that_ends_the_loop_in_which_a_capture_closes_leaves_nothing_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert every(29, tmp_path, monkeypatch, "cuda_memory", closed_in_a_loop) > 20
+    assert every(3, tmp_path, monkeypatch, "cuda_memory", closed_in_a_loop) > 20
 
 
 @pytest.mark.needs("torch")
@@ -191,7 +191,7 @@ def test_a_ctrl_c_while_torchs_window_is_closed_leaves_no_session_of_torch_runni
 ) -> None:
     import torch  # noqa: F401  # loaded, so that there is something to record
 
-    assert every(13, tmp_path, monkeypatch, "torch", closed) > 20
+    assert every(3, tmp_path, monkeypatch, "torch", closed) > 20
 
 
 @pytest.mark.needs("torch")
@@ -222,10 +222,15 @@ def test_a_ctrl_c_as_soon_as_torchs_session_has_begun_ends_it(
     with pytest.raises(KeyboardInterrupt):
         capture(2, config=config).open()
     assert PROCESS_LOCK.holder is None
-    with monkeypatch.context() as interrupting:  # it is in the line of the main thread
-        interrupting.setattr(window_thread.MAIN, "_drain", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            capture(3, config=config).open()
+    drain = window_thread.MAIN._drain
+
+    def drain_later() -> None:  # it is in the line of the main thread
+        monkeypatch.setattr(window_thread.MAIN, "_drain", drain)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(window_thread.MAIN, "_drain", drain_later)
+    with pytest.raises(KeyboardInterrupt):
+        capture(3, config=config).open()
     with capture(4, config=config) as cap:
         pass
     cap.result.wait()

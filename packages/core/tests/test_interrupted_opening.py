@@ -167,7 +167,7 @@ def files_left_open(folder: Path) -> list[str]:
 
 
 def has_claimed(cap: captures.Capture) -> bool:
-    return cap._life is not None and cap._life.claim is not None
+    return cap.state != "new"
 
 
 def whole_capture(config: ProfileConfig, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -26,21 +27,30 @@ class Slow(FakeEngineProfiler):
 
     def __init__(self, engine: FakeEngine) -> None:
         super().__init__(engine)
-        self.let_go = asyncio.Event()
-        self.going_on: asyncio.Future[list[Artifact]] | None = None
+        self.let_go = False
+        self.is_over = False
 
     async def stop(self) -> list[Artifact]:
-        self.going_on = asyncio.ensure_future(self._in_the_end())
-        return await asyncio.shield(self.going_on)
+        return await asyncio.shield(self._in_the_end())
 
     async def write(self) -> None:
-        self.let_go.set()
-        assert self.going_on is not None
-        await self.going_on
+        self.let_go = True
+        await until(lambda: self.is_over)
 
     async def _in_the_end(self) -> list[Artifact]:
-        await self.let_go.wait()
-        return await super().stop()
+        await until(lambda: self.let_go)
+        artifacts = await super().stop()
+        self.is_over = True
+        return artifacts
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    """Wait on any event loop until something has happened on another."""
+    for _ in range(10_000):
+        if happened():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never happened")
 
 
 @pytest.fixture
@@ -91,7 +101,7 @@ async def test_a_stop_past_its_deadline_costs_that_and_says_that_files_may_still
     assert [(stop.name, stop.alive, stop.came) for stop in still_waiting(config)] == [("replica 0", True, ())]
     assert await asyncio.to_thread(run, ["ls", str(config.save_path), "--pending"]) == 3
     assert "replica 0" in capsys.readouterr().out
-    profiler.let_go.set()
+    await profiler.write()
 
 
 async def test_files_that_come_late_stand_in_the_manifest_and_nothing_is_waited_for(
@@ -100,9 +110,7 @@ async def test_files_that_come_late_stand_in_the_manifest_and_nothing_is_waited_
     profiler = Slow(FakeEngine())
     await captured(config, 1, profiler)
     await profiler.write()
-    for _ in range(5):  # the stop itself ends, and is heard of
-        await asyncio.sleep(0)
-    assert item(config, 1).state == "ok"
+    await until(lambda: item(config, 1).state == "ok")
     assert len(item(config, 1).artifacts) == 2
     assert not still_waiting(config)
     assert await asyncio.to_thread(run, ["ls", str(config.save_path), "--pending"]) == 0
@@ -117,8 +125,7 @@ async def test_why_an_engine_did_not_start_is_kept_though_its_stop_hangs_too(con
     assert "worker 0 cannot start" in (item(config, 1).reason or "")
     assert not still_waiting(config)
     await profiler.write()
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
     assert "worker 0 cannot start" in (item(config, 1).reason or "")
 
 

@@ -29,7 +29,7 @@ from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts
-from stepscope.files.manifest.records import Ending, Manifest
+from stepscope.files.manifest.records import Manifest
 from stepscope.files.requests import Control, Request, read_requests
 from stepscope.files.sidecar import Artifact
 from stepscope.files.storage.temporary import remove_abandoned, temporary
@@ -150,13 +150,14 @@ def test_engines_are_stopped_to_the_end_though_the_closing_is_interrupted(config
 def test_engines_are_stopped_though_the_closing_is_interrupted_before_it_comes_to_them(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, close = FakeEngine(), Session.close
+    engine, end = FakeEngine(), Session.end
 
-    def interrupted(session: Session, *, ending: Ending | None = None, discard: str | None = None) -> None:
-        close(session, ending=ending, discard=discard)
+    def interrupted(session: Session, *, truncated: str | None = None, discard: str | None = None) -> None:
+        end(session, truncated=truncated, discard=discard)
+        monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Session, "close", interrupted)
+    monkeypatch.setattr(Session, "end", interrupted)
     with (
         pytest.raises(KeyboardInterrupt),
         capture(1, engines=[FakeEngineProfiler(engine)], config=config) as cap,

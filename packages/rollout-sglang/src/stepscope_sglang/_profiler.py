@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +19,7 @@ from stepscope.engines import (
     patience_s,
 )
 from stepscope.engines.metrics import UNFINISHED, EngineMetrics
-from stepscope.engines.own_thread import is_ours
+from stepscope.engines.own_thread import users_loop
 from stepscope_sglang._capture.replica import ReplicaProfiler
 from stepscope_sglang._driving.facts import EngineFacts, counters_here
 from stepscope_sglang._driving.in_process import Engine, InProcessTarget, TokenizerManager
@@ -78,8 +76,7 @@ class SglangProfiler(ReplicaProfiler):
         return [(self._target, None)]
 
     def _prepare(self) -> None:
-        ours = is_ours(threading.current_thread())
-        self._target.find_loop(None if ours else asyncio.get_running_loop())
+        self._target.find_loop(users_loop())
 
     def _later(self, work: Callable[[], None]) -> None:
         def when_reachable() -> None:

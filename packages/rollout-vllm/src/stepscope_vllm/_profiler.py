@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary, ref
 
@@ -10,7 +9,7 @@ from stepscope import ProfileConfig
 from stepscope.backends.counters import CounterSource
 from stepscope.engines import EngineCapture, EngineFactory, EngineProfiler, name_settings
 from stepscope.engines.metrics import EngineMetrics
-from stepscope.engines.own_thread import own_thread
+from stepscope.engines.own_thread import own_thread, users_loop
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
 from stepscope_vllm._arming import unedited
@@ -92,7 +91,7 @@ class VllmProfiler(ReplicaProfiler):
         ascend = await own_thread(ascend_profiler.installed)  # the first time it reads source files
         self.check()
         ignored = self._unable(capture, ascend)
-        self._target.calls.bind(asyncio.get_running_loop())
+        self._target.calls.bind(users_loop())
         await self._begin(self._target, capture, ignored)
 
     def _unable(self, capture: EngineCapture, ascend: Ascend | None) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""Blocking calls on daemon threads: one thread for each call, or one for all calls of an owner."""
+"""Threads and event loops of ours, beside those of the user.
+
+Blocking calls run on daemon threads: one thread for each call, or one for all calls of an owner.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+opened_on: ContextVar[asyncio.AbstractEventLoop | None] = ContextVar("stepscope_opened_on", default=None)
+"""Event loop of the code that opens a capture: see `users_loop`. One writer: captures."""
 
 
 async def own_thread(fn: Callable[..., T], *args: Any) -> T:
@@ -64,6 +70,17 @@ class WorkThread:
 def is_ours(thread: threading.Thread) -> bool:
     """Return whether a thread is one of stepscope's."""
     return thread.name.startswith("stepscope-")
+
+
+def users_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop of the code that opens a capture, for an engine without one of its own yet.
+
+    None for synchronous code. `EngineProfiler.start` and `stop` themselves run on a loop of ours.
+    """
+    opened = opened_on.get()
+    if opened is not None or is_ours(threading.current_thread()):
+        return opened
+    return asyncio.get_running_loop()
 
 
 def _settle(future: Future[T], work: Callable[[], T]) -> None:

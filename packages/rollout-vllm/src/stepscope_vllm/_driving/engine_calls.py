@@ -9,7 +9,6 @@ from typing import Any
 
 from stepscope.engines.own_thread import WorkThread
 from stepscope.errors import EngineError
-from stepscope_vllm._driving import work_loop
 
 _LIFE_S = 0.5
 """Interval at which an engine that does not answer is checked for life."""
@@ -30,21 +29,23 @@ class EngineCalls:
         self._thread = WorkThread("stepscope-vllm-llm")
         self._home: asyncio.AbstractEventLoop | None = None
 
-    def bind(self, caller: asyncio.AbstractEventLoop) -> None:
+    def bind(self, caller: asyncio.AbstractEventLoop | None) -> None:
         """Find the event loop of an AsyncLLM. One without a loop yet gets the caller's.
+
+        Args:
+            caller: The loop of the code that captures; None if that is synchronous.
 
         Raises:
             EngineError: that loop has ended, or is not one for an engine.
         """
         if not self.asynchronous:
             return
-        home = self.loop()
-        if home is None and work_loop.is_ours(caller):
+        self._home = self.loop() or caller
+        if self._home is None:
             raise EngineError(
                 "the AsyncLLM has no event loop yet, and this is not one for it. Fix: open the capture with "
                 "`async with capture(...)` in the loop that generates, or generate once before"
             )
-        self._home = home or caller
         if not self._home.is_running():
             raise EngineError(
                 "the event loop of the AsyncLLM does not run now, so the engine cannot be called. Fix: open "

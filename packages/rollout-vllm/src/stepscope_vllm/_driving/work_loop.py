@@ -13,8 +13,6 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from stepscope.engines import own_thread
-
 T = TypeVar("T")
 
 _loop: asyncio.AbstractEventLoop | None = None
@@ -33,11 +31,6 @@ def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
 async def result_of(future: Future[T]) -> T:
     """Return the result of `future`. If this is cancelled, the work goes on."""
     return await asyncio.shield(asyncio.wrap_future(future))
-
-
-def is_ours(loop: asyncio.AbstractEventLoop) -> bool:
-    """Return whether nobody but stepscope runs on this loop."""
-    return loop is _loop or own_thread.is_ours(threading.current_thread())
 
 
 def _running() -> asyncio.AbstractEventLoop:

@@ -15,7 +15,7 @@ from stepscope._recording.capture.asked import Asked, Closing, check_asked, rank
 from stepscope._recording.capture.on_demand import wanted
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.instrument import no_step
-from stepscope._recording.process import run
+from stepscope._recording.process import run, shutdown
 from stepscope._recording.process.event_loop import in_event_loop
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import identify
@@ -194,15 +194,15 @@ class Capture:
         if cancelled is not None and not isinstance(error, type(cancelled)):
             self._life.raise_cancellation(cancelled, now=error is None)
 
-    def end(self, ending: Ending, deadline_s: float) -> None:
+    def end_with_process(self, ending: Ending, deadline_s: float) -> None:
         """See `claims.Taker`."""
         if self._life is not None:
-            self._life.close(Closing(ending, deadline_s))
+            self._life.close(Closing(ending, deadline_s), timeout_s=deadline_s + shutdown.GRACE_S)
 
     def disown(self) -> None:
         """See `claims.Taker`. The child may leave the block too, by `exit()` say, and must close nothing."""
         if self._life is not None:
-            self._life.state, self._life.result = "closed", None
+            self._life.disown()
 
     def __enter__(self) -> Self:
         return self.open()

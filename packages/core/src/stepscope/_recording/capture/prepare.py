@@ -126,9 +126,7 @@ def before_first_step(config: ProfileConfig, workers: object, engines: object, r
 
 
 def _wait_for(work: Coroutine[Any, Any, None]) -> None:
-    from stepscope._recording.process import private_loop  # import time: asyncio
-
-    private_loop.run(work)
+    _readiness().private_loop.run(work)
 
 
 async def abefore_first_step(config: ProfileConfig, workers: object, engines: object, role: str) -> None:

@@ -61,12 +61,9 @@ class CounterLog:
             self.sampler.open()
         except ours(RuntimeError) as error:  # the system has no thread for it
             self.failed = describe(error)
-        self._end_if_closed()
 
     def open(self) -> None:
         """Create the file. Raise nothing."""
-        if self._closing:  # by a signal's handler
-            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._file = open(self.path, "xb", buffering=0, opener=private)  # noqa: SIM115  # until close()
@@ -85,17 +82,9 @@ class CounterLog:
             self.sampler.start(self._head.hz)
         except ours(RuntimeError) as error:  # its thread ended, and another one is refused
             self.failed = describe(error)
-        self._end_if_closed()
-
-    def _end_if_closed(self) -> None:
-        """End the thread if this was closed while it started: a cancelled opening goes on in its own."""
-        if self._closing:
-            self.sampler.end()
 
     def close(self, anchor: ClockAnchor) -> None:
-        """End the sampling, and write the rest and the end line. Idempotent. Interrupted by a Ctrl-C, or by
-        an opening that went on, a second call closes what is open.
-        """
+        """End the sampling, and write the rest and the end line."""
         self._closing = True
         if not self.sampler.stop():
             self.failed = self.failed or "a counter did not answer while the capture was closed"
@@ -108,9 +97,6 @@ class CounterLog:
             self._end(file, anchor)
         except ours(OSError) as error:
             self.failed = self.failed or describe(error)
-        except BaseException:
-            self.failed = self.failed or "interrupted while the last counters were written"
-            raise
         finally:
             file.close()
             self._file = None

@@ -118,8 +118,6 @@ class EngineGroup:
         except asyncio.CancelledError:
             stopping.cancel()
             raise
-        if profiler not in self._started:
-            return  # its loop stood still, and a second call has stopped it
         self._started.remove(profiler)
         if not stopping.done():
             self._await_late(label, stopping, deadline_s, started)

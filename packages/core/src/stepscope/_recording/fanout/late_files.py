@@ -1,7 +1,7 @@
 """Stops of engines that took longer than their deadline.
 
-They go on, on their caller's event loop, until the next capture begins or that loop ends. Their files are
-entered. One of the next three captures of this process enters files that an adapter completes after that.
+They go on, on the private loop, until the next capture begins. Their files are entered. One of the next three
+captures of this process enters files that an adapter completes after that.
 """
 
 from __future__ import annotations
@@ -60,17 +60,11 @@ async def give_up() -> None:
     """Give up stops that still run, before a capture starts its engines. Files that an adapter completes by
     itself still come to its folder, and `enter_what_came` enters them.
     """
-    here = asyncio.get_running_loop()
-    own = {stop for stop in tuple(_late) if stop.get_loop() is here}
-    for stop in tuple(_late):
-        if stop in own:
-            stop.cancel()
-        elif stop.get_loop().is_closed():
-            _late.discard(stop)  # its loop was closed under it: it will never end
-        else:
-            stop.get_loop().call_soon_threadsafe(stop.cancel)
-    if own:
-        await asyncio.wait(own, timeout=_GRACE_S)
+    stops = tuple(_late)
+    for stop in stops:
+        stop.cancel()
+    if stops:
+        await asyncio.wait(stops, timeout=_GRACE_S)
 
 
 async def enter_what_came() -> None:

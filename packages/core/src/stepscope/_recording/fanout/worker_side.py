@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+from functools import partial
 
 from stepscope._recording.after import pipeline
 from stepscope._recording.fanout import fetch
@@ -22,7 +23,7 @@ from stepscope._recording.fanout.messages import (
     WorkerRequest,
 )
 from stepscope._recording.instrument import configured
-from stepscope._recording.process import sigusr1
+from stepscope._recording.process import shutdown, sigusr1
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import identify
 from stepscope._recording.recorder import standing
@@ -93,21 +94,25 @@ def _start(
         if apart and request.config.finish.gather:
             fetch.keep(session)
         _sample_engines(session)
-        session.open_files()
-        session.start_profiler()
-        activation.activate(session)
-        session.end_what_opened_late()
+        session.open()
+        shutdown.undisturbed(partial(_begin, session))
     except BaseException as error:
         fetch.release(request.capture_id)
         reason = f"opening failed: {describe(error)}"
-        session.close(ending=Ending("rollback", reason), discard=reason)
-        session.end_what_opened_late()
+        session.finish(ending=Ending("rollback", reason), discard=reason)
         raise
     if request.capture_id in _stopped:  # meanwhile, on another thread
         _stopped.discard(request.capture_id)
-        session.close(discard=_OVER)
+        session.finish(discard=_OVER)
         return StartAnswer(process=process, refused=_OVER)
     return StartAnswer(process=process, apart=apart)
+
+
+def _begin(session: Session) -> None:
+    if not session.ended:  # by a signal's handler, meanwhile
+        session.prepare_profiler()
+        session.start_profiler()
+        activation.activate(session)
 
 
 def _sample_engines(session: Session) -> None:
@@ -136,7 +141,7 @@ def stop_worker(request: StopRequest) -> bool:
         return False
     _stopped.discard(request.capture_id)
     session.leave()
-    session.close(ending=request.ending, discard=request.discard)
+    session.finish(ending=request.ending, discard=request.discard)
     session.manifest_part.told = True  # by the owner, which reads the part
     session.write_cost()
     session.hand_back()

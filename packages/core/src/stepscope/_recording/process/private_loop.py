@@ -1,6 +1,7 @@
-"""Private event loop for synchronous callers, deadlines, and work that is not cancelled.
+"""Private event loop, on a thread of its own: captures open and close on it, and callers wait for it.
 
-`import stepscope` does not load it: asyncio would add 30 ms.
+A Ctrl-C, an alarm, or an exception that is thrown into a thread reaches a caller that waits, and never the
+work itself. `import stepscope` does not load this module: asyncio would add 30 ms.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
+from typing import Any, Generic, TypeVar
 
 from stepscope._recording.process import fork
+from stepscope.errors import ours
 
 T = TypeVar("T")
 
@@ -21,47 +23,125 @@ _loop: asyncio.AbstractEventLoop | None = None
 _lock = threading.RLock()
 """Re-entrant: a signal's handler that closes a capture may interrupt `_running`."""
 _UNDO_S = 5.0
-"""Longest wait of an interrupted caller for its work to be cancelled, or to end."""
+"""Longest wait of an interrupted caller for its work to be cancelled."""
 
 
-def run(work: Coroutine[Any, Any, T], *, keep: bool = False) -> T:
-    """Run `work` on the private loop and wait. The loop's thread is a daemon, so atexit may call this too.
+class Job(Generic[T]):
+    """Work on the loop, and its outcome.
 
-    A Ctrl-C cancels `work` and waits for its end before it is raised: no clean-up may overtake `work`.
-
-    Args:
-        keep: `work` is itself a clean-up. A Ctrl-C does not cancel it, waits a while, and leaves it running.
+    It has no lock, unlike a Future: a handler may wait for the loop in the middle of a wait for the loop.
     """
-    loop = _running()
-    over = threading.Event()
-    future: Future[T] | None = None
-    scheduled: Coroutine[Any, Any, T] | None = None
 
-    async def tracked() -> T:
-        try:
-            return await work
-        finally:
-            over.set()
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self.done = False
+        self._work = work
+        self._task: asyncio.Task[T] | None = None
+        self._waiters: list[Callable[[], object]] = []
 
+    def begin(self) -> None:
+        """Begin the work, on the loop."""
+        self._task = asyncio.ensure_future(self._work)
+        self._task.add_done_callback(self._end)
+
+    def cancel(self) -> None:
+        """Cancel the work, on the loop."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the work has ended. Return False if it has not, after `timeout_s`."""
+        waiting = threading.Lock()
+        waiting.acquire()
+        self._waiters.append(waiting.release)
+        return self.done or waiting.acquire(timeout=-1 if timeout_s is None else timeout_s)
+
+    async def ended(self) -> None:
+        """Wait in another event loop until the work has ended."""
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+
+        def wake() -> None:
+            try:
+                loop.call_soon_threadsafe(_wake, future)
+            except ours(RuntimeError):  # that loop is closed
+                pass
+
+        self._waiters.append(wake)
+        if not self.done:
+            await future
+
+    def result(self) -> T:
+        """Return the result of the work that has ended, or raise its error."""
+        if self._task is None or self._task.cancelled():
+            raise CancelledError
+        return self._task.result()
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        _discard_outcome(task)
+        self.done = True
+        for wake in tuple(self._waiters):
+            wake()
+
+
+def submit(work: Coroutine[Any, Any, T]) -> Job[T]:
+    """Begin `work` on the loop. Work of one caller begins in the order in which it was submitted.
+
+    Raises:
+        RuntimeError: the loop's thread cannot be started.
+    """
+    job = Job(work)
     try:
-        scheduled = tracked()
-        future = asyncio.run_coroutine_threadsafe(scheduled, loop)
-        return future.result()
+        _running().call_soon_threadsafe(job.begin)
     except BaseException:
-        if not over.is_set():
-            if future is not None and not keep:
-                future.cancel()
-            over.wait(_UNDO_S)
-        for coroutine in (scheduled, work):
-            if coroutine is not None and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                coroutine.close()  # it was not even scheduled
+        if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+            work.close()
         raise
+    return job
 
 
-def forget() -> None:
-    """Forget the loop in the child of a fork, which does not have its thread."""
-    global _loop, _lock
-    _loop, _lock = None, threading.RLock()
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` on the loop and wait. A Ctrl-C cancels `work` and waits for its end before it is raised."""
+    job = submit(work)
+    try:
+        job.wait()
+    except BaseException:
+        _running().call_soon_threadsafe(job.cancel)
+        job.wait(_UNDO_S)
+        raise
+    return job.result()
+
+
+def wait_on(job: Job[Any], timeout_s: float | None = None) -> BaseException | None:
+    """Wait until `job` is done, or for `timeout_s`. Return the first exception that interrupted this.
+
+    A second Ctrl-C ends the wait.
+    """
+    interruption: BaseException | None = None
+    while not job.done:
+        try:
+            if not job.wait(timeout_s):
+                break
+        except BaseException as error:
+            if interruption is not None and isinstance(error, KeyboardInterrupt):
+                break
+            interruption = interruption or error
+    return interruption
+
+
+async def uninterrupted(job: Job[Any]) -> asyncio.CancelledError | None:
+    """Wait until `job` is done, even if the waiting task is cancelled. Return such a cancellation."""
+    cancelled = None
+    while not job.done:
+        try:
+            await job.ended()
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
@@ -79,20 +159,6 @@ async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
     if not task.done() or task.cancelled():
         raise asyncio.TimeoutError
     return task.result()
-
-
-async def uninterrupted(work: Coroutine[Any, Any, None]) -> asyncio.CancelledError | None:
-    """Run `work` to its end even if the waiting task is cancelled. Return that cancellation, if one came."""
-    task = asyncio.ensure_future(work)
-    cancelled = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if not task.cancelled():
-        task.result()
-    return cancelled
 
 
 def cancel_later(cancelled: asyncio.CancelledError) -> None:
@@ -113,18 +179,31 @@ def cancel_later(cancelled: asyncio.CancelledError) -> None:
     task.get_loop().call_soon(cancel)
 
 
+def forget() -> None:
+    """Forget the loop in the child of a fork, which does not have its thread."""
+    global _loop, _lock
+    _loop, _lock = None, threading.RLock()
+
+
 def _running() -> asyncio.AbstractEventLoop:
     global _loop
     with _lock:
         if _loop is None:
             loop = asyncio.new_event_loop()
-            # At an interpreter's exit it may start no more: then nobody must wait for that loop.
-            threading.Thread(target=loop.run_forever, name="stepscope-loop", daemon=True).start()
+            threading.Thread(target=_run, args=(loop,), name="stepscope-loop", daemon=True).start()
             _loop = loop
         return _loop
 
 
-def _discard_outcome(task: asyncio.Future[Any]) -> None:
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        try:
+            loop.run_forever()
+        except BaseException:  # noqa: S110  # SystemExit of an engine's profiler, which its task hands on too
+            pass
+
+
+def _discard_outcome(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
         task.exception()  # marks it as seen: nobody waits for it any more
 

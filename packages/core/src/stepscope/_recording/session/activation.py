@@ -27,11 +27,10 @@ def activate(session: Session) -> None:
     keep_places()
     compiled.leave_to_python()
     activations += 1
-    if session.switch_off is None:
-        session.switch_off = deactivate
+    session.switch_off = deactivate
     slot.active = session
     session.begin()
-    if session.ended:  # its watchdog ended it first
+    if session.ended:  # its watchdog, or another thread, ended it first
         deactivate(session)
 
 
@@ -52,20 +51,15 @@ def keep(recorder: FlightRecorder | None) -> None:
 
 
 def hand_to_worker(claim: Claim, session: Session) -> None:
-    """Give a worker's session the claim, which is freed when its recording ends."""
-
-    def switch_off(session: Session) -> None:
-        deactivate(session)
-        claim.free()
-
-    session.switch_off = switch_off
+    """Give a worker's session the claim, which is freed when its files are closed."""
+    session.on_closed = claim.free
     claim.taker = session
 
 
 def _end(ending: Ending, deadline_s: float) -> None:
     taker = claims.holder()
     if taker is not None:
-        taker.end(ending, deadline_s)
+        taker.end_with_process(ending, deadline_s)
 
 
 def _forget() -> None:

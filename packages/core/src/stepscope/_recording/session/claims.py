@@ -19,7 +19,7 @@ class Taker(Protocol):
         """The state of a capture; None for a worker's session."""
         ...
 
-    def end(self, ending: Ending, deadline_s: float) -> None:
+    def end_with_process(self, ending: Ending, deadline_s: float) -> None:
         """Close it because the process ends. The deadline is for each worker and engine."""
         ...
 

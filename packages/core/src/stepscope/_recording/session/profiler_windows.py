@@ -7,12 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from stepscope._recording.output import exporter
 from stepscope._recording.output.manifest_part import ManifestPart
-from stepscope._recording.process import clock, failures
+from stepscope._recording.process import clock, failures, shutdown
 from stepscope._recording.process.event_loop import in_event_loop
 from stepscope._recording.session import selection
 from stepscope._recording.spans import scopes
@@ -76,6 +77,9 @@ class Windows:
 
     def open(self, stage: str | None, role: str) -> bool:
         """Start the backend. False if it does not start; the manifest has the reason."""
+        return shutdown.undisturbed(partial(self._open, stage, role))
+
+    def _open(self, stage: str | None, role: str) -> bool:
         name = self._name(stage)
         with self._lock:
             reason = self._refusal(stage, role)
@@ -132,6 +136,9 @@ class Windows:
 
     def close(self, *, truncated: str | None = None, discard: str | None = None) -> None:
         """Stop the backend and hand its recordings to the exporter. Do nothing if no window is open."""
+        shutdown.undisturbed(partial(self._close, truncated, discard))
+
+    def _close(self, truncated: str | None, discard: str | None) -> None:
         with self._lock:
             if self.running is None or self._starting:  # by a signal's handler: the start sees it and stops
                 return

@@ -1,8 +1,8 @@
 """One captured step in one process: its spans, its profiler windows, its part of the manifest.
 
-States: new -> open -> (truncated ->) closed. Opening makes the folders, starts the profiler (if continuous),
-then the span file and the watchdog. Closing ends them: in the owner as one stage of `capture/lifecycle.py`,
-in a worker as `fanout/worker_side.py` asks.
+States: new -> open -> (truncated ->) closed. Files are opened and closed on the private loop, in the owner by
+`capture/work.py`, in a worker as `fanout/worker_side.py` asks. The profiler starts and stops on the recorded
+thread.
 Nothing here raises for a profiler's or a disk's trouble: the manifest has it, with its reason.
 """
 
@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 
 from stepscope._recording.output import exporter
 from stepscope._recording.output.manifest_part import ManifestPart
-from stepscope._recording.process import clock, failures, run
+from stepscope._recording.process import clock, failures, run, shutdown
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.hardware import read_hardware
 from stepscope._recording.session import budget, selection
@@ -34,11 +35,10 @@ from stepscope.engines import EngineProfiler, settings
 from stepscope.errors import BackendError, ours
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Absent, Ending, OpenedBy, ProcessPart, awaited
+from stepscope.files.manifest.records import Absent, Ending, Hardware, OpenedBy, ProcessPart, awaited
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import STEP_TOKENS
 
-CLOSED_WHILE_OPENING = "the capture was closed while it opened"
 _ANSWER_S = 0.1
 _HAND_BACK_S = 1.0  # so long exports, and the record of what closing took, wait for its end
 
@@ -121,29 +121,23 @@ class Session:
         """Children forked while open: they record nothing, and the manifest says so."""
         self.switch_off: Callable[[Session], None] | None = None
         """Takes this session out of the process' slot; set by the slot's writer."""
+        self._is_profiled = False
         self._windows: Windows | None = None
         self._watchdog: budget.Watchdog | None = None
-        self._discard: str | None = None
-        """Why the recordings of a session that is closed are unwanted."""
+        self.on_closed: Callable[[], None] | None = None
+        """Called when the files are closed."""
         self._ended: ClockAnchor | None = None
         """Time at which recording ended: at close, or earlier if it was truncated."""
         self._closing: ClockAnchor | None = None
         """Time at which closing began."""
+        self._hardware: Hardware | None = None
+        self._is_awaited = False
+        """True if the exports wait for the caller's return."""
         self._handed_back = threading.Event()
         self._closed = False
-        self._lock = threading.RLock()  # a signal may close the session while it is being closed
-
-    def end_what_opened_late(self) -> None:
-        """End what the opening has started since a signal's handler, or another thread, closed this."""
-        with self._lock:
-            if self._closed:
-                self._closed = False
-                self.close(discard=self._discard or CLOSED_WHILE_OPENING)
 
     def open_files(self) -> None:
-        """Do the part of opening that may run on any thread: folders, files, the profiler library's one-off
-        costs.
-        """
+        """Do the part of opening that may run on any thread: folders and files."""
         if self.config.export.when == "deferred":
             # What nobody has flushed since the last capture must not be written inside this one.
             exporter.exporter().drain(self.config.budget.export_seconds)
@@ -161,8 +155,13 @@ class Session:
             self.manifest_part.fail(f"{self.config.tool} trace", full, kind="trace")
             failures.warn("stepscope: step %d has spans alone: %s", self.step, full)
         else:
-            self._windows = self.log.observer = self._make_windows()
+            self._is_profiled = True
         self.manifest_part.write()
+
+    def prepare_profiler(self) -> None:
+        """Pay for the profiler library's one-off costs, if a profiler is to start."""
+        if self._is_profiled:
+            self._windows = self.log.observer = self._make_windows()
 
     def _no_profiler(self) -> str | None:
         """Return why no profiler runs here; None when one does."""
@@ -189,25 +188,25 @@ class Session:
             return None
         return Windows(backend, self.config, self.layout, self.manifest_part, self._on_artifact)
 
+    def open_logs(self) -> None:
+        """Create the span file and the counter file."""
+        try:
+            self.log.open()
+        except ours(OSError) as error:
+            self.manifest_part.fail("spans", describe(error), kind="spans")
+            failures.note("opening the span file", error)
+        if self._counters is not None:
+            self._counters.open()
+
     def start_profiler(self) -> None:
         """Do the part of opening that belongs on the thread whose work is recorded."""
-        with self._lock:  # another thread closes what this one has opened, and not the half of it
-            if self._closed:
-                return
-            if self._windows is not None and not self._windows.discrete:
-                self._windows.open(None, self.process.role)
-            try:
-                self.log.open()
-            except ours(OSError) as error:
-                if not self._closed:
-                    self.manifest_part.fail("spans", describe(error), kind="spans")
-                    failures.note("opening the span file", error)
-            if self._counters is not None:
-                self._counters.open()
-            self.manifest_part.write()
-            if not self._closed:
-                self._watchdog = budget.Watchdog(self.config.budget, self.truncate)
-                self._watchdog.start()
+        if self._windows is not None and not self._windows.discrete:
+            self._windows.open(None, self.process.role)
+        self.manifest_part.write()
+        self._watchdog = budget.Watchdog(self.config.budget, self.truncate)
+        self._watchdog.start()
+        if self.ended:  # by another thread, meanwhile
+            self._watchdog.cancel()
 
     def sample_engine(self, profiler: EngineProfiler) -> None:
         """Sample the counters of an engine until the capture ends here. Once for each replica."""
@@ -231,9 +230,9 @@ class Session:
     def state(self) -> None:
         """See `claims.Taker`."""
 
-    def end(self, ending: Ending, deadline_s: float) -> None:
+    def end_with_process(self, ending: Ending, deadline_s: float) -> None:
         """See `claims.Taker`."""
-        self.close(ending=ending)
+        self.finish(ending=ending, timeout_s=deadline_s + shutdown.GRACE_S)
 
     def disown(self) -> None:
         """See `claims.Taker`. Nothing closes the session once it is neither active nor claimed."""
@@ -262,31 +261,48 @@ class Session:
         if self._handed_back.wait(_HAND_BACK_S) and self.layout.root.is_dir():  # it may have been removed
             self.manifest_part.write()
 
+    def open(self) -> None:
+        """Open all files, in a process that has no workers and engines to start in between."""
+
+        async def opened() -> None:
+            self.open_files()
+            self.open_logs()
+
+        _ending().private_loop.run(opened())
+
+    def finish(
+        self, *, ending: Ending | None = None, discard: str | None = None, timeout_s: float | None = None
+    ) -> None:
+        """End and close the session, from any thread, and wait for that. Arguments as in `close`."""
+        if shutdown.after(partial(self.finish, ending=ending, discard=discard, timeout_s=timeout_s)):
+            return
+
+        async def close() -> None:
+            self.close(ending=ending, discard=discard)
+
+        _ending().closed(partial(self.end, discard=discard), close, timeout_s)
+
     def close(self, *, ending: Ending | None = None, discard: str | None = None) -> None:
-        """Stop the profiler, hand its recordings to the exporter, end the files. Idempotent; from any
-        thread. Interrupted by a Ctrl-C, a second call goes on from there.
+        """End the files, on the private loop. Idempotent. On the recorded thread `end` came first.
 
         Args:
             ending: Why the capture ended early; None if it did not.
             discard: Why the recordings are unwanted; None to keep them.
         """
-        is_awaited = self._closing is not None
-        self.leave()
-        with self._lock:
-            if self._closed:
-                return
-            self._closed, self._discard = True, discard
-            try:
-                if is_awaited:  # an export takes the GIL, and the caller would wait longer
-                    exporter.exporter().then(self._await_caller, deferred=False)
-                self._stop_and_write(ending, discard)
-            except BaseException:
-                self._closed = False
-                raise
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.end(discard=discard)  # what an opening has started since
+            self.leave()
+            self._write(ending, discard)
+        finally:
+            if self.on_closed is not None:
+                self.on_closed()
 
-    def _stop_and_write(self, ending: Ending | None, discard: str | None) -> None:
-        part, ended = self.manifest_part, self._end(discard=discard)
-        part.update(closed=ended, settings=settings.kept(), hardware=read_hardware(self.config.throughput))
+    def _write(self, ending: Ending | None, discard: str | None) -> None:
+        part, ended = self.manifest_part, self._ended or clock.read_anchor()
+        part.update(closed=ended, settings=settings.kept(), hardware=self._hardware)
         if ending is not None:
             error = redaction.error_of(ending.error, self.config.redact)
             self.manifest_part.update(ended_by=ending.by, error=error)
@@ -305,32 +321,38 @@ class Session:
         """End the recording early; what is there is kept and marked. The owner's capture stays open for its
         owner.
         """
-        with self._lock:
-            if self._closed or self._ended is not None:
-                return
-            failures.warn("stepscope: step %d is truncated: %s", self.step, reason)
-            began = time.monotonic_ns()
-            self._end(truncated=reason)
-            self.manifest_part.spend(stop_ns=time.monotonic_ns() - began)
-            if self.owner:
-                self.manifest_part.write()
-            else:
-                self.close()  # nobody may ever come to do it: the owner is perhaps gone
+        if self._ended is not None:
+            return
+        failures.warn("stepscope: step %d is truncated: %s", self.step, reason)
+        began = time.monotonic_ns()
+        self.end(truncated=reason)
+        self.manifest_part.spend(stop_ns=time.monotonic_ns() - began)
+        _ending().private_loop.submit(self._mark_truncated(reason))
+        if not self.owner:
+            self.finish()  # nobody may ever come to do it: the owner is perhaps gone
 
-    def _end(self, *, truncated: str | None = None, discard: str | None = None) -> ClockAnchor:
-        if self.switch_off is not None:
-            self.switch_off(self)
+    async def _mark_truncated(self, reason: str) -> None:
+        if not self._closed:
+            self.manifest_part.expect(awaited("spans", "spans", "closing", truncated=reason))
+            self.manifest_part.write()
+
+    def end(self, *, truncated: str | None = None, discard: str | None = None) -> None:
+        """End the recording, on the thread that is recorded if possible. Idempotent."""
         if self._ended is None:
             self._ended = self._closing or clock.read_anchor()
+        if self._hardware is None:  # here: a thread has a current device of its own
+            self._hardware = read_hardware(self.config.throughput)
+        if self.switch_off is not None:
+            self.switch_off(self)
         if self._counters is not None:
             self._counters.sampler.end()
         if self._watchdog is not None:
             self._watchdog.cancel()
+        if self._closing is not None and not self._is_awaited:
+            self._is_awaited = True  # an export takes the GIL, and the caller would wait longer
+            exporter.exporter().then(self._await_caller, deferred=False)
         if self._windows is not None:
             self._windows.finish(truncated=truncated, discard=discard)
-        if truncated is not None:
-            self.manifest_part.expect(awaited("spans", "spans", "closing", truncated=truncated))
-        return self._ended
 
     @property
     def ended(self) -> bool:
@@ -348,6 +370,12 @@ class Session:
     def advance(self) -> None:
         if self._windows is not None:
             self._windows.advance()
+
+
+def _ending() -> ModuleType:
+    from stepscope._recording.session import ending  # import time: asyncio
+
+    return ending
 
 
 def _exists(path: Path) -> bool:

@@ -81,19 +81,16 @@ class SpanLog(SpanMaker):
         """The beginning of recording; None before it."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._writing = threading.RLock()  # of a close() that was interrupted a second one gets hold
+        self._writing = threading.Lock()
 
     def open(self) -> None:
-        """Create the file and start the thread, which writes nothing before `start`. Do nothing once closed.
+        """Create the file and start the thread, which writes nothing before `start`.
 
         Raises:
             OSError: The file cannot be created.
         """
-        if self._stop.is_set():  # by a signal's handler
-            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # An object: what an interrupt keeps from being assigned is closed with it.
             self._file = open(self.path, "xb", buffering=0, opener=private)  # noqa: SIM115  # until close()
             self._fd = self._file.fileno()
         except ours(OSError) as error:
@@ -116,29 +113,27 @@ class SpanLog(SpanMaker):
         return self._size > 0
 
     def close(self, anchor: ClockAnchor, timeout_s: float = 5.0) -> None:
-        """Write the pending spans and the end line. Idempotent. A span that is open keeps its `open` line."""
+        """Write the pending spans and the end line. A span that is open keeps its `open` line.
+
+        A log that was never started leaves no file.
+        """
         self._stop.set()
         if self._thread is not None:
-            try:
-                self._thread.join(timeout_s)
-            except ours(RuntimeError):  # interrupted in its start: it ends as soon as it begins
-                pass
+            self._thread.join(timeout_s)
         if not self._writing.acquire(timeout=timeout_s):
             self.failed = f"the disk did not take the last spans within {timeout_s:g} s"
             return
-        self._anchor = self._anchor or anchor
         try:
             self._write_pending()
             if self._fd >= 0 and self.began:
                 end = records.End(anchor=anchor, spans=self.written, dropped=self.dropped)
                 self._append(lines.encoded(end))
                 self.failed = self.failed or self._lost()
+            elif self._file is not None and self._anchor is None:
+                self.path.unlink()
         except ours(OSError) as error:
             self.failed = describe(error)
             failures.note("writing the end of the spans", error)
-        except BaseException:  # a Ctrl-C: a second call writes the end
-            self.failed = self.failed or "interrupted while the last spans were written"
-            raise
         finally:
             self._writing.release()
         self._fd = -1

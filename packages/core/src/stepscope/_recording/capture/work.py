@@ -1,0 +1,151 @@
+"""Work of one capture: everything but the profiler's window, which belongs to the recorded thread.
+
+It runs on the private loop alone: one thread, in the order of the calls. So it needs no lock, no signal
+interrupts it, and a second call to close joins the first. Opening that fails is undone by `close`, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal
+
+from stepscope._recording.after import pipeline
+from stepscope._recording.capture import conclusion, on_demand
+from stepscope._recording.capture.asked import Asked, Closing
+from stepscope._recording.capture.files import CapturedFiles
+from stepscope._recording.capture.opening import make_session
+from stepscope._recording.capture.result import CaptureResult
+from stepscope._recording.fanout.messages import StopRequest
+from stepscope._recording.fanout.participants import Participants
+from stepscope._recording.process import failures, run, versions
+from stepscope._recording.session.claims import Claim
+from stepscope._recording.session.session import Session
+from stepscope.errors import ours
+from stepscope.files.manifest.records import Manifest
+
+_CANCEL_S = 5.0
+"""Longest wait for a cancelled opening to end."""
+
+
+class CaptureWork:
+    """Opens and closes the session of one capture, its workers and its engines."""
+
+    def __init__(self, asked: Asked, participants: Participants | None, claim: Claim, began_ns: int) -> None:
+        self.state: Literal["new", "opening", "open", "closing", "closed"] = "opening"
+        self.session: Session | None = None
+        self.result: CaptureResult | None = None
+        """None until there is a session, and in a forked child."""
+        self._asked = asked
+        self._participants = participants
+        self._claim = claim
+        self._began_ns = began_ns
+        self._files: CapturedFiles | None = None
+        self._manifest: Manifest | None = None
+        """Manifest at the close of the capture."""
+        self._opening: asyncio.Task[object] | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        """Task that tells the workers and engines to stop."""
+        self._closing: asyncio.Task[None] | None = None
+
+    async def begin(self) -> Session:
+        """Make the session, and open its files."""
+        session = make_session(self._asked, self._participants, self._began_ns)
+        self._files, self.session = CapturedFiles(session, self._participants), session
+        self.result = CaptureResult(self._asked.step, self._files)
+        session.open_files()
+        return session
+
+    async def open(self, session: Session) -> None:
+        """Start the workers and engines."""
+        if self.state != "opening":
+            return  # it was closed meanwhile
+        self._opening = asyncio.current_task()
+        participants = self._participants
+        if participants is not None:
+            await participants.start()
+            if self._asked.on_request:
+                on_demand.tell_others(session.step, participants.taking_part())
+        run.record(session.config, versions.versions)
+        pipeline.promise(session, alone=participants is None)
+        session.open_logs()
+
+    async def tell(self, closing: Closing) -> None:
+        """Begin to stop the workers and engines. An opening that still starts them is cancelled first."""
+        if self.state in ("opening", "open"):
+            self.state = "closing"
+        opening = self._opening
+        if opening is not None and not opening.done():
+            opening.cancel()
+            await asyncio.wait({opening}, timeout=_CANCEL_S)
+        if self._stopping is None and self._participants is not None and self.session is not None:
+            self._stopping = asyncio.ensure_future(self._stop(self._participants, self.session, closing))
+
+    async def close(self, closing: Closing) -> None:
+        """Close everything. A call during another one joins it, and may shorten its wait for others."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close(closing))
+        elif self._stopping is not None and closing.deadline_s is not None:  # the process ends
+            asyncio.get_running_loop().call_later(closing.deadline_s, self._stopping.cancel)
+        await asyncio.shield(self._closing)
+
+    async def _close(self, closing: Closing) -> None:
+        await self.tell(closing)
+        session = self.session
+        if session is None:  # nothing was begun: it may be opened once more
+            self._claim.free()
+            self.state = "new"
+            return
+        stages: tuple[Callable[[Session, Closing], None], ...] = (
+            self._close_session,
+            self._conclude,
+            self._release,
+        )
+        trouble: BaseException | None = None
+        for stage in stages:
+            try:
+                stage(session, closing)
+                if stage == self._close_session and self._stopping is not None:
+                    await asyncio.wait({self._stopping})
+            except BaseException as error:  # SystemExit of a user's function too: the thread is ours
+                trouble = trouble or _noted(error)
+        self._claim.free()
+        self.state = "closed"
+        if trouble is not None:
+            raise trouble
+
+    async def _stop(self, participants: Participants, session: Session, closing: Closing) -> None:
+        request = StopRequest(capture_id=session.capture_id, ending=closing.ending, discard=closing.discard)
+        seconds = session.config.budget.fanout_seconds if closing.deadline_s is None else closing.deadline_s
+        try:
+            await participants.stop(request, seconds)
+        except ours() as error:
+            failures.note("stopping workers and engines", error)
+
+    def _close_session(self, session: Session, closing: Closing) -> None:
+        session.close(ending=closing.ending, discard=closing.discard)
+
+    def _conclude(self, session: Session, closing: Closing) -> None:
+        """Write the manifest as it stands now, and act on it. Files that come later fold it again."""
+        if closing.discard is None:
+            self._manifest = conclusion.conclude(self._asked, session, self._participants)
+        else:
+            conclusion.discard(self._asked, session, closing.discard)
+
+    def _release(self, session: Session, closing: Closing) -> None:
+        """Free the process for the next capture, and queue the work that follows this one."""
+        self._claim.free()
+        session.write_cost()  # before the chores, which read it
+        pipeline.fold_when_written(session)
+        if self._manifest is not None and self._files is not None:
+            pipeline.hand_over(self._files, self.result, session)
+            conclusion.tell_summary(session, self._files, self._manifest)
+
+
+def _noted(error: BaseException) -> BaseException | None:
+    """Note an error of closing. Return it if a test wants it raised."""
+    try:
+        failures.note("closing a capture", error)
+    except BaseException as raised:
+        return raised
+    return None

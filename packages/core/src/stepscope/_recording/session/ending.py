@@ -1,0 +1,48 @@
+"""The two parts of closing: on the recorded thread, and on the private loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from stepscope._recording.process import private_loop, shutdown
+from stepscope._recording.process.private_loop import Job
+
+
+def begin_closing(
+    end_here: Callable[[], None], close: Callable[[], Coroutine[Any, Any, None]]
+) -> tuple[Job[None], BaseException | None]:
+    """Call `end_here` on this thread, then begin `close` on the private loop.
+
+    `end_here` is called once more if it is interrupted. A second interruption passes over what is left of it.
+
+    Returns:
+        The job of `close`, and what interrupted `end_here` first.
+    """
+    interruption: BaseException | None = None
+    for attempt in (end_here, end_here, _nothing):
+        try:
+            shutdown.undisturbed(attempt)
+            return private_loop.submit(close()), interruption
+        except BaseException as error:
+            interruption = interruption or error
+    raise interruption or RuntimeError("unreachable")
+
+
+def closed(
+    end_here: Callable[[], None], close: Callable[[], Coroutine[Any, Any, None]], timeout_s: float | None
+) -> None:
+    """Close as `begin_closing` does, and wait for it, or for `timeout_s`.
+
+    Raises:
+        BaseException: what interrupted this first, or else the error of `close`.
+    """
+    job, interruption = begin_closing(end_here, close)
+    interruption = private_loop.wait_on(job, timeout_s) or interruption
+    if interruption is not None:
+        raise interruption
+    if job.done:
+        job.result()
+
+
+def _nothing() -> None: ...
