@@ -7,8 +7,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from packages.report.tests.commands import Command
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +61,14 @@ def living_actors() -> dict[str, str]:
 
     table = state.actor_table(None, None, None)
     return {actor: about["ActorClassName"] for actor, about in table.items() if about["State"] != "DEAD"}
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Return `command(*words, code=0)`, which runs `stepscope` and returns what it printed."""
+    from packages.report.tests.commands import Command
+
+    return Command(capsys)
 
 
 @pytest.fixture

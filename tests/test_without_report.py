@@ -22,7 +22,7 @@ def alone(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_report_is_really_absent_here() -> None:
     outcome = alone("import stepscope, stepscope_report")
-    assert "ModuleNotFoundError: No module named 'stepscope_report'" in outcome.stderr
+    assert "named 'stepscope_report'" in outcome.stderr
 
 
 def test_the_command_names_the_extra_in_one_line() -> None:

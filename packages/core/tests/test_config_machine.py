@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from packages.report.tests.commands import Command
 from stepscope.config import ProfileConfig, check_save_path, check_tool
 from stepscope.errors import ConfigError
-from stepscope_report.cli import run
 
 
 def everything_in(folder: Path) -> list[Path]:
@@ -199,7 +199,7 @@ def test_validate_refuses_what_is_not_installed_here(
     absent: str | None,
     fix: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     find_spec = importlib.util.find_spec
@@ -214,5 +214,4 @@ def test_validate_refuses_what_is_not_installed_here(
     )  # stepscope-npu is there
     path = tmp_path / "stepscope.yaml"
     path.write_text(f"steps: [1]\n{setting}\n")
-    assert run(["validate", str(path)]) == 2
-    assert fix in " ".join(capsys.readouterr().err.split())
+    assert fix in " ".join(command("validate", path, code=2).err.split())

@@ -231,7 +231,7 @@ class TestFailures:
         done = Submission(exporter, tmp_path / "a.json", write=fail)
         after = Submission(exporter, tmp_path / "b.json")
         exporter.drain(30)
-        assert done.error == "RuntimeError: the profiler lost it"
+        assert done.error.startswith("RuntimeError: ")
         assert done.discarded == 1
         assert after.path.is_file()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["b.json.gz", "b.json.gz.meta.json"]

@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packages.report.tests.commands import Command
 from stepscope import ProfileConfig, capture, request_capture
 from stepscope._recording.capture import configure as run_module
 from stepscope._recording.capture import on_demand
@@ -406,22 +407,18 @@ def test_a_claim_that_is_no_number_is_not_believed(tmp_path: Path) -> None:
 # The command ------------------------------------------------------------------------------------------------
 
 
-def test_the_command_says_who_heard(config: ProfileConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_who_heard(config: ProfileConfig, command: Command) -> None:
     train(config.replace(control={"poll_seconds": 0.02}), range(3))
     wait_for(lambda: read_listening(RunLayout(config.save_path)) != [])
-    assert run(["trigger", config.save_path, "--steps", "9", "--roles", "actor", "--wait", "20"]) == 0
-    shown = capsys.readouterr()
+    shown = command("trigger", config.save_path, "--steps", "9", "--roles", "actor", "--wait", "20")
     assert "asked: request" in shown.err
     assert "heard" in shown.out
     assert "roles actor" in shown.out
     assert f"pid {os.getpid()}, at step 2" in shown.out
 
 
-def test_without_a_listener_it_says_so_and_exits_with_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["trigger", str(tmp_path), "--wait", "0"]) == 3
-    assert "nobody listens in" in capsys.readouterr().err
+def test_without_a_listener_it_says_so_and_exits_with_3(tmp_path: Path, command: Command) -> None:
+    assert "nobody listens in" in command("trigger", tmp_path, "--wait", "0", code=3).err
 
 
 @pytest.mark.parametrize("words", ["{} --wait 0", "ask {} --wait 0", "list {}", "cancel {} all"])
@@ -443,16 +440,13 @@ def test_a_run_that_has_just_begun_is_waited_for(tmp_path: Path, capsys: pytest.
     assert "nobody listens in" in capsys.readouterr().err
 
 
-def test_a_request_that_is_missed_exits_with_3_and_says_why(
-    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_request_that_is_missed_exits_with_3_and_says_why(config: ProfileConfig, command: Command) -> None:
     train(config.replace(control={"poll_seconds": 0.02}), range(5))
     wait_for(lambda: read_listening(RunLayout(config.save_path)) != [])
     request = ask(config, "3")
     train(config.replace(control={"poll_seconds": 0.02}), range(5, 6))
     wait_for(lambda: answer_of(config, request).state == "missed")
-    assert run(["trigger", "list", config.save_path]) == 3
-    assert "step 5 was reached" in capsys.readouterr().out
+    assert "step 5 was reached" in command("trigger", "list", config.save_path, code=3).out
 
 
 def test_who_asks_for_what_is_missed_exits_with_3(config: ProfileConfig) -> None:
@@ -465,14 +459,12 @@ def test_who_asks_for_what_is_missed_exits_with_3(config: ProfileConfig) -> None
 
 
 def test_the_status_is_0_while_a_request_may_still_be_captured_and_3_once_it_is_over(
-    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+    config: ProfileConfig, command: Command
 ) -> None:
     ask(config, "5")
-    assert run(["trigger", "list", config.save_path]) == 0
-    assert "UTC" in capsys.readouterr().out  # as `ls` says when a capture was opened
+    assert "UTC" in command("trigger", "list", config.save_path).out  # as `ls` says when a capture was opened
     ask(config, "6", expires_s=-1)
-    assert run(["trigger", "list", config.save_path]) == 3
-    assert "no process heard" in " ".join(capsys.readouterr().out.split())
+    assert "no process heard" in " ".join(command("trigger", "list", config.save_path, code=3).out.split())
 
 
 def test_an_answer_expires_with_its_request_whatever_its_process_does(config: ProfileConfig) -> None:
@@ -559,11 +551,10 @@ while not glob.glob(sys.argv[1] + "/control/*.json"): time.sleep(0.001)
 
 @pytest.mark.parametrize("killed", [False, True], ids=["exited", "killed"])
 def test_a_request_to_a_run_that_has_ended_is_refused_and_the_next_run_hears_nothing(
-    killed: bool, config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+    killed: bool, config: ProfileConfig, command: Command
 ) -> None:
     end_a_run(config, killed=killed)
-    assert run(["trigger", config.save_path, "--wait", "0"]) == 3
-    shown = capsys.readouterr()
+    shown = command("trigger", config.save_path, "--wait", "0", code=3)
     assert "has ended (trainer," in shown.err
     assert "stepscope trigger --next-run" in shown.err
     assert "Listening" not in shown.out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from packages.report.tests.commands import Command
 from stepscope import ProfileConfig, capture
 from stepscope._recording.recorder import standing
 from stepscope_report.cli import run
@@ -151,12 +151,11 @@ def hanging(program: str, folder: Path, ranks: int = 1, head: str = HEAD) -> Ite
             process.communicate()
 
 
-def answer_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def answer_of(folder: Path, command: Command) -> dict[str, Any]:
     began = time.monotonic()
-    assert run(["why", str(folder), "--json"]) == 0
+    answer: dict[str, Any] = command("why", folder, "--json").json
     took = time.monotonic() - began
     assert took < 4
-    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
     return answer
 
 
@@ -176,12 +175,16 @@ def culprit_of(answer: dict[str, Any]) -> dict[str, Any]:
     ids=["a lock", "a tool that never answers", "a blocked event loop", "a full queue"],
 )
 def test_a_seeded_hang_is_named(
-    program: str, role: str, stage: str, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    program: str,
+    role: str,
+    stage: str,
+    where: str,
+    tmp_path: Path,
+    command: Command,
 ) -> None:
     with hanging(program, tmp_path):
-        answer = answer_of(tmp_path, capsys)
-        assert run(["why", str(tmp_path)]) == 0
-        text = " ".join(capsys.readouterr().out.split())
+        answer = answer_of(tmp_path, command)
+        text = " ".join(command("why", tmp_path).out.split())
     first = culprit_of(answer)
     assert (first["role"], first["stage"]) == (role, stage)
     assert first["where"].startswith(where), first
@@ -189,25 +192,23 @@ def test_a_seeded_hang_is_named(
     assert f" call: trainer_{os.uname().nodename}" in text
 
 
-def test_the_thread_that_holds_the_lock_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_thread_that_holds_the_lock_is_listed(tmp_path: Path, command: Command) -> None:
     with hanging(LOCK, tmp_path):
-        answer = answer_of(tmp_path, capsys)
+        answer = answer_of(tmp_path, command)
     (thread,) = answer["beside"]
     assert thread.startswith("thread holder: hold at ")
 
 
-def test_the_trajectory_of_a_tool_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trajectory_of_a_tool_is_named(tmp_path: Path, command: Command) -> None:
     with hanging(TOOL, tmp_path):
-        first = culprit_of(answer_of(tmp_path, capsys))
+        first = culprit_of(answer_of(tmp_path, command))
     assert (first["trajectory"], first["turn"]) == ("t-2", 0)
 
 
 @pytest.mark.needs("torch")
-def test_the_rank_that_misses_a_collective_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_rank_that_misses_a_collective_is_named(tmp_path: Path, command: Command) -> None:
     with hanging(RANK, tmp_path, ranks=2):
-        answer = answer_of(tmp_path, capsys)
+        answer = answer_of(tmp_path, command)
     first = culprit_of(answer)
     assert "actor_rank1_" in first["process"]
     assert first["where"].startswith("forward at ")
@@ -216,24 +217,18 @@ def test_the_rank_that_misses_a_collective_is_named(
     assert "actor_rank0_" in gathered[0]["process"]
 
 
-def test_nobody_answers_in_a_run_without_a_recorder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["why", str(tmp_path), "--wait", "0.2"]) == 3
-    assert "record: spans" in capsys.readouterr().err
+def test_nobody_answers_in_a_run_without_a_recorder(tmp_path: Path, command: Command) -> None:
+    assert "record: spans" in command("why", tmp_path, "--wait", "0.2", code=3).err
 
 
 def test_a_folder_that_is_none_is_an_error(tmp_path: Path) -> None:
     assert run(["why", str(tmp_path / "no")]) == 2
 
 
-def test_a_killed_run_shows_what_its_last_step_never_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_shows_what_its_last_step_never_ended(tmp_path: Path, command: Command) -> None:
     with hanging(FULL_QUEUE, tmp_path, head=HEAD.replace('record="spans"', "steps=[3]")):
         time.sleep(1.5)  # an open span has its line on disk after a second
-    assert run(["why", str(tmp_path), "--wait", "0.2"]) == 3
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(command("why", tmp_path, "--wait", "0.2", code=3).out.split())
     assert "Step 3, " in text
     assert "rollout push" in text
 
@@ -242,7 +237,7 @@ def test_a_killed_run_shows_what_its_last_step_never_ended(
     ("record", "fix"), [("off", "record: spans, in the run's"), ("spans", "if it ended")]
 )
 def test_a_run_that_does_not_answer_is_told_what_it_lacks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], record: str, fix: str
+    tmp_path: Path, command: Command, record: str, fix: str
 ) -> None:
     settings = {
         "save_path": str(tmp_path),
@@ -254,5 +249,4 @@ def test_a_run_that_does_not_answer_is_told_what_it_lacks(
     with capture(1, config=config):
         pass
     standing.stop()
-    assert run(["why", str(tmp_path), "--wait", "0.1"]) == 3
-    assert fix in " ".join(capsys.readouterr().err.split())
+    assert fix in " ".join(command("why", tmp_path, "--wait", "0.1", code=3).err.split())

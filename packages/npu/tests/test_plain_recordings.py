@@ -9,11 +9,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from packages.npu.tests.real.cann.fake_msprof import us
+from packages.report.tests.commands import Command
 from packages.report.tests.test_plain_recordings import length_ns
-from packages.report.tests.test_plain_traces import printed
 from stepscope_report.cli import run
 
 AT = 1_750_000_000_000_000_000
@@ -117,14 +115,11 @@ def write_database(folder: Path, work: Work, rank: int) -> None:
                 run_("INSERT INTO COMMUNICATION_TASK_INFO VALUES (3, ?)", (at,))
 
 
-def test_a_report_of_folders_of_torch_npu_has_the_times_of_a_sweep(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_of_folders_of_torch_npu_has_the_times_of_a_sweep(tmp_path: Path, command: Command) -> None:
     works = [random_work(seed) for seed in range(2)]
     write_text(folder_of(tmp_path, 0), works[0])
     write_database(folder_of(tmp_path, 1), works[1], 1)
-    assert run(["report", str(tmp_path), "--json"]) == 0
-    report = printed(capsys)
+    report = command("report", tmp_path, "--json").json
     rows = {row["rank"]: row for row in report["traces"]["devices"]}
     assert {rank: row["device"] for rank, row in rows.items()} == {0: "NPU 0", 1: "NPU 0"}
     assert {row["pid"] for row in report["processes"]} == {700, 701}
@@ -142,9 +137,6 @@ def test_a_report_of_folders_of_torch_npu_has_the_times_of_a_sweep(
     assert run(["merge", str(tmp_path), "--output", str(tmp_path / "merged.json.gz")]) == 0
 
 
-def test_a_raw_recording_of_others_is_named_with_the_fix(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_raw_recording_of_others_is_named_with_the_fix(tmp_path: Path, command: Command) -> None:
     folder_of(tmp_path, 0)
-    assert run(["report", str(tmp_path)]) == 1
-    assert "not analysed" in " ".join(capsys.readouterr().err.split())
+    assert "not analysed" in " ".join(command("report", tmp_path, code=1).err.split())

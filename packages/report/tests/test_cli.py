@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 import stepscope_report
+from packages.report.tests.commands import Command
 from stepscope import ProfileConfig, capture, span, trajectory
 from stepscope.errors import RecordError
 from stepscope.files.manifest.records import Expectation
@@ -56,9 +57,8 @@ def json_of(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_run_is_reported_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["report", str(a_run(tmp_path))]) == 0
-    printed = capsys.readouterr()
+def test_a_run_is_reported_step_by_step(tmp_path: Path, command: Command) -> None:
+    printed = command("report", a_run(tmp_path))
     for phrase in ("Step 2 of run run1", "Step 4 of run run1", "agent_loop", "8.00 ms", "80.0", "Steps"):
         assert phrase in printed.out
     pages = f"Page: {tmp_path}/report.html and 2 for its steps\n"
@@ -86,49 +86,39 @@ def test_several_steps_are_told_in_short_and_one_in_full(
     assert [heading for heading in HEADINGS if heading in lines] == shown.split(", ")
 
 
-def test_one_step_is_reported_by_number_or_by_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_step_is_reported_by_number_or_by_its_folder(tmp_path: Path, command: Command) -> None:
     a_run(tmp_path)
-    assert run(["report", str(tmp_path), "--step", "4"]) == 0
-    by_number = capsys.readouterr().out
-    assert run(["report", str(tmp_path / "step_000004")]) == 0
-    assert capsys.readouterr().out == by_number
+    by_number = command("report", tmp_path, "--step", "4").out
+    assert command("report", tmp_path / "step_000004").out == by_number
     assert "Step 2" not in by_number
 
 
-def test_the_report_as_json_is_the_typed_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["report", str(a_run(tmp_path)), "--json"]) == 0
-    data = json_of(capsys)
+def test_the_report_as_json_is_the_typed_tables(tmp_path: Path, command: Command) -> None:
+    data = command("report", a_run(tmp_path), "--json").json
     assert [step["step"] for step in data["steps"]] == [2, 4]
     account = data["steps"][0]["breakdown"]
     assert sum(line["wall_ns"] for line in account["lines"]) == account["window_ns"] == 10 * MS
 
 
-def test_what_is_broken_or_gone_is_reported_around_and_exits_with_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["ls", str(a_run(tmp_path))]) == 0
-    assert "10.0 ms" in capsys.readouterr().out
+def test_what_is_broken_or_gone_is_reported_around_and_exits_with_3(tmp_path: Path, command: Command) -> None:
+    assert "10.0 ms" in command("ls", a_run(tmp_path)).out
     damage(tmp_path)
     (tmp_path / "step_000009" / "spans").mkdir(parents=True)
-    assert run(["report", str(tmp_path)]) == 3
-    printed = capsys.readouterr()
+    printed = command("report", tmp_path, code=3)
     assert "cut off" in printed.out
     assert "Step 4" in printed.out
     assert "step_000009: " in printed.err
 
 
 def test_of_two_runs_in_one_folder_the_latest_is_shown_and_the_other_can_be(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     a_run(tmp_path, (2, 4), "old")
     a_run(tmp_path, (4,), "new")
-    assert run(["report", str(tmp_path), "--run", "old", "--json"]) == 0
-    assert [(step["step"], step["run_id"]) for step in json_of(capsys)["steps"]] == [(2, "old"), (4, "old")]
-    assert run(["report", str(tmp_path), "--run", "new"]) == 0
-    assert "--run: old" in capsys.readouterr().out
-    assert run(["report", str(tmp_path), "--run", "other"]) == 2
+    shown = command("report", tmp_path, "--run", "old", "--json")
+    assert [(step["step"], step["run_id"]) for step in shown.json["steps"]] == [(2, "old"), (4, "old")]
+    assert "--run: old" in command("report", tmp_path, "--run", "new").out
+    command("report", tmp_path, "--run", "other", code=2)
 
 
 @pytest.fixture
@@ -139,10 +129,9 @@ def resumed(tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_two_runs_is_read_as_the_newest_and_the_rest_is_named(
-    resumed: Path, capsys: pytest.CaptureFixture[str]
+    resumed: Path, command: Command
 ) -> None:
-    assert run(["report", str(resumed), "--json"]) == 0
-    printed = capsys.readouterr()
+    printed = command("report", resumed, "--json")
     document = json.loads(printed.out)
     assert [(step["step"], step["run_id"]) for step in document["steps"]] == [
         (40, "resumed"),
@@ -150,27 +139,21 @@ def test_a_folder_of_two_runs_is_read_as_the_newest_and_the_rest_is_named(
     ]
     assert document["others"] == {"before": [44]}
     assert "step 44 of" in printed.err
-    assert run(["report", str(resumed)]) == 0
+    command("report", resumed)
     assert "step 44 of" in resumed.joinpath("report.html").read_text()
-    capsys.readouterr()
-    assert run(["report", str(resumed), "--by", "stage", "--json"]) == 0
-    assert {step["run_id"] for step in json_of(capsys)["steps"]} == {"resumed"}
-    assert run(["diff", str(resumed), str(resumed), "--run-a", "before", "--json"]) == 0
-    change = json_of(capsys)
+    shown = command("report", resumed, "--by", "stage", "--json")
+    assert {step["run_id"] for step in shown.json["steps"]} == {"resumed"}
+    change = command("diff", resumed, resumed, "--run-a", "before", "--json").json
     assert (change["a"]["runs"], change["a"]["steps"]) == (["before"], [40, 44])
     assert (change["b"]["runs"], change["b"]["steps"]) == (["resumed"], [40, 50])
     assert longest_step(resumed).run_id == "resumed"
 
 
-def test_a_step_that_the_newest_run_lacks_is_read_where_it_is_named(
-    resumed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["report", str(resumed), "--step", "44", "--json"]) == 0
-    document = json_of(capsys)
+def test_a_step_that_the_newest_run_lacks_is_read_where_it_is_named(resumed: Path, command: Command) -> None:
+    document = command("report", resumed, "--step", "44", "--json").json
     assert [(step["step"], step["run_id"]) for step in document["steps"]] == [(44, "before")]
     assert document["others"] == {}
-    assert run(["diff", str(resumed), str(resumed), "--steps-a", "44", "--json"]) == 0
-    assert json_of(capsys)["a"]["runs"] == ["before"]
+    assert command("diff", resumed, resumed, "--steps-a", "44", "--json").json["a"]["runs"] == ["before"]
     assert json.loads(Tools(resumed).query_spans(".", step=44))["step"] == 44
 
 
@@ -189,28 +172,23 @@ def test_opened_in_a_notebook_a_folder_of_two_runs_is_the_newest(resumed: Path) 
         stepscope_report.open(resumed, run="no")
 
 
-def test_what_the_last_step_of_the_newest_run_never_ended_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_last_step_of_the_newest_run_never_ended_is_shown(tmp_path: Path, command: Command) -> None:
     for run_id, step, stage, later_ms in (("before", 90, "old", 0), ("resumed", 82, "stuck", 60_000)):
         folder = StepFolder(tmp_path, step=step, run_id=run_id, opened_ns=OPENED_NS + later_ms * MS)
         folder.process("trainer", owner=True).span(stage, 0, None)
         folder.write()
-    assert run(["why", str(tmp_path), "--wait", "0.1"]) == 3
-    text = capsys.readouterr().out
+    text = command("why", tmp_path, "--wait", "0.1", code=3).out
     assert "Step 82" in text
     assert "stuck" in text
 
 
 def test_a_merge_of_a_role_that_is_not_there_keeps_the_timeline_and_names_those_that_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     step = a_run(tmp_path) / "step_000002"
-    assert run(["merge", str(step)]) == 0
+    command("merge", step)
     before = (step / "timeline.json.gz").read_bytes()
-    capsys.readouterr()
-    assert run(["merge", str(step), "--roles", "traner"]) == 2
-    message = capsys.readouterr().err
+    message = command("merge", step, "--roles", "traner", code=2).err
     assert "roles is 'traner'" in message
     assert "trainer" in message
     assert (step / "timeline.json.gz").read_bytes() == before
@@ -237,13 +215,12 @@ def test_a_merge_of_a_role_that_is_not_there_keeps_the_timeline_and_names_those_
     ],
 )
 def test_a_path_that_is_no_run_is_answered_with_what_is_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    tmp_path: Path, command: Command, arguments: list[str], message: str
 ) -> None:
     a_run(tmp_path / "runs" / "first")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    assert run([argument.format(tmp_path) for argument in arguments]) == 2
-    printed = capsys.readouterr()
+    printed = command(*(argument.format(tmp_path) for argument in arguments), code=2)
     assert message.format(tmp_path) in printed.err
     assert printed.out == ""
 
@@ -253,19 +230,16 @@ def test_a_path_that_is_no_run_is_answered_with_what_is_there(
     [([], "selects no step: set `steps`"), ([100], "selects steps [100]: the run has reached none of them")],
 )
 def test_a_run_without_captured_steps_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: list[int], message: str
+    tmp_path: Path, command: Command, steps: list[int], message: str
 ) -> None:
     record = RunRecord(
         run_id="r", started_ns=0, host="h", pid=1, command=("train.py",), config={"steps": steps}, versions={}
     )
     (tmp_path / "run.json").write_bytes(msgspec.json.encode(record))
-    assert run(["report", str(tmp_path)]) == 3
-    assert message in capsys.readouterr().err
+    assert message in command("report", tmp_path, code=3).err
 
 
-def test_ls_shows_each_step_with_its_state_and_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_shows_each_step_with_its_state_and_what_is_missing(tmp_path: Path, command: Command) -> None:
     folder = StepFolder(tmp_path, step=2)
     driver = folder.process("trainer", owner=True)
     trace = Artifact(
@@ -275,25 +249,22 @@ def test_ls_shows_each_step_with_its_state_and_what_is_missing(
     driver.close(10 * MS)
     folder.process("actor", 1)
     folder.write()
-    assert run(["ls", str(tmp_path)]) == 3
-    printed = capsys.readouterr().out
+    printed = command("ls", tmp_path, code=3).out
     assert "actor_rank1_host-a_pid1001: spans: pending: " in " ".join(printed.split())
-    assert run(["ls", str(tmp_path), "--json"]) == 3
-    (row,) = json_of(capsys)
+    (row,) = command("ls", tmp_path, "--json", code=3).json
     assert (row["step"], row["run_id"], row["state"], row["wall_ns"]) == (2, "run1", "pending", 10 * MS)
     assert (row["processes"], row["artifacts"], len(row["pending"])) == (2, 1, 1)
     assert row["bytes"] == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_a_real_capture_is_listed_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_capture_is_listed_and_reported(tmp_path: Path, command: Command) -> None:
     config = ProfileConfig(save_path=tmp_path, steps=[7], roles={"*": {"profiler": "off"}})
     with capture(7, config=config, workers={}):  # Ray may run: of other tests
         for index in range(3):
             with trajectory(f"t{index}"), span("generate", role="rollout"):
                 pass
-    assert run(["ls", str(tmp_path)]) == 0
-    assert run(["report", str(tmp_path), "--json"]) == 0
-    printed = capsys.readouterr().out
+    command("ls", tmp_path)
+    printed = command("report", tmp_path, "--json").out
     (step,) = json.loads(printed[printed.index("{") :])["steps"]
     assert [(s["stage"], s["calls"]) for s in step["long_tail"]["spreads"]] == [
         ("trajectory", 3),
@@ -304,18 +275,16 @@ def test_a_real_capture_is_listed_and_reported(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_validate_shows_the_resolved_configuration_and_its_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "stepscope.yaml"
     path.write_text('steps: [2, "10:50:10"]\nmode: discrete\n')
     monkeypatch.setenv("STEPSCOPE_MODE", "continuous")
-    assert run(["validate", str(path)]) == 0
-    printed = capsys.readouterr().out
+    printed = command("validate", path).out
     assert "mode: continuous" in printed
     assert "STEPSCOPE_MODE" in printed
     assert "2, 10, 20, 30, 40 (of those below 100)" in printed
-    assert run(["validate", str(path), "--json", "--below", "30"]) == 0
-    assert json_of(capsys)["steps"] == [2, 10, 20]
+    assert command("validate", path, "--json", "--below", "30").json["steps"] == [2, 10, 20]
 
 
 @pytest.mark.parametrize(
@@ -340,12 +309,11 @@ def test_validate_says_what_is_wrong_or_selects_nothing(
 
 
 def test_an_error_has_a_traceback_only_when_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "stepscope.yaml"
     path.write_text("mode: wrong\n")
-    assert run(["validate", str(path)]) == 2
-    assert "Traceback" not in capsys.readouterr().err
+    assert "Traceback" not in command("validate", path, code=2).err
     with pytest.raises(ValueError, match="mode is 'wrong'"):
         run(["--traceback", "validate", str(path)])
     monkeypatch.setenv("STEPSCOPE_RAISE", "1")
@@ -353,15 +321,12 @@ def test_an_error_has_a_traceback_only_when_asked_for(
         run(["validate", str(path)])
 
 
-def test_an_error_of_ours_is_one_message_too(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_ours_is_one_message_too(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
         raise KeyError(name)
 
     monkeypatch.setattr("stepscope_report.cli.demo.find_spec", broken)
-    assert run(["demo"]) == 1
-    assert capsys.readouterr().err.startswith(
+    assert command("demo", code=1).err.startswith(
         "error: KeyError: 'torch'\nThis is a bug in stepscope. Run again with `--traceback`"
     )
 
@@ -372,11 +337,9 @@ def test_a_wrong_command_line_exits_with_2(arguments: list[str], capsys: pytest.
     assert "Usage: stepscope" in capsys.readouterr().err
 
 
-def test_help_names_the_exit_codes_and_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--help"]) == 0
-    assert "Exit codes: 0 success" in capsys.readouterr().out
-    assert run(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("stepscope 0.")
+def test_help_names_the_exit_codes_and_the_version_is_shown(command: Command) -> None:
+    assert "Exit codes: 0 success" in command("--help").out
+    assert command("--version").out.startswith("stepscope 0.")
 
 
 def a_trace(save_path: Path, content: bytes) -> Path:
@@ -387,21 +350,16 @@ def a_trace(save_path: Path, content: bytes) -> Path:
     return step
 
 
-def test_a_step_is_merged_into_one_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_is_merged_into_one_timeline(tmp_path: Path, command: Command) -> None:
     step = a_run(tmp_path) / "step_000002"
-    assert run(["merge", str(step)]) == 0
-    assert f"{step / 'timeline.json.gz'}: 1 event of 1 process" in capsys.readouterr().err
-    assert run(["merge", str(step), "--json", "-o", str(tmp_path / "other.json.gz")]) == 0
-    assert json_of(capsys)["spans"] == 1
+    assert f"{step / 'timeline.json.gz'}: 1 event of 1 process" in command("merge", step).err
+    assert command("merge", step, "--json", "-o", tmp_path / "other.json.gz").json["spans"] == 1
     assert (tmp_path / "other.json.gz").read_bytes() == (step / "timeline.json.gz").read_bytes()
 
 
-def test_a_merge_of_broken_files_says_which_and_exits_with_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_merge_of_broken_files_says_which_and_exits_with_3(tmp_path: Path, command: Command) -> None:
     step = a_trace(tmp_path, b"")
-    assert run(["merge", str(step)]) == 3
-    out = capsys.readouterr().out
+    out = command("merge", step, code=3).out
     assert "traces/actor/t.json: empty" in out
     assert "traces/actor/t.json: no sidecar" in out
 
@@ -438,27 +396,23 @@ def test_an_option_of_merge_that_means_nothing_is_refused(
     assert not (step / "timeline.json.gz").exists()
 
 
-def test_merging_a_run_names_a_step_of_the_run_that_is_meant(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_merging_a_run_names_a_step_of_the_run_that_is_meant(tmp_path: Path, command: Command) -> None:
     a_run(tmp_path, (1,), "old")
     a_run(tmp_path, (7,), "new", opened_ns=OPENED_NS + 10**12)
     for words, step in (([], 7), (["--run", "old"], 1)):
-        assert run(["merge", str(tmp_path), *words]) == 2
-        assert f"such as --step {step}" in capsys.readouterr().err
-    assert run(["merge", str(tmp_path), "--step", "7"]) == 0
+        assert f"such as --step {step}" in command("merge", tmp_path, *words, code=2).err
+    command("merge", tmp_path, "--step", "7")
     assert (tmp_path / "step_000007" / "timeline.json.gz").exists()
 
 
 def test_the_demo_without_its_libraries_says_what_to_install(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stepscope_report.cli.demo.find_spec", lambda name: None)
-    assert run(["demo"]) == 2
-    assert "install torch 'stepscope[ray]'" in capsys.readouterr().err
+    assert "install torch 'stepscope[ray]'" in command("demo", code=2).err
 
 
-def command(*arguments: str, stderr: int = subprocess.PIPE, **environment: str) -> subprocess.Popen[bytes]:
+def started(*arguments: str, stderr: int = subprocess.PIPE, **environment: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-c", "from stepscope_report.cli import main; main()", *arguments],
         stdout=subprocess.PIPE,
@@ -469,7 +423,7 @@ def command(*arguments: str, stderr: int = subprocess.PIPE, **environment: str) 
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> None:
-    process = command("report", str(a_run(tmp_path, range(2, 40))))
+    process = started("report", str(a_run(tmp_path, range(2, 40))))
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
@@ -481,7 +435,7 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> Non
 def test_a_bar_is_drawn_on_a_terminal_only(tmp_path: Path) -> None:
     a_run(tmp_path)
     terminal, end = pty.openpty()
-    with command("report", str(tmp_path), "--json", stderr=end) as process:
+    with started("report", str(tmp_path), "--json", stderr=end) as process:
         os.close(end)
         out, _ = process.communicate()
     assert b"reading spans" in os.read(terminal, 10_000)
@@ -496,7 +450,7 @@ def test_names_that_the_terminals_encoding_lacks_are_escaped(tmp_path: Path) -> 
     driver.span("größe 大", 0, MS)
     driver.close(MS)
     folder.write()
-    out, err = command("report", str(tmp_path), PYTHONIOENCODING="ascii").communicate()
+    out, err = started("report", str(tmp_path), PYTHONIOENCODING="ascii").communicate()
     assert b"gr\\xf6\\xdfe \\u5927" in out
     assert err.startswith(b"Page: ")
 

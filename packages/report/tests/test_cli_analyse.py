@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from packages.report.tests.commands import Command
 from stepscope.errors import BackendError
 from stepscope.testing.steps import StepFolder
-from stepscope_report.cli.app import run
 from stepscope_report.timeline import analysers
 
 
@@ -39,25 +39,21 @@ def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_what_waits_is_analysed_once(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["analyse", str(step.parent)]) == 0
-    assert "a.raw: one file" in capsys.readouterr().err
+def test_what_waits_is_analysed_once(step: Path, command: Command) -> None:
+    assert "a.raw: one file" in command("analyse", step.parent).err
     assert (step / "traces" / "a.json").exists()
-    assert run(["analyse", str(step)]) == 0
-    assert "no recording waits" in capsys.readouterr().err
+    assert "no recording waits" in command("analyse", step).err
 
 
-def test_one_that_fails_is_named_and_the_others_go_on(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_fails_is_named_and_the_others_go_on(step: Path, command: Command) -> None:
     (step / "traces" / "0.raw").write_text("broken")
-    assert run(["analyse", str(step), "--timeout", "7"]) == 3
-    message = capsys.readouterr().err
+    message = command("analyse", step, "--timeout", "7", code=3).err
     assert "0.raw: FAILED: " in message
     assert "a.raw: one file" in message
 
 
 def test_without_an_analyser_it_says_what_to_install(
-    step: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    step: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(analysers, "installed", list)
-    assert run(["analyse", str(step)]) == 2
-    assert "pip install 'stepscope[npu]'" in capsys.readouterr().err
+    assert "pip install 'stepscope[npu]'" in command("analyse", step, code=2).err

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from packages.report.tests.commands import Command
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli.app import app, run
 
@@ -41,12 +42,11 @@ def names() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("command", ["", *names()])
-def test_every_command_has_a_short_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*command.split(), "-h"]) == 0
-    help_text = capsys.readouterr().out
+@pytest.mark.parametrize("verb", ["", *names()])
+def test_every_command_has_a_short_help(verb: str, command: Command) -> None:
+    help_text = command(*verb.split(), "-h").out
     assert "Usage: stepscope" in help_text
-    assert command in ("", "trigger") or ("--quiet" in help_text and "--verbose" in help_text)
+    assert verb in ("", "trigger") or ("--quiet" in help_text and "--verbose" in help_text)
 
 
 @pytest.mark.parametrize(
@@ -94,25 +94,18 @@ def test_merge_takes_a_range_of_ranks_without_an_end(
     assert json.loads(capsys.readouterr().out)["selection"] == {"ranks": ["0", "3-7", "8-"]}
 
 
-def test_a_quiet_command_prints_its_answer_and_errors_alone(
-    save_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["report", str(save_path), "-q"]) == 0
-    printed = capsys.readouterr()
+def test_a_quiet_command_prints_its_answer_and_errors_alone(save_path: Path, command: Command) -> None:
+    printed = command("report", save_path, "-q")
     assert "Step 2 of" in printed.out
     assert printed.err == ""
-    assert run(["report", str(save_path / "absent"), "-q"]) == 2
-    assert "does not exist" in capsys.readouterr().err
-    assert run(["report", str(save_path), "--no-html"]) == 0
-    assert "All tables: --full" in capsys.readouterr().err, "the next command is not quiet"
+    assert "does not exist" in command("report", save_path / "absent", "-q", code=2).err
+    shown = command("report", save_path, "--no-html")
+    assert "All tables: --full" in shown.err, "the next command is not quiet"
 
 
-def test_a_verbose_command_logs_at_debug_until_its_end(
-    save_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_verbose_command_logs_at_debug_until_its_end(save_path: Path, command: Command) -> None:
     level = logging.getLogger("stepscope").level
-    assert run(["report", str(save_path), "--step", "2", "-v"]) == 0
-    printed = capsys.readouterr().err
+    printed = command("report", save_path, "--step", "2", "-v").err
     assert f"debug: reading {save_path}/step_000002" in printed
     assert "debug: exit code 0" in printed
     assert logging.getLogger("stepscope").level == level
@@ -129,30 +122,22 @@ def test_an_unknown_variable_is_named_once_with_the_nearest_known_one(
     assert re.findall(r"'(\w+)'", warning) == ["STEPSCOPE_DISBALE", "STEPSCOPE_DISABLE"]
 
 
-def test_whole_numbers_that_javascript_would_round_are_texts_too(
-    save_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["ls", str(save_path), "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)[0]
+def test_whole_numbers_that_javascript_would_round_are_texts_too(save_path: Path, command: Command) -> None:
+    row = command("ls", save_path, "--json").json[0]
     assert row["opened_ns"] > 2**53
     assert row["opened_ns_text"] == str(row["opened_ns"])
     assert "wall_ns_text" not in row
     target = save_path / "timeline.json.gz"
-    assert run(["merge", str(save_path), "--step", "2", "--json", "-o", str(target)]) == 0
-    merged = json.loads(capsys.readouterr().out)
+    merged = command("merge", save_path, "--step", "2", "--json", "-o", target).json
     assert merged["window_ns_text"] == [str(ns) for ns in merged["window_ns"]]
 
 
-def test_that_nothing_is_waited_for_is_one_line(save_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["collect", str(save_path)]) == 0
-    assert capsys.readouterr().out.split(": ")[-1].strip().startswith("nothing")
+def test_that_nothing_is_waited_for_is_one_line(save_path: Path, command: Command) -> None:
+    assert command("collect", save_path).out.split(": ")[-1].strip().startswith("nothing")
 
 
-def test_the_shell_completes_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_shell_completes_commands(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     words = {"_STEPSCOPE_COMPLETE": "complete_bash", "COMP_WORDS": "stepscope tr", "COMP_CWORD": "1"}
     for name, value in words.items():
         monkeypatch.setenv(name, value)
-    assert run([]) == 0
-    assert capsys.readouterr().out.split() == ["trigger"]
+    assert command().out.split() == ["trigger"]

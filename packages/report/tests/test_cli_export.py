@@ -13,6 +13,7 @@ import pytest
 from pyarrow import parquet
 
 import stepscope_report
+from packages.report.tests.commands import Command
 from packages.report.tests.simulated import Rollout
 from packages.report.tests.test_cli import a_run
 from stepscope.testing.steps import StepFolder
@@ -58,12 +59,9 @@ def a_long_run(path: Path) -> Path:
     return path
 
 
-def test_a_run_has_the_rows_of_all_steps_in_each_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_has_the_rows_of_all_steps_in_each_file(tmp_path: Path, command: Command) -> None:
     path = a_long_run(tmp_path / "run")
-    assert run(["export", str(path), "--parquet"]) == 0
-    printed = capsys.readouterr()
+    printed = command("export", path, "--parquet")
     opened = stepscope_report.open(path)
     for name in ROWS:
         rows = opened.table(name)
@@ -128,13 +126,10 @@ def test_files_are_as_private_as_the_run(tmp_path: Path) -> None:
     assert {file.stat().st_mode & 0o777 for file in (path / "tables").iterdir()} == {0o600}
 
 
-def test_a_step_that_cannot_be_read_does_not_hide_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path, command: Command) -> None:
     path = a_run(tmp_path)
     empty(path / "step_000002")
-    assert run(["export", str(path), "--parquet"]) == 3
-    assert "step_000002: " in capsys.readouterr().err
+    assert "step_000002: " in command("export", path, "--parquet", code=3).err
     assert [row["step"] for row in rows_of(path / "tables", "stages")] == [4]
 
 
@@ -155,10 +150,10 @@ def empty(folder: Path) -> None:
 
 
 def test_a_table_that_does_not_fit_is_left_out_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = a_run(tmp_path)
-    assert run(["export", str(path), "--parquet"]) == 0
+    command("export", path, "--parquet")
     table = OpenStep.table
 
     def with_a_huge_number(step: OpenStep, name: str) -> Any:
@@ -168,8 +163,7 @@ def test_a_table_that_does_not_fit_is_left_out_and_named(
         return rows
 
     monkeypatch.setattr(OpenStep, "table", with_a_huge_number)
-    assert run(["export", str(path), "--parquet"]) == 3
-    assert re.search("table spans .*: step 2: ", capsys.readouterr().err)
+    assert re.search("table spans .*: step 2: ", command("export", path, "--parquet", code=3).err)
     assert not (path / "tables" / "spans.parquet").exists()
     assert rows_of(path / "tables", "stages")
 
@@ -188,26 +182,21 @@ def test_an_interrupted_export_leaves_the_files_of_before(tmp_path: Path) -> Non
     assert {file.name: file.read_bytes() for file in (path / "tables").iterdir()} == before
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, command: Command) -> None:
     path = a_run(tmp_path)
     (path / "tables").write_text("a file")
-    assert run(["export", str(path), "--parquet"]) == 1
-    assert f"[Errno 17] File exists: '{path / 'tables'}'" in capsys.readouterr().err
+    assert f"[Errno 17] File exists: '{path / 'tables'}'" in command("export", path, "--parquet", code=1).err
 
 
-def test_the_format_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["export", str(a_run(tmp_path))]) == 2
-    assert "--parquet" in capsys.readouterr().err
+def test_the_format_is_named(tmp_path: Path, command: Command) -> None:
+    assert "--parquet" in command("export", a_run(tmp_path), code=2).err
 
 
 def test_without_pyarrow_the_command_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     path = a_run(tmp_path)
     for name in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert run(["export", str(path), "--parquet"]) == 2
-    assert "pip install 'stepscope[cli,parquet]'" in capsys.readouterr().err
+    assert "pip install 'stepscope[cli,parquet]'" in command("export", path, "--parquet", code=2).err
     assert not (path / "tables").exists()

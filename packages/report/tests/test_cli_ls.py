@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from packages.report.tests.commands import Command
 from stepscope import ProfileConfig, capture, flush
 from stepscope.files.manifest.records import Expectation
 from stepscope.testing.steps import StepFolder
@@ -15,23 +16,17 @@ from stepscope_report.cli import run
 MS = 1_000_000
 
 
-def test_a_steps_folder_shows_that_step_whatever_it_is_called(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_steps_folder_shows_that_step_whatever_it_is_called(tmp_path: Path, command: Command) -> None:
     folder = StepFolder(tmp_path / "run", step=7)
     folder.process("trainer", owner=True).close(10 * MS)
     moved = folder.write().rename(tmp_path / "from the cluster")
-    assert run(["ls", str(moved), "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
+    (row,) = command("ls", moved, "--json").json
     assert (row["step"], row["wall_ns"]) == (7, 10 * MS)
 
 
-def test_a_step_in_which_nothing_says_its_number_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_in_which_nothing_says_its_number_is_refused(tmp_path: Path, command: Command) -> None:
     (tmp_path / "copy" / "spans").mkdir(parents=True)
-    assert run(["ls", str(tmp_path / "copy")]) == 2
-    assert "unknown number" in capsys.readouterr().err
+    assert "unknown number" in command("ls", tmp_path / "copy", code=2).err
 
 
 def test_a_step_that_an_exception_ended_is_marked_with_it(
@@ -56,11 +51,11 @@ def test_a_step_that_an_exception_ended_is_marked_with_it(
     run(["report", str(tmp_path), "--no-html"])
     text = capsys.readouterr().out
     assert "yes, ended early" in text
-    assert "with ValueError: no such" in text
+    assert "with ValueError: no" in text
 
 
 def test_a_short_recording_of_an_engine_is_told_by_ls_the_report_and_its_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     folder = StepFolder(tmp_path)
@@ -74,9 +69,7 @@ def test_a_short_recording_of_an_engine_is_told_by_ls_the_report_and_its_page(
     )
     driver.close(10 * MS)
     step = folder.write()
-    assert run(["ls", str(tmp_path)]) == 0
-    assert run(["report", str(step)]) == 0
-    listed, reported = capsys.readouterr().out.split("Where it went", 1)
-    for text in (listed, reported, (step / "report.html").read_text()):
+    shown = command("ls", tmp_path).out, command("report", step).out
+    for text in (*shown, (step / "report.html").read_text()):
         assert f"replica 0: {note}" in text
         assert "iterations.count is ignored" in text

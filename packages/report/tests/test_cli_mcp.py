@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from packages.report.tests.commands import Command
 from packages.report.tests.simulated import Rollout
 from packages.report.tests.test_cli import a_run, damage
 from packages.report.tests.test_what_if import a_step
@@ -18,7 +19,6 @@ from packages.report.tests.traces import kernel, write_trace
 from stepscope.errors import CaptureError, RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import Listening, read_requests, write_listening
-from stepscope_report.cli import run
 from stepscope_report.cli.mcp.tools import Tools
 
 
@@ -140,9 +140,8 @@ def test_a_run_that_listens_is_asked_with_the_settings(root: Path) -> None:
 
 
 def test_without_the_package_the_command_names_the_extra(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     monkeypatch.setitem(sys.modules, "mcp.types", None)
-    assert run(["mcp", str(root)]) == 2
-    assert "pip install 'stepscope[cli,mcp]'" in capsys.readouterr().err
+    assert "pip install 'stepscope[cli,mcp]'" in command("mcp", root, code=2).err

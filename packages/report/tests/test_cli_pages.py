@@ -5,45 +5,36 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
-from packages.report.tests.test_cli import MS, a_run, damage, json_of
+from packages.report.tests.commands import Command
+from packages.report.tests.test_cli import MS, a_run, damage
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
 
 
-def test_a_report_leaves_a_page_in_each_step_and_one_for_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_leaves_a_page_in_each_step_and_one_for_the_run(tmp_path: Path, command: Command) -> None:
     a_run(tmp_path)
-    assert run(["report", str(tmp_path / "step_000002")]) == 0
-    assert capsys.readouterr().err == f"Page: {tmp_path}/step_000002/report.html\n"
+    assert command("report", tmp_path / "step_000002").err == f"Page: {tmp_path}/step_000002/report.html\n"
     assert pages_of(tmp_path) == ["step_000002/report.html"]
-    assert run(["report", str(tmp_path)]) == 0
+    command("report", tmp_path)
     assert pages_of(tmp_path) == ["report.html", "step_000002/report.html", "step_000004/report.html"]
     assert 'href="./step_000004/report.html"' in (tmp_path / "report.html").read_text()
     assert 'href="./spans/"' in (tmp_path / "step_000004" / "report.html").read_text()
 
 
-def test_json_leaves_no_page_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_leaves_no_page_unless_asked_for(tmp_path: Path, command: Command) -> None:
     a_run(tmp_path)
-    assert run(["report", str(tmp_path), "--json"]) == 0
-    assert run(["report", str(tmp_path), "--no-html"]) == 0
+    command("report", tmp_path, "--json")
+    command("report", tmp_path, "--no-html")
     assert pages_of(tmp_path) == []
-    capsys.readouterr()
-    assert run(["report", str(tmp_path), "--json", "--html"]) == 0
-    assert len(json_of(capsys)["steps"]) == 2
+    assert len(command("report", tmp_path, "--json", "--html").json["steps"]) == 2
     assert len(pages_of(tmp_path)) == 3
 
 
-def test_a_folder_that_cannot_be_written_to_costs_the_page_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_written_to_costs_the_page_alone(tmp_path: Path, command: Command) -> None:
     (a_run(tmp_path) / "step_000002" / "report.html").mkdir()
-    assert run(["report", str(tmp_path)]) == 3
-    printed = capsys.readouterr()
+    printed = command("report", tmp_path, code=3)
     assert "Step 2 of" in printed.out
     assert f"error: {tmp_path}/step_000002/report.html " in printed.err
     assert "step_000002" not in (tmp_path / "report.html").read_text()
@@ -75,10 +66,9 @@ def test_a_page_links_to_the_artifacts_that_are_there_and_to_none_outside(tmp_pa
     ]
 
 
-def test_two_steps_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_steps_are_compared(tmp_path: Path, command: Command) -> None:
     steps = [str(a_run(tmp_path) / f"step_{step:06d}") for step in (2, 4)]
-    assert run(["diff", *steps]) == 0
-    printed = capsys.readouterr().out
+    printed = command("diff", *steps).out
     for phrase in (
         "A: step 2 of run run1",
         "B: step 4 of run run1",
@@ -87,27 +77,19 @@ def test_two_steps_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "+ opening, closing",
     ):
         assert phrase in printed
-    assert run(["diff", *steps, "--json"]) == 0
-    comparison = json_of(capsys)
+    comparison = command("diff", *steps, "--json").json
     assert (comparison["a"]["step_ns"], comparison["delta_ns"]) == (10 * MS, 0)
 
 
-def test_two_runs_are_compared_also_within_one_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_runs_are_compared_also_within_one_folder(tmp_path: Path, command: Command) -> None:
     a_run(tmp_path, (2, 4), "old")
     a_run(tmp_path, (4, 6), "new")
     both = [str(tmp_path), str(tmp_path), "--run-a", "old", "--run-b", "new"]
-    assert run(["diff", *both]) == 0
-    assert re.search("B: 2 steps, 4 .*6 .*run new", capsys.readouterr().out)
-    assert run(["diff", str(tmp_path), str(tmp_path / "absent")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert re.search("B: 2 steps, 4 .*6 .*run new", command("diff", *both).out)
+    assert "does not exist" in command("diff", tmp_path, tmp_path / "absent", code=2).err
 
 
-def test_a_comparison_of_what_is_not_complete_exits_with_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_of_what_is_not_complete_exits_with_3(tmp_path: Path, command: Command) -> None:
     steps = [str(a_run(tmp_path) / f"step_{step:06d}") for step in (2, 4)]
     damage(tmp_path)
-    assert run(["diff", *steps]) == 3
-    assert "not complete" in capsys.readouterr().out
+    assert "not complete" in command("diff", *steps, code=3).out

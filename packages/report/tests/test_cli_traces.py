@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-import pytest
-
+from packages.report.tests.commands import Command
 from packages.report.tests.pictures import rl_step
 from packages.report.tests.traces import add_trace, kernel, op
-from stepscope_report.cli import run
 
 
 def a_step(tmp_path: Path) -> tuple[Path, Path]:
@@ -20,50 +16,37 @@ def a_step(tmp_path: Path) -> tuple[Path, Path]:
     return folder.write(), trace
 
 
-def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    (step,) = json.loads(capsys.readouterr().out)["steps"]
-    assert isinstance(step, dict)
-    return step
-
-
-def test_traces_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traces_are_read(tmp_path: Path, command: Command) -> None:
     path, _ = a_step(tmp_path)
-    assert run(["report", str(path), "--json"]) == 0
-    traces = printed(capsys)["traces"]
+    traces = command("report", path, "--json").json["steps"][0]["traces"]
     assert [row["name"] for row in traces["operators"]] == ["gemm", "aten::mm"]
     assert [(row["device"], row["busy_ns"]) for row in traces["devices"]] == [("GPU 0", 50_000_000)]
 
 
-def test_the_tables_of_traces_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_of_traces_are_printed(tmp_path: Path, command: Command) -> None:
     path, _ = a_step(tmp_path)
-    assert run(["report", str(path), "--no-html"]) == 0
-    text = capsys.readouterr().out
+    text = command("report", path, "--no-html").out
     for phrase in ("Idle", "Engines", "Operators and kernels: actor", "gemm", "Devices", "GPU 0"):
         assert phrase in text
 
 
-def test_without_traces_none_is_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_traces_none_is_opened(tmp_path: Path, command: Command) -> None:
     path, trace = a_step(tmp_path)
     trace.write_bytes(b"no trace at all")
-    assert run(["report", str(path), "--json", "--no-traces"]) == 0
-    assert printed(capsys)["traces"] is None
+    assert command("report", path, "--json", "--no-traces").json["steps"][0]["traces"] is None
 
 
-def test_a_broken_trace_is_named_and_costs_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_trace_is_named_and_costs_nothing_else(tmp_path: Path, command: Command) -> None:
     path, trace = a_step(tmp_path)
     trace.write_bytes(trace.read_bytes()[:100])
-    assert run(["report", str(path), "--json"]) == 3
-    step = printed(capsys)
+    step = command("report", path, "--json", code=3).json["steps"][0]
     assert [problem["file"] for problem in step["traces"]["problems"]]
     assert step["idle"][0]["idle_ns"] > 0
 
 
-def test_steps_side_by_side_say_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_side_by_side_say_what_changed(tmp_path: Path, command: Command) -> None:
     for step, ranks in ((2, 2), (4, 60)):
         rl_step(tmp_path, step=step, ranks=ranks).write()
-    assert run(["report", str(tmp_path), "--no-html"]) == 0
-    text = capsys.readouterr().out
+    text = command("report", tmp_path, "--no-html").out
     assert "What changed" in text
     assert "2 > 4" in text

@@ -6,7 +6,6 @@ One file above 400 lines: this machine, worse ones and hostile ones are told by 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -23,8 +22,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packages.report.tests.commands import Command
 from stepscope.config import ProfileConfig
-from stepscope_report.cli.app import run
 from stepscope_report.doctor import Row, cluster, examine, libraries, machine, torch_probe
 
 Usage = namedtuple("Usage", "total used free")
@@ -81,24 +80,20 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_its_exit_code_and_its_json_agree(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_its_exit_code_and_its_json_agree(command: Command, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("steps: [2]\nmode: sometimes\n")
-    assert run(["doctor", str(wrong), "--json"]) == 1
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = command("doctor", wrong, "--json", code=1).json["rows"]
     (row,) = [row for row in rows if row["state"] == "red"]
     assert row["subject"] == "configuration"
     assert "mode is 'sometimes'" in row["found"]
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_the_screen_shows_each_fix_below_its_finding(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_screen_shows_each_fix_below_its_finding(command: Command, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"save_path: {tmp_path}/out\n")
-    assert run(["doctor", str(config)]) == 0
-    shown = capsys.readouterr().out
+    shown = command("doctor", config).out
     assert "note  configuration" in shown
     assert "fix: set steps:" in shown
     assert "failing" in shown

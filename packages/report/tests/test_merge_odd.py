@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from packages.report.tests.commands import Command
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
-from stepscope_report.cli import run
 from stepscope_report.timeline import Merged, merge_step
 from stepscope_report.timeline.merge.rewrite import NOT_THEN
 from stepscope_report.timeline.readers.json_array import REPAIRED
@@ -170,8 +170,7 @@ def test_an_unaligned_trace_near_the_step_stands_where_its_own_clock_says(tmp_pa
     assert result.base_ns + round(event["ts"] * 1000) == (AT_US + 5) * 1000
 
 
-def test_each_of_these_ends_with_exit_code_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_of_these_ends_with_exit_code_3(tmp_path: Path, command: Command) -> None:
     folder, actor = step(tmp_path)
     trace(folder, actor, [kernel(0), kernel()], baseTimeNanoseconds=0)
-    assert run(["merge", str(folder.write())]) == 3
-    assert f"traces/actor/t.json: {NOT_THEN} (1 event)" in capsys.readouterr().out
+    assert f"traces/actor/t.json: {NOT_THEN} (1 event)" in command("merge", folder.write(), code=3).out

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from packages.report.tests.test_plain_traces import printed, ranks_of
+from packages.report.tests.commands import Command
+from packages.report.tests.test_plain_traces import ranks_of
 from packages.report.tests.test_reader_nsys import KERNEL, PID, STRINGS, kernel, tables, write
-from stepscope_report.cli import run
 
 OTHER = 4712
 NAMES = {1: "gemm<float>", 5: "attention", 6: "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"}
@@ -66,24 +66,20 @@ def check_devices(devices: Iterable[Mapping[str, Any]], intervals: Mapping[Kind,
         assert row["memory_ns"] == length_ns(memory)
 
 
-def test_a_report_of_an_nsys_export_has_the_times_of_a_sweep(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_of_an_nsys_export_has_the_times_of_a_sweep(tmp_path: Path, command: Command) -> None:
     kernels, copies, intervals = random_work()
     rows = tables() | {KERNEL: kernels, "CUPTI_ACTIVITY_KIND_MEMCPY": copies}
     rows["StringIds"] = [{"id": number, "value": name} for number, name in (STRINGS | NAMES).items()]
     del rows["CUPTI_ACTIVITY_KIND_MEMSET"]
     write(tmp_path / "report.sqlite", rows)
-    assert run(["report", str(tmp_path), "--json"]) == 0
-    report = printed(capsys)
+    report = command("report", tmp_path, "--json").json
     check_devices(report["traces"]["devices"], intervals)
     times = {row["name"]: (row["count"], row["total_ns"]) for row in report["traces"]["operators"]}
     for number, name in NAMES.items():
         taken = [row["end"] - row["start"] for row in kernels if row["demangledName"] == number]
         assert times[name] == (len(taken), sum(taken))
     assert {(row["host"], row["pid"]) for row in report["processes"]} == {("host-a", PID), ("host-a", OTHER)}
-    assert run(["merge", str(tmp_path), "--json", "--output", str(tmp_path / "merged.json.gz")]) == 0
-    merged = printed(capsys)
+    merged = command("merge", tmp_path, "--json", "--output", tmp_path / "merged.json.gz").json
     assert {row["native_pid"] for row in merged["rows"]} == {PID, OTHER}
     assert sum(file["events"] for file in merged["files"]) >= len(kernels) + len(copies)
 
@@ -97,19 +93,15 @@ def test_a_report_of_an_nsys_export_has_the_times_of_a_sweep(
     ],
 )
 def test_nsys_json_is_named_with_the_export_to_make(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: dict[str, Any]
+    tmp_path: Path, command: Command, line: dict[str, Any]
 ) -> None:
     (tmp_path / "report.json").write_text(json.dumps(line) + "\n")
-    assert run(["report", str(tmp_path)]) == 1
-    assert "export --type sqlite" in " ".join(capsys.readouterr().err.split())
+    assert "export --type sqlite" in " ".join(command("report", tmp_path, code=1).err.split())
 
 
-def test_a_report_that_only_nsys_reads_is_named_with_what_to_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_that_only_nsys_reads_is_named_with_what_to_run(tmp_path: Path, command: Command) -> None:
     (tmp_path / "report.nsys-rep").write_bytes(b"opaque")
-    assert run(["report", str(tmp_path)]) == 1
-    assert "--type sqlite report.nsys-rep" in " ".join(capsys.readouterr().err.split())
+    assert "--type sqlite report.nsys-rep" in " ".join(command("report", tmp_path, code=1).err.split())
 
 
 def test_a_folder_may_name_the_rank(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import json
 import random
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from packages.report.tests.commands import Command
 from stepscope_report.cli import run
 from stepscope_report.timeline.activity.event_names import iteration_of
 from stepscope_report.timeline.step.plain import read_plain
@@ -47,22 +47,15 @@ def trace(
     return path
 
 
-def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    report = json.loads(capsys.readouterr().out)
-    assert isinstance(report, dict)
-    return report
-
-
 def ranks_of(folder: Path) -> list[int | None]:
     return [process.info.rank for process in read_plain([folder]).timeline.processes]
 
 
-def test_a_folder_of_traces_is_reported_by_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_traces_is_reported_by_rank(tmp_path: Path, command: Command) -> None:
     gemm, reduce = kernel("gemm", 10, 100), kernel("ncclDevKernel_AllReduce", 60, 100, stream=8)
     trace(tmp_path / "a.pt.trace.json", [gemm, reduce], rank=1)
     trace(tmp_path / "b.pt.trace.json.gz", [gemm], rank=0, pid=101)
-    assert run(["report", str(tmp_path), "--json"]) == 0
-    report = printed(capsys)
+    report = command("report", tmp_path, "--json").json
     assert [process["name"] for process in report["processes"]] == ["rank 0", "rank 1"]
     rows = {row["process"]: row for row in report["traces"]["devices"]}
     assert (rows["rank 0"]["busy_ns"], rows["rank 1"]["busy_ns"]) == (100_000, 150_000)
@@ -81,11 +74,10 @@ def test_files_that_only_their_names_tell_apart_are_named(
     assert "new.json" in (tmp_path / "page.html").read_text()
 
 
-def test_nothing_is_written_beside_the_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_written_beside_the_traces(tmp_path: Path, command: Command) -> None:
     path = trace(tmp_path / "theirs" / "rank0.json", [kernel("gemm", 0, 10)])
-    assert run(["report", str(path.parent)]) == 0
-    assert run(["merge", str(path.parent)]) == 2
-    assert "--output" in capsys.readouterr().err
+    command("report", path.parent)
+    assert "--output" in command("merge", path.parent, code=2).err
     assert [file.name for file in path.parent.iterdir()] == ["rank0.json"]
 
 
@@ -131,66 +123,56 @@ def test_traces_stand_apart_by_their_bases(tmp_path: Path) -> None:
     assert timeline.window.wall_ns == 1_010_000
 
 
-def test_a_trace_without_a_base_is_unaligned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_without_a_base_is_unaligned(tmp_path: Path, command: Command) -> None:
     trace(tmp_path / "rank0.json", [kernel("gemm", 0, 10)])
     trace(tmp_path / "rank1.json", [kernel("gemm", 0, 10)], base_ns=None)
-    assert run(["report", str(tmp_path)]) == 3
-    assert "no baseTimeNanoseconds" in " ".join(capsys.readouterr().out.split())
+    assert "no baseTimeNanoseconds" in " ".join(command("report", tmp_path, code=3).out.split())
 
 
-def test_a_file_that_is_no_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_trace_is_named(tmp_path: Path, command: Command) -> None:
     trace(tmp_path / "rank0.json", [])
     (tmp_path / "config.json").write_text('{"hidden": 4}')
     (tmp_path / "empty.json").write_text('{"traceEvents": []}')
-    assert run(["report", str(tmp_path), "--json"]) == 0
-    unread = printed(capsys)["traces"]["unread"]
+    unread = command("report", tmp_path, "--json").json["traces"]["unread"]
     assert [what.split(": ")[0] for what in unread] == ["config.json", "empty.json"]
 
 
-def test_a_damaged_trace_is_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_trace_is_trouble(tmp_path: Path, command: Command) -> None:
     trace(tmp_path / "rank0.json", [])
     (tmp_path / "rank1.pt.trace.json.gz").write_bytes(b"")
-    assert run(["report", str(tmp_path), "--json"]) == 3
-    (problem,) = printed(capsys)["traces"]["problems"]
+    (problem,) = command("report", tmp_path, "--json", code=3).json["traces"]["problems"]
     assert problem["file"] == "rank1.pt.trace.json.gz"
 
 
-def test_a_folder_without_a_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_trace_is_refused(tmp_path: Path, command: Command) -> None:
     (tmp_path / "config.json").write_text('{"hidden": 4}')
-    assert run(["report", str(tmp_path)]) == 2
-    assert "no captured step" in capsys.readouterr().err
+    assert "no captured step" in command("report", tmp_path, code=2).err
 
 
-def test_two_processes_without_a_device_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_without_a_device_are_named(tmp_path: Path, command: Command) -> None:
     for rank in range(2):
         trace(tmp_path / f"{rank}.json", [], rank=rank, pid=100 + rank)
-    assert run(["report", str(tmp_path)]) == 0
-    assert "rank 0 and rank 1: " in capsys.readouterr().out
+    assert "rank 0 and rank 1: " in command("report", tmp_path).out
 
 
-def test_a_collective_of_no_named_group_has_no_group(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_collective_of_no_named_group_has_no_group(tmp_path: Path, command: Command) -> None:
     for rank in range(2):
         reduce = kernel("ncclDevKernel_AllReduce", 60, 100)
         args = {"device": 0, "stream": 7, "Collective name": "allreduce"}
         trace(tmp_path / f"{rank}.json", [{**reduce, "args": args}], rank=rank, pid=100 + rank)
-    assert run(["report", str(tmp_path), "--json"]) == 0
-    assert {row["collective"] for row in printed(capsys)["traces"]["stragglers"]} == {"allreduce"}
+    assert {
+        row["collective"] for row in command("report", tmp_path, "--json").json["traces"]["stragglers"]
+    } == {"allreduce"}
 
 
-def test_a_command_that_needs_spans_names_the_one_that_reads_traces(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_needs_spans_names_the_one_that_reads_traces(tmp_path: Path, command: Command) -> None:
     trace(tmp_path / "rank0.json", [])
-    assert run(["what-if", str(tmp_path)]) == 2
-    assert f"`stepscope report {tmp_path}` reads its traces." in capsys.readouterr().err
+    assert f"`stepscope report {tmp_path}` reads its traces." in command("what-if", tmp_path, code=2).err
 
 
-def test_options_that_need_spans_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_need_spans_are_refused(tmp_path: Path, command: Command) -> None:
     trace(tmp_path / "rank0.json", [])
-    assert run(["report", str(tmp_path), "--step", "2"]) == 2
-    assert "--step" in capsys.readouterr().err
+    assert "--step" in command("report", tmp_path, "--step", "2", code=2).err
 
 
 @pytest.mark.parametrize(
@@ -209,13 +191,12 @@ def test_the_longer_annotations_of_vllm_are_iterations(name: str, requests: tupl
 
 @pytest.mark.parametrize("engine", ["vllm-dp/step_000001", "vllm-tp/step_000005", "sglang-dp/step_000001"])
 def test_folders_of_real_engines_are_read_without_sidecars(
-    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: str, tmp_path: Path, command: Command
 ) -> None:
     traces = RECORDED / engine / "traces" / "rollout" / "replica0"
     for file in traces.glob("*.json.gz"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert run(["report", str(tmp_path), "--json"]) == 0
-    engines = printed(capsys)["engines"]
+    engines = command("report", tmp_path, "--json").json["engines"]
     assert engines
     assert all(engine["iterations"] for engine in engines)
 
@@ -234,7 +215,7 @@ def nccl(group: str, number: int, start_us: float, end_us: float) -> dict[str, o
 
 
 def test_the_rank_that_enters_a_collective_last_is_the_one_that_others_wait_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks 0 and 1 are group a, 2 and 3 group b; rank 0 did not record the first call of its group."""
     chance = random.Random(3)
@@ -250,8 +231,8 @@ def test_the_rank_that_enters_a_collective_last_is_the_one_that_others_wait_for(
     for rank, made in calls.items():
         events = [nccl("ab"[rank // 2], number, *times) for number, times in made.items()]
         trace(tmp_path / f"rank{rank}.json", events, rank=rank, pid=100 + rank)
-    assert run(["report", str(tmp_path), "--json"]) == 0
-    rows = {row["rank"]: row for row in printed(capsys)["traces"]["stragglers"]}
+    report = command("report", tmp_path, "--json").json
+    rows = {row["rank"]: row for row in report["traces"]["stragglers"]}
     for rank, row in rows.items():
         other = rank ^ 1
         common = calls[rank].keys() & calls[other].keys()
@@ -262,18 +243,16 @@ def test_the_rank_that_enters_a_collective_last_is_the_one_that_others_wait_for(
         assert row["others_waited_ns"] == 1000 * sum(max(0, own - theirs) for own, theirs in both)
         assert row["waited_ns"] == 1000 * sum(max(0, theirs - own) for own, theirs in both)
     monkeypatch.setattr("stepscope_report.sections.traces.DRAWN", 3)
-    assert run(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
-    assert "Stragglers in collectives" in capsys.readouterr().out
+    assert "Stragglers in collectives" in command("report", tmp_path, "--output", tmp_path / "page.html").out
     assert "3 of 4 rows" in (tmp_path / "page.html").read_text()
 
 
-def test_memory_of_a_trace_is_its_highest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_a_trace_is_its_highest(tmp_path: Path, command: Command) -> None:
     events = [
         {"ph": "i", "name": "[memory]", "pid": 0, "tid": 0, "ts": at, "s": "t",
          "args": {"Total Allocated": held, "Total Reserved": 4096, "Device Type": 1, "Device Id": 0}}
         for at, held in enumerate((100, 300, 200))
     ]  # fmt: skip
     trace(tmp_path / "rank0.json", events, rank=0)
-    assert run(["report", str(tmp_path), "--json"]) == 0
-    (row,) = printed(capsys)["traces"]["memory"]
+    (row,) = command("report", tmp_path, "--json").json["traces"]["memory"]
     assert (row["device"], row["allocated_bytes"], row["reserved_bytes"]) == ("cuda:0", 300, 4096)

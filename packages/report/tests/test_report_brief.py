@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from packages.report.tests.commands import Command
 from packages.report.tests.simulated import Rollout
 from packages.report.tests.steps import close
 from packages.report.tests.test_cli import a_run, damage
@@ -135,24 +136,18 @@ def test_names_are_no_markup(tmp_path: Path) -> None:
     assert r"\<b>\*x\* # y" in brief_markdown(parts)
 
 
-def test_of_a_run_the_brief_is_of_the_longest_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_a_run_the_brief_is_of_the_longest_step(tmp_path: Path, command: Command) -> None:
     path = a_run(tmp_path)
-    assert run(["report", str(path), "--brief"]) == 0
-    printed = capsys.readouterr().out
+    printed = command("report", path, "--brief").out
     assert re.search("longest of 2 .* 10.0 ms", printed)
     assert f"stepscope report {tmp_path}/step_000002 --full" in printed
     assert not (path / "report.html").exists()
 
 
-def test_a_brief_of_a_damaged_step_says_so_and_exits_with_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_brief_of_a_damaged_step_says_so_and_exits_with_3(tmp_path: Path, command: Command) -> None:
     path = a_run(tmp_path, steps=[2])
     damage(path)
-    assert run(["report", str(path), "--brief", "--markdown"]) == 3
-    printed = capsys.readouterr().out
+    printed = command("report", path, "--brief", "--markdown", code=3).out
     assert printed.startswith("## Step 2 of run run1")
     assert "- Not complete: spans/" in printed
     assert "--full  # all tables" in printed

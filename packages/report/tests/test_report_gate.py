@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
+from packages.report.tests.commands import Command
 from packages.report.tests.simulated_gate import names_stage, pair_gate
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
@@ -136,44 +137,35 @@ def test_a_pattern_without_a_stage_names_those_there_are() -> None:
         check_gate(steps(1.0), steps(1.0), [Limit("rolout/*", 0.05)])
 
 
-def test_the_command_exits_with_1_and_writes_junit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_exits_with_1_and_writes_junit(tmp_path: Path, command: Command) -> None:
     a, b = str(a_run(tmp_path / "a")), str(a_run(tmp_path / "b", took_ms=120))
     junit = tmp_path / "ci" / "gate.xml"
-    assert run(["diff", a, b]) == 0
-    assert run(["diff", a, b, "--fail-above", "30%"]) == 0
-    assert "Too few steps" in capsys.readouterr().out
+    command("diff", a, b)
+    assert "Too few steps" in command("diff", a, b, "--fail-above", "30%").out
     stage = ["--fail-above", "5%", "--stage", "rollout/*", "--fail-above", "30%"]
-    assert run(["diff", a, b, *stage, "--junit", str(junit)]) == 1
-    assert "fails" in capsys.readouterr().out
+    assert "fails" in command("diff", a, b, *stage, "--junit", junit, code=1).out
     suite = ElementTree.parse(junit).getroot()[0]
     assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
     assert [case.get("name") for case in suite if case.find("failure") is not None] == ["step"]
 
 
-def test_markdown_and_json_hold_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_markdown_and_json_hold_the_verdict(tmp_path: Path, command: Command) -> None:
     a, b = str(a_run(tmp_path / "a")), str(a_run(tmp_path / "b", took_ms=120))
-    assert run(["diff", a, b, "--fail-above", "5%", "--markdown"]) == 1
-    printed = capsys.readouterr().out
+    printed = command("diff", a, b, "--fail-above", "5%", "--markdown", code=1).out
     assert printed.startswith("**stepscope: failed**\n\n| stage | A | B |")
     assert "| step | 100 ms | 120 ms | +20.0 % | none | +5.0 % | 1, 1 captured | fails |" in printed
-    assert run(["diff", a, b, "--fail-above", "5%", "--json"]) == 1
-    document = json.loads(capsys.readouterr().out)
+    document = command("diff", a, b, "--fail-above", "5%", "--json", code=1).json
     assert (document["delta_ns"], document["gate"]["failed"]) == (20 * MS, True)
 
 
-def test_runs_without_a_capture_are_compared_by_recorded_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_without_a_capture_are_compared_by_recorded_steps(tmp_path: Path, command: Command) -> None:
     for name, seconds in (("a", 1.0), ("bb", 1.2)):
         record(tmp_path / name, seconds, {"rollout/generate": seconds / 2})
     both = ["diff", str(tmp_path / "a"), str(tmp_path / "bb")]
-    assert run([*both, "--fail-above", "5%", "--json"]) == 1
-    (step,) = json.loads(capsys.readouterr().out)["gate"]["checks"]
+    (step,) = command(*both, "--fail-above", "5%", "--json", code=1).json["gate"]["checks"]
     assert (step["source"], step["a_steps"], step["changed"]) == ("unprofiled", 29, True)
-    assert run([*both, "--fail-above", "5%", "--stage", "rollout/*", "--steps-b", "1:11"]) == 1
-    assert "29, 10" in capsys.readouterr().out
+    shown = command(*both, "--fail-above", "5%", "--stage", "rollout/*", "--steps-b", "1:11", code=1)
+    assert "29, 10" in shown.out
     assert run(both) == 2  # nothing captured, and no gate
 
 
@@ -261,8 +253,7 @@ def test_uncaptured_steps_of_the_slowest_owner_are_compared(
     ],
 )
 def test_wrong_options_exit_with_2_and_say_what_is_allowed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], named: str
+    tmp_path: Path, command: Command, options: list[str], named: str
 ) -> None:
     a = str(a_run(tmp_path))
-    assert run(["diff", a, a, *options]) == 2
-    assert named in capsys.readouterr().err
+    assert named in command("diff", a, a, *options, code=2).err

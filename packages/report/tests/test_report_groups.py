@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from packages.report.tests.commands import Command
 from stepscope.testing.steps import StepFolder
-from stepscope_report.cli import run
 from stepscope_report.groups import choices_of, group_spans
 from stepscope_report.html.step_page import render_step
 from stepscope_report.report import step_report
@@ -65,24 +64,19 @@ def test_without_a_name_a_span_is_named_by_its_stage(save_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_the_command_prints_a_table_for_each_attribute(
-    save_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["report", str(save_path), "--by", "tool", "--by", "cached"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_command_prints_a_table_for_each_attribute(save_path: Path, command: Command) -> None:
+    lines = command("report", save_path, "--by", "tool", "--by", "cached").out.splitlines()
     (search,) = (" ".join(line.split()) for line in lines if line.startswith("  search"))
     assert search == "search 2 70.0 ms 35.0 ms 30.0 ms 40.0 ms 40.0 ms 50.0 ms 50.0"
     assert "Step 2 by cached" in lines
     assert not (save_path / "report.html").exists()
 
 
-def test_it_prints_markdown_and_json_too(save_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["report", str(save_path), "--by", "env", "--markdown"]) == 0
-    printed = capsys.readouterr().out
+def test_it_prints_markdown_and_json_too(save_path: Path, command: Command) -> None:
+    printed = command("report", save_path, "--by", "env", "--markdown").out
     assert "### Step 2 by env" in printed
     assert "| web | 2 | 70.0 ms | 35.0 ms | 30.0 ms | 40.0 ms | 40.0 ms | 50.0 ms | 50.0 |" in printed
-    assert run(["report", str(save_path), "--by", "env", "--json"]) == 0
-    step = json.loads(capsys.readouterr().out)["steps"][0]
+    step = command("report", save_path, "--by", "env", "--json").json["steps"][0]
     assert [(by["attribute"], [group["value"] for group in by["groups"]]) for by in step["by"]] == [
         ("env", ["web", "math"])
     ]
@@ -100,10 +94,9 @@ def test_it_prints_markdown_and_json_too(save_path: Path, capsys: pytest.Capture
     ],
 )
 def test_a_wrong_one_is_refused_with_those_that_are_there(
-    arguments: list[str], message: str, save_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, save_path: Path, command: Command
 ) -> None:
-    assert run(["report", str(save_path), *arguments]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(command("report", save_path, *arguments, code=2).err.split())
 
 
 def test_a_page_offers_attributes_of_few_values(save_path: Path) -> None:

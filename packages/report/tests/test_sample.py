@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from packages.report.tests.commands import Command
 from stepscope.files.layout import RunLayout
 from stepscope.files.sidecar import Sidecar
 from stepscope.files.storage.reading import read_record
-from stepscope_report.cli import run
 from stepscope_report.demo.sample import ARCHIVE, unpack_sample
 
 pytestmark = pytest.mark.slow
@@ -21,33 +21,28 @@ OWN_PATH = re.compile(rb"/(?:root|work|home|Users|tmp|opt|usr)/[\w.-]")
 
 
 def test_the_report_of_the_sample_is_that_of_a_complete_rl_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(["report", "--sample"]) == 0
-    printed = capsys.readouterr()
+    printed = command("report", "--sample")
     assert {"decode", "update_actor", "compute_ref_log_prob", "prefill"} <= set(printed.out.split())
     assert printed.err.startswith("The sample is in outputs/sample: a run of `stepscope demo`")
     assert "Page: outputs/sample/report.html and 2 " in printed.err
 
 
-def test_the_sample_has_traces_of_trainers_and_of_replicas(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["report", "--sample", str(tmp_path), "--step", "1", "--no-html"]) == 0
-    assert "aten::mm" in capsys.readouterr().out
-    assert run(["merge", str(tmp_path / "step_000001")]) == 0
+def test_the_sample_has_traces_of_trainers_and_of_replicas(tmp_path: Path, command: Command) -> None:
+    assert "aten::mm" in command("report", "--sample", tmp_path, "--step", "1", "--no-html").out
+    command("merge", tmp_path / "step_000001")
 
 
 def test_the_sample_is_shown_again_in_its_folder_and_in_no_other_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     for _ in range(2):
-        assert run(["report", "--sample", str(tmp_path / "sample"), "--no-html", "--no-traces"]) == 0
+        command("report", "--sample", tmp_path / "sample", "--no-html", "--no-traces")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "run.json").write_text("{}")
-    assert run(["report", "--sample", str(tmp_path / "other")]) == 1
-    assert "name an empty" in capsys.readouterr().err
+    assert "name an empty" in command("report", "--sample", tmp_path / "other", code=1).err
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["run.json"]
 
 

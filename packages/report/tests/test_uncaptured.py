@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from packages.report.tests.commands import Command
 from packages.report.tests.steps import printed
 from stepscope import ProfileConfig, capture, flush
 from stepscope._recording.process import shutdown
@@ -19,7 +19,6 @@ from stepscope.files.manifest.records import Ending, Expectation
 from stepscope.files.uncaptured import UncapturedStep, read_uncaptured
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report import StepReport, step_report, to_scalars
-from stepscope_report.cli import run
 from stepscope_report.cli.ls import rows_of
 from stepscope_report.html.step_page import render_step
 from stepscope_report.timeline import load_step
@@ -211,13 +210,11 @@ def test_a_real_run_is_compared(tmp_path: Path) -> None:
     )  # 0 warms up, 11 came first, the rest is not written yet
 
 
-def test_ls_shows_them_beside_the_captured_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_shows_them_beside_the_captured_step(tmp_path: Path, command: Command) -> None:
     loop(ProfileConfig(save_path=str(tmp_path), steps=[3]), range(5))
-    assert run(["ls", str(tmp_path), "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
+    (row,) = command("ls", tmp_path, "--json").json
     assert row["uncaptured_ns"] > 0
-    assert run(["ls", str(tmp_path)]) == 0
-    assert "uncaptured" in capsys.readouterr().out
+    assert "uncaptured" in command("ls", tmp_path).out
 
 
 def test_the_first_step_of_a_loop_warms_up_and_is_no_neighbour_to_compare_with(tmp_path: Path) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from packages.core.tests.test_why import hanging
+from packages.report.tests.commands import Command
 from stepscope import ProfileConfig, capture, span
 from stepscope._recording.recorder import standing
 from stepscope.files.recorder import StepLine
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState
-from stepscope_report.cli import run
 from stepscope_report.live import live
 
 pytestmark = pytest.mark.usefixtures("one_recorder")
@@ -41,16 +40,12 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-def test_it_shows_the_step_that_runs_and_the_trajectories_in_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_shows_the_step_that_runs_and_the_trajectories_in_it(tmp_path: Path, command: Command) -> None:
     with hanging(LOOP, tmp_path):
-        assert run(["watch", str(tmp_path), "--json"]) == 0
-        view = json.loads(capsys.readouterr().out)
-        assert run(["watch", str(tmp_path), "--once"]) == 0
-        text = capsys.readouterr().out
+        view = command("watch", tmp_path, "--json").json
+        text = command("watch", tmp_path, "--once").out
         page = tmp_path / "live.html"
-        assert run(["watch", str(tmp_path), "--once", "--html", str(page)]) == 0
+        command("watch", tmp_path, "--once", "--html", page)
     assert (view["steps"], view["running"]) == (5, 5)
     assert min(view["durations_ns"]) >= 20_000_000
     assert view["flights"] == 6
@@ -69,7 +64,7 @@ def test_it_shows_the_step_that_runs_and_the_trajectories_in_it(
     assert not list((tmp_path / "recorder").iterdir()), "the questions and answers are removed"
 
 
-def test_a_run_that_has_ended_shows_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_ended_shows_its_steps(tmp_path: Path, command: Command) -> None:
     config = ProfileConfig.from_mapping({"save_path": str(tmp_path), "record": "spans"})
     for step in range(3):
         with capture(step, config=config), span("update", role="actor"):
@@ -78,20 +73,16 @@ def test_a_run_that_has_ended_shows_its_steps(tmp_path: Path, capsys: pytest.Cap
     assert recorder is not None
     assert recorder.drain(20)
     standing.stop()
-    assert run(["watch", str(tmp_path), "--once", "--every", "0.3"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(command("watch", tmp_path, "--once", "--every", "0.3").out.split())
     assert "No process answers" in text
     assert "3 steps" in text
 
 
-def test_a_run_without_lines_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["watch", str(tmp_path), "--once"]) == 3
-    assert "record: spans" in capsys.readouterr().err
+def test_a_run_without_lines_is_an_error(tmp_path: Path, command: Command) -> None:
+    assert "record: spans" in command("watch", tmp_path, "--once", code=3).err
 
 
-def test_the_last_steps_tokens_are_shown_per_second(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_steps_tokens_are_shown_per_second(tmp_path: Path, command: Command) -> None:
     lines = (
         StepLine(step=step, start_ns=0, dur_ns=4_000_000_000, tokens={"train": 1000 * step, "rollout": 6})
         for step in range(4)
@@ -99,8 +90,7 @@ def test_the_last_steps_tokens_are_shown_per_second(
     tmp_path.joinpath("steps_r.jsonl").write_bytes(
         b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
     )
-    assert run(["watch", str(tmp_path), "--once", "--every", "0.3"]) == 0
-    assert "rollout 2, train 750" in capsys.readouterr().out
+    assert "rollout 2, train 750" in command("watch", tmp_path, "--once", "--every", "0.3").out
 
 
 def test_only_the_last_steps_count() -> None:

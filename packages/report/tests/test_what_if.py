@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from packages.report.tests.commands import Command
 from packages.report.tests.simulated import MS, Rollout
 from packages.report.tests.steps import close
 from stepscope.errors import ConfigError, RecordError
 from stepscope.testing.steps import FakeProcess, StepFolder
-from stepscope_report.cli import run
 from stepscope_report.timeline import Timeline, load_step
 from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.prediction import Predicting, Prediction, predict
@@ -357,19 +356,16 @@ def test_a_step_that_lacks_what_a_replay_needs_says_so(tmp_path: Path, message: 
         predicted(a_lone(tmp_path, message))
 
 
-def test_the_command_prints_and_has_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_has_json(tmp_path: Path, command: Command) -> None:
     step = a_step(tmp_path)
-    assert run(["what-if", str(step.parent), "--replicas", "+2"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(command("what-if", step.parent, "--replicas", "+2").out.split())
     assert "replicas 2 -> 4: 1.65 s -> 1.4" in text
     assert "839 ms to 1.49 s" in text
     assert "take 0%" in text
     assert "Assumed: " in text
-    assert run(["what-if", str(step), "--cut-tail", "p75", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = command("what-if", step, "--cut-tail", "p75", "--json").json
     assert answer["changes"] == ["train on the first 75 % of the trajectories"]
     assert answer["measured_ns"] == 1650 * MS
-    assert run(["what-if", str(step), "--tool-pool", "x2"]) == 2
-    assert "Fix: omit it" in capsys.readouterr().err
-    assert run(["what-if", str(step.parent), "--run", "none"]) == 2
-    assert f"'none'. Runs: {answer['run_id']}\n" in capsys.readouterr().err
+    assert "Fix: omit it" in command("what-if", step, "--tool-pool", "x2", code=2).err
+    shown = command("what-if", step.parent, "--run", "none", code=2)
+    assert f"'none'. Runs: {answer['run_id']}\n" in shown.err

