@@ -118,7 +118,7 @@ def slow_replica(case: Case) -> None:
 
 def weights_in_one_process(case: Case) -> None:
     case.driver.span("generate", 0, 400 * MS, role="rollout")
-    case.driver.span("sync_weights", 400 * MS, 600 * MS, role="actor")
+    case.driver.span("sync_weights", 500 * MS, 700 * MS, role="actor")
 
 
 def met(case: Case) -> None:

@@ -286,6 +286,14 @@ def test_work_beside_others_that_nothing_followed_is_no_cause() -> None:
     ]
 
 
+def test_a_short_call_of_a_worker_inside_a_long_call_of_the_owner_is_no_cause() -> None:
+    spans = [span(0, "rollout", 0, 500 * MS), span(1, "save", 0, 100 * MS, role="actor")]
+    assert known(step(500 * MS, spans)) == [
+        (0, "rollout", "not known", 100 * MS),
+        (0, "rollout", "work", 400 * MS),
+    ]
+
+
 def test_work_of_a_later_step_is_not_waited_for() -> None:
     spans = [
         span(0, "update", 0, 500 * MS),

@@ -289,7 +289,8 @@ def test_trajectories_that_began_before_the_step_may_be_what_it_waits_for(
     assert tail.late == Late(trajectories=late, until_ns=(99 + late) * MS, last=f"t{late - 1}")
     advices = step_advice(
         Evidence(
-            breakdown=report.breakdown, baseline=report.baseline, stages=Table(report.stages),
+            breakdown=report.breakdown, critical_path=report.critical_path, baseline=report.baseline,
+            stages=Table(report.stages),
             idle=Table(report.idle), long_tail=msgspec.structs.replace(tail, consumed=consumed),
             engines=Table(report.engines), traces=report.traces, health=report.health,
         )

@@ -63,6 +63,19 @@ def test_a_weight_sync_has_the_time_of_the_calls_below_it_and_their_shares(tmp_p
     ]
 
 
+def test_advice_on_a_weight_sync_counts_the_calls_below_it_and_begins_with_the_longest(
+    tmp_path: Path,
+) -> None:
+    """No stage that moves weights runs while requests are aborted, so that leaves alone say 50 ms."""
+    report, path = path_of(tmp_path)
+    assert path.weights is not None
+    assert (path.weights.wall_ns, path.weights.saves_ns) == (2050 * MS, 2050 * MS)
+    (advice,) = (item for item in report.advice if item.rule == "weight-sync")
+    assert advice.saves_ns == 2050 * MS
+    assert "abort_requests 2.00 s" in advice.because[1]
+    assert "abort_requests" in advice.do
+
+
 def test_a_slow_tool_has_its_trajectory_and_what_the_next_one_lets_it_save(tmp_path: Path) -> None:
     _, path = path_of(tmp_path)
     (tool,) = (row for row in path.stages if row.stage == "search")

@@ -12,7 +12,7 @@ from itertools import accumulate
 import msgspec
 
 from stepscope_report.accounting import Pair, clipped, joined, union_ns
-from stepscope_report.spans import MOVES_WEIGHTS, is_tool, placed
+from stepscope_report.spans import is_tool, placed
 from stepscope_report.table import grouped
 from stepscope_report.timeline import Span, Timeline
 
@@ -24,17 +24,13 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """Tools of trajectories."""
     queue_ns: int = 0
     """Waiting of requests for a place in an engine."""
-    weights_ns: int = 0
-    """Stages that move weights."""
 
 
 def step_bounds(timeline: Timeline) -> Bounds:
-    rollout, window = _Rollout(timeline), timeline.window
-    moving = (span for span in timeline.spans if not span.waits and MOVES_WEIGHTS.search(span.stage))
+    rollout = _Rollout(timeline)
     return Bounds(
         tools_ns=rollout.without(lambda span: is_tool(span.role, span.stage)),
         queue_ns=rollout.without(lambda span: span.waits and span.role == "rollout"),
-        weights_ns=union_ns(clipped(placed(timeline, moving), window.start_ns, window.end_ns)),
     )
 
 

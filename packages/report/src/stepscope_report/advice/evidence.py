@@ -15,6 +15,7 @@ from stepscope_report.profiling import Profiling
 from stepscope_report.sections.baseline import Baseline
 from stepscope_report.sections.breakdown import Breakdown
 from stepscope_report.sections.counters import CounterRow, Counters
+from stepscope_report.sections.critical_path import CriticalPath
 from stepscope_report.sections.engines import Engine
 from stepscope_report.sections.health import Health
 from stepscope_report.sections.idle import Idle
@@ -33,6 +34,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     breakdown: Breakdown
+    critical_path: CriticalPath
     baseline: Baseline | None
     stages: Table[Stage]
     long_tail: LongTail | None

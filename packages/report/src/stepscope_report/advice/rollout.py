@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from stepscope.files.counters import KV_CACHE, RUNNING_REQUESTS, WAITING_REQUESTS
@@ -12,6 +12,7 @@ from stepscope_report.advice.evidence import Advice, Evidence, percentage_of, sh
 from stepscope_report.advice.profilers import is_stalled
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import count, duration, few
+from stepscope_report.sections.critical_path import PathPart
 from stepscope_report.sections.engines import Engine
 from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import GENERATES, MOVES_WEIGHTS, TRANSFER, is_tool
@@ -163,30 +164,38 @@ def _prefill_ns(engines: Sequence[Engine]) -> int:
 
 def weight_sync(evidence: Evidence) -> Advice | None:
     """Advise if moving weights took 5 % of the step or more."""
-    lines = [line for line in evidence.breakdown.lines if line.stage and MOVES_WEIGHTS.search(line.stage)]
-    wall_ns = sum(line.wall_ns for line in lines)
-    if not lines or wall_ns * 20 < evidence.breakdown.window_ns:
+    weights = evidence.critical_path.weights
+    between_ns = sum(line.wall_ns for line in evidence.breakdown.lines if line.stage == TRANSFER)
+    wall_ns = between_ns + (0 if weights is None else weights.wall_ns)
+    if not wall_ns or wall_ns * 20 < evidence.breakdown.window_ns:
         return None
-    names = ", ".join(f"{line.role} {line.stage}" for line in lines[:NAMED])
+    parts = () if weights is None else weights.parts
+    longest = parts[0] if parts and parts[0].wall_ns * 2 > wall_ns else None
+    if longest is not None and MOVES_WEIGHTS.search(longest.stage):
+        longest = None
     local = _stays_in_its_process(evidence)
     profiling = evidence.profiling
     over = "HCCL or " if profiling.npu else "NCCL or " if profiling.gpu else ""
     return Advice(
         rule="weight-sync",
         what=f"moving weights to the {'engine in the same process' if local else 'replicas'} takes long",
-        because=(f"{names}: {share_of_step(wall_ns, evidence)}",),
-        do="load all tensors in one call, in the layout and type that the engine keeps"
+        because=(share_of_step(wall_ns, evidence), *_shares(parts, between_ns)),
+        do=f"begin with {longest.role} {longest.stage}: most of the time passes there, before weights move"
+        if longest is not None
+        else "load all tensors in one call, in the layout and type that the engine keeps"
         if local
         else f"send them over {over}shared memory in buckets, and overlap that with the end of the update",
-        saves_ns=max(wall_ns, _weights_ns(evidence)),
+        saves_ns=between_ns + (0 if weights is None else weights.saves_ns),
         settings=() if local else changes("weight-sync", evidence),
     )
 
 
-def _weights_ns(evidence: Evidence) -> int:
-    """Return the time in which weights moved, also beside other work."""
-    between_ns = sum(line.wall_ns for line in evidence.breakdown.lines if line.stage == TRANSFER)
-    return evidence.bounds.weights_ns + between_ns
+def _shares(parts: Sequence[PathPart], between_ns: int) -> Iterator[str]:
+    """Yield `trainer sync_weights 2.00 s, rollout load_weights 40.0 ms`."""
+    named = [f"{part.role} {part.stage} {duration(part.wall_ns)}" for part in parts[:NAMED]]
+    if between_ns:
+        named.append(f"{TRANSFER} {duration(between_ns)}")
+    yield ", ".join(named)
 
 
 def _stays_in_its_process(evidence: Evidence) -> bool:

@@ -19,6 +19,7 @@ from stepscope_report.section import Section
 from stepscope_report.sections.baseline import BASELINE
 from stepscope_report.sections.breakdown import BREAKDOWN
 from stepscope_report.sections.counters import COUNTERS
+from stepscope_report.sections.critical_path import CRITICAL_PATH
 from stepscope_report.sections.engines import ENGINES
 from stepscope_report.sections.health import HEALTH, cut_processes
 from stepscope_report.sections.idle import IDLE, collectives_of_sync
@@ -87,6 +88,7 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
     return step_advice(
         Evidence(
             breakdown=sources.value_of(BREAKDOWN),
+            critical_path=sources.value_of(CRITICAL_PATH),
             baseline=sources.value_of(BASELINE),
             stages=sources.value_of(STAGES),
             long_tail=sources.value_of(LONG_TAIL),

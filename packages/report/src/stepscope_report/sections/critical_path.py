@@ -16,7 +16,7 @@ from stepscope_report.formatting import duration, percents, turn
 from stepscope_report.html.markup import Html
 from stepscope_report.html.page import section, stacked, table
 from stepscope_report.section import Section
-from stepscope_report.spans import label_of
+from stepscope_report.spans import MOVES_WEIGHTS, label_of
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.critical_path import Piece, PieceKind, Replay, critical_path
@@ -77,6 +77,16 @@ class PathStage(msgspec.Struct, frozen=True, kw_only=True):
     """The stages below it, the longest own time first."""
 
 
+class PathGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls of several stages on the path, with those below them."""
+
+    wall_ns: int
+    saves_ns: int
+    """Time that the step would be shorter by if these calls took none."""
+    parts: tuple[PathPart, ...]
+    """Their own times, the longest first. They add up to `wall_ns`."""
+
+
 class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
     """The stretches of time that the step waited for."""
 
@@ -84,6 +94,8 @@ class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
     """Time for which nothing recorded says what the step waited for."""
     stages: Table[PathStage]
     """The longest own time first."""
+    weights: PathGroup | None
+    """The calls that move weights; None if none is on the path."""
     segments: Table[Segment]
     """From the step's begin to its end."""
 
@@ -91,10 +103,11 @@ class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
 def step_critical_path(timeline: Timeline) -> CriticalPath:
     """Return the critical path of a step."""
     graph = step_graph(timeline)
-    pieces = critical_path(graph)
+    pieces, replay = critical_path(graph), Replay(graph)
     return CriticalPath(
         not_known_ns=sum(piece.wall_ns for piece in pieces if piece.kind == "not known"),
-        stages=_stages(graph, pieces),
+        stages=_stages(graph, pieces, replay),
+        weights=_weights(graph, pieces, replay),
         segments=Table(_segment(graph, piece) for piece in pieces),
     )
 
@@ -113,11 +126,28 @@ def _segment(graph: StepGraph, piece: Piece) -> Segment:
     )
 
 
-def _stages(graph: StepGraph, pieces: Sequence[Piece]) -> Table[PathStage]:
+def _weights(graph: StepGraph, pieces: Sequence[Piece], replay: Replay) -> PathGroup | None:
+    labels = {label_of(span) for span in graph.spans if not span.waits}
+    moving = {label for label in labels if MOVES_WEIGHTS.search(label[1])}
+    own_ns = Counter[Label]()
+    for piece in pieces:
+        own = _label(graph, piece)
+        if own is not None and not moving.isdisjoint(_around(graph, piece.node)):
+            own_ns[own] += piece.wall_ns
+    if not own_ns:
+        return None
+    return PathGroup(wall_ns=own_ns.total(), saves_ns=replay.saves_ns(moving), parts=_parts(own_ns))
+
+
+def _parts(own_ns: Counter[Label]) -> tuple[PathPart, ...]:
+    return tuple(PathPart(role=role, stage=stage, wall_ns=ns) for (role, stage), ns in own_ns.most_common())
+
+
+def _stages(graph: StepGraph, pieces: Sequence[Piece], replay: Replay) -> Table[PathStage]:
     rows = grouped(pieces, lambda piece: (_label(graph, piece), piece.kind))
     below = _below(graph, pieces)
     longest = sorted(below, key=lambda label: (-below[label].total(), label))[:ROWS]
-    least_ns, replay = graph.timeline.window.wall_ns // LEAST, Replay(graph)
+    least_ns = graph.timeline.window.wall_ns // LEAST
     saves = {label: replay.saves_ns([label]) for label in longest if below[label].total() >= least_ns}
     stages = [_stage(graph, label, kind, own, below, saves) for (label, kind), own in rows.items()]
     return Table(sorted(stages, key=lambda row: (-row.wall_ns, row.role or "", row.stage or "", row.kind)))
@@ -148,11 +178,7 @@ def _stage(
         process=graph.timeline.processes[processes.most_common(1)[0][0]].name,
         trajectory=longest.trajectory,
         turn=longest.turn,
-        parts=tuple(
-            PathPart(role=role, stage=stage, wall_ns=ns)
-            for (role, stage), ns in parts.most_common()
-            if (role, stage) != label
-        ),
+        parts=_parts(Counter({below: ns for below, ns in parts.items() if below != label})),
     )
 
 

@@ -143,17 +143,18 @@ class Replay:
 
     A call begins after the calls of its caller that ended before it, and after the one for which its thread
     let it wait; it ends after the calls below it. The own times between stay as they were, unless they are
-    shortened. Calls whose end nothing is known to have waited for take no part.
+    shortened. Calls whose end nothing is known to have waited for take no part: outside of all calls,
+    these are the calls of other stages than the last one to end.
     """
 
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
         loose = {
             node
-            for clusters in graph.clusters.values()
+            for owner, clusters in graph.clusters.items()
             for cluster in clusters
-            if not cluster.joined
             for node in cluster.members
+            if not cluster.joined or (owner >= len(graph.spans) and not _is_alike(graph, node, cluster.last))
         }
         depth = _depths(graph.caller)
         nodes = [n for n, caller in enumerate(graph.caller) if caller != NOBODY and n not in loose]
@@ -259,6 +260,11 @@ class Replay:
                 begun[starting] = now[starting] = becomes_ns
         root = len(graph.spans)
         return now[root] + end[root] - done[root] - start[root]
+
+
+def _is_alike(graph: StepGraph, node: int, other: int) -> bool:
+    one, two = graph.spans[node], graph.spans[other]
+    return (one.role, one.stage) == (two.role, two.stage)
 
 
 def _depths(callers: Sequence[int]) -> list[int]:

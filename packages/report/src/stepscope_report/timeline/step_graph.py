@@ -37,8 +37,8 @@ class Cluster(NamedTuple):
     last: int
     """The node that ended last."""
     joined: bool
-    """True if its end surely was waited for: all of its calls are of one stage, or what comes next is close
-    to the end of the last of them."""
+    """True if its end was waited for: what comes next is close to it; or all of its calls are of one stage,
+    and such calls fill half of the time of the call in which they lie."""
     members: tuple[int, ...]
 
 
@@ -192,12 +192,11 @@ class _Builder:
             calls = beside if owner == root else self._kids.get(owner, [])
             busy = self._joined(calls)
             apart = []
-            for members in self._overlapping(nodes):
-                if _overlaps(busy, self._start[members[0]], max(self._end[node] for node in members)):
-                    for node in members:
-                        own[self._spans[node].process].append(node)
+            for node in nodes:
+                if _overlaps(busy, self._start[node], self._end[node]):
+                    own[self._spans[node].process].append(node)
                 else:
-                    apart += members
+                    apart.append(node)
             if owner == root:
                 beside = beside + apart
             else:
@@ -209,14 +208,21 @@ class _Builder:
 
     def _add(self, owner: int, nodes: Sequence[int]) -> None:
         """Give these calls, in clusters, to the node in whose time they lie."""
-        starts = sorted(self._start[node] for node in (*nodes, *self._kids.get(owner, ())))
-        for members in self._overlapping(nodes):
+        groups = list(self._overlapping(nodes))
+        kids = self._kids.get(owner, [])
+        starts = sorted(self._start[node] for node in (*nodes, *kids))
+        covered_ns = sum(end_ns - start_ns for start_ns, end_ns in self._joined(nodes))
+        busy_ns = sum(end_ns - start_ns for start_ns, end_ns in self._joined(kids))
+        filled = covered_ns * 2 >= self._end[owner] - self._start[owner] - busy_ns
+        whose = owner - len(self._spans) if owner >= len(self._spans) else self._spans[owner].process
+        for members in groups:
             last = max(members, key=lambda node: (self._end[node], node))
             end_ns = self._end[last]
             place = bisect_left(starts, end_ns)
             gap_ns = (starts[place] if place < len(starts) else self._end[owner]) - end_ns
             uniform = len({_label(self._spans[node]) for node in members}) == 1
-            joined = uniform or is_close(gap_ns, end_ns - self._start[last])
+            alone = uniform and (filled or self._spans[last].process == whose)
+            joined = alone or is_close(gap_ns, end_ns - self._start[last])
             cluster = Cluster(self._start[members[0]], end_ns, last, joined, tuple(members))
             self._clusters[owner].append(cluster)
             for node in members:
