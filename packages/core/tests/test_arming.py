@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stepscope import ProfileConfig
-from stepscope._recording.instrument import arming
+from stepscope._recording.instrument import configured
 from stepscope._recording.process import failures
 from stepscope.engines import EngineFactory, EngineProfiler, protocol
 
@@ -51,8 +51,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     (tmp_path / "enginelib" / "__init__.py").write_text("")
     (tmp_path / "enginelib" / "settings.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(arming, "_watched", set())
-    monkeypatch.setattr(arming, "_config", None)
+    monkeypatch.setattr(configured, "_watched", set())
+    monkeypatch.setattr(configured, "_config", None)
     points = {"enginelib": SimpleNamespace(load=Adapter)}
     monkeypatch.setattr(protocol, "installed", lambda: points)
     yield lambda: importlib.import_module("enginelib.settings").Settings
@@ -65,32 +65,32 @@ def a_config(tmp_path: Path, **engine: object) -> ProfileConfig:
 
 
 def test_an_engine_of_a_named_adapter_is_armed(library: Callable[[], Any], tmp_path: Path) -> None:
-    arming.watch(a_config(tmp_path), {"enginelib"})
+    configured.watch(a_config(tmp_path), {"enginelib"})
     assert library()().create(doubled=2) == [str(tmp_path)] * 2
 
 
 def test_an_engine_whose_adapter_no_entry_names_is_left_alone(
     library: Callable[[], Any], tmp_path: Path
 ) -> None:
-    arming.watch(a_config(tmp_path), set())
+    configured.watch(a_config(tmp_path), set())
     assert library()().create() == [None]
 
 
 def test_a_library_that_is_imported_already_is_armed(library: Callable[[], Any], tmp_path: Path) -> None:
     settings = library()
-    arming.watch(a_config(tmp_path), {"enginelib"})
+    configured.watch(a_config(tmp_path), {"enginelib"})
     assert settings().create() == [str(tmp_path)]
 
 
 def test_no_engine_is_armed_where_none_is_recorded(library: Callable[[], Any], tmp_path: Path) -> None:
-    arming.watch(a_config(tmp_path, profiler="off"), {"enginelib"})
+    configured.watch(a_config(tmp_path, profiler="off"), {"enginelib"})
     assert library()().create() == [None]
 
 
 def test_a_later_configuration_disarms(library: Callable[[], Any], tmp_path: Path) -> None:
-    arming.watch(a_config(tmp_path), {"enginelib"})
+    configured.watch(a_config(tmp_path), {"enginelib"})
     settings = library()
-    arming.watch(a_config(tmp_path), set())
+    configured.watch(a_config(tmp_path), set())
     assert settings().create() == [None]
 
 
@@ -102,7 +102,7 @@ def test_an_engine_that_cannot_be_armed_is_built_all_the_same(
 ) -> None:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     failures.take()
-    arming.watch(a_config(tmp_path), {"enginelib"})
+    configured.watch(a_config(tmp_path), {"enginelib"})
     broken = library()()
     broken.broken = True
     assert broken.create() == [None]

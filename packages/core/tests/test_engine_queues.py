@@ -13,7 +13,7 @@ from stepscope.files.clock import Int
 from stepscope.files.counters import Series
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import EngineState, Frame, OpenSpan, ProcessState, Thread
-from stepscope_report.waiting.calls import say_call
+from stepscope_report.waiting import say_call
 from stepscope_report.why import why
 
 S: Int = 10**9

@@ -24,7 +24,7 @@ from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.states import EngineState
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope_report import step_report
-from stepscope_report.cli.running.why import ask
+from stepscope_report.cli.why import ask
 from stepscope_report.timeline import load_step
 from stepscope_report.why import why
 

@@ -17,7 +17,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.recorder import StepLine
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
-from stepscope_report.cli.running.watch import look
+from stepscope_report.cli.watch import look
 
 S = 1_000_000_000
 GPUS = 8

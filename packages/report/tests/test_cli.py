@@ -28,8 +28,8 @@ from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report import OpenRun
 from stepscope_report.cli import run
 from stepscope_report.cli.app import BROKEN_PIPE
-from stepscope_report.cli.changes.what_if import longest_step
-from stepscope_report.cli.mcp.tools import Tools
+from stepscope_report.cli.mcp import Tools
+from stepscope_report.cli.what_if import longest_step
 
 MS = 1_000_000
 

@@ -18,8 +18,8 @@ from packages.report.tests.simulated import Rollout
 from packages.report.tests.test_cli import a_run
 from stepscope.testing.steps import StepFolder
 from stepscope_report.cli import run
-from stepscope_report.cli.stores.export import write_tables
-from stepscope_report.opened.runs import ROWS, OpenStep, _values
+from stepscope_report.cli.export import write_tables
+from stepscope_report.opened import ROWS, OpenStep, _values
 
 MS = 1_000_000
 

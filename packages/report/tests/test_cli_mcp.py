@@ -19,7 +19,7 @@ from packages.report.tests.traces import kernel, write_trace
 from stepscope.errors import CaptureError, RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import Listening, read_requests, write_listening
-from stepscope_report.cli.mcp.tools import Tools
+from stepscope_report.cli.mcp import Tools
 
 
 @pytest.fixture

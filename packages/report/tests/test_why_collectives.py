@@ -20,8 +20,8 @@ from stepscope._recording.recorder.collectives import joined, parsed
 from stepscope.files.layout import RunLayout
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import Collectives, ProcessState
-from stepscope_report.cli.running.why import ask
-from stepscope_report.waiting.calls import awaited_collective, say_call
+from stepscope_report.cli.why import ask
+from stepscope_report.waiting import awaited_collective, say_call
 from stepscope_report.why import why
 
 RANK = """

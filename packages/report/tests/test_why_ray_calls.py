@@ -17,8 +17,8 @@ import pytest
 from stepscope.files.layout import RunLayout
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import Frame, OpenSpan, ProcessState, RayCall, Thread
-from stepscope_report.cli.running.why import ask
-from stepscope_report.waiting.calls import say_call
+from stepscope_report.cli.why import ask
+from stepscope_report.waiting import say_call
 from stepscope_report.why import Why, why
 
 S = 10**9

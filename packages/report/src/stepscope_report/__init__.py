@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from stepscope_report.advice.rules import step_advice
     from stepscope_report.advice.settings import SettingChange
     from stepscope_report.model import StepReport
-    from stepscope_report.opened.runs import OpenRun, OpenStep, open  # noqa: A004  # read as `stepscope_report.open`
-    from stepscope_report.opened.traces import OpenTraces
+    from stepscope_report.opened import OpenRun, OpenStep, OpenTraces, open  # noqa: A004  # read as `stepscope_report.open`
     from stepscope_report.report import step_report
     from stepscope_report.scalars import to_scalars
     from stepscope_report.sections.baseline import Baseline, step_baseline
@@ -145,8 +144,7 @@ _WHERE = {
     "advice.rules": "step_advice",
     "advice.settings": "SettingChange",
     "model": "StepReport",
-    "opened.runs": "OpenRun OpenStep open",
-    "opened.traces": "OpenTraces",
+    "opened": "OpenRun OpenStep OpenTraces open",
     "scalars": "to_scalars",
     "report": "step_report",
     "table": "Rows Table",

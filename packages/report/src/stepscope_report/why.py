@@ -8,19 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from stepscope.files.states import EngineState, OpenSpan, ProcessState, RayCall
-from stepscope_report.waiting.calls import (
+from stepscope_report.waiting import (
     STUCK_NS,
     Call,
     asks,
+    asks_ray,
     call_of,
     engine_call,
     frames_of,
+    is_library,
     is_stuck,
     queue_of,
     rank_of,
     remote_call,
+    say_where,
 )
-from stepscope_report.waiting.places import asks_ray, is_library, say_where
 
 _RUNNING = "RUNNING"
 _MOST = 8

@@ -33,9 +33,9 @@ from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Sidecar, Stall
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
 from stepscope_report import CounterRow, step_report
-from stepscope_report.cli.running.why import ask
+from stepscope_report.cli.why import ask
 from stepscope_report.timeline import load_step
-from stepscope_report.waiting.calls import say_call
+from stepscope_report.waiting import say_call
 from stepscope_report.why import Why, why
 from stepscope_sglang import SglangProfiler
 from stepscope_sglang._driving.in_process import InProcessTarget

@@ -16,8 +16,8 @@ import pytest
 import vllm
 
 from stepscope.files.layout import RunLayout
-from stepscope_report.cli.running.why import ask
-from stepscope_report.waiting.calls import say_call
+from stepscope_report.cli.why import ask
+from stepscope_report.waiting import say_call
 from stepscope_report.why import why
 
 assert vllm

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from stepscope._recording.instrument import arming, framework_settings, patch, uncovered
+from stepscope._recording.instrument import framework_settings, patch, uncovered
 from stepscope._recording.instrument.call_arguments import Condition
 from stepscope._recording.instrument.kinds import Timing
-from stepscope._recording.instrument.patch import Instrument
+from stepscope._recording.instrument.patch import Instrument, parent_of, when_imported
 from stepscope._recording.instrument.step_boundaries import Boundary, calls
 from stepscope._recording.process import failures
 from stepscope._recording.process.identity import is_first
@@ -26,6 +27,60 @@ from stepscope.files.spans import CONSUME
 
 if TYPE_CHECKING:
     from stepscope._recording.output.manifest_part import ManifestPart
+
+if TYPE_CHECKING:
+    from stepscope.engines.protocol import EngineFactory
+
+
+_config: ProfileConfig | None = None
+"""Configuration for engines that are built from now on; None to leave them alone. One writer: `watch`."""
+_watched: set[str] = set()
+"""Adapters whose library is patched at its import. One writer: `watch`."""
+
+
+def watch(config: ProfileConfig, adapters: Set[str]) -> None:
+    """Arm the engines of `adapters` that this process builds from now on, if `config` records engines."""
+    global _config
+    match = config.role("rollout")
+    _config = config if adapters and match is not None and match[1].engine.profiler else None
+    fresh = adapters - _watched if _config is not None else set()
+    for adapter in sorted(fresh):
+        _watched.add(adapter)
+        when_imported(adapter, partial(_library_imported, adapter))
+
+
+def _library_imported(adapter: str, library: ModuleType) -> None:
+    from stepscope.engines.protocol import installed, load_engine  # import time: 15 ms
+
+    try:
+        factory = load_engine(adapter) if adapter in installed() else None
+        if factory is not None and factory.builder:
+            module, _, name = factory.builder.partition(":")
+            when_imported(module, partial(_patch, factory, name))
+    except ours() as error:  # the import is the user's, and succeeds
+        failures.note(f"arming engines of {adapter!r}", error)
+
+
+def _patch(factory: EngineFactory, name: str, module: ModuleType) -> None:
+    try:
+        parent, attribute = parent_of(module, name)
+        setattr(parent, attribute, _armed(getattr(parent, attribute), factory))
+    except ours() as error:  # as above
+        failures.note(f"arming engines by {factory.builder}", error)
+
+
+def _armed(build: Callable[..., Any], factory: EngineFactory) -> Callable[..., Any]:
+    @functools.wraps(build)
+    def armed(settings: Any, *args: Any, **kwargs: Any) -> Any:
+        if _config is not None:
+            try:
+                factory.arm(_config, settings)
+            except ours() as error:
+                failures.note(f"arming an engine by {factory.builder}", error)
+        return build(settings, *args, **kwargs)
+
+    return armed
+
 
 _applied: dict[str, Instrument] = {}
 """Functions `module:name` that are instrumented because of a configuration. One writer: `apply`."""
@@ -50,7 +105,7 @@ def apply(config: ProfileConfig, *, lenient: bool = False) -> None:
     """
     if config.instrument != _entries:
         _apply(config, lenient)
-    arming.watch(config, _adapters)
+    watch(config, _adapters)
 
 
 def _apply(config: ProfileConfig, lenient: bool) -> None:

@@ -2,13 +2,102 @@
 
 from __future__ import annotations
 
-from stepscope._recording.process import fork, shutdown
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+from stepscope._recording.process import failures, fork, shutdown
 from stepscope._recording.recorder.recorder import Recorder
-from stepscope._recording.recorder.watch import Watch
 from stepscope._recording.session import activation
 from stepscope.config import ProfileConfig
+from stepscope.errors import RecordError, ours
 from stepscope.files.manifest.records import Ending
+from stepscope.files.recorder import WHY, Order
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.storage.reading import read_record
+
+LONGEST_S = 0.5
+"""Longest time between two looks, each of which is one `stat`: who asks why nothing moves waits for it."""
+
+
+class Watch:
+    """The watching thread of one recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._folder = recorder.layout.orders
+        self._seen: int | None = None
+        """Time of the folder's last change at the last look."""
+        self._read: set[str] = set()
+        """Names of orders that were obeyed, or are from before."""
+        self._progress: tuple[int, int] = (0, 0)
+        """The number of the last span, and the number of those that ran, at the last look."""
+        self._still_since = time.monotonic()
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, name="stepscope-recorder-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """End it."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        self._read.update(self._old_orders())
+        pause_s = min(LONGEST_S, self._recorder.config.control.poll_seconds)
+        while not self._stop.wait(pause_s):
+            try:
+                self._look_for_orders()
+                self._look_for_hang()
+            except ours() as error:
+                failures.note("watching for orders of the flight recorder", error)
+
+    def _old_orders(self) -> Iterator[str]:
+        """Yield the orders from before this process began. Later ones are new, whatever the clock does."""
+        before_s = time.time() - 1
+        for path in self._folder.glob("[!.]*.json"):
+            with suppress(OSError):
+                if path.stat().st_mtime < before_s:
+                    yield path.name
+
+    def _look_for_orders(self) -> None:
+        try:
+            changed = os.stat(self._folder).st_mtime_ns
+        except ours(OSError):
+            return
+        if changed == self._seen:
+            return
+        self._seen = changed
+        for path in sorted(self._folder.glob("[!.]*.json")):
+            if path.name in self._read:
+                continue
+            self._read.add(path.name)
+            try:
+                order = read_record(path, Order)
+            except ours(OSError, RecordError) as error:
+                failures.warn("stepscope: an order of the flight recorder cannot be read: %s", error)
+                continue
+            recorder = self._recorder
+            if order.run_id not in ("", recorder.run_id):
+                continue
+            if order.trigger == WHY:
+                recorder.write_state(path.stem)
+            elif not order.steps:
+                recorder.serve(order)
+            else:
+                recorder.obey(order)
+
+    def _look_for_hang(self) -> None:
+        recorder = self._recorder
+        step, now = recorder.steps.running, time.monotonic()
+        progress = (recorder.log.last_id, -1 if step is None else step.number)
+        if progress != self._progress or step is None:
+            self._progress, self._still_since = progress, now
+            return
+        still_s = now - self._still_since
+        if still_s >= recorder.config.recorder.hang_seconds and not step.is_written:
+            recorder.fire("hang", f"no span has begun for {still_s:.0f} s")
+
 
 _standing: Recorder | None = None
 """Writers: `start`, `stop`, and `_forget` in a forked child."""

@@ -22,7 +22,7 @@ from stepscope_report.cli import screen
 from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.cli.find import no_run
 from stepscope_report.cli.ls import rows_of
-from stepscope_report.cli.running.why import ask, say_median, step_lines
+from stepscope_report.cli.why import ask, say_median, step_lines
 from stepscope_report.fleet import COLUMNS, Fleet, Sampled
 from stepscope_report.formatting import count, duration, turn
 from stepscope_report.live import Live, live

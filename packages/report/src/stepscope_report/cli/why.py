@@ -30,7 +30,7 @@ from stepscope_report.live import COMPARED, usual_ns
 from stepscope_report.sections.health import say_span, step_health
 from stepscope_report.terminal.layout import listing
 from stepscope_report.timeline import load_step
-from stepscope_report.waiting.calls import say_call
+from stepscope_report.waiting import say_call
 from stepscope_report.why import Why
 from stepscope_report.why import why as join
 

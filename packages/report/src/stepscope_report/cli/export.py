@@ -25,7 +25,7 @@ from stepscope_report.cli import screen
 from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.cli.find import STEPS_HELP, find_of_run, is_step
 from stepscope_report.formatting import count, size
-from stepscope_report.opened.runs import ROWS, OpenStep
+from stepscope_report.opened import ROWS, OpenStep
 from stepscope_report.table import Rows, Table
 
 

@@ -1,1 +1,0 @@
-"""Commands on what changed between steps, and what a change would do."""

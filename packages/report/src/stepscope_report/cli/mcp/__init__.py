@@ -1,1 +1,0 @@
-"""The server for coding agents."""

@@ -1,1 +1,0 @@
-"""Captured runs, their steps, and traces of others as objects, for notebooks and scripts."""
