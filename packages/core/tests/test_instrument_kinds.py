@@ -291,6 +291,20 @@ def test_consumed_trajectories_are_read_from_the_arguments_or_the_result(
     assert marks == [("consume", "a", 3), ("consume", "b", 4)]
 
 
+@pytest.mark.needs("numpy")
+def test_of_versions_of_each_token_the_oldest_first_one_of_a_row_counts(
+    framework: Entries, spans: Spans
+) -> None:
+    import numpy
+
+    paths = {"id": "batch.uids", "policy_version": "batch.versions"}
+    built = framework({"name": "Trainer.update", "kind": "consume", **paths})
+    with capture(0):
+        tokens = [numpy.array([[-1, 4, 5, 0], [-1, -1, 3, 4]]), numpy.array([[-1, -1]])]
+        built.Trainer().update(built.Batch(["a", "no token of a policy"], tokens))
+    assert [(span.attrs or {}).get("begun_version") for span in spans()] == [3, None]
+
+
 def test_a_name_below_a_list_is_read_of_each_of_its_items(framework: Entries, spans: Spans) -> None:
     paths = {"id": "batch.uids.name", "policy_version": "batch.uids.version"}
     built = framework({"name": "Trainer.update", "kind": "consume", **paths})

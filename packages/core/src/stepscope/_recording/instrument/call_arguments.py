@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from types import FunctionType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from stepscope.errors import ConfigError, ours
 
@@ -168,14 +168,28 @@ def number_of(value: object) -> Number | None:
 
 
 def version_of(value: object) -> Number | None:
-    """Return a version of the weights: a number, the number that a text is, or the first of a list.
+    """Return a version of the weights: a number, the number that a text is, the first of a list, or of an
+    array the first that is not negative; the oldest of these, if it has several rows.
 
     Raises:
         LookupError: It is something else.
     """
     if isinstance(value, list | tuple):
         return version_of(value[0]) if value else None
+    if getattr(value, "ndim", 0) and str(getattr(value, "device", "cpu")) == "cpu":
+        return _oldest(value)
     return int(value) if isinstance(value, str) and value.isdecimal() else number_of(value)
+
+
+def _oldest(versions: Any) -> Number | None:
+    """Return the version that an array of numpy or torch begins with, after tokens of no policy: -1 each.
+
+    Rows may be padded behind their tokens.
+    """
+    if versions.ndim > 1:
+        return min((row for row in map(_oldest, versions) if row is not None), default=None)
+    known = versions[versions >= 0]
+    return number_of(known[0]) if len(known) else None
 
 
 def name_of(value: object) -> str:
