@@ -145,13 +145,14 @@ def rotate_without_kernels(_: Any) -> None:
 def serve_on_the_cpu(module: Any) -> None:
     """Serve with SGLang on the CPU, without graphs of CUDA: AReaL and a part of verl say no device.
 
-    An idle scheduler sleeps, since the cores are few.
+    An idle scheduler sleeps, since the cores are few, and the cache is small, since others need memory too.
     """
     theirs = module.ServerArgs.__post_init__
 
     def prepare(arguments: Any) -> None:
         arguments.device, arguments.grammar_backend = "cpu", "none"
         arguments.disable_piecewise_cuda_graph = arguments.sleep_on_idle = True
+        arguments.mem_fraction_static, arguments.max_total_tokens = 0.5, 4096
         theirs(arguments)
 
     module.ServerArgs.__post_init__ = prepare

@@ -38,7 +38,6 @@ SGLANG = (
             "sampling_backend": "pytorch",
             "disable_overlap_schedule": True,
             "enable_memory_saver": False,  # its library is CUDA's
-            "max_total_tokens": 4096,
         }.items()
     ),
 )
