@@ -65,8 +65,8 @@ class Training(NamedTuple):
 
     def tools(self, step: Step) -> list[ToolCall]:
         """Return the calls within a step."""
-        breakdown, opened_ns = step.report["breakdown"], int(step.report["opened_ns"])
-        end_ns = opened_ns + breakdown["opening_ns"] + breakdown["window_ns"]
+        opened_ns = int(step.report["opened_ns"])  # behind the capture's opening
+        end_ns = opened_ns + step.report["breakdown"]["window_ns"]
         return [call for call in self.tool_calls if opened_ns <= call.begun_ns <= end_ns]
 
 
