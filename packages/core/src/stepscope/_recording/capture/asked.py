@@ -51,8 +51,10 @@ def step_of(value: object) -> int:
 
 def rank_of(value: object) -> int | None:
     """Return a rank, as `step_of`; None stands for itself."""
+    if value is None:
+        return None
     rank = _whole(value)
-    if rank is None and value is not None:
+    if rank is None:
         fix = "leave it out, or pass rank=torch.distributed.get_rank()"
         raise ConfigError("capture(rank)", value, "an integer, 0 or more, or None", fix)
     return rank
@@ -60,17 +62,29 @@ def rank_of(value: object) -> int | None:
 
 def check_asked(call: str, role: object, config: object, workers: object) -> None:
     """Raise `ConfigError` for a role or a configuration that the function `call` cannot take."""
-    named = [name for name in workers if isinstance(name, str)] if isinstance(workers, Mapping) else []
-    for argument, name in (("role", role), *(("workers", name) for name in named)):
-        if not (isinstance(name, str) and _ROLE.fullmatch(name)):
-            fix = 'name the work of the process: "actor"'
-            raise ConfigError(f"{call}({argument})", name, "a word of letters, digits and . _ - / :", fix)
+    _check_role(f"{call}(role)", role)
+    if workers is not None and isinstance(workers, Mapping):
+        for name in workers:
+            if isinstance(name, str):
+                _check_role(f"{call}(workers)", name)
     if config is not None and not isinstance(config, ProfileConfig):
         fix = f"pass ProfileConfig.from_mapping(...), or call configure(...) once and {call}() without config"
         raise ConfigError(f"{call}(config)", config, "a ProfileConfig, or None", fix)
 
 
 _ROLE = re.compile(r"[\w.:/-]{1,500}")
+_checked: str | None = None
+"""The role that was checked last: a loop names one role at each step. One writer: `_check_role`."""
+
+
+def _check_role(field: str, role: object) -> None:
+    global _checked
+    if role is _checked and role is not None:
+        return
+    if not (isinstance(role, str) and _ROLE.fullmatch(role)):
+        fix = 'name the work of the process: "actor"'
+        raise ConfigError(field, role, "a word of letters, digits and . _ - / :", fix)
+    _checked = role
 
 
 def _whole(value: Any) -> int | None:

@@ -101,7 +101,8 @@ class Capture:
         if config.cuda_memory.oom_any_step != "off":
             oom.watch(config, identify(role, rank=rank), run.run_id(), step)
         names_workers = workers is not None
-        workers = None if omissions.none_meant(workers) else workers
+        if workers is not None and omissions.none_meant(workers):
+            workers = None
         self._is_first = opened_by == "program" and _check_first(config, workers, engines)
         requested = wanted(config, step, role, rank, alone=workers is not None or engines is not None)
         self.config = config if requested is None else requested

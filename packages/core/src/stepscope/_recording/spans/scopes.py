@@ -308,6 +308,8 @@ class Mark:
         """Leave the scopes that were entered since, in this task or thread and inside of the marked one."""
         token, self._token = self._token, None
         scope = _current()
+        if scope is self._scope:
+            return
         while scope is not None and scope is not self._scope:
             scope = scope.parent
         if token is None or scope is not self._scope:
