@@ -106,6 +106,7 @@ class CaptureWork:
             try:
                 stage(session, closing)
                 if stage == self._close_session and self._stopping is not None:
+                    session.manifest_part.write()  # the others may take long
                     await asyncio.wait({self._stopping})
             except BaseException as error:  # SystemExit of a user's function too: the thread is ours
                 trouble = trouble or _noted(error)

@@ -279,11 +279,13 @@ class Session:
 
         async def close() -> None:
             self.close(ending=ending, discard=discard)
+            self.manifest_part.write()
 
         _ending().closed(partial(self.end, discard=discard), close, timeout_s)
 
     def close(self, *, ending: Ending | None = None, discard: str | None = None) -> None:
-        """End the files, on the private loop. Idempotent. On the recorded thread `end` came first.
+        """End the files, on the private loop. Idempotent. On the recorded thread `end` came first. The caller
+        writes the part of the manifest.
 
         Args:
             ending: Why the capture ended early; None if it did not.
@@ -315,7 +317,6 @@ class Session:
         if self.forks:
             forks, self.forks = self.forks, 0
             self.manifest_part.add_absent((_forked(forks),))
-        self.manifest_part.write()
 
     def truncate(self, reason: str) -> None:
         """End the recording early; what is there is kept and marked. The owner's capture stays open for its
