@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,3 +84,15 @@ def test_the_store_grows_by_the_objects_that_are_put() -> None:
         time.sleep(0.1)  # the head of the cluster hears of it within about a second
     assert grown == pytest.approx(60 * MB, rel=0.05)
     del objects
+
+
+def test_a_forked_child_asks_nothing_on_its_parents_connection() -> None:
+    (source,) = ray_store()
+    assert source.sample()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's handler never gets its turn
+        signal.alarm(20)
+        os._exit(len(source.sample()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert source.sample(), "Ray answers the parent on"

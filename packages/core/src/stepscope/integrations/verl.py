@@ -19,7 +19,7 @@ import msgspec
 import wrapt
 
 from stepscope._recording.capture import configure
-from stepscope._recording.process import failures
+from stepscope._recording.process import failures, ray_connection
 from stepscope.config import ProfileConfig
 from stepscope.errors import ours
 from stepscope.files import switch
@@ -60,8 +60,8 @@ def published() -> ProfileConfig | None:
 
 def _key() -> bytes | None:
     """Return the key of this job; None if this process is not connected to Ray."""
-    ray: Any = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    ray = ray_connection.connected()
+    if ray is None:
         return None
     return f"configuration of {ray.get_runtime_context().get_job_id()}".encode()
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+from stepscope._recording.process import ray_connection
 from stepscope.backends.counters import CounterSource
 
 _STORE = "object_store_memory"
@@ -20,8 +19,8 @@ class ObjectStore(CounterSource):
     interval_s = 2.0  # two calls to the cluster's head
 
     def sample(self) -> Mapping[str, float]:
-        ray: Any = sys.modules.get("ray")
-        if ray is None or not ray.is_initialized():
+        ray = ray_connection.connected()
+        if ray is None:
             return {}
         whole = ray.cluster_resources().get(_STORE)
         if whole is None:

@@ -25,6 +25,7 @@ TABLE: dict[str, Callable[[], None] | None] = dict.fromkeys(
         "request listener",
         "step durations",
         "counters",
+        "connection to Ray",
     )
 )
 """Name -> function that forgets, in the order of the calls. None until its module is imported.

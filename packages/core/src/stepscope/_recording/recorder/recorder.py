@@ -16,7 +16,7 @@ import msgspec
 
 from stepscope._recording.counters.catalogue import openers
 from stepscope._recording.counters.sampler import Sampler
-from stepscope._recording.process import clock, failures
+from stepscope._recording.process import clock, failures, ray_connection
 from stepscope._recording.process.work_queue import WorkQueue
 from stepscope._recording.recorder import step_lines
 from stepscope._recording.recorder.engine_queues import EngineQueues
@@ -61,8 +61,8 @@ _NO_ACTOR = "f" * 24
 
 def known_here(workers: bool) -> bool:
     """Return whether this process asks Ray for all: it is a driver, or an actor that has workers."""
-    ray: Any = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    ray = ray_connection.connected()
+    if ray is None:
         return False
     return workers or getattr(ray.get_runtime_context().worker, "mode", None) == ray.SCRIPT_MODE
 

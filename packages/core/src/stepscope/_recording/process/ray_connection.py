@@ -1,0 +1,38 @@
+"""The connection of this process to a Ray cluster."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from stepscope._recording.process import fork
+
+_of_the_parent: object = None
+"""Ray's worker object that this process has from before a fork. One writer: `_forget`."""
+
+
+def connected() -> Any:
+    """Return Ray if this process can ask its cluster; None if not.
+
+    A forked child cannot: a question on the connection that it shares with its parent hangs, and so do the
+    parent's own from then on.
+    """
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    is_shared = _of_the_parent is not None and _worker(ray) is _of_the_parent
+    return None if is_shared else ray
+
+
+def _worker(ray: Any) -> object:
+    return getattr(ray.get_runtime_context().worker, "core_worker", None)
+
+
+def _forget() -> None:
+    global _of_the_parent
+    ray: Any = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        _of_the_parent = _worker(ray)
+
+
+fork.forgets("connection to Ray", _forget)
