@@ -22,9 +22,9 @@ from _measure import arguments, header, interleaved, median_over, table, verdict
 from _peers import Peer
 
 from stepscope import profile_step
-from stepscope._recording.instrument import kinds
+from stepscope._recording.instrument import calls
 from stepscope._recording.instrument.call_arguments import Condition
-from stepscope._recording.instrument.kinds import Timing
+from stepscope._recording.instrument.calls import Timing
 
 CALLS = 20_000
 ANY_CALL = Condition({}, {})
@@ -163,7 +163,7 @@ def compare_entries(*, quick: bool) -> None:
     calls = CALLS // 10 if quick else CALLS
     peers = {
         "bare": Peer(lambda fn: fn),
-        **{name: Peer(partial(kinds.wrap, timing=timing, target=name)) for name, timing in ENTRIES.items()},
+        **{name: Peer(partial(calls.wrap, timing=timing, target=name)) for name, timing in ENTRIES.items()},
     }
     runs = {name: partial(timed, call, method_of(update, peer), calls) for name, peer in peers.items()}
     results = interleaved(runs, ROUNDS // 3 if quick else ROUNDS)

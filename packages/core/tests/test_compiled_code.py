@@ -16,7 +16,7 @@ import pytest
 
 from stepscope import capture, consume, profile_step, span, step_tokens
 from stepscope._recording.instrument.call_arguments import Condition
-from stepscope._recording.instrument.kinds import Timing
+from stepscope._recording.instrument.calls import Timing
 from stepscope._recording.instrument.patch import Instrument
 from stepscope.testing.recorded_run import RecordedRun
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope._recording.instrument import framework_settings, patch, uncovered
 from stepscope._recording.instrument.call_arguments import Condition
-from stepscope._recording.instrument.kinds import Timing
+from stepscope._recording.instrument.calls import Timing
 from stepscope._recording.instrument.patch import Instrument, parent_of, when_imported
 from stepscope._recording.instrument.step_boundaries import Boundary, calls
 from stepscope._recording.process import failures

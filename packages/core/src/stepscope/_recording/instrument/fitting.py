@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepscope._recording.instrument import kinds
+from stepscope._recording.instrument import calls
 from stepscope._recording.instrument.call_arguments import Arguments, Condition
-from stepscope._recording.instrument.kinds import Timing
+from stepscope._recording.instrument.calls import Timing
 from stepscope._recording.instrument.step_boundaries import Boundary
 from stepscope.config._instrument import paths_in
 from stepscope.errors import ConfigError
@@ -35,7 +35,7 @@ def fitted(fn: FunctionType, timings: Sequence[Timing], boundary: Boundary | Non
     paths = _Paths(Arguments(fn), target)
     made = [paths.kept(timing) for timing in timings if paths.gone(_all_in([timing.engine])) == []]
     known = [timing for timing in made if paths.gone(timing.condition.paths, after=False) == []]
-    for layer in kinds.LAYERS:
+    for layer in calls.LAYERS:
         unknown = [timing for timing in made if timing.kind in layer and timing not in known]
         if unknown and not any(timing.kind in layer for timing in known):
             known.append(_for_any_call(unknown))

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
-from stepscope._recording.instrument import kinds, step_boundaries
+from stepscope._recording.instrument import calls, step_boundaries
 from stepscope._recording.instrument.call_arguments import Arguments, Condition
 from stepscope._recording.instrument.fitting import fitted
-from stepscope._recording.instrument.kinds import Timing
+from stepscope._recording.instrument.calls import Timing
 from stepscope._recording.instrument.step_boundaries import Boundary
 from stepscope._recording.process import failures
 from stepscope._recording.process.identity import is_first
@@ -119,7 +119,7 @@ class Instrument:
             else inspect.getattr_static(parent, attribute)
         )
         declared = wrapping.declared(original)
-        if declared is not None and any(timing.kind in kinds.SPANS for timing in self.timings):
+        if declared is not None and any(timing.kind in calls.SPANS for timing in self.timings):
             role = "" if declared.role is None else f"{declared.role}/"
             fix = f"nothing to do: it is recorded as {role}{declared.stage}"
             raise ConfigError("instrument()", self.target, "a function that is not timed yet", fix)
@@ -152,7 +152,7 @@ class Instrument:
             self.recorded, boundary, lost = fitted(fn, self.timings, boundary, self.target)
             for path, error in lost.items():
                 _note_lost(self, path, error)
-        for layer in kinds.LAYERS:
+        for layer in calls.LAYERS:
             timings = [timing for timing in self.recorded if timing.kind in layer]
             if timings:
                 fn = _timed(fn, timings, self.target)
@@ -260,7 +260,7 @@ def same(one: Instrument, other: Instrument) -> bool:
 
 def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> FunctionType:
     """Return `fn`, recorded by the first of `timings` whose condition a call meets: all of one layer."""
-    versions = [(timing.condition, kinds.wrap(fn, timing, target)) for timing in timings]
+    versions = [(timing.condition, calls.wrap(fn, timing, target)) for timing in timings]
     if versions[0][0].any_call:
         return versions[0][1]
     if wrapping.is_generator(fn):
@@ -273,7 +273,7 @@ def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> Function
     def version(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., Any]:
         return next((timed for condition, timed in versions if condition.holds(arguments, args, kwargs)), fn)
 
-    made = wrapping.calling(fn, _CHOICE, "", kinds.is_always(timings), version=version)
+    made = wrapping.calling(fn, _CHOICE, "", calls.is_always(timings), version=version)
     # The roles of a class are read off it.
     return wrapping.wraps(fn, made, wrapping.declared(versions[0][1]))
 

@@ -1,4 +1,4 @@
-"""Kinds of entries: the scope that a call of each opens, and the values that it leaves there.
+"""Calls that entries mean, by kind: the scope that a call of each opens, and the values that it leaves there.
 
 A wrapper travels with a Ray class by value, and so does its closure: it holds importable things alone.
 """
