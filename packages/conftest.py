@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 import tempfile
@@ -78,6 +79,13 @@ def nothing_is_left() -> Iterator[None]:
     from stepscope._recording.after import pipeline
 
     pipeline.end("the test ended", 30, patient=False)
+
+
+@pytest.fixture
+def leftovers_are_collected() -> Iterator[None]:
+    """Collect what a test left while its warnings are expected, since a later test would be told of them."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

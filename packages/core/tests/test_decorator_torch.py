@@ -12,7 +12,7 @@ import pytest
 
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope._recording.instrument.call_arguments import Condition
-from stepscope._recording.instrument.kinds import Timing
+from stepscope._recording.instrument.calls import Timing
 from stepscope._recording.instrument.patch import Instrument
 from stepscope.files.spans import Span
 from stepscope.testing.recorded_run import finished_spans

@@ -7,11 +7,10 @@ or after a call into C: at some of these moments, spread over all of them.
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, TypeAlias
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 import pytest
 
-import stepscope
+from packages.core.tests.interruptions import LEFTOVERS, OURS
 from stepscope import ProfileConfig, capture, span
 from stepscope._recording.capture import capture as captures
 from stepscope._recording.output import exporter
@@ -36,24 +35,10 @@ from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 if TYPE_CHECKING:
     from torch.profiler.profiler import _KinetoProfile as Profile
 
-OURS = os.path.dirname(stepscope.__file__)
 TESTING = os.path.join(OURS, "testing")
 TORCHS = ("torch/autograd/profiler.py", "torch/profiler/profiler.py")
 
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),  # one that no variable got yet
-    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),  # one that just began
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # in a generator's own end
-]
-"""Warnings of objects that a signal between two instructions leaves to the collector."""
-
-
-@pytest.fixture(autouse=True)
-def leftovers_are_collected() -> Iterator[None]:
-    """Collect these objects while their warnings are expected, since a later test would be told of them."""
-    yield
-    gc.collect()
+pytestmark = LEFTOVERS
 
 
 class Interrupter:

@@ -6,7 +6,6 @@ profiler's own start, and at some of all others.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import sys
@@ -20,7 +19,7 @@ from types import FrameType
 import msgspec
 import pytest
 
-import stepscope
+from packages.core.tests.interruptions import LEFTOVERS, OURS
 from stepscope import ProfileConfig, capture
 from stepscope._recording.capture import capture as captures
 from stepscope._recording.fanout.messages import StartRequest, StopRequest
@@ -40,25 +39,11 @@ from stepscope.files.manifest.records import Ending, Manifest, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.testing.fake_backend import FakeBackend
 
-OURS = os.path.dirname(stepscope.__file__)
 LIBRARIES = ("torch/autograd/profiler.py", "torch/profiler/profiler.py", "/threading.py")
 LEFT_ALONE = tuple(os.path.join(OURS, name) for name in ("config", "files", "errors.py"))
 """Nothing opens there."""
 
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),  # one that no variable got yet
-    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),  # one that just began
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # in a generator's own end
-]
-"""Warnings of objects that a signal between two instructions leaves to the collector."""
-
-
-@pytest.fixture(autouse=True)
-def leftovers_are_collected() -> Iterator[None]:
-    """Collect these objects while their warnings are expected, since a later test would be told of them."""
-    yield
-    gc.collect()
+pytestmark = LEFTOVERS
 
 
 class Signal:
