@@ -22,7 +22,6 @@ from _measure import arguments, header, interleaved, median_over, table, verdict
 from _peers import Peer
 
 from stepscope import profile_step
-from stepscope._recording.instrument import calls
 from stepscope._recording.instrument.call_arguments import Condition
 from stepscope._recording.instrument.calls import Timing
 

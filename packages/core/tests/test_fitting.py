@@ -14,9 +14,9 @@ import pytest
 from stepscope import ProfileConfig, capture, configure
 from stepscope._recording.capture import configure as run
 from stepscope._recording.instrument import configured, patch, step_boundaries
+from stepscope._recording.instrument.calls import LAYERS, Timing
 from stepscope._recording.instrument.configured import _timing
 from stepscope._recording.instrument.fitting import fitted
-from stepscope._recording.instrument.calls import LAYERS, Timing
 from stepscope._recording.instrument.step_boundaries import Boundary
 from stepscope._recording.process import failures
 from stepscope.config import InstrumentConfig

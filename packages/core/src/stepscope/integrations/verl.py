@@ -11,7 +11,6 @@ verl later, on whatever node, finds it here, before it imports what is instrumen
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

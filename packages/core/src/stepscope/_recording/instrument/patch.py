@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, cast
 
 from stepscope._recording.instrument import calls, step_boundaries
 from stepscope._recording.instrument.call_arguments import Arguments, Condition
-from stepscope._recording.instrument.fitting import fitted
 from stepscope._recording.instrument.calls import Timing
+from stepscope._recording.instrument.fitting import fitted
 from stepscope._recording.instrument.step_boundaries import Boundary
 from stepscope._recording.process import failures
 from stepscope._recording.process.identity import is_first
