@@ -23,7 +23,7 @@ from _peers import Peer
 
 from stepscope import profile_step
 from stepscope._recording.instrument.call_arguments import Condition
-from stepscope._recording.instrument.calls import Timing
+from stepscope._recording.instrument.calls import Timing, wrap
 
 CALLS = 20_000
 ANY_CALL = Condition({}, {})
@@ -162,7 +162,7 @@ def compare_entries(*, quick: bool) -> None:
     calls = CALLS // 10 if quick else CALLS
     peers = {
         "bare": Peer(lambda fn: fn),
-        **{name: Peer(partial(calls.wrap, timing=timing, target=name)) for name, timing in ENTRIES.items()},
+        **{name: Peer(partial(wrap, timing=timing, target=name)) for name, timing in ENTRIES.items()},
     }
     runs = {name: partial(timed, call, method_of(update, peer), calls) for name, peer in peers.items()}
     results = interleaved(runs, ROUNDS // 3 if quick else ROUNDS)
