@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from packages.core.tests.on_cpu.runs import CAPTURED, Step
+from packages.core.tests.verl_cpu.launch import IN_ORDER, train
 from packages.core.tests.verl_cpu.runs import Training, captured_training
 
 verl = pytest.importorskip("verl")
@@ -31,34 +35,40 @@ def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> Training:
     return captured_training(folder, mode, configuration=["--config", str(config)])
 
 
-def separate_training(folder: Path, *overrides: str, main: str = "verl.trainer.main_ppo") -> Training:
-    """Return a training whose rollout has processes of its own, to which an engine brings the weights."""
-    engine = "actor_rollout_ref.rollout.checkpoint_engine"
+SEPARATE = (
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=disk",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=disk_weights",
+    "ray_kwargs.ray_init.num_gpus=2",
+)
+"""A rollout with processes of its own, to which an engine brings the weights."""
+SEPARATE_ASYNC = (
+    *SEPARATE,
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+)
+
+
+@contextmanager
+def weights_below(folder: Path) -> Iterator[None]:
+    """Have the engine of `SEPARATE` keep each version of the weights in `folder`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DISK_WEIGHTS", str(folder / "weights"))
         patch.setenv("VERL_LOGGING_LEVEL", "WARNING")  # verl's own line at INFO raises a TypeError
-        return captured_training(
-            folder,
-            "actor_rollout_ref.hybrid_engine=False",
-            f"{engine}.backend=disk",
-            f"{engine}.custom_backend_module=disk_weights",
-            "ray_kwargs.ray_init.num_gpus=2",
-            *overrides,
-            main=main,
-        )
+        yield
+
+
+def separate_training(folder: Path, *overrides: str, main: str = "verl.trainer.main_ppo") -> Training:
+    with weights_below(folder):
+        return captured_training(folder, *overrides, main=main)
 
 
 @pytest.fixture(scope="session")
 def separate(tmp_path_factory: pytest.TempPathFactory) -> Training:
     """Return a training with verl's `separate_async`."""
-    rollout = "actor_rollout_ref.rollout"
-    return separate_training(
-        tmp_path_factory.mktemp("separate"),
-        "trainer.v1.trainer_mode=separate_async",
-        "trainer.v1.separate_async.parameter_sync_step=1",
-        f"{rollout}.nnodes=1",
-        f"{rollout}.n_gpus_per_node=1",
-    )
+    return separate_training(tmp_path_factory.mktemp("separate"), *SEPARATE_ASYNC)
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +77,8 @@ def one_step_off(tmp_path_factory: pytest.TempPathFactory) -> Training:
     folder = tmp_path_factory.mktemp("one_step_off")
     (folder / "verl").symlink_to(Path(str(verl.__file__)).parent)  # its configuration names a folder here
     main = "verl.experimental.one_step_off_policy.main_ppo"
-    return separate_training(folder, "rollout.nnodes=1", "rollout.n_gpus_per_node=1", main=main)
+    sizes = "rollout.nnodes=1", "rollout.n_gpus_per_node=1"
+    return separate_training(folder, *SEPARATE, *sizes, main=main)
 
 
 @pytest.fixture(scope="session")
@@ -117,6 +128,35 @@ def test_a_training_with_separate_rollouts_runs_to_its_end(separate: Training) -
         calls = separate.steps[number].calls
         synced = [calls["trainer", stage] for stage in ("sync_weights", "abort_requests", "resume_requests")]
         assert synced == [1, 1, 1]
+
+
+def test_the_weights_of_each_step_are_those_of_a_training_without_stepscope(tmp_path: Path) -> None:
+    settings = (*SEPARATE_ASYNC, *IN_ORDER, "trainer.total_training_steps=3")
+    versions = []
+    for name in ("plain", "captured"):
+        (folder := tmp_path / name).mkdir()
+        if name == "captured":
+            assert sorted(separate_training(folder, *settings).steps) == list(CAPTURED)
+        else:
+            with weights_below(folder):
+                code, output = train(folder, *settings)
+            assert code == 0, output[-5000:]
+        versions.append({file.stem: digest(file) for file in (folder / "weights").glob("*.pt")})
+    plain, captured = versions
+    assert sorted(plain) == ["0", "1", "2", "3"]
+    assert len(set(plain.values())) == 4, "each step changes the weights"
+    assert captured == plain
+
+
+def digest(file: Path) -> str:
+    """Return what tells apart weights that differ in a bit."""
+    import torch
+
+    summed = sha256()
+    for name, weight in torch.load(file):
+        summed.update(f"{name} {weight.dtype} {weight.shape}".encode())
+        summed.update(weight.contiguous().view(torch.uint8).numpy().tobytes())
+    return summed.hexdigest()
 
 
 def test_a_step_of_one_step_off_is_one_call_of_its_loop(one_step_off: Training) -> None:

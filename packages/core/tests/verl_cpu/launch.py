@@ -42,6 +42,23 @@ SGLANG = (
     ),
 )
 """SGLang as the rollout, in the place of vLLM."""
+IN_ORDER = (
+    "data.shuffle=False",
+    "data.max_response_length=8",
+    "actor_rollout_ref.rollout.dtype=float32",
+    "actor_rollout_ref.rollout.max_num_seqs=1",  # no pass computes two requests, whichever came first
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.enable_prefix_caching=False",
+    f"actor_rollout_ref.rollout.agent.agent_loop_config_path={HERE / 'in_order.yaml'}",
+    "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
+    f"reward.custom_reward_function.path={HERE / 'in_order.py'}",
+    "reward.custom_reward_function.name=reward_of_letters",
+    f"trainer.v1.sampler.custom_sampler.path={HERE / 'in_order.py'}",
+    "trainer.v1.sampler.custom_sampler.name=InOrder",
+    # a step waits for the samples of the next one too: each version of the weights makes one batch
+    "trainer.v1.sampler.max_off_policy_threshold=1",
+    "trainer.v1.sampler.max_off_policy_strategy=wait",
+)
+"""Settings with which an asynchronous training is the same each time. Rewards differ, so each step trains."""
 
 
 def train(
