@@ -15,7 +15,7 @@ from packages.core.tests.stale_trl import write_stale_trl
 from stepscope import ProfileConfig, capture, instrument
 from stepscope._recording.instrument import configured
 from stepscope._recording.process import failures
-from stepscope._recording.spans import wrapping
+from stepscope._recording.spans import layers, wrapping
 from stepscope.testing.recorded_run import finished_spans
 from stepscope_report import step_report
 from stepscope_report.timeline.step.load import load_step
@@ -315,7 +315,7 @@ def _module(shape: str) -> str:
 def test_the_copies_of_ray_come_back_too(shapes: dict[str, Any]) -> None:
     module = sys.modules["rayshapes"]
     copies = [getattr(module, name).__ray_metadata__.modified_class for name in NAMED]
-    before = [dict(vars(copy)) for copy in copies]
+    before = [list(layers.path_of(copy.f)) for copy in copies]
     handles = [instrument("rayshapes", name, role="actor") for name in NAMED.values()]
     assert all(wrapping.is_replacement(copy.f) for copy in copies)
     assert all(
@@ -324,7 +324,24 @@ def test_the_copies_of_ray_come_back_too(shapes: dict[str, Any]) -> None:
     )
     for handle in handles:
         handle.remove()
-    assert [dict(vars(copy)) for copy in copies] == before
+    assert [list(layers.path_of(copy.f)) for copy in copies] == before
+
+
+def test_a_class_that_another_actor_holds_travels_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's actors hold the class of their worker, with Ray's table of its methods."""
+    (tmp_path / "rayheld.py").write_text(
+        "import threading\nLOCK = threading.Lock()\n"  # which no pickle takes
+        "class Base:\n    def f(self):\n        with LOCK:\n            return 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    held = ray.remote(importlib.import_module("rayheld").Base)
+    handle = instrument("rayheld", "Base.f", role="actor")
+    try:
+        assert ray.cloudpickle.loads(ray.cloudpickle.dumps(held.__ray_metadata__))
+    finally:
+        handle.remove()
 
 
 class Importer:

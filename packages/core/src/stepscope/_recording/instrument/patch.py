@@ -67,6 +67,8 @@ class Instrument:
         self.origin = origin
         """Words for messages: the preset that it belongs to, if any."""
         self._patched: list[Patched] = []
+        self._redirected: list[tuple[FunctionType, FunctionType, FunctionType]] = []
+        """(function that calls the original, the original, its replacement)."""
 
     @property
     def installed(self) -> bool:
@@ -87,6 +89,9 @@ class Instrument:
                 else:
                     setattr(patched.parent, patched.attribute, patched.original)
                 self._patched.remove(patched)
+            while self._redirected:
+                caller, original, replacement = self._redirected.pop()
+                layers.redirected(caller, replacement, original)
 
     def install(self, module: ModuleType) -> None:
         """Replace the function in its module, which is imported.
@@ -133,10 +138,11 @@ class Instrument:
         self._patched.append(Patched(parent, attribute, original, replacement, inherited))
         if isinstance(parent, type) and isinstance(original, FunctionType):
             for cls, copy in _copies(parent, attribute):
-                renewed = layers.renewed(copy, original, cast(FunctionType, replacement))
-                if renewed is not None and not wrapping.is_replacement(copy):
-                    setattr(cls, attribute, renewed)
-                    self._patched.append(Patched(cls, attribute, copy, renewed, False))
+                if copy is original:
+                    setattr(cls, attribute, replacement)
+                    self._patched.append(Patched(cls, attribute, copy, replacement, False))
+                elif layers.redirected(copy, original, cast(FunctionType, replacement)):
+                    self._redirected.append((copy, original, cast(FunctionType, replacement)))
 
     def _replacement(self, original: object) -> object:
         if isinstance(original, (classmethod, staticmethod)):

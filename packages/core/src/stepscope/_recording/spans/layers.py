@@ -42,18 +42,22 @@ def placed(fn: FunctionType, wrap: Callable[[FunctionType], FunctionType]) -> Fu
     return made
 
 
-def renewed(fn: FunctionType, old: FunctionType, new: FunctionType) -> FunctionType | None:
-    """Return `fn`, which calls `new` where it or a decorator below it called `old`. None if none did.
+def redirected(fn: FunctionType, old: FunctionType, new: FunctionType) -> bool:
+    """Make `fn`, or the decorator below it that calls `old`, call `new`. Return whether one did.
 
-    The result holds no reference to `old`. Ray pickles the result by value, and `old`, whose name now finds
-    `new`, would go along by value too, with the globals of its module.
+    The function itself is changed, not copied: Ray holds `fn` in the class and in a table of methods, and
+    pickles both by value. `old`, whose name now finds `new`, would go along with the globals of its module.
     """
     path = list(path_of(fn))
-    if old not in path:
-        return None
-    for at in range(path.index(old), 0, -1):
-        new = _holding(path[at - 1], path[at], new)
-    return new
+    if old not in path[1:]:
+        return False
+    above = path[path.index(old) - 1]
+    for cell in above.__closure__ or ():
+        if _content(cell) is old:
+            cell.cell_contents = new
+    if vars(above).get("__wrapped__") is old:
+        vars(above)["__wrapped__"] = new
+    return True
 
 
 def path_of(fn: FunctionType) -> Iterator[FunctionType]:
