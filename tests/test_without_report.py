@@ -33,13 +33,6 @@ def test_the_command_names_the_extra_in_one_line() -> None:
     assert outcome.stderr.count("\n") == 1
 
 
-def test_open_names_the_extra() -> None:
-    outcome = alone("from stepscope import *; open('outputs')")
-    assert outcome.returncode == 1
-    assert outcome.stderr.splitlines()[-1].startswith("ImportError: ")
-    assert outcome.stderr.endswith(f"{FIX}\n")
-
-
 def test_curves_without_the_report_are_refused_before_the_run() -> None:
     program = """
 import stepscope
