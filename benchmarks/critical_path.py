@@ -53,8 +53,8 @@ class Setting(NamedTuple):
     """Times in seconds that the stages sleep."""
 
     tool: float = 0.5
-    reference: float = 1.5
-    actor: float = 0.8
+    reference: float = 3.0
+    actor: float = 1.6
 
 
 class Change(NamedTuple):
@@ -66,10 +66,10 @@ class Change(NamedTuple):
 
 REFERENCE, ACTOR, TOOL = ("ref", "compute_ref_log_prob"), ("actor", "compute_log_prob"), ("env", "tool")
 CHANGES = {
-    "the reference takes 0.5 s less": Change(Setting(reference=1.0), REFERENCE, 0.5),
-    "the reference takes 1.4 s less": Change(Setting(reference=0.1), REFERENCE, 1.4),
+    "the reference takes 1.0 s less": Change(Setting(reference=2.0), REFERENCE, 1.0),
+    "the reference takes 2.8 s less": Change(Setting(reference=0.2), REFERENCE, 2.8),
     "a tool takes 0.3 s less": Change(Setting(tool=0.2), TOOL, 0.3),
-    "the actors take 0.6 s less": Change(Setting(actor=0.2), ACTOR, 0.6),
+    "the actors take 1.2 s less": Change(Setting(actor=0.4), ACTOR, 1.2),
 }
 
 
