@@ -83,7 +83,7 @@ def test_an_integer_of_a_checkpoint_is_a_step_and_a_rank(config: ProfileConfig, 
     with capture(step, config=config, rank=step) as captured:
         pass
     assert (captured.step, type(captured.step)) == (2, int)
-    assert len(list(RunLayout(config.save_path).step(2).root.glob("processes/*rank2*"))) == 1
+    assert len(list(RunLayout(config.save_path).step(2).root.glob("processes/trainer_rank2*"))) == 1
 
 
 @pytest.mark.parametrize("step", [True, 1.0, "1", -1, None, torch.tensor([1, 2]), torch.tensor(1.5)])

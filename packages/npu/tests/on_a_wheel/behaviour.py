@@ -565,7 +565,7 @@ def test_a_mini_batch_that_cannot_be_ended_ends_the_window_and_not_the_training(
     backend.advance()
     assert PROCESS_LOCK.holder is None
     backend.advance()
-    with pytest.raises(BackendError, match="1 mini-batches: the disk"):
+    with pytest.raises(BackendError, match="1 mini-batches: disk"):
         backend.stop()
 
 

@@ -54,8 +54,7 @@ class VllmServer(ReplicaProfiler):
         Args:
             url: `http://host:port` of the server itself, not of a router (for that: `behind`).
             profile_dir: The server's `torch_profiler_dir`, as this process sees it, or None to ask the
-            server,
-                which answers in development mode only (VLLM_SERVER_DEV_MODE=1).
+                server, which answers in development mode only (VLLM_SERVER_DEV_MODE=1).
             replica: The replica's number; None for its position in `capture(engines=[...])`.
             tensor_parallel_size, pipeline_parallel_size, data_parallel_size, prefill_context_parallel_size:
                 Those that it was served with.

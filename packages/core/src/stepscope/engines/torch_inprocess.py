@@ -62,9 +62,8 @@ class TorchRolloutProfiler(EngineProfilerBase):
     ) -> None:
         """
         Args:
-            module: Its calls are the engine iterations that a capture's `iterations` count; None for the
-            decode
-                loop calls `iteration()` after each.
+            module: Its calls are the engine iterations that a capture's `iterations` count; None if the
+                decode loop calls `iteration()` after each.
             replica: The replica's number; None for its position in `capture(engines=[...])`.
             rank: Global rank of this process; None where nothing says it.
             world_size: GPUs of the replica.

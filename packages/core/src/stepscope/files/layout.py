@@ -9,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.storage.reading import files_below
 
 SIDECAR_SUFFIX = ".meta.json"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -223,7 +224,7 @@ class StepLayout:
         return self.traces / "rollout" / f"replica{replica}"
 
     def sidecars(self) -> list[Path]:
-        return sorted(self.traces.rglob(f"*{SIDECAR_SUFFIX}"))
+        return sorted(path for path in files_below(self.traces) if path.name.endswith(SIDECAR_SUFFIX))
 
 
 def sidecar_of(artifact: Path) -> Path:

@@ -16,6 +16,7 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.late import Waiting, take_in, waiting
 from stepscope.files.manifest.records import Recorded, State
 from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
+from stepscope.files.storage.reading import size_below
 from stepscope.files.uncaptured import comparable
 from stepscope_report.cli import screen
 from stepscope_report.cli.exits import Exit
@@ -123,7 +124,7 @@ def _waiting_cells(item: Waiting) -> tuple[str, ...]:
 
 def rows_of(step: int, layout: StepLayout) -> Iterator[StepRow]:
     """Yield a row for each run that left something in a step's folder; one for a folder without any."""
-    size_bytes = sum(path.stat().st_size for path in layout.root.rglob("*") if path.is_file())
+    size_bytes = size_below(layout.root)
     try:
         last = load_step(layout.root, spans=False)
     except RecordError as error:

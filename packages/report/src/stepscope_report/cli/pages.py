@@ -8,6 +8,7 @@ from pathlib import Path
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.sidecar import Artifact
 from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.reading import size_below
 from stepscope_report import StepReport
 from stepscope_report.html.run_page import RunStep, render_run
 from stepscope_report.html.step_page import render_step
@@ -92,5 +93,5 @@ def _file(layout: StepLayout, path: Path, what: str) -> StepFile:
 
 
 def _folder(layout: StepLayout, path: Path, what: str) -> StepFile:
-    size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    size_bytes = size_below(path)
     return StepFile(path=path.relative_to(layout.root).as_posix() + "/", what=what, bytes=size_bytes)

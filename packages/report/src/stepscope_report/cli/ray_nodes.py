@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from stepscope.errors import RecordError
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
 from stepscope.files.storage.atomic import PIECE, Arrival
+from stepscope.files.storage.reading import files_below
 from stepscope_report.timeline.processes import NearFiles, NodeLostError, idle_cores
 
 _P = ParamSpec("_P")
@@ -49,8 +50,11 @@ def list_files(step: Path) -> NodeFiles:
     """List the files of a step's folder, `step` being its absolute path."""
     layout = StepLayout(step)
     folders = (layout.spans, layout.counters, layout.traces, layout.processes)
-    paths = [path for folder in folders for path in sorted(folder.rglob("*"))]
-    files = {path: path.stat().st_size for path in paths if path.is_file() and not path.name.startswith(".")}
+    files: dict[Path, int] = {}
+    for path in (path for folder in folders for path in sorted(files_below(folder))):
+        with suppress(FileNotFoundError):
+            if path.is_file() and not path.name.startswith("."):
+                files[path] = path.stat().st_size
     return NodeFiles(version("stepscope"), idle_cores(), files)
 
 

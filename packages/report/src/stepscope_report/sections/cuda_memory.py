@@ -28,9 +28,8 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """A holder of memory when the most was allocated."""
 
     stage: str | None
-    """`actor update_actor`: the innermost span of the process when it was allocated, or None if none ran,
-    or it
-    is not known when that was."""
+    """`actor update_actor`: the innermost span of the process when it was allocated, or None if none ran
+    or that time is unknown."""
     where: str | None
     """`model.py:41 forward`, or None if no stack was kept, or it was allocated before the recording."""
     blocks: int

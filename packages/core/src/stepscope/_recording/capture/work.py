@@ -105,9 +105,10 @@ class CaptureWork:
         for stage in stages:
             try:
                 stage(session, closing)
-                if stage == self._close_session and self._stopping is not None:
-                    session.manifest_part.write()  # the others may take long
-                    await asyncio.wait({self._stopping})
+                if stage == self._close_session:
+                    session.manifest_part.write()  # another rank that closes now counts this one
+                    if self._stopping is not None:
+                        await asyncio.wait({self._stopping})
             except BaseException as error:  # SystemExit of a user's function too: the thread is ours
                 trouble = trouble or _noted(error)
         self._claim.free()

@@ -40,6 +40,22 @@ def open_file(path: Path) -> BinaryIO:
         raise
 
 
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, without those that disappear meanwhile: the run may still write."""
+    for parent, folders, names in os.walk(folder):
+        folders.sort()
+        yield from (Path(parent, name) for name in sorted(names))
+
+
+def size_below(folder: Path) -> int:
+    """Return the bytes of the files below a folder."""
+    size_bytes = 0
+    for path in files_below(folder):
+        with suppress(FileNotFoundError):
+            size_bytes += path.stat().st_size
+    return size_bytes
+
+
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file.
 

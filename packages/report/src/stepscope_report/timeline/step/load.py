@@ -50,8 +50,7 @@ def load_step(
     Args:
         path: A step's folder (`.../step_000002`).
         run_id: The run to load, if several wrote into the folder, or None for the one that opened it last.
-        If a
-            process captured the step several times, the last capture counts (`Timeline.captures`).
+            If a process captured the step several times, the last capture counts (`Timeline.captures`).
         on_read: Called with the number of bytes of each read of the span files.
         digests: As of `load_traces`, for traces of several hosts: their collectives align the clocks.
         executor: Reads those traces that only its workers have.

@@ -21,6 +21,7 @@ from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import SIDECAR_SUFFIX, RunLayout, StepLayout
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
+from stepscope.files.storage.reading import files_below
 from stepscope_report.timeline.activity.content import TraceContent
 from stepscope_report.timeline.activity.reading import read_all
 from stepscope_report.timeline.activity.recordings import ProcessContent
@@ -163,7 +164,7 @@ def _is_claimed(file: FoundFile, readers: Readers) -> bool:
 
 
 def _below(path: Path) -> Iterator[Path]:
-    candidates = [path] if path.is_file() else path.rglob("*")
+    candidates = [path] if path.is_file() else files_below(path)
     for file in candidates:
         hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
         if not hidden and not file.name.endswith(SIDECAR_SUFFIX) and file.is_file():

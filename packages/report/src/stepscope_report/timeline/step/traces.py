@@ -11,7 +11,7 @@ from stepscope.errors import RecordError
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout, sidecar_of
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
-from stepscope.files.storage.reading import read_record
+from stepscope.files.storage.reading import files_below, read_record, size_below
 from stepscope_report.timeline.model import FileProblem
 from stepscope_report.timeline.readers.chrome import TraceFields
 from stepscope_report.timeline.readers.contract import FoundFile, Reader
@@ -131,7 +131,7 @@ def lost_files(
 def _size(path: Path) -> int | None:
     """Return the size in bytes, of a folder that of its files; None if there is neither."""
     if path.is_dir():
-        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return size_below(path)
     return path.stat().st_size if path.is_file() else None
 
 
@@ -147,7 +147,7 @@ def trace_bytes(layout: StepLayout) -> int:
 
 
 def _files(layout: StepLayout) -> Iterator[Path]:
-    for path in layout.traces.rglob("*"):
+    for path in files_below(layout.traces):
         hidden = any(part.startswith(".") for part in path.relative_to(layout.traces).parts)
         if not hidden and not path.name.endswith(SIDECAR_SUFFIX) and path.is_file():
             yield path
