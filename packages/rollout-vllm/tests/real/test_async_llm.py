@@ -45,9 +45,17 @@ class Home:
 
     def close(self) -> None:
         if self.engine is not None:
-            self.loop.call_soon_threadsafe(self.engine.shutdown)
+            self.run(self._shut_down())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(60)
+        self.loop.close()
+
+    async def _shut_down(self) -> None:
+        """Shut the engine down, and let its tasks end: they hold its sockets."""
+        engine, self.engine = self.engine, None
+        engine.shutdown()
+        own = asyncio.current_task()
+        await asyncio.wait({task for task in asyncio.all_tasks() if task is not own}, timeout=10)
 
 
 @pytest.fixture(scope="module")
