@@ -36,7 +36,7 @@ from stepscope.engines.fetch import LEFT_BEHIND
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.records import Expectation, Manifest, ProcessPart
+from stepscope.files.manifest.records import Expectation, Manifest, ProcessPart, awaited
 from stepscope.files.requests import read_listening
 from stepscope.files.storage.atomic import Arrival
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
@@ -445,7 +445,7 @@ async def test_workers_keep_their_files_while_an_engines_may_still_come(config: 
     participants, fleet = Participants(None, None), Fleet()
     participants.fleet, participants.apart = cast(Any, fleet), ["actor[0]"]
     participants.join(session)
-    session.manifest_part.fail("replica 0", "the stop timed out", kind="engine", pending="late")
+    session.manifest_part.expect(awaited("replica 0", "engine", "late"))
     await participants.gather(lambda: 9)
     assert fleet.released == []
     session.manifest_part.expect(Expectation(name="replica 0", kind="engine", state="ok"))

@@ -1,4 +1,4 @@
-"""Files that come after the deadline of their engine's stop: listed till then, in the manifest at last."""
+"""Files that come after the deadline of their engine's stop: pending until then, and found by readers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import pytest
 from stepscope import ProfileConfig, capture
 from stepscope._recording.after import pipeline
 from stepscope.engines import EngineCapture, patience_s
-from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.late import Waiting, take_in, waiting
-from stepscope.files.manifest.parts import part_files
-from stepscope.files.manifest.records import Expectation, Manifest
-from stepscope.files.sidecar import Artifact
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest.records import Expectation, Manifest, ProcessPart
+from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope_report.cli import run
+from stepscope_report.timeline import load_step
 
 
 class Slow(FakeEngineProfiler):
@@ -68,53 +67,78 @@ async def captured(config: ProfileConfig, step: int, profiler: FakeEngineProfile
         await profiler.engine.generate(2)
 
 
-async def given_up(config: ProfileConfig) -> FakeEngineProfiler:
-    """Step 1, whose engine writes when step 2 is captured already: with the profiler of step 2."""
+async def given_up(config: ProfileConfig) -> None:
+    """Leave step 1, whose engine writes its files when step 2 is captured already."""
     profiler, other = Slow(FakeEngine()), FakeEngineProfiler(FakeEngine())
     await captured(config, 1, profiler)
     await captured(config, 2, other)
-    assert item(config, 1).state == "failed"
     await profiler.write()
-    return other
 
 
-def item(config: ProfileConfig, step: int) -> Expectation:
-    layout = RunLayout(config.save_path).step(step)
-    manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)
-    (outcome,) = [
-        outcome for part in manifest.processes for outcome in part.expected if outcome.name == "replica 0"
-    ]
+def layout_of(config: ProfileConfig, step: int = 1) -> StepLayout:
+    return RunLayout(config.save_path).step(step)
+
+
+def on_disk(config: ProfileConfig, step: int = 1) -> Expectation:
+    """Return what `manifest.json` says of the engine, without a look at any other file."""
+    return replica_in(msgspec.json.decode(layout_of(config, step).manifest.read_bytes(), type=Manifest))
+
+
+def read_back(config: ProfileConfig, step: int = 1) -> Expectation:
+    """Return what a reader of the step's folder says of the engine."""
+    manifest = load_step(layout_of(config, step).root).manifest
+    assert manifest is not None
+    return replica_in(manifest)
+
+
+def replica_in(manifest: Manifest) -> Expectation:
+    (outcome,) = [item for part in manifest.processes for item in part.expected if item.name == "replica 0"]
     return outcome
 
 
-def still_waiting(config: ProfileConfig, step: int = 1) -> list[Waiting]:
-    return waiting(RunLayout(config.save_path).step(step))
+async def exit_codes(config: ProfileConfig) -> set[int]:
+    """Return the exit codes of `ls`, `report` and `merge` for step 1."""
+    folder = str(layout_of(config).root)
+    commands = ["ls", folder], ["report", folder, "--no-html"], ["merge", folder]
+    return {await asyncio.to_thread(run, command) for command in commands}
 
 
-async def test_a_stop_past_its_deadline_costs_that_and_says_that_files_may_still_come(
-    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+async def test_a_stop_past_its_deadline_is_pending_in_the_manifest_and_for_every_command(
+    config: ProfileConfig, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     profiler = Slow(FakeEngine())
     await captured(config, 1, profiler)
-    assert item(config, 1).state == "failed"
-    assert item(config, 1).reason == "timeout: stop did not return within 0.2 s; its files may still come"
-    assert [(stop.name, stop.alive, stop.came) for stop in still_waiting(config)] == [("replica 0", True, ())]
-    assert await asyncio.to_thread(run, ["ls", str(config.save_path), "--pending"]) == 3
-    assert "replica 0" in capsys.readouterr().out
+    for item in (on_disk(config), read_back(config)):
+        assert (item.state, item.pending) == ("pending", "late")
+        assert item.reason == "timeout: stop did not return within 0.2 s; its files may still come"
+    assert "timeout: stop did not return" in caplog.text, "the run's own log names the deadline"
+    assert await exit_codes(config) == {3}
+    assert "replica 0: pending: timeout" in capsys.readouterr().out
     await profiler.write()
 
 
-async def test_files_that_come_late_stand_in_the_manifest_and_nothing_is_waited_for(
-    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+async def test_the_end_of_a_late_stop_enters_its_files_and_tells_the_hooks(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(pipeline, "artifact_hooks", [lambda path, sidecar: told.append(path.name)])
     profiler = Slow(FakeEngine())
     await captured(config, 1, profiler)
     await profiler.write()
-    await until(lambda: item(config, 1).state == "ok")
-    assert len(item(config, 1).artifacts) == 2
-    assert not still_waiting(config)
-    assert await asyncio.to_thread(run, ["ls", str(config.save_path), "--pending"]) == 0
-    assert "nothing is waited for" in capsys.readouterr().out
+    await until(lambda: on_disk(config).state == "ok")
+    assert len(on_disk(config).artifacts) == 2
+    assert await exit_codes(config) == {0}
+    assert pipeline._hooks.drain(20) == []
+    assert len(told) == 2
+
+
+async def test_a_stop_that_fails_after_its_deadline_has_failed(config: ProfileConfig) -> None:
+    profiler = Slow(FakeEngine())
+    await captured(config, 1, profiler)
+    profiler.engine.dead = True
+    profiler.let_go = True
+    await until(lambda: on_disk(config).state == "failed")
+    assert "after its deadline" in (read_back(config).reason or "")
 
 
 async def test_why_an_engine_did_not_start_is_kept_though_its_stop_hangs_too(config: ProfileConfig) -> None:
@@ -122,74 +146,54 @@ async def test_why_an_engine_did_not_start_is_kept_though_its_stop_hangs_too(con
     engine.fails_to_start = 0
     profiler = Slow(engine)
     await captured(config, 1, profiler)
-    assert "worker 0 cannot start" in (item(config, 1).reason or "")
-    assert not still_waiting(config)
+    assert "worker 0 cannot start" in (on_disk(config).reason or "")
     await profiler.write()
     await asyncio.sleep(0.01)
-    assert "worker 0 cannot start" in (item(config, 1).reason or "")
+    assert (read_back(config).state, read_back(config).pending) == ("failed", None)
 
 
-async def test_the_next_capture_gives_a_late_stop_up_and_what_it_brings_is_still_listed(
-    config: ProfileConfig,
-) -> None:
+async def test_readers_find_the_files_of_a_stop_that_the_next_capture_gave_up(config: ProfileConfig) -> None:
     await given_up(config)
-    (stop,) = still_waiting(config)
-    assert len(stop.came) == 2
-    assert item(config, 1).state == "failed"
-    assert item(config, 2).state == "ok"
+    assert on_disk(config).state == "pending", "no capture writes the manifest of an earlier one"
+    assert (read_back(config).state, len(read_back(config).artifacts)) == ("ok", 2)
+    assert read_back(config, 2).state == "ok"
+    assert await exit_codes(config) == {0}
 
 
-async def test_a_later_capture_enters_what_a_stop_brought_that_was_given_up(config: ProfileConfig) -> None:
-    other = await given_up(config)
-    await captured(config, 3, other)
-    assert (item(config, 1).state, len(item(config, 1).artifacts)) == ("ok", 2)
-    assert not still_waiting(config)
-
-
-async def test_what_a_process_that_is_gone_waited_for_is_entered_on_request(
-    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    await test_the_next_capture_gives_a_late_stop_up_and_what_it_brings_is_still_listed(config)
-    layout = RunLayout(config.save_path).step(1)
-    assert take_in(layout, waiting(layout)) == [], "this process runs, and enters its own"
-    _make_its_process_one_that_is_gone(config)
-    assert await asyncio.to_thread(run, ["collect", str(config.save_path)]) == 0
-    assert "entered: 2 files" in capsys.readouterr().err
-    assert item(config, 1).state == "ok"
-    assert len(item(config, 1).artifacts) == 2
-
-
-async def test_sidecars_that_come_one_after_another_are_all_entered_in_the_end_and_told_once(
-    config: ProfileConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(pipeline, "artifact_hooks", [lambda path, sidecar: told.append(f"{path}")])
-    other = await given_up(config)
-    *_, last = sorted(RunLayout(config.save_path).step(1).sidecars())
+async def test_readers_find_files_that_come_one_after_another(config: ProfileConfig, tmp_path: Path) -> None:
+    await given_up(config)
+    *_, last = sorted(layout_of(config).sidecars())
     last.rename(tmp_path / "not yet")
-    await captured(config, 3, other)
-    assert (item(config, 1).state, len(item(config, 1).artifacts)) == ("ok", 1)
+    assert len(read_back(config).artifacts) == 1
     (tmp_path / "not yet").rename(last)
-    assert [len(stop.came) for stop in still_waiting(config)] == [1]
-    await captured(config, 4, other)
-    assert (item(config, 1).state, len(item(config, 1).artifacts)) == ("ok", 2)
-    assert not still_waiting(config)
-    assert pipeline._hooks.drain(20) == []
-    assert len([path for path in told if "step_000001" in path]) == 2
+    assert len(read_back(config).artifacts) == 2
 
 
-async def test_of_a_process_that_is_gone_the_last_sidecar_is_entered_too(
+async def test_files_of_another_run_or_replica_are_not_taken_for_the_late_ones(config: ProfileConfig) -> None:
+    await given_up(config)
+    for path, changed in zip(sorted(layout_of(config).sidecars()), ({"run_id": "other"}, {}), strict=True):
+        sidecar = msgspec.json.decode(path.read_bytes(), type=Sidecar)
+        artifact = sidecar.artifact if changed else msgspec.structs.replace(sidecar.artifact, replica=1)
+        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(sidecar, artifact=artifact, **changed)))
+    assert read_back(config).state == "pending"
+
+
+async def test_files_that_a_dead_process_did_not_write_are_missing_until_they_come(
     config: ProfileConfig, tmp_path: Path
 ) -> None:
-    await test_the_next_capture_gives_a_late_stop_up_and_what_it_brings_is_still_listed(config)
-    layout = RunLayout(config.save_path).step(1)
+    await given_up(config)
     _make_its_process_one_that_is_gone(config)
-    *_, last = sorted(layout.sidecars())
-    last.rename(tmp_path / "not yet")
-    take_in(layout, waiting(layout))
-    (tmp_path / "not yet").rename(last)
-    take_in(layout, waiting(layout))
-    assert (item(config, 1).state, len(item(config, 1).artifacts)) == ("ok", 2)
+    sidecars = layout_of(config).sidecars()
+    for number, sidecar in enumerate(sidecars):
+        sidecar.rename(tmp_path / str(number))
+    item = read_back(config)
+    assert (item.state, item.pending) == ("missing", None)
+    assert item.reason == "the process is gone: timeout: stop did not return within 0.2 s"
+    assert await exit_codes(config) == {3}
+    for number, sidecar in enumerate(sidecars):
+        (tmp_path / str(number)).rename(sidecar)
+    assert read_back(config).state == "ok"
+    assert await exit_codes(config) == {0}
 
 
 class Patient(FakeEngineProfiler):
@@ -220,6 +224,7 @@ def test_an_engine_is_told_the_deadline_that_close_was_given(config: ProfileConf
 def _make_its_process_one_that_is_gone(config: ProfileConfig) -> None:
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
-    for path, part in part_files(RunLayout(config.save_path).step(1))[0].items():
+    for path in layout_of(config).processes.glob("*.json"):
+        part = msgspec.json.decode(path.read_bytes(), type=ProcessPart)
         process = msgspec.structs.replace(part.process, pid=gone.pid)
         path.write_bytes(msgspec.json.encode(msgspec.structs.replace(part, process=process)))

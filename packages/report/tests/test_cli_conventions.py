@@ -132,10 +132,6 @@ def test_whole_numbers_that_javascript_would_round_are_texts_too(save_path: Path
     assert merged["window_ns_text"] == [str(ns) for ns in merged["window_ns"]]
 
 
-def test_that_nothing_is_waited_for_is_one_line(save_path: Path, command: Command) -> None:
-    assert command("collect", save_path).out.split(": ")[-1].strip().startswith("nothing")
-
-
 def test_the_shell_completes_commands(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     words = {"_STEPSCOPE_COMPLETE": "complete_bash", "COMP_WORDS": "stepscope tr", "COMP_CWORD": "1"}
     for name, value in words.items():

@@ -110,7 +110,6 @@ def test_log_ls_manifest_and_report_are_of_the_last_try(
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["state"], row["processes"], row["error"], row["problems"]) == ("ok", 1, None, [])
     assert cli.run(["report", str(run_folder), "--no-html"]) == 0
-    assert cli.run(["ls", str(run_folder), "--pending"]) == 0
     manifest = json.loads((run_folder / "step_000001" / "manifest.json").read_text())
     assert (manifest["state"], len(manifest["processes"])) == ("ok", 1)
     assert len(list((run_folder / "step_000001" / "processes").glob("*.json"))) > 1

@@ -42,7 +42,6 @@ COMMANDS = (
     ("report", "{step}"),
     ("report", "{run}", "--json"),
     ("ls", "{run}"),
-    ("collect", "{run}"),
     ("trigger", "list", "{run}"),
     ("trigger", "list", "{run}", "--json"),
     ("validate", "{run}/config.yaml"),

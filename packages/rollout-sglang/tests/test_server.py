@@ -16,8 +16,7 @@ from fake_sglang import ProfileReq, Scheduler, plugin_state
 from stepscope import ProfileConfig, capture
 from stepscope.engines import Iterations
 from stepscope.errors import EngineError
-from stepscope.files.layout import RunLayout, sidecar_of
-from stepscope.files.manifest.late import waiting
+from stepscope.files.layout import sidecar_of
 from stepscope.files.manifest.records import IDLE, LATE
 from stepscope.files.sidecar import Sidecar
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
@@ -205,7 +204,7 @@ async def test_a_stop_that_fails_keeps_what_is_complete_and_the_folder_that_is_w
     assert not hidden(tmp_path)
 
 
-async def test_files_of_a_stop_that_failed_are_entered_by_the_next_capture(
+async def test_files_of_a_stop_that_failed_are_published_by_the_next_capture(
     server: FakeServer, tmp_path: Path
 ) -> None:
     config = ProfileConfig(
@@ -217,9 +216,10 @@ async def test_files_of_a_stop_that_failed_are_entered_by_the_next_capture(
     async with capture(1, engines=SglangServer(server.url), config=config) as first:
         server.scheduler.forward("EXTEND")
         server.stop_status = 504
-    (late,) = waiting(RunLayout(tmp_path).step(1))
-    assert "the stop failed" in late.reason
-    assert not late.came
+    before = first.result.manifest()
+    assert before is not None
+    (line,) = before.awaited(only="late")
+    assert "the stop failed" in line
     server.stop_status = None
     async with capture(2, engines=SglangServer(server.url), config=config) as second:
         server.scheduler.forward("EXTEND")

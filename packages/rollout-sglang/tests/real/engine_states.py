@@ -28,8 +28,7 @@ from stepscope.engines.protocol import EngineCapture, Iterations
 from stepscope.engines.supported import numbers
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, sidecar_of
-from stepscope.files.manifest.late import waiting
-from stepscope.files.manifest.records import Expectation
+from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.files.sidecar import Artifact, Sidecar, Stall
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
 from stepscope_report import CounterRow, step_report
@@ -434,7 +433,13 @@ def sidecars(root: Path) -> list[Path]:
     return [path for path in files_below(str(root)) if path.name.endswith(".meta.json")]
 
 
-def test_files_of_a_stop_that_missed_its_deadline_are_waited_for_and_entered(
+def manifest_of(result: CaptureResult) -> Manifest:
+    manifest = result.manifest()
+    assert manifest is not None
+    return manifest
+
+
+def test_files_of_a_stop_that_missed_its_deadline_are_pending_until_they_come(
     engine: Any, tmp_path: Path, scheduler: int
 ) -> None:
     config = ProfileConfig(
@@ -445,16 +450,12 @@ def test_files_of_a_stop_that_missed_its_deadline_are_waited_for_and_entered(
         async with capture(1, engines=engine, config=config) as cap:
             await generate(engine, 1, 3)
             os.kill(scheduler, signal.SIGSTOP)
-        layout = RunLayout(tmp_path).steps()[1]
-        (late,) = waiting(layout)
-        assert late.name == "replica 0"
-        assert "timeout" in late.reason
+        (line,) = manifest_of(cap.result).awaited(only="late")
+        assert "replica 0: pending: timeout" in line
         os.kill(scheduler, signal.SIGCONT)
-        while waiting(layout):  # noqa: ASYNC110  # nothing tells who has given up
+        while manifest_of(cap.result).awaited(only="late"):  # noqa: ASYNC110  # nothing tells a program
             await asyncio.sleep(0.05)
-        manifest = cap.result.manifest()
-        assert manifest is not None
-        assert manifest.problems() == []
+        assert manifest_of(cap.result).problems() == []
 
     on_its_loop(engine, scenario())
     assert_works(engine, tmp_path)

@@ -19,7 +19,6 @@ import stepscope_vllm
 from stepscope import ProfileConfig, capture
 from stepscope._recording.capture.capture import Capture
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.late import waiting
 from stepscope_report.cli import run as command
 from stepscope_vllm import VllmProfiler
 
@@ -73,12 +72,13 @@ async def trouble(llm: Any, save_path: str) -> None:
     async with capture(2, engines=[llm], config=config) as cap:
         await generate(llm)
         os.kill(worker, signal.SIGSTOP)
-    pending = await asyncio.to_thread(command, ["ls", save_path, "--pending"])
-    say("its worker is frozen in the stop", cap, took_s=time.monotonic() - began, pending=pending)
+    step = str(RunLayout(save_path).step(2).root)
+    code = await asyncio.to_thread(command, ["ls", step])
+    say("its worker is frozen in the stop", cap, took_s=time.monotonic() - began, code=code)
     os.kill(worker, signal.SIGCONT)
-    await until(lambda: not waiting(RunLayout(save_path).step(2)))
-    pending = await asyncio.to_thread(command, ["ls", save_path, "--pending"])
-    say("its worker goes on", cap, pending=pending)
+    await until(lambda: not waits_for_late_files(cap))
+    code = await asyncio.to_thread(command, ["ls", step])
+    say("its worker goes on", cap, code=code)
 
     async with capture(20, engines=[llm], config=config) as cap:
         await generate(llm)
@@ -172,6 +172,11 @@ async def until(holds: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.1)
     raise TimeoutError
+
+
+def waits_for_late_files(cap: Capture) -> bool:
+    manifest = cap.result.manifest()
+    return manifest is not None and bool(manifest.awaited(only="late"))
 
 
 def say(case: str, cap: Capture, replica: int = 0, **more: object) -> int:

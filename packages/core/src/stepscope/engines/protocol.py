@@ -128,7 +128,10 @@ class EngineProfiler(Protocol):
 
     @abstractmethod
     async def stop(self) -> list[Artifact]:
-        """Return the files, complete on disk, ranks known or None."""
+        """Return the files, complete on disk, ranks known or None.
+
+        A stop that is cancelled may go on by itself. Readers find what it writes by the sidecars.
+        """
 
     def counters(self) -> Sequence[CounterSource]:
         """Return the counters of the engine for one capture; empty if there are none.

@@ -22,7 +22,7 @@ from stepscope_report.cli.diff import diff
 from stepscope_report.cli.doctor import doctor
 from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.cli.export import export
-from stepscope_report.cli.ls import collect, ls
+from stepscope_report.cli.ls import ls
 from stepscope_report.cli.mcp import mcp
 from stepscope_report.cli.merge import merge
 from stepscope_report.cli.publish import publish
@@ -51,7 +51,6 @@ app.command(cls=Command)(analyse)
 app.command(cls=Command)(diff)
 app.command("what-if", cls=Command)(what_if)
 app.command(cls=Command)(ls)
-app.command(cls=Command)(collect)
 app.add_typer(trigger, name="trigger")
 app.command(cls=Command)(watch)
 app.command(cls=Command)(why)

@@ -1,19 +1,17 @@
-"""`stepscope ls`: what a run captured. `stepscope collect`: late files of it."""
+"""`stepscope ls`: what a run captured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import RenderableType
-from rich.text import Text
 
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.late import Waiting, take_in, waiting
 from stepscope.files.manifest.records import Recorded, State
 from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
 from stepscope.files.storage.reading import size_below
@@ -21,7 +19,7 @@ from stepscope.files.uncaptured import comparable
 from stepscope_report.cli import screen
 from stepscope_report.cli.exits import Exit
 from stepscope_report.cli.find import find_numbered
-from stepscope_report.formatting import count, duration, middle, moment, size
+from stepscope_report.formatting import duration, middle, moment, size
 from stepscope_report.sections.health import step_health
 from stepscope_report.terminal.layout import listing, table
 from stepscope_report.timeline import Timeline, load_step
@@ -66,13 +64,8 @@ def ls(
         Path, typer.Argument(metavar="RUN_OR_STEP", help="Folder of a run (its save_path), or of one step.")
     ],
     json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns.")] = False,
-    pending: Annotated[
-        bool, typer.Option("--pending", help="Only what is still waited for, and what of it has come since.")
-    ] = False,
 ) -> None:
     """List the captured steps of a run: state, processes, artifacts, size, and what is missing."""
-    if pending:
-        _show_pending(run, json=json)
     shortages = read_out_of_memory(RunLayout(run))
     steps = RunLayout(run).steps() if shortages else find_numbered(run)
     rows = [row for step, layout in steps.items() for row in rows_of(step, layout)]
@@ -81,45 +74,6 @@ def ls(
     else:
         screen.show(*_render(run, rows), *_out_of_memory(shortages))
     raise typer.Exit(Exit.OK if all(row.complete for row in rows) else Exit.INCOMPLETE)
-
-
-def collect(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_STEP", help="Folder of a run (its save_path), or of one step.")
-    ],
-    json: Annotated[bool, typer.Option("--json", help="What is still waited for, as JSON.")] = False,
-) -> None:
-    """Enter into the manifest the late files of processes that have ended, and list what is still to come."""
-    layouts = find_numbered(run).values()
-    entered = [item for layout in layouts for item in take_in(layout, waiting(layout))]
-    screen.say(f"entered: {count(sum(len(item.came) for item in entered), 'file')}")
-    _show_pending(run, json=json)
-
-
-def _show_pending(run: Path, *, json: bool) -> NoReturn:
-    awaited = [item for layout in find_numbered(run).values() for item in waiting(layout)]
-    if json:
-        screen.show_json(awaited)
-    elif not awaited:
-        screen.show(Text(f"{run}: nothing is waited for"))
-    else:
-        columns = (">step", "process", "what", "why", "its process", ">came since")
-        waits = map(_waiting_cells, awaited)
-        screen.show(table(f"{run}: still waited for", columns, waits, _how_to(awaited)))
-    raise typer.Exit(Exit.INCOMPLETE if awaited else Exit.OK)
-
-
-def _how_to(awaited: Sequence[Waiting]) -> str:
-    advice = "A running process enters late files by itself. A process that has ended sends none."
-    if any(item.came and not item.alive for item in awaited):
-        advice += " `stepscope collect` enters the files that came."
-    return advice
-
-
-def _waiting_cells(item: Waiting) -> tuple[str, ...]:
-    process = {True: "runs", False: "is gone", None: "on another host"}[item.alive]
-    files = count(len(item.came), "file") if item.came else "-"
-    return str(item.step), item.process, item.name, item.reason, process, files
 
 
 def rows_of(step: int, layout: StepLayout) -> Iterator[StepRow]:

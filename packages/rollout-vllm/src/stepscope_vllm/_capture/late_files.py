@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,8 +12,7 @@ import msgspec
 
 from stepscope.engines import EngineCapture
 from stepscope.errors import StepscopeError
-from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.late import take_in, waiting
+from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.manifest.records import ProcessPart
 from stepscope.files.storage.processes import is_running
@@ -24,12 +22,10 @@ from stepscope_vllm._driving.target import Target
 from stepscope_vllm._files import engine_folder, names, traces
 
 log = logging.getLogger("stepscope")
-_entering = threading.Lock()
-"""Servers of one process look side by side; a part of a manifest is read, changed and written."""
 
 
 def bring_home(target: Target, capture: EngineCapture, folder: Path) -> None:
-    """Move files of captures that are over to their steps, and enter them in the manifests there.
+    """Move files of captures that are over to their steps, with sidecars.
 
     Args:
         capture: A capture of the same engine, in the same run.
@@ -37,17 +33,9 @@ def bring_home(target: Target, capture: EngineCapture, folder: Path) -> None:
     """
     for late, files in _late(capture, folder):
         try:
-            with _entering:
-                adopt(Recording(target=target, capture=late, ignored={}), files, folder)
-                _enter(late)
+            adopt(Recording(target=target, capture=late, ignored={}), files, folder)
         except (OSError, StepscopeError) as error:
             log.warning("stepscope: could not publish late files of step %d: %s", late.step, error)
-
-
-def _enter(late: EngineCapture) -> None:
-    layout, replica = StepLayout(Path(late.step_dir)), f"replica {late.replica}"
-    stops = [stop for stop in waiting(layout) if (stop.run_id, stop.name) == (late.run_id, replica)]
-    take_in(layout, [stop for stop in stops if stop.alive is False])
 
 
 def _late(capture: EngineCapture, folder: Path) -> Iterator[tuple[EngineCapture, set[str]]]:

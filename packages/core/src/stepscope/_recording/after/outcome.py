@@ -26,7 +26,8 @@ def is_peer(part: ProcessPart, process: ProcessInfo) -> bool:
 
 
 def problems_to_tell(manifest: Manifest, process: ProcessInfo) -> list[str]:
-    """Return the problems that this process tells of: its own, and those of processes that it started.
+    """Return the problems that this process tells of: its own, and those of processes that it started. Stops
+    that went past their deadline are among them.
 
     Ranks that open captures of their own tell of themselves. The last one to close tells of those that
     are gone.
@@ -35,12 +36,16 @@ def problems_to_tell(manifest: Manifest, process: ProcessInfo) -> list[str]:
     own = [
         part for part in manifest.processes if not is_peer(part, process) or (is_last and part.closed is None)
     ]
-    return msgspec.structs.replace(manifest, processes=tuple(own)).problems()
+    return _troubles(msgspec.structs.replace(manifest, processes=tuple(own)))
+
+
+def _troubles(manifest: Manifest) -> list[str]:
+    return manifest.problems() + manifest.awaited(only="late")
 
 
 def shortfall(manifest: Manifest, no_profiler: str | None) -> str | None:
     """Return the problems of a capture, or else `no_profiler`, in one line; None when all is well so far."""
-    problems = manifest.problems()
+    problems = _troubles(manifest)
     if not problems:
         return no_profiler
     more = f" (and {len(problems) - _IN_FULL} more)" if len(problems) > _IN_FULL else ""

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 
 from stepscope._recording.after import pipeline
-from stepscope._recording.fanout import late_files
 from stepscope._recording.output.manifest_part import ManifestPart
 from stepscope._recording.process.failures import describe
 from stepscope.engines.fetch import LEFT_BEHIND
 from stepscope.errors import ours
 from stepscope.files.layout import StepLayout, sidecar_of
-from stepscope.files.manifest.late import waiting
 from stepscope.files.manifest.records import (
     AWAITED,
     IDLE,
@@ -54,60 +51,33 @@ class EngineOutcomes:
                     msgspec.structs.replace(item, state=state, reason=reason, ignored=kept)
                 )
 
-    def fail_for_now(self, label: str, reason: str) -> None:
-        self._manifest_part.fail(label, f"{reason}; {AWAITED['late']}", kind="engine", pending="late")
+    def await_late_files(self, label: str, reason: str) -> None:
+        """Record that a stop failed or took too long, and that its files may still come."""
+        reason = f"{reason}; {AWAITED['late']}"
+        self._manifest_part.expect(
+            Expectation(name=label, kind="engine", state="pending", pending="late", reason=reason)
+        )
 
     def enter(self, label: str, artifacts: Sequence[Artifact], ignored: dict[str, str]) -> None:
-        entered = {artifact.path for artifact in self._entered(label)}
         self._manifest_part.expect(self._outcome(label, tuple(artifacts), ignored))
         for artifact in artifacts:
             path = self._layout.root / artifact.path
             # Its sidecar may lie on another host's own disk.
-            if artifact.path not in entered and sidecar_of(path).exists():
+            if sidecar_of(path).exists():
                 pipeline.artifact_done(path, None, self._manifest_part)
 
     def enter_late_stop(self, label: str, stopped: asyncio.Future[list[Artifact]]) -> None:
-        """Enter the outcome of a stop that ended after its deadline."""
+        """Enter the outcome of a stop that ended after its deadline, and write this part and the manifest."""
         try:
             artifacts = stopped.result()
         except ours() as error:
             self._manifest_part.fail(label, f"stop, after its deadline: {describe(error)}", kind="engine")
-            self._write()
         else:
-            self._enter_late(label, artifacts)
-
-    def enter_given_up(self, label: str) -> bool:
-        """Enter files of an abandoned stop. Blocks.
-
-        Returns:
-            Whether all seem to have come: some are here, and no more since the last look.
-        """
-        part = self._manifest_part.record
-        came = [
-            artifact
-            for late in waiting(self._layout)
-            if (late.run_id, late.process, late.name) == (part.run_id, part.process.key, label)
-            for artifact in late.came
-        ]
-        before = self._entered(label)
-        if came:
-            self._enter_late(label, [*before, *came])
-        awaits = any(item.pending is not None for item in part.expected if item.name == label)
-        return bool(before) and not came and not awaits
-
-    def _enter_late(self, label: str, artifacts: Sequence[Artifact]) -> None:
-        # Not the profiler's `ignored`: that may be of a later capture.
-        ignored = {k: v for artifact in artifacts for k, v in artifact.ignored.items() if k != LATE}
-        self.enter(label, artifacts, ignored)
-        self._write()
-
-    def _entered(self, label: str) -> list[Artifact]:
-        return [
-            artifact
-            for item in self._manifest_part.record.expected
-            if item.name == label
-            for artifact in item.artifacts
-        ]
+            # Not the profiler's `ignored`: that may be of a later capture.
+            ignored = {k: v for artifact in artifacts for k, v in artifact.ignored.items() if k != LATE}
+            self.enter(label, artifacts, ignored)
+        self._manifest_part.write()
+        self._manifest_part.fold(self._layout)
 
     def _outcome(self, label: str, artifacts: tuple[Artifact, ...], ignored: dict[str, str]) -> Expectation:
         if not artifacts and IDLE in ignored:
@@ -125,7 +95,6 @@ class EngineOutcomes:
             self._elsewhere.add(label)
         elif LATE in ignored:
             trouble, pending = f"{ignored[LATE]}; {AWAITED['late']}", "late"
-            late_files.expect(partial(self.enter_given_up, label))
         return of_engine(label, artifacts, ignored, trouble, pending)
 
     def _not_here(self, artifacts: Sequence[Artifact]) -> str | None:
@@ -139,8 +108,3 @@ class EngineOutcomes:
         others = ", ".join(sorted(filter(None, hosts)))
         hint = f". They are on {others}, below {self._layout.root} there" if others else ""
         return f"announced and not on disk: {', '.join(artifact.path for artifact in absent)}{hint}"
-
-    def _write(self) -> None:
-        """Write this part and the manifest again, because the capture is closed."""
-        self._manifest_part.write()
-        self._manifest_part.fold(self._layout)

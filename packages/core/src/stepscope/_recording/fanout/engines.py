@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 
-from stepscope._recording.fanout import late_files
 from stepscope._recording.fanout.engine_outcomes import EngineOutcomes
-from stepscope._recording.process import failures, identity
+from stepscope._recording.process import failures, fork, identity
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.private_loop import within
 from stepscope._recording.session import selection
@@ -27,6 +25,12 @@ ROLE = "rollout"
 """The role whose `ranks` and `engine` options apply to engines."""
 _LONG_STOP_S = 108.0
 """The longest stop that users have reported."""
+_GRACE_S = 1.0
+"""Longest wait for a stop that was told to end."""
+_late_stops: set[asyncio.Future[list[Artifact]]] = set()
+"""Stops past their deadline, on the private loop. Writers: `EngineGroup`, each stop at its end, and a forked
+child.
+"""
 
 
 def warn_of_long_stops(config: ProfileConfig) -> None:
@@ -63,7 +67,7 @@ class EngineGroup:
             warn_of_long_stops(self._config)
         full = None
         try:
-            await late_files.give_up()
+            await _give_up_late_stops()
             full = await own_thread(self._session.over_budget) if selected else None
         except ours() as error:  # of the disk, or of a process that may have no more threads
             failures.note("looking for room before a capture", error)
@@ -72,7 +76,6 @@ class EngineGroup:
                 self._manifest_part.fail(_label(profiler), full, kind="engine")
             return
         await asyncio.gather(*(self._start(profiler, deadline_s) for profiler in selected))
-        await late_files.enter_what_came()  # an engine that has started is through with its last stop
 
     async def stop(self, deadline_s: float) -> None:
         """Stop the replicas that started, concurrently. If cancelled, it leaves the others to a second
@@ -129,14 +132,19 @@ class EngineGroup:
     def _await_late(
         self, label: str, stopping: asyncio.Future[list[Artifact]], deadline_s: float, started: bool
     ) -> None:
-        if not started:
-            late_files.add(stopping, _heard)
-            return
-        outcomes = self.outcomes
-        late_files.add(
-            stopping, partial(outcomes.enter_late_stop, label), partial(outcomes.enter_given_up, label)
-        )
-        outcomes.fail_for_now(label, f"timeout: stop did not return within {deadline_s:g} s")
+        """Let a stop go on after its deadline. The adapter writes files and sidecars in any case."""
+
+        def ended(stopped: asyncio.Future[list[Artifact]]) -> None:
+            _late_stops.discard(stopped)
+            if not started:
+                _heard(stopped)
+            elif not stopped.cancelled():
+                self.outcomes.enter_late_stop(label, stopped)
+
+        if started:
+            self.outcomes.await_late_files(label, f"timeout: stop did not return within {deadline_s:g} s")
+        _late_stops.add(stopping)
+        stopping.add_done_callback(ended)
 
     def _enter_stopped(
         self, profiler: EngineProfiler, stopped: asyncio.Future[list[Artifact]], deadline_s: float
@@ -149,8 +157,7 @@ class EngineGroup:
             if profiler.ignored.get(LATE) is None:
                 self._manifest_part.fail(label, reason, kind="engine")
             else:
-                self.outcomes.fail_for_now(label, reason)
-                late_files.expect(partial(self.outcomes.enter_given_up, label))
+                self.outcomes.await_late_files(label, reason)
         else:
             self.outcomes.enter(label, artifacts, dict(profiler.ignored))
 
@@ -196,6 +203,17 @@ def _capture_of(
         ranks=None if isinstance(role.ranks, str) else role.ranks,
         extra=role.engine.extra,
     )
+
+
+async def _give_up_late_stops() -> None:
+    """Cancel stops that still run, before a capture starts its engines. Their adapters go on, and readers
+    find the files.
+    """
+    stops = tuple(_late_stops)
+    for stop in stops:
+        stop.cancel()
+    if stops:
+        await asyncio.wait(stops, timeout=_GRACE_S)
 
 
 def _heard(stopped: asyncio.Future[list[Artifact]]) -> None:
@@ -248,3 +266,6 @@ def _number(profiler: EngineProfiler) -> int:
 
 def _label(profiler: EngineProfiler) -> str:
     return f"replica {_number(profiler)}"
+
+
+fork.forgets("late stops of engines", _late_stops.clear)

@@ -19,6 +19,7 @@ from stepscope._recording.process import failures
 from stepscope._recording.session.session import Session
 from stepscope.errors import ConfigError, EngineError, ours
 from stepscope.files.layout import sidecar_of
+from stepscope.files.manifest.late import with_late_files
 from stepscope.files.manifest.records import Absent, Expectation, State, awaited
 
 T = TypeVar("T")
@@ -108,7 +109,8 @@ class Participants:
     def _release(self, home: Home) -> None:
         """Let the workers forget the capture once all is here, and no engine's files may still come."""
         manifest_part = self._session.manifest_part
-        items = manifest_part.record.expected
+        (part,) = with_late_files(self._session.layout, [manifest_part.record])
+        items = part.expected
         is_over = (
             all(manifest_part.state(files_of(name)) == "ok" for name in self.apart)
             and all(home.path_of(artifact.path).exists() for item in items for artifact in item.artifacts)

@@ -17,6 +17,7 @@ from stepscope._recording.process import failures
 from stepscope.errors import ours
 from stepscope.files.clock import ClockOffset
 from stepscope.files.layout import StepLayout
+from stepscope.files.manifest.late import with_late_files
 from stepscope.files.manifest.parts import fold, of_the_last, part_files, write_manifest
 from stepscope.files.manifest.records import (
     AWAITED,
@@ -105,17 +106,12 @@ class ManifestPart:
                 old = msgspec.structs.replace(old, state="partial", reason=reason)
             self.expect(msgspec.structs.replace(old, truncated=old.truncated or reason))
 
-    def fail(self, name: str, reason: str, *, kind: Kind, pending: Pending | None = None) -> None:
-        """Record a failure: the item is `partial` if it has artifacts, else `failed`.
-
-        Args:
-            pending: The event after which files may come all the same.
-        """
+    def fail(self, name: str, reason: str, *, kind: Kind) -> None:
+        """Record a failure: the item is `partial` if it has artifacts, else `failed`."""
         with self._lock:
             old = self._items.get(name, Expectation(name=name, kind=kind, state="failed"))
             state: State = "partial" if old.artifacts else "failed"
-            if self._pending[name]:
-                pending = "exporting"
+            pending: Pending | None = "exporting" if self._pending[name] else None
             self.expect(msgspec.structs.replace(old, state=state, reason=reason, pending=pending))
 
     def export_begins(self, name: str, truncated: str | None, ignored: dict[str, str]) -> None:
@@ -161,7 +157,10 @@ class ManifestPart:
 
     def manifest(self, step: StepLayout) -> Manifest:
         """Return the manifest of this moment, folded from the parts of all processes of the step."""
-        return fold([self.record, *self._others(step)])
+        return self._fold(step, self._others(step))
+
+    def _fold(self, step: StepLayout, others: Sequence[ProcessPart]) -> Manifest:
+        return fold([*with_late_files(step, [self.record]), *others])
 
     def _others(self, step: StepLayout) -> list[ProcessPart]:
         """Return the other processes' parts. This one's is in memory: a full disk cannot hide it."""
@@ -181,7 +180,7 @@ class ManifestPart:
             others = self._others(step)
             enter([self.record, *others])
             self.write()
-            manifest = fold([self.record, *others])
+            manifest = self._fold(step, others)
             try:
                 write_manifest(step, manifest)
             except ours(OSError) as error:
@@ -190,7 +189,7 @@ class ManifestPart:
 
     def fold(self, step: StepLayout) -> Manifest:
         """Write `manifest.json` anew, and return it. Several threads do: after exports and commands, at a
-        wait, when late files come.
+        wait, after a stop that took longer than its deadline.
 
         A disk that refuses is noted.
         """

@@ -20,7 +20,7 @@ TABLE: dict[str, Callable[[], None] | None] = dict.fromkeys(
         "capture",  # switched off before anything else looks at it
         "exporter",
         "hooks and programs",
-        "late files",
+        "late stops of engines",
         "step of the framework",
         "request listener",
         "step durations",

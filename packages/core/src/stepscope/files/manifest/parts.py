@@ -12,7 +12,16 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest.records import FORMAT, Absent, Expectation, Manifest, ProcessPart, State
+from stepscope.files.manifest.late import with_late_files
+from stepscope.files.manifest.records import (
+    AWAITED,
+    FORMAT,
+    Absent,
+    Expectation,
+    Manifest,
+    ProcessPart,
+    State,
+)
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.processes import is_running
@@ -35,7 +44,7 @@ def read_parts(step: StepLayout) -> tuple[list[ProcessPart], dict[Path, str]]:
 def part_files(
     step: StepLayout, *, but: Path | None = None, as_written: bool = False
 ) -> tuple[dict[Path, ProcessPart], dict[Path, str]]:
-    """Return the parts as `read_parts` does, by path.
+    """Return the parts as `read_parts` does, by path. Files that came late are in them.
 
     Args:
         but: The path of a part that is not read, because the caller has it in memory.
@@ -47,6 +56,9 @@ def part_files(
     parts = {
         path: _numbered(step, path, part) for path, part in read.items() if isinstance(part, ProcessPart)
     }
+    parts = dict(zip(parts, with_late_files(step, list(parts.values())), strict=True))
+    if not as_written:
+        parts = {path: expire_pending(part) for path, part in parts.items()}
     return parts, {path: reason for path, reason in read.items() if isinstance(reason, str)}
 
 
@@ -79,8 +91,7 @@ def _reread(path: Path, part: ProcessPart | str) -> ProcessPart | str:
     """Read an abandoned part again: its process may have written it shortly before it ended."""
     if isinstance(part, str) or not _is_abandoned(part):
         return part
-    last = _part(path)
-    return last if isinstance(last, str) else expire_pending(last)
+    return _part(path)
 
 
 def expire_pending(part: ProcessPart) -> ProcessPart:
@@ -98,7 +109,8 @@ def _is_abandoned(part: ProcessPart) -> bool:
 def _lost(item: Expectation) -> Expectation:
     if item.state != "pending":
         return item
-    reason = f"the process is gone: {item.reason}"
+    reason = (item.reason or "").removesuffix(f"; {AWAITED['late']}")  # nothing is left to write them
+    reason = f"the process is gone: {reason}"
     return msgspec.structs.replace(item, state="missing", pending=None, reason=reason)
 
 

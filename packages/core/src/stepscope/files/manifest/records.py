@@ -257,13 +257,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         absent = [item for part in self.processes for item in part.absent if item.state in _TROUBLE]
         return lines + [f"{item.name}: {item.state}: {item.reason}" for item in absent]
 
-    def awaited(self, *, but: Pending | None = None) -> list[str]:
+    def awaited(self, *, only: Pending | None = None, but: Pending | None = None) -> list[str]:
         """Return a line for each expectation that is not there yet, with its reason.
 
         Args:
+            only: The awaited event of all that are listed; None for any.
             but: Those that wait for this are left out.
         """
-        return self._lines(lambda item: item.state == "pending" and item.pending != but)
+        return self._lines(
+            lambda item: item.state == "pending" and item.pending != but and only in (None, item.pending)
+        )
 
     def warnings(self) -> list[str]:
         """Return a line for each thing that the configuration may have meant and that did not take part."""
