@@ -133,7 +133,10 @@ def test_what_a_stop_wrote_after_its_driver_had_gone_is_brought_home_by_the_next
     words = (served.url, served.folder, run_folder, worker)
     try:
         subprocess.run([sys.executable, "-c", DRIVER, *map(str, words)], check=True, timeout=120)
-        assert "the process is gone: timeout" in str(load_step(layout.step(30).root).manifest)
+        before = load_step(layout.step(30).root).manifest
+        assert before is not None
+        (problem,) = before.problems()
+        assert "missing: the process is gone: timeout" in problem
     finally:
         os.kill(worker, signal.SIGCONT)
     until = time.monotonic() + 60

@@ -65,7 +65,6 @@ class Windows:
         self._run_id = part.run_id
         self._manifest_part = manifest_part
         self._on_artifact = on_artifact
-        self._starting = False
         self._off: str | None = None
         """The reason why no further window opens; None while windows may open."""
         self._warned = False
@@ -91,18 +90,13 @@ class Windows:
                 self._manifest_part.cut(name, reason, kind="trace")
                 self._warn_once(f"is truncated: {reason}; no further window opens")
                 return False
-            try:
-                return self._start(name, stage, role)
-            except BaseException:  # a signal's handler raised: the backend may have started
-                self._undo_start(name, "it was interrupted while it started")
-                raise
+            return self._start(name, stage, role)
 
     def _start(self, name: str, stage: str | None, role: str) -> bool:
         began = time.monotonic_ns()
         window = Window(step=self._step, process=self._process, stage=stage, index=self._indices[stage])
         self.running, self._stage, self._role = name, stage, role  # before: an interrupted start is stopped
         try:
-            self._starting = True
             self._backend.start(window)
         except BackendError as error:
             # For example the user's own profiler, which may end: the next window is tried.
@@ -115,8 +109,9 @@ class Windows:
             self._manifest_part.fail(name, self._off, kind="trace")
             failures.note(f"starting the {self._backend.name} profiler", error)
             return False
-        finally:
-            self._starting = False
+        except BaseException:  # a Ctrl-C: the backend may have started
+            self.close(discard="it was interrupted while it started")
+            raise
         self._indices[stage] += 1
         self._manifest_part.update(profiled=True)
         if self._indices[stage] == 1 and self._manifest_part.state(name) != "failed":
@@ -124,15 +119,7 @@ class Windows:
         self._opened = clock.read_anchor()
         if stage is not None:
             self._manifest_part.spend(inside_ns=time.monotonic_ns() - began)
-        if self._off is not None:
-            self._undo_start(name, self._off)
-            return False
         return True
-
-    def _undo_start(self, name: str, reason: str) -> None:
-        """Stop a backend that started, or may have started, after a signal's handler closed this."""
-        self.running = name
-        self.close(discard=reason)
 
     def close(self, *, truncated: str | None = None, discard: str | None = None) -> None:
         """Stop the backend and hand its recordings to the exporter. Do nothing if no window is open."""
@@ -140,7 +127,7 @@ class Windows:
 
     def _close(self, truncated: str | None, discard: str | None) -> None:
         with self._lock:
-            if self.running is None or self._starting:  # by a signal's handler: the start sees it and stops
+            if self.running is None:
                 return
             began = time.monotonic_ns()
             closed = clock.read_anchor()
@@ -191,7 +178,7 @@ class Windows:
 
     def advance(self) -> None:
         try:
-            self._backend.advance()
+            shutdown.undisturbed(self._backend.advance)
         except ours() as error:
             failures.note(f"advancing the {self._backend.name} profiler", error)
 

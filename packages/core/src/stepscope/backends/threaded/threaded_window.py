@@ -76,19 +76,17 @@ class HeldWindow(Generic[WindowT]):
             raise ProfilerBusyError(f"{self.window.name} was not stopped. Fix: stop() before start()")
 
     def begin(self, window: WindowT) -> None:
-        """Start `window` on its thread. If that raises, no window is held."""
+        """Start `window` on its thread. If that fails, no window is held. After a Ctrl-C it is, because it
+        has begun or waits in its thread's queue: `end` ends it.
+        """
         self.window = window
         try:
             begin_on_thread(window)
-            self._when_dropped = weakref.finalize(self, _dropped, window, self._backend)
-            self._when_dropped.atexit = False  # the exit hook ends the window, and a later stop() gets it
-            if self.window is not window:  # a signal handler has stopped it
-                self._when_dropped.detach()
-        except BaseException as error:
-            if is_users(error):  # a Ctrl-C: it has begun, or waits in its thread's queue
-                end_on_thread(window)
-            self._release()
+        except ours():
+            self.window = None
             raise
+        self._when_dropped = weakref.finalize(self, _dropped, window, self._backend)
+        self._when_dropped.atexit = False  # the exit hook ends the window, and a later stop() gets it
 
     def advance(self) -> None:
         """Advance the window by one mini-batch."""
@@ -100,20 +98,11 @@ class HeldWindow(Generic[WindowT]):
 
         Returns:
             The window, with a `Late` if its thread did not answer; None if there is no window.
-
-        Raises:
-            BackendError: the caller is a signal handler that interrupted the start or stop of this window.
-                That start or stop completes once the handler returns.
         """
         window = self.window
         if window is None:
             return None
         task = window.thread.submit(window.end)
-        if not task.done and window.thread.is_current():
-            raise BackendError(
-                f"{window.name} cannot stop: this signal handler interrupted its start or stop, which goes "
-                "on after the handler"
-            )
         try:
             late = None if task.wait(ANSWER_S) else Late(window, task)
         except ours():

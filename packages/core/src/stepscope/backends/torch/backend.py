@@ -170,8 +170,7 @@ class TorchBackend:
         that it returns an artifact whose `write` waits on, up to `budget.export_seconds`.
 
         Raises:
-            BackendError: nothing was recorded, with the reason. Or the caller is a signal handler that
-                interrupted the start or stop of this window, which completes once the handler returns.
+            BackendError: nothing was recorded, with the reason.
         """
         ended = self._held.end()
         if ended is None:
