@@ -592,6 +592,9 @@ def test_a_log_lets_go_of_a_span_that_outlives_it(tmp_path: Path) -> None:
     running = log.new("long rollout")
     running.__enter__()
     log.close(read_anchor())
+    for thread in threading.enumerate():
+        if thread.name == "stepscope-spans":  # its thread ends by itself
+            thread.join(10)
     with log.new("late"):
         pass
     watched = weakref.ref(log)

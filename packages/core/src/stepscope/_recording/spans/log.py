@@ -80,7 +80,6 @@ class SpanLog(SpanMaker):
         self._anchor: ClockAnchor | None = None
         """The beginning of recording; None before it."""
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
 
     def open(self) -> None:
@@ -97,8 +96,7 @@ class SpanLog(SpanMaker):
             self.failed = describe(error)
             raise
         finally:  # without a file too: the thread counts what is lost, and it does not pile up in memory
-            self._thread = threading.Thread(target=self._run, name="stepscope-spans", daemon=True)
-            self._thread.start()
+            threading.Thread(target=self._run, name="stepscope-spans", daemon=True).start()
 
     def start(self, anchor: ClockAnchor) -> None:
         """Begin recording at `anchor`. This waits for no disk: the thread writes the header."""
@@ -117,9 +115,7 @@ class SpanLog(SpanMaker):
 
         A log that was never started leaves no file.
         """
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._stop.set()  # the thread ends by itself, and writes no more
         if not self._writing.acquire(timeout=timeout_s):
             self.failed = f"the disk did not take the last spans within {timeout_s:g} s"
             return
@@ -156,7 +152,8 @@ class SpanLog(SpanMaker):
     def _run(self) -> None:
         while not self._stop.wait(FLUSH_S):
             with self._writing:
-                self._write_pending(monotonic_ns() + FLUSH_NS)
+                if not self._stop.is_set():
+                    self._write_pending(monotonic_ns() + FLUSH_NS)
 
     def _write_pending(self, until_ns: int | None = None) -> None:
         """Write until `until_ns`, the youngest open spans excepted, or everything if `until_ns` is None."""
