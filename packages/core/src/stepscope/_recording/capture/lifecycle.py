@@ -205,7 +205,8 @@ class Lifecycle:
 
     def _end(self, work: CaptureWork, closing: Closing) -> None:
         """Do the part of closing that belongs to the caller's thread. Idempotent."""
-        private_loop.submit(work.tell(closing))
+        if work.has_others:  # they stop while the profiler here does
+            private_loop.submit(work.tell(closing))
         if work.session is not None:
             work.session.end(discard=closing.discard)
 

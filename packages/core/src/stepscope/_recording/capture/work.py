@@ -48,6 +48,11 @@ class CaptureWork:
         """Task that tells the workers and engines to stop."""
         self._closing: asyncio.Task[None] | None = None
 
+    @property
+    def has_others(self) -> bool:
+        """True if the capture was given workers or engines."""
+        return self._participants is not None
+
     async def begin(self) -> Session:
         """Make the session, and open its files."""
         session = make_session(self._asked, self._participants, self._began_ns)
@@ -105,10 +110,9 @@ class CaptureWork:
         for stage in stages:
             try:
                 stage(session, closing)
-                if stage == self._close_session:
-                    session.manifest_part.write()  # another rank that closes now counts this one
-                    if self._stopping is not None:
-                        await asyncio.wait({self._stopping})
+                if stage == self._close_session and self._stopping is not None:
+                    session.manifest_part.write()
+                    await asyncio.wait({self._stopping})
             except BaseException as error:  # SystemExit of a user's function too: the thread is ours
                 trouble = trouble or _noted(error)
         self._claim.free()

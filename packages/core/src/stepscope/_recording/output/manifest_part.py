@@ -44,6 +44,8 @@ class ManifestPart:
         self.told = False
         """True if the problems of the capture were logged: later problems are logged one by one."""
         self._pending: Counter[str] = Counter()
+        self._on_disk: ProcessPart | None = None
+        """The part as this process wrote it last."""
         self._cut: dict[str, str] = {}
         """Name -> the budget that kept some of its windows from opening."""
         self._lock = threading.RLock()  # a signal handler may write in the middle of a write
@@ -169,7 +171,8 @@ class ManifestPart:
         return [part for part in last if part is not own]
 
     def write_last(self, step: StepLayout, enter: Callable[[Sequence[ProcessPart]], None]) -> Manifest:
-        """Write the part and the manifest at the end of a capture. The other parts are read once.
+        """Write the part and the manifest at the end of a capture. The other parts are read once, after this
+        one is written: of two ranks that close at once, one reads the other's.
 
         A disk that refuses is noted.
 
@@ -177,6 +180,7 @@ class ManifestPart:
             enter: Adds to this part what follows from the parts of all processes.
         """
         with self._folding:
+            self.write()
             others = self._others(step)
             enter([self.record, *others])
             self.write()
@@ -202,9 +206,13 @@ class ManifestPart:
             return manifest
 
     def write(self) -> None:
-        """Write the whole part to disk. A disk that refuses is noted as a failure."""
+        """Write the whole part to disk if it has changed. A disk that refuses is noted as a failure."""
         with self._lock:
+            record = self.record
+            if record == self._on_disk:
+                return
             try:
-                write_atomic(self._path, msgspec.json.encode(self.record))
+                write_atomic(self._path, msgspec.json.encode(record))
+                self._on_disk = record
             except ours(OSError) as error:
                 failures.note("writing the manifest", error)

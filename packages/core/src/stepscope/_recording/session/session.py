@@ -349,7 +349,7 @@ class Session:
             self._counters.sampler.end()
         if self._watchdog is not None:
             self._watchdog.cancel()
-        if self._closing is not None and not self._is_awaited:
+        if self._windows is not None and self._closing is not None and not self._is_awaited:
             self._is_awaited = True  # an export takes the GIL, and the caller would wait longer
             exporter.exporter().then(self._await_caller, deferred=False)
         if self._windows is not None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -27,16 +28,23 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         OSError: the file cannot be written. Nothing is left behind.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     name = temporary(path)
     try:  # a Ctrl-C may come as soon as the file exists
-        with open(name, "xb", opener=private) as file:
+        with _created(name) as file:
             file.write(data)
         os.replace(name, path)
     except BaseException:
         with suppress(OSError):  # its folder may be gone: the error that matters is the first
             name.unlink()
         raise
+
+
+def _created(path: Path) -> BinaryIO:
+    try:
+        return open(path, "xb", opener=private)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "xb", opener=private)
 
 
 def append_whole(handle: int, size: int, data: bytes) -> int:
