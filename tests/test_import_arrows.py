@@ -43,7 +43,19 @@ TABLES = {
         "table",
     ),
     *("model", "section", "sections", "added", "report", "advice", "throughput", "whatif", "diff", "gate"),
-    *("fleet", "groups", "live", "plain", "opened", "scalars", "waiting", "why", "formatting"),
+    *(
+        "fleet",
+        "groups",
+        "live",
+        "plain",
+        "opened",
+        "scalars",
+        "components",
+        "waiting",
+        "open_calls",
+        "why",
+        "formatting",
+    ),
     *("block", "brief", "charts", "html", "terminal", "__init__"),
 }
 """Parts of the report that compute tables, and draw them."""

@@ -75,7 +75,7 @@ def test_a_server_that_does_not_answer_is_named(file: str) -> None:
         [asking(EngineState(name="replica 1", sampled_ns=41 * S, still_ns=None, requests=0), file=file)]
     )
     first = answer.calls[answer.culprits[0]]
-    assert (first.engine, first.stage) == (True, "replica 1")
+    assert (first.kind, first.stage) == ("engine", "replica 1")
     assert say_call(first).endswith("engine replica 1, 0 requests, no answer for 41.0 s")
     assert len(answer.culprits) == 1
 
@@ -84,4 +84,4 @@ def test_a_call_that_asks_no_engine_does_not_wait_for_one() -> None:
     engine = EngineState(name="replica 0", sampled_ns=S, still_ns=2 * S, requests=4)
     answer = why([asking(engine, file="tools.py")])
     assert answer.calls[answer.culprits[0]].stage == "generate"
-    assert [answer.calls[index].engine for index in answer.culprits] == [False, True]
+    assert [answer.calls[index].kind for index in answer.culprits] == ["call", "engine"]

@@ -189,7 +189,7 @@ def test_a_seeded_hang_is_named(
     assert (first["role"], first["stage"]) == (role, stage)
     assert first["where"].startswith(where), first
     assert answer["step"] == 3
-    assert f" call: trainer_{os.uname().nodename}" in text
+    assert f": trainer_{os.uname().nodename}" in text
 
 
 def test_the_thread_that_holds_the_lock_is_listed(tmp_path: Path, command: Command) -> None:

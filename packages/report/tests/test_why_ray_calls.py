@@ -76,7 +76,7 @@ def test_the_call_that_another_actor_waits_for_is_named(hanging: RunLayout) -> N
     while len((answer := why(ask(hanging, 10))).calls) < 3:
         assert time.monotonic() < until
     (first,) = [answer.calls[index] for index in answer.culprits]
-    assert (first.remote, first.role, first.stage) == (True, "Reward", "Reward.score")
+    assert (first.kind, first.role, first.stage) == ("actor", "Reward", "Reward.score")
     assert waits(answer) == {
         "rollout": {"Rollout.generate"},
         "Rollout.generate": {"Reward.score"},

@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
-import sysconfig
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import takewhile
 from pathlib import PurePath
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from stepscope.files.states import (
     EngineState,
     Frame,
-    OpenSpan,
     PendingCollective,
     ProcessGroup,
     ProcessState,
     RayCall,
-    Task,
     Thread,
 )
 from stepscope_report.formatting import duration, few, turn
 
-_LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages", "<frozen")
-_COLLECTIVES = "torch/distributed/"
-"""A frame of these files is a collective, in which a process waits for others."""
+_LIBRARY = re.compile(
+    r"/lib(64)?/python3\.\d+t?/|\b(site|dist)-packages/|/stepscope/|^<frozen|^<profile_step"
+)
+_INNERMOST = 4
+"""Frames of a library that say what a stack waits in. Those further out may be of what runs it."""
+_COLLECTIVES = re.compile(
+    r"torch/distributed/(distributed_c10d|c10d_logger|rendezvous|_functional_collectives)"
+)
+"""An innermost frame of these files is a collective, in which a process waits for others."""
 _ENGINES = ("/vllm/", "/sglang/")
 _CLIENTS = ("/httpx/", "/aiohttp/", "/openai/", "/requests/", "/http/client.py", "/urllib/")
 """Frames in these files are calls of an engine; a client's only in the role `rollout`."""
-_RAY = "/ray/_private/worker.py"
+Wait: TypeAlias = Literal["ray", "process", "thread", "task"]
+"""The target of a wait: Ray, a process that this one started, or another thread or task of it."""
+_WAITS: dict[Wait, tuple[str, ...]] = {
+    "ray": ("/ray/_private/worker.py",),
+    "process": ("/subprocess.py", "/multiprocessing/"),
+    "thread": ("/threading.py", "/queue.py", "/concurrent/futures/_base.py"),
+}
+"""Files of the innermost frames of calls that wait."""
 _SKIPPED = ("_wrapper", "wrapper", "inner", "_call_impl")
 """Functions of torch.distributed that say nothing of the collective."""
-
-
-def ends_in_code(task: Task) -> bool:
-    return any(not is_library(frame) for frame in task.frames)
 
 
 def is_polling(thread: Thread) -> bool:
@@ -59,21 +69,33 @@ def _short(file: str) -> str:
 
 
 def is_library(frame: Frame) -> bool:
-    if "/stepscope/" in frame.file or frame.file.startswith("<profile_step"):
-        return True
-    packages = _LIBRARIES[1] in frame.file or _LIBRARIES[2] in frame.file
-    return packages or frame.file.startswith((_LIBRARIES[0], _LIBRARIES[3]))
+    return _is_library(frame.file)
+
+
+@lru_cache(4096)
+def _is_library(file: str) -> bool:
+    return _LIBRARY.search(file) is not None
 
 
 def collective_of(frames: Sequence[Frame]) -> str | None:
-    inside = [frame for frame in frames if _COLLECTIVES in frame.file]
+    """Return the function of torch.distributed that a stack waits in."""
+    inside = [frame for frame in _inner(frames) if _COLLECTIVES.search(frame.file)]
     named = [frame.function for frame in inside if frame.function not in _SKIPPED]
     return named[0] if named else (inside[0].function if inside else None)
 
 
-def asks_ray(frames: Sequence[Frame]) -> bool:
-    """Return whether a stack waits in Ray, as `ray.get` and `ray.wait` do."""
-    return any(_RAY in frame.file for frame in frames)
+def _inner(frames: Sequence[Frame]) -> Iterable[Frame]:
+    """Return the innermost frames, inside of the user's code."""
+    return takewhile(is_library, frames[:_INNERMOST])
+
+
+def wait_of(frames: Sequence[Frame]) -> Wait | None:
+    """Return what a stack waits for; None if it works, as far as its frames tell."""
+    inner = list(_inner(frames))
+    for wait, files in _WAITS.items():
+        if any(file in frame.file for frame in inner for file in files):
+            return wait
+    return None
 
 
 def asks_engine(frames: Sequence[Frame], role: str) -> bool:
@@ -86,14 +108,24 @@ STUCK_NS = 10 * 10**9
 """An engine with requests and without a token for so long comes before other work."""
 
 
+Kind: TypeAlias = Literal["call", "engine", "actor", "process"]
+"""`call`: a span. `engine`: an engine's queue, named by `stage`; its age is the time without a token.
+`actor`: a method of a Ray actor that does not record. `process`: one that is in no call, or does not answer.
+"""
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One call that goes on: a span that has not ended and has none below it in its process."""
 
+    kind: Kind = "call"
     process: str
     """`ProcessInfo.key`."""
-    span: int
+    span: int = 0
+    """0 for other kinds than `call`."""
     role: str
     stage: str
+    began_ns: int = 0
+    """Unix ns."""
     age_ns: int
     trajectory: str | None = None
     turn: int | None = None
@@ -106,52 +138,33 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     number: int | None = None
     """Its number in that group."""
     missing: tuple[int, ...] = ()
-    """Ranks that have not entered it, of those that answered."""
+    """Ranks that have not entered it."""
     waits: bool = False
     """Its stage only waits."""
-    remote: bool = False
-    """True for a method of a Ray actor that does not record, known from Ray. Its `span` is 0."""
-    engine: bool = False
-    """True for an engine's queue, named by `stage`; its age is the time without a token. Its `span` is 0."""
+    wait: Wait | None = None
+    """The target of its wait, by its stack; None if it works."""
+    blocks: bool = False
+    """True if it holds up the event loop that it runs on."""
+    alike: int = 0
+    """Younger calls of the same stage at the same place that are not listed."""
     waits_for: tuple[int, ...] = ()
-    """Indices in `Why.calls` of calls in other processes, below it."""
-
-
-def call_of(state: ProcessState, span: OpenSpan, states: Sequence[ProcessState]) -> Call:
-    frames = frames_of(state, span)
-    collective = collective_of(frames)
-    pending, missing = awaited_collective(state, states)
-    main = next((thread for thread in state.threads if thread.name == "MainThread"), None)
-    if collective is None and missing and main is not None and main.id == span.thread:
-        collective = pending.op if pending is not None else None  # a wait for the device, by another name
-    joined = pending if collective is not None else None
-    return Call(
-        process=state.process.key,
-        span=span.span,
-        role=span.role,
-        stage=span.stage,
-        age_ns=span.age_ns,
-        trajectory=span.trajectory,
-        turn=span.turn,
-        where=say_where(frames),
-        collective=collective,
-        group=None if joined is None else joined.description,
-        number=None if joined is None else joined.number,
-        missing=() if joined is None else missing,
-        waits=span.waits,
-    )
+    """Indices in `Why.calls`."""
 
 
 def engine_call(state: ProcessState, engine: EngineState) -> Call:
     return Call(
+        kind="engine",
         process=state.process.key,
-        span=0,
         role="rollout",
         stage=engine.name,
         age_ns=engine.sampled_ns if engine.still_ns is None else engine.still_ns,
         where=queue_of(engine),
-        engine=True,
     )
+
+
+def is_loaded(state: ProcessState, engine: EngineState, asked: bool) -> bool:
+    """Return whether an engine has requests, or calls and no answer for longer than usual."""
+    return bool(engine.requests) or (asked and engine.sampled_ns > STUCK_NS)
 
 
 def queue_of(engine: EngineState) -> str:
@@ -168,77 +181,46 @@ def queue_of(engine: EngineState) -> str:
     return text
 
 
-def asks(state: ProcessState, span: OpenSpan) -> bool:
-    """Return whether a span asks an engine. Where no task says its span, any of the tasks may be its own; a
-    rollout may have gathered tasks of the engine alone.
-    """
-    if asks_engine(frames_of(state, span), span.role):
-        return True
-    thread = next((thread for thread in state.threads if thread.id == span.thread), None)
-    is_known = any(task.span is not None for task in state.tasks) or thread is None or not is_polling(thread)
-    return not is_known and any(
-        asks_engine(task.frames, span.role)
-        for task in state.tasks
-        if ends_in_code(task) or span.role == "rollout"
-    )
-
-
 def is_stuck(call: Call) -> bool:
-    return call.engine and call.age_ns >= STUCK_NS
-
-
-def frames_of(state: ProcessState, span: OpenSpan) -> Sequence[Frame]:
-    """Return the stack of a span: of its task, else of its thread unless that only runs an event loop."""
-    task = next((task for task in state.tasks if task.span == span.span), None)
-    thread = next((thread for thread in state.threads if thread.id == span.thread), None)
-    if thread is not None and is_polling(thread):
-        thread = None
-    if task is not None and (thread is None or not _runs_in(task, thread)):
-        return task.frames
-    if thread is not None:
-        return thread.frames
-    unknown = [task for task in state.tasks if task.span is None and ends_in_code(task)]
-    # The deepest: the others await it, or what it awaits.
-    return max((task.frames for task in unknown), key=len, default=())
-
-
-def _runs_in(task: Task, thread: Thread) -> bool:
-    """Return whether a thread runs the coroutine of a task, which it holds up with what it called."""
-    places = {(frame.file, frame.function) for frame in thread.frames}
-    return any((frame.file, frame.function) in places for frame in task.frames[:1])
+    return call.kind == "engine" and call.age_ns >= STUCK_NS
 
 
 def remote_call(task: RayCall) -> Call:
     place = "" if task.pid is None else f" (pid {task.pid})"
     return Call(
+        kind="actor",
         process=task.actor,
-        span=0,
         role=task.method.partition(".")[0],
         stage=task.method,
         age_ns=task.age_ns,
         where=f"{task.state}{place}",
-        remote=True,
     )
 
 
 def _missing(call: Call) -> str:
     """Return ` (7 of default_pg, without rank 3)`, as far as it is known."""
-    if call.group is None:
-        return ""
     number = "" if call.number is None else f"{call.number} "
+    group = "" if call.group is None else f"{number}of {call.group}"
     ranks = few([str(rank) for rank in call.missing], 8)
     noun = "rank" if len(call.missing) == 1 else "ranks"
-    return f" ({number}of {call.group}{f', without {noun} {ranks}' if call.missing else ''})"
+    parts = [part for part in (group, f"without {noun} {ranks}" if call.missing else "") if part]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def say_call(call: Call) -> str:
     """Return `actor_rank3_...: actor compute_log_prob since 312 s, forward at model.py:214`."""
-    if call.remote:
+    if call.kind == "actor":
         return f"Ray actor {call.process[:8]}: {call.stage} since {duration(call.age_ns)}, {call.where}"
-    if call.engine:
+    if call.kind == "process":
+        return f"{call.process}: {call.where}"
+    if call.kind == "engine":
         return f"{call.process}: engine {call.stage}, {call.where}"
     whose = "" if call.trajectory is None else f" ({turn(call.trajectory, call.turn)})"
     text = f"{call.process}: {call.role} {call.stage}{whose} since {duration(call.age_ns)}"
+    if call.alike:
+        text += f", with {call.alike:,} younger ones"
+    if call.wait == "ray" and not call.waits_for:
+        text += ", in Ray for a call that nothing here shows"
     if call.collective is not None:
         text += f", in the collective {call.collective}{_missing(call)}"
     return text + (f", {call.where}" if call.where else "")
@@ -250,22 +232,27 @@ def awaited_collective(
     """Return the oldest open collective of a process, and the ranks that have not entered it.
 
     Args:
-        states: Of all processes. Ranks that do not answer are not listed. Peers have the same role: a run may
-            have several jobs of torch.distributed, whose groups have the same names.
+        states: Of all processes. Of ranks that do not answer, nothing is known: they have not entered it
+            either. Peers have the same role: a run may have several jobs of torch.distributed, whose groups
+            have the same names.
     """
     own = state.collectives
     if own is None or not own.pending:
         return None, ()
     call = own.pending[0]
     group = next((group for group in own.groups if group.name == call.group), None)
-    if group is None or call.number is None:
+    if group is None:
         return call, ()
+    if call.number is None:  # `recv 3<-0`, by ranks of the group
+        sender = call.op.partition("<-")[2]
+        known = call.op.startswith("recv") and sender.isdigit() and int(sender) < len(group.ranks)
+        return call, (group.ranks[int(sender)],) if known else ()
     entered = {
         other.collectives.rank: _entered(other, group)
         for other in states
         if other.collectives is not None and other.process.role == state.process.role
     }
-    return call, tuple(rank for rank in group.ranks if entered.get(rank, call.number) < call.number)
+    return call, tuple(rank for rank in group.ranks if entered.get(rank, -1) < call.number)
 
 
 def _entered(state: ProcessState, group: ProcessGroup) -> int:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 
 import msgspec
 
-from stepscope.files.states import EngineState, OpenSpan, ProcessState, RayCall
+from stepscope.files.states import Frame, OpenSpan, PendingCollective, ProcessState
+from stepscope_report.components import components
+from stepscope_report.open_calls import Process, RayCalls
 from stepscope_report.waiting import (
-    STUCK_NS,
     Call,
-    asks,
-    asks_ray,
-    call_of,
+    asks_engine,
+    awaited_collective,
+    collective_of,
     engine_call,
-    frames_of,
     is_library,
+    is_loaded,
     is_stuck,
     queue_of,
     rank_of,
@@ -24,9 +26,9 @@ from stepscope_report.waiting import (
     say_where,
 )
 
-_RUNNING = "RUNNING"
-_MOST = 8
-"""Calls of one actor that are listed."""
+_NO_ANSWER = "no answer"
+_EDGES = 50
+"""Calls, the oldest, that one is taken to wait for where only its stack tells that it waits."""
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +40,11 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     calls: tuple[Call, ...]
     """The calls of all processes, the longest first."""
     culprits: tuple[int, ...]
-    """Indices of the calls that wait for no other call, the most likely one first."""
+    """Indices of the calls that wait for no other, or for each other alone, the most likely one first."""
+    circle: int = 0
+    """Number of the first culprits that wait for each other, or 0 if the first one waits for none."""
+    held: int = 0
+    """Calls that wait for the first culprit, over others too."""
     idle: tuple[str, ...]
     """Processes in no call, with what their main thread does."""
     engines: tuple[str, ...]
@@ -49,210 +55,340 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     """Other threads in the process of the first culprit: one of them may hold what it waits for."""
 
 
-def why(states: Sequence[ProcessState]) -> Why:
-    """Join the states of processes by their carriers.
+def why(states: Sequence[ProcessState], fates: Mapping[str, str] | None = None) -> Why:
+    """Join the states of processes, by carriers and by what their stacks wait for.
 
     Args:
         states: At least one.
+        fates: {key of a worker without an answer: what is known of its process}.
     """
-    calls, places = _calls(states)
-    calls += [engine_call(state, engine) for state in states for engine in _loaded(state)]
-    ray = _RayCalls(states)
-    calls += [remote_call(task) for tasks in ray.elsewhere().values() for task in tasks]
-    edges = [sorted(_all_waited_for(states, places, calls, call, ray)) for call in calls]
-    joined = tuple(
-        msgspec.structs.replace(call, waits_for=tuple(indices))
-        for call, indices in zip(calls, edges, strict=True)
-    )
-    owners = [state for state in states if state.step_age_ns is not None] or list(states)
-    answered = {state.process.key for state in states}
-    expected = {key: name for state in states for key, name in state.workers.items()}
-    culprits = tuple(_culprits(joined, states))
+    answer = _Answer(states, fates or {})
+    owner = answer.owner
+    culprits, circle, held = answer.culprits()
     return Why(
-        run_id=owners[0].run_id,
-        step=owners[0].step,
-        step_age_ns=owners[0].step_age_ns,
-        calls=joined,
-        culprits=culprits,
-        beside=tuple(_beside(states, joined[culprits[0]])) if culprits else (),
+        run_id=owner.run_id,
+        step=owner.step,
+        step_age_ns=owner.step_age_ns,
+        calls=tuple(answer.joined()),
+        culprits=tuple(culprits),
+        circle=circle,
+        held=held,
+        beside=tuple(answer.beside(culprits[0])) if culprits else (),
         idle=tuple(f"{state.process.key}: {_main(state)}" for state in states if not state.spans),
         engines=tuple(
             f"{state.process.key} {engine.name}: {queue_of(engine)}"
             for state in states
             for engine in state.engines
         ),
-        silent=tuple(name for key, name in expected.items() if key not in answered),
+        silent=tuple(answer.silent.values()),
     )
 
 
-def _calls(states: Sequence[ProcessState]) -> tuple[list[Call], dict[tuple[str, int], int]]:
-    """Return the calls, and {(process, span): index} of them."""
-    calls = []
-    for state in states:
-        above = {span.parent for span in state.spans}
-        calls += [call_of(state, span, states) for span in state.spans if span.span not in above]
-    calls.sort(key=lambda call: -call.age_ns)
-    return calls, {(call.process, call.span): index for index, call in enumerate(calls)}
+class _Answer:
+    """The calls of all processes, and which waits for which."""
 
+    def __init__(self, states: Sequence[ProcessState], fates: Mapping[str, str]) -> None:
+        self.states = states
+        self.processes = {state.process.key: Process(state) for state in states}
+        self.owner = next((state for state in states if state.step_age_ns is not None), states[0])
+        workers = {key: name for state in states for key, name in state.workers.items()}
+        self.silent = {key: name for key, name in workers.items() if key not in self.processes}
+        self._fates = fates
+        self._ray = RayCalls(states)
+        self._links: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
+        """{(process, span): spans of other processes below it}."""
+        for state in states:
+            for span in state.spans:
+                if span.link is not None:
+                    self._links[span.link.process, span.link.span].append((state.process.key, span.span))
+        self._stacks: dict[tuple[str, int], Sequence[Frame]] = {}
+        self._unlinked: dict[str, list[int]] = {}
+        """{process: calls of its workers that nobody is known to wait for}."""
+        self._pending: dict[str, tuple[PendingCollective | None, tuple[int, ...]]] = {}
+        found = [self._call(process, span) for process in self.processes.values() for span in process.calls()]
+        found.sort(key=lambda call: -call.age_ns)
+        self.calls = found
+        self._at = {(call.process, call.span): at for at, call in enumerate(found)}
+        self._of: dict[str, list[int]] = defaultdict(list)
+        """{process: indices of its spans' calls}."""
+        for at, call in enumerate(found):
+            self._of[call.process].append(at)
+        self._spans_end = len(found)
+        self._engines = dict(self._engine_calls())
+        self._actors = dict(self._actor_calls())
+        self._holders = dict(self._loop_holders())
+        self.edges = [self._waited_for(at) for at in range(self._spans_end)]
+        self.edges += [self._waited_for_by_ray(call) for call in self.calls[self._spans_end :]]
 
-def _loaded(state: ProcessState) -> Iterator[EngineState]:
-    """Yield the engines of a process that have requests, or calls and no answer for longer than usual."""
-    asked = any(asks(state, span) for span in state.spans)
-    for engine in state.engines:
-        if engine.requests or (asked and engine.sampled_ns > STUCK_NS):
-            yield engine
-
-
-def _asked(states: Sequence[ProcessState], calls: Sequence[Call], call: Call) -> Iterator[int]:
-    """Yield the engines that a call waits for: those of its process, if it is in one or asks one."""
-    if not any(asks(state, span) for state, span in _spans_of(states, call)):
-        return
-    engines = [at for at, other in enumerate(calls) if other.engine and other.process == call.process]
-    stuck = [at for at in engines if is_stuck(calls[at])]
-    yield from stuck or engines
-
-
-def _all_waited_for(
-    states: Sequence[ProcessState],
-    places: dict[tuple[str, int], int],
-    calls: Sequence[Call],
-    call: Call,
-    ray: _RayCalls,
-) -> set[int]:
-    """Return the calls that a call waits for: by carriers, in an engine, or else by Ray."""
-    known = {*_waited_for(states, places, call), *_asked(states, calls, call)}
-    in_ray = (asks_ray(frames_of(state, span)) for state, span in _spans_of(states, call))
-    if known or not (call.remote or any(in_ray)):
-        return known
-    processes = ray.called_by(call.process)
-    return {index for index, other in enumerate(calls) if other.process in processes}
-
-
-def _spans_of(states: Sequence[ProcessState], call: Call) -> Iterator[tuple[ProcessState, OpenSpan]]:
-    """Yield the span of a call, with its process. Nothing of a call without one."""
-    for state in states:
-        if state.process.key == call.process:
-            yield from ((state, span) for span in state.spans if span.span == call.span)
-
-
-def _waited_for(
-    states: Sequence[ProcessState], places: dict[tuple[str, int], int], call: Call
-) -> Iterator[int]:
-    """Yield the calls of other processes below a call, or below a span above it in its process."""
-    own = next((state for state in states if state.process.key == call.process), None)
-    if own is None:
-        return
-    line = _line({span.span: span.parent for span in own.spans}, call.span)
-    for state in states:
-        below = {
-            span.span for span in state.spans if span.link is not None
-            and span.link.process == call.process and span.link.span in line
-        }  # fmt: skip
-        yield from _leaves(state, below, places)
-
-
-def _leaves(state: ProcessState, tops: set[int], places: dict[tuple[str, int], int]) -> Iterator[int]:
-    parents = {span.span: span.parent for span in state.spans}
-    for span in parents:
-        index = places.get((state.process.key, span))
-        if index is not None and not tops.isdisjoint(_line(parents, span)):
-            yield index
-
-
-def _line(parents: Mapping[int, int | None], span: int) -> set[int]:
-    """Return a span and those above it in its process."""
-    line = set[int]()
-    at: int | None = span
-    while at is not None and at not in line:
-        line.add(at)
-        at = parents.get(at)
-    return line
-
-
-def _culprits(calls: Sequence[Call], states: Sequence[ProcessState]) -> list[int]:
-    """Return the calls without others below them: of engines that stand still, then work, then
-    what only waits, and last collectives.
-    """
-    last = [index for index, call in enumerate(calls) if not call.waits_for]
-    in_collectives = [index for index in last if calls[index].collective is not None]
-    free = [index for index in last if index not in in_collectives]
-    gathered = [calls[index] for index in in_collectives]
-    work = [index for index in free if not calls[index].engine]
-    apart = _apart_from_peers(gathered, calls, work, states)
-    free.sort(
-        key=lambda index: (
-            not is_stuck(calls[index]),
-            index not in apart,
-            calls[index].waits,
-            -calls[index].age_ns,
+    def _call(self, process: Process, span: OpenSpan) -> Call:
+        frames, wait = process.frames(span)
+        self._stacks[process.key, span.span] = frames
+        collective = collective_of(frames)
+        pending, missing = self._pending_of(process.state)
+        main = next((t for t in process.state.threads if t.name == "MainThread"), None)
+        if collective is None and missing and main is not None and main.id == span.thread:
+            collective = pending.op if pending is not None else None  # a wait for the device, by another name
+        joined = pending if collective is not None else None
+        holds = span.thread in process.blocked and process.blocked[span.thread] == span.span
+        return Call(
+            process=process.key,
+            span=span.span,
+            role=span.role,
+            stage=span.stage,
+            began_ns=process.state.at_ns - span.age_ns,
+            age_ns=span.age_ns,
+            trajectory=span.trajectory,
+            turn=span.turn,
+            where=say_where(frames),
+            collective=collective,
+            group=None if joined is None else joined.description,
+            number=None if joined is None else joined.number,
+            missing=() if joined is None else missing,
+            waits=span.waits,
+            wait=None if collective is not None else wait,
+            blocks=holds,
+            alike=span.alike,
         )
+
+    def _pending_of(self, state: ProcessState) -> tuple[PendingCollective | None, tuple[int, ...]]:
+        if state.process.key not in self._pending:
+            self._pending[state.process.key] = awaited_collective(state, self.states)
+        return self._pending[state.process.key]
+
+    def _add(self, call: Call) -> int:
+        self.calls.append(call)
+        return len(self.calls) - 1
+
+    def _engine_calls(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield the engines of each process that holds some that have something to do."""
+        for process in self.processes.values():
+            engines = process.state.engines
+            if engines:
+                asked = any(self._asks(process, span) for span in process.calls())
+                loaded = [engine for engine in engines if is_loaded(process.state, engine, asked)]
+                yield process.key, [self._add(engine_call(process.state, engine)) for engine in loaded]
+
+    def _asks(self, process: Process, span: OpenSpan) -> bool:
+        """Return whether a span asks an engine, in its own stack or in a task that it began."""
+        stacks = (self._stacks[process.key, span.span], *(t.frames for t in process.tasks_of[span.span]))
+        return any(asks_engine(frames, span.role) for frames in stacks)
+
+    def _actor_calls(self) -> Iterator[tuple[str, list[int]]]:
+        for actor, calls in self._ray.elsewhere().items():
+            yield actor, [self._add(remote_call(call)) for call in calls]
+
+    def _loop_holders(self) -> Iterator[tuple[tuple[str, int], int]]:
+        """Yield what holds each blocked event loop: a call, or code outside of any."""
+        for process in self.processes.values():
+            for thread, span in process.blocked.items():
+                if span is not None:
+                    yield (process.key, thread), self._at[process.key, span]
+                elif any(call.thread == thread for call in process.calls()):
+                    frames = process.threads[thread].frames
+                    where = f"in no call: {say_where(frames)}"
+                    yield (process.key, thread), self._add(_no_call(process.state, where, blocks=True))
+
+    # What a call waits for.
+
+    def _waited_for(self, at: int) -> set[int]:
+        call, process = self.calls[at], self.processes[self.calls[at].process]
+        span = process.spans[call.span]
+        holder = self._holders.get((process.key, span.thread))
+        if holder == at:
+            return set()
+        if holder is not None:
+            return {holder}
+        known = self._below(process, span)
+        if process.key in self._engines and self._asks(process, span):
+            engines = self._engines[process.key]
+            known |= {engine for engine in engines if is_stuck(self.calls[engine])} or set(engines)
+        if call.collective is not None:
+            known |= set(self._missing_peers(call, process.state))
+        if not known:
+            known = set(self._by_its_stack(call, process))
+        return known - {at}
+
+    def _below(self, process: Process, span: OpenSpan) -> set[int]:
+        """Return the calls below a span in other processes, and those that its tasks wait for."""
+        ends = {(process.key, leaf) for leaf in process.leaves(process.awaited_spans(span))}
+        for own in process.line(span.span):
+            for key, top in self._links.get((process.key, own), ()):
+                ends |= {(key, leaf) for leaf in self.processes[key].leaves([top])}
+        return {self._at[end] for end in ends if end in self._at}
+
+    def _by_its_stack(self, call: Call, process: Process) -> Iterator[int]:
+        if call.wait == "ray":
+            yield from self._waited_for_by_ray(call) or islice(self._workers(call, process), _EDGES)
+        elif call.wait == "process":
+            started = (p for p in self.processes.values() if process.state.process.pid in p.state.ancestors)
+            here = process.state.process.host
+            yield from chain.from_iterable(self._of[p.key] for p in started if p.state.process.host == here)
+        elif call.wait == "thread":
+            others = (at for at in self._of[process.key] if self.calls[at].wait != "thread")
+            yield from islice(others, _EDGES)
+
+    def _waited_for_by_ray(self, call: Call) -> set[int]:
+        """Return the calls of actors that a process, or an actor, waits for, as Ray knows them."""
+        if call.kind not in ("call", "actor"):
+            return set()
+        called = self._ray.called_by(call.process)
+        return {at for key in called for at in (*self._of.get(key, ()), *self._actors.get(key, ()))}
+
+    def _workers(self, call: Call, process: Process) -> Iterator[int]:
+        """Yield the calls that Ray's workers began later, and that nobody is known to wait for; else the
+        workers without an answer.
+        """
+        workers = process.state.workers.keys() or {
+            key for key, other in self.processes.items() if other.state.process.actor_id
+        }
+        if process.key not in self._unlinked:
+            calls = (at for key in workers if key != process.key for at in self._of.get(key, ()))
+            self._unlinked[process.key] = sorted(at for at in calls if not self._is_linked(at))
+        found = [at for at in self._unlinked[process.key] if self.calls[at].began_ns >= call.began_ns]
+        yield from found or (self._silent(key) for key in workers if key in self.silent)
+
+    def _is_linked(self, at: int) -> bool:
+        process = self.processes[self.calls[at].process]
+        return any(process.spans[own].link is not None for own in process.line(self.calls[at].span))
+
+    def _missing_peers(self, call: Call, state: ProcessState) -> Iterator[int]:
+        """Yield what the ranks do that a collective lacks. Fill the ranks in."""
+        peers = self._peers(state)
+        missing = call.missing or tuple(
+            rank for rank, other in sorted(peers.items()) if not self._is_in(other, call)
+        )
+        size = state.process.world_size
+        if not missing and size is not None and state.process.rank is not None:
+            missing = tuple(rank for rank in range(size) if rank not in peers and rank != rank_of(state))
+        at = self._at[call.process, call.span]
+        self.calls[at] = msgspec.structs.replace(call, missing=missing)
+        for rank in missing:
+            other = peers.get(rank)
+            if other is None:
+                key = next((key for key in self.silent if key.startswith(f"{call.role}_rank{rank}_")), None)
+                yield self._silent(key or f"{call.role} rank {rank}")
+            else:
+                yield from self._of[other.process.key] or [self._idle(other)]
+
+    def _peers(self, state: ProcessState) -> dict[int, ProcessState]:
+        """Return {rank: state} of the other processes of a role."""
+        own = state.process
+        ranks = ((rank_of(other), other) for other in self.states if other.process.role == own.role)
+        return {rank: other for rank, other in ranks if rank is not None and other.process.key != own.key}
+
+    def _is_in(self, state: ProcessState, call: Call) -> bool:
+        """Return whether a process is in the same collective, called at the same place."""
+        others = (self.calls[at] for at in self._of[state.process.key])
+        return any(
+            other.collective == call.collective and self._caller(other) == self._caller(call)
+            for other in others
+        )
+
+    def _caller(self, call: Call) -> Frame | None:
+        """Return the innermost frame outside of torch."""
+        frames = self._stacks[call.process, call.span]
+        return next((frame for frame in frames if "/torch/" not in frame.file), None)
+
+    def _silent(self, key: str) -> int:
+        role, _, rest = key.partition("_rank" if "_rank" in key else "_")
+        if (key, 0) not in self._at:
+            where = self._fates.get(key, _NO_ANSWER)
+            self._at[key, 0] = self._add(
+                Call(kind="process", process=key, role=role if rest else key, stage="", age_ns=0, where=where)
+            )
+        return self._at[key, 0]
+
+    def _idle(self, state: ProcessState) -> int:
+        key = state.process.key
+        if (key, 0) not in self._at:
+            self._at[key, 0] = self._add(_no_call(state, _main(state)))
+        return self._at[key, 0]
+
+    # What holds the others.
+
+    def joined(self) -> Iterator[Call]:
+        for call, edges in zip(self.calls, self.edges, strict=True):
+            yield msgspec.structs.replace(call, waits_for=tuple(sorted(edges)))
+
+    def culprits(self) -> tuple[list[int], int, int]:
+        """Return the calls that wait for none, or for each other alone, the most likely one first; the number
+        of the first ones if they wait for each other; and how many calls wait for the first.
+        """
+        self.edges += [set() for _ in self.calls[len(self.edges) :]]
+        groups = [
+            group for group in components(self.edges) if all(self.edges[at] <= set(group) for at in group)
+        ]
+        awaited = self._awaited_by_the_step()
+        self._waited_by = set().union(*self.edges)
+        for group in groups:
+            # The odd one out, else the one that came last: it went past the collective of the others.
+            places = {at: (self.calls[at].collective, self.calls[at].where) for at in group}
+            same = Counter(places.values())
+            group.sort(key=lambda at, places=places, same=same: (same[places[at]], self.calls[at].age_ns))  # type: ignore[misc]
+        groups.sort(key=lambda group: self._rank(group[0], awaited))
+        found = [at for group in groups for at in group]
+        circle = len(groups[0]) if groups and len(groups[0]) > 1 else 0
+        return found, circle, self._held(groups[0]) if groups else 0
+
+    def _rank(self, at: int, awaited: set[int]) -> tuple[bool, int, bool, bool, int]:
+        """Return the place of a culprit: engines that stand still, then work, then tasks that wait, then
+        other waits and engines at work, and last collectives that lack nobody. Before others those that the
+        step waits for, and then those that any call waits for.
+        """
+        call = self.calls[at]
+        works = call.wait in (None, "process") and not call.waits and call.kind != "engine"
+        order = 0 if works else 1 if call.wait == "task" and not call.waits else 2
+        if call.collective is not None and not self.edges[at]:
+            order = 3
+        return not is_stuck(call), order, at not in awaited, at not in self._waited_by, -call.age_ns
+
+    def _awaited_by_the_step(self) -> set[int]:
+        owners = {state.process.key for state in self.states if state.step_age_ns is not None}
+        return self._reached([at for key in owners for at in self._of[key]], self.edges)
+
+    def _held(self, culprits: Sequence[int]) -> int:
+        """Return the number of calls that wait for some, over others too."""
+        behind: list[set[int]] = [set() for _ in self.calls]
+        for at, edges in enumerate(self.edges):
+            for edge in edges:
+                behind[edge].add(at)
+        held = self._reached(culprits, behind) - set(culprits)
+        return sum(1 + self.calls[at].alike for at in held)
+
+    @staticmethod
+    def _reached(starts: Sequence[int], edges: Sequence[set[int]]) -> set[int]:
+        seen, rest = set(starts), list(starts)
+        while rest:
+            new = edges[rest.pop()] - seen
+            seen |= new
+            rest += new
+        return seen
+
+    def beside(self, culprit: int) -> Iterator[str]:
+        """Yield the threads of a call's process that run code of the user's outside of any call."""
+        call = self.calls[culprit]
+        process = self.processes.get(call.process)
+        if process is None or call.kind != "call":
+            return
+        busy = {span.thread for span in process.state.spans}
+        for thread in process.state.threads:
+            if thread.id not in busy and any(not is_library(frame) for frame in thread.frames):
+                yield f"thread {thread.name}: {say_where(thread.frames)}"
+
+
+def _no_call(state: ProcessState, where: str, *, blocks: bool = False) -> Call:
+    return Call(
+        kind="process",
+        process=state.process.key,
+        role=state.process.role,
+        stage="",
+        age_ns=0,
+        where=where,
+        blocks=blocks,
     )
-    return [*free, *in_collectives]
-
-
-def _apart_from_peers(
-    gathered: Sequence[Call], calls: Sequence[Call], free: Sequence[int], states: Sequence[ProcessState]
-) -> list[int]:
-    """Return the calls of processes whose peers, of the same role, are in a collective without them.
-
-    Where a peer knows the ranks that miss, only their calls.
-    """
-    roles = {state.process.key: state.process.role for state in states}
-    ranks = {state.process.key: rank_of(state) for state in states}
-    waiting = {roles.get(call.process, call.role) for call in gathered}
-    named = {(roles.get(call.process), rank) for call in gathered for rank in call.missing}
-    apart = [index for index in free if roles.get(calls[index].process, calls[index].role) in waiting]
-    missing = [at for at in apart if (roles.get(calls[at].process), ranks.get(calls[at].process)) in named]
-    return missing or apart
-
-
-def _beside(states: Sequence[ProcessState], call: Call) -> Iterator[str]:
-    """Yield the threads of a call's process that run code of the user's outside of any call."""
-    state = next((state for state in states if state.process.key == call.process), None)
-    if state is None:
-        return
-    busy = {span.thread for span in state.spans}
-    for thread in state.threads:
-        if thread.id not in busy and any(not is_library(frame) for frame in thread.frames):
-            yield f"thread {thread.name}: {say_where(thread.frames)}"
 
 
 def _main(state: ProcessState) -> str:
     main = next((thread for thread in state.threads if thread.name == "MainThread"), None)
     where = "" if main is None else say_where(main.frames)
     return f"in no call{f': {where}' if where else ''}"
-
-
-class _RayCalls:
-    """Open calls by actor. `asker` is the key of the process that asked Ray, the driver as a rule."""
-
-    def __init__(self, states: Sequence[ProcessState]) -> None:
-        self.asker: ProcessState | None = next((state for state in states if state.ray_calls), None)
-        calls = () if self.asker is None else self.asker.ray_calls
-        self._keys = {state.process.actor_id: state.process.key for state in states if state.process.actor_id}
-        self._of: dict[str, list[RayCall]] = defaultdict(list)
-        self._called: dict[str | None, set[str]] = defaultdict(set)
-        for call in calls:
-            self._of[call.actor].append(call)
-            if call.caller != call.actor:
-                self._called[call.caller].add(call.actor)
-
-    def elsewhere(self) -> dict[str, list[RayCall]]:
-        """Return {actor: calls that it runs} of those that do not record; those that wait if it runs none."""
-        return {
-            actor: ([call for call in calls if call.state == _RUNNING] or calls)[:_MOST]
-            for actor, calls in self._of.items()
-            if actor not in self._keys
-        }
-
-    def called_by(self, process: str) -> set[str]:
-        """Return the processes, or actors, whose calls a process waits for.
-
-        Args:
-            process: `ProcessInfo.key`, or the id of an actor that does not record.
-        """
-        own = next((actor for actor, key in self._keys.items() if key == process), process)
-        actors = set(self._called.get(own, ()))
-        if self.asker is not None and process == self.asker.process.key:
-            actors |= self._called.get(None, set())
-        return {self._keys.get(actor, actor) for actor in actors} - {process}

@@ -405,7 +405,7 @@ def test_why_names_a_scheduler_that_stopped(engine: Any, tmp_path: Path, schedul
     answer = on_its_loop(engine, scenario())
     standing.stop()
     first = answer.calls[answer.culprits[0]]
-    assert (first.engine, first.stage) == (True, "replica 0")
+    assert (first.kind, first.stage) == ("engine", "replica 0")
     assert "engine replica 0, 4 requests" in say_call(first)
     assert len([call for call in answer.calls if call.stage == "generate"]) == 4
     assert_works(engine, tmp_path)

@@ -12,8 +12,8 @@ RECENT_NS = 10_000_000_000
 """Time whose mean a counter has in a state."""
 
 
-class OpenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A span that has not ended."""
+class OpenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """A span that has not ended. Innermost ones come before those that they are in."""
 
     span: Int
     parent: Int | None = None
@@ -29,9 +29,11 @@ class OpenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Native id of the thread that opened it."""
     waits: bool = False
     """True if its stage only waits."""
+    alike: Int = 0
+    """Younger innermost spans of the same stage at the same place that the state leaves out."""
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True):
+class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One frame of a Python stack."""
 
     file: str
@@ -39,7 +41,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     function: str
 
 
-class Thread(msgspec.Struct, frozen=True, kw_only=True):
+class Thread(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One Python thread."""
 
     id: Int
@@ -49,18 +51,26 @@ class Thread(msgspec.Struct, frozen=True, kw_only=True):
     """The innermost first."""
     in_loop: bool = False
     """True if its innermost frame runs an event loop, which does something else or waits."""
+    blocks: bool = False
+    """True if the event loop that it runs has been in one callback for 0.1 s."""
+    task: Int | None = None
+    """The task that it runs, in which its innermost frames are."""
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One asyncio task that is not done."""
 
+    id: Int
+    """Its number in the process."""
     name: str
     frames: tuple[Frame, ...]
     """The frames of its coroutines, the innermost first."""
     awaits: str
-    """The object that the innermost coroutine awaits, as text."""
+    """The object that the innermost coroutine awaits, as text: `ObjectRef` of Ray."""
     span: Int | None = None
-    """The innermost span of the task, or None if there is none, or if it is unknown (Python before 3.12)."""
+    """The innermost span of the task. A task that began inside of a span is in it too."""
+    awaited: tuple[Int, ...] = ()
+    """The tasks that it waits for."""
 
 
 class CounterNow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -149,6 +159,8 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     step_age_ns: Int | None = None
     workers: dict[str, str] = {}
     """{`ProcessInfo.key`: name} of the workers that this process expects to answer."""
+    ancestors: tuple[Int, ...] = ()
+    """Ids of the processes that started it, the nearest first."""
     spans: tuple[OpenSpan, ...]
     threads: tuple[Thread, ...]
     tasks: tuple[Task, ...]

@@ -25,7 +25,7 @@ from stepscope.files.storage.reading import read_records
 from stepscope_report.cli import screen
 from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.cli.find import no_run, read_run
-from stepscope_report.formatting import duration, middle
+from stepscope_report.formatting import count, duration, middle
 from stepscope_report.live import COMPARED, usual_ns
 from stepscope_report.sections.health import say_span, step_health
 from stepscope_report.terminal.layout import listing
@@ -35,6 +35,8 @@ from stepscope_report.why import Why
 from stepscope_report.why import why as join
 
 POLL_S = 0.1
+_CIRCLE = 4
+"""Calls that wait for each other which are named."""
 _LOOKS_S = 0.7
 """Time in which every process has looked for the order. Those that expect no other may answer first."""
 
@@ -44,7 +46,7 @@ def why(
     wait: Annotated[float, typer.Option(metavar="S", help="How long to wait for answers.")] = 3.0,
     json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns.")] = False,
 ) -> None:
-    """Ask every process of a run what it does right now, and name the call that waits for no other.
+    """Ask every process of a run what it does right now, and name the call that holds the others.
 
     For runs with `record: spans`. If nobody answers, show the calls that the last step on disk never ended.
     """
@@ -54,7 +56,7 @@ def why(
     states = ask(layout, wait)
     if not states:
         _show_last_step(run)
-    answer = join(states)
+    answer = join(states, fates(states))
     if json:
         screen.show_json(answer)
     else:
@@ -86,8 +88,32 @@ def _read(folder: Path) -> list[ProcessState]:
 
 
 def _is_all(states: Sequence[ProcessState]) -> bool:
-    known = {state.process.key for state in states}
+    known = {state.process.key for state in states} | fates(states).keys()
     return bool(known) and all(known >= state.workers.keys() and not state.more for state in states)
+
+
+def fates(states: Sequence[ProcessState]) -> dict[str, str]:
+    """Return {key: what became of it} of the workers without an answer that ran on this host and cannot
+    answer.
+    """
+    known = {state.process.key for state in states}
+    workers = {key for state in states for key in state.workers} - known
+    found = {}
+    for key in workers:
+        place, _, pid = key.rpartition("_pid")
+        if place.endswith(f"_{os.uname().nodename}"):
+            fate = _fate(int(pid))
+            if fate:
+                found[key] = fate
+    return found
+
+
+def _fate(pid: int) -> str | None:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "its process has ended" if Path("/proc/self/stat").exists() else None
+    return {"T": "its process is stopped (SIGSTOP)", "Z": "its process has ended"}.get(status)
 
 
 def step_lines(layout: RunLayout) -> list[StepLine]:
@@ -118,11 +144,10 @@ def render(answer: Why, usual: str) -> Iterator[RenderableType]:
     age = "" if answer.step_age_ns is None else f" for {duration(answer.step_age_ns)}{usual}"
     yield Text(f"{step}{age}. Run {answer.run_id}", style="bold")
     if answer.culprits:
-        first = answer.calls[answer.culprits[0]]
-        yield Text(f"Waits for no other call: {say_call(first)}", style="bold")
+        yield Text(say_first(answer), style="bold")
         if answer.beside:
             yield listing("Beside it in that process", answer.beside)
-        more = [say_call(answer.calls[index]) for index in answer.culprits[1:]]
+        more = [say_call(answer.calls[index]) for index in answer.culprits[max(1, answer.circle) :]]
         if more:
             yield listing("Neither do these", more)
     waiting = list(_waiting(answer))
@@ -137,11 +162,29 @@ def render(answer: Why, usual: str) -> Iterator[RenderableType]:
         yield listing("No answer", [f"{name}: {note}" for name in answer.silent])
 
 
+def say_first(answer: Why) -> str:
+    """Return the call that holds the others, in one line."""
+    first = answer.calls[answer.culprits[0]]
+    if answer.circle:
+        circle = [answer.calls[index] for index in answer.culprits[: min(answer.circle, _CIRCLE)]]
+        text = "; ".join(map(say_call, circle))
+        return f"{answer.circle} calls wait for each other: {text}{_say_held(answer.held, 'them')}"
+    if first.kind == "process" and not first.blocks:
+        return f"Others wait for {say_call(first)}{_say_held(answer.held, 'it')}"
+    if first.blocks:
+        return f"Blocks its event loop: {say_call(first)}{_say_held(answer.held, 'this loop')}"
+    return f"Waits for no other call: {say_call(first)}{_say_held(answer.held, 'it')}"
+
+
+def _say_held(held: int, what: str) -> str:
+    return f"; {count(held, 'call')} {'waits' if held == 1 else 'wait'} for {what}" if held else ""
+
+
 def _waiting(answer: Why) -> Iterator[str]:
     for call in answer.calls:
         if call.waits_for:
             others = [answer.calls[index] for index in call.waits_for[:8]]
-            names = ", ".join(f"{other.process} {other.stage}" for other in others)
+            names = ", ".join(f"{other.process} {other.stage}".rstrip() for other in others)
             more = f" and {len(call.waits_for) - 8} more" if len(call.waits_for) > 8 else ""
             yield f"{say_call(call)}; waits for {names}{more}"
 

@@ -332,13 +332,13 @@ class Recorder:
             OSError: The file cannot be written.
         """
         running, session = self.steps.running, slot.session()
-        spans = self.log.open_spans()
+        logs = [self.log.open_spans()]
         if session is not None:
-            spans += cast("list[Span]", session.log.open_spans())
+            logs.insert(0, cast("list[Span]", session.log.open_spans()))
         state = state_of(
             self.process,
             self.run_id,
-            spans,
+            logs,
             step=self.log.step if session is None else session.step,
             step_age_ns=None if running is None else running.dur_ns,
             workers=dict(self.workers),

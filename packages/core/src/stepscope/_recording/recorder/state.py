@@ -1,44 +1,61 @@
-"""State of this process: its open spans, the stacks of its threads, and the coroutines of its tasks."""
+"""State of this process: its open spans, the stacks of its threads, and the coroutines of its tasks.
+
+All of it is made on the thread that watches for orders, while the user's threads run on. Of calls that stand
+at the same place it holds a few: 20,000 trajectories may be in flight.
+"""
 
 from __future__ import annotations
 
-import gc
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias, cast
+
+import msgspec
 
 from stepscope._recording.counters.sampler import Sampler
+from stepscope._recording.recorder import tasks
 from stepscope._recording.recorder.collectives import collectives_here
 from stepscope._recording.recorder.engine_queues import engine_states
 from stepscope._recording.recorder.in_time import in_time
+from stepscope._recording.recorder.tasks import DEPTH, Place, frame_of
 from stepscope._recording.spans import lines, scopes
 from stepscope._recording.spans.span import Span
 from stepscope.errors import ours
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import WAIT, WAITING
-from stepscope.files.states import RECENT_NS, CounterNow, Frame, OpenSpan, ProcessState, Task, Thread
-from stepscope.files.values import MAX_TEXT, bounded
+from stepscope.files.states import RECENT_NS, CounterNow, OpenSpan, ProcessState, Task, Thread
+from stepscope.files.values import bounded
 
 MOST = 1000
-"""Spans and tasks that a state holds at most, the oldest: it is read by people."""
-DEPTH = 40
-"""Frames of a stack that it holds, the innermost."""
+"""Innermost spans that a state holds at most, and tasks beside theirs: it is read by people."""
+ALIKE = 50
+"""Of those at one place, the oldest."""
+_BLOCKED_S = 0.1
+"""An event loop that takes longer for one callback is blocked."""
 _ASK_S = 0.5
 """Longest wait for a library that may block."""
-_TRIES = 10
+_BITE_S = 0.002
+"""Work at a stretch, after which other threads have the interpreter for as long."""
+_NEXT_LOG = 1 << 40
+"""The distance between the numbers of spans of two logs."""
 _RUNS_LOOP = frozenset({"run_until_complete", "run_forever"})
 """Methods of an event loop that show no frame of their own where it is written in C, as uvloop is."""
-_WRAPPERS = ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper", "anext_awaitable")
-"""Types of awaited objects that name what they wrap to the garbage collector alone, first."""
+
+Group: TypeAlias = "tuple[str, str | None, Place]"
+"""Stage, role and place of calls that are alike."""
 
 
 def state_of(
     process: ProcessInfo,
     run_id: str,
-    spans: list[Span],
+    logs: Sequence[list[Span]],
     *,
     step: int | None,
     step_age_ns: int | None,
@@ -48,10 +65,14 @@ def state_of(
     """Return the state of this process now.
 
     Args:
-        spans: Those that have not ended.
+        logs: The spans that have not ended, of each log. Other processes know those of the first one.
         sampler: Of its counters; None without any.
     """
+    began, callbacks = time.monotonic(), _callbacks()
     now_ns = time.monotonic_ns()
+    spans, found = _Calls(logs).read(now_ns)
+    if callbacks:
+        time.sleep(max(0.0, began + _BLOCKED_S - time.monotonic()))
     return ProcessState(
         process=process,
         run_id=run_id,
@@ -59,13 +80,143 @@ def state_of(
         step=step,
         step_age_ns=step_age_ns,
         workers=workers,
-        spans=tuple(_open_span(span, now_ns) for span in spans[:MOST]),
-        threads=tuple(_threads()),
-        tasks=tuple(_tasks())[:MOST],
+        ancestors=tuple(_ancestors()),
+        spans=spans,
+        threads=tuple(_threads(callbacks)),
+        tasks=found,
         counters=() if sampler is None else tuple(_counters(sampler, now_ns)),
         engines=tuple(engine_states(sampler, now_ns)),
         collectives=in_time("reading torch's flight recorder", collectives_here, _ASK_S),
     )
+
+
+class _Calls:
+    """The open spans of this process and its tasks, of which those that are kept become records."""
+
+    def __init__(self, logs: Sequence[list[Span]]) -> None:
+        self._spans = sorted((span for log in logs for span in log), key=lambda span: span.start_ns)
+        self._logs = list(dict.fromkeys(id(log[0].log) for log in logs if log))
+        """Ids of the logs. Each numbers its spans from 1."""
+        self._numbers: dict[int, int] = {}
+        """{id of a kept span: its number in the state}."""
+        self._task_of: dict[int, Any] = {}
+        """{id of a span: its first task}."""
+        self._groups: dict[int, Group] = {}
+        """{id of a span: where it stands}, of the spans of tasks."""
+        self._rest: list[Any] = []
+        """Tasks in no span, and those that run in the span of another one."""
+        self._pause_at = time.monotonic() + _BITE_S
+
+    def read(self, now_ns: int) -> tuple[tuple[OpenSpan, ...], tuple[Task, ...]]:
+        """Return the records of spans and tasks."""
+        self._read_tasks()
+        leaves, left_out = self._leaves()
+        kept = self._with_those_above(leaves)
+        spans = tuple(self._each(kept, lambda span: self._open_span(span, now_ns, left_out.get(id(span), 0))))
+        own = [self._task_of[id(span)] for span in kept if id(span) in self._task_of]
+        found = list(self._each([*own, *self._rest], lambda task: tasks.task_of(task, self._number)))
+        known = {task.id for task in found}
+        return spans, tuple(_without_unknown(task, known) for task in found)
+
+    def _each(self, items: Sequence[Any], work: Callable[[Any], Any]) -> Iterator[Any]:
+        for item in items:
+            self._pause()
+            yield work(item)
+
+    def _pause(self) -> None:
+        """Leave other threads half of the time."""
+        if time.monotonic() > self._pause_at:
+            time.sleep(_BITE_S)
+            self._pause_at = time.monotonic() + _BITE_S
+
+    def _read_tasks(self) -> None:
+        """Sort all tasks by span. Nothing that the garbage collector counts is kept for each."""
+        beside: Counter[Group] = Counter()
+        for task in tasks.all_tasks(_loops()):
+            self._pause()
+            if task.done():
+                continue
+            span, place = tasks.span_of(task), tasks.place_of(task)
+            group = ("", None, place) if span is None else (span.stage, span.role, place)
+            if span is not None and id(span) not in self._task_of:
+                self._task_of[id(span)] = task
+                self._groups[id(span)] = group
+            elif beside[group] < ALIKE and len(self._rest) < MOST:
+                beside[group] += 1
+                self._rest.append(task)
+
+    def _leaves(self) -> tuple[list[Span], dict[int, int]]:
+        """Return the innermost spans, the oldest of each place, and {id of a span: those like it that are
+        left out}.
+        """
+        above, open_ = set[int](), list[Span]()
+        for span in self._spans:
+            self._pause()
+            if span.end_ns is None:
+                open_.append(span)
+                above.add(id(_parent_of(span)))
+        counts: Counter[Group] = Counter()
+        first: dict[Group, Span] = {}
+        ranked: list[tuple[int, Span]] = []
+        for span in open_:
+            self._pause()
+            if id(span) in above:
+                continue
+            group = self._groups.get(id(span)) or (span.stage, span.role, None)
+            if counts[group] < ALIKE:
+                ranked.append((counts[group], span))
+                first.setdefault(group, span)
+            counts[group] += 1
+        ranked.sort(key=lambda item: item[0])  # the oldest of each place come before the second ones
+        kept = [span for _, span in ranked[:MOST]]
+        shown = Counter(self._groups.get(id(span)) or (span.stage, span.role, None) for span in kept)
+        return kept, {id(span): counts[group] - shown[group] for group, span in first.items()}
+
+    def _with_those_above(self, leaves: Sequence[Span]) -> list[Span]:
+        """Return spans and the open ones that they are in, and give them their numbers."""
+        kept: dict[int, Span] = {}
+        for leaf in leaves:
+            span: Span | None = leaf
+            while span is not None and id(span) not in kept:
+                kept[id(span)] = span
+                span = _parent_of(span)
+        for span in kept.values():
+            self._numbers[id(span)] = span.id + self._logs.index(id(span.log)) * _NEXT_LOG
+        return list(kept.values())
+
+    def _number(self, span: Span) -> int | None:
+        return self._numbers.get(id(span))
+
+    def _open_span(self, span: Span, now_ns: int, alike: int) -> OpenSpan:
+        role, _, _, trajectory, turn = scopes.inherited(span)
+        parent, (_, link, _) = _parent_of(span), lines.parent_of(span)
+        return OpenSpan(
+            span=self._numbers[id(span)],
+            parent=None if parent is None else self._number(parent),
+            link=link,
+            role=bounded(str(role or span.log.process.role)),
+            stage=bounded(str(span.stage)),
+            age_ns=max(0, now_ns - span.start_ns),
+            trajectory=trajectory,
+            turn=turn,
+            thread=span.thread,
+            waits=span.stage in WAITING or (span.attrs or {}).get(WAIT) is True,
+            alike=alike,
+        )
+
+
+def _parent_of(span: Span) -> Span | None:
+    """Return the open span above in the same log."""
+    scope = span.parent
+    while scope is not None and (scope.log is not span.log or cast(Span, scope).end_ns is not None):
+        scope = scope.parent
+    return cast("Span | None", scope)
+
+
+def _without_unknown(task: Task, known: set[int]) -> Task:
+    if known.issuperset(task.awaited):
+        return task
+    return msgspec.structs.replace(task, awaited=tuple(number for number in task.awaited if number in known))
 
 
 def _counters(sampler: Sampler, now_ns: int) -> Iterator[CounterNow]:
@@ -73,94 +224,74 @@ def _counters(sampler: Sampler, now_ns: int) -> Iterator[CounterNow]:
         yield CounterNow(name=series.name, of=series.of, value=mean)
 
 
-def _open_span(span: Span, now_ns: int) -> OpenSpan:
-    role, _, _, trajectory, turn = scopes.inherited(span)
-    parent, link, _ = lines.parent_of(span)
-    return OpenSpan(
-        span=span.id,
-        parent=parent,
-        link=link,
-        role=bounded(str(role or span.log.process.role)),
-        stage=bounded(str(span.stage)),
-        age_ns=max(0, now_ns - span.start_ns),
-        trajectory=trajectory,
-        turn=turn,
-        thread=span.thread,
-        waits=span.stage in WAITING or (span.attrs or {}).get(WAIT) is True,
-    )
-
-
-def _threads() -> Iterator[Thread]:
-    stacks, own = sys._current_frames(), threading.get_ident()
-    for thread in threading.enumerate():
-        stack = stacks.get(thread.ident or 0)
-        if stack is not None and thread.ident != own and not thread.name.startswith("stepscope-"):
-            yield Thread(
-                id=thread.native_id or 0,
-                name=bounded(thread.name),
-                frames=tuple(_frames(stack)),
-                in_loop=not _RUNS_LOOP.isdisjoint(stack.f_code.co_names),
-            )
-
-
-def _frames(frame: FrameType | None) -> Iterator[Frame]:
-    for _ in range(DEPTH):
-        if frame is None:
-            return
-        yield _frame(frame)
-        frame = frame.f_back
-
-
-def _frame(frame: FrameType) -> Frame:
-    return Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-
-
-def _tasks() -> Iterator[Task]:
-    for task in _all_tasks(sys.modules.get("asyncio.tasks")):
-        if not task.done():
-            frames, awaits = _chain(task.get_coro())
-            yield Task(name=bounded(task.get_name()), frames=frames, awaits=awaits, span=_span_of(task))
-
-
-def _all_tasks(module: Any) -> list[Any]:
-    """Return the tasks of all event loops. `asyncio.all_tasks` returns those of one, which nothing names."""
-    known = getattr(module, "_all_tasks", None) or getattr(module, "_scheduled_tasks", None) or ()
-    for _ in range(_TRIES):
+def _ancestors() -> Iterator[int]:
+    """Yield the ids of the processes above this one, the nearest first."""
+    pid = os.getppid()
+    while pid > 1:
+        yield pid
         try:
-            return list(known)
-        except ours(RuntimeError):  # a task began or ended meanwhile
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except ours(OSError, ValueError, IndexError):  # it has ended, or this is no Linux
+            return
+
+
+def _threads(before: dict[int, tuple[FrameType, int]]) -> Iterator[Thread]:
+    """Yield the threads. `before`: callbacks of event loops that ran a while ago."""
+    stacks, own, now = sys._current_frames(), threading.get_ident(), _callbacks()
+    running = _running() if now else {}
+    for thread in threading.enumerate():
+        ident = thread.ident or 0
+        stack = stacks.get(ident)
+        if stack is None or ident == own or thread.name.startswith("stepscope-"):
             continue
-    return []
-
-
-def _chain(coroutine: Any) -> tuple[tuple[Frame, ...], str]:
-    """Return the frames of a coroutine and of those that it awaits, and the type that the last one awaits."""
-    frames: list[Frame] = []
-    awaited = coroutine
-    for _ in range(DEPTH):
-        if type(awaited).__name__ in _WRAPPERS:
-            awaited = next(iter(gc.get_referents(awaited)), None)
-        frame = next(
-            (
-                getattr(awaited, name)
-                for name in ("cr_frame", "ag_frame", "gi_frame")
-                if getattr(awaited, name, None)
-            ),
-            None,
+        callback = now.get(ident)
+        is_blocked = callback is not None and before.get(ident) == callback
+        inside = {id(frame) for frame in _outwards(stack)}
+        yield Thread(
+            id=thread.native_id or 0,
+            name=bounded(thread.name),
+            frames=tuple(frame_of(frame) for frame, _ in zip(_outwards(stack), range(DEPTH), strict=False)),
+            in_loop=not _RUNS_LOOP.isdisjoint(stack.f_code.co_names),
+            blocks=is_blocked,
+            task=next((task for task, frame in running.items() if frame in inside), None),
         )
-        if frame is None:
-            break
-        frames.insert(0, _frame(frame))
-        names = ("cr_await", "ag_await", "gi_yieldfrom")
-        awaited = next((getattr(awaited, name) for name in names if hasattr(awaited, name)), None)
-    return tuple(frames), "" if awaited is None else f"{type(awaited).__name__}"[:MAX_TEXT]
 
 
-def _span_of(task: Any) -> int | None:
-    """Return the number of the innermost span that a task runs in, where Python tells its context."""
-    if not hasattr(task, "get_context"):  # Python before 3.12
-        return None
-    scope = task.get_context().get(scopes.current)
-    while scope is not None and not isinstance(scope, Span):
-        scope = scope.parent
-    return None if scope is None or scope.end_ns is not None else scope.id
+def _outwards(stack: FrameType | None) -> Iterator[FrameType]:
+    while stack is not None:
+        yield stack
+        stack = stack.f_back
+
+
+def _callbacks() -> dict[int, tuple[FrameType, int]]:
+    """Return {thread: frame of the callback that its event loop runs, and where it stands}.
+
+    A frame is made for each callback. In a loop that is written in C there is none: the frame is of what the
+    loop called, a coroutine perhaps, and counts with the place at which the thread stands.
+    """
+    found = {}
+    for ident, stack in sys._current_frames().items():
+        frames = list(_outwards(stack))
+        for frame, outer in pairwise(frames):
+            code = frame.f_code
+            if code.co_name == "_run" and code.co_filename.endswith("asyncio/events.py"):
+                found[ident] = frame, 0
+                break
+            if not _RUNS_LOOP.isdisjoint(outer.f_code.co_names) and code.co_name not in _RUNS_LOOP:
+                found[ident] = stack, stack.f_lasti
+                break
+    return found
+
+
+def _running() -> dict[int, int]:
+    """Return {id of a task that runs now: id of the frame of its coroutine}."""
+    every = tasks.all_tasks(_loops())
+    current = (tasks.current_task(loop) for loop in {task.get_loop() for task in every})
+    return {id(task): id(getattr(task.get_coro(), "cr_frame", None)) for task in current if task is not None}
+
+
+def _loops() -> list[Any]:
+    """Return the event loops that run in the threads of this process, of those that are written in Python."""
+    frames = (frame for stack in sys._current_frames().values() for frame in _outwards(stack))
+    runs = (frame for frame in frames if frame.f_code.co_name == "run_forever")
+    return [frame.f_locals["self"] for frame in runs if frame.f_code.co_filename.endswith("base_events.py")]

@@ -1,0 +1,175 @@
+"""Asyncio tasks of this process: the spans that they run in, where they stand, and what they wait for."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import Context
+from types import CodeType, FrameType
+from typing import Any, TypeAlias, cast
+
+from stepscope._recording.spans import scopes
+from stepscope._recording.spans.span import Span
+from stepscope.errors import ours
+from stepscope.files.states import Frame, Task
+from stepscope.files.values import MAX_TEXT, bounded
+
+DEPTH = 40
+"""Frames of a stack that a state holds, the innermost."""
+_TRIES = 10
+_WRAPPERS = ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper", "anext_awaitable")
+"""Types of awaited objects that name what they wrap to the garbage collector alone, first."""
+_FRAMES = ("cr_frame", "ag_frame", "gi_frame")
+_AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
+_HOLDERS = {"_wait": "fs", "wait_for": "fut", "__aexit__": "self"}
+"""The variable that holds the awaited futures in functions of asyncio that await a bare future."""
+
+Place: TypeAlias = "tuple[CodeType, int] | None"
+"""The innermost code of a task, and its line."""
+
+
+def all_tasks(loops: Iterable[Any]) -> list[Any]:
+    """Return the tasks of all event loops, as they are known to Python: ended ones too.
+
+    Args:
+        loops: Event loops that are known otherwise. Python 3.14 has no list of the tasks of all.
+    """
+    module: Any = sys.modules.get("asyncio.tasks")
+    if module is None:
+        return []
+    known: Any = getattr(module, "_all_tasks", None)
+    if known is None:
+        known = getattr(module, "_scheduled_tasks", ())
+    # One step of the interpreter, so that no task begins or ends meanwhile; a WeakSet is walked in many.
+    tasks = [task for item in list(getattr(known, "data", known)) if (task := item()) is not None]
+    eager = _copied(getattr(module, "_eager_tasks", ()))
+    if sys.version_info >= (3, 14):
+        eager += [task for loop in loops for task in module.all_tasks(loop)]
+    return tasks + eager
+
+
+def _copied(items: Iterable[Any]) -> list[Any]:
+    for _ in range(_TRIES):
+        try:
+            return list(items)
+        except ours(RuntimeError):  # it changed meanwhile
+            continue
+    return []
+
+
+def current_task(loop: Any) -> Any:
+    """Return the task that a loop runs at this moment, or None."""
+    return sys.modules["asyncio.tasks"].current_task(loop)
+
+
+def span_of(task: Any) -> Span | None:
+    """Return the innermost open span that a task runs in."""
+    context = _context_of(task)
+    scope = None if context is None else context.get(scopes.current)
+    while scope is not None and not isinstance(scope, Span):
+        scope = scope.parent
+    return scope if scope is not None and scope.end_ns is None else None
+
+
+def _context_of(task: Any) -> Context | None:
+    if hasattr(task, "get_context"):
+        return cast(Context, task.get_context())
+    # Before Python 3.12 no method tells it, and the garbage collector sees it in a task that is written in C.
+    seen = (getattr(task, "_context", None), *gc.get_referents(task))
+    return next((item for item in seen if type(item) is Context), None)
+
+
+def place_of(task: Any) -> Place:
+    frame = None
+    for frame, _ in _chain(task.get_coro()):  # noqa: B007 - the last one counts
+        pass
+    return None if frame is None else (frame.f_code, frame.f_lineno)
+
+
+def task_of(task: Any, number: Callable[[Span], int | None]) -> Task:
+    """Return the state of a task.
+
+    Args:
+        number: Returns the number of a span in the state, or None if it has none.
+    """
+    chain = list(_chain(task.get_coro()))
+    awaits = "" if not chain or chain[-1][1] is None else f"{type(chain[-1][1]).__name__}"[:MAX_TEXT]
+    waiter = getattr(task, "_fut_waiter", None)
+    source = _source_of(waiter)
+    if _is_threads(source):
+        awaits = "ObjectRef" if hasattr(source, "object_ref") else "a thread's future"
+        source = None
+    span = span_of(task)
+    return Task(
+        id=id(task),
+        name=bounded(task.get_name()),
+        frames=tuple(frame_of(frame) for frame, _ in reversed(chain)),
+        awaits=awaits,
+        span=None if span is None else number(span),
+        awaited=tuple(
+            id(item)
+            for item in _awaited(waiter if source is None else source, chain[-1][0] if chain else None)
+        ),
+    )
+
+
+def frame_of(frame: FrameType) -> Frame:
+    return Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _chain(coroutine: Any) -> Iterator[tuple[FrameType, Any]]:
+    """Yield the frames of a coroutine and of those that it awaits, each with what it awaits, the outermost
+    first.
+    """
+    awaited = coroutine
+    for _ in range(DEPTH):
+        if type(awaited).__name__ in _WRAPPERS:
+            awaited = next(iter(gc.get_referents(awaited)), None)
+        frame = next((frame for name in _FRAMES if (frame := getattr(awaited, name, None))), None)
+        following = next((getattr(awaited, name) for name in _AWAITED if hasattr(awaited, name)), None)
+        if frame is not None:
+            yield frame, following
+        elif following is None:  # not so of a coroutine that is written in C, as Ray's around methods
+            return
+        awaited = following
+
+
+def _source_of(waiter: Any) -> Any:
+    """Return the future that ends `waiter`, if `asyncio.wrap_future` or `asyncio.shield` made it; else None.
+
+    They keep it in a callback alone.
+    """
+    for callback, *_ in getattr(waiter, "_callbacks", None) or ():
+        for cell in getattr(callback, "__closure__", None) or ():
+            try:
+                source = cell.cell_contents
+            except ours(ValueError):  # an empty cell
+                continue
+            is_future = _is_threads(source) or hasattr(source, "get_loop")
+            if is_future and source is not waiter and not source.done():
+                return source
+    return None
+
+
+def _is_threads(source: object) -> bool:
+    """Return whether this is a future of `concurrent.futures`, which a thread, a process or Ray ends."""
+    return hasattr(source, "set_running_or_notify_cancel")
+
+
+def _awaited(waiter: Any, frame: FrameType | None) -> Iterator[Any]:
+    """Yield the tasks that are not done of those that a task waits for.
+
+    Args:
+        waiter: The future that wakes it.
+        frame: Its innermost one.
+    """
+    found: Iterable[Any] = [waiter]
+    if frame is not None and "asyncio" in frame.f_code.co_filename:
+        held = frame.f_locals.get(_HOLDERS.get(frame.f_code.co_name, ""), waiter)
+        found = _copied(getattr(held, "_tasks", held if isinstance(held, (set, list)) else [held]))
+    for item in found:
+        # Those of asyncio.gather are the children of one future.
+        for future in getattr(item, "_children", [item]):
+            if hasattr(future, "get_coro") and not future.done():
+                yield future
