@@ -32,11 +32,10 @@ from stepscope import ProfileConfig, aprepare, capture, span
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
 from stepscope_report.demo import task
-from stepscope_report.demo.agent_loop import play
-from stepscope_report.demo.batch import Trajectory, group_advantages
 from stepscope_report.demo.calculator import Calculator
-from stepscope_report.demo.rollout import RolloutReplica
+from stepscope_report.demo.rollout import RolloutReplica, play
 from stepscope_report.demo.run import WARM_UP, start_ray
+from stepscope_report.demo.task import Trajectory, group_advantages
 from stepscope_report.demo.trainer import ACTORS, GROUP, Trainer
 from stepscope_report.timeline import Timeline, load_step
 from stepscope_report.whatif.changes import Options

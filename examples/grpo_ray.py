@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from stepscope import capture, carrier, configure, profile_step, span, trajectory, turn  # stepscope
 from stepscope.engines.ray import RayRollout  # stepscope
 from stepscope_report.demo import task
-from stepscope_report.demo.batch import Batch, Trajectory, group_advantages, pad, solved
 from stepscope_report.demo.calculator import Calculator
 from stepscope_report.demo.model import Transformer, token_log_probs
 from stepscope_report.demo.rollout import RolloutReplica
+from stepscope_report.demo.task import Batch, Trajectory, group_advantages, pad, solved
 from stepscope_report.demo.worker import Weights, grpo_loss
 
 STEPS, RANKS, REPLICAS, GROUP = 4, 2, 2, 8

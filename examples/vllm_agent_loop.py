@@ -15,9 +15,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from stepscope import aprepare, capture, configure, span, trajectory, turn  # stepscope
 from stepscope_report.demo import task
-from stepscope_report.demo.batch import Trajectory
 from stepscope_report.demo.calculator import Calculator
-from stepscope_report.demo.checkpoint import warmed_up, write_checkpoint
+from stepscope_report.demo.engine_replica import warmed_up, write_checkpoint
+from stepscope_report.demo.task import Trajectory
 from stepscope_vllm import engine_args, record_request  # stepscope
 
 STEPS, OPERATIONS = 4, (1, 1, 1, 2, 2, 3, 3, 8)

@@ -38,9 +38,7 @@ def test_the_wheels_are_those_that_the_core_and_its_command_require() -> None:
     assert {*WHEELS} == {*project(CORE)["dependencies"]} | of_the_report
 
 
-@pytest.mark.parametrize(
-    "module", ["agent_loop", "batch", "calculator", "model", "rollout", "task", "worker"]
-)
+@pytest.mark.parametrize("module", ["calculator", "model", "rollout", "task", "worker"])
 def test_what_it_takes_of_the_demo_imports_no_ray(module: str) -> None:
     assert "ray" not in needed_at_the_top(REPORT / f"src/stepscope_report/demo/{module}.py")
 

@@ -25,10 +25,9 @@ from torch import Tensor
 from stepscope import ProfileConfig, aprepare, capture, span
 from stepscope.engines.torch_inprocess import TorchRolloutProfiler
 from stepscope_report.demo import task
-from stepscope_report.demo.agent_loop import play
-from stepscope_report.demo.batch import Batch, Trajectory, group_advantages, pad
 from stepscope_report.demo.calculator import Calculator
-from stepscope_report.demo.rollout import RolloutReplica
+from stepscope_report.demo.rollout import RolloutReplica, play
+from stepscope_report.demo.task import Batch, Trajectory, group_advantages, pad
 from stepscope_report.demo.worker import ActorWorker, ReferenceWorker
 from tools.gpu.device import Device
 

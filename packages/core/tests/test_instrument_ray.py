@@ -297,6 +297,7 @@ def test_each_shape_of_actor_class_has_each_call_recorded(
     classes = {**shapes, "Later": shapes["Later"]()}
     actors = {shape.lower(): cls.remote() for shape, cls in classes.items()}
     try:
+        ray.get([actor.__ray_ready__.remote() for actor in actors.values()])  # ten of them start slowly
         if live:
             assert ray.get([actor.f.remote() for actor in actors.values()]) == [1] * len(actors)
         for step in (1, 2):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stepscope.files.sidecar import ProcessInfo
@@ -154,6 +154,7 @@ numbers = st.integers(-50, 1050)
         max_size=30,
     )
 )  # fmt: skip
+@example([(0, 0, 1001, 0, "a", 0, False, None)])
 def test_the_path_of_any_spans_adds_up_to_the_step(
     made: list[tuple[int, int, int, int, str, int, bool, str | None]],
 ) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from stepscope_report.demo import task
-from stepscope_report.demo.batch import group_advantages
 from stepscope_report.demo.model import KVCache, Transformer, View, token_log_probs
+from stepscope_report.demo.task import group_advantages
 
 
 @torch.inference_mode()

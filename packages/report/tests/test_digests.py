@@ -19,7 +19,7 @@ from stepscope.files.layout import StepLayout
 from stepscope_report.cli import run
 from stepscope_report.report import step_report
 from stepscope_report.timeline import digests, load_step, load_traces
-from stepscope_report.timeline.activity import reading
+from stepscope_report.timeline.activity import traces
 from stepscope_report.timeline.activity.content import TraceContent
 from stepscope_report.timeline.activity.content_reader import nothing_read
 from stepscope_report.timeline.clocks import refine
@@ -50,7 +50,7 @@ def no_trace_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(reading, "read_trace", opened)
+    monkeypatch.setattr(traces, "read_trace", opened)
     monkeypatch.setattr(refine, "read_collectives", opened)
 
 
@@ -158,7 +158,7 @@ def test_no_digests_reads_the_traces(
         return nothing_read("by the test")
 
     reported(step)
-    monkeypatch.setattr(reading, "read_trace", read)
+    monkeypatch.setattr(traces, "read_trace", read)
     run(["report", str(step), "--json"])
     assert not reads
     run(["report", str(step), "--json", "--no-digests"])

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from packages.report.tests.commands import Command
 from stepscope.config import ProfileConfig
-from stepscope_report.doctor import Row, cluster, examine, libraries, machine, torch_probe
+from stepscope_report.doctor import Row, examine, libraries, machine, torch_probe
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -471,13 +471,13 @@ def rows_of_mine() -> list[Row]:
 @pytest.mark.needs("ray")
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_clock_of_a_node_is_measured() -> None:
-    summary, node = cluster.nodes("auto")
+    summary, node = examine.nodes("auto")
     assert (summary.state, summary.found) == ("green", "1 node(s) at auto")
     assert node.state == "green"
     assert re.search(r"clock [+-]\d+\.\d+ ms .* within \d", node.found)
 
 
 def test_a_clock_that_is_far_off_is_noted_with_its_uncertainty() -> None:
-    row = cluster._clock("node a", (11_560_000_000, 200_000))
+    row = examine._clock("node a", (11_560_000_000, 200_000))
     assert row.state == "amber"
     assert re.search(r"clock \+11560\.000 ms .* 0\.200 ms", row.found)

@@ -20,7 +20,7 @@ from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report.timeline import Merged, Selection, merge_step
-from stepscope_report.timeline.merge.ids import FlowIds
+from stepscope_report.timeline.merge.mapping import FlowIds
 
 Event = dict[str, Any]
 RENAMED = ("pid", "tid", "id", "id2", "bind_id")

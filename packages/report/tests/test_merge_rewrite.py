@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.files.sidecar import ProcessInfo
-from stepscope_report.timeline.merge.ids import FlowIds
+from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place
 from stepscope_report.timeline.merge.rewrite import Rewriter
-from stepscope_report.timeline.merge.time_mapping import Cut, Place
 from stepscope_report.timeline.merge.tracks import Tracks
 from stepscope_report.timeline.model import Process, ProcessClock
 from stepscope_report.timeline.readers.blocks import Notes

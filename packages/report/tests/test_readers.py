@@ -26,8 +26,7 @@ from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report.testing import ReaderConformance
 from stepscope_report.timeline import Merged, Selection, load_step, load_traces, merge_step
-from stepscope_report.timeline.activity.reading import read_all
-from stepscope_report.timeline.activity.traces import place_traces
+from stepscope_report.timeline.activity.traces import place_traces, read_all
 from stepscope_report.timeline.merge.rewrite import NOT_THEN
 from stepscope_report.timeline.readers import (
     Claim,

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from packages.report.tests.pictures import MS, rl_step
 from stepscope.testing.steps import StepFolder
 from stepscope_report import stage_times
-from stepscope_report.charts.gantt import FULL_ROWS, Gantt, draw_gantt
-from stepscope_report.charts.lanes import pack, pack_trajectories
+from stepscope_report.charts.gantt import FULL_ROWS, Gantt, draw_gantt, pack, pack_trajectories
 from stepscope_report.charts.marks import Mark, blend_short, join_near, pick
 from stepscope_report.timeline import load_step
 

@@ -13,8 +13,7 @@ from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.sidecar import ProcessInfo
 from stepscope_report.timeline.clocks.align import Reference, align, align_owner
 from stepscope_report.timeline.clocks.drift_bounds import Band, Line
-from stepscope_report.timeline.merge.ids import FlowIds
-from stepscope_report.timeline.merge.time_mapping import Place
+from stepscope_report.timeline.merge.mapping import FlowIds, Place
 from stepscope_report.timeline.step.rows import Axis, Row
 
 MS = 1_000_000

@@ -9,8 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from stepscope_report.whatif.curve import Curve, fit
-from stepscope_report.whatif.flight import Flight
+from stepscope_report.whatif.curve import Curve, Flight, fit
 from stepscope_report.whatif.limits import tool_pool, trajectories_at_once
 from stepscope_report.whatif.model import Call, CallKind, Phase, Trajectory
 from stepscope_report.whatif.replay import Rules, replay

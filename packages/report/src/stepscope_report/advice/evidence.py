@@ -25,7 +25,7 @@ from stepscope_report.sections.traces import MemoryRow, TraceTables
 from stepscope_report.sections.vain_waits import VainWait
 from stepscope_report.spans import ManyNames
 from stepscope_report.table import Table
-from stepscope_report.whatif.saving import WhatIf, no_saving
+from stepscope_report.whatif.prediction import WhatIf, no_saving
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from stepscope_report.advice.demand import FULL
 from stepscope_report.advice.evidence import Evidence
 from stepscope_report.advice.settings import Direction, SettingChange
 from stepscope_report.whatif.changes import Options
-from stepscope_report.whatif.saving import Saving
+from stepscope_report.whatif.prediction import Saving
 
 _MULTIPLE = 8
 """Suggested numbers of requests from twice this number on are multiples of it."""

@@ -21,11 +21,10 @@ from stepscope_report.cli.demo import demo
 from stepscope_report.cli.diff import diff
 from stepscope_report.cli.doctor import doctor
 from stepscope_report.cli.exits import CommandError, Exit
-from stepscope_report.cli.export import export
+from stepscope_report.cli.export import export, publish
 from stepscope_report.cli.ls import ls
 from stepscope_report.cli.mcp import mcp
 from stepscope_report.cli.merge import merge
-from stepscope_report.cli.publish import publish
 from stepscope_report.cli.report import report
 from stepscope_report.cli.run_program import run as run_command
 from stepscope_report.cli.trigger import trigger

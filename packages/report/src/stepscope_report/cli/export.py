@@ -1,4 +1,4 @@
-"""`stepscope export`: writes a report's tables as Parquet files, one per table, for data frames and SQL.
+"""`stepscope export` writes a report's tables as Parquet files; `publish` gives its figures to stores.
 
 Columns follow the types of the rows, not the values, so that the files of any two steps have the same ones.
 Rows within a row are structs. Text holds what has no single type: attributes as JSON, values of settings.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import NoneType
@@ -18,7 +18,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 import typer
 
-from stepscope.errors import RecordError
+from stepscope.config import WRITERS
+from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.storage.temporary import temporary
 from stepscope_report.cli import screen
@@ -27,6 +28,8 @@ from stepscope_report.cli.find import STEPS_HELP, find_of_run, is_step
 from stepscope_report.formatting import count, size
 from stepscope_report.opened import ROWS, OpenStep
 from stepscope_report.table import Rows, Table
+from stepscope_report.writers.protocol import ReportWriter
+from stepscope_report.writers.publish import load_writers, outcomes, publish_step
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,3 +198,42 @@ def _type(arrow: Any, kind: Any) -> Any:
     if NoneType in get_args(kind) and len(inner) == 1:
         return _type(arrow, inner[0])
     return arrow.string()
+
+
+def publish(
+    path: Annotated[Path, typer.Argument(metavar="RUN_OR_STEP", help="A run's folder, or one step's.")],
+    to: Annotated[
+        str, typer.Option(metavar="NAMES", help="tensorboard, wandb, mlflow, otel: with commas between.")
+    ] = "",
+    step: Annotated[str | None, typer.Option(metavar="STEPS", help=STEPS_HELP)] = None,
+    run: Annotated[str | None, typer.Option(metavar="ID", help="Of this run, if several are there.")] = None,
+) -> None:
+    """Give each step's figures (stages, idle, long tail, own cost) to TensorBoard, W&B, MLflow or OTel."""
+    if not to.strip(" ,"):
+        raise CommandError(f"publish to what? Name it: --to {','.join(WRITERS)}, or some of these")
+    os.umask(0o077)  # files of writers in the run's folder are as private as the others there
+    try:
+        writers = load_writers(to.split(","))
+    except ConfigError as error:
+        raise ConfigError("--to", error.value, error.allowed, error.fix) from None
+    chosen = find_of_run(path, step, run)
+    steps = chosen.steps.values()
+    save_path = RunLayout(path.parent if is_step(path) else path)
+    complete = [_publish(save_path, layout, chosen.run_id, writers) for layout in steps]
+    raise typer.Exit(Exit.OK if all(complete) else Exit.INCOMPLETE)
+
+
+def _publish(
+    run: RunLayout, step: StepLayout, run_id: str | None, writers: Mapping[str, ReportWriter]
+) -> bool:
+    """Publish one step, print the outcomes and return whether nothing failed."""
+    name = step.root.name
+    try:
+        figures = publish_step(run, step, run_id, writers)
+    except RecordError as error:
+        screen.warn(f"{name}: {error}")
+        return False
+    show = screen.warn if any(figures.written.values()) else screen.say
+    for line in outcomes(figures):
+        show(f"{name}: {line}")
+    return not any(figures.written.values())

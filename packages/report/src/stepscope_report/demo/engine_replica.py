@@ -1,9 +1,11 @@
-"""Base of replicas with real inference engines, which load the demo's Llama from a folder again and again."""
+"""Base of replicas with real inference engines, which load the demo's Llama from disk."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
 import tempfile
 import zlib
 from abc import ABC, abstractmethod
@@ -11,12 +13,42 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from stepscope import ProfileConfig, attach, profile_step, span
+from stepscope_report.demo.model import Transformer, llama_config, llama_weights, token_log_probs
+from stepscope_report.demo.task import pad, solved
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stepscope import Span
+
+
+def write_checkpoint(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Write `config.json` and `model.safetensors`. A reader sees the earlier weights or these."""
+    from safetensors.torch import save_file
+
+    (folder / "config.json").write_text(json.dumps(llama_config()))
+    part = folder / ".part"
+    named = {name: value.contiguous() for name, value in llama_weights(weights).items()}
+    save_file(named, part, {"format": "pt"})
+    part.rename(folder / "model.safetensors")
+
+
+def warmed_up(updates: int, seed: int = 0) -> dict[str, Tensor]:
+    """Return the weights of a model after supervised updates on solved chains."""
+    torch.manual_seed(seed)
+    model, rng = Transformer(), random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    for _ in range(updates):
+        tokens, actions = pad([solved(rng) for _ in range(32)])
+        loss = -(token_log_probs(model, tokens) * actions).sum() / actions.sum()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+    return {name: value.detach() for name, value in model.state_dict().items()}
 
 
 def weight_facts(_replica: object, weights: Mapping[str, Tensor]) -> dict[str, int]:
@@ -45,7 +77,6 @@ class EngineReplica(ABC):
     @profile_step(role="rollout", stage="sync_weights", attrs=weight_facts)
     async def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Build the engine with the first weights; reload it with later ones."""
-        from stepscope_report.demo.checkpoint import write_checkpoint  # it imports torch
 
         await asyncio.to_thread(write_checkpoint, Path(self.model_path), weights)
         if self._built:

@@ -1,7 +1,8 @@
 """A rollout replica: continuous batching over a KV cache, in an async Ray actor.
 
 Requests wait until a slot of the cache is free. Requests that are admitted together are prefilled together.
-Then all running requests decode one token per forward pass. Each leaves at the end of its turn.
+Then all running requests decode one token per forward pass. Each leaves at the end of its turn. The agent
+loop (`play`) holds one conversation of a replica and the calculator; many run at once.
 """
 
 from __future__ import annotations
@@ -10,15 +11,22 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from stepscope import ProfileConfig, attach, profile_step, span
+from stepscope import ProfileConfig, attach, carrier, profile_step, span, trajectory, turn
 from stepscope_report.demo import task
+from stepscope_report.demo.calculator import Calculator
 from stepscope_report.demo.engine_replica import weight_facts
 from stepscope_report.demo.model import KVCache, Transformer, View
+from stepscope_report.demo.task import Trajectory
 from stepscope_report.demo.worker import Weights
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
 
 SLOTS = 32
 
@@ -147,3 +155,33 @@ class RolloutReplica:
     def _release(self) -> None:
         self.free += [request.slot for request in self.running if request.finished.is_set()]
         self.running = [request for request in self.running if not request.finished.is_set()]
+
+
+async def play(
+    name: str, problem: task.Problem, replica: ActorHandle[Any], calculator: Calculator, policy_version: int
+) -> Trajectory:
+    """Work on `problem` until the model answers, is cut off, or has used up its turns."""
+    played, left = Trajectory(name, problem), problem
+    played.hear("^" + left.text)
+    with trajectory(name, policy_version=policy_version):
+        for index in range(problem.max_turns):
+            with turn(index):
+                call = await _generate(played, index, replica)
+                if not call.endswith(">"):
+                    break
+                with span("tool", role="env"):
+                    result = await calculator.ask(call[1:-1])
+            left = left.after(result)
+            played.hear((task.REFUSED if result == task.REFUSED else "") + left.text)
+        with span("compute_reward", role="reward") as scored:
+            played.reward = task.reward(problem, played.turns)
+            scored.set(reward=played.reward)
+    return played
+
+
+async def _generate(played: Trajectory, index: int, replica: ActorHandle[Any]) -> str:
+    with span("generate", role="rollout") as generating:
+        # With the carrier, the spans of the replica become children of this span.
+        tokens = await replica.generate.remote(played.tokens, f"{played.name}-{index}", carrier())
+        generating.set(tokens=len(tokens))
+    return played.say(tokens)

@@ -21,10 +21,9 @@ from stepscope import ProfileConfig, span
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import StepscopeError
 from stepscope_report.demo import task
-from stepscope_report.demo.agent_loop import play
-from stepscope_report.demo.batch import Batch, Trajectory, group_advantages, pad
 from stepscope_report.demo.calculator import Calculator
-from stepscope_report.demo.rollout import RolloutReplica
+from stepscope_report.demo.rollout import RolloutReplica, play
+from stepscope_report.demo.task import Batch, Trajectory, group_advantages, pad
 from stepscope_report.demo.worker import ActorWorker, ReferenceWorker
 
 ACTORS = 2

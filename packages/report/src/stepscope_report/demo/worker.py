@@ -15,8 +15,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.nn.parallel import DistributedDataParallel
 
 from stepscope import advance, profile_step
-from stepscope_report.demo.batch import Batch, pad, solved
 from stepscope_report.demo.model import Transformer, token_log_probs
+from stepscope_report.demo.task import Batch, pad, solved
 
 WARM_UP_RATE = 3e-3
 LEARNING_RATE = 1e-3

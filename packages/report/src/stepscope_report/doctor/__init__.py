@@ -7,6 +7,6 @@ becomes a red row.
 
 from __future__ import annotations
 
-from stepscope_report.doctor.rows import Row, State
+from stepscope_report.doctor.machine import Row, State
 
 __all__ = ["Row", "State"]

@@ -15,8 +15,7 @@ from typing import Any
 
 from stepscope.engines.supported import numbers
 from stepscope_report.doctor import torch_probe
-from stepscope_report.doctor.machine import DAMAGED, damaged, installed
-from stepscope_report.doctor.rows import Row, absent, amber, green, red
+from stepscope_report.doctor.machine import DAMAGED, Row, absent, amber, damaged, green, installed, red
 
 INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 """Set for a process by the tools that record it from outside."""

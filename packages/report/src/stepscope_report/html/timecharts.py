@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from stepscope_report.charts.gantt import Gantt, Group, Row
-from stepscope_report.charts.lanes import Flight, Lanes
+from stepscope_report.charts.gantt import Flight, Gantt, Group, Lanes, Row
 from stepscope_report.charts.marks import Mark
 from stepscope_report.formatting import count, duration
 from stepscope_report.html.colours import Colours

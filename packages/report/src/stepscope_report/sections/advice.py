@@ -27,7 +27,7 @@ from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.sections.stages import STAGES
 from stepscope_report.sections.traces import TRACES
 from stepscope_report.sections.vain_waits import VAIN_WAITS
-from stepscope_report.whatif.saving import savings_of
+from stepscope_report.whatif.prediction import savings_of
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport

@@ -13,7 +13,7 @@ import msgspec
 
 from stepscope_report.accounting import Label, clipped, rank_of, union_ns
 from stepscope_report.block import Block, TextTable
-from stepscope_report.charts.lanes import pack_trajectories
+from stepscope_report.charts.gantt import pack_trajectories
 from stepscope_report.division import STALLED, divide_spans
 from stepscope_report.formatting import LISTED, count, duration, few, percent_of, starred, turn
 from stepscope_report.html.markup import EMPTY, Html, tag

@@ -15,9 +15,16 @@ from stepscope_report.sections.counters import COUNTERS, Counters
 from stepscope_report.sections.engines import ENGINES, Engine
 from stepscope_report.spans import generates, placed, trains
 from stepscope_report.table import Table
-from stepscope_report.throughput.devices import Devices, Hardware
-from stepscope_report.throughput.tokens import Count, rollout_tokens, train_tokens
-from stepscope_report.throughput.use import StageUse, rollout_use, stage_uses
+from stepscope_report.throughput import (
+    Count,
+    Devices,
+    Hardware,
+    StageUse,
+    rollout_tokens,
+    rollout_use,
+    stage_uses,
+    train_tokens,
+)
 from stepscope_report.timeline import Span, Timeline, TraceActivity
 
 if TYPE_CHECKING:

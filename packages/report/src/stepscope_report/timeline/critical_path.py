@@ -259,7 +259,7 @@ class Replay:
                 becomes_ns += int(own_ns * left) if shorter[caller] else own_ns
                 begun[starting] = now[starting] = becomes_ns
         root = len(graph.spans)
-        return now[root] + end[root] - done[root] - start[root]
+        return max(0, now[root] + end[root] - done[root] - start[root])  # a call may end after the step
 
 
 def _is_alike(graph: StepGraph, node: int, other: int) -> bool:

@@ -18,23 +18,65 @@ from __future__ import annotations
 import random
 import statistics
 from collections import Counter
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 from itertools import compress, zip_longest
 from math import exp, log
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from stepscope.errors import RecordError
+from stepscope.errors import ConfigError, RecordError
 from stepscope_report.formatting import duration
 from stepscope_report.timeline import Timeline
 from stepscope_report.whatif.changes import Changes, Options, changes_of, kept
-from stepscope_report.whatif.curve import Curve, fit, speeds
-from stepscope_report.whatif.flight import Flight
+from stepscope_report.whatif.curve import Curve, Flight, fit, speeds
 from stepscope_report.whatif.model import Call, DriverStage, Step, Trajectory
 from stepscope_report.whatif.read import read_step
 from stepscope_report.whatif.replay import Rules, assignment, replay
+
+
+class Saving(NamedTuple):
+    """Predicted time that a step loses by a change, in ns. Negative: it takes longer."""
+
+    saving_ns: int
+    error_ns: int
+    """Half of the interval of 95 %, to its farther end."""
+
+
+WhatIf: TypeAlias = Callable[[Options], Saving | None]
+
+
+def no_saving(options: Options) -> None:
+    """Predict nothing."""
+    return
+
+
+def savings_of(timeline: Timeline) -> WhatIf:
+    """Return a function that predicts the saving of a change. It returns None where what-if refuses."""
+
+    @cache
+    def step() -> Predicting | None:
+        try:
+            return Predicting(timeline)
+        except RecordError:
+            return None
+
+    @cache
+    def saving(options: Options) -> Saving | None:
+        predicting = step()
+        if predicting is None:
+            return None
+        try:
+            prediction = predicting.predict(options)
+        except (ConfigError, RecordError):
+            return None
+        least_ns, most_ns = prediction.low_ns, prediction.high_ns
+        error_ns = max(prediction.predicted_ns - least_ns, most_ns - prediction.predicted_ns)
+        return Saving(prediction.measured_ns - prediction.predicted_ns, error_ns)
+
+    return saving
+
 
 ROLLOUT = "rollout"
 BESIDE = "runs beside others"

@@ -1,29 +1,216 @@
-"""Contents of a step's traces, each placed on the clock of the capture's owner."""
+"""Contents of a step's traces and recordings, each placed on the clock of the capture's owner."""
 
 from __future__ import annotations
 
 import gzip
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import closing
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from stepscope.files.cuda_memory import OOM_SUMMARY, MemorySummary
 from stepscope.files.layout import StepLayout
-from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.sidecar import ProcessInfo, Sidecar
 from stepscope_report.timeline.activity.content import TraceContent
-from stepscope_report.timeline.activity.reading import read_all
-from stepscope_report.timeline.activity.recordings import ProcessContent
+from stepscope_report.timeline.activity.content_reader import (
+    DEVICE,
+    Complete,
+    Reading,
+    Thread,
+    nothing_read,
+    read_trace,
+)
 from stepscope_report.timeline.digests import Digests
 from stepscope_report.timeline.model import FileProblem, Timeline
-from stepscope_report.timeline.processes import files_elsewhere
-from stepscope_report.timeline.readers.chrome import TraceFields
+from stepscope_report.timeline.processes import Lost, files_elsewhere, results, size_of
+from stepscope_report.timeline.readers.blocks import Notes
+from stepscope_report.timeline.readers.chrome import Distributed, TraceFields
+from stepscope_report.timeline.readers.contract import FoundFile, Origin, Reader, Slice, Track
+from stepscope_report.timeline.readers.installed import Readers, failure_noted, undeclared
 from stepscope_report.timeline.step.recorded import Recorded
 from stepscope_report.timeline.step.rows import Row, Rows, axis_of, offset_at
 from stepscope_report.timeline.step.traces import StepFiles, TraceFile, find_traces
+
+
+class TracePart(msgspec.Struct, frozen=True, kw_only=True):
+    """A file, for another process."""
+
+    path: Path
+    name: str
+    sidecar: Sidecar | None
+    torch: bool
+    """False: an installed reader reads it."""
+
+
+def read_part(part: TracePart) -> list[ProcessContent]:
+    trace = TraceFile(part.path, part.name, part.sidecar)
+    reader = None if part.torch else Readers().claim(trace.found_file)[0]
+    return _read_here(trace._replace(reader=reader), None)
+
+
+def read_all(
+    traces: Sequence[TraceFile],
+    on_read: Callable[[int], None] | None = None,
+    executor: Executor | None = None,
+    digests: Digests | None = None,
+) -> list[list[ProcessContent]]:
+    """Return what each file holds of each of its processes, in the order of `traces`.
+
+    Args:
+        digests: Has the content of traces that were read before, and takes that of the others.
+    """
+    contents = {} if digests is None else _kept(traces, digests, on_read)
+    missing = [trace for trace in traces if trace.path not in contents]
+    stamps = {} if digests is None else {trace.path: digests.stamps([trace.path]) for trace in missing}
+    with closing(_read(missing, on_read, executor)) as parts:
+        for trace, content in zip(missing, parts, strict=True):
+            if isinstance(content, Lost):
+                contents[trace.path] = _alone(nothing_read(f"not read: {content.why}"))
+                continue
+            contents[trace.path] = content
+            if digests is not None:
+                digests.keep([trace.path], content, stamps[trace.path])
+    return [contents[trace.path] for trace in traces]
+
+
+def _kept(
+    traces: Sequence[TraceFile], digests: Digests, on_read: Callable[[int], None] | None
+) -> dict[Path, list[ProcessContent]]:
+    contents = {}
+    for trace in traces:
+        content = digests.kept([trace.path], list[ProcessContent])
+        if content is not None:
+            contents[trace.path] = content
+            if on_read is not None:
+                on_read(size_of(trace.path))
+    return contents
+
+
+def _read(
+    traces: Sequence[TraceFile], on_read: Callable[[int], None] | None, executor: Executor | None
+) -> Generator[list[ProcessContent] | Lost, None, None]:
+    if executor is None:
+        for trace in traces:
+            yield _read_here(trace, on_read)
+        return
+    parts = [
+        TracePart(path=path, name=name, sidecar=sidecar, torch=reader is None)
+        for path, name, sidecar, reader in traces
+    ]
+    with closing(results(executor, read_part, parts, [[trace.path] for trace in traces])) as contents:
+        for content, trace in zip(contents, traces, strict=True):
+            yield content
+            if on_read is not None:
+                on_read(size_of(trace.path, executor))
+
+
+def _read_here(trace: TraceFile, on_read: Callable[[int], None] | None) -> list[ProcessContent]:
+    if trace.reader is None:
+        return _alone(read_trace(trace.path, on_read))
+    contents = read_recording(trace.reader, trace.found_file)
+    if on_read is not None:
+        on_read(size_of(trace.path))
+    return contents
+
+
+def _alone(content: TraceContent) -> list[ProcessContent]:
+    return [ProcessContent(pid=None, content=content)]
+
+
+_BATCH = 2000
+
+
+class ProcessContent(msgspec.Struct, kw_only=True):
+    """Activity of one process in a recording."""
+
+    pid: int | None
+    """One of `Origin.processes`, or None for the recorded process."""
+    content: TraceContent
+    """`base_ns` is the time of the file at which its times begin, or None if its clock is unknown."""
+
+
+def read_recording(reader: Reader, file: FoundFile) -> list[ProcessContent]:
+    """Read a recording. One that cannot be read raises no exception; see `TraceContent.problems`."""
+    contents = _Contents(reader, file, {})
+    unordered = {pid: frozenset(reading.unordered) for pid, reading in contents.readings.items()}
+    if any(unordered.values()):  # threads whose operators do not come by their starts are sorted
+        contents = _Contents(reader, file, unordered)
+    return contents.finish()
+
+
+class _Contents:
+    """One pass over a file."""
+
+    def __init__(self, reader: Reader, file: FoundFile, sort: dict[int | None, frozenset[Thread]]) -> None:
+        self._notes = Notes()
+        self._sort = sort
+        self._origin = Origin(clock="unknown")
+        self._base_ns: int | None = None
+        self._tracks: dict[int, Track] = {}
+        self._pending: dict[int | None, list[Complete]] = defaultdict(list)
+        self.readings: dict[int | None, Reading] = {}
+        with failure_noted(reader, self._notes), closing(reader.open(file, self._notes)) as recording:
+            self._origin = recording.origin
+            for event in recording.events():
+                if isinstance(event, Track):
+                    if event.pid not in (None, *self._origin.processes):
+                        raise undeclared(event)
+                    self._tracks[event.track] = event
+                elif isinstance(event, Slice):
+                    self._take(event, self._tracks[event.track])
+
+    def _take(self, event: Slice, track: Track) -> None:
+        category = event.category or ""
+        if category in DEVICE and track.device is None:
+            return  # the host's view of work that a device's own track has too
+        if self._base_ns is None:
+            self._base_ns = event.start_ns  # floats of us since 1970 would lose their ns
+        pending = self._pending[track.pid]
+        pending.append(
+            Complete(
+                name=event.name,
+                cat=category,
+                pid=track.device if category in DEVICE and track.device is not None else 0,
+                tid=track.track,
+                ts=(event.start_ns - self._base_ns) / 1000,
+                dur=event.dur_ns / 1000,
+            )
+        )
+        if len(pending) >= _BATCH:
+            self._pass_on(track.pid)
+
+    def _pass_on(self, pid: int | None) -> None:
+        events = self._pending.pop(pid)
+        reading = self.readings.get(pid)
+        if reading is None:
+            reading = self.readings[pid] = Reading(Notes(), self._sort.get(pid, frozenset()))
+        reading.take(events)
+        reading.seen(min(event.ts for event in events), max(event.ts + event.dur for event in events))
+
+    def finish(self) -> list[ProcessContent]:
+        for pid in list(self._pending):
+            self._pass_on(pid)
+        origin = self._origin
+        fields = TraceFields(
+            base_ns=None if origin.clock == "unknown" else self._base_ns,
+            distributed=None
+            if origin.rank is None
+            else Distributed(rank=origin.rank, world_size=origin.world_size),
+            host=origin.host,
+        )
+        readings = self.readings or {None: Reading(Notes(), frozenset())}
+        contents = [
+            ProcessContent(pid=pid, content=reading.finish(fields)) for pid, reading in readings.items()
+        ]
+        contents[0].content.problems.update(self._notes.counts)
+        return contents
+
 
 _LARGEST = 64 << 20
 """Largest number of bytes that are read of a summary. A few hundred kB are usual."""

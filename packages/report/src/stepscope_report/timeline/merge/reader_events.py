@@ -8,9 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from stepscope_report.timeline.merge.ids import FlowIds
+from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place
 from stepscope_report.timeline.merge.rewrite import NOT_THEN
-from stepscope_report.timeline.merge.time_mapping import Cut, Place
 from stepscope_report.timeline.merge.tracks import Event as Json
 from stepscope_report.timeline.merge.tracks import Tracks, microseconds
 from stepscope_report.timeline.readers.contract import Counter, Flow, Instant, Slice, Track

@@ -13,9 +13,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from stepscope_report.timeline.merge.ids import FlowIds
+from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place
 from stepscope_report.timeline.merge.template import Template
-from stepscope_report.timeline.merge.time_mapping import Cut, Place
 from stepscope_report.timeline.merge.tracks import Tracks
 from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.json_array import NO_JSON, array_of, raw_elements

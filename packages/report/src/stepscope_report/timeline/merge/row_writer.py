@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
-from stepscope_report.timeline.merge.ids import FlowIds
+from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place
 from stepscope_report.timeline.merge.merged import MergedFile
 from stepscope_report.timeline.merge.rewrite import Rewriter, Text
-from stepscope_report.timeline.merge.time_mapping import Cut, Place
 from stepscope_report.timeline.merge.tracks import Event, Tracks, row_metadata
 from stepscope_report.timeline.merge.write import TimelineFile
 from stepscope_report.timeline.model import FileProblem

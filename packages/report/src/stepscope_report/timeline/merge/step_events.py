@@ -13,8 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope_report.timeline.critical_path import critical_path
-from stepscope_report.timeline.merge.ids import FlowIds
-from stepscope_report.timeline.merge.time_mapping import Cut
+from stepscope_report.timeline.merge.mapping import Cut, FlowIds
 from stepscope_report.timeline.merge.tracks import Event, Tracks, microseconds
 from stepscope_report.timeline.model import Counter, Span, Timeline
 from stepscope_report.timeline.selection import Selection

@@ -39,8 +39,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from stepscope_report.timeline.merge.ids import FlowIds
-from stepscope_report.timeline.merge.time_mapping import Cut, Place
+from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place
 from stepscope_report.timeline.merge.tracks import Tracks
 from stepscope_report.timeline.readers.json_array import last_boundary
 from stepscope_report.timeline.step.rows import Row

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from stepscope_report.timeline.merge.ids import FIRST_TID
+from stepscope_report.timeline.merge.mapping import FIRST_TID
 from stepscope_report.timeline.step.rows import Row
 
 Event: TypeAlias = dict[str, object]

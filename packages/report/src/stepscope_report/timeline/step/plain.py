@@ -23,8 +23,7 @@ from stepscope.files.layout import SIDECAR_SUFFIX, RunLayout, StepLayout
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.storage.reading import files_below
 from stepscope_report.timeline.activity.content import TraceContent
-from stepscope_report.timeline.activity.reading import read_all
-from stepscope_report.timeline.activity.recordings import ProcessContent
+from stepscope_report.timeline.activity.traces import ProcessContent, read_all
 from stepscope_report.timeline.clocks.align import Aligned
 from stepscope_report.timeline.clocks.refine import refine
 from stepscope_report.timeline.model import FileProblem, Timeline, Window
