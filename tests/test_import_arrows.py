@@ -33,6 +33,7 @@ READS_THE_REPORT = {"_report", "__main__"}
 TABLES = {
     *(
         "accounting",
+        "cause",
         "division",
         "gaps",
         "event_loops",
@@ -47,6 +48,7 @@ TABLES = {
         "fleet",
         "groups",
         "live",
+        "near",
         "plain",
         "opened",
         "scalars",

@@ -199,7 +199,7 @@ def test_a_rule_stays_silent_where_its_cause_is_not_there(
 
 def test_the_cost_of_the_capture_is_no_alarm_and_stands_behind_the_steps_own_story(tmp_path: Path) -> None:
     case = Case(tmp_path)
-    for change in (dear, slow_rank, weights, profiled(0)):
+    for change in (dear, slow_rank, queue, profiled(0)):
         change(case)
     advice: list[Advice] = list(case.advice().values())
     assert advice[-1].rule == "profiler-cost"

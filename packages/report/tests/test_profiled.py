@@ -66,7 +66,9 @@ def served(root: Path, profiled: tuple[int, ...]) -> StepReport:
         replica = 0 if number < 2 else 1 + number % 3
         end = (900 if replica == 0 else 500) * MS
         above = driver.span("trajectory", 0, end, role="agent_loop", trajectory=f"t{number}")
-        replicas[replica].span("decode", 0, end, trajectory=f"t{number}", link=driver.link(above))
+        replicas[replica].span(
+            "decode", 0, end, trajectory=f"t{number}", link=driver.link(above), attrs={"tokens": 100}
+        )
     close(folder, 1000 * MS)
     for rank in profiled:
         replicas[rank].profiled = True

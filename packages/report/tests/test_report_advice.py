@@ -78,8 +78,9 @@ def late_trajectories(case: Case) -> None:
 
 
 def slow_rank(case: Case) -> None:
+    save = case.driver.span("save", 952 * MS, 998 * MS)
     for rank, actor in enumerate(case.actors):
-        actor.span("save", 0, (900 if rank == 2 else 100) * MS)
+        actor.span("save", 952 * MS, (998 if rank == 2 else 962) * MS, link=case.driver.link(save))
 
 
 def queue(case: Case) -> None:
@@ -179,7 +180,7 @@ def test_the_calls_of_a_killed_process_are_named_and_not_those_that_it_kept_wait
         ("dropped", lost, None),
         ("unaligned", other_host, None),
         ("long-tail", late_trajectories, 200),
-        ("straggler", slow_rank, 800),
+        ("straggler", slow_rank, 36),
         ("queueing", queue, 150),
         ("slow-tools", tools, 200),
         ("prefill-alone", prompts, 200),
@@ -252,10 +253,19 @@ def test_who_called_prepare_is_not_told_to(tmp_path: Path) -> None:
 def test_what_the_capture_cost_moves_no_threshold(tmp_path: Path) -> None:
     """A wait of 3 % of the step is one, also where opening took as long as three steps."""
     case = Case(tmp_path, cost_ms=3000)
-    case.actors[2].span("save", 0, 140 * MS)
-    for actor in case.actors[:2]:
-        actor.span("save", 0, 80 * MS)
-    assert case.advice()["straggler"].saves_ns == 60 * MS
+    save = case.driver.span("save", 955 * MS, 985 * MS)
+    for rank, actor in enumerate(case.actors):
+        actor.span("save", 955 * MS, (985 if rank == 2 else 960) * MS, link=case.driver.link(save))
+    assert case.advice()["straggler"].saves_ns == 25 * MS
+
+
+def test_a_straggler_without_a_carrier_may_have_kept_nobody_waiting(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    for rank, actor in enumerate(case.actors):
+        actor.span("save", 0, (140 if rank == 2 else 80) * MS)
+    advice = case.advice()["straggler"]
+    assert advice.saves_ns is None
+    assert "not known" in advice.because[0]
 
 
 def test_what_no_span_covers_is_a_blind_spot(tmp_path: Path) -> None:

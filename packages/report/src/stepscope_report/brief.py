@@ -86,7 +86,7 @@ def step_brief(
         others: Further steps of the run, that are only counted.
         left_out: As of `run_brief`.
     """
-    took = duration(report.breakdown.window_ns)
+    took = duration(report.breakdown.window_ns) if report.cause is None else report.cause.sentence
     title = f"Step {report.step} of run {report.run_id}, {moment(report.opened_ns)}: {took}"
     first = Part(title, tuple(_head(report, others)) + _elsewhere(report, left_out))
     last = (

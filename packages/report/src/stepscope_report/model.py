@@ -10,6 +10,7 @@ from stepscope_report.advice.evidence import Advice
 from stepscope_report.block import Block, Paragraph
 from stepscope_report.sections.baseline import Baseline
 from stepscope_report.sections.breakdown import Breakdown
+from stepscope_report.sections.cause import Cause
 from stepscope_report.sections.counters import Counters
 from stepscope_report.sections.critical_path import CriticalPath
 from stepscope_report.sections.cuda_memory import CudaMemory
@@ -56,6 +57,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """All runs that left something in the step's folder."""
     opened_ns: int
     """The capture's opening, unix ns."""
+    cause: Cause | None = None
+    """The culprit that the step waited for and that took longer than its like; None if nothing did."""
+    unexplained_ns: int | None = None
+    """The part of what it took longer than its neighbours that no stage explains; None without any."""
     advice: tuple[Advice, ...]
     """Alarms first, then what could save most."""
     breakdown: Breakdown

@@ -18,6 +18,7 @@ from stepscope_report.advice.evidence import Advice
 from stepscope_report.brief import Briefed, Part, run_brief
 from stepscope_report.formatting import numbers
 from stepscope_report.model import StepReport
+from stepscope_report.near import Neighbours
 from stepscope_report.plain import Plain, PlainReport
 from stepscope_report.report import step_report
 from stepscope_report.sections.breakdown import Line
@@ -141,9 +142,10 @@ class OpenStep(Briefed):
 
     @cached_property
     def _report(self) -> StepReport:
+        near = Neighbours().of(self.folder, self.timeline)
         if not self._traces:
-            return step_report(self.timeline)
-        return step_report(self.timeline, load_traces(self.folder, self.timeline))
+            return step_report(self.timeline, near=near)
+        return step_report(self.timeline, load_traces(self.folder, self.timeline), near)
 
     def report(self) -> StepReport:
         """Return all tables of the step. They are made once.

@@ -6,16 +6,19 @@ points `stepscope.report_sections`: see `added`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import structs
 
 from stepscope_report.added import added_sections
 from stepscope_report.model import StepReport
+from stepscope_report.near import NearStep
 from stepscope_report.section import Section, Sources
 from stepscope_report.sections.advice import ADVICE
 from stepscope_report.sections.baseline import BASELINE
 from stepscope_report.sections.breakdown import BREAKDOWN
+from stepscope_report.sections.cause import CAUSE, UNEXPLAINED
 from stepscope_report.sections.counters import COUNTERS
 from stepscope_report.sections.critical_path import CRITICAL_PATH
 from stepscope_report.sections.cuda_memory import CUDA_MEMORY
@@ -33,6 +36,8 @@ from stepscope_report.sections.weight_sync import WEIGHT_SYNC
 from stepscope_report.timeline import Timeline, Traces
 
 SECTIONS: tuple[Section[Any], ...] = (
+    CAUSE,
+    UNEXPLAINED,
     ADVICE,
     BASELINE,
     BREAKDOWN,
@@ -54,13 +59,16 @@ SECTIONS: tuple[Section[Any], ...] = (
 )
 
 
-def step_report(timeline: Timeline, traces: Traces | None = None) -> StepReport:
+def step_report(
+    timeline: Timeline, traces: Traces | None = None, near: Sequence[NearStep] = ()
+) -> StepReport:
     """Return the report of one step. The same timeline and traces give the same tables.
 
     Args:
         traces: The step's traces, from `load_traces`, or None for a report of spans alone.
+        near: Other captured steps of its kind, from `Neighbours`, that its cause is compared with.
     """
-    sources = Sources(timeline, traces)
+    sources = Sources(timeline, traces, near)
     report = StepReport(
         step=timeline.step,
         run_id=timeline.run_id,

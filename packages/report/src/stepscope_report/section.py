@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
 from stepscope_report.block import Block
+from stepscope_report.cause import StepPath, step_path
 from stepscope_report.html.markup import Html
 from stepscope_report.html.page import draw_section
 from stepscope_report.spans import few_names
@@ -16,6 +18,7 @@ from stepscope_report.timeline import Timeline, TraceActivity, Traces
 if TYPE_CHECKING:
     from stepscope_report.html.colours import Colours
     from stepscope_report.model import StepReport
+    from stepscope_report.near import NearStep
 
 Value = TypeVar("Value")
 
@@ -26,18 +29,25 @@ BEHIND = 3
 class Sources:
     """The sources of a step's sections: its timeline, its traces, and other sections."""
 
-    def __init__(self, timeline: Timeline, traces: Traces | None) -> None:
+    def __init__(self, timeline: Timeline, traces: Traces | None, near: Sequence[NearStep] = ()) -> None:
         self.whole = timeline
         """The timeline with all names, for what lists single calls."""
         self.timeline, self.names = few_names(timeline)
         self.traces = traces
         """The traces; None if they were not read."""
+        self.near = near
+        """Captured steps to compare with."""
         self._values: dict[str, object] = {}
 
     @property
     def activities(self) -> Sequence[TraceActivity]:
         """Return the contents of the traces. Empty if they were not read."""
         return () if self.traces is None else self.traces.activities
+
+    @cached_property
+    def path(self) -> StepPath:
+        """Return what the step waited for. Computed once."""
+        return step_path(self.timeline)
 
     def value_of(self, section: Section[Value]) -> Value:
         """Return the value of a section, computed once."""

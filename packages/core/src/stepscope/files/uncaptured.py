@@ -33,6 +33,8 @@ class UncapturedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """True for the first of its loop, which pays for compiling, allocating and connecting."""
     alike: bool = True
     """False if the captured step that it is read for is of another kind. Not in files."""
+    stages: dict[str, float] = {}
+    """{`role/stage`: seconds}, as the recorder's line has them. Not in files."""
 
 
 COMPARED = 40
@@ -67,7 +69,10 @@ def uncaptured_near(
     run = RunLayout(step.root.absolute().parent)
     lines = read_step_lines(run.step_lines(run_id))
     recorded = {step.step: step for step in _of_recorder(lines)}
-    steps = recorded | {step.step: step for step in read_uncaptured(run.uncaptured(process, run_id))}
+    steps = dict(recorded)
+    for other in read_uncaptured(run.uncaptured(process, run_id)):
+        line = recorded.get(other.step)
+        steps[other.step] = other if line is None else msgspec.structs.replace(other, stages=line.stages)
     took = {
         other.step: other.dur_ns for other in steps.values() if other.step != number and not other.warm_up
     }
@@ -83,7 +88,11 @@ def _of_recorder(lines: Sequence[StepLine]) -> Iterator[UncapturedStep]:
     for number, line in enumerate(lines):
         if not line.captured and line.error is None and line.dur_ns >= 0:
             yield UncapturedStep(
-                step=line.step, start_ns=line.start_ns, dur_ns=line.dur_ns, warm_up=number == 0
+                step=line.step,
+                start_ns=line.start_ns,
+                dur_ns=line.dur_ns,
+                warm_up=number == 0,
+                stages=line.stages,
             )
 
 

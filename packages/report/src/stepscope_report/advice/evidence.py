@@ -14,6 +14,7 @@ from stepscope_report.formatting import duration, percent_of
 from stepscope_report.profiling import Profiling
 from stepscope_report.sections.baseline import Baseline
 from stepscope_report.sections.breakdown import Breakdown
+from stepscope_report.sections.cause import OtherCause
 from stepscope_report.sections.counters import CounterRow, Counters
 from stepscope_report.sections.critical_path import CriticalPath
 from stepscope_report.sections.engines import Engine
@@ -35,6 +36,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     breakdown: Breakdown
     critical_path: CriticalPath
+    causes: Sequence[OtherCause] = ()
+    """The causes within the step, the largest saving first."""
     baseline: Baseline | None
     stages: Table[Stage]
     long_tail: LongTail | None

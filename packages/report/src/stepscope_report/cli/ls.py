@@ -20,6 +20,8 @@ from stepscope_report.cli import screen
 from stepscope_report.cli.exits import Exit
 from stepscope_report.cli.find import find_numbered
 from stepscope_report.formatting import duration, middle, moment, size
+from stepscope_report.near import Neighbours, is_longer
+from stepscope_report.sections.cause import Cause, cause_of
 from stepscope_report.sections.health import step_health
 from stepscope_report.terminal.layout import listing, table
 from stepscope_report.timeline import Timeline, load_step
@@ -47,6 +49,8 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     """On disk, of all runs in the step's folder."""
     problems: tuple[str, ...]
     """Things that are missing, partial, failed or unreadable, with the reason."""
+    cause: Cause | None = None
+    """The cause of a step that took a tenth longer than those near it, by its spans alone."""
     error: str | None = None
     """The cause of an early end: an exception of the user's, SIGTERM, the end of the process."""
     recorder: Recorded | None = None
@@ -68,7 +72,8 @@ def ls(
     """List the captured steps of a run: state, processes, artifacts, size, and what is missing."""
     shortages = read_out_of_memory(RunLayout(run))
     steps = RunLayout(run).steps() if shortages else find_numbered(run)
-    rows = [row for step, layout in steps.items() for row in rows_of(step, layout)]
+    near = Neighbours()
+    rows = [row for step, layout in steps.items() for row in rows_of(step, layout, near)]
     if json:
         screen.show_json(rows)
     else:
@@ -76,8 +81,12 @@ def ls(
     raise typer.Exit(Exit.OK if all(row.complete for row in rows) else Exit.INCOMPLETE)
 
 
-def rows_of(step: int, layout: StepLayout) -> Iterator[StepRow]:
-    """Yield a row for each run that left something in a step's folder; one for a folder without any."""
+def rows_of(step: int, layout: StepLayout, near: Neighbours | None = None) -> Iterator[StepRow]:
+    """Yield a row for each run that left something in a step's folder; one for a folder without any.
+
+    Args:
+        near: Reads the captured steps that causes are compared with. None for rows without causes.
+    """
     size_bytes = size_below(layout.root)
     try:
         last = load_step(layout.root, spans=False)
@@ -86,7 +95,21 @@ def rows_of(step: int, layout: StepLayout) -> Iterator[StepRow]:
         return
     for run_id in last.runs:
         of_run = last if run_id == last.run_id else load_step(layout.root, run_id=run_id, spans=False)
-        yield _row(step, of_run, size_bytes)
+        cause = None if near is None else _cause(layout, of_run, near)
+        yield msgspec.structs.replace(_row(step, of_run, size_bytes), cause=cause)
+
+
+def _cause(layout: StepLayout, timeline: Timeline, near: Neighbours) -> Cause | None:
+    """Return the cause of a step that took longer than those near it. Only its spans are read, and theirs."""
+    used = [step.dur_ns for step in comparable(timeline.uncaptured) if step.step != timeline.step]
+    if not timeline.window.closed:
+        return None
+    if not (used and is_longer(timeline.window.wall_ns, middle(used))) and not near.shorter(
+        layout.root, timeline
+    ):
+        return None
+    whole = load_step(layout.root, run_id=timeline.run_id)
+    return cause_of(whole, near.of(layout.root, whole))
 
 
 def _empty_row(step: int, size_bytes: int, why: str) -> StepRow:
@@ -137,6 +160,7 @@ def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
     )  # fmt: skip
     yield table(str(run), columns, map(_cells, rows))
     lists = {
+        "Causes": [(row, row.cause.sentence) for row in rows if row.cause is not None],
         "Ended early, by": [(row, row.error) for row in rows if row.error is not None],
         "Problems": [(row, line) for row in rows for line in row.problems],
         "Not there yet": [(row, line) for row in rows for line in row.pending],

@@ -24,6 +24,7 @@ from stepscope_report.cli.screen import exact
 from stepscope_report.cli.what_if import longest_step
 from stepscope_report.formatting import duration
 from stepscope_report.gate.gate import parse_limits
+from stepscope_report.near import Neighbours
 from stepscope_report.opened import open as open_path
 from stepscope_report.sections.long_tail import tail_sentences
 from stepscope_report.whatif.changes import Options
@@ -60,7 +61,8 @@ class Tools:
         runs = {}
         for folder in islice(self._runs(), ROWS):
             steps = RunLayout(folder).steps()
-            rows = [row for number, layout in steps.items() for row in rows_of(number, layout)]
+            near = Neighbours()
+            rows = [row for number, layout in steps.items() for row in rows_of(number, layout, near)]
             runs[str(folder.relative_to(self._root))] = [
                 {
                     "step": row.step,

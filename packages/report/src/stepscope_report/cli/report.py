@@ -25,6 +25,7 @@ from stepscope_report.cli.readers import RayAddress, absolute, readers
 from stepscope_report.demo.sample import unpack_sample
 from stepscope_report.formatting import plain
 from stepscope_report.groups import ALWAYS, Grouping, attributes_of, group_spans, group_table
+from stepscope_report.near import Neighbours
 from stepscope_report.terminal.diff import render_changes
 from stepscope_report.terminal.layout import draw, markdown_table
 from stepscope_report.terminal.text import render, render_overview, render_short
@@ -226,7 +227,8 @@ def read_reports(
     with processes as (executor, total), screen.progress(what, total) as done:
         load = partial(load_step, run_id=run, on_read=done, digests=digests, executor=executor)
         traces_of = partial(load_traces, on_read=done, executor=executor, digests=digests) if traces else None
-        read = {step.root.name: _read(step, load, pages, traces_of, on_traces) for step in steps}
+        near = Neighbours()
+        read = {step.root.name: _read(step, load, pages, traces_of, on_traces, near) for step in steps}
     reports = [outcome for outcome in read.values() if isinstance(outcome, StepReport)]
     unreadable = {name: outcome for name, outcome in read.items() if isinstance(outcome, str)}
     if not reports:
@@ -240,6 +242,7 @@ def _read(
     pages: Pages | None,
     traces_of: Callable[[Path, Timeline], Traces] | None,
     on_traces: OnTraces | None,
+    near: Neighbours,
 ) -> StepReport | str:
     screen.log.debug("reading %s", step.root)
     try:
@@ -249,7 +252,7 @@ def _read(
     traces = None if traces_of is None else traces_of(step.root, timeline)
     if traces is not None and on_traces is not None:
         on_traces(step, timeline, traces)
-    result = step_report(timeline, traces)
+    result = step_report(timeline, traces, near.of(step.root, timeline))
     if pages is not None:
         pages.add_step(step, timeline, result)
     return result

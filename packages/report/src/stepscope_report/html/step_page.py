@@ -99,6 +99,7 @@ def _head(timeline: Timeline, report: StepReport) -> Html:
     return tag(
         "header",
         tag("h1", f"Step {report.step}"),
+        *([] if report.cause is None else [tag("p", report.cause.sentence, class_="said")]),
         tag("p", f"run {report.run_id}, {moment(report.opened_ns)}", class_="note"),
         tag("div", *(_fact(*fact) for fact in _facts(timeline, report)), class_="facts"),
         *_ended(report.health),

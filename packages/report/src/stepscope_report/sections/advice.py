@@ -18,6 +18,7 @@ from stepscope_report.profiling import step_profilers
 from stepscope_report.section import Section
 from stepscope_report.sections.baseline import BASELINE
 from stepscope_report.sections.breakdown import BREAKDOWN
+from stepscope_report.sections.cause import PARTS
 from stepscope_report.sections.counters import COUNTERS
 from stepscope_report.sections.critical_path import CRITICAL_PATH
 from stepscope_report.sections.engines import ENGINES
@@ -88,6 +89,7 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
     return step_advice(
         Evidence(
             breakdown=sources.value_of(BREAKDOWN),
+            causes=sources.value_of(PARTS),
             critical_path=sources.value_of(CRITICAL_PATH),
             baseline=sources.value_of(BASELINE),
             stages=sources.value_of(STAGES),

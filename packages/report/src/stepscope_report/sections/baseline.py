@@ -43,11 +43,11 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     next_ns: int | None
     """Time of the first one after this capture, or None if it is not known, or was captured."""
     excess_ns: int | None
-    """Time of the captured one beyond their median: the profiler inside the step, and chance.
+    """Time of the captured one beyond their median: what its cause took, the profiler, and chance.
     None if its capture ended before the step did."""
     cost_ns: int | None
-    """The same with opening and closing the capture: an estimate of all that it cost. None also for a step
-    that the flight recorder wrote, because nothing opened, and if the steps are not `alike`."""
+    """The cost of the capture: opening and closing it, and profilers inside the step. None for a step
+    that the flight recorder wrote, because nothing opened."""
 
 
 def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
@@ -75,8 +75,13 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
         longer=sum(ns > breakdown.window_ns for ns in took),
         next_ns=next(after, None),
         excess_ns=breakdown.window_ns - p50_ns if whole else None,
-        cost_ns=breakdown.total_ns - p50_ns if whole and recorder is None and used[0].alike else None,
+        cost_ns=_cost_ns(breakdown) if recorder is None else None,
     )
+
+
+def _cost_ns(breakdown: Breakdown) -> int:
+    inside_ns = sum(line.wall_ns for line in breakdown.lines if line.kind == "profiler")
+    return breakdown.opening_ns + breakdown.closing_ns + inside_ns
 
 
 def _whole(timeline: Timeline) -> bool:
@@ -110,7 +115,7 @@ def say_beside(baseline: Baseline | None) -> str:
     by = f"{signed(baseline.excess_ns)}, {percentage(baseline.excess_ns, baseline.p50_ns)} %"
     text = f"This one: {by}, {_rank(baseline)}"
     if baseline.cost_ns is not None and baseline.cost_ns > 0:
-        text += f". With opening and closing, the capture cost about {duration(baseline.cost_ns)}"
+        text += f". Opening, closing and profilers took {duration(baseline.cost_ns)}"
     if len(baseline.steps) < ENOUGH:
         text += f". {_few(len(baseline.steps))} too few for a comparison"
     if baseline.next_ns is not None:

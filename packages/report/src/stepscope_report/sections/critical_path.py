@@ -10,6 +10,7 @@ import msgspec
 
 from stepscope_report.accounting import Label
 from stepscope_report.block import Block, TextTable
+from stepscope_report.cause import StepPath, step_path
 from stepscope_report.charts.marks import Mark
 from stepscope_report.division import NOT_KNOWN
 from stepscope_report.formatting import duration, percents, turn
@@ -19,8 +20,8 @@ from stepscope_report.section import Section
 from stepscope_report.spans import MOVES_WEIGHTS, label_of
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import Timeline
-from stepscope_report.timeline.critical_path import Piece, PieceKind, Replay, critical_path
-from stepscope_report.timeline.step_graph import NOBODY, StepGraph, step_graph
+from stepscope_report.timeline.critical_path import Piece, PieceKind, Replay
+from stepscope_report.timeline.step_graph import NOBODY, StepGraph
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
@@ -102,8 +103,11 @@ class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
 
 def step_critical_path(timeline: Timeline) -> CriticalPath:
     """Return the critical path of a step."""
-    graph = step_graph(timeline)
-    pieces, replay = critical_path(graph), Replay(graph)
+    return path_of(step_path(timeline))
+
+
+def path_of(path: StepPath) -> CriticalPath:
+    graph, pieces, replay = path
     return CriticalPath(
         not_known_ns=sum(piece.wall_ns for piece in pieces if piece.kind == "not known"),
         stages=_stages(graph, pieces, replay),
@@ -288,7 +292,7 @@ def draw_path(path: CriticalPath, page: Page) -> Iterator[Html]:
 CRITICAL_PATH = Section(
     name="critical_path",
     title="Critical path",
-    compute=lambda sources: step_critical_path(sources.timeline),
+    compute=lambda sources: path_of(sources.path),
     terminal=path_blocks,
     html=draw_path,
     page=0,

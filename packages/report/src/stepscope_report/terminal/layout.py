@@ -66,6 +66,9 @@ class _Grid:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         gaps = len(self.headings) - 1
         rows, gap, least = self.rows, 3, self._least(self.rows)
+        whole = [max(pair) for pair in zip(least, self._longest_words(), strict=True)]
+        if sum(whole) + gap * gaps <= options.max_width:
+            least = whole
         if sum(least) + gap * gaps > options.max_width:
             rows = [[_SHARE.sub(r"\n\1", cell) for cell in row] for row in rows]
             gap, least = 1, self._least(rows)
@@ -81,6 +84,12 @@ class _Grid:
                 if self.numbers[at]:
                     words[at] += cell.split("\n")
         return [max(map(cell_len, parts), default=0) for parts in words]
+
+    def _longest_words(self) -> list[int]:
+        columns = zip(self.headings, *self.rows, strict=True)
+        return [
+            max(cell_len(word) for cell in column for word in (cell.split() or [""])) for column in columns
+        ]
 
     def _widths(self, rows: list[list[str]], least: list[int], room: int) -> list[int]:
         """Return the widths that the columns want; if there is no room, the widest columns give way."""

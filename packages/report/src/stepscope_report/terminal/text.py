@@ -53,10 +53,14 @@ def _overview(report: StepReport) -> list[str]:
 
 def _head(report: StepReport) -> Text:
     total_ns, window_ns = report.breakdown.total_ns, report.breakdown.window_ns
-    took = duration(window_ns)
-    if report.health.recorder is None:
-        took += f" ({duration(total_ns)} with opening and closing the capture)"
-    lines = [f"Step {report.step} of run {plain(report.run_id)}, {moment(report.opened_ns)}: {took}"]
+    with_capture = f"{duration(total_ns)} with opening and closing the capture"
+    if report.cause is not None:
+        took = f"{report.cause.sentence}. {with_capture}"
+    else:
+        took = f"{duration(window_ns)} ({with_capture})"
+    if report.health.recorder is not None:
+        took = duration(window_ns) if report.cause is None else report.cause.sentence
+    lines = [plain(f"Step {report.step} of run {report.run_id}, {moment(report.opened_ns)}: {took}")]
     health, baseline = report.health, report.baseline
     lines += [say_recorder(health), say_ended(health), plain(say_incomplete(health)), say_again(health)]
     lines += [say_usual(baseline), say_beside(baseline)]

@@ -159,7 +159,7 @@ class Replay:
         depth = _depths(graph.caller)
         nodes = [n for n, caller in enumerate(graph.caller) if caller != NOBODY and n not in loose]
         nodes.sort(key=depth.__getitem__)
-        self._nodes = nodes
+        self._nodes, self._members = nodes, frozenset(nodes)
         """Each after its caller."""
         self._line = self._lines()
         """{node in a line: the line's head}. A line is a call below which one call follows the other."""
@@ -169,6 +169,7 @@ class Replay:
         self._ends = list(reversed(self._points))
         self._ends.sort(key=graph.end_ns.__getitem__)
         self._meeting_of = {node: members for members in graph.meetings for node in members}
+        self._meets = {graph.spans[node].process for node in graph.last_of}
         self._of_label: dict[Label, list[int]] = defaultdict(list)
         for node in nodes:
             self._of_label[graph.spans[node].role, graph.spans[node].stage].append(node)
@@ -192,6 +193,13 @@ class Replay:
                 heads[node] = heads.get(graph.caller[node], node)
         return heads
 
+    def has(self, node: int) -> bool:
+        """Return whether a call takes part, so that the step is known to have waited for it or not."""
+        graph, root = self._graph, node
+        while graph.caller[root] != NOBODY:
+            root = graph.caller[root]
+        return node in self._members and (root in graph.owners or graph.process_of(root) in self._meets)
+
     def saves_ns(self, labels: Collection[Label], left: float = 0.0) -> int:
         """Return how much shorter the step becomes if the calls of some stages, and those below, are shorter.
 
@@ -212,7 +220,26 @@ class Replay:
         for node in self._points:
             if shorter[graph.caller[node]]:
                 shorter[node] = 1
-        return graph.timeline.window.wall_ns - self._wall_ns(shorter, cut_ns, left)
+        return self._usual_ns - self._ends_ns(shorter, cut_ns, left)
+
+    def saves_by_ns(self, cuts_ns: Mapping[int, int], sooner_ns: Mapping[int, int] = {}) -> int:
+        """Return how much shorter the step becomes if some calls are shorter, or begin sooner.
+
+        Args:
+            cuts_ns: {call: by how much it is shorter}.
+            sooner_ns: {call: by how much it begins sooner}.
+        """
+        cut_ns: dict[int, int] = {}
+        sooner = dict[int, int]()
+        for node, ns in cuts_ns.items():
+            head = self._line.get(node, node)
+            cut_ns[head] = cut_ns.get(head, 0) + ns
+        for node, ns in sooner_ns.items():
+            head = self._line.get(node, node)
+            to = sooner if head == node else cut_ns
+            to[head] = to.get(head, 0) + ns
+        nothing = bytearray(len(self._graph.caller))
+        return self._usual_ns - self._ends_ns(nothing, cut_ns, 0.0, sooner)
 
     def _is_below(self, node: int, chosen: Set[int]) -> bool:
         above = self._graph.caller[node]
@@ -220,7 +247,19 @@ class Replay:
             above = self._graph.caller[above]
         return above != NOBODY
 
-    def _wall_ns(self, shorter: Sequence[int], cut_ns: Mapping[int, int], left: float) -> int:
+    @property
+    def _usual_ns(self) -> int:
+        graph = self._graph
+        return max(graph.end_ns[root] - graph.start_ns[root] for root in graph.owners)
+
+    def _ends_ns(
+        self,
+        shorter: Sequence[int],
+        cut_ns: Mapping[int, int],
+        left: float,
+        sooner_ns: Mapping[int, int] = {},
+    ) -> int:
+        """Return the time from the step's begin to the end of its last owner."""
         graph = self._graph
         start, end, callers = graph.start_ns, graph.end_ns, graph.caller
         before, meeting_of, last_of = graph.before, self._meeting_of, graph.last_of
@@ -257,9 +296,10 @@ class Replay:
                     becomes_ns = max(becomes_ns, ended[before[starting]])
                 own_ns = start[starting] - was_ns
                 becomes_ns += int(own_ns * left) if shorter[caller] else own_ns
+                becomes_ns -= sooner_ns.get(starting, 0)
                 begun[starting] = now[starting] = becomes_ns
-        root = len(graph.spans)
-        return max(0, now[root] + end[root] - done[root] - start[root])  # a call may end after the step
+        lasts_ns = (now[root] + end[root] - done[root] - start[root] for root in graph.owners)
+        return max(0, *lasts_ns)  # a call may end after the step
 
 
 def _is_alike(graph: StepGraph, node: int, other: int) -> bool:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from stepscope_report.accounting import Label, Pair, joined
-from stepscope_report.timeline.model import ROLLOUT, Span, Timeline
+from stepscope_report.timeline.model import ROLLOUT, Process, Span, Timeline
 from stepscope_report.timeline.step.tree import cut_cycles, requests
 
 NOBODY = -1
@@ -73,6 +73,15 @@ class StepGraph(NamedTuple):
         """Return the span of a node, or None for a root."""
         return self.spans[node] if node < len(self.spans) else None
 
+    @property
+    def owners(self) -> list[int]:
+        """Return the roots of the processes that opened the step, each for itself; at least the first one."""
+        return [
+            len(self.spans) + number
+            for number, process in enumerate(self.timeline.processes)
+            if number == 0 or (process.owner and process.aligned)
+        ]
+
     def process_of(self, node: int) -> int:
         span = self.span_of(node)
         return node - len(self.spans) if span is None else span.process
@@ -90,7 +99,8 @@ class _Builder:
         count, window = len(timeline.spans), timeline.window
         processes = len(timeline.processes)
         self._start = [span.start_ns for span in timeline.spans] + [window.start_ns] * processes
-        self._end = [timeline.until_ns(span) for span in timeline.spans] + [window.end_ns] * processes
+        self._end = [timeline.until_ns(span) for span in timeline.spans]
+        self._end += [_end_ns(process, window.end_ns) for process in timeline.processes]
         self._caller = [NOBODY] * (count + processes)
         self._kids: dict[int, list[int]] = defaultdict(list)
         self._clusters: dict[int, list[Cluster]] = defaultdict(list)
@@ -320,7 +330,8 @@ class _Builder:
         """Yield the calls that end together in all processes that run their stage, and begin apart.
 
         Such calls end in a collective. Only stages whose calls all do so count, and only calls without calls
-        below them. Requests of a rollout end together when they are aborted, so they do not count.
+        below them. Requests of a rollout end together when they are aborted, so they do not count. Neither do
+        calls without an end.
         """
         calls: dict[Label, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for node, span in enumerate(self._spans):
@@ -330,6 +341,8 @@ class _Builder:
         for by_process in calls.values():
             numbers = {len(nodes) for nodes in by_process.values()}
             if len(by_process) < 2 or len(numbers) > 1:
+                continue
+            if any(self._spans[node].end_ns is None for nodes in by_process.values() for node in nodes):
                 continue
             for nodes in by_process.values():
                 nodes.sort(key=lambda node: self._start[node])
@@ -367,6 +380,12 @@ class _Running:
         begun = bisect_right(self._starts, at_ns)
         running = begun - bisect_right(self._ends, at_ns)
         return self._latest[begun - 1] if running == 1 else None
+
+
+def _end_ns(process: Process, window_ns: int) -> int:
+    """Return the end of a process' root: of an owner that ends after the first one, its own closing."""
+    closed_ns = process.closed_ns if process.owner and process.aligned else None
+    return max(closed_ns or 0, window_ns)
 
 
 def _label(span: Span) -> Label:

@@ -15,6 +15,7 @@ from stepscope.errors import ConfigError, StepscopeError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.scalars import StepScalars, write_scalars
 from stepscope_report import step_report, to_scalars
+from stepscope_report.near import Neighbours
 from stepscope_report.timeline import load_step
 from stepscope_report.writers.protocol import ReportedStep, ReportWriter
 
@@ -71,7 +72,7 @@ def publish_step(
         RecordError: The step cannot be read.
     """
     timeline = load_step(step.root, run_id=run_id)
-    report = step_report(timeline)
+    report = step_report(timeline, near=Neighbours().of(step.root, timeline))
     values = to_scalars(report)
     reported = ReportedStep(run=run, report=report, timeline=timeline, scalars=values)
     figures = StepScalars(

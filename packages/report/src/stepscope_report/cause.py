@@ -1,0 +1,563 @@
+"""Culprits of a slow step: what took longer than the same elsewhere, and what the step would be shorter by.
+
+A process is compared with the others of its role, a call of a tool with the others of its kind, and the last
+trajectories with the others. Every saving is a replay of the critical path.
+
+One file above 500 lines: the kinds of culprits share the times of calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Literal, NamedTuple, TypeAlias
+
+from stepscope.files.spans import PROFILING
+from stepscope_report.accounting import Label, clipped, union_ns
+from stepscope_report.formatting import duration, middle
+from stepscope_report.spans import ToolNames, is_tool, replica_of, whole
+from stepscope_report.timeline import Timeline
+from stepscope_report.timeline.critical_path import Piece, Replay, critical_path
+from stepscope_report.timeline.step_graph import StepGraph, step_graph
+
+CauseKind: TypeAlias = Literal[
+    "late-rank",
+    "slow-rank",
+    "slow-replica",
+    "slow-host",
+    "uneven-batch",
+    "slow-tool",
+    "long-trajectory",
+    "queue",
+    "weight-sync",
+    "slow-stage",
+    "profiler",
+    "unexplained",
+]
+LEAST = 50
+"""A straggler counts from one part in so many of the step on."""
+LEAST_OF_CALLS = 20
+"""The same for tools, trajectories and stages, whose times vary by nature."""
+ENOUGH = 3
+"""Trajectories from which on the last one can be told from the others."""
+_LONG = 3
+"""A tool's call is long from so many times the median of its kind on."""
+_OWN = frozenset({"trajectory", "turn", PROFILING})
+"""Stages whose own time is no work."""
+
+
+class Suspect(NamedTuple):
+    """Something that took longer than the same elsewhere."""
+
+    kind: CauseKind
+    ns: int | None
+    """Time that the step would be shorter by without it. None if nothing tells whether the step waited."""
+    longer_ns: int
+    """Time by which it was longer itself."""
+    label: Label | None = None
+    """Role and stage; of a tool, with its name. None for what no span says."""
+    process: int | None = None
+    """Index in `Timeline.processes`."""
+    took_ns: int | None = None
+    usual_ns: int | None = None
+    """The time that it usually takes, by `beside`."""
+    beside: str = ""
+    """The things that it is compared with, for people."""
+    trajectory: str | None = None
+    turn: int | None = None
+    evidence: tuple[str, ...] = ()
+    awaited_in: Label | None = None
+    """The stage in which others waited for it."""
+    nodes: tuple[int, ...] = ()
+    """Its calls."""
+
+
+class StepPath(NamedTuple):
+    """The order of a step, what it waited for, and its replay."""
+
+    graph: StepGraph
+    pieces: Sequence[Piece]
+    replay: Replay
+
+
+def step_path(timeline: Timeline) -> StepPath:
+    graph = step_graph(timeline)
+    return StepPath(graph, critical_path(graph), Replay(graph))
+
+
+class Work(NamedTuple):
+    """The calls of one stage in one process."""
+
+    nodes: list[int]
+    own_ns: int
+    """The sum of their times, without calls below them and without waiting for ranks that came later."""
+    tokens: int | None
+    """The sum of their attributes `tokens`; None if a call has none."""
+
+
+Works: TypeAlias = Mapping[Label, Mapping[int, Work]]
+
+
+def suspects_of(path: StepPath, cut: Set[str] = frozenset(), *, tail: bool = True) -> list[Suspect]:
+    """Return what took longer than its like in the same step, the largest saving first.
+
+    Args:
+        cut: Names of processes whose recording ended before their work did.
+        tail: Whether the last trajectories compare with the others: no profiler slowed them alone.
+    """
+    return _Lineup(path, cut).run(tail=tail)
+
+
+class _Lineup:
+    def __init__(self, path: StepPath, cut: Set[str]) -> None:
+        self._graph, self._replay = path.graph, path.replay
+        self._timeline = path.graph.timeline
+        self._window_ns = max(1, self._timeline.window.wall_ns)
+        self._names = ToolNames(self._timeline)
+        self._labels = [self._names.label_of(span) for span in self._timeline.spans]
+        self._waited_ns = _waited_ns(path.graph)
+        self._own_ns = [self._own(node) for node in range(len(self._timeline.spans))]
+        self._works = self._all_works(cut)
+
+    def run(self, *, tail: bool) -> list[Suspect]:
+        late = list(self._late())
+        named = {(one.process, one.label) for one in late}
+        slow = (one for one in self._stragglers() if (one.process, one.label) not in named)
+        tools = list(self._slow_tools())
+        found = {one.label for one in tools}
+        late_ones = self._late_trajectories() if tail else ()
+        calls = [*tools, *(one for one in late_ones if one.label not in found)]
+        return ranked([one for one in (*late, *slow, *calls) if self._counts(one)])
+
+    def _counts(self, suspect: Suspect) -> bool:
+        """Return whether the step is known to be shorter without it, or this is not known."""
+        return suspect.ns is None or suspect.ns * LEAST >= self._window_ns
+
+    def _own(self, node: int) -> int:
+        graph, span = self._graph, self._timeline.spans[node]
+        if not self._timeline.processes[span.process].aligned:
+            return span.dur_ns or 0
+        start_ns, end_ns = graph.start_ns[node], graph.end_ns[node]
+        below = [*graph.kids.get(node, ())]
+        below += (member for cluster in graph.clusters.get(node, ()) for member in cluster.members)
+        pairs = [(graph.start_ns[kid], graph.end_ns[kid]) for kid in below]
+        if self._timeline.stalls and span.role == "rollout":
+            replica = replica_of(self._timeline, span)
+            pairs += (
+                (stall.start_ns, stall.end_ns)
+                for stall in self._timeline.stalls
+                if replica is not None and stall.replica == replica.number and not replica.role
+            )
+        busy_ns = union_ns(clipped(pairs, start_ns, end_ns)) if pairs else 0
+        return max(0, end_ns - start_ns - busy_ns - self._waited_ns.get(node, 0))
+
+    def _all_works(self, cut: Set[str]) -> Works:
+        nodes: dict[Label, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        broken = set[Label]()
+        for node, span in enumerate(self._timeline.spans):
+            if span.waits or span.stage in _OWN or self._timeline.leaves(span):
+                continue
+            nodes[self._labels[node]][span.process].append(node)
+            if span.end_ns is None and self._timeline.processes[span.process].name in cut:
+                broken.add(self._labels[node])
+        return {
+            label: {process: self._work(own) for process, own in by_process.items()}
+            for label, by_process in nodes.items()
+            if label not in broken and not _is_cut(self._timeline, by_process, cut)
+        }
+
+    def _work(self, nodes: list[int]) -> Work:
+        tokens = [whole(self._timeline.spans[node], "tokens") for node in nodes]
+        known = [number for number in tokens if number is not None]
+        return Work(
+            nodes, sum(self._own_ns[node] for node in nodes), sum(known) if len(known) == len(nodes) else None
+        )
+
+    # Ranks for which others waited.
+
+    def _late(self) -> Iterator[Suspect]:
+        """Yield the ranks that came late to where ranks meet, with the stage in which they were late."""
+        graph, spans = self._graph, self._timeline.spans
+        found: dict[tuple[int, Label | None, Label], list[_Lateness]] = defaultdict(list)
+        met_ns: dict[int, int] = {}
+        calls: dict[int, list[int]] = defaultdict(list)
+        if graph.meetings:
+            for node in sorted(range(len(spans)), key=lambda node: graph.end_ns[node]):
+                if graph.start_ns[node] < graph.end_ns[node] and not spans[node].waits:
+                    calls[spans[node].process].append(node)
+        at = Counter[int]()
+        """{process: calls of it that ended before a meeting that is dealt with}."""
+        for members in sorted(graph.meetings, key=lambda members: graph.end_ns[members[0]]):
+            stretches: dict[int, dict[Label, list[int]]] = {}
+            for member in members:
+                process = spans[member].process
+                since_ns = met_ns.get(process, self._timeline.window.start_ns)
+                own, stretch = calls[process], defaultdict[Label, list[int]](list)
+                while at[process] < len(own) and graph.end_ns[own[at[process]]] <= graph.start_ns[member]:
+                    node = own[at[process]]
+                    if graph.start_ns[node] >= since_ns and spans[node].stage not in _OWN:
+                        stretch[self._labels[node]].append(node)
+                    at[process] += 1
+                stretches[member] = stretch
+            last = graph.last_of[members[0]]
+            lateness = self._lateness(last, members, stretches)
+            found[spans[last].process, lateness.label, self._labels[last]].append(lateness)
+            for member in members:
+                met_ns[spans[member].process] = graph.end_ns[member]
+        for (process, label, meeting), times in found.items():
+            late_ns = sum(one.late_ns for one in times)
+            if late_ns * LEAST < self._window_ns:
+                continue
+            cuts = {node: ns for one in times for node, ns in one.cuts_ns.items()}
+            sooner = {one.last: one.late_ns for one in times if label is None}
+            ns = self._replay.saves_by_ns(cuts, sooner)
+            first = max(times, key=lambda one: one.late_ns)
+            uneven = label is not None and all(one.uneven for one in times)
+            yield Suspect(
+                "uneven-batch" if uneven else "late-rank",
+                min(ns, late_ns),
+                late_ns,
+                label,
+                process,
+                None if label is None else sum(one.took_ns for one in times),
+                None if label is None else sum(one.usual_ns for one in times),
+                self._others(process, (spans[node].process for one in times for node in one.members)),
+                evidence=(self._say_met(first, len(times)),),
+                awaited_in=meeting,
+                nodes=tuple(cuts),
+            )
+
+    def _lateness(
+        self, last: int, members: Sequence[int], stretches: Mapping[int, Mapping[Label, Sequence[int]]]
+    ) -> _Lateness:
+        """Return by how much a rank came later than the others, and the stage in which it was longer."""
+        graph, own = self._graph, stretches[last]
+        others = [member for member in members if member != last]
+        late_ns = graph.start_ns[last] - middle(graph.start_ns[member] for member in others)
+        usual_ns = {
+            label: middle(self._sum(stretches[other].get(label, ())) for other in others) for label in own
+        }
+        longer_ns = {label: self._sum(nodes) - usual_ns[label] for label, nodes in own.items()}
+        label = max(longer_ns, key=lambda label: longer_ns[label], default=None)
+        if label is None or longer_ns[label] * 2 < late_ns:
+            return _Lateness(last, tuple(members), late_ns, None, 0, 0, {})
+        took_ns = self._sum(own[label])
+        share = min(longer_ns[label], late_ns) / took_ns
+        return _Lateness(
+            last,
+            tuple(members),
+            late_ns,
+            label,
+            took_ns,
+            usual_ns[label],
+            {node: int(self._own_ns[node] * share) for node in own[label]},
+            self._is_uneven(own[label], [stretches[other].get(label, ()) for other in others]),
+        )
+
+    def _is_uneven(self, nodes: Sequence[int], others: Sequence[Sequence[int]]) -> bool:
+        """Return whether calls have more tokens than the others', and take no longer for each."""
+        one, rest = self._work(list(nodes)), [self._work(list(other)) for other in others if other]
+        usual = middle(work.tokens or 0 for work in rest) if rest else 0
+        if not one.tokens or not usual or one.tokens * 4 < usual * 5:
+            return False
+        return one.own_ns * usual * 4 < middle(work.own_ns for work in rest) * one.tokens * 5
+
+    def _sum(self, nodes: Sequence[int]) -> int:
+        return sum(self._own_ns[node] for node in nodes)
+
+    def _say_met(self, first: _Lateness, times: int) -> str:
+        spans, graph = self._timeline.spans, self._graph
+        others = [member for member in first.members if member != first.last]
+        earlier = min(others, key=lambda member: graph.start_ns[member])
+        apart_ns = graph.start_ns[first.last] - graph.start_ns[earlier]
+        name = self._timeline.processes[spans[earlier].process].name
+        stage = " ".join(self._labels[first.last])
+        often = f", the latest of {times:,} times" if times > 1 else ""
+        return f"it began {stage} {duration(apart_ns)} after {name}{often}, and all of them ended together"
+
+    # Processes that are slower than others of their role.
+
+    def _stragglers(self) -> Iterator[Suspect]:
+        for label, by_process in self._works.items():
+            if len(by_process) < 2 or is_tool(*label):
+                continue
+            for candidates, compared in _alike(self._timeline, by_process):
+                suspect = self._straggler(label, candidates, compared)
+                if suspect is not None:
+                    yield suspect
+
+    def _straggler(
+        self, label: Label, candidates: Mapping[int, Work], compared: Mapping[int, Work]
+    ) -> Suspect | None:
+        """Return the slowest process of a stage if it is slower by a quarter than the median of the others.
+
+        By the time of a token, where all calls state their tokens.
+        """
+        by_token = all(work.tokens for work in compared.values())
+
+        def excess_ns(process: int) -> int:
+            """Return by how much a process is longer than the others are, with its tokens."""
+            work, others = compared[process], [w for p, w in compared.items() if p != process]
+            if not by_token:
+                return work.own_ns - middle(other.own_ns for other in others)
+            each = middle(other.own_ns * 1000 // (other.tokens or 1) for other in others)
+            return work.own_ns - each * (work.tokens or 0) // 1000
+
+        slowest = max(candidates, key=excess_ns)
+        work = compared[slowest]
+        kind: CauseKind = "slow-replica" if self._is_replica(slowest) else "slow-rank"
+        longer_ns = excess_ns(slowest)
+        if not self._is_slow(work.own_ns, longer_ns):
+            if not by_token:
+                return None
+            slowest = max(candidates, key=lambda process: compared[process].tokens or 0)
+            work = compared[slowest]
+            usual = middle(w.tokens or 0 for p, w in compared.items() if p != slowest)
+            longer_ns = work.own_ns - middle(w.own_ns for p, w in compared.items() if p != slowest)
+            if (work.tokens or 0) * 4 < usual * 5 or not self._is_slow(work.own_ns, longer_ns):
+                return None
+            kind = "uneven-batch"
+        others = {process: one for process, one in compared.items() if process != slowest}
+        if self._busy_ns(work) < middle(map(self._busy_ns, others.values())):
+            return None
+        slow = [slowest]
+        host = self._timeline.processes[slowest].info.host
+        if kind != "uneven-batch":
+            usual_ns = work.own_ns - longer_ns
+            slow += (p for p, w in others.items() if not by_token and w.own_ns * 4 >= usual_ns * 5)
+            of_host = {p for p in compared if self._timeline.processes[p].info.host == host}
+            if len(slow) > 1 and of_host == set(slow) and len(of_host) < len(compared):
+                kind = "slow-host"
+        share = longer_ns / work.own_ns
+        cuts = {node: int(self._own_ns[node] * share) for p in slow for node in compared[p].nodes}
+        return Suspect(
+            kind,
+            self._saves(cuts),
+            longer_ns,
+            label,
+            slowest,
+            work.own_ns,
+            work.own_ns - longer_ns,
+            self._others(slowest, compared),
+            evidence=tuple(self._say_work(slowest, slow, compared)),
+            nodes=tuple(cuts),
+        )
+
+    def _is_slow(self, own_ns: int, longer_ns: int) -> bool:
+        return longer_ns * LEAST >= self._window_ns and own_ns * 4 >= (own_ns - longer_ns) * 5
+
+    def _say_work(self, slowest: int, slow: Sequence[int], compared: Mapping[int, Work]) -> Iterator[str]:
+        """Yield its calls and tokens beside the others': more work, or slower work."""
+        others = [work for process, work in compared.items() if process != slowest]
+        work = compared[slowest]
+        if work.tokens and all(other.tokens for other in others):
+            yield f"{work.tokens:,} tokens, the others {middle(other.tokens or 0 for other in others):,}"
+        calls = middle(len(other.nodes) for other in others)
+        each_ns = sum(other.own_ns for other in others) // max(1, sum(len(other.nodes) for other in others))
+        yield (
+            f"{len(work.nodes):,} calls of {duration(work.own_ns // len(work.nodes))} on average, the others "
+            f"{calls:,} of {duration(each_ns)}"
+        )
+        names = [self._timeline.processes[process].name for process in slow if process != slowest]
+        if names:
+            yield f"so it is with {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+
+    def _busy_ns(self, work: Work) -> int:
+        return union_ns((self._graph.start_ns[node], self._graph.end_ns[node]) for node in work.nodes)
+
+    def _is_replica(self, process: int) -> bool:
+        return self._timeline.processes[process].is_replica
+
+    # Tools.
+
+    def _slow_tools(self) -> Iterator[Suspect]:
+        """Yield tools with calls much longer than the others, or with a process slower than the others."""
+        for label, by_process in self._works.items():
+            if is_tool(*label):
+                suspect = self._slow_server(label, by_process) or self._long_calls(label, by_process)
+                if suspect is not None:
+                    yield suspect
+
+    def _took_ns(self, node: int) -> int:
+        return self._timeline.spans[node].dur_ns or 0
+
+    def _slow_server(self, label: Label, by_process: Mapping[int, Work]) -> Suspect | None:
+        """Return the process whose typical call is longer by a quarter than the others'."""
+        if len(by_process) < 2:
+            return None
+        each = {process: middle(map(self._took_ns, work.nodes)) for process, work in by_process.items()}
+        slowest = max(each, key=lambda process: each[process])
+        usual_ns = middle(ns for process, ns in each.items() if process != slowest)
+        if len(by_process[slowest].nodes) < 2 or each[slowest] * 4 < usual_ns * 5:
+            return None
+        return self._calls(label, by_process[slowest].nodes, usual_ns, slowest, self._others(slowest, each))
+
+    def _long_calls(self, label: Label, by_process: Mapping[int, Work]) -> Suspect | None:
+        nodes = [node for work in by_process.values() for node in work.nodes]
+        usual_ns = middle(map(self._took_ns, nodes))
+        long = [node for node in nodes if self._took_ns(node) >= _LONG * max(1, usual_ns)]
+        if not long or len(long) * 3 > len(nodes):
+            return None
+        places = {self._timeline.spans[node].process for node in long}
+        process = places.pop() if len(places) == 1 else None
+        return self._calls(label, long, usual_ns, process, "in its other calls")
+
+    def _calls(
+        self, label: Label, nodes: Sequence[int], usual_ns: int, process: int | None, beside: str
+    ) -> Suspect | None:
+        cuts = {node: self._took_ns(node) - usual_ns for node in nodes if self._took_ns(node) > usual_ns}
+        ns = self._saves(cuts)
+        if ns is None or ns * LEAST_OF_CALLS < self._window_ns:
+            return None
+        longest = max(cuts, key=lambda node: cuts[node])
+        span = self._timeline.spans[longest]
+        evidence = (f"{len(cuts):,} of its calls were longer",) if len(cuts) > 1 else ()
+        return Suspect(
+            "slow-tool", ns, sum(cuts.values()), label, process, self._took_ns(longest), usual_ns, beside,
+            span.trajectory, span.turn, evidence, nodes=tuple(cuts),
+        )  # fmt: skip
+
+    # Trajectories.
+
+    def _late_trajectories(self) -> Iterator[Suspect]:
+        """Yield the last tenth of the trajectories if the others waited for 15 % of the rollout, by what the
+        last of them did for longer than the others.
+        """
+        timeline, graph = self._timeline, self._graph
+        roots = [
+            node
+            for node, span in enumerate(timeline.spans)
+            if span.stage == "trajectory"
+            and span.end_ns is not None
+            and timeline.consumes(span)
+            and not span.cancelled
+            and timeline.processes[span.process].aligned
+        ]
+        if len(roots) < ENOUGH:
+            return
+        roots.sort(key=lambda node: timeline.spans[node].end_ns or 0)
+        *_, last = roots
+        first = len(roots) - -(-len(roots) // 10)
+        others, latest = roots[:first], roots[first:]
+        ends = [timeline.spans[node].end_ns or 0 for node in roots]
+        begun_ns = min(timeline.spans[node].start_ns for node in roots)
+        held_ns = ends[-1] - ends[first - 1]
+        if held_ns * 100 < 15 * (ends[-1] - begun_ns) or held_ns * LEAST < self._window_ns:
+            return
+        usual_ns = middle(self._took_ns(node) for node in others)
+        cuts = {node: self._took_ns(node) - usual_ns for node in latest if self._took_ns(node) > usual_ns}
+        usual_begin_ns = middle(graph.start_ns[node] for node in others)
+        sooner = {
+            node: later_ns for node in latest if (later_ns := graph.start_ns[node] - usual_begin_ns) > 0
+        }
+        known = any(self._replay.has(node) for node in latest)
+        ns = self._replay.saves_by_ns(cuts, sooner) if known else None
+        if ns is not None and ns * LEAST < self._window_ns:
+            return
+        span = timeline.spans[last]
+        usual = [timeline.spans[node].trajectory for node in others]
+        label, took_ns, often_ns = self._longest_part(span.trajectory, usual)
+        waits = any(
+            other.waits for other, own in zip(timeline.spans, self._labels, strict=True) if own == label
+        )
+        kind: CauseKind = "long-trajectory"
+        if label is not None and took_ns - often_ns > sooner.get(last, 0):
+            kind = "slow-tool" if is_tool(*label) else "queue" if waits else kind
+        ended = f"ended {duration(held_ns)} after the others"
+        evidence = [f"the last {len(latest)} of {len(roots)} trajectories {ended}"]
+        if sooner.get(last, 0) > took_ns - often_ns:
+            evidence.append(f"it began {duration(sooner[last])} later")
+        elif label is not None:
+            often = f"{duration(often_ns)} in the others"
+            evidence.append(f"{' '.join(label)} took {duration(took_ns)} of it, {often}")
+        of_part = kind != "long-trajectory"
+        yield Suspect(
+            kind,
+            ns,
+            held_ns,
+            label if of_part else (span.role, span.stage),
+            None,
+            took_ns if of_part else self._took_ns(last),
+            often_ns if of_part else usual_ns,
+            "in the other trajectories" if of_part else "the others",
+            span.trajectory,
+            evidence=tuple(evidence),
+            nodes=tuple(latest),
+        )
+
+    def _longest_part(
+        self, trajectory: str | None, others: Sequence[str | None]
+    ) -> tuple[Label | None, int, int]:
+        """Return the stage that a trajectory has more of than the others, its time, and the usual one."""
+        times: dict[str | None, Counter[Label]] = {name: Counter() for name in (trajectory, *others)}
+        for node, span in enumerate(self._timeline.spans):
+            if span.trajectory in times and span.stage not in _OWN:
+                times[span.trajectory][self._labels[node]] += self._own_ns[node]
+        usual = {label: middle(times[other][label] for other in others) for label in times[trajectory]}
+        label = max(usual, key=lambda label: times[trajectory][label] - usual[label], default=None)
+        if label is None or times[trajectory][label] <= usual[label]:
+            return None, 0, 0
+        return label, times[trajectory][label], usual[label]
+
+    def _saves(self, cuts: Mapping[int, int]) -> int | None:
+        """Return what the step would be shorter by with shorter calls. None if none of them takes part."""
+        if not any(self._replay.has(node) for node in cuts):
+            return None
+        return self._replay.saves_by_ns(cuts)
+
+    def _others(self, process: int, among: Iterator[int] | Mapping[int, object]) -> str:
+        """Return `trainer 0`, or `the others` if there are several."""
+        others = set(among) - {process}
+        return self._timeline.processes[others.pop()].name if len(others) == 1 else "the others"
+
+
+class _Lateness(NamedTuple):
+    """A rank that came late to one meeting."""
+
+    last: int
+    members: tuple[int, ...]
+    late_ns: int
+    label: Label | None
+    """The stage in which it was longer than the others. None if it was late in no call."""
+    took_ns: int
+    usual_ns: int
+    cuts_ns: Mapping[int, int]
+    uneven: bool = False
+
+
+def ranked(suspects: Sequence[Suspect]) -> list[Suspect]:
+    """Return the suspects, the largest saving first."""
+    return sorted(suspects, key=lambda one: (-(one.ns or 0), -one.longer_ns, one.kind, one.label or ("", "")))
+
+
+def _waited_ns(graph: StepGraph) -> dict[int, int]:
+    """Return for how long calls waited for the last of those that end together with them."""
+    return {
+        node: max(0, min(graph.start_ns[graph.last_of[node]], graph.end_ns[node]) - graph.start_ns[node])
+        for members in graph.meetings
+        for node in members
+    }
+
+
+def _is_cut(timeline: Timeline, by_process: Mapping[int, Sequence[int]], cut: Set[str]) -> bool:
+    """Return whether a recording that ended early may lack calls of a stage."""
+    return any(timeline.processes[process].name in cut for process in by_process) and (
+        len({len(nodes) for nodes in by_process.values()}) > 1
+    )
+
+
+def _alike(
+    timeline: Timeline, by_process: Mapping[int, Work]
+) -> list[tuple[Mapping[int, Work], Mapping[int, Work]]]:
+    """Return the processes of a stage that a straggler may be among, and those that it is compared with.
+
+    If a profiler recorded some, these are compared with each other. So are the others; a single one with all.
+    """
+    profiled = {p: work for p, work in by_process.items() if timeline.processes[p].profiled}
+    others = {p: work for p, work in by_process.items() if p not in profiled}
+    if not (profiled and others):
+        return [(by_process, by_process)]
+    groups: list[tuple[Mapping[int, Work], Mapping[int, Work]]] = [
+        (others, others if len(others) > 1 else by_process)
+    ]
+    return [*groups, (profiled, profiled)] if len(profiled) > 1 else groups

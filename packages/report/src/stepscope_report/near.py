@@ -1,0 +1,128 @@
+"""Other captured steps of a run, read for the comparison with a step that took longer than they."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepscope.errors import RecordError
+from stepscope.files.kinds import alike
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest.records import Manifest, ProcessPart
+from stepscope.files.storage.reading import read_records
+from stepscope_report.accounting import Label
+from stepscope_report.cause import StepPath, step_path
+from stepscope_report.formatting import middle
+from stepscope_report.spans import ToolNames, few_names
+from stepscope_report.timeline import Timeline, load_step
+
+_BESIDE = 4
+"""Captured steps whose length is looked at, the nearest ones."""
+_READ = 2
+"""Steps whose spans are read."""
+
+
+class NearStep(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a captured step, by stage. Tools with names are apart."""
+
+    step: int
+    wall_ns: int
+    stages: Mapping[str, float]
+    """{`role/stage`: seconds} of the spans at the top of its owner."""
+    path_ns: Mapping[Label, int]
+    """Own time on the critical path."""
+    call_ns: Mapping[Label, int]
+    """The median time of a call."""
+
+
+def near_step(path: StepPath) -> NearStep:
+    """Return the figures of a step by which others are compared with it."""
+    timeline, graph = path.graph.timeline, path.graph
+    names = ToolNames(timeline)
+    path_ns, calls = Counter[Label](), defaultdict[Label, list[int]](list)
+    for piece in path.pieces:
+        span = graph.span_of(piece.node)
+        if span is not None and piece.kind != "not known":
+            path_ns[names.label_of(span)] += piece.wall_ns
+    for span in timeline.spans:
+        if span.dur_ns is not None:
+            calls[names.label_of(span)].append(span.dur_ns)
+    return NearStep(
+        step=timeline.step,
+        wall_ns=timeline.window.wall_ns,
+        stages=top_stages(timeline),
+        path_ns=path_ns,
+        call_ns={label: middle(times) for label, times in calls.items()},
+    )
+
+
+def top_stages(timeline: Timeline) -> dict[str, float]:
+    """Return {`role/stage`: seconds} of the spans at the top of the owner, as the recorder's lines do."""
+    stages = Counter[str]()
+    for span in timeline.spans:
+        is_top = span.parent is None or timeline.spans[span.parent].process != span.process
+        if span.process == 0 and is_top and span.dur_ns is not None:
+            stages[f"{span.role}/{span.stage}"] += span.dur_ns
+    return {stage: ns / 1e9 for stage, ns in stages.items()}
+
+
+class Neighbours:
+    """The captured steps of runs. What is read of them is kept for the next one."""
+
+    def __init__(self) -> None:
+        self._walls: dict[tuple[Path, str], int | None] = {}
+        self._read: dict[tuple[Path, str], NearStep | None] = {}
+
+    def of(self, folder: Path, timeline: Timeline) -> Sequence[NearStep]:
+        """Return the nearest captured steps of a step's kind, if it took longer than they.
+
+        The spans of others are read for such a step alone.
+        """
+        stages = top_stages(timeline)
+        read = (self._step(root, timeline.run_id) for root in self.shorter(folder, timeline)[:_READ])
+        return tuple(step for step in read if step is not None and alike(step.stages, stages))
+
+    def shorter(self, folder: Path, timeline: Timeline) -> list[Path]:
+        """Return the folders of near captured steps that took less. Empty if most of them took as long."""
+        run = RunLayout(folder.absolute().parent)
+        others = sorted(
+            (number for number in run.steps() if number != timeline.step),
+            key=lambda number: (abs(number - timeline.step), number),
+        )[:_BESIDE]
+        roots = [run.step(number).root for number in others]
+        walls = {root: wall for root in roots if (wall := self._wall_ns(root, timeline.run_id)) is not None}
+        shorter = [root for root, wall in walls.items() if is_longer(timeline.window.wall_ns, wall)]
+        return shorter if timeline.window.closed and len(shorter) * 2 >= len(walls) else []
+
+    def _wall_ns(self, root: Path, run_id: str) -> int | None:
+        """Return the length of a step by its manifest. None for one of another run, or without an end."""
+        if (root, run_id) not in self._walls:
+            layout = StepLayout(root)
+            whole = read_records([layout.manifest], Manifest)
+            parts = [part for manifest in whole for part in manifest.processes]
+            parts = parts or read_records(layout.processes.glob("*.json"), ProcessPart)
+            took = [
+                part.closed.mono_ns - part.opened.mono_ns
+                for part in parts
+                if part.owner and part.run_id == run_id
+                if part.closed is not None and part.error is None and part.ended_by is None
+            ]
+            self._walls[root, run_id] = took[0] if took else None
+        return self._walls[root, run_id]
+
+    def _step(self, root: Path, run_id: str) -> NearStep | None:
+        if (root, run_id) not in self._read:
+            try:
+                timeline, _ = few_names(load_step(root, run_id=run_id))
+                self._read[root, run_id] = near_step(step_path(timeline))
+            except RecordError:
+                self._read[root, run_id] = None
+        return self._read[root, run_id]
+
+
+def is_longer(ns: int, usual_ns: int) -> bool:
+    """Return whether a step took longer than usual by a tenth."""
+    return ns * 10 >= usual_ns * 11

@@ -1,0 +1,353 @@
+"""The cause of a slow step, in one sentence: the first line of a report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.files.uncaptured import comparable
+from stepscope_report.accounting import Label
+from stepscope_report.cause import LEAST_OF_CALLS, CauseKind, StepPath, Suspect, ranked, suspects_of
+from stepscope_report.formatting import count, duration, middle, numbers
+from stepscope_report.near import NearStep, is_longer, near_step, top_stages
+from stepscope_report.section import Section, Sources
+from stepscope_report.sections.baseline import BASELINE, Baseline
+from stepscope_report.sections.breakdown import BREAKDOWN
+from stepscope_report.sections.health import cut_processes
+from stepscope_report.sections.long_tail import LONG_TAIL
+from stepscope_report.spans import MOVES_WEIGHTS, ToolNames, is_tool
+from stepscope_report.timeline import Timeline
+
+OTHERS = 4
+"""Further causes that are kept."""
+
+
+class CauseProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """The process in which something was slow."""
+
+    name: str
+    role: str
+    rank: int | None
+    host: str
+
+
+class OtherCause(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that took longer than the same elsewhere."""
+
+    kind: CauseKind
+    ns: int | None
+    """Time that the step would be shorter by without it: a replay of the critical path. None if nothing tells
+    whether the step waited for it."""
+    longer_ns: int
+    """Time by which it was longer itself."""
+    took_ns: int | None
+    """Its own time; None for what no span says."""
+    usual_ns: int | None
+    """The time of the same elsewhere, as the sentence says where."""
+    process: CauseProcess | None
+    role: str | None
+    stage: str | None
+    """The stage; of a tool, its name."""
+    trajectory: str | None
+    turn: int | None
+    sentence: str
+    evidence: tuple[str, ...]
+
+
+class Cause(OtherCause, frozen=True, kw_only=True):
+    """The cause of a slow step."""
+
+    others: tuple[OtherCause, ...] = ()
+    """The next causes. Savings do not add up."""
+
+
+class Explained(NamedTuple):
+    """The suspects of a step, and its neighbours."""
+
+    suspects: Sequence[Suspect]
+    unexplained_ns: int | None
+    """The part of its excess that no stage explains. None if there is nothing to compare it with."""
+    usual_ns: int | None
+    excess_ns: int | None
+    steps: Sequence[int]
+    """The neighbours."""
+
+
+def explain(
+    timeline: Timeline,
+    path: StepPath,
+    suspects: list[Suspect],
+    baseline: Baseline | None,
+    near: Sequence[NearStep] = (),
+    profiler_ns: int = 0,
+) -> Explained:
+    """Return what took longer than its like in this step, or than in the steps beside it.
+
+    Args:
+        suspects: Of the step alone.
+        baseline: Its uncaptured neighbours.
+        near: Captured neighbours.
+        profiler_ns: Time that profilers took inside the step.
+    """
+    window_ns = max(1, timeline.window.wall_ns)
+    usual_ns, steps = _usual(timeline, baseline, near)
+    found = list(suspects)
+    if profiler_ns * LEAST_OF_CALLS >= window_ns:
+        found.append(Suspect("profiler", profiler_ns, profiler_ns))
+    if usual_ns is None:
+        return Explained(ranked(found), None, None, None, ())
+    excess_ns = window_ns - usual_ns
+    if not is_longer(window_ns, usual_ns) or not _is_unusual(window_ns, baseline, near):
+        return Explained(ranked(found), max(0, excess_ns), usual_ns, excess_ns, steps)
+    grown = list(_grown(path, near) if near else _grown_at_the_top(timeline, baseline))
+    grown = [one for one in grown if one.longer_ns * LEAST_OF_CALLS >= window_ns]
+    within = [] if near else found
+    """Causes that are known to be none in the neighbours, as far as anybody can tell."""
+    explained_ns = max([sum(one.longer_ns for one in grown), *(one.ns or 0 for one in within)])
+    found += [one for one in grown if not _is_known(one, found, within)]
+    unexplained_ns = max(0, excess_ns - explained_ns)
+    if unexplained_ns * 2 > excess_ns:
+        found.append(Suspect("unexplained", unexplained_ns, unexplained_ns))
+    grows = {one.label for one in grown}
+    ordered = ranked(found)
+    if near:  # what is as long in its neighbours does not explain why this one is longer
+        ordered.sort(key=lambda one: one.kind not in ("unexplained", "profiler") and one.label not in grows)
+    return Explained(ordered, unexplained_ns, usual_ns, excess_ns, steps)
+
+
+def _usual(
+    timeline: Timeline, baseline: Baseline | None, near: Sequence[NearStep]
+) -> tuple[int | None, Sequence[int]]:
+    if baseline is not None and baseline.alike and baseline.excess_ns is not None:
+        return baseline.p50_ns, baseline.steps
+    if near and timeline.window.closed:
+        return middle(step.wall_ns for step in near), [step.step for step in near]
+    return None, ()
+
+
+def _is_unusual(window_ns: int, baseline: Baseline | None, near: Sequence[NearStep]) -> bool:
+    """Return whether the step is longer than nine tenths of its neighbours."""
+    if baseline is not None and baseline.alike and baseline.excess_ns is not None:
+        return window_ns > baseline.p90_ns
+    return all(is_longer(window_ns, step.wall_ns) for step in near)
+
+
+def _is_known(grown: Suspect, found: Sequence[Suspect], within: Sequence[Suspect]) -> bool:
+    """Return whether a stage is a cause already, or one within the step explains half of its growth."""
+    half = any((one.ns or 0) * 2 >= grown.longer_ns for one in within)
+    return half or any(one.label == grown.label for one in found)
+
+
+def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
+    """Yield the stages that take more of the critical path than in the neighbours."""
+    timeline, graph = path.graph.timeline, path.graph
+    own, names = near_step(path), ToolNames(timeline)
+    steps = numbers(step.step for step in near)
+    before = all(step.step < timeline.step for step in near)
+    beside = "in the steps before" if before else "in the steps near it"
+    for label, ns in own.path_ns.items():
+        usual_ns = middle(step.path_ns.get(label, 0) for step in near)
+        if ns <= usual_ns:
+            continue
+        nodes = [
+            node for node, span in enumerate(timeline.spans)
+            if span.dur_ns is not None and names.label_of(span) == label
+        ]  # fmt: skip
+        times = [step.call_ns[label] for step in near if label in step.call_ns]
+        longest = max(nodes, key=lambda node: timeline.spans[node].dur_ns or 0, default=None)
+        on_path = Counter[int]()
+        for piece in path.pieces:
+            span = graph.span_of(piece.node)
+            if span is not None and names.label_of(span) == label:
+                on_path[piece.node] += piece.wall_ns
+        node = max(on_path, key=lambda node: on_path[node]) if on_path else longest
+        if node is None:
+            continue
+        call, usual_call_ns = timeline.spans[node], middle(times) if times else 0
+        places = {timeline.spans[one].process for one in on_path}
+        yield Suspect(
+            _kind_of(label, waits=call.waits),
+            ns - usual_ns,
+            ns - usual_ns,
+            label,
+            call.process if len(places) == 1 else None,
+            call.dur_ns,
+            usual_call_ns,
+            beside,
+            call.trajectory,
+            call.turn,
+            (f"{duration(ns)} of the critical path, {duration(usual_ns)} in step {steps}",),
+            nodes=(node,),
+        )
+
+
+def _grown_at_the_top(timeline: Timeline, baseline: Baseline | None) -> Iterator[Suspect]:
+    """Yield the stages at the top of the owner that took longer than in the recorder's lines."""
+    used = [step for step in comparable(timeline.uncaptured) if step.stages and step.step != timeline.step]
+    if not used or baseline is None:
+        return
+    for name, seconds in top_stages(timeline).items():
+        usual_ns = middle(round(step.stages.get(name, 0.0) * 1e9) for step in used)
+        took_ns = round(seconds * 1e9)
+        role, _, stage = name.partition("/")
+        if took_ns > usual_ns:
+            longer_ns = took_ns - usual_ns
+            yield Suspect(
+                _kind_of((role, stage)), longer_ns, longer_ns, (role, stage), 0, took_ns, usual_ns,
+                f"in {count(len(used), 'step')} near it",
+            )  # fmt: skip
+
+
+def _kind_of(label: Label, *, waits: bool = False) -> CauseKind:
+    if is_tool(*label):
+        return "slow-tool"
+    if waits:
+        return "queue"
+    return "weight-sync" if MOVES_WEIGHTS.search(label[1]) else "slow-stage"
+
+
+def step_cause(timeline: Timeline, explained: Explained) -> Cause | None:
+    """Return the cause of a slow step. None if nothing is out of the ordinary."""
+    if not explained.suspects:
+        return None
+    names = ToolNames(timeline)
+    first, *others = (_other(timeline, one, names) for one in explained.suspects[: OTHERS + 1])
+    fields = {name: getattr(first, name) for name in first.__struct_fields__}
+    fields["sentence"] = f"{_say_length(timeline, explained)}: {first.sentence}"
+    return Cause(**fields, others=tuple(others))
+
+
+def _other(timeline: Timeline, suspect: Suspect, names: ToolNames) -> OtherCause:
+    process = None if suspect.process is None else timeline.processes[suspect.process]
+    label = suspect.label
+    return OtherCause(
+        kind=suspect.kind,
+        ns=suspect.ns,
+        longer_ns=suspect.longer_ns,
+        took_ns=suspect.took_ns,
+        usual_ns=suspect.usual_ns,
+        process=None
+        if process is None
+        else CauseProcess(
+            name=process.name, role=process.info.role, rank=process.info.rank, host=process.info.host
+        ),
+        role=None if label is None else label[0],
+        stage=None if label is None else names.parts(label)[1] or label[1],
+        trajectory=suspect.trajectory,
+        turn=suspect.turn,
+        sentence=_say(timeline, suspect),
+        evidence=suspect.evidence,
+    )
+
+
+def _say_length(timeline: Timeline, explained: Explained) -> str:
+    """Return `1.16 s, 853 ms longer than usual`, or `1.16 s (usual: 1.15 s)`."""
+    took = duration(timeline.window.wall_ns)
+    if explained.usual_ns is None or explained.excess_ns is None:
+        return took
+    if is_longer(timeline.window.wall_ns, explained.usual_ns):
+        return f"{took}, {duration(explained.excess_ns)} longer than usual"
+    return f"{took} (usual: {duration(explained.usual_ns)})"
+
+
+def _say(timeline: Timeline, suspect: Suspect) -> str:
+    """Return what was slow, beside what, and where."""
+    if suspect.kind == "profiler":
+        return f"profilers took {duration(suspect.ns)} of it"
+    if suspect.kind == "unexplained":
+        return f"no recorded stage explains {duration(suspect.ns)} of it"
+    what, where = _what(timeline, suspect), _where(timeline, suspect)
+    if suspect.took_ns is None:
+        return f"{what}{_waited(suspect)}"
+    usual = duration(suspect.usual_ns)
+    beside = f"{usual} {suspect.beside}" if suspect.beside.startswith("in ") else f"{suspect.beside}: {usual}"
+    return f"{what} took {duration(suspect.took_ns)} ({beside}){where}{_waited(suspect)}"
+
+
+def _what(timeline: Timeline, suspect: Suspect) -> str:
+    if suspect.label is None:
+        process = "" if suspect.process is None else timeline.processes[suspect.process].name
+        stage = " ".join(suspect.awaited_in or ())
+        return f"{process} began {stage} {duration(suspect.longer_ns)} after {suspect.beside}"
+    role, stage = suspect.label
+    if suspect.kind == "slow-tool":
+        return f"tool {stage.removeprefix('tool ')}"
+    if suspect.kind == "long-trajectory" and suspect.trajectory is not None:
+        return f"trajectory {suspect.trajectory}"
+    return f"{role} {stage}"
+
+
+def _where(timeline: Timeline, suspect: Suspect) -> str:
+    if suspect.process is None:
+        return ""
+    process, hosts = timeline.processes[suspect.process], {one.info.host for one in timeline.processes}
+    if suspect.kind == "slow-host":
+        return f", on host {process.info.host}"
+    if suspect.kind == "slow-stage" and process.owner:
+        return ""
+    return f", on {process.name}" + (f" of host {process.info.host}" if len(hosts) > 1 else "")
+
+
+def _waited(suspect: Suspect) -> str:
+    """Return what the step would be shorter by, where that is not the time itself."""
+    if suspect.ns is None:
+        return "; whether the step waited for it is not known"
+    met = suspect.label is not None and suspect.awaited_in is not None
+    waited = f", and the others waited in {' '.join(suspect.awaited_in or ())}" if met else ""
+    longer = [suspect.longer_ns]
+    if suspect.took_ns is not None and suspect.usual_ns is not None:
+        longer.append(suspect.took_ns - suspect.usual_ns)
+    if any(abs(suspect.ns - ns) * 10 <= ns for ns in longer):
+        return waited
+    return f"{waited}; without that the step were {duration(suspect.ns)} shorter"
+
+
+def _explained(sources: Sources) -> Explained:
+    return explain(
+        sources.timeline,
+        sources.path,
+        sources.value_of(SUSPECTS),
+        sources.value_of(BASELINE),
+        sources.near,
+        sum(line.wall_ns for line in sources.value_of(BREAKDOWN).lines if line.kind == "profiler"),
+    )
+
+
+def _suspects(sources: Sources) -> list[Suspect]:
+    tail = sources.value_of(LONG_TAIL)
+    slowed = tail is not None and tail.trajectories > 0 and tail.last_profiled == tail.last
+    return suspects_of(sources.path, cut_processes(sources.timeline), tail=not slowed)
+
+
+SUSPECTS = Section(
+    name="_suspects",
+    compute=_suspects,
+)
+PARTS: Section[Sequence[OtherCause]] = Section(
+    name="_parts",
+    compute=lambda sources: tuple(
+        _other(sources.timeline, one, ToolNames(sources.timeline)) for one in sources.value_of(SUSPECTS)
+    ),
+)
+"""The causes within the step, for advice."""
+_EXPLAINED = Section(name="_explained", compute=_explained)
+CAUSE = Section(
+    name="cause",  # drawn in the head of the report
+    compute=lambda sources: step_cause(sources.timeline, sources.value_of(_EXPLAINED)),
+)
+UNEXPLAINED = Section(
+    name="unexplained_ns",
+    compute=lambda sources: sources.value_of(_EXPLAINED).unexplained_ns,
+)
+
+
+def cause_of(timeline: Timeline, near: Sequence[NearStep] = ()) -> Cause | None:
+    """Return the cause of a slow step, as its report has it.
+
+    Args:
+        near: Other captured steps of its kind, from `Neighbours`.
+    """
+    return Sources(timeline, None, near).value_of(CAUSE)

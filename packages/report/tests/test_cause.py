@@ -1,0 +1,314 @@
+"""The cause of a slow step is the culprit that was planted, in time, place and name, and not who waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from packages.report.tests.commands import Command
+from packages.report.tests.steps import MS, close, printed
+from stepscope.files.layout import RunLayout
+from stepscope.files.recorder import StepLine
+from stepscope.testing.steps import FakeProcess, StepFolder
+from stepscope_report import StepReport, step_report
+from stepscope_report.brief import brief_text, step_brief
+from stepscope_report.html.step_page import render_step
+from stepscope_report.near import Neighbours
+from stepscope_report.sections.cause import Cause
+from stepscope_report.timeline import load_step
+
+
+def reported(folder: StepFolder) -> StepReport:
+    return step_report(load_step(folder.write()))
+
+
+def cause_of(folder: StepFolder) -> Cause:
+    cause = reported(folder).cause
+    assert cause is not None
+    return cause
+
+
+def ranks(
+    root: Path, number: int, work_ms: Callable[[int], int], *, host: Callable[[int], str] = lambda _: "a"
+) -> StepFolder:
+    """Ranks that each capture the step for themselves: they work in `forward`, and meet in `all_reduce`."""
+    folder = StepFolder(root)
+    trainers = [folder.process("trainer", rank, owner=True, host=host(rank)) for rank in range(number)]
+    at_ms = 5
+    for _ in range(3):
+        met_ms = at_ms + max(map(work_ms, range(number))) + 2
+        for rank, trainer in enumerate(trainers):
+            trainer.span("forward", at_ms * MS, (at_ms + work_ms(rank)) * MS)
+            trainer.span("all_reduce", (at_ms + work_ms(rank)) * MS, met_ms * MS)
+        at_ms = met_ms + 1
+    close(folder, (at_ms + 5) * MS)
+    return folder
+
+
+@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_for_which_others_wait_in_a_collective_is_named_with_its_stage(
+    tmp_path: Path, number: int, late: int
+) -> None:
+    """Those that wait are longer in `all_reduce`, by as much: 3 x 180 ms."""
+    cause = cause_of(ranks(tmp_path, number, lambda rank: 280 if rank == late else 100))
+    assert cause.process is not None
+    assert (cause.kind, cause.process.rank, cause.process.host) == ("late-rank", late, "a")
+    assert (cause.role, cause.stage) == ("trainer", "forward")
+    assert (cause.ns, cause.took_ns, cause.usual_ns) == (540 * MS, 840 * MS, 300 * MS)
+
+
+def test_no_advice_names_a_rank_that_waits(tmp_path: Path) -> None:
+    report = reported(ranks(tmp_path, 2, lambda rank: 280 if rank else 100))
+    (advice,) = (advice for advice in report.advice if advice.rule == "straggler")
+    assert advice.what == "trainer 1 is slower than the others in trainer forward"
+    assert report.cause is not None
+    assert advice.saves_ns == report.cause.ns == 540 * MS
+
+
+def test_a_rank_that_is_late_in_no_call_began_late(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    trainers = [folder.process("trainer", rank, owner=True) for rank in range(2)]
+    for rank, trainer in enumerate(trainers):
+        trainer.span("forward", 10 * MS, 110 * MS)
+        trainer.span("all_reduce", (630 if rank else 110) * MS, 640 * MS)
+    close(folder, 650 * MS)
+    cause = cause_of(folder)
+    assert cause.process is not None
+    assert (cause.kind, cause.process.rank, cause.stage, cause.ns) == ("late-rank", 1, None, 520 * MS)
+    assert "trainer 1 began trainer all_reduce 520 ms after trainer 0" in cause.sentence
+
+
+def test_a_rank_with_more_tokens_has_an_uneven_batch(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    trainers = [folder.process("trainer", rank, owner=True) for rank in range(4)]
+    for rank, trainer in enumerate(trainers):
+        took = 400 if rank == 2 else 200
+        trainer.span("forward", 0, took * MS, attrs={"tokens": took * 10})
+        trainer.span("all_reduce", took * MS, 405 * MS)
+    close(folder, 410 * MS)
+    cause = cause_of(folder)
+    assert cause.process is not None
+    assert (cause.kind, cause.process.rank, cause.ns) == ("uneven-batch", 2, 200 * MS)
+
+
+def called(root: Path, times_ms: list[int], **host: str) -> tuple[StepFolder, list[FakeProcess]]:
+    """A driver that calls `update` on actors with a carrier, each as long as `times_ms` says, and waits."""
+    folder = StepFolder(root)
+    driver = folder.process("trainer", owner=True)
+    actors = [folder.process("actor", rank, host=host.get(f"_{rank}", "a")) for rank in range(len(times_ms))]
+    for actor in actors:
+        driver.measures(actor, 0)
+    step = driver.span("update_actor", 10 * MS, (20 + max(times_ms)) * MS)
+    for actor, took in zip(actors, times_ms, strict=True):
+        actor.span("update", 15 * MS, (15 + took) * MS, link=driver.link(step))
+    close(folder, (30 + max(times_ms)) * MS)
+    return folder, actors
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "saves_ms"),
+    [([600, 400], 200), ([560, 400], 160), ([400, 400, 400, 600], 200), ([400, 420, 380, 410, 600], 180)],
+)
+def test_a_slow_rank_is_compared_with_the_others(tmp_path: Path, times_ms: list[int], saves_ms: int) -> None:
+    folder, _ = called(tmp_path, times_ms)
+    cause = cause_of(folder)
+    slowest = times_ms.index(max(times_ms))
+    assert cause.process is not None
+    assert (cause.kind, cause.process.rank, cause.stage) == ("slow-rank", slowest, "update")
+    assert cause.ns == saves_ms * MS
+
+
+@pytest.mark.parametrize(
+    "times_ms", [[416, 400], [400, 416, 400, 400], [400, 452, 390, 400, 410, 400, 420, 400]]
+)
+def test_equal_ranks_have_no_straggler(tmp_path: Path, times_ms: list[int]) -> None:
+    """Equal loads vary by up to 1.04 of 2 and 4 actors, and 1.13 of 8."""
+    folder, _ = called(tmp_path, times_ms)
+    assert reported(folder).cause is None
+
+
+def test_ranks_of_one_host_that_are_all_slow_are_a_slow_host(tmp_path: Path) -> None:
+    folder, _ = called(tmp_path, [400, 600, 410, 610], _1="b", _3="b")
+    cause = cause_of(folder)
+    assert cause.process is not None
+    assert (cause.kind, cause.process.host) == ("slow-host", "b")
+    assert cause.ns == pytest.approx(200 * MS, rel=0.1)
+
+
+def tools(root: Path, *calls: tuple[str, int, int], step: int = 2, others_ms: int = 20) -> StepFolder:
+    """A step of four trajectories: they generate for 105 ms, then call `search` twice.
+
+    Args:
+        calls: (trajectory, call, ms) of the calls that take something else than `others_ms`.
+    """
+    folder = StepFolder(root, step=step, opened_ns=1_750_000_000_000_000_000 + step * 10**10)
+    driver, worker = folder.process("trainer", owner=True), folder.process("env", 3, host="b")
+    driver.measures(worker, 0)
+    took = {(name, call): ms for name, call, ms in calls}
+    begins = {
+        f"t{number}": [
+            120 + sum(took.get((f"t{number}", one), others_ms) for one in range(call)) for call in range(3)
+        ]
+        for number in range(4)
+    }
+    end_ms = max(times[-1] for times in begins.values())
+    rollout = driver.span("rollout", 10 * MS, (end_ms + 2) * MS)
+    for name, times in begins.items():
+        own = driver.span(
+            "trajectory", 15 * MS, times[-1] * MS, role="agent_loop", parent=rollout, trajectory=name
+        )
+        driver.span("generate", 15 * MS, 120 * MS, role="rollout", parent=own, trajectory=name)
+        for start_ms, until_ms in pairwise(times):
+            worker.span("search", start_ms * MS, until_ms * MS, link=driver.link(own), trajectory=name)
+    driver.span("update", (end_ms + 2) * MS, (end_ms + 202) * MS)
+    close(folder, (end_ms + 210) * MS)
+    return folder
+
+
+def test_one_long_call_of_a_tool_is_named_with_its_place_and_trajectory(tmp_path: Path) -> None:
+    """Without it the step ends 780 ms earlier."""
+    cause = cause_of(tools(tmp_path, ("t2", 1, 800)))
+    assert cause.process is not None
+    assert (cause.kind, cause.stage, cause.trajectory) == ("slow-tool", "search", "t2")
+    assert (cause.process.role, cause.process.rank, cause.process.host) == ("env", 3, "b")
+    assert (cause.ns, cause.took_ns, cause.usual_ns) == (780 * MS, 800 * MS, 20 * MS)
+    assert (
+        cause.sentence == "1.15 s: tool search took 800 ms (20.0 ms in its other calls), on env 3 of host b"
+    )
+
+
+def test_the_first_line_of_each_report_is_the_cause(tmp_path: Path) -> None:
+    timeline = load_step(tools(tmp_path, ("t2", 1, 800)).write())
+    report = step_report(timeline)
+    said = "tool search took 800 ms (20.0 ms in its other calls)"
+    first, *_ = printed(report, 300).strip().splitlines()
+    assert said in first
+    assert said in brief_text(step_brief(report)).splitlines()[0]
+    page = render_step(timeline, report)
+    assert page.index(said) < page.index("<section")
+
+
+def test_a_long_trajectory_is_named_with_what_it_did_longer(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    rollout = driver.span("rollout", 0, 1000 * MS)
+    for number in range(10):
+        name, end_ms = f"t{number}", 990 if number == 4 else 300 + number
+        own = driver.span("trajectory", 0, end_ms * MS, role="agent_loop", parent=rollout, trajectory=name)
+        driver.span("generate", 5 * MS, (end_ms - 5) * MS, role="rollout", parent=own, trajectory=name)
+    close(folder, 1010 * MS)
+    cause = cause_of(folder)
+    assert (cause.kind, cause.trajectory) == ("long-trajectory", "t4")
+    assert cause.ns == (990 - 309) * MS
+    assert any("rollout generate" in line for line in cause.evidence)
+
+
+def test_a_step_without_anything_out_of_the_ordinary_has_no_cause(tmp_path: Path) -> None:
+    report = reported(tools(tmp_path))
+    assert report.cause is None
+    assert report.unexplained_ns is None
+
+
+def seen(folder: StepFolder) -> StepReport:
+    """Return the report of a step beside the other captured ones of its folder."""
+    root = folder.write()
+    timeline = load_step(root)
+    return step_report(timeline, near=Neighbours().of(root, timeline))
+
+
+def test_a_tool_that_is_slow_in_all_calls_is_compared_with_the_steps_before(tmp_path: Path) -> None:
+    """The calls of a trajectory take 2 x 150 ms, and took 2 x 20 ms."""
+    for step in (4, 5):
+        tools(tmp_path, step=step).write()
+    report = seen(tools(tmp_path, step=6, others_ms=150))
+    cause = report.cause
+    assert cause is not None
+    assert (cause.kind, cause.stage, cause.ns) == ("slow-tool", "search", 260 * MS)
+    assert (cause.took_ns, cause.usual_ns, report.unexplained_ns) == (150 * MS, 20 * MS, 0)
+    assert cause.sentence.startswith(
+        "630 ms, 260 ms longer than usual: tool search took 150 ms (20.0 ms in the"
+    )
+
+
+def test_what_is_as_long_in_the_steps_before_is_not_why_a_step_is_longer(tmp_path: Path) -> None:
+    """One call always takes 300 ms more; in the last step, the update takes 400 ms more."""
+    for step in (4, 5):
+        tools(tmp_path, ("t2", 1, 320), step=step).write()
+    folder = tools(tmp_path, ("t2", 1, 320), step=6)
+    folder.processes[0].span("update", 662 * MS, 1062 * MS)
+    close(folder, 1070 * MS)
+    cause = seen(folder).cause
+    assert cause is not None
+    assert (cause.kind, cause.role, cause.stage, cause.ns) == ("slow-stage", "trainer", "update", 400 * MS)
+    assert [other.kind for other in cause.others] == ["slow-tool"]
+
+
+def test_what_no_stage_explains_is_said(tmp_path: Path) -> None:
+    for step in (4, 5):
+        tools(tmp_path, step=step).write()
+    folder = tools(tmp_path, step=6)
+    close(folder, 1370 * MS)
+    report = seen(folder)
+    assert report.cause is not None
+    assert (report.cause.kind, report.cause.ns, report.unexplained_ns) == (
+        "unexplained",
+        1000 * MS,
+        1000 * MS,
+    )
+
+
+def lines(folder: StepFolder, took_ms: int, stages: dict[str, float], number: int = 8) -> None:
+    """The recorder's lines of steps before, and a first one that warms up."""
+    step_lines = [
+        StepLine(
+            step=step - number, start_ns=folder.opened_ns - (number - step) * 10**10, dur_ns=took_ms * MS,
+            stages=stages,
+        )
+        for step in range(number)
+    ]  # fmt: skip
+    path = RunLayout(folder.layout.root.parent).step_lines(folder.run_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in step_lines))
+
+
+def test_a_stage_that_grew_is_found_in_the_recorders_lines(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("generate", 0, 300 * MS, role="rollout")
+    driver.span("sync_weights", 300 * MS, 800 * MS)
+    driver.span("update", 800 * MS, 1000 * MS)
+    close(folder, 1000 * MS)
+    lines(folder, 600, {"rollout/generate": 0.3, "trainer/sync_weights": 0.1, "trainer/update": 0.2})
+    report = reported(folder)
+    assert report.cause is not None
+    assert (report.cause.kind, report.cause.stage, report.cause.ns) == (
+        "weight-sync",
+        "sync_weights",
+        400 * MS,
+    )
+    assert report.unexplained_ns == 0
+
+
+def test_a_tool_that_slept_in_one_step_is_not_billed_to_the_capture(tmp_path: Path) -> None:
+    folder = tools(tmp_path, ("t2", 1, 800))
+    lines(folder, 370, {"trainer/rollout": 0.152, "trainer/update": 0.2})
+    report = reported(folder)
+    assert report.cause is not None
+    assert (report.cause.kind, report.cause.stage, report.unexplained_ns) == ("slow-tool", "search", 0)
+    assert "780 ms longer than usual" in report.cause.sentence
+    assert report.baseline is not None
+    assert report.baseline.cost_ns == 0, "opening and closing took no time"
+
+
+def test_ls_says_why_a_step_was_slow(tmp_path: Path, command: Command) -> None:
+    for step in (4, 5):
+        tools(tmp_path, step=step).write()
+    tools(tmp_path, step=6, others_ms=150).write()
+    rows = command("ls", tmp_path, "--json").json
+    assert [row["cause"] and row["cause"]["kind"] for row in rows] == [None, None, "slow-tool"]
+    assert "step 6: 630 ms, 260 ms longer than usual: tool search took 150 ms" in command("ls", tmp_path).out
