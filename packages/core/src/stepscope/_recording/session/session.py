@@ -17,25 +17,35 @@ from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
+from stepscope._recording.counters.log import CounterLog
+from stepscope._recording.counters.sampler import Sampler
 from stepscope._recording.output import exporter
 from stepscope._recording.output.manifest_part import ManifestPart
 from stepscope._recording.process import clock, failures, run, shutdown
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.hardware import read_hardware
 from stepscope._recording.session import budget, selection
-from stepscope._recording.session.files import close_counters, close_spans, counters_of
 from stepscope._recording.session.libraries import LIBRARY, library_loaded
 from stepscope._recording.session.profiler_windows import OnArtifact, Windows
 from stepscope._recording.spans import redaction
-from stepscope._recording.spans.log import SpanLog
+from stepscope._recording.spans.log import SpanLog, span_cost_ns
 from stepscope._recording.spans.span import mark, mark_consumed
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler, settings
 from stepscope.errors import BackendError, ours
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Absent, Ending, Hardware, OpenedBy, ProcessPart, awaited
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest.records import (
+    Absent,
+    Ending,
+    Expectation,
+    Hardware,
+    OpenedBy,
+    ProcessPart,
+    State,
+    awaited,
+)
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import STEP_TOKENS
 
@@ -114,7 +124,7 @@ class Session:
             limit=config.budget.spans,
             redact=config.redact,
         )
-        self._counters = counters_of(config, self.layout, self.log, self.manifest_part, number)
+        self._counters = _counters_of(config, self.layout, self.log, self.manifest_part, number)
         self._replicas: set[str] = set()
         """Engines whose counters are sampled."""
         self.forks = 0
@@ -308,9 +318,9 @@ class Session:
         if ending is not None:
             error = redaction.error_of(ending.error, self.config.redact)
             self.manifest_part.update(ended_by=ending.by, error=error)
-        close_spans(self.log, self.manifest_part, ended, self.config.budget.spans, discard)
+        _close_spans(self.log, self.manifest_part, ended, self.config.budget.spans, discard)
         if self._counters is not None:
-            close_counters(self._counters, self.manifest_part, ended, discard)
+            _close_counters(self._counters, self.manifest_part, ended, discard)
         listed = sys.modules.get("stepscope._recording.instrument.configured")
         if listed is not None and self.config.instrument:
             listed.enter(self.manifest_part)
@@ -371,6 +381,80 @@ class Session:
     def advance(self) -> None:
         if self._windows is not None:
             self._windows.advance()
+
+
+def _counters_of(
+    config: ProfileConfig, layout: StepLayout, spans: SpanLog, part: ManifestPart, number: int
+) -> CounterLog | None:
+    """Return the counters of a session; None without a rate (`counters: off`)."""
+    if not config.counters.hz:
+        return None
+    from stepscope._recording.counters.catalogue import openers  # import time: 15 ms
+
+    record = part.record
+    return CounterLog(
+        layout.counters_of(record.process, record.run_id, number),
+        Sampler(openers(spans, str(layout.root.absolute()), owner=record.owner)),
+        process=record.process,
+        step=record.step,
+        run_id=record.run_id,
+        hz=config.counters.hz,
+    )
+
+
+def _close_counters(log: CounterLog, part: ManifestPart, ended: ClockAnchor, discard: str | None) -> None:
+    """End the counter file, and enter its outcome and its cost into this process' part of the manifest."""
+    log.close(ended)
+    part.expect(_outcome_of_counters(log, discard))
+    part.spend(counters_ns=log.sampler.cpu_ns)
+
+
+def _outcome_of_counters(log: CounterLog, discard: str | None) -> Expectation:
+    """Return the entry. A counter that this machine lacks is a note on it, and no problem."""
+    notes = tuple(
+        f"no counters of {source}: {reason}" for source, reason in sorted(log.sampler.absent.items())
+    )
+    if log.failed is not None:
+        state: State = "partial" if log.samples else "failed"
+        return Expectation(name="counters", kind="counters", state=state, reason=log.failed, notes=notes)
+    if not log.began:
+        reason = discard or "the capture was ended before it began"
+        return Expectation(name="counters", kind="counters", state="skipped", reason=reason, notes=notes)
+    if log.dropped:
+        reason = f"{log.dropped} samples were dropped: a file holds {log.samples}"
+        return Expectation(name="counters", kind="counters", state="partial", reason=reason, notes=notes)
+    return Expectation(name="counters", kind="counters", state="ok", notes=notes)
+
+
+def _close_spans(
+    log: SpanLog, part: ManifestPart, ended: ClockAnchor, limit: int, discard: str | None
+) -> None:
+    """End the span file, and enter its outcome and its cost into this process' part of the manifest.
+
+    Args:
+        limit: `budget.spans`, for the reason of dropped spans.
+        discard: The reason why the recordings are unwanted; None to keep them.
+    """
+    log.close(ended)
+    # Before the outcome: an export that ends meanwhile writes the part as it is.
+    part.update(spans=log.written, dropped=log.dropped)
+    part.update(roles=tuple(dict.fromkeys((*part.record.roles, *sorted(log.roles)))))
+    if log.failed is not None:
+        part.fail("spans", log.failed, kind="spans")
+    else:
+        part.expect(_outcome_of_spans(log, part, limit, discard))
+    part.spend(spans_ns=log.written * span_cost_ns())
+
+
+def _outcome_of_spans(log: SpanLog, part: ManifestPart, limit: int, discard: str | None) -> Expectation:
+    truncated = next((item.truncated for item in part.record.expected if item.kind == "spans"), None)
+    if not log.began:  # rolled back, or ended by a signal, before there was a file
+        reason = discard or "the capture was ended before it began"
+        return Expectation(name="spans", kind="spans", state="skipped", reason=reason)
+    if log.dropped or truncated:
+        reason = truncated or f"{log.dropped} spans were dropped: budget.spans is {limit}"
+        return Expectation(name="spans", kind="spans", state="partial", reason=reason, truncated=truncated)
+    return Expectation(name="spans", kind="spans", state="ok")
 
 
 def _ending() -> ModuleType:
