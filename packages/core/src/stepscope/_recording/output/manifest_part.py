@@ -206,10 +206,12 @@ class ManifestPart:
             return manifest
 
     def write(self) -> None:
-        """Write the whole part to disk if it has changed. A disk that refuses is noted as a failure."""
+        """Write the whole part to disk, unless it is there as it is now. A disk that refuses is noted as a
+        failure.
+        """
         with self._lock:
             record = self.record
-            if record == self._on_disk:
+            if record == self._on_disk and self._path.exists():
                 return
             try:
                 write_atomic(self._path, msgspec.json.encode(record))
