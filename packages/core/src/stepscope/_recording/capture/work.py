@@ -133,6 +133,7 @@ class CaptureWork:
 
     def _conclude(self, session: Session, closing: Closing) -> None:
         """Write the manifest as it stands now, and act on it. Files that come later fold it again."""
+        session.write_cost()  # before the chores, which read it; what the exporter does follows the close
         if closing.discard is None:
             self._manifest = conclusion.conclude(self._asked, session, self._participants)
         else:
@@ -141,7 +142,6 @@ class CaptureWork:
     def _release(self, session: Session, closing: Closing) -> None:
         """Free the process for the next capture, and queue the work that follows this one."""
         self._claim.free()
-        session.write_cost()  # before the chores, which read it
         pipeline.fold_when_written(session)
         if self._manifest is not None and self._files is not None:
             pipeline.hand_over(self._files, self.result, session)
