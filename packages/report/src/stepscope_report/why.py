@@ -10,6 +10,7 @@ import msgspec
 
 from stepscope.files.states import Frame, OpenSpan, PendingCollective, ProcessState
 from stepscope_report.components import components
+from stepscope_report.formatting import count
 from stepscope_report.open_calls import Process, RayCalls
 from stepscope_report.waiting import (
     Call,
@@ -23,10 +24,13 @@ from stepscope_report.waiting import (
     queue_of,
     rank_of,
     remote_call,
+    say_call,
     say_where,
 )
 
 _NO_ANSWER = "no answer"
+_CIRCLE = 4
+"""Calls that wait for each other which are named."""
 _EDGES = 50
 """Calls, the oldest, that one is taken to wait for where only its stack tells that it waits."""
 
@@ -82,6 +86,30 @@ def why(states: Sequence[ProcessState], fates: Mapping[str, str] | None = None) 
         ),
         silent=tuple(answer.silent.values()),
     )
+
+
+def say_first(answer: Why) -> str:
+    """Return the call that holds the others, in one line."""
+    first = answer.calls[answer.culprits[0]]
+    if answer.circle:
+        circle = [answer.calls[index] for index in answer.culprits[: min(answer.circle, _CIRCLE)]]
+        text = "; ".join(map(say_call, circle))
+        return f"{answer.circle} calls wait for each other: {text}{_say_held(answer.held, 'them')}"
+    if first.kind == "process" and not first.blocks:
+        return f"Others wait for {say_call(first)}{_say_held(answer.held, 'it')}"
+    if first.blocks:
+        return f"Blocks its event loop: {say_call(first)}{_say_held(answer.held, 'this loop')}"
+    return f"Waits for no other call: {say_call(first)}{_say_held(answer.held, 'it')}"
+
+
+def _say_held(held: int, what: str) -> str:
+    return f"; {count(held, 'call')} {'waits' if held == 1 else 'wait'} for {what}" if held else ""
+
+
+def say_held(states: Sequence[ProcessState]) -> str:
+    """Return the first line of the answer; empty without states or calls."""
+    answer = why(states) if states else None
+    return "" if answer is None or not answer.culprits else say_first(answer)
 
 
 class _Answer:

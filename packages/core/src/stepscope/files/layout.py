@@ -132,6 +132,8 @@ class StepLayout:
         self.spans = self.root / "spans"
         self.counters = self.root / "counters"
         self.traces = self.root / "traces"
+        self.states = self.root / "states"
+        """The states of processes at the moment of a hang or a signal."""
         self.otel = self.root / "otel"
         """OTLP JSON files of other tracers. Those of the whole run are in `RunLayout.otel`."""
         self.timeline = self.root / "timeline.json.gz"
@@ -179,6 +181,9 @@ class StepLayout:
 
     def counters_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
         return self.counters / f"{_process_name(process)}_{safe(run_id)}{_again(capture)}.jsonl"
+
+    def state_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
+        return self.states / f"{_process_name(process)}_{safe(run_id)}{_again(capture)}.json"
 
     def finish_log_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
         """Return the log with the output of `finish.command`."""

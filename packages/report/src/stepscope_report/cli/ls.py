@@ -149,7 +149,7 @@ def _row(step: int, timeline: Timeline, size_bytes: int) -> StepRow:
         error=health.user_error,
         recorder=health.recorder,
         warnings=health.warnings,
-        notes=health.notes,
+        notes=(*filter(None, (health.held,)), *health.notes),
         pending=pending,
     )
 

@@ -25,18 +25,18 @@ from stepscope.files.storage.reading import read_records
 from stepscope_report.cli import screen
 from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.cli.find import no_run, read_run
-from stepscope_report.formatting import count, duration, middle
+from stepscope_report.formatting import duration, middle
 from stepscope_report.live import COMPARED, usual_ns
 from stepscope_report.sections.health import say_span, step_health
 from stepscope_report.terminal.layout import listing
 from stepscope_report.timeline import load_step
 from stepscope_report.waiting import say_call
-from stepscope_report.why import Why
+from stepscope_report.why import Why, say_first
 from stepscope_report.why import why as join
 
 POLL_S = 0.1
-_CIRCLE = 4
-"""Calls that wait for each other which are named."""
+_QUIET_S = 1.0
+"""Time after an answer in which the next one comes, where any does."""
 _LOOKS_S = 0.7
 """Time in which every process has looked for the order. Those that expect no other may answer first."""
 
@@ -55,7 +55,7 @@ def why(
     layout = RunLayout(run)
     states = ask(layout, wait)
     if not states:
-        _show_last_step(run)
+        _show_last_step(run, json)
     answer = join(states, fates(states))
     if json:
         screen.show_json(answer)
@@ -71,11 +71,14 @@ def ask(layout: RunLayout, wait_s: float) -> list[ProcessState]:
     path = layout.order(WHY, order_id)
     write_atomic(path, msgspec.json.encode(order))
     folder, began = layout.states(path.stem), time.monotonic()
+    answered, last = 0, began
     with screen.waiting("waiting for answers"):
-        while (waited := time.monotonic() - began) < wait_s:
+        while (now := time.monotonic()) < began + wait_s:
             time.sleep(POLL_S)
             states = _read(folder)
-            if waited > _LOOKS_S and _is_all(states):
+            if len(states) > answered:
+                answered, last = len(states), now
+            if now > began + _LOOKS_S and (_is_all(states) or (states and now > last + _QUIET_S)):
                 break
     states = _read(folder)
     path.unlink(missing_ok=True)
@@ -143,6 +146,10 @@ def render(answer: Why, usual: str) -> Iterator[RenderableType]:
     step = "No step runs" if answer.step_age_ns is None else f"Step {answer.step} runs"
     age = "" if answer.step_age_ns is None else f" for {duration(answer.step_age_ns)}{usual}"
     yield Text(f"{step}{age}. Run {answer.run_id}", style="bold")
+    yield from _calls(answer)
+
+
+def _calls(answer: Why) -> Iterator[RenderableType]:
     if answer.culprits:
         yield Text(say_first(answer), style="bold")
         if answer.beside:
@@ -162,24 +169,6 @@ def render(answer: Why, usual: str) -> Iterator[RenderableType]:
         yield listing("No answer", [f"{name}: {note}" for name in answer.silent])
 
 
-def say_first(answer: Why) -> str:
-    """Return the call that holds the others, in one line."""
-    first = answer.calls[answer.culprits[0]]
-    if answer.circle:
-        circle = [answer.calls[index] for index in answer.culprits[: min(answer.circle, _CIRCLE)]]
-        text = "; ".join(map(say_call, circle))
-        return f"{answer.circle} calls wait for each other: {text}{_say_held(answer.held, 'them')}"
-    if first.kind == "process" and not first.blocks:
-        return f"Others wait for {say_call(first)}{_say_held(answer.held, 'it')}"
-    if first.blocks:
-        return f"Blocks its event loop: {say_call(first)}{_say_held(answer.held, 'this loop')}"
-    return f"Waits for no other call: {say_call(first)}{_say_held(answer.held, 'it')}"
-
-
-def _say_held(held: int, what: str) -> str:
-    return f"; {count(held, 'call')} {'waits' if held == 1 else 'wait'} for {what}" if held else ""
-
-
 def _waiting(answer: Why) -> Iterator[str]:
     for call in answer.calls:
         if call.waits_for:
@@ -189,22 +178,27 @@ def _waiting(answer: Why) -> Iterator[str]:
             yield f"{say_call(call)}; waits for {names}{more}"
 
 
-def _show_last_step(run: Path) -> None:
-    """Show what the last step on disk never ended. Always raise the command's end."""
+def _show_last_step(run: Path, json: bool) -> None:
+    """Show what the last step on disk says of its end. Always raise the command's end."""
     chosen = steps_of_run(RunLayout(run).steps())
     number, layout = max(chosen.steps.items(), default=(0, None))
-    rows: Sequence[str] = ()
+    timeline = None
     if layout is not None:
         with suppress(RecordError):
             timeline = load_step(layout.root, run_id=chosen.run_id)
-            rows = [say_span(row) for row in step_health(timeline).open_spans]
-    if not rows:
+    rows = [] if timeline is None else [say_span(row) for row in step_health(timeline).open_spans]
+    if timeline is not None and timeline.states:
+        answer = join(timeline.states)
+        title = f"Nobody answers. Step {number}, the last on disk, says of its end"
+        screen.show_json(answer) if json else screen.show(Text(title), *_calls(answer))
+    elif rows:
+        screen.show(listing(f"Nobody answers. Step {number}, the last on disk, never ended", rows))
+    else:
         raise CommandError(
             f"no process of the run in {run} answers, and its last step on disk has no open call. "
             f"Fix: {_fix(RunLayout(run))}",
             Exit.INCOMPLETE,
         )
-    screen.show(listing(f"Nobody answers. Step {number}, the last on disk, never ended", rows))
     raise typer.Exit(Exit.INCOMPLETE)
 
 

@@ -28,6 +28,7 @@ from stepscope_report.section import Section, StepFile
 from stepscope_report.table import grouped
 from stepscope_report.timeline import FileProblem, ProcessClock, Span, Timeline
 from stepscope_report.timeline.completeness import doubts
+from stepscope_report.why import say_held
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
@@ -105,6 +106,9 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Number of captures of the step in one process. This is of the last."""
     recorder: Recorded | None = None
     """The event upon which the flight recorder wrote the step, or None if the step was captured."""
+    held: str = ""
+    """The first line of `stepscope why` at the hang or signal upon which the flight recorder wrote the step;
+    empty for others."""
     broken: tuple[FileProblem, ...]
     """Files that are missing or damaged, traces among them if they were read."""
     dropped: int
@@ -142,6 +146,7 @@ def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Healt
         user_error=next((part.error for part in parts if part.error is not None), None),
         captures=timeline.captures,
         recorder=None if manifest is None else manifest.recorder,
+        held=say_held(timeline.states),
         broken=(*timeline.problems, *traces),
         dropped=sum(process.dropped or 0 for process in timeline.processes),
         open_spans=_rows(timeline, _never_ended(timeline)),
@@ -387,8 +392,9 @@ def say_recorder(health: Health) -> str:
     """Return the sentence on a step that the flight recorder wrote. Empty for a captured one."""
     if health.recorder is None:
         return ""
+    held = f"At that moment: {plain(health.held)}. " if health.held else ""
     return (
-        f"Written by the flight recorder ({health.recorder.trigger}: {plain(health.recorder.reason)}). "
+        f"Written by the flight recorder ({health.recorder.trigger}: {plain(health.recorder.reason)}). {held}"
         "It holds spans alone: no profiler ran"
     )
 

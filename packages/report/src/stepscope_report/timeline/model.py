@@ -13,6 +13,7 @@ import msgspec
 from stepscope.files.counters import CounterKind, CounterScope
 from stepscope.files.manifest.records import Manifest, OwnCost
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.states import ProcessState
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.files.values import AttrValue
 
@@ -210,6 +211,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Nearest recorded steps of the same loop that were not captured, in the order of their starts."""
     metrics: dict[str, float] = {}
     """Numbers that the trainer logged of the step, under its own names. Empty: it logged none here."""
+    states: tuple[ProcessState, ...] = ()
+    """The states of processes when a hang or a signal had the flight recorder write the step."""
 
     def since_opening_ns(self, span: Span) -> int | None:
         """Return the time from the opening to the span's start, or None if its process is unaligned."""

@@ -111,6 +111,7 @@ def _files_of(step: StepLayout, run_id: str, parts: Mapping[Path, ProcessPart]) 
             yield sidecar_of(step.root / made.path)
         yield step.spans / f"{path.stem}.jsonl"
         yield step.counters / f"{path.stem}.jsonl"
+        yield step.states / path.name
     yield from step.processes.glob(f"{step.logged(run_id).name}*")
     yield from (step.scalars(run_id), step.metrics(run_id), *own)
 

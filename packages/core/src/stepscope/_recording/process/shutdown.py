@@ -80,21 +80,21 @@ def install() -> None:
         _is_installed = True
     if (
         threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is not _on_sigterm
+        and signal.getsignal(signal.SIGTERM) is not on_sigterm
     ):
         standing = signal.getsignal(signal.SIGTERM)
         if standing is None or standing == signal.SIG_IGN:
             return  # set from C, or ignored on purpose: not ours to change
         _before = standing
-        signal.signal(signal.SIGTERM, _on_sigterm)
+        signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def _at_exit() -> None:
     close_everything(Ending("exit", "the process exited"), EXIT_S)
 
 
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    if after(partial(_on_sigterm, number, frame)):
+def on_sigterm(number: int, frame: FrameType | None) -> None:
+    if after(partial(on_sigterm, number, frame)):
         return
     close_everything(Ending("signal", "the process was terminated (SIGTERM)"), SIGTERM_S)
     if callable(_before):

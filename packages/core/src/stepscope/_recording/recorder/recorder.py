@@ -43,7 +43,7 @@ from stepscope.files.manifest.records import Ending
 from stepscope.files.recorder import Order, OrderedStep, StepLine
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import STEP_TOKENS
-from stepscope.files.states import RayCall
+from stepscope.files.states import ProcessState, RayCall
 from stepscope.files.storage.atomic import write_atomic
 
 if TYPE_CHECKING:
@@ -325,17 +325,13 @@ class Recorder:
         while not self._has_obeyed and time.monotonic() < until:
             time.sleep(_LOOK_S / 4)
 
-    def write_state(self, order_id: str) -> None:
-        """Write what this process does right now. On the calling thread: another one may hang.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+    def state(self) -> ProcessState:
+        """Return what this process does right now."""
         running, session = self.steps.running, slot.session()
         logs = [self.log.open_spans()]
         if session is not None:
             logs.insert(0, cast("list[Span]", session.log.open_spans()))
-        state = state_of(
+        return state_of(
             self.process,
             self.run_id,
             logs,
@@ -344,6 +340,14 @@ class Recorder:
             workers=dict(self.workers),
             sampler=self.sampler,
         )
+
+    def write_state(self, order_id: str) -> None:
+        """Write what this process does right now. On the calling thread: another one may hang.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        state = self.state()
         path, asks_ray = (
             self.layout.state_of(self.process, order_id),
             known_here(bool(self.workers)),
@@ -390,7 +394,7 @@ class Recorder:
             write_atomic(path, msgspec.json.format(msgspec.json.encode(order)))
         except ours(OSError) as error:
             failures.warn("stepscope: the flight recorder's order to the workers is lost: %s", error)
-        writer = StepWriter(self.log, self.sampler, self.config, order)
+        writer = self._writer(order)
         written = writer.write(windows, owner=True, began=self.workers, clocks=self.clocks)
         self._fold(written)
         for step in written:
@@ -406,13 +410,14 @@ class Recorder:
         now = clock.read_anchor()
         known = {step.number: step for step in self.steps.last(self.config.recorder.keep_steps)}
         if not known:
-            StepWriter(self.log, self.sampler, self.config, order).write(
-                windows_by_time(order, self.process, now), owner=False
-            )
+            self._writer(order).write(windows_by_time(order, self.process, now), owner=False)
             return
         own = self._take([known[step.step] for step in order.steps if step.step in known])
         windows = [window_of(step, now) for step in own]
-        StepWriter(self.log, self.sampler, self.config, order).write(windows, owner=True, began=self.workers)
+        self._writer(order).write(windows, owner=True, began=self.workers)
+
+    def _writer(self, order: Order) -> StepWriter:
+        return StepWriter(self.log, self.sampler, self.config, order, self.state)
 
     def _fold(self, written: Sequence[Written]) -> None:
         """Write the manifests, and once more when the workers' parts are there."""

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from stepscope._recording.counters.sampler import Sampler
+from stepscope._recording.process.shutdown import on_sigterm
 from stepscope._recording.recorder import tasks
 from stepscope._recording.recorder.collectives import collectives_here
 from stepscope._recording.recorder.engine_queues import engine_states
@@ -237,12 +238,12 @@ def _ancestors() -> Iterator[int]:
 
 def _threads(before: dict[int, tuple[FrameType, int]]) -> Iterator[Thread]:
     """Yield the threads. `before`: callbacks of event loops that ran a while ago."""
-    stacks, own, now = sys._current_frames(), threading.get_ident(), _callbacks()
+    stacks, now = sys._current_frames(), _callbacks()
     running = _running() if now else {}
     for thread in threading.enumerate():
         ident = thread.ident or 0
-        stack = stacks.get(ident)
-        if stack is None or ident == own or thread.name.startswith("stepscope-"):
+        stack = _interrupted(stacks.get(ident))
+        if stack is None or thread.name.startswith("stepscope-"):
             continue
         callback = now.get(ident)
         is_blocked = callback is not None and before.get(ident) == callback
@@ -255,6 +256,12 @@ def _threads(before: dict[int, tuple[FrameType, int]]) -> Iterator[Thread]:
             blocks=is_blocked,
             task=next((task for task, frame in running.items() if frame in inside), None),
         )
+
+
+def _interrupted(stack: FrameType | None) -> FrameType | None:
+    """Return the stack that a SIGTERM interrupted, if its handler runs on it; else the stack."""
+    handler = next((frame for frame in _outwards(stack) if frame.f_code is on_sigterm.__code__), None)
+    return stack if handler is None else handler.f_back
 
 
 def _outwards(stack: FrameType | None) -> Iterator[FrameType]:

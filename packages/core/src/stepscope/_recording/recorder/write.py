@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,11 +30,14 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import Ending, Expectation, ProcessPart, Recorded, awaited
 from stepscope.files.recorder import Order
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.states import ProcessState
 from stepscope.files.storage.atomic import write_atomic
 
 COUNTERS_HZ = 1.0
 """Samples of counters in a second, between captures."""
 WHY = "the flight recorder keeps spans, and starts no profiler"
+STANDS_STILL = ("hang", "signal")
+"""Triggers upon which a step says what each process did at that moment."""
 _BATCH = 500
 """Spans that are encoded at a stretch: some 2 ms, after which other threads have the GIL for as long."""
 
@@ -89,8 +92,19 @@ def windows_by_time(order: Order, process: ProcessInfo, now: ClockAnchor) -> lis
 class StepWriter:
     """Writes what this process recorded of the steps of one order."""
 
-    def __init__(self, ring: Ring, sampler: Sampler | None, config: ProfileConfig, order: Order) -> None:
+    def __init__(
+        self,
+        ring: Ring,
+        sampler: Sampler | None,
+        config: ProfileConfig,
+        order: Order,
+        state: Callable[[], ProcessState],
+    ) -> None:
+        """Args:
+        state: Returns what this process does now.
+        """
         self._ring = ring
+        self._state = state
         self._sampler = sampler
         self._config = config
         self._order = order
@@ -111,6 +125,8 @@ class StepWriter:
             began: {`ProcessInfo.key`: name} of the workers that record too.
             clocks: Of workers on other hosts, as measured at any time.
         """
+        if windows and self._order.trigger in STANDS_STILL:
+            self._write_state(windows[-1])
         copied, lost = self._copy()
         spans = _by_window(copied.spans, windows)
         return [
@@ -124,6 +140,15 @@ class StepWriter:
             )
             for window, inside in zip(windows, spans, strict=True)
         ]
+
+    def _write_state(self, window: Window) -> None:
+        """Write what this process does now into the last step, the one that a hang or a signal ends."""
+        layout = RunLayout(self._config.save_path).step(window.step)
+        path = layout.state_of(self._ring.process, self._order.run_id)
+        try:
+            write_atomic(path, msgspec.json.encode(self._state()))
+        except ours() as error:
+            failures.note("writing what the process does, into a step of the flight recorder", error)
 
     def _copy(self) -> tuple[Copied, str | None]:
         """Return the spans, and the reason why there are none if they could not be copied."""

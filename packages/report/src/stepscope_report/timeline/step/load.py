@@ -20,6 +20,7 @@ from stepscope.files.scalars import read_metrics
 from stepscope.files.sidecar import Artifact
 from stepscope.files.spans import CONSUME, STEP_TOKENS, WAIT, WAITING, Open
 from stepscope.files.spans import Span as SpanLine
+from stepscope.files.states import ProcessState
 from stepscope.files.storage.reading import read_records
 from stepscope.files.uncaptured import uncaptured_near
 from stepscope_report.timeline.clocks.align import Aligned, Placement, Reference, align, align_owner
@@ -92,7 +93,12 @@ def load_step(
     )
     timeline = _assemble(layout, sorted(latest, key=_order), tuple(runs), problems, align_all)
     timeline = add_foreign(layout, timeline)
-    timeline = msgspec.structs.replace(timeline, shared_numbers=shared_numbers(timeline))
+    states = read_records(sorted(layout.states.glob("[!.]*.json")), ProcessState)
+    timeline = msgspec.structs.replace(
+        timeline,
+        shared_numbers=shared_numbers(timeline),
+        states=tuple(state for state in states if state.run_id == chosen),
+    )
     if not earlier:
         return timeline
     captures = max(source.capture for source in latest)
