@@ -483,6 +483,20 @@ def test_an_answer_expires_with_its_request_whatever_its_process_does(config: Pr
     assert now.answers[request].state == "expired"
 
 
+def test_no_poll_undoes_the_last_answers_of_a_process_that_exits(config: ProfileConfig) -> None:
+    config = config.replace(control={"poll_seconds": 0.001})
+    train(config, range(1))
+    request = ask(config, "9")
+    until = time.monotonic() + 20
+    while request not in on_demand._listener._answers:  # type: ignore[union-attr]  # the training made it
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    on_demand._end_at_exit()
+    time.sleep(0.1)  # a hundred polls, if any
+    (listening,) = read_listening(RunLayout(config.save_path))
+    assert listening.answers[request].state == "missed"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "why"),

@@ -186,8 +186,9 @@ class Listener:
         while not self._stop.wait(self._poll_s):
             try:
                 with self._lock:
-                    self._look()
-                    self._write()
+                    if not self._stop.is_set():
+                        self._look()
+                        self._write()
             except ours() as error:  # a disk that is full now may have room at the next look
                 failures.note("polling for requests", error)
         if _listener is not self:
@@ -297,6 +298,12 @@ def end(why: str) -> None:
         _write_last(_listener, f"{why} before such a step began")
 
 
+def _end_at_exit() -> None:
+    if _listener is not None:
+        _listener.close()  # else its next poll would undo the last answers
+    end("the process exited")
+
+
 def _write_last(listener: Listener, why: str) -> None:
     try:
         listener.write_last(why)
@@ -325,4 +332,4 @@ def _forget() -> None:
 
 fork.forgets("request listener", _forget)
 shutdown.on_exit("on-demand requests", lambda ending, _: end(ending.error), order=30)
-atexit.register(end, "the process exited")
+atexit.register(_end_at_exit)
