@@ -401,7 +401,7 @@ def test_alarms_stand_before_hints_and_the_largest_hint_first(tmp_path: Path) ->
     case = Case(tmp_path)
     queue(case)
     weights(case)
-    hang(case)
+    lost(case)
     advices = list(case.advice().values())
     assert [advice.kind for advice in advices] == ["alarm", "hint", "hint"]
-    assert [advice.rule for advice in advices] == ["never-ended", "queueing", "weight-sync"]
+    assert [advice.rule for advice in advices] == ["dropped", "queueing", "weight-sync"]

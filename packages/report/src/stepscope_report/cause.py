@@ -466,7 +466,8 @@ class _Lineup:
         ended = f"ended {duration(held_ns)} after the others"
         evidence = [f"the last {len(latest)} of {len(roots)} trajectories {ended}"]
         if sooner.get(last, 0) > took_ns - often_ns:
-            evidence.append(f"it began {duration(sooner[last])} later")
+            evidence.append(f"the last to end, {span.trajectory}, began {duration(sooner[last])} later")
+            label = None
         elif label is not None:
             often = f"{duration(often_ns)} in the others"
             evidence.append(f"{' '.join(label)} took {duration(took_ns)} of it, {often}")
@@ -475,7 +476,7 @@ class _Lineup:
             kind,
             ns,
             held_ns,
-            label if of_part else (span.role, span.stage),
+            label,
             None,
             took_ns if of_part else self._took_ns(last),
             often_ns if of_part else usual_ns,
@@ -491,7 +492,7 @@ class _Lineup:
         """Return the stage that a trajectory has more of than the others, its time, and the usual one."""
         times: dict[str | None, Counter[Label]] = {name: Counter() for name in (trajectory, *others)}
         for node, span in enumerate(self._timeline.spans):
-            if span.trajectory in times and span.stage not in _OWN:
+            if span.trajectory in times and span.stage != PROFILING:
                 times[span.trajectory][self._labels[node]] += self._own_ns[node]
         usual = {label: middle(times[other][label] for other in others) for label in times[trajectory]}
         label = max(usual, key=lambda label: times[trajectory][label] - usual[label], default=None)

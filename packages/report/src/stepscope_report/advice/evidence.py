@@ -7,7 +7,6 @@ from typing import Literal
 
 import msgspec
 
-from stepscope_report.advice.bounds import Bounds
 from stepscope_report.advice.demand import Demand
 from stepscope_report.advice.settings import SettingChange, Settings
 from stepscope_report.formatting import duration, percent_of
@@ -50,7 +49,6 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     counters: Counters | None = None
     health: Health
     profiling: Profiling = Profiling()
-    bounds: Bounds = Bounds()
     cut: frozenset[str] = frozenset()
     """Names of processes whose recording ended before their work did: it ended calls that went on."""
     over_budget: frozenset[str] = frozenset()

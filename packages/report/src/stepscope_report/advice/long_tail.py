@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from stepscope_report.advice.evidence import Advice, Evidence, percentage_of, share_of_step
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import duration
-from stepscope_report.sections.long_tail import Excess, LongTail, Wait
-from stepscope_report.spans import GENERATES, is_tool
+from stepscope_report.sections.cause import OtherCause
+from stepscope_report.sections.long_tail import LongTail
+from stepscope_report.spans import GENERATES
 
 ENOUGH = 3
 """Trajectories from which on the last one can be told from the others."""
@@ -31,11 +31,6 @@ _REMEDIES: dict[_Kind, str] = {
 }
 
 
-class _Cause(NamedTuple):
-    kind: _Kind
-    facts: tuple[str, ...] = ()
-
-
 def long_tail(evidence: Evidence) -> Advice | None:
     """Advise if the last tenth of three or more trajectories took 15 % of the rollout or more, and 2 % of the
     step.
@@ -50,14 +45,17 @@ def long_tail(evidence: Evidence) -> Advice | None:
         return None
     if tail.last_profiled == tail.last:
         return None  # a profiler made these the last ones, as far as anybody can tell
-    cause = _cause(tail.excess, evidence)
+    cause = next((cause for cause in evidence.causes if cause.trajectory is not None), None)
+    if cause is None:
+        return None
+    kind = _kind(cause)
     return Advice(
         rule="long-tail",
         what="the step waits for its slowest trajectories",
-        because=(*_tail_facts(tail, tail.held_ns, tail.rollout_ns), *cause.facts),
-        do=_REMEDIES[cause.kind],
-        saves_ns=held_ns,
-        settings=changes(f"long-tail: {cause.kind}", evidence),
+        because=(*_tail_facts(tail, tail.held_ns, tail.rollout_ns), cause.sentence, *cause.evidence),
+        do=_REMEDIES[kind],
+        saves_ns=cause.ns,
+        settings=changes(f"long-tail: {kind}", evidence),
     )
 
 
@@ -102,35 +100,15 @@ def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
     )
 
 
-def _cause(excess: Excess | None, evidence: Evidence) -> _Cause:
-    """Return what the last trajectory did for longer than a usual one. Without any, it generated."""
-    if excess is None:
-        return _Cause("generation")
-    waits = {(stage.role, stage.stage) for stage in evidence.stages if stage.waits}
-    times: Counter[_Kind] = Counter({"later": excess.later_ns})
-    longest: dict[_Kind, Wait] = {}
-    for wait in excess.stages:
-        kind = _kind(wait, waits=(wait.role, wait.stage) in waits)
-        times[kind] += wait.wall_ns
-        longest.setdefault(kind, wait)
-    kind, ns = times.most_common(1)[0]
-    if not ns:
-        return _Cause("generation")
-    if kind == "later":
-        return _Cause(
-            kind, (f"the last to end, {excess.trajectory}, began {duration(ns)} after a usual one",)
-        )
-    wait = longest[kind]
-    took = f"{wait.role} {wait.title} took {duration(wait.wall_ns)} longer than in one of median length"
-    return _Cause(kind, (f"in the last to end, {excess.trajectory}, {took}",))
-
-
-def _kind(wait: Wait, *, waits: bool) -> _Kind:
-    if wait.role == "reward" or (waits and "reward" in wait.stage):
+def _kind(cause: OtherCause) -> _Kind:
+    """Return what the last trajectory did for longer than the others."""
+    if cause.stage is None or cause.role is None:
+        return "later"
+    if cause.role == "reward" or (cause.kind == "queue" and "reward" in cause.stage):
         return "reward"
-    if waits:
+    if cause.kind == "queue":
         return "queue"
-    if is_tool(wait.role, wait.stage):
+    if cause.kind == "slow-tool":
         return "tool"
-    unnamed = wait.stage in ("trajectory", "turn")
-    return "generation" if wait.role in GENERATES and not unnamed else "other"
+    unnamed = cause.stage in ("trajectory", "turn")
+    return "generation" if cause.role in GENERATES and not unnamed else "other"

@@ -43,7 +43,7 @@ def _queueing_by_spans(evidence: Evidence) -> Advice | None:
         rule="queueing",
         what=_QUEUE,
         do=_SHORTEN_QUEUE,
-        saves_ns=evidence.bounds.queue_ns,
+        saves_ns=evidence.critical_path.queues_save_ns,
     )
 
 
@@ -78,39 +78,60 @@ def _queueing_by_counters(evidence: Evidence) -> Advice | None:
 
 
 def slow_tools(evidence: Evidence) -> Advice | None:
-    return _in_trajectories(
-        evidence,
-        lambda stage: is_tool(stage.role, stage.stage),
+    """Advise on the calls that are slower than the others of their tool, else if tools are a fifth of the
+    trajectories' time.
+    """
+    do = "run more of them at once, give them a deadline, or let other trajectories generate meanwhile"
+    cause = next((cause for cause in evidence.causes if cause.kind == "slow-tool"), None)
+    if cause is None:
+        return _in_trajectories(
+            evidence,
+            lambda stage: is_tool(stage.role, stage.stage),
+            rule="slow-tools",
+            what="trajectories wait for their tools",
+            do=do,
+            saves_ns=evidence.critical_path.tools_save_ns,
+        )
+    return Advice(
         rule="slow-tools",
-        what="trajectories wait for their tools",
-        do="run more of them at once, give them a deadline, or let other trajectories generate meanwhile",
-        saves_ns=evidence.bounds.tools_ns,
+        what=f"trajectories wait for slow calls of {cause.role} {cause.stage}",
+        because=(cause.sentence, *cause.evidence),
+        do=do,
+        saves_ns=cause.ns,
+        settings=changes("slow-tools", evidence),
     )
 
 
 def _in_trajectories(
-    evidence: Evidence, counts: Callable[[Stage], bool], *, rule: str, what: str, do: str, saves_ns: int
+    evidence: Evidence,
+    counts: Callable[[Stage], bool],
+    *,
+    rule: str,
+    what: str,
+    do: str,
+    saves_ns: int | None,
 ) -> Advice | None:
     """Advise if stages are a fifth of the trajectories' time in sum, or more, and could save 2 % of the
-    step.
+    step, or it is not known what they could.
     """
     tail = evidence.long_tail
     whole_ns = sum(stage.total_ns for stage in evidence.stages if stage.stage == "trajectory")
     inside = set() if tail is None else {(spread.role, spread.stage) for spread in tail.spreads}
     parts = [stage for stage in evidence.stages if counts(stage) and (stage.role, stage.stage) in inside]
     part_ns = sum(stage.total_ns for stage in parts)
-    if not whole_ns or part_ns * 5 < whole_ns or saves_ns * 50 < evidence.breakdown.window_ns:
+    if not whole_ns or part_ns * 5 < whole_ns:
+        return None
+    if saves_ns is not None and saves_ns * 50 < evidence.breakdown.window_ns:
         return None
     names = few([f"{stage.role} {stage.title}" for stage in parts], NAMED)
+    share = (
+        f"spans {names}: {duration(part_ns)} of the {duration(whole_ns)} that all "
+        f"trajectories took in sum, {percentage_of(part_ns, whole_ns)}"
+    )
     return Advice(
         rule=rule,
         what=what,
-        because=(
-            (
-                f"spans {names}: {duration(part_ns)} of the {duration(whole_ns)} that all "
-                f"trajectories took in sum, {percentage_of(part_ns, whole_ns)}"
-            ),
-        ),
+        because=(share, *(["whether the step waited for them is not known"] if saves_ns is None else [])),
         do=do,
         saves_ns=saves_ns,
         settings=changes(rule, evidence),

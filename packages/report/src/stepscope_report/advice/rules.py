@@ -46,13 +46,13 @@ RULES: Sequence[Rule] = (
     not_typical,
     profiler_cost,
     memory_nearly_full,
+    slow_tools,
     long_tail,
     straggler,
     uneven_profiling,
     collectives,
     idle_device,
     queueing,
-    slow_tools,
     prefill_alone,
     weight_sync,
     vain_wait,
@@ -68,11 +68,13 @@ RULES: Sequence[Rule] = (
 
 
 def step_advice(evidence: Evidence) -> Table[Advice]:
-    """Return the advice: alarms first, then by possible savings, and last the capture's own cost."""
+    """Return the advice: alarms first, then by possible savings, and last the capture's own cost. Of equal
+    ones, the first rule's.
+    """
     given = [advice for rule in RULES if (advice := rule(evidence)) is not None]
 
-    def place(advice: Advice) -> tuple[bool, bool, int, str]:
+    def place(advice: Advice) -> tuple[bool, bool, int]:
         own = advice.rule == "profiler-cost"  # no other step pays it
-        return own, advice.kind != "alarm", -(advice.saves_ns or 0), advice.rule
+        return own, advice.kind != "alarm", -(advice.saves_ns or 0)
 
     return Table(sorted(given, key=place))

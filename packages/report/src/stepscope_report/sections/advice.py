@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from stepscope_report.advice.bounds import step_bounds
 from stepscope_report.advice.demand import step_demand
 from stepscope_report.advice.evidence import Advice, Evidence
 from stepscope_report.advice.rules import step_advice
@@ -102,7 +101,6 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
             counters=sources.value_of(COUNTERS),
             health=sources.value_of(HEALTH),
             profiling=step_profilers(timeline, sources.activities),
-            bounds=step_bounds(timeline),
             cut=cut_processes(timeline),
             over_budget=cut_processes(timeline, by_a_budget=True),
             demand=step_demand(timeline),

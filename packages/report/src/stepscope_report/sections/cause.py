@@ -103,7 +103,6 @@ def explain(
     if not is_longer(window_ns, usual_ns) or not _is_unusual(window_ns, baseline, near):
         return Explained(ranked(found), max(0, excess_ns), usual_ns, excess_ns, steps)
     grown = list(_grown(path, near) if near else _grown_at_the_top(timeline, baseline))
-    grown = [one for one in grown if one.longer_ns * LEAST_OF_CALLS >= window_ns]
     within = [] if near else found
     """Causes that are known to be none in the neighbours, as far as anybody can tell."""
     explained_ns = max([sum(one.longer_ns for one in grown), *(one.ns or 0 for one in within)])
@@ -150,7 +149,7 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
     beside = "in the steps before" if before else "in the steps near it"
     for label, ns in own.path_ns.items():
         usual_ns = middle(step.path_ns.get(label, 0) for step in near)
-        if ns <= usual_ns:
+        if (ns - usual_ns) * LEAST_OF_CALLS < timeline.window.wall_ns:
             continue
         nodes = [
             node for node, span in enumerate(timeline.spans)
@@ -193,8 +192,8 @@ def _grown_at_the_top(timeline: Timeline, baseline: Baseline | None) -> Iterator
         usual_ns = middle(round(step.stages.get(name, 0.0) * 1e9) for step in used)
         took_ns = round(seconds * 1e9)
         role, _, stage = name.partition("/")
-        if took_ns > usual_ns:
-            longer_ns = took_ns - usual_ns
+        longer_ns = took_ns - usual_ns
+        if longer_ns * LEAST_OF_CALLS >= timeline.window.wall_ns:
             yield Suspect(
                 _kind_of((role, stage)), longer_ns, longer_ns, (role, stage), 0, took_ns, usual_ns,
                 f"in {count(len(used), 'step')} near it",
@@ -268,20 +267,20 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
 
 
 def _what(timeline: Timeline, suspect: Suspect) -> str:
+    if suspect.kind == "long-trajectory" and suspect.trajectory is not None:
+        return f"trajectory {suspect.trajectory}"
     if suspect.label is None:
         process = "" if suspect.process is None else timeline.processes[suspect.process].name
         stage = " ".join(suspect.awaited_in or ())
         return f"{process} began {stage} {duration(suspect.longer_ns)} after {suspect.beside}"
     role, stage = suspect.label
     if suspect.kind == "slow-tool":
-        return f"tool {stage.removeprefix('tool ')}"
-    if suspect.kind == "long-trajectory" and suspect.trajectory is not None:
-        return f"trajectory {suspect.trajectory}"
+        return f"{role} tool" if stage == "tool" else f"tool {stage.removeprefix('tool ')}"
     return f"{role} {stage}"
 
 
 def _where(timeline: Timeline, suspect: Suspect) -> str:
-    if suspect.process is None:
+    if suspect.process is None or len(timeline.processes) == 1:
         return ""
     process, hosts = timeline.processes[suspect.process], {one.info.host for one in timeline.processes}
     if suspect.kind == "slow-host":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,9 +17,9 @@ from stepscope_report.formatting import duration, percents, turn
 from stepscope_report.html.markup import Html
 from stepscope_report.html.page import section, stacked, table
 from stepscope_report.section import Section
-from stepscope_report.spans import MOVES_WEIGHTS, label_of
+from stepscope_report.spans import MOVES_WEIGHTS, is_tool, label_of
 from stepscope_report.table import Table, grouped
-from stepscope_report.timeline import Timeline
+from stepscope_report.timeline import Span, Timeline
 from stepscope_report.timeline.critical_path import Piece, PieceKind, Replay
 from stepscope_report.timeline.step_graph import NOBODY, StepGraph
 
@@ -97,6 +97,11 @@ class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
     """The longest own time first."""
     weights: PathGroup | None
     """The calls that move weights; None if none is on the path."""
+    tools_save_ns: int | None = None
+    """Time that the step would be shorter by, at most, without its tools: without waits in trajectories too,
+    which may wait for the tools of others. None without tools, or if nothing tells whether it waited."""
+    queues_save_ns: int | None = None
+    """The same without the waits of the rollout."""
     segments: Table[Segment]
     """From the step's begin to its end."""
 
@@ -112,8 +117,21 @@ def path_of(path: StepPath) -> CriticalPath:
         not_known_ns=sum(piece.wall_ns for piece in pieces if piece.kind == "not known"),
         stages=_stages(graph, pieces, replay),
         weights=_weights(graph, pieces, replay),
+        tools_save_ns=_without(path, lambda span: is_tool(span.role, span.stage), waits=True),
+        queues_save_ns=_without(path, lambda span: span.waits and span.role == "rollout"),
         segments=Table(_segment(graph, piece) for piece in pieces),
     )
+
+
+def _without(path: StepPath, counts: Callable[[Span], bool], *, waits: bool = False) -> int | None:
+    spans, replay = path.graph.spans, path.replay
+    nodes = [node for node, span in enumerate(spans) if counts(span)]
+    if not any(map(replay.has, nodes)):
+        return None
+    also = (
+        {label_of(span) for span in spans if span.waits and span.trajectory is not None} if waits else set()
+    )
+    return replay.saves_ns({label_of(spans[node]) for node in nodes} | also)
 
 
 def _segment(graph: StepGraph, piece: Piece) -> Segment:

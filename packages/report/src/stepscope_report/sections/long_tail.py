@@ -141,16 +141,6 @@ class Late(msgspec.Struct, frozen=True, kw_only=True):
     """Its name."""
 
 
-class Excess(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison of the trajectory that ended last with the one of median length among the others."""
-
-    trajectory: str
-    later_ns: int
-    """The time by which it began later; 0 if it began earlier."""
-    stages: tuple[Wait, ...]
-    """The excess of its time over the other's, by stage, the most first."""
-
-
 class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
     """Spans of stage `trajectory` that ended and that this step consumes."""
@@ -183,8 +173,6 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     role: their trajectories took longer for that."""
     last_profiled: int = 0
     """Number of trajectories of the last tenth that they served."""
-    excess: Excess | None = None
-    """None with fewer than two trajectories."""
     cancelled: int = 0
     """The number of cancelled trajectories. No other number here counts them."""
     cancelled_after_ns: int = 0
@@ -238,7 +226,6 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
         consumed=len({mark.trajectory for mark in timeline.consumed if mark.step == timeline.step}),
         profiled=tuple(dict.fromkeys(name for names in slowed.values() for name in names)),
         last_profiled=sum((span.trajectory or "") in slowed for span in latest),
-        excess=_excess(timeline, members, finished, names),
         cancelled=len(cancelled),
         cancelled_after_ns=_after_ns(timeline, ends, cancelled),
         outside=_outside(timeline, [timeline.spans[index] for index in roots]),
@@ -282,24 +269,6 @@ def _outside(timeline: Timeline, roots: Iterable[Span]) -> tuple[Outside, ...]:
             ),
         )
         for (role, stage), spans in sorted(calls.items())
-    )
-
-
-def _excess(
-    timeline: Timeline, members: Mapping[str, list[int]], finished: Sequence[Span], names: ToolNames
-) -> Excess | None:
-    if len(finished) < 2:
-        return None
-    *others, last = finished
-    usual = sorted(others, key=lambda span: (span.end_ns or 0) - span.start_ns)[len(others) // 2]
-    own, theirs = (
-        divide_spans(timeline, members[span.trajectory or ""], span.start_ns, span.end_ns or 0, names).wall_ns
-        for span in (last, usual)
-    )
-    return Excess(
-        trajectory=last.trajectory or "",
-        later_ns=max(0, last.start_ns - usual.start_ns),
-        stages=_waits(own - theirs, names),
     )
 
 

@@ -169,6 +169,7 @@ class Replay:
         self._ends = list(reversed(self._points))
         self._ends.sort(key=graph.end_ns.__getitem__)
         self._meeting_of = {node: members for members in graph.meetings for node in members}
+        self._owners = frozenset(graph.owners)
         self._meets = {graph.spans[node].process for node in graph.last_of}
         self._of_label: dict[Label, list[int]] = defaultdict(list)
         for node in nodes:
@@ -198,7 +199,7 @@ class Replay:
         graph, root = self._graph, node
         while graph.caller[root] != NOBODY:
             root = graph.caller[root]
-        return node in self._members and (root in graph.owners or graph.process_of(root) in self._meets)
+        return node in self._members and (root in self._owners or graph.process_of(root) in self._meets)
 
     def saves_ns(self, labels: Collection[Label], left: float = 0.0) -> int:
         """Return how much shorter the step becomes if the calls of some stages, and those below, are shorter.
@@ -250,7 +251,7 @@ class Replay:
     @property
     def _usual_ns(self) -> int:
         graph = self._graph
-        return max(graph.end_ns[root] - graph.start_ns[root] for root in graph.owners)
+        return max(graph.end_ns[root] - graph.start_ns[root] for root in self._owners)
 
     def _ends_ns(
         self,
@@ -298,7 +299,7 @@ class Replay:
                 becomes_ns += int(own_ns * left) if shorter[caller] else own_ns
                 becomes_ns -= sooner_ns.get(starting, 0)
                 begun[starting] = now[starting] = becomes_ns
-        lasts_ns = (now[root] + end[root] - done[root] - start[root] for root in graph.owners)
+        lasts_ns = (now[root] + end[root] - done[root] - start[root] for root in self._owners)
         return max(0, *lasts_ns)  # a call may end after the step
 
 
