@@ -131,14 +131,18 @@ class _Calls:
             self._pause_at = time.monotonic() + _BITE_S
 
     def _read_tasks(self) -> None:
-        """Sort all tasks by span. Nothing that the garbage collector counts is kept for each."""
+        """Sort all tasks by span. Nothing that the garbage collector counts is kept for each: it would look
+        at all of the user's objects, on this thread and with the interpreter's lock.
+        """
         beside: Counter[Group] = Counter()
+        known: dict[Group, Group] = {}
         for task in tasks.all_tasks(_loops()):
             self._pause()
             if task.done():
                 continue
             span, place = tasks.span_of(task), tasks.place_of(task)
             group = ("", None, place) if span is None else (span.stage, span.role, place)
+            group = known.setdefault(group, group)
             if span is not None and id(span) not in self._task_of:
                 self._task_of[id(span)] = task
                 self._groups[id(span)] = group
