@@ -7,21 +7,31 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from torch.distributed.flight_recorder.components.builder import build_db
 
 from stepscope._recording.recorder.collectives import joined, parsed
 from stepscope.files.layout import RunLayout
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.states import Collectives, ProcessState
+from stepscope.files.states import (
+    Collectives,
+    Frame,
+    OpenSpan,
+    PendingCollective,
+    ProcessGroup,
+    ProcessState,
+    Thread,
+)
 from stepscope_report.cli.why import ask
-from stepscope_report.waiting import awaited_collective, say_call
+from stepscope_report.waiting import Entered, say_call
 from stepscope_report.why import why
 
 RANK = """
@@ -123,12 +133,12 @@ def test_torch_reads_the_same_ranks_from_its_own_dump(run: Path) -> None:
         verbose=False, just_print_entries=False, allow_incomplete_ranks=True, mismatch_cap=10
     )
     (collective,) = build_db(details, arguments, str(details["rank0"]["version"])).collectives
-    call, missing = awaited_collective(states[0], states)
+    call, missing = Entered(states).awaited(states[0])
     assert call is not None
     assert collective.missing_ranks == set(missing) == {2}
     assert collective.collective_name == f"nccl:{call.op}"
     assert (collective.collective_seq_id, collective.collective_state) == (call.number, call.state)
-    assert awaited_collective(states[2], states) == (None, ())
+    assert Entered(states).awaited(states[2]) == (None, ())
 
 
 def named_as_nccl(dump: dict[str, Any]) -> dict[str, Any]:
@@ -147,3 +157,37 @@ def state_of(rank: int, collectives: Collectives | None) -> ProcessState:
         process=process, run_id="feed0004", at_ns=0, step=3, spans=(), threads=(), tasks=(),
         collectives=collectives,
     )  # fmt: skip
+
+
+def test_a_thousand_ranks_are_joined_in_time() -> None:
+    """Without torch's flight recorder, and with it; by CPU time, so that other work does not count."""
+    for entered in (None, 7):
+        states = [waiting(rank, entered) for rank in range(1024)]
+        began = time.process_time()
+        answer = why(states)
+        assert time.process_time() - began < 1.5
+        (first,) = answer.culprits
+        assert answer.calls[first].where.startswith("load at ")
+        assert answer.held == 1023
+
+
+def waiting(rank: int, entered: int | None) -> ProcessState:
+    """Return a rank in a collective, or the one that loads its batch."""
+    own = Frame("loop.py", 9, "load") if rank == 5 else Frame("loop.py", 3, "update")
+    inner = Frame("/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 1, "all_reduce")
+    frames = (own,) if rank == 5 else (inner, own)
+    pending = PendingCollective(
+        group="0", description="default", number=entered, op="all_reduce", state="started", age_ns=1
+    )
+    group = ProcessGroup(
+        name="0", ranks=tuple(range(1024)), entered=(entered or 0) - (rank == 5), completed=6
+    )
+    known = Collectives(rank=rank, groups=(group,), pending=() if rank == 5 else (pending,))
+    state = state_of(rank, known)
+    return msgspec.structs.replace(
+        state,
+        process=msgspec.structs.replace(state.process, world_size=1024),
+        spans=(OpenSpan(span=1, role="actor", stage="update", age_ns=1, thread=1),),
+        threads=(Thread(id=1, name="MainThread", frames=frames),),
+        collectives=None if entered is None else known,
+    )

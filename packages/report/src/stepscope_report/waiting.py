@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import takewhile
@@ -15,7 +16,6 @@ from stepscope.files.states import (
     EngineState,
     Frame,
     PendingCollective,
-    ProcessGroup,
     ProcessState,
     RayCall,
     Thread,
@@ -226,40 +226,43 @@ def say_call(call: Call) -> str:
     return text + (f", {call.where}" if call.where else "")
 
 
-def awaited_collective(
-    state: ProcessState, states: Sequence[ProcessState]
-) -> tuple[PendingCollective | None, tuple[int, ...]]:
-    """Return the oldest open collective of a process, and the ranks that have not entered it.
+class Entered:
+    """The collectives that the ranks of each role have entered, as torch's flight recorders tell.
 
-    Args:
-        states: Of all processes. Of ranks that do not answer, nothing is known: they have not entered it
-            either. Peers have the same role: a run may have several jobs of torch.distributed, whose groups
-            have the same names.
+    Peers have the same role: a run may have several jobs of torch.distributed, whose groups have the same
+    names.
     """
-    own = state.collectives
-    if own is None or not own.pending:
-        return None, ()
-    call = own.pending[0]
-    group = next((group for group in own.groups if group.name == call.group), None)
-    if group is None:
-        return call, ()
-    if call.number is None:  # `recv 3<-0`, by ranks of the group
-        sender = call.op.partition("<-")[2]
-        known = call.op.startswith("recv") and sender.isdigit() and int(sender) < len(group.ranks)
-        return call, (group.ranks[int(sender)],) if known else ()
-    entered = {
-        other.collectives.rank: _entered(other, group)
-        for other in states
-        if other.collectives is not None and other.process.role == state.process.role
-    }
-    return call, tuple(rank for rank in group.ranks if entered.get(rank, -1) < call.number)
 
+    def __init__(self, states: Sequence[ProcessState]) -> None:
+        self._last: dict[tuple[str, str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
+        """{(role, group, its ranks): {rank: number of the last one that it entered}}."""
+        self._missing: dict[tuple[str, str, tuple[int, ...], int], tuple[int, ...]] = {}
+        for state in states:
+            known = state.collectives
+            for group in () if known is None else known.groups:
+                self._last[state.process.role, group.name, group.ranks][rank_of(state) or 0] = group.entered
 
-def _entered(state: ProcessState, group: ProcessGroup) -> int:
-    """Return the number of the last collective of a group that a process entered; -1 for none."""
-    groups = () if state.collectives is None else state.collectives.groups
-    same = (other.entered for other in groups if (other.name, other.ranks) == (group.name, group.ranks))
-    return next(same, -1)
+    def awaited(self, state: ProcessState) -> tuple[PendingCollective | None, tuple[int, ...]]:
+        """Return the oldest open collective of a process, and the ranks that have not entered it: those that
+        do not answer, too.
+        """
+        own = state.collectives
+        if own is None or not own.pending:
+            return None, ()
+        call = own.pending[0]
+        group = next((group for group in own.groups if group.name == call.group), None)
+        if group is None:
+            return call, ()
+        if call.number is None:  # `recv 3<-0`, by ranks of the group
+            sender = call.op.partition("<-")[2]
+            known = call.op.startswith("recv") and sender.isdigit() and int(sender) < len(group.ranks)
+            return call, (group.ranks[int(sender)],) if known else ()
+        key = state.process.role, group.name, group.ranks
+        at = (*key, call.number)
+        if at not in self._missing:
+            last = self._last[key]
+            self._missing[at] = tuple(rank for rank in group.ranks if last.get(rank, -1) < call.number)
+        return call, self._missing[at]
 
 
 def rank_of(state: ProcessState) -> int | None:

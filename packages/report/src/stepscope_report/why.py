@@ -8,14 +8,14 @@ from itertools import chain, islice
 
 import msgspec
 
-from stepscope.files.states import Frame, OpenSpan, PendingCollective, ProcessState
+from stepscope.files.states import Frame, OpenSpan, ProcessState
 from stepscope_report.components import components
 from stepscope_report.formatting import count
 from stepscope_report.open_calls import Process, RayCalls
 from stepscope_report.waiting import (
     Call,
+    Entered,
     asks_engine,
-    awaited_collective,
     collective_of,
     engine_call,
     is_library,
@@ -132,10 +132,22 @@ class _Answer:
         self._stacks: dict[tuple[str, int], Sequence[Frame]] = {}
         self._unlinked: dict[str, list[int]] = {}
         """{process: calls of its workers that nobody is known to wait for}."""
-        self._pending: dict[str, tuple[PendingCollective | None, tuple[int, ...]]] = {}
+        self._entered = Entered(states)
+        self._peers: dict[str, dict[int, ProcessState]] = defaultdict(dict)
+        """{role: {rank: its process}}."""
+        for state in states:
+            rank = rank_of(state)
+            if rank is not None:
+                self._peers[state.process.role][rank] = state
         found = [self._call(process, span) for process in self.processes.values() for span in process.calls()]
         found.sort(key=lambda call: -call.age_ns)
         self.calls = found
+        self._inside: dict[tuple[str, str, Frame | None], set[int | None]] = defaultdict(set)
+        """{(role, collective, place that called it): ranks in it}."""
+        for call in found:
+            if call.collective is not None:
+                self._inside[self._site(call)].add(rank_of(self.processes[call.process].state))
+        self._lacked: dict[tuple[str, str, Frame | None], tuple[int, ...]] = {}
         self._at = {(call.process, call.span): at for at, call in enumerate(found)}
         self._of: dict[str, list[int]] = defaultdict(list)
         """{process: indices of its spans' calls}."""
@@ -152,7 +164,7 @@ class _Answer:
         frames, wait = process.frames(span)
         self._stacks[process.key, span.span] = frames
         collective = collective_of(frames)
-        pending, missing = self._pending_of(process.state)
+        pending, missing = self._entered.awaited(process.state)
         main = next((t for t in process.state.threads if t.name == "MainThread"), None)
         if collective is None and missing and main is not None and main.id == span.thread:
             collective = pending.op if pending is not None else None  # a wait for the device, by another name
@@ -177,11 +189,6 @@ class _Answer:
             blocks=holds,
             alike=span.alike,
         )
-
-    def _pending_of(self, state: ProcessState) -> tuple[PendingCollective | None, tuple[int, ...]]:
-        if state.process.key not in self._pending:
-            self._pending[state.process.key] = awaited_collective(state, self.states)
-        return self._pending[state.process.key]
 
     def _add(self, call: Call) -> int:
         self.calls.append(call)
@@ -281,13 +288,8 @@ class _Answer:
 
     def _missing_peers(self, call: Call, state: ProcessState) -> Iterator[int]:
         """Yield what the ranks do that a collective lacks. Fill the ranks in."""
-        peers = self._peers(state)
-        missing = call.missing or tuple(
-            rank for rank, other in sorted(peers.items()) if not self._is_in(other, call)
-        )
-        size = state.process.world_size
-        if not missing and size is not None and state.process.rank is not None:
-            missing = tuple(rank for rank in range(size) if rank not in peers and rank != rank_of(state))
+        peers = self._peers[state.process.role]
+        missing = call.missing or self._lacks(call, state)
         at = self._at[call.process, call.span]
         self.calls[at] = msgspec.structs.replace(call, missing=missing)
         for rank in missing:
@@ -298,24 +300,22 @@ class _Answer:
             else:
                 yield from self._of[other.process.key] or [self._idle(other)]
 
-    def _peers(self, state: ProcessState) -> dict[int, ProcessState]:
-        """Return {rank: state} of the other processes of a role."""
-        own = state.process
-        ranks = ((rank_of(other), other) for other in self.states if other.process.role == own.role)
-        return {rank: other for rank, other in ranks if rank is not None and other.process.key != own.key}
+    def _lacks(self, call: Call, state: ProcessState) -> tuple[int, ...]:
+        """Return the ranks of the role that are not in a collective, called at the same place; if all are
+        that answer, those that do not answer.
+        """
+        site, peers = self._site(call), self._peers[state.process.role]
+        if site not in self._lacked:
+            size = state.process.world_size if state.process.rank is not None else None
+            lacks = tuple(sorted(peers.keys() - self._inside[site]))
+            self._lacked[site] = lacks or tuple(rank for rank in range(size or 0) if rank not in peers)
+        return self._lacked[site]
 
-    def _is_in(self, state: ProcessState, call: Call) -> bool:
-        """Return whether a process is in the same collective, called at the same place."""
-        others = (self.calls[at] for at in self._of[state.process.key])
-        return any(
-            other.collective == call.collective and self._caller(other) == self._caller(call)
-            for other in others
-        )
-
-    def _caller(self, call: Call) -> Frame | None:
-        """Return the innermost frame outside of torch."""
+    def _site(self, call: Call) -> tuple[str, str, Frame | None]:
+        """Return a collective, and the innermost frame outside of torch."""
         frames = self._stacks[call.process, call.span]
-        return next((frame for frame in frames if "/torch/" not in frame.file), None)
+        caller = next((frame for frame in frames if "/torch/" not in frame.file), None)
+        return self.processes[call.process].state.process.role, call.collective or "", caller
 
     def _silent(self, key: str) -> int:
         role, _, rest = key.partition("_rank" if "_rank" in key else "_")
