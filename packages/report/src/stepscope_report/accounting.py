@@ -20,9 +20,9 @@ class Interval(NamedTuple):
     start_ns: int
     end_ns: int
     above: int | None
-    """Index of the interval it ran below. Chains of these have no cycles."""
+    """Index of the parent interval, or None if there is none. Parents form no cycles."""
     bit: int
-    """Its kind."""
+    """Bit in a mask that stands for the interval's kind."""
 
 
 class Held(NamedTuple):
@@ -38,15 +38,15 @@ class Shares(msgspec.Struct):
     """The parts of a stretch of time. `sum(wall_ns.values()) + idle_ns` is its length, to the nanosecond."""
 
     wall_ns: Counter[Label]
-    """The time billed to each."""
+    """Time in ns billed to each label."""
     alone_ns: Counter[Label]
     """The part of the time that was billed to this label alone."""
     active_ns: Counter[Label]
-    """The time in which it was a leaf, billed or not."""
+    """Time in which each label had a running leaf, billed or not."""
     together_ns: Counter[tuple[Label, ...]]
-    """Time by all that were billed at once, two or more of them."""
+    """Time in which two or more labels were billed at once, by the tuple of these labels."""
     idle_ns: int
-    """The time without an interval."""
+    """Time in which no interval ran."""
 
 
 def divide(
@@ -60,9 +60,9 @@ def divide(
 ) -> Shares:
     """Divide the time from `start_ns` to `end_ns` among the labels.
 
-    At each instant the leaves count: running intervals with nothing running below them. Of these, the ones of
-    the lowest tier; the instant is split equally among their labels. What a division leaves, some ns, goes to
-    the first ones by name.
+    At each instant the leaves count: running intervals with nothing running below them. Of these, the leaves
+    of the lowest tier are billed: the instant is split equally among their labels. The few ns that such a
+    division leaves over go to the first labels by name.
 
     Args:
         intervals: Open ones end at a time that the caller chose.
@@ -108,7 +108,9 @@ def bits_of(mask: Mask) -> list[int]:
 def sweep(
     intervals: Sequence[Interval], start_ns: int, end_ns: int, held: Sequence[Held] = ()
 ) -> Mapping[tuple[Mask, tuple[Mask, Label] | None], int]:
-    """Return the time by the set of kinds that had a leaf, and by what was held then. O(n log n)."""
+    """Return the time in ns by (kinds with a running leaf, stretch that held kinds then, or None). O(n log
+    n).
+    """
     total = Counter[tuple[Mask, tuple[Mask, Label] | None]]()
     at = 0
     for from_ns, until_ns, mask in walk(intervals, start_ns, end_ns):
@@ -218,7 +220,7 @@ def union_ns(pairs: Iterable[Pair]) -> int:
 
 
 def common_ns(some: Sequence[Pair], others: Sequence[Pair]) -> int:
-    """Return the length of the time that both cover."""
+    """Return the length of the time that both sequences cover."""
     return union_ns(some) + union_ns(others) - union_ns([*some, *others])
 
 

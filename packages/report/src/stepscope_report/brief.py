@@ -36,12 +36,14 @@ from stepscope_report.sections.long_tail import slow_cells, tail_sentences, wait
 from stepscope_report.sections.stages import Stage
 
 FLOOR = 100
-"""Findings are at least this part of the step: 1 %."""
+"""A finding is shown if its time is at least one part in this many of the step (1 %)."""
 LINES = 40
 """A brief is never longer."""
 _WIDTH = 400
 _SIZES = ((7, 3), (5, 3), (3, 3), (3, 2), (2, 2))
-"""Stages and advice that are shown: the first that leaves a brief short enough."""
+"""Pairs (stages shown, advice shown), largest first. A brief uses the first pair that keeps it short
+enough.
+"""
 
 
 class Briefed(ABC):
@@ -250,7 +252,9 @@ def _say_uneven(stage: Stage) -> str:
 
 
 def engine_lines(engines: Sequence[Engine]) -> Iterator[str]:
-    """Yield the phases of the engine that is idle longest, and of the one that is so shortest."""
+    """Yield the phases of the engine that was idle for longest, and of the one that was idle for the shortest
+    time.
+    """
     ordered = sorted(engines, key=lambda row: row.idle_ns or 0)
     for engine in (*ordered[:1], *ordered[1:][-1:]):
         yield f"Engine {engine.replica}, {duration(engine.recorded_ns)} recorded: {_use(engine)}"

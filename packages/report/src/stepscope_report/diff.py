@@ -21,16 +21,16 @@ SHAPES = 3
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the two that are compared."""
+    """One side of a comparison."""
 
     steps: tuple[int, ...]
     runs: tuple[str, ...]
     step_ns: int
-    """Per step, the step alone: the sum of this side's lines."""
+    """Mean time of a step, without opening and closing its capture: the sum of this side's lines."""
     opening_ns: int
-    """Per step, what opening its capture took before it."""
+    """Mean time for opening the capture of a step, which comes before the step."""
     closing_ns: int
-    """The same of closing, after it."""
+    """Mean time for closing the capture of a step, which comes after the step."""
     complete: bool
     """True if every step is complete."""
 
@@ -39,12 +39,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """One line of one side. Zeros where the side has no such line."""
 
     wall_ns: int = 0
-    """Per step: the mean, in whole ns."""
+    """Mean time per step, in whole ns."""
     min_ns: int = 0
     max_ns: int = 0
-    """The longest in any of the steps; equal to the mean if there is one step."""
+    """The longest time in any of the steps; equal to the mean if there is one step."""
     calls: float = 0.0
-    """Per step."""
+    """Mean number of calls per step."""
     mean_ns: int | None = None
     """The mean duration of the calls that ended."""
 
@@ -60,7 +60,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     delta_ns: int
     """The change of the share of the step, b - a. Over all lines these add up to the change of the step."""
     apart: bool
-    """Both sides have several steps, and their ranges do not meet: it is more than steps differ anyway."""
+    """True if both sides have several steps and their ranges do not meet: the change exceeds how steps differ
+    anyway.
+    """
 
 
 class Diff(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,14 +72,14 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     delta_ns: int
     """The change of the step alone. `a` and `b` say what opening and closing the capture took."""
     changes: tuple[Change, ...]
-    """The largest first, whichever its sign."""
+    """All lines, the largest change first, whatever its sign."""
     kernels: KernelDiff | None = None
     """The changes of kernels; None if the traces were not read."""
 
 
 KernelKind: TypeAlias = Literal["operator", "kernel"]
 Place: TypeAlias = tuple[str, str | None]
-"""Role, and stage of the traces. No stage: they are of the whole step."""
+"""(role, stage) of traces. The stage is None for traces of the whole step."""
 
 
 class ShapeChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +114,7 @@ class KernelDiff(msgspec.Struct, frozen=True, kw_only=True):
     """Operators and kernels of the traces of both sides."""
 
     changes: tuple[KernelChange, ...]
-    """The `KERNELS` largest first, whichever their sign."""
+    """The `KERNELS` largest changes, the largest first, whatever its sign."""
     compared: tuple[Place, ...]
     """Places that have traces on both sides."""
     only_a: tuple[Place, ...]
@@ -194,7 +196,7 @@ def _line(
 
 
 def _calls(reports: Iterable[StepReport]) -> tuple[Counter[Label], Counter[Label]]:
-    """Return the calls that ended, and their times."""
+    """Return the number of calls that ended, and the sum of their times, by label."""
     calls, total_ns = Counter[Label](), Counter[Label]()
     for report in reports:
         for stage in report.stages:
@@ -204,9 +206,9 @@ def _calls(reports: Iterable[StepReport]) -> tuple[Counter[Label], Counter[Label
 
 
 _Name: TypeAlias = tuple[KernelKind, str, str]
-"""Kind, name and shapes. Kernels have no shapes."""
+"""(kind, name, shapes). The shapes of a kernel are empty."""
 _Times: TypeAlias = tuple[float, float]
-"""us and calls."""
+"""(microseconds, calls)."""
 KernelTimes: TypeAlias = Mapping[Place, Mapping[_Name, _Times]]
 """The times of each operator and kernel in one step, by profiled process."""
 _NONE = (0.0, 0.0)
@@ -236,7 +238,7 @@ def kernel_times(activities: Iterable[TraceActivity]) -> KernelTimes:
 def kernel_diff(a: Sequence[KernelTimes], b: Sequence[KernelTimes]) -> KernelDiff:
     """Compare the operators and kernels of two sides, each by the mean of its steps that have traces.
 
-    Another number of profiled processes is no change.
+    A different number of profiled processes is not counted as a change.
     """
     left, right = _means(a), _means(b)
     changes = [

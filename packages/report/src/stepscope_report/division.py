@@ -24,13 +24,13 @@ _WORKER, _OWNER, _LATER_WORKER, _LATER_OWNER, WAITING = range(5)
 
 
 class Work(NamedTuple):
-    """Spans as intervals, and by bit what they are."""
+    """Spans as intervals. The other lists describe each kind of interval, by its bit."""
 
     intervals: list[Interval]
     labels: list[Label]
     tiers: list[int]
     engines: list[ReplicaKey | None]
-    """The replica that does it; `_ANY` if an unknown engine does it; None if no engine does."""
+    """The replica that does the work; `_ANY` if an unknown engine does it; None if no engine does it."""
 
 
 def work_of(timeline: Timeline, indices: Sequence[int], names: ToolNames | None = None) -> Work:
@@ -53,9 +53,9 @@ def work_of(timeline: Timeline, indices: Sequence[int], names: ToolNames | None 
 def intervals_of(
     timeline: Timeline, indices: Sequence[int], kind_of: Callable[[Span], _Kind]
 ) -> tuple[list[Interval], list[_Kind]]:
-    """Return some of the spans as intervals, and by bit their kinds.
+    """Return the spans at `indices` as intervals, and the kinds of these by bit.
 
-    Those of unaligned processes have no length, because their place is unknown.
+    Spans of unaligned processes get no length, because their place is unknown.
     """
     kinds: dict[_Kind, int] = {}
     places = {index: place for place, index in enumerate(indices)}
@@ -71,9 +71,9 @@ def intervals_of(
 
 
 def _part_of(timeline: Timeline, span: Span) -> int | None:
-    """Return the span that a span is a part of.
+    """Return the index of the span that this one is a part of, or None.
 
-    A later step's work is no part of this step's: who began it goes on.
+    Work for a later step is not a part of the span that began it, because that span belongs to this step.
     """
     if span.parent is None:
         return None
@@ -102,7 +102,9 @@ def _of_held(start_ns: int, end_ns: int, work: Work, held: Sequence[Held]) -> Sh
 
 
 def stalled_most_ns(timeline: Timeline, work: Work) -> int:
-    """Return the time that is billed to stalls if work of an unnamed engine is held up by any of them."""
+    """Return the time that is billed to stalls if a stall of any engine holds up work of an unnamed
+    engine.
+    """
     held = _held(timeline, work.engines, by_any=True)
     return _of_held(timeline.window.start_ns, timeline.window.end_ns, work, held).wall_ns[STALLED]
 
@@ -110,7 +112,7 @@ def stalled_most_ns(timeline: Timeline, work: Work) -> int:
 def _held(timeline: Timeline, engines: Sequence[ReplicaKey | None], *, by_any: bool = False) -> list[Held]:
     """Return the stalls of replicas, with the kinds of work that each of them held up.
 
-    Work of an unnamed engine is held up when all of them stall, or `by_any`.
+    Work of an unnamed engine is held up while all engines stall, or with `by_any` while any engine does.
     """
     changes = sorted(
         change
@@ -162,7 +164,7 @@ def _tier(timeline: Timeline, span: Span) -> int:
 def beside_step(timeline: Timeline) -> tuple[int, int]:
     """Return the time for opening and for closing the capture.
 
-    Ranks that each open a capture of their own wait for the slowest of them in the step: its times count.
+    If each rank opens its own capture, all of them wait for the slowest rank, whose times count.
     """
     if not timeline.window.opened:
         return 0, 0

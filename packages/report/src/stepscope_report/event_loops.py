@@ -12,7 +12,7 @@ from stepscope_report.timeline import Counter, Span, Timeline
 
 LATE_NS = 100_000_000
 _CLOSE_NS = 10_000_000
-"""Distance of two times that are taken for one. The clock of a sample is read before its sources are."""
+"""Two times at most this far apart count as one. A sample's clock is read before its sources are."""
 
 
 class LateLoop(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,8 +31,8 @@ class LateLoop(msgspec.Struct, frozen=True, kw_only=True):
 def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
     """Yield each loop that was late by more than `LATE_NS` in the step, with its longest block.
 
-    A block is harmless if recorded calls fill it, the loop ran again when one of them ended, and no other
-    call was open beside that one: nothing that is recorded waited.
+    A block is harmless if recorded calls fill it, the loop ran again when one of these calls ended, and no
+    other call was open at the same time: then no recorded call waited.
     """
     for counter in timeline.counters:
         if counter.name != EVENT_LOOP:
@@ -78,8 +78,8 @@ def _blocker(
 ) -> int | None:
     """Return the innermost of the calls that ended when the loop ran again, as an index of a span.
 
-    None if no call did, or the calls fill less than nine tenths of the block. `last_ns` is the time of the
-    last sample: a call that ended later may still have blocked the loop then.
+    None if no call ended then, or the calls fill less than nine tenths of the block. `last_ns` is the time of
+    the last sample: a call that ended later may still have blocked the loop then.
     """
     ends_ns = {index: timeline.until_ns(timeline.spans[index]) for index in calls}
     filled = [(timeline.spans[index].start_ns, until_ns) for index, until_ns in ends_ns.items()]
@@ -100,7 +100,9 @@ def _blocker(
 def _is_beside_others(
     blocker: int, calls: Sequence[int], start_ns: int, end_ns: int, timeline: Timeline
 ) -> bool:
-    """Return whether another of the calls was open on the blocker's thread beside it, within the block."""
+    """Return whether another one of the calls was open on the blocker's thread at the same time, within the
+    block.
+    """
     spans = timeline.spans
     start_ns = max(start_ns, spans[blocker].start_ns)
     end_ns = min(end_ns, timeline.until_ns(spans[blocker]))
@@ -116,7 +118,7 @@ def _is_beside_others(
 
 
 def _above(index: int | None, spans: Sequence[Span]) -> set[int]:
-    """Return the span and those that it runs below."""
+    """Return the indices of the span and of all spans that it runs below."""
     above = set[int]()
     while index is not None:
         above.add(index)

@@ -1,4 +1,6 @@
-"""Devices and engines of a run at this moment: a row for each, or of many the spread and the worst."""
+"""Devices and engines of a run at this moment: one row each, or for many of them the spread and the worst
+value.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from stepscope.files.states import CounterNow
 from stepscope_report.accounting import rank_of
 
 MOST_ROWS = 64
-"""Devices, and engines, that have a row each. Of more, spreads are shown."""
+"""Up to this many devices, or engines, get a row each; of more, spreads are shown."""
 
 Group: TypeAlias = Literal["devices", "engines"]
 
@@ -68,7 +70,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     median: float
     p90: float
     worst: float
-    """The lowest utilisation, the fewest running requests, and the highest of all else."""
+    """The lowest utilisation, the fewest running requests, or the highest value of any other column."""
     whose: str
 
 
@@ -78,7 +80,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     """The step on disk that the figures describe, or None if they describe the present."""
     rows: tuple[Row, ...] = ()
-    """Empty if there are too many."""
+    """The rows; empty if there are more than `MOST_ROWS`."""
     spreads: tuple[Spread, ...] = ()
 
 
@@ -91,9 +93,9 @@ def fleets(now: Sequence[Sampled], last: Sequence[Sampled], step: int | None) ->
     """Yield the devices, then the engines, where there are any.
 
     Args:
-        now: Of the processes that answered.
-        last: Of the last step on disk with counters, for what nobody answered.
-        step: Its number.
+        now: Counters of the processes that answered.
+        last: Counters of the last step on disk that has some, for processes that did not answer.
+        step: The number of that step.
     """
     groups = []
     for group in COLUMNS:

@@ -10,9 +10,11 @@ from itertools import pairwise
 
 _UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
 LISTED = 12
-"""Lines of a list that are printed; the number of the others follows, and `--json` has them all."""
+"""Number of lines of a list that are printed. The number of further lines follows, and `--json` has them
+all.
+"""
 STRETCHES = 4
-"""Stretches of step numbers that are named."""
+"""Number of stretches of step numbers that are printed."""
 PROFILED = "*: a profiler recorded this process and slowed it."
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -47,7 +49,7 @@ def percents(parts: Sequence[int], total: int) -> list[str]:
 
 
 def percent_of(part: int, total: int) -> str:
-    """Return the percentage of one part, as `percents` does."""
+    """Return the percentage of one part, rounded as in `percents`."""
     return percents([part], total)[0]
 
 
@@ -132,7 +134,7 @@ def signed(ns: int) -> str:
 
 
 def percentage(part: int, whole: int) -> str:
-    """Return `+12.3`, `-4.0`, `0.0`; `-` of nothing."""
+    """Return `+12.3`, `-4.0` or `0.0`; `-` if `whole` is 0."""
     if whole <= 0:
         return "-"
     rounded = tenths(part, whole)
@@ -145,5 +147,5 @@ def starred(name: str, profiled: bool) -> str:
 
 
 def say_profiled(*profiled: bool) -> str:
-    """Return the note on `*`. Empty if none has it."""
+    """Return the note that explains `*`. Empty if no process has one."""
     return PROFILED if any(profiled) else ""

@@ -11,13 +11,13 @@ import msgspec
 from stepscope_report.accounting import Interval, Label
 
 GAPS = 3
-"""The largest gaps that are shown."""
+"""Number of gaps that are shown, the largest first."""
 LEAST = 100
-"""Unaccounted time is shown in parts from one part in so many of the step on."""
+"""Unaccounted time is split by gaps if it is at least one part in this many of the step."""
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True):
-    """All stretches without a span between two stages."""
+    """The sum of all stretches without a span between the same two stages."""
 
     before: Label | None
     """(role, stage) of the span that ended when the gap began; None if the step began then."""
@@ -55,7 +55,7 @@ def find_stretches(intervals: Sequence[Interval], start_ns: int, end_ns: int) ->
 
 
 def sum_up(gaps: Iterable[tuple[Label | None, Label | None, int]]) -> tuple[Gap, ...]:
-    """Sum (before, after, ns) by the stages on both sides, the longest first."""
+    """Sum (before, after, ns) by the two stages around each gap, the longest sum first."""
     wall_ns, numbers = Counter[tuple[Label | None, Label | None]](), Counter[object]()
     for before, after, ns in gaps:
         wall_ns[before, after] += ns
@@ -67,7 +67,7 @@ def sum_up(gaps: Iterable[tuple[Label | None, Label | None, int]]) -> tuple[Gap,
 
 
 def name_gap(gap: Gap) -> str:
-    """Say where it lies: `between actor update_actor and rollout load_weights`."""
+    """Say where the gap lies: `between actor update_actor and rollout load_weights`."""
     before, after = (None if label is None else " ".join(label) for label in (gap.before, gap.after))
     if before is None and after is None:
         return "from the step's begin to its end"

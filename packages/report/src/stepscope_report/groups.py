@@ -20,11 +20,13 @@ from stepscope_report.spans import is_tool, placed
 from stepscope_report.timeline import Span, Timeline
 
 ALWAYS = ("name", "tool", "env", "role", "stage", "process")
-"""Names that group spans which state no such attribute: by what their fields say."""
+"""Attributes that every span can be grouped by: a span that does not state one gets the value of its own
+field.
+"""
 _CHOICES = 10
-"""Values that an attribute may have on a page."""
+"""Largest number of values of an attribute that a page offers."""
 _ATTRIBUTES = 8
-"""Attributes that a page offers."""
+"""Largest number of attributes that a page offers."""
 _LENGTH = 80
 _TIMES = (">total", ">mean", ">p50", ">p95", ">max", ">active")
 _NOTE = (
@@ -33,13 +35,15 @@ _NOTE = (
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """All calls with one value. Times of calls are None when none has ended."""
+    """All calls with one value of the attribute. Times of calls are None if no call has ended."""
 
     value: str
     calls: int
-    """Spans that ended."""
+    """Number of calls that ended."""
     open: int
-    """Spans never seen to end: in no time here but `active_ns`, up to the last sign of life."""
+    """Number of calls without a recorded end. Their time counts only in `active_ns`, up to the last sign of
+    life.
+    """
     errors: int
     cancelled: int
     """The number of cancelled calls; a cancellation is no error."""
@@ -57,12 +61,14 @@ class Grouping(msgspec.Struct, frozen=True, kw_only=True):
 
     attribute: str
     window_ns: int
-    """The step, of which `active_ns` is a share."""
+    """Duration of the step, of which `active_ns` is a part."""
     groups: tuple[Group, ...]
 
 
 def group_spans(timeline: Timeline, attribute: str) -> Grouping:
-    """Return the spans that state the attribute, grouped by its value. Without such a span, no group."""
+    """Return the spans that state the attribute, grouped by its value. Without such spans there are no
+    groups.
+    """
     spans: dict[str, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         value = None if span.stage == PROFILING else _value(timeline, span, attribute)
@@ -77,13 +83,15 @@ def group_spans(timeline: Timeline, attribute: str) -> Grouping:
 
 
 def attributes_of(timeline: Timeline) -> list[str]:
-    """Return the attributes that spans of the step state, by the number of these spans, the most first."""
+    """Return the attributes that spans of the step state, those of the most spans first."""
     counts = Counter(name for span in timeline.spans for name in span.attrs or ())
     return sorted(counts, key=lambda name: (-counts[name], name))
 
 
 def choices_of(timeline: Timeline) -> list[Grouping]:
-    """Return the groupings that a page offers: of few values each, and of more than one."""
+    """Return the groupings that a page offers: by attributes with at least two values and few enough of
+    them.
+    """
     names = list(dict.fromkeys(("tool", "env", *attributes_of(timeline), "role", "process")))
     few = [name for name in names if 1 < _values(timeline, name) <= _CHOICES]
     return [group_spans(timeline, name) for name in few[:_ATTRIBUTES]]

@@ -21,18 +21,22 @@ from stepscope_report.timeline import Span, Timeline
 MARKS = 12_000
 """Largest number of marks. A page with three times as many takes seconds to open."""
 FULL_ROWS = 32
-"""Processes of a role that have a row with a lane for each stage; of more, each is one thin strip."""
+"""Up to this many processes of a role get a row with a lane for each stage; in a larger role each is a thin
+strip.
+"""
 STRIPS = 512
-"""Strips of a role; of more processes every k-th is drawn, and those that are slowest in some stage."""
+"""Largest number of strips of a role. Of more processes every k-th is drawn, plus the slowest ones of each
+stage.
+"""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     host: str
     aligned: bool
-    """False: nobody knows where its spans belong, so that none is drawn."""
+    """False if the process has no clock offset to the owner, so that none of its spans is drawn."""
     lanes: tuple[tuple[Mark, ...], ...]
-    """Callers above what they call. A strip has one lane."""
+    """The marks of each lane, callers above the stages that they call. A strip has one lane."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,18 +45,18 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """True if a process is drawn as a strip of its most specific stage at each instant."""
     processes: int
     rows: tuple[Row, ...]
-    """Fewer than `processes` where not all are drawn."""
+    """The drawn rows; fewer than `processes` if some are left out."""
 
 
 class Gantt(msgspec.Struct, frozen=True, kw_only=True):
     window_ns: int
     groups: tuple[Group, ...]
-    """The owner's first, then in the timeline's order."""
+    """The owner's group first, then the others in the timeline's order."""
     marks: int
     spans: int
-    """All spans of the step."""
+    """Number of all spans of the step."""
     shortest_ns: int
-    """Neighbours shorter than this, or nearer to each other, are drawn as one."""
+    """Neighbouring marks shorter than this, or nearer to each other than this, are drawn as one mark."""
 
 
 def draw_gantt(timeline: Timeline, stages: Sequence[Stage], budget: int = MARKS) -> Gantt:
@@ -123,7 +127,9 @@ def _row(timeline: Timeline, index: int, spans: list[int], strip: bool) -> Row:
 
 
 def _lanes(timeline: Timeline, indices: Sequence[int]) -> tuple[tuple[Mark, ...], ...]:
-    """Return a lane for each stage, below its callers'. Stages that never overlap share one."""
+    """Return a lane for each stage, below the lanes of its callers. Stages that never overlap share a
+    lane.
+    """
     calls, callers = _calls(timeline, indices)
     lanes: list[list[Mark]] = []
     place: dict[Label, int] = {}
@@ -156,7 +162,7 @@ def _calls(
 def _callers_first(calls: Iterable[Label], callers: Mapping[Label, set[Label]]) -> list[Label]:
     """Return the stages by first call, each after its callers.
 
-    Of stages that call each other the first leads.
+    If stages call each other, the one called first leads.
     """
     order: dict[Label, None] = {}
 
@@ -179,7 +185,9 @@ def _collide(one: Sequence[Mark], other: Sequence[Mark]) -> bool:
 
 LANE_MARKS = 8_000
 LANES = 256
-"""Lanes drawn; of more, every k-th and those of the slowest trajectories."""
+"""Largest number of lanes drawn. Of more lanes every k-th is drawn, plus those of the slowest
+trajectories.
+"""
 SAMPLES = 240
 """Points of the curve of trajectories in flight."""
 
@@ -199,9 +207,9 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
 class Lanes(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
     needed: int
-    """Lanes that all of them take: how many ran at once, at most."""
+    """Number of lanes that all trajectories take, which is the largest number that ran at once."""
     lanes: tuple[tuple[Flight, ...], ...]
-    """Fewer than `needed` where not all are drawn."""
+    """The drawn lanes; fewer than `needed` if some are left out."""
     in_flight: tuple[float, ...]
     """Number of requests that ran, on average, in each of `SAMPLES` equal parts of the window."""
     marks: int
@@ -212,7 +220,9 @@ class Lanes(msgspec.Struct, frozen=True, kw_only=True):
 def pack_trajectories(
     timeline: Timeline, slowest: Iterable[str] = (), budget: int = LANE_MARKS
 ) -> Lanes | None:
-    """Return the lanes of one step; those of the `slowest` are always drawn. None without trajectories."""
+    """Return the lanes of one step, always with those of the `slowest`. None if the step has no
+    trajectories.
+    """
     members = grouped(_members(timeline), lambda index: timeline.spans[index].trajectory or "")
     if not members:
         return None
@@ -313,7 +323,7 @@ def _in_flight(window_ns: int, flights: Sequence[tuple[int, int]]) -> list[float
 
 
 def _add(change: list[float], at: float, by: int) -> None:
-    """Add one, or take one away, from `at` on: in the part that holds it, for the rest of that part."""
+    """Change the curve by `by` from the position `at` on; the part that holds `at` gets only its share."""
     at = min(max(at, 0.0), float(SAMPLES))
     place = int(at)
     change[place] += by * (1 - (at - place))

@@ -26,19 +26,19 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
     start_ns: int
     end_ns: int
     spans: int = 1
-    """Number of calls (in `runs`: stretches) that it stands for."""
+    """Number of calls that the mark stands for (in `runs`, of stretches)."""
     at_once: int = 1
-    """Number of them that ran at once, at most."""
+    """Largest number of these calls that ran at once."""
     open: bool = False
-    """One of them never ended; it is drawn up to the process' last sign of life."""
+    """True if one of the calls never ended. The mark then extends to the process' last sign of life."""
     failed: int = 0
-    """Number of them that an exception left."""
+    """Number of the calls that ended with an exception."""
     gaps_ns: int = 0
-    """Time inside it in which none of them ran."""
+    """Time inside the mark in which none of its calls ran."""
 
 
 def blocks(timeline: Timeline, spans: Iterable[Span]) -> list[Mark]:
-    """Return one stage's calls in one process. Calls that overlap or touch are one block."""
+    """Return the calls of one stage in one process as blocks: calls that overlap or touch share a block."""
     zero_ns = timeline.window.start_ns
     marks: list[Mark] = []
     running: list[int] = []
@@ -61,7 +61,9 @@ def blocks(timeline: Timeline, spans: Iterable[Span]) -> list[Mark]:
 
 
 def join_near(marks: Iterable[Mark], gap_ns: int) -> list[Mark]:
-    """Unite neighbours of one stage that are less than `gap_ns` apart, if one of them is shorter than it."""
+    """Unite neighbours of one stage that are less than `gap_ns` apart, if at least one of the two is shorter
+    than that.
+    """
     joined: list[Mark] = []
     for mark in marks:
         last = joined[-1] if joined else None
@@ -175,7 +177,9 @@ def pick(count: int, limit: int, wanted: Iterable[int] = ()) -> list[int]:
 def pick_of_each(
     rows: Sequence[_Row], group: Callable[[_Row], str], size: Callable[[_Row], float], limit: int
 ) -> Iterator[int]:
-    """Yield the places of the rows to draw: `limit` of each group, and its largest one."""
+    """Yield the indices of the rows to draw: up to `limit` in each group, and always the group's largest
+    row.
+    """
     for places in grouped(range(len(rows)), lambda at: group(rows[at])).values():
         largest = max(range(len(places)), key=lambda at: size(rows[places[at]]))
         yield from (places[at] for at in pick(len(places), limit, [largest]))

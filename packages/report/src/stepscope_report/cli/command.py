@@ -50,7 +50,7 @@ def _shared(
         ),
     ] = False,
 ) -> None:
-    """Have the options that every command has."""
+    """Declare the options that every command has."""
 
 
 _SHARED = [option for option in typer.main.get_command(_options).params if option.name != "help"]
@@ -65,7 +65,7 @@ class Command(TyperCommand):
 
 
 class GroupWithDefault(TyperGroup):
-    """A group whose first command is meant where none is named: `trigger RUN` is `trigger ask RUN`."""
+    """A group that runs its first command if none is named: `trigger RUN` is `trigger ask RUN`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in {*self.commands, *ctx.help_option_names}:

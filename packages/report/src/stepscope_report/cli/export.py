@@ -104,7 +104,7 @@ def write_tables(arrow: Any, folder: Path, steps: Iterable[OpenStep], *, numbere
         numbered: Whether rows begin with the number of their step.
 
     Raises:
-        RecordError: no step can be read. Files of before stay.
+        RecordError: no step can be read. Earlier files are kept.
         OSError: the folder cannot be written. Files of before stay.
     """
     schemas = {name: _schema(arrow, row, numbered=numbered) for name, row in ROWS.items()}

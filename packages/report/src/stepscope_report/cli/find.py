@@ -40,7 +40,7 @@ def find_run(path: Path) -> dict[int, StepLayout]:
 
 
 def find_numbered(path: Path) -> dict[int, StepLayout]:
-    """Return the steps as `find_run`; a step's folder, whatever its name, is a run of that step alone.
+    """Return the steps as `find_run` does, and also accept the folder of a single step, whatever its name.
 
     Raises:
         CommandError: as for `find_run`, or no process of the step recorded its number.
@@ -55,7 +55,7 @@ def find_numbered(path: Path) -> dict[int, StepLayout]:
 
 
 def find_steps(path: Path, step: int | str | None = None) -> list[StepLayout]:
-    """Return the steps, of all runs, that `path` (a run's folder, or a step's) and the option name.
+    """Return the steps of all runs that `path` (a run's folder or a step's) and the option `step` select.
 
     Args:
         step: A step, or several as in `steps`: `3,5-8`.
@@ -74,8 +74,8 @@ def find_steps(path: Path, step: int | str | None = None) -> list[StepLayout]:
 
 
 def find_of_run(path: Path, step: int | str | None = None, run: str | None = None) -> RunSteps:
-    """Return the steps as `find_steps`, of one run: `run`, else the one that captured last. Say on stderr
-    which steps are left out.
+    """Return the steps of `find_steps` that belong to one run: `run`, or the one that captured last if that
+    is None. The steps left out are named on stderr.
 
     Raises:
         CommandError: as for `find_steps`, or there is none of `run`.
@@ -88,7 +88,7 @@ def find_of_run(path: Path, step: int | str | None = None, run: str | None = Non
 
 
 def of_one_run(path: Path, steps: Mapping[int, StepLayout], run: str | None) -> RunSteps:
-    """Return those of some steps that are of one run, as `find_of_run`.
+    """Return the given steps that belong to one run, chosen as in `find_of_run`.
 
     Raises:
         CommandError: there is none of `run`.
@@ -141,7 +141,7 @@ def _why_none(path: Path) -> str:
 
 
 def no_run(path: Path) -> str:
-    """Return the reason why `path` is no run with captured steps, with its content."""
+    """Return the reason why `path` is no run with captured steps, and what the folder holds."""
     if not path.exists():
         above = next(parent for parent in path.absolute().parents if parent.exists())
         return f"{path} does not exist. {above} holds: {_names(above)}"

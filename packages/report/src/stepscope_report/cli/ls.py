@@ -34,8 +34,9 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str | None
     """The id of the run; None if no process left its part."""
     complete: bool
-    """The report's `complete`, except for damage inside traces and between spans, which `ls` does not
-    read."""
+    """True if the step is complete as in its report, except for damage inside traces and between spans, which
+    `ls` does not read.
+    """
     state: State | None
     opened_ns: int | None
     """Time at which its owner opened the capture, unix ns."""
@@ -46,7 +47,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     processes: int
     artifacts: int
     bytes: int
-    """On disk, of all runs in the step's folder."""
+    """Size on disk, of all runs in the step's folder."""
     problems: tuple[str, ...]
     """Things that are missing, partial, failed or unreadable, with the reason."""
     cause: Cause | None = None

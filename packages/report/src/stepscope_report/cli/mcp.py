@@ -300,7 +300,9 @@ def _package() -> tuple[Any, type[Exception], Any]:
 
 
 def _told(tool: Callable[..., str], error_of: type[Exception]) -> Callable[..., str]:
-    """Return the tool with errors that the client is shown: mcp 2 hides the text of all others."""
+    """Wrap a tool so that its errors are of the type whose text the client sees: mcp 2 hides the text of all
+    others.
+    """
 
     @wraps(tool)
     def told(*args: Any, **kwargs: Any) -> str:

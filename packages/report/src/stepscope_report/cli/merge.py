@@ -30,7 +30,9 @@ from stepscope_report.timeline.step.plain import plain_bytes
 
 _SHOWN = 20
 EVENTS = 6_000_000
-"""Some 1.5 GB of JSON, for a viewer in WebAssembly, which has 4 GB. Chosen, not measured."""
+"""Beyond this number of events a smaller merge is proposed: about 1.5 GB of JSON, for a viewer in
+WebAssembly, which has 4 GB. Chosen, not measured.
+"""
 
 
 def merge(
@@ -168,7 +170,9 @@ def _some(lines: tuple[str, ...] | list[str]) -> list[str]:
 
 
 def proposal(step: Path, run_id: str) -> str:
-    """Return what to merge if a browser cannot open so much: two ranks of the most uneven stage."""
+    """Return the command of a smaller merge, for a browser that cannot open all events: two ranks of the most
+    uneven stage.
+    """
     stages = step_report(load_step(step, run_id=run_id)).stages
     start = "A browser may not open so many events."
     uneven = max(filter(_ranked, stages), key=_spread_ns, default=None)

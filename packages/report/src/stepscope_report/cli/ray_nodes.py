@@ -179,16 +179,16 @@ class _Node:
         """True once the node has answered, so that it is known to run stepscope."""
         self._id = node_id
         self._undone: list[set[Future[Any]]] = []
-        """Calls of each actor that are not done."""
+        """The unfinished calls of each actor."""
         self._actors: list[Any] = []
 
     @property
     def load(self) -> float:
-        """Return the calls that are not done, for each actor."""
+        """Return the number of unfinished calls per actor."""
         return sum(map(len, self._undone)) / max(1, len(self._actors))
 
     def start(self, count: int) -> None:
-        """Have at least `count` actors."""
+        """Start actors until the node has at least `count`."""
         where = NodeAffinitySchedulingStrategy(self._id, soft=False)
         options = {"num_cpus": 0, "max_restarts": 1, "max_task_retries": 1, "scheduling_strategy": where}
         for _ in range(count - len(self._actors)):
@@ -196,7 +196,7 @@ class _Node:
             self._undone.append(set())
 
     def add(self, listing: NodeFiles, jobs: int | None) -> None:
-        """Take over what the node says of itself.
+        """Add the files that the node lists, and start its actors.
 
         Raises:
             RecordError: it has another version of stepscope.
@@ -243,7 +243,9 @@ class _Node:
         return RecordError(f"the Ray node {self.name} cannot run stepscope ({why}): {fix}")
 
     def fetch(self, path: Path, size: int) -> None:
-        """Copy a file here, under its name once it is whole. Without the node, it stays missing."""
+        """Copy a file here; it gets its name once it is whole. If the node is gone, the file stays
+        missing.
+        """
         arrival = Arrival(path)
         try:
             while arrival.bytes < size and (piece := self.call(read_piece, path, arrival.bytes).result()):

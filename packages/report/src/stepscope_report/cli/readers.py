@@ -34,7 +34,8 @@ RayAddress: TypeAlias = Annotated[
 def readers(
     jobs: int | None, ray: str | None, steps: list[StepLayout], size: Callable[[], int]
 ) -> Iterator[tuple[Executor | None, int]]:
-    """Yield what reads the traces of these steps, and the number of bytes that there are.
+    """Yield the executor that reads the traces of these steps (None for this process), and their size in
+    bytes.
 
     Args:
         jobs: Processes, of each node with `ray`. None means one for each idle core.

@@ -23,7 +23,9 @@ from stepscope_report.cli.exits import CommandError, Exit
 
 STARTUP = Path(startup.__file__).parent
 RUN_PID = "STEPSCOPE_RUN_PID"
-"""The process that says at the end that no step began: `_recording.instrument.no_step`."""
+"""Variable with the id of the process that reports at its end if no step began:
+`_recording.instrument.no_step`.
+"""
 
 
 def run(

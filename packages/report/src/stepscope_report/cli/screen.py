@@ -131,7 +131,9 @@ def warn(message: str) -> None:
 
 @contextmanager
 def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr, if that is a terminal. Call the value with every number of bytes done."""
+    """Show a bar on stderr if that is a terminal. Call the yielded function with each number of bytes
+    done.
+    """
     if _quiet or not sys.stderr.isatty():
         yield lambda done: None
         return

@@ -160,7 +160,9 @@ def _show(layout: RunLayout, *, json: bool) -> Status:
 def _ask(
     layout: RunLayout, ask: Callable[..., str], wait: float, *, next_run: bool
 ) -> tuple[Exit, str | None]:
-    """Ask those who listen, or the next run; return the exit code and the request's id, if it was made."""
+    """Send the request to the processes that listen, or leave it for the next run. Return the exit code, and
+    the request's id if one was made.
+    """
     with screen.waiting("waiting for a process that listens"):
         listens = _comes(lambda: not all(map(has_ended, read_listening(layout))), wait)
     try:
@@ -182,7 +184,7 @@ def _ask(
 
 
 def _came_to_nothing(status: Status, request: Request) -> bool:
-    """Return whether it was refused or captured badly, or will not be captured any more."""
+    """Return whether the request was refused, was captured badly, or can no longer be captured."""
     answers = [process.answers[request.id] for process in status.listening if request.id in process.answers]
     if any(answer.state == "refused" or (answer.state == "captured" and answer.reason) for answer in answers):
         return True

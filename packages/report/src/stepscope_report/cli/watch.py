@@ -68,7 +68,7 @@ def watch(
 
 
 def look(layout: RunLayout, every: float) -> Live:
-    """Return the run at this moment. Waits for answers no longer than until the next look."""
+    """Return the state of the run at this moment. Answers are awaited for at most `every` seconds."""
     number, sampled = _last_counters(layout)
     return live(step_lines(layout), ask(layout, min(1.5, every)), recorded=sampled, recorded_step=number)
 
@@ -84,7 +84,7 @@ def _last_counters(layout: RunLayout) -> tuple[int | None, list[Sampled]]:
 
 
 def _run(layout: RunLayout) -> str:
-    """Return the id, as in file names, of the run that is shown: the one whose lines are."""
+    """Return the id, as in file names, of the run whose step lines are shown; empty if no run wrote any."""
     return next(iter(recorded_runs(layout.root)), "")
 
 
@@ -117,7 +117,7 @@ def _show_in_page(layout: RunLayout, page: Path, every: float, *, once: bool) ->
 
 
 def page_of(layout: RunLayout, view: Live, every: float) -> str:
-    """Return the view as a page that loads itself anew."""
+    """Return the view as a page that reloads itself."""
     console = Console(record=True, width=screen.WIDTH, file=io.StringIO(), markup=False, highlight=False)
     for part in render(layout, view):
         console.print(part)

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 def write_checkpoint(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Write `config.json` and `model.safetensors`. A reader sees the earlier weights or these."""
+    """Write `config.json` and `model.safetensors`. A reader sees either the earlier weights or the new
+    ones.
+    """
     from safetensors.torch import save_file
 
     (folder / "config.json").write_text(json.dumps(llama_config()))

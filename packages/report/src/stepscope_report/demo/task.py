@@ -60,7 +60,7 @@ class Problem:
         return len(self.terms) // 2 + 1 + EXTRA_TURNS
 
     def after(self, result: str) -> Problem:
-        """Return the rest of the chain after a call. A refused one changes nothing."""
+        """Return the rest of the chain after a call. A refused call changes nothing."""
         return self if result == REFUSED else Problem((result, *self.terms[3:]))
 
     def solution(self) -> list[str]:

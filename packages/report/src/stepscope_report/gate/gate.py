@@ -25,7 +25,7 @@ class Limit(msgspec.Struct, frozen=True):
     stage: str
     """A pattern of `role/stage`, as `rollout/*`; `step` is the whole step."""
     most: float
-    """Relative: 0.05 is 5 %."""
+    """The largest relative growth: 0.05 is 5 %."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,12 +34,12 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     """`role/stage`; `step` is the whole step."""
     limit: float
-    """The most that it may grow: 0.05 is 5 %."""
+    """The largest relative growth that passes: 0.05 is 5 %."""
     a_seconds: float
     b_seconds: float
-    """The means."""
+    """The mean durations of both sides."""
     change: float | None
-    """The relative change, or None if A has no such time."""
+    """The relative change, or None if the mean of A is zero."""
     interval: Interval | None
     """The confidence interval; None if there are too few steps."""
     a_steps: int
@@ -57,7 +57,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_gate(a: GateSteps, b: GateSteps, limits: Sequence[Limit], seed: int = 0) -> Gate:
-    """Compare both sides with the limits. Of several limits of a stage, the last one counts.
+    """Compare both sides with the limits. If several limits match a stage, the last one counts.
 
     Raises:
         ConfigError: a pattern matches no stage of either side, or the sides have no steps that compare.
@@ -112,7 +112,9 @@ def _check(stage: str, limit: float, a: GateSteps, b: GateSteps, checks: int, se
 
 
 def _samples(stage: str, a: GateSteps, b: GateSteps) -> tuple[Source, Sample, Sample]:
-    """Return the steps to compare: of runs those without a profiler, else the captured ones."""
+    """Return the steps to compare: those without a profiler if whole runs are compared and have enough, else
+    the captured ones.
+    """
     quiet_a, quiet_b = a.unprofiled(stage), b.unprofiled(stage)
     enough = min(len(quiet_a), len(quiet_b)) >= ENOUGH
     if (a.whole and b.whole and enough) or not (a.captured and b.captured):
@@ -131,7 +133,8 @@ def _times(steps: Sequence[Durations], stage: str) -> list[float]:
 def parse_limits(fail_above: Sequence[str], stages: Sequence[str]) -> list[Limit]:
     """Return the limits of `--fail-above` and `--stage`, paired in order.
 
-    One limit more than stages: the first one is the whole step's. One limit for several stages is each one's.
+    If there is one limit more than stages, the first limit is for the whole step. A single limit for several
+    stages is for each of them.
 
     Raises:
         ConfigError: a limit is no percentage, or their number fits no pairing.

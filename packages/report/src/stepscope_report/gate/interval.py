@@ -79,7 +79,9 @@ def _studentised(a: Sequence[float], b: Sequence[float], tail: float, draw: rand
 
 
 def _of_noise(a: Sample, b: Sample, tail: float, draw: random.Random) -> Interval:
-    """Return the interval from what as many other steps per side would differ by."""
+    """Return the interval of changes that chance gives: by how much two draws of other steps, as many per
+    side, differ.
+    """
     ratio = math.log(_mean(b.values) / _mean(a.values))
     differences = sorted(_noise_of(b, draw) - _noise_of(a, draw) for _ in range(RESAMPLES))
     return (
@@ -89,9 +91,9 @@ def _of_noise(a: Sample, b: Sample, tail: float, draw: random.Random) -> Interva
 
 
 def _noise_of(sample: Sample, draw: random.Random) -> float:
-    """Return the relative distance of the mean of some steps from all.
+    """Return the relative distance between the mean of randomly drawn steps and the mean of all steps.
 
-    A step that is not among them lies a little further out.
+    The step that was changed is not among the drawn ones and lies a little further out.
     """
     steps = draw.choices(sample.noise, k=len(sample.values))
     return (_mean(steps) / _mean(sample.noise) - 1) * math.sqrt(1 + 1 / len(sample.noise))

@@ -18,7 +18,9 @@ Durations = Mapping[str, float]
 """Seconds by `role/stage`; `step` is the whole step."""
 STEP = "step"
 _MOST_KINDS = 50
-"""With more kinds of steps, none repeats: names of stages hold ids."""
+"""With more kinds of steps than this, the kinds are ignored: their stage names then hold ids, and none
+repeats.
+"""
 
 
 class GateSteps(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,17 +38,19 @@ class GateSteps(msgspec.Struct, frozen=True, kw_only=True):
     kind have a stage that is named for their kind."""
 
     def stages(self) -> set[str]:
-        """Return the stages of any of its steps."""
+        """Return the names of the stages of all steps."""
         return {name for step in (*self.captured, *self.recorded) for name in step} - {STEP}
 
     def unprofiled(self, name: str) -> list[float]:
-        """Return one stage's times in the steps without a capture; empty if they do not know it."""
+        """Return one stage's times in the steps without a capture. Empty if these do not tell the stage's
+        time.
+        """
         steps = max(self.recorded, self.timed, key=len) if name == STEP else self.recorded
         return [step.get(name, 0) for step in steps] if any(name in step for step in steps) else []
 
 
 def like_with_like(a: GateSteps, b: GateSteps) -> tuple[GateSteps, GateSteps]:
-    """Return both sides with as many steps of each kind, relative to the others, as the other side has."""
+    """Return both sides with equal proportions of each kind of step."""
     recorded, timed = _matched(a.recorded, b.recorded), _matched(a.timed, b.timed)
     return (
         msgspec.structs.replace(a, recorded=recorded[0], timed=timed[0]),
@@ -57,7 +61,9 @@ def like_with_like(a: GateSteps, b: GateSteps) -> tuple[GateSteps, GateSteps]:
 def _matched(
     a: Sequence[Durations], b: Sequence[Durations]
 ) -> tuple[Sequence[Durations], Sequence[Durations]]:
-    """Leave out steps of kinds of which one side has relatively more. Kinds of one side alone stay."""
+    """Leave out steps so that each kind has the same proportion on both sides. Kinds that one side lacks
+    stay.
+    """
     kinds = list[tuple[Durations, tuple[list[int], list[int]]]]()
     for side, steps in enumerate((a, b)):
         for at, step in enumerate(steps):
@@ -128,7 +134,7 @@ def _recorded(layout: RunLayout, run: str, wanted: Callable[[int], bool]) -> Ite
 
 
 def _timed(layout: RunLayout, run: str, wanted: Callable[[int], bool]) -> list[Durations]:
-    """Return the whole of each uncaptured step. Of several owners the slowest one's counts."""
+    """Return the duration of each uncaptured step. If several owners timed a step, the slowest one counts."""
     slowest: dict[int, int] = defaultdict(int)
     for path in layout.uncaptured_files():
         if path.stem.endswith(f"_{safe(run)}"):

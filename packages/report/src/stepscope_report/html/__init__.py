@@ -1,1 +1,1 @@
-"""Reports as pages: each is one file that opens offline and asks nobody for anything."""
+"""Reports as pages: each page is one file that opens offline and loads nothing."""
