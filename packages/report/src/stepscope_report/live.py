@@ -1,4 +1,4 @@
-"""A run at this moment, from its files: its steps so far, the one that runs, and who is in which call."""
+"""A run at this moment, from its files: past steps, the running one, and the calls that go on in it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from stepscope_report.formatting import middle
 from stepscope_report.table import grouped
 
 COMPARED = 50
-"""Steps that the running one is compared with, the last."""
+"""The running step is compared with at most this many steps, the latest ones."""
 _NAMED = 8
-"""Trajectories that are named."""
+"""Number of trajectories that are named."""
 
 
 class StageNow(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class StageNow(msgspec.Struct, frozen=True, kw_only=True):
     last_s: float
     """Seconds in the last step that ended; 0 if the stage did not run."""
     median_s: float
-    """Over the steps in which it ran."""
+    """Median over the steps in which the stage ran."""
 
 
 class Lane(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str
     turn: int | None
     stage: str
-    """The innermost call in it."""
+    """The innermost call of the trajectory."""
     age_ns: int
 
 
@@ -62,20 +62,20 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     median_ns: int | None
     """The median of the last steps that are of the kind of the step that runs. None if there is none."""
     compared: int
-    """Number of steps of which `median_ns` is the median."""
+    """Number of steps that `median_ns` is computed from."""
     running: int | None
-    """The step that runs."""
+    """The step that runs now, or None if none does."""
     running_ns: int | None
     tokens_per_s: dict[str, float] = {}
-    """{`rollout` or `train`: of the time of the last step that counted tokens}."""
+    """{`rollout` or `train`: tokens per second of the last step that counted tokens}."""
     stages: tuple[StageNow, ...]
     lanes: tuple[Lane, ...]
     flights: int
-    """Trajectories under way."""
+    """Number of trajectories under way."""
     oldest: tuple[Flight, ...]
-    """The oldest of the trajectories, the longest first."""
+    """The trajectories that have run for longest, the longest first."""
     fleets: tuple[Fleet, ...] = ()
-    """Devices and engines, where they are sampled."""
+    """The sampled devices and engines."""
 
 
 def live(
@@ -88,8 +88,8 @@ def live(
     """Return the run at this moment.
 
     Args:
-        lines: Of its steps.
-        states: Of the processes that answered.
+        lines: The lines of the run's steps.
+        states: The states of the processes that answered.
         recorded: Counters of the last step on disk that has some.
         recorded_step: The number of that step.
     """
@@ -166,7 +166,7 @@ def _lanes(states: Sequence[ProcessState]) -> list[Lane]:
 
 
 def _flights(states: Sequence[ProcessState]) -> list[Flight]:
-    """Return each trajectory once: as old as its oldest span, in its youngest call."""
+    """Return each trajectory once, with the age of its oldest span and the stage of its youngest call."""
     oldest: dict[str, int] = {}
     inner: dict[str, OpenSpan] = {}
     for span in (span for state in states for span in state.spans):

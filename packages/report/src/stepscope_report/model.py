@@ -54,7 +54,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     run_id: str
     runs: tuple[str, ...]
-    """All runs that left something in the step's folder."""
+    """The ids of all runs that left something in the step's folder."""
     opened_ns: int
     """The capture's opening, unix ns."""
     cause: Cause | None = None
@@ -62,35 +62,35 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     unexplained_ns: int | None = None
     """The part of what it took longer than its neighbours that no stage explains; None without any."""
     advice: tuple[Advice, ...]
-    """Alarms first, then what could save most."""
+    """Advice: alarms first, then the largest possible saving."""
     breakdown: Breakdown
     critical_path: CriticalPath
     baseline: Baseline | None
     """The uncaptured steps to compare with; None if none is known."""
     stages: tuple[Stage, ...]
     long_tail: LongTail | None
-    """None if no span belongs to a trajectory."""
+    """The slowest trajectories, or None if no span belongs to a trajectory."""
     staleness: Staleness | None
-    """None if no trajectory is known to be stale."""
+    """Age of the trajectories, or None if none is known to be stale."""
     idle: tuple[Idle, ...]
     vain_waits: tuple[VainWait, ...] = ()
-    """Waits during which nobody was busy who could have ended them."""
+    """Waits during which no process was busy that could have ended them."""
     engines: tuple[Engine, ...]
     """Replicas that recorded prefill and decode, in a trace or in spans."""
     phaseless: tuple[Phaseless, ...]
-    """Processes that generated and are not among `engines`."""
+    """Processes that generated tokens and are not among `engines`."""
     throughput: Throughput | None = None
-    """None if neither tokens nor FLOPs are known."""
+    """Tokens and FLOPs per second, or None if neither is known."""
     weight_sync: WeightSync | None = None
-    """None if no span moves weights."""
+    """Times of weight syncs, or None if no span moves weights."""
     traces: TraceTables | None
-    """None if the traces were not read."""
+    """Tables of the traces, or None if these were not read."""
     cuda_memory: tuple[CudaMemory, ...]
-    """The snapshots of CUDA's allocator, where the traces were read."""
+    """Snapshots of CUDA's allocator. Empty if the traces were not read."""
     counters: Counters | None = None
-    """None if no process sampled any."""
+    """Sampled counters, or None if no process sampled any."""
     metrics: dict[str, float] = {}
-    """Numbers that the trainer logged of the step."""
+    """Numbers that the trainer logged for the step."""
     health: Health
     added: tuple[AddedSection, ...] = ()
     """Sections of other packages."""

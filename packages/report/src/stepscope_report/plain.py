@@ -43,7 +43,7 @@ class PlainReport(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the folder that holds all of them."""
     opened_ns: int
     window_ns: int
-    """From the first to the last event, of all processes on one clock."""
+    """Time in ns from the first to the last event of all processes, on one clock."""
     processes: tuple[ProcessRow, ...]
     engines: tuple[Engine, ...]
     throughput: Throughput | None
@@ -87,7 +87,9 @@ class Plain:
         return f"{moment(window.start_ns)}: {processes}, {span}"
 
     def brief(self, paths: Sequence[Path]) -> list[Part]:
-        """Return the whole story in at most 40 lines. `paths` are those of the command to run next."""
+        """Return the whole story in at most 40 lines. `paths` are the arguments of the commands to run
+        next.
+        """
         traces, engines = self._report.traces, tuple(engine_lines(self._report.engines))
         named = " ".join(quote(str(path)) for path in paths)
         parts = [
@@ -116,7 +118,9 @@ class Plain:
         yield from self._clocks()
 
     def _files(self) -> Iterator[Block]:
-        """Yield the files by process, which only their names may tell apart."""
+        """Yield the files of each process; processes may have nothing but their files' names to tell them
+        apart.
+        """
         traces = self._report.traces
         if traces is not None and len(traces.traces) > 1:
             rows = tuple(

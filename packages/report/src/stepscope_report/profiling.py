@@ -19,7 +19,9 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True):
     """One process that a profiler recorded, or one replica that its engine's own profiler recorded."""
 
     name: str
-    """The name in the timeline: `actor 0`, `rollout replica 1`; `replica 1` for a whole replica."""
+    """The name as in the timeline: `actor 0`, `rollout replica 1`; `replica 1` if the engine recorded it as a
+    whole.
+    """
     role: str
     has_peers: bool = False
     """True if other processes of its role were recorded too."""
@@ -50,7 +52,7 @@ class Profiling(msgspec.Struct, frozen=True, kw_only=True):
     """(replica, ns): the replicas whose own profilers started or wrote while the capture opened or closed,
     and for how long. The slowest first."""
     met: frozenset[str] = frozenset()
-    """Names of the processes that the owner had an answer from: they are among its workers."""
+    """Names of the processes that answered the owner, and so are among its workers."""
 
 
 def step_profilers(timeline: Timeline, activities: Sequence[TraceActivity]) -> Profiling:
@@ -104,7 +106,7 @@ def _recorded_processes(timeline: Timeline, activities: Sequence[TraceActivity])
 
 
 def _recorded_replicas(timeline: Timeline, activities: Sequence[TraceActivity]) -> Iterator[Profiled]:
-    """Yield the replicas that their engines recorded, and the processes of an engine that left no spans."""
+    """Yield the replicas that their engines recorded, and the engines' processes that left no spans."""
     parts = () if timeline.manifest is None else timeline.manifest.processes
     names = [
         item.name for part in parts for item in part.expected if item.kind == "engine" and item.artifacts
@@ -135,7 +137,7 @@ def _writers(timeline: Timeline) -> tuple[tuple[str, int], ...]:
 
 
 def _beside_ns(timeline: Timeline, pairs: Sequence[Pair]) -> int:
-    """Return the part of the pairs in which the capture opened or closed."""
+    """Return the length of the parts of `pairs` in which the capture was being opened or closed."""
     (opening_ns, closing_ns), window = beside_step(timeline), timeline.window
     opening = clipped(pairs, window.start_ns - opening_ns, window.start_ns)
     return union_ns([*opening, *clipped(pairs, window.end_ns, window.end_ns + closing_ns)])

@@ -32,7 +32,7 @@ class Pass(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The recording of one data-parallel engine of a replica: of one of its workers, all files of it."""
+    """The recording of one data-parallel engine of a replica: all files of one of its workers."""
 
     passes: list[Pass]
     stretches: list[tuple[int, int]]
@@ -42,7 +42,7 @@ class Recording(NamedTuple):
 
 
 class Tokens(msgspec.Struct):
-    """Sums over requests, or None if no request says it."""
+    """Sums over requests. A sum is None if no request states the number."""
 
     requests: int | None = None
     prompt: int | None = None
@@ -56,7 +56,7 @@ class Tokens(msgspec.Struct):
 
 
 class Replica(msgspec.Struct, kw_only=True):
-    """One inference replica, or a process whose requests name none."""
+    """One inference replica, or a process whose requests do not name a replica."""
 
     name: str
     number: int | None
@@ -67,14 +67,18 @@ class Replica(msgspec.Struct, kw_only=True):
     served: list[Span] = []
     """Spans `queue`, `wait`, `prefill` and `decode` of its requests."""
     pauses: list[tuple[int, int]] | None = None
-    """The stretches in which it was paused, or None if no span says it."""
+    """The stretches in which the replica was paused, or None if no span tells."""
     stalls: list[tuple[int, int]] | None = None
-    """The stretches in which its own profiler kept it from serving, or None if no recording says it."""
+    """The stretches in which the engine's own profiler kept it from serving, or None if no recording
+    tells.
+    """
     held: list[tuple[int, int]] | None = None
-    """The stretches in which it had requests, by the engine's own counters, or None if it is not known."""
+    """The stretches in which the replica had requests, by the engine's own counters, or None if these do not
+    tell.
+    """
     tokens: Tokens = msgspec.field(default_factory=Tokens)
     idle: bool = False
-    """The manifest says that it was recorded, and that it ran nothing."""
+    """True if the manifest says that the replica was recorded and ran nothing."""
 
     @property
     def passes(self) -> list[Pass]:
@@ -198,7 +202,7 @@ class _Search:
 def _named_in_spans(timeline: Timeline) -> dict[int, ReplicaKey]:
     """Return the replica of each process whose spans `prefill` and `decode` all name the same one.
 
-    Its other spans, as of a queue, need not repeat it.
+    Other spans of the process, such as `queue`, need not name the replica.
     """
     stated: dict[int, set[ReplicaKey | None]] = defaultdict(set)
     for span in timeline.spans:
@@ -236,8 +240,8 @@ def _announced(timeline: Timeline) -> Iterator[tuple[ReplicaKey, bool]]:
 def _recordings(activities: Iterable[TraceActivity]) -> list[Recording]:
     """Return one recording for each data-parallel engine.
 
-    Workers of one engine (tensor and pipeline parallel) run the same passes: the one that recorded most of
-    them stands for all. Files of one worker are parts of its recording: of stages, or of times.
+    Workers of one engine (tensor and pipeline parallel) run the same passes: the worker that recorded most of
+    them represents all. Files of one worker are parts of its recording, by stage or by time.
     """
     workers: dict[tuple[str, int, str, int], list[TraceActivity]] = defaultdict(list)
     for activity in activities:
@@ -262,7 +266,7 @@ def _recordings(activities: Iterable[TraceActivity]) -> list[Recording]:
 
 def _of_worker(files: Iterable[TraceActivity]) -> Recording:
     passes: dict[tuple[int, int, int, int], Pass] = {}
-    """Two files may hold the same pass."""
+    """The passes by key: two files may hold the same pass."""
     stretches, idle = [], True
     for file in files:
         content = file.content
@@ -278,7 +282,7 @@ def _of_worker(files: Iterable[TraceActivity]) -> Recording:
 
 
 def _merged(workers: Sequence[Recording]) -> Recording:
-    """Return the recording of one engine, of those of its workers."""
+    """Return the recording of one engine, made of its workers' recordings."""
     fullest = max(workers, key=lambda worker: len(worker.passes))
     return fullest._replace(idle=all(worker.idle for worker in workers))
 
@@ -291,11 +295,11 @@ _FACTS = {
 }
 """Attributes of a request's span, as `record_request` sets them, and the field that they count for."""
 _PHASE_FACTS = {"prefill": "prompt", "decode": "output"}
-"""Stages whose attribute `tokens` counts likewise, where no request says it."""
+"""Stages whose spans count in the same way by their attribute `tokens`, if no request states the number."""
 _REQUESTS_AT_ENDS = tuple(
     f"requests_{queue}_at_{when}" for queue in ("running", "waiting") for when in ("start", "stop")
 )
-"""Readings of an adapter at the start and at the stop of a recording."""
+"""Numbers that an adapter reads at the start and at the stop of a recording."""
 _COUNTERS = {"prompt_tokens": "prompt", "generation_tokens": "output", "preemptions": "preemptions"}
 """Counters that an adapter reads at start and stop."""
 
@@ -355,7 +359,8 @@ def _held(
 ) -> list[tuple[int, int]] | None:
     """Return the stretches in which an engine had requests, by its counters.
 
-    Without samples, its scheduler's numbers at the start and the stop of its recording say if it had none.
+    Without samples, the scheduler's numbers at the start and the stop of the recording tell if there were
+    none.
     """
     sampled = None if number is None else requests_held(timeline, number, role)
     ends = [_number(activity.options, name) for activity in activities for name in _REQUESTS_AT_ENDS]

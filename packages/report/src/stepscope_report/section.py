@@ -31,7 +31,7 @@ class Sources:
 
     def __init__(self, timeline: Timeline, traces: Traces | None, near: Sequence[NearStep] = ()) -> None:
         self.whole = timeline
-        """The timeline with all names, for what lists single calls."""
+        """The timeline with all names, for sections that list single calls."""
         self.timeline, self.names = few_names(timeline)
         self.traces = traces
         """The traces; None if they were not read."""

@@ -1,4 +1,4 @@
-"""Spans as the report reads them: stages, roles and attributes that mean something, and names of tools."""
+"""Spans as the report reads them: stages, roles and attributes with a meaning, and names of tools."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ MOVES_WEIGHTS = re.compile(
     re.IGNORECASE,
 )
 TRANSFER = "sync_weights (between its ends)"
-"""The stage of what passes, without a span, from the trainer's end of a weight sync to the engine's."""
+"""Stage for the time without a span between the trainer's end of a weight sync and the engine's."""
 _TRAINS = re.compile(r"update|train|learn|backward|optimi[sz]", re.IGNORECASE)
 _NAMES = 4096
-"""Names of stages whose meaning is kept: a step has many spans of few stages."""
+"""Number of stage names whose meaning is cached: a step has many spans of few stages."""
 _FIXED = SERVED | WAITING | {"trajectory", "turn", PROFILING}
-"""Stages that stepscope names itself. They keep their names, also among many others."""
+"""Stages that stepscope itself names. They keep their names even if there are many others."""
 _ID = re.compile(r"\d+|[0-9a-f]{6,}")
 _SURELY = 10 * MOST_NAMES
-"""From this number of names on, names are ids or texts, whatever they look like."""
+"""From this number of names on, names are taken for ids or texts, whatever they look like."""
 MOST = 20
-"""Names that a stage of tools may have. More are no names of tools, but of calls."""
+"""A stage of tools with more names than this names calls, not tools."""
 _LENGTH = 40
 
 
@@ -44,7 +44,7 @@ def is_transfer(before: Label | None, after: Label | None) -> bool:
     """Return whether weights are on their way from (role, stage) `before` to `after` while nothing runs in
     between.
 
-    Weights go from the trainer to the rollout. The other way round lies a step's training.
+    Weights go from the trainer to the rollout. The time from the rollout to the trainer belongs to training.
     """
     if before is None or after is None or before[0] == "rollout" or after[0] != "rollout":
         return False
@@ -62,7 +62,7 @@ def trains(span: Span) -> bool:
 
 
 def generates(span: Span) -> bool:
-    """Return whether a span is part of the rollout and more than a wait."""
+    """Return whether a span is work of the rollout, and not only a wait."""
     return span.role in GENERATES and not span.waits and not _moves_weights(span.stage)
 
 
@@ -92,7 +92,7 @@ def whole(span: Span, name: str) -> int | None:
 
 
 def above(timeline: Timeline, span: Span) -> Iterator[Span]:
-    """Yield the spans around a span, the innermost first."""
+    """Yield the spans around a span, the innermost first. The span itself is not included."""
     while span.parent is not None:
         span = timeline.spans[span.parent]
         yield span
@@ -103,7 +103,7 @@ class ReplicaKey(NamedTuple):
 
     number: int
     role: str = ""
-    """Its role, if a replica of the rollout has the same number (`Timeline.shared_numbers`)."""
+    """The role, if a replica of the rollout has the same number (`Timeline.shared_numbers`); else empty."""
 
     @property
     def name(self) -> str:
@@ -112,13 +112,15 @@ class ReplicaKey(NamedTuple):
 
 
 def replica_of(timeline: Timeline, span: Span) -> ReplicaKey | None:
-    """Return the replica that a span is work of: by its attribute, or else by its process."""
+    """Return the replica that a span is work of, by its attribute, else by its process; None if neither
+    tells.
+    """
     number, role = replica_and_role(timeline, span)
     return None if number is None else _key(timeline, number, role)
 
 
 def replica_of_process(timeline: Timeline, process: Process) -> ReplicaKey | None:
-    """Return the replica that a process is, or belongs to."""
+    """Return the replica that a process is or belongs to, or None."""
     number = process.info.replica
     return None if number is None else _key(timeline, number, process.info.role)
 
@@ -140,14 +142,15 @@ class ManyNames(NamedTuple):
     names: int
     example: Label
     ids: bool
-    """They differ by numbers alone, or are too many to be names of stages."""
+    """True if the names differ only by numbers, or are too many for names of stages."""
 
 
 def few_names(timeline: Timeline) -> tuple[Timeline, ManyNames | None]:
-    """Return the timeline with few stages and roles: the longest keep their names, and the others share one.
+    """Return the timeline with few stages and roles: the longest ones keep their names, and the others share
+    one.
 
-    A table has a row for each, and the time of an instant is split among those that run. Without a limit, an
-    id in a name would cost hours.
+    A table has a row for each name, and an instant is split among the names that run. Without this limit, a
+    name that contains an id would make the report take hours.
     """
     times, roles = Counter[Label](), Counter[str]()
     for span in timeline.spans:
@@ -205,7 +208,7 @@ class ToolNames:
         return span.role, title(span.stage, name)
 
     def parts(self, label: Label) -> tuple[str, str | None]:
-        """Return the stage and the name that make up the second part of a label."""
+        """Return the stage and the tool's name that form the second part of a label."""
         return self._parts.get(label, (label[1], None))
 
 

@@ -16,11 +16,11 @@ from stepscope_report.table import Table
 from stepscope_report.timeline import TraceActivity
 
 _ALL_WAIT = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|barrier", re.IGNORECASE)
-"""Collectives of traces that name no process groups."""
+"""Collectives that no rank leaves before all entered, for traces that name no process groups."""
 _Call: TypeAlias = tuple[int, tuple[float, float]]
-"""Number, and start and end in us of the trace."""
+"""(number of the call, (start, end) in us of the trace)."""
 _Key: TypeAlias = tuple[str, int | None, str | None, int, str, str]
-"""(role, replica, stage, how many traces of the stage the process has before, collective, group)."""
+"""(role, replica, stage, number of earlier traces of the process for this stage, collective, group)."""
 _NUMBER = attrgetter("number")
 
 
@@ -42,11 +42,11 @@ class StragglerRow(msgspec.Struct, kw_only=True):
     rank: int | None
     calls: int = 0
     last: int = 0
-    """Calls that it entered last, and others had to wait for it."""
+    """Number of calls that this process entered last, so that others had to wait for it."""
     others_waited_ns: int = 0
-    """Time, summed over the others, in which they were in these calls and it was not."""
+    """Sum of the time that the other processes waited in these calls for this process to enter."""
     waited_ns: int = 0
-    """Time for which it was in calls before the last process was."""
+    """Sum of the time that this process waited in calls for the last process to enter."""
 
 
 def stragglers(activities: Iterable[TraceActivity]) -> Table[StragglerRow]:
@@ -63,7 +63,7 @@ def stragglers(activities: Iterable[TraceActivity]) -> Table[StragglerRow]:
 def _count(
     rows: dict[tuple[str, str, str], StragglerRow], role: str, collective: str, members: Sequence[Member]
 ) -> None:
-    """Add one call, with the times of each process in it."""
+    """Add the waiting times of one call, from the times of each process in it."""
     last_ns, latest = max((member.start_ns, member.activity.name) for member in members)
     waited_ns = 0
     for _, start_ns, end_ns, activity in members:
@@ -88,8 +88,8 @@ def matched_calls(
     """Yield (role, collective, calls) for each process group of several processes. A call is the list of its
     members, at least two.
 
-    Calls are matched by process group and by torch's number. Traces without groups are matched by name and
-    order, if several processes made equally many. Traces that are unaligned are left out.
+    Calls are matched by process group and by torch's number. Calls in traces without groups are matched by
+    name and order, if several processes made the same number of them. Traces that are unaligned are left out.
     """
     groups: dict[_Key, dict[str, Iterator[Member]]] = defaultdict(dict)
     before = Counter[tuple[str, str | None]]()
@@ -110,7 +110,9 @@ def matched_calls(
 
 
 def _calls(activity: TraceActivity) -> Iterator[tuple[str, str, Iterable[_Call]]]:
-    """Yield (collective, group, calls). Without groups, the number of calls stands for the group."""
+    """Yield (collective, group, calls). If the trace names no groups, the number of calls is used as the
+    group.
+    """
     content = activity.content
     for grouped in content.grouped:
         group = grouped.group.partition(" ")[0]

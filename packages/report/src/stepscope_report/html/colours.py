@@ -10,14 +10,14 @@ from stepscope_report.html.markup import Html
 from stepscope_report.html.page import legend, swatched
 
 COLOURS = 14
-"""Classes `c0` to `c13` of `page.css`; further stages share `co`."""
+"""Number of classes `c0`, `c1` ... in `page.css`; further stages share `co`."""
 
 
 class Colours:
     """A class for each stage: the same one all over a page."""
 
     def __init__(self, labels: Iterable[Label], waiting: Iterable[Label] = ()) -> None:
-        """Args: waiting: Those of the labels that stand for waiting, and share a grey."""
+        """Args: waiting: The labels of waiting stages, which share a grey."""
         self.labels: Sequence[Label] = tuple(dict.fromkeys(labels))
         self._waiting = frozenset(waiting)
         working = (label for label in self.labels if label not in self._waiting)

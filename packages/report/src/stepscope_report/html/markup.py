@@ -8,7 +8,7 @@ from stepscope_report.formatting import plain
 
 
 class Html(str):
-    """Markup. Whatever is a `str` and not this is text, and is escaped where it is put into markup."""
+    """Markup. Every other `str` is text, and is escaped when it is put into markup."""
 
     __slots__ = ()
 

@@ -14,9 +14,11 @@ from stepscope_report.html.markup import EMPTY, Html, join, tag, text
 
 _SECTION = re.compile(r'<section id="([^"]+)"><h2>(.*?)</h2>')
 _FEW = 4
-"""Sections from which on a page has a table of contents."""
+"""A page with at least this many sections has a table of contents."""
 ROWS = 24
-"""Rows of a table that are seen at once; it scrolls when it has more, and a printed page ends with them."""
+"""Number of rows of a table that are visible at once. A longer table scrolls; a printed page shows only these
+rows.
+"""
 
 
 @cache
@@ -80,7 +82,7 @@ def draw(block: Block, heading: str = "") -> Html:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str | Html]], name: str = "") -> Html:
-    """Return a table. A column whose name starts with `>` is of numbers."""
+    """Return a table. A column whose name starts with `>` holds numbers."""
     classes = ["n" if column.startswith(">") else None for column in columns]
     head = tag("tr", *(tag("th", c.lstrip(">"), class_=k) for c, k in zip(columns, classes, strict=True)))
     lines = [
@@ -94,7 +96,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str | Html]], name: st
 
 
 def listing(title: str, lines: Sequence[str], kind: str = "") -> Html:
-    """Return a titled list. Of many lines the rest is folded away, and a printed page only counts it."""
+    """Return a titled list. The end of a long list is folded; a printed page only gives its number of
+    lines.
+    """
     seen, rest = lines[: ROWS // 2], lines[ROWS // 2 :]
     start = join(tag("h3", title) if title else EMPTY, _bullets(seen, kind))
     if not rest:
@@ -112,7 +116,7 @@ def swatched(colour: str, name: str) -> Html:
 
 
 def legend(names: Iterable[tuple[str, str]]) -> Html:
-    """Return a line of (colour, name)."""
+    """Return a legend of (colour, name) on one line."""
     items = (tag("span", tag("i", class_=f"swatch {colour}"), name) for colour, name in names)
     return tag("p", *items, class_="legend")
 
@@ -124,7 +128,7 @@ def mark(colour: str, at: float, part: float, whole: float, hover: str) -> Html:
 
 
 def stacked(parts: Iterable[tuple[str, float, str]], whole: float) -> Html:
-    """Return a bar of (colour, length, text under the pointer), one behind the other."""
+    """Return a bar of (colour, length, text under the pointer), drawn side by side."""
     marks, at = [], 0.0
     for colour, part, hover in parts:
         marks.append(mark(colour, at, part, whole, hover))
@@ -133,5 +137,5 @@ def stacked(parts: Iterable[tuple[str, float, str]], whole: float) -> Html:
 
 
 def percent(part: float, whole: float) -> str:
-    """Return a CSS length, to a thousandth of a pixel on a laptop's screen."""
+    """Return a CSS length in percent, precise to a thousandth of a pixel on a laptop's screen."""
     return f"{100 * part / whole:.6g}%" if whole else "0%"

@@ -22,7 +22,7 @@ from stepscope_report.sections.health import say_others
 OTHERS = ("profiler", "unaccounted")
 """Lines of the account that are no stages."""
 CHANGES = 5
-"""The largest changes of a step against the one before it that are listed."""
+"""Number of changes from the previous step that are listed for each step, the largest first."""
 
 
 class RunStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ def render_run(
 
     Args:
         steps: At least one, in order, of one run.
-        unreadable: What is to be said of steps that nothing could be made of.
+        unreadable: A line for each step that could not be read.
         others: {id of another run in the folder: its steps that are left out}.
     """
     reports = [step.report for step in steps]
@@ -53,7 +53,7 @@ def render_run(
 
 
 def _labels(reports: Sequence[StepReport]) -> list[Label]:
-    """Return the stages by their share of all steps."""
+    """Return the stages of all steps, the largest share first."""
     wall_ns: Counter[Label] = Counter()
     for report in reports:
         for line in report.breakdown.lines:
@@ -133,8 +133,8 @@ def _stage(label: Label, wall_ns: Sequence[int], least_ns: int, colours: Colours
 
 
 def _shade(ns: int, median_ns: int, least_ns: int) -> str:
-    """Return the class of a cell: its distance from the median, in steps of a tenth, if it is far enough to
-    matter.
+    """Return the CSS class of a cell by its distance from the median, in tenths; empty if the distance is too
+    small to matter.
     """
     if abs(ns - median_ns) < max(least_ns, 1):
         return "shade"

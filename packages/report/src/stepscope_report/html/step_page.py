@@ -62,7 +62,7 @@ WORDS = (
 
 
 def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile] = ()) -> str:
-    """Return the page of one step. Pure: `files` are what it links to.
+    """Return the page of one step. `files` are the files that it links to; none is read.
 
     Args:
         report: Of the same timeline.
@@ -83,9 +83,9 @@ def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) ->
 
 
 def _by_sight(stages: Sequence[Stage]) -> list[Label]:
-    """Return stages by how long they are seen in a row of the charts.
+    """Return the stages, the one with the longest visible time in the charts first.
 
-    Their share would not do: much of that is split.
+    Their share would not do: much of that time is split among stages.
     """
     seen: dict[Label, int] = {}
     for stage in stages:
@@ -109,7 +109,7 @@ def _head(timeline: Timeline, report: StepReport) -> Html:
 
 
 def _ended(health: Health) -> list[Html]:
-    """Return what a reader must know before anything below."""
+    """Return the notes on an early end of the capture, which a reader must know before anything below."""
     ended, again = say_ended(health), say_again(health)
     incomplete = say_incomplete(health)
     parts = [tag("p", ended, class_="said bad")] if ended else []
@@ -175,7 +175,7 @@ def _fact(what: str, value: str, remark: str, kind: str) -> Html:
 
 
 def legend_of_words() -> Html:
-    """Return the section, whose links are the only ones that leave the page."""
+    """Return the section that explains words. Only its links leave the page."""
     parts = list[Html]()
     for word in WORDS:
         link = tag("a", word.name, href=DOCS + word.place, rel="noreferrer")

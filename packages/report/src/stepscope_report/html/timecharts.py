@@ -14,9 +14,11 @@ from stepscope_report.html.page import percent, section
 LANE = 13
 """Pixels of a lane in which a name can be read."""
 NAMED = 0.06
-"""The least part of the window at which a mark is named in the chart."""
+"""A mark is named in the chart if it takes at least this part of the window."""
 LABELLED_STRIP = 9
-"""Pixels below which only one strip in some 64 pixels has its name; the others have it under the pointer."""
+"""In strips lower than this many pixels, only about every 64 pixels show a name; the pointer shows the
+others.
+"""
 
 
 def gantt(chart: Gantt, colours: Colours, path: Sequence[Mark] = ()) -> Html:
@@ -76,7 +78,7 @@ def zoomed(marks: Iterable[Html], kind: str = "track") -> Html:
 
 
 def _mark(mark: Mark, top: int, height: int, window_ns: int, colours: Colours, whose: str) -> Html:
-    """Return a mark. It is written by hand and not by `tag`, because there are thousands."""
+    """Return a mark. The markup is written without `tag` for speed, because there are thousands of marks."""
     left_ns, right_ns = max(mark.start_ns, 0), min(mark.end_ns, window_ns)
     if right_ns < left_ns:
         left_ns, right_ns = (0, 0) if right_ns < 0 else (window_ns, window_ns)
@@ -146,8 +148,8 @@ def _lane(lane: Sequence[Flight], height: int, window_ns: int, colours: Colours)
 
 
 def _frame(flight: Flight, height: int, window_ns: int) -> Html:
-    """Return the frame behind a trajectory's marks, from its first to its last, so that its gaps are seen as
-    its own.
+    """Return the frame behind a trajectory's marks, from its first to its last one, which shows that gaps
+    belong to it.
     """
     left_ns, right_ns = max(flight.start_ns, 0), min(flight.end_ns, window_ns)
     place = f"left:{percent(left_ns, window_ns)};width:{percent(max(right_ns - left_ns, 0), window_ns)}"

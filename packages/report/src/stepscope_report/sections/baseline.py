@@ -23,25 +23,28 @@ ENOUGH = 5
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps of the same loop and kind that were not captured, the nearest ones. Their times are of the step
-    alone, as `Breakdown.window_ns` is of the captured one.
+    """The nearest steps of the same loop and kind that were not captured. Their times are without a capture's
+    opening and closing, as `Breakdown.window_ns` is.
     """
 
     steps: tuple[int, ...]
-    """Their numbers. The first one after a capture, during which traces may have been written, is among them
-    only where there are fewer than `ALONE` others."""
+    """The numbers of these steps. The first step after a capture, during which traces may have been written,
+    is included only if there are fewer than `ALONE` others.
+    """
     alike: bool
-    """False if no step near it is of its kind, and `steps` are of other kinds."""
+    """False if `steps` are of other kinds, because no step near the captured one is of its kind."""
     min_ns: int
     p50_ns: int
-    """The median."""
+    """Median time of these steps."""
     p90_ns: int
-    """The 90th percentile by nearest rank, so that it is the duration of a step."""
+    """90th percentile by nearest rank, so it is the time of one of these steps."""
     max_ns: int
     longer: int
-    """Number of them that took longer than the captured one."""
+    """Number of these steps that took longer than the captured one."""
     next_ns: int | None
-    """Time of the first one after this capture, or None if it is not known, or was captured."""
+    """Time of the first step after the capture, or None if that is unknown, or if that step was captured
+    too.
+    """
     excess_ns: int | None
     """Time of the captured one beyond their median: what its cause took, the profiler, and chance.
     None if its capture ended before the step did."""
@@ -51,7 +54,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
-    """Return the uncaptured steps near this one. None if none is known that compares with it."""
+    """Return the uncaptured steps near this one, or None if no known step compares with it."""
     recorder = None if timeline.manifest is None else timeline.manifest.recorder
     near = [step for step in timeline.uncaptured if recorder is None or step.step != timeline.step]
     used = comparable(near)
@@ -85,7 +88,9 @@ def _cost_ns(breakdown: Breakdown) -> int:
 
 
 def _whole(timeline: Timeline) -> bool:
-    """Return whether the recording lasted as long as the step: no exception and no budget ended it."""
+    """Return whether the recording lasted as long as the step: neither an exception nor a budget ended it
+    early.
+    """
     parts = () if timeline.manifest is None else timeline.manifest.processes
     cut = any(part.ended_by is not None or is_truncated(part) for part in parts if part.owner)
     return timeline.window.closed and not cut and not is_running(timeline.manifest)
@@ -107,7 +112,7 @@ def say_usual(baseline: Baseline | None) -> str:
 
 
 def say_beside(baseline: Baseline | None) -> str:
-    """Compare the captured step with them. Empty if there is nothing to compare with."""
+    """Compare the captured step with the uncaptured ones. Empty if there is nothing to compare with."""
     if baseline is None:
         return ""
     if baseline.excess_ns is None:

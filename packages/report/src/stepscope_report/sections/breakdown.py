@@ -42,22 +42,25 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the account."""
 
     kind: LineKind
-    """`profiler`: profilers inside the step: engines that served nothing for their own one, and the windows
-    of stages. `unaccounted`: no span ran."""
+    """Kind of the line. `profiler`: time in which engines served nothing because of their own profiler, and
+    the windows of stages. `unaccounted`: time in which no span ran.
+    """
     role: str | None = None
     stage: str | None = None
     wall_ns: int
-    """Its share of the step."""
+    """Time of the step that is billed to the line."""
     alone_ns: int
     """The part that the line did not share with others."""
     active_ns: int
-    """The time in which it went on at all; what exceeds `wall_ns` was shared or hidden behind others."""
+    """Time in which the stage ran at all. The excess over `wall_ns` was shared with other stages or hidden
+    behind them.
+    """
     waits: bool = False
-    """True if the stage waits and does no work; it is billed only while nothing works."""
+    """True if the stage waits and does no work; it is billed only while no work runs."""
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
-    """Stages that an instant was split among, and for how long that was so."""
+    """Stages that ran at the same time and share this time equally."""
 
     stages: tuple[Label, ...]
     wall_ns: int
@@ -67,26 +70,31 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """The account of one step."""
 
     window_ns: int
-    """The step alone, from the end of the capture's opening to the begin of its closing: 100 %, and what the
-    lines add up to."""
+    """Time from the end of the capture's opening to the start of its closing: the step alone, 100 %, and the
+    sum of the lines.
+    """
     opening_ns: int
-    """The owner's time for opening the capture, before the step; of several owners, the slowest one's."""
+    """Time in which the owner opened the capture, before the step; of several owners, the slowest one's."""
     closing_ns: int
-    """The same for closing it, after the step."""
+    """Time in which the owner closed the capture, after the step; of several owners, the slowest one's."""
     total_ns: int
-    """Opening, step and closing: what passed on the clock of the code around the capture."""
+    """Opening, step and closing together: the time that passed for the code around the capture."""
     lines: tuple[Line, ...]
-    """Stages by share, then the profiler, if it took some of the step, then what is unaccounted."""
+    """Stages by share, then the profiler if it took some of the step, then the unaccounted time."""
     overlaps: tuple[Overlap, ...]
-    """The longest first."""
+    """Stages that ran at the same time, the longest overlap first."""
     gaps: tuple[Gap, ...]
-    """The parts of the unaccounted time, the longest first. They add up to it."""
+    """The parts of the unaccounted time, the longest first. They add up to all of it."""
     stalled_ns: int = 0
     """The part of the step in which an engine's work waited for the engine's own profiler."""
     stalled_most_ns: int = 0
-    """The same if all work whose spans name no replica waited for the one that wrote."""
+    """Upper bound of `stalled_ns`: the value if all work whose spans name no replica waited for a replica
+    that wrote.
+    """
     left_out: tuple[str, ...]
-    """Unaligned processes: where their spans belong is not known, so that they are in no line."""
+    """Unaligned processes. The times of their spans in the step are unknown, so that no line contains
+    them.
+    """
 
 
 def step_breakdown(timeline: Timeline) -> Breakdown:
@@ -125,7 +133,9 @@ def step_breakdown(timeline: Timeline) -> Breakdown:
 
 
 def _name_transfers(stretches: Iterable[Stretch], work: Work, shares: Shares) -> tuple[Gap, ...]:
-    """Bill to the weight sync what passes between its ends. Return what is left without a name."""
+    """Bill the time between the two ends of a weight sync to that sync. Return the stretches that remain
+    unaccounted.
+    """
 
     def label_of(index: int | None) -> Label | None:
         return None if index is None else work.labels[work.intervals[index].bit]
@@ -234,8 +244,8 @@ OVERVIEW_NOTES = (
 
 
 def overview_cells(report: StepReport) -> tuple[str, ...]:
-    """Return what a step took, uncaptured ones took, and its capture took beside it; what is unaccounted, and
-    `yes` or `no`: whether it is complete.
+    """Return the durations of the step, of uncaptured steps, and of the capture beside the step; the
+    unaccounted time; and `yes` or `no` for a complete step.
     """
     breakdown, health = report.breakdown, report.health
     usual_ns = None if report.baseline is None else report.baseline.p50_ns
@@ -246,7 +256,7 @@ def overview_cells(report: StepReport) -> tuple[str, ...]:
 
 
 def say_outside(breakdown: Breakdown) -> str:
-    """Return the time of the capture before and after the step, which other steps do not pay."""
+    """Return the time of the capture before and after the step, which uncaptured steps do not spend."""
     return (
         f"The capture took {duration(breakdown.opening_ns)} to open before the step and "
         f"{duration(breakdown.closing_ns)} to close after it; other steps do not pay that."
@@ -259,18 +269,18 @@ def waiting(line: Line) -> str:
 
 
 def say_left_out(breakdown: Breakdown) -> str:
-    """Name the processes that are in no line, the first few of them."""
+    """Name the first few of the processes that no line contains."""
     names = breakdown.left_out
     more = "" if len(names) <= LISTED else f" and {len(names) - LISTED:,} more"
     return f"Not in here, because their clocks are unaligned: {', '.join(names[:LISTED])}{more}"
 
 
 LINES = 24
-"""Stages with a bar of their own; the smallest of more are one bar."""
+"""Up to this many stages have a bar each; of more, the smallest ones share a bar."""
 
 
 def draw_breakdown(breakdown: Breakdown, page: Page) -> Iterable[Html]:
-    """Return the account as a waterfall, and the chart of who ran what, when."""
+    """Return the account as a waterfall, and the chart of the spans of each process."""
     chart = draw_gantt(page.timeline, page.report.stages)
     path = blend_short(path_marks(page.report.critical_path), chart.shortest_ns)
     return waterfall(breakdown, page.colours), gantt(chart, page.colours, path)

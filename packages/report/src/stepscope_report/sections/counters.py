@@ -1,4 +1,4 @@
-"""Counters over the step: the least, the mean and the most of each, and devices that idled."""
+"""Counters over the step: the lowest, mean and highest value of each, and devices that idled."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
     scope: CounterScope
     name: str
     of: str
-    """`GPU 3`, `replica 0`; empty for the process, or the host, itself."""
+    """The measured thing: `GPU 3`, `replica 0`; empty for the process or the host itself."""
     unit: str
     kind: CounterKind
     samples: int
     """The number of samples in the step."""
     least: float
     mean: float
-    """Over time: each value counts for the time since the sample before."""
+    """Mean over time: each value counts for the time since the previous sample."""
     most: float
     covered_ns: int
-    """Part of the step between its first and its last sample."""
+    """Length of the part of the step between the counter's first and last sample."""
     increase: float | None = None
     """Growth of a total over the step, or None if it is no total."""
 
@@ -64,7 +64,7 @@ class IdleDevice(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     host: str
     idle_ns: int
-    """Time at 0 %, to the length of a sample."""
+    """Time at 0 %, as exact as the interval between samples."""
     tools_ns: int
     """The part of the idle time in which a tool or an environment ran."""
 
@@ -73,14 +73,15 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     rows: Table[CounterRow]
     """The rows by process, in the order in which the process first sampled them."""
     late_loops: Table[LateLoop] = Table()
-    """Event loops that were late by more than 100 ms, the latest first. A call that had its loop for itself
-    makes none late."""
+    """Event loops that were late by more than 100 ms, the largest delay first. A call that had its loop to
+    itself makes no loop late.
+    """
     idle_devices: Table[IdleDevice]
     """Devices that were at 0 % at some time, the most idle first."""
 
 
 class Piece(NamedTuple):
-    """A value, and the time for which it stands: since the sample before."""
+    """A value, and the time for which it holds, which is the time since the previous sample."""
 
     start_ns: int
     end_ns: int
@@ -116,10 +117,10 @@ def pieces_of(counter: Counter, timeline: Timeline) -> list[Piece]:
 
 
 def requests_held(timeline: Timeline, number: int, role: str) -> list[Pair] | None:
-    """Return the stretches in which a replica had requests. None if no counter says it.
+    """Return the stretches in which a replica had requests. None if no counter tells.
 
-    Its front end counts those that it has not answered, whatever its scheduler knows. The last value stands
-    to the end of the step.
+    The replica's front end counts the requests that it has not answered, whether or not the scheduler knows
+    them. The last value holds to the end of the step.
 
     Args:
         role: Role of the processes that sample it, if another role has a replica of that number.
@@ -193,7 +194,7 @@ NOTE = "in the step: what a counter that only grows grew by."
 
 
 def counter_blocks(counters: Counters | None, report: StepReport) -> Iterator[Block]:
-    """Yield a row for each counter, or for many of them the one with the most of each name."""
+    """Yield a row for each counter; if there are many, one row for each name, with the highest value."""
     if counters is None:
         return
     rows: Sequence[CounterRow] = counters.rows
@@ -237,11 +238,13 @@ def quantity(value: float, unit: str) -> str:
 
 
 DRAWN = 32
-"""Rows of one counter; of more every k-th is shown, and the highest."""
+"""Up to this many rows of one counter are drawn; of more, every k-th and the highest ones."""
 ROWS = 128
-"""Rows of all counters, of which each gets its share, and at least four: a row has up to `BARS` bars."""
+"""Number of rows for all counters together, shared equally, with at least four for each: a row has up to
+`BARS` bars.
+"""
 BARS = 120
-"""Bars of one chart: each is the most in its part of the step."""
+"""Number of bars of one chart. Each shows the highest value in its part of the step."""
 
 
 def draw_counters(counters: Counters | None, page: Page) -> Iterator[Html]:
@@ -282,7 +285,7 @@ def _cells(
 
 
 def _chart(row: CounterRow, pieces: Sequence[Piece], start_ns: int, window_ns: int) -> Html:
-    """Return bars. The growth of a total is drawn from 0."""
+    """Return the bars of a counter. The growth of a total is drawn from 0."""
     first = pieces[0].value if row.increase is not None else 0.0
     heights = _heights(pieces, start_ns, window_ns, first)
     top = max([abs(height) for height in heights.values()], default=0.0) or 1.0
@@ -300,7 +303,7 @@ def _chart(row: CounterRow, pieces: Sequence[Piece], start_ns: int, window_ns: i
 
 
 def _heights(pieces: Sequence[Piece], start_ns: int, window_ns: int, first: float) -> dict[int, float]:
-    """Return {bar: the most in its part of the step}."""
+    """Return {bar: the highest value in its part of the step}."""
     heights: dict[int, float] = {}
     for piece in pieces:
         since, until = (

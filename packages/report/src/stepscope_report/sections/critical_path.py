@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stepscope_report.section import Page
 
 LEAST = 100
-"""A stage's saving is computed if one part in so many of the step passes in it."""
+"""A stage's saving is computed if its calls take at least one part in this many of the step on the path."""
 ROWS = 16
 """Rows of the table in a terminal, and stages whose saving is computed."""
 
@@ -37,7 +37,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """A stretch of the critical path: one call's own time. Segments follow each other without gaps."""
 
     since_ns: int
-    """Its begin, after the step's opening."""
+    """Start of the segment in ns after the step's opening."""
     wall_ns: int
     kind: PieceKind
     process: str
@@ -49,7 +49,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PathPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage below another one on the path."""
+    """A stage that runs below another one on the path."""
 
     role: str
     stage: str
@@ -63,29 +63,31 @@ class PathStage(msgspec.Struct, frozen=True, kw_only=True):
     stage: str | None
     kind: PieceKind
     wall_ns: int
-    """Its own time on the path. All rows add up to the step."""
+    """Own time of the stage on the path. All rows add up to the step."""
     inside_ns: int
-    """Time on the path in its calls, with those below them."""
+    """Time on the path inside calls of the stage, including the calls below them."""
     saves_ns: int | None
-    """Time that the step would be shorter by if its calls, with those below them, took none and all else
-    kept its duration and order. None for what is not known, and for a stage of less than a hundredth."""
+    """Time by which the step would be shorter if the stage's calls, and the calls below them, took no time
+    and all else kept its duration and order. None if unknown, or if the stage has less than a hundredth of
+    the path.
+    """
     process: str
-    """The process with most of it."""
+    """The process with most of that own time."""
     trajectory: str | None
     """The trajectory and turn of its longest segment."""
     turn: int | None
     parts: tuple[PathPart, ...]
-    """The stages below it, the longest own time first."""
+    """The stages below it on the path, the longest own time first."""
 
 
 class PathGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls of several stages on the path, with those below them."""
+    """Calls of several stages on the path, and the calls below them."""
 
     wall_ns: int
     saves_ns: int
-    """Time that the step would be shorter by if these calls took none."""
+    """Time by which the step would be shorter if these calls took no time."""
     parts: tuple[PathPart, ...]
-    """Their own times, the longest first. They add up to `wall_ns`."""
+    """The own times of these stages, the longest first. They add up to `wall_ns`."""
 
 
 class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +96,7 @@ class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
     not_known_ns: int
     """Time for which nothing recorded says what the step waited for."""
     stages: Table[PathStage]
-    """The longest own time first."""
+    """The stages on the path, the longest own time first."""
     weights: PathGroup | None
     """The calls that move weights; None if none is on the path."""
     tools_save_ns: int | None = None
@@ -103,7 +105,7 @@ class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
     queues_save_ns: int | None = None
     """The same without the waits of the rollout."""
     segments: Table[Segment]
-    """From the step's begin to its end."""
+    """The segments from the start of the step to its end."""
 
 
 def step_critical_path(timeline: Timeline) -> CriticalPath:
@@ -210,7 +212,7 @@ def _label(graph: StepGraph, piece: Piece) -> Label | None:
 
 
 def _below(graph: StepGraph, pieces: Sequence[Piece]) -> dict[Label, Counter[Label]]:
-    """Return the time on the path in the calls of each stage, by the stage whose own time it is."""
+    """Return {stage: {stage of the own time: time on the path inside calls of the first one}}."""
     below: dict[Label, Counter[Label]] = defaultdict(Counter)
     for piece in pieces:
         own = _label(graph, piece)
@@ -221,7 +223,7 @@ def _below(graph: StepGraph, pieces: Sequence[Piece]) -> dict[Label, Counter[Lab
 
 
 def _around(graph: StepGraph, node: int) -> set[Label]:
-    """Return the stages of a call and of those around it."""
+    """Return the stages of a call and of the calls around it."""
     labels = set()
     while node != NOBODY and (span := graph.span_of(node)) is not None:
         labels.add(label_of(span))

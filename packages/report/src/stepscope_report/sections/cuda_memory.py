@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from stepscope_report.model import StepReport
 
 TOP = 10
-"""Holders that are named."""
+"""Number of holders that are named."""
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """A holder of memory when the most was allocated."""
+    """A holder of memory at the peak."""
 
     stage: str | None
-    """`actor update_actor`: the innermost span of the process when it was allocated, or None if none ran
-    or that time is unknown."""
+    """Role and stage of the innermost span of the process at the allocation, such as `actor update_actor`;
+    None if none ran, or if the time of the allocation is unknown.
+    """
     where: str | None
     """`model.py:41 forward`, or None if no stack was kept, or it was allocated before the recording."""
     blocks: int
@@ -44,18 +45,18 @@ class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):
     window: str | None
     """The stage that was recorded (discrete mode), or None for the whole capture."""
     oom: bool
-    """Taken when CUDA was out of memory, which was then asked for `oom_bytes`."""
+    """True if the snapshot was taken when CUDA was out of memory, upon a request for `oom_bytes`."""
     oom_bytes: int | None
     allocated_bytes: int
-    """The most at once."""
+    """The largest number of bytes allocated at once."""
     reserved_bytes: int
-    """The most that the allocator held of the device."""
+    """The largest number of bytes of the device that the allocator held."""
     at_ns: int | None
-    """Time of the peak, after the capture opened, or None if not known."""
+    """Time of the peak in ns after the capture opened, or None if unknown."""
     before_bytes: int
     """The part of the peak that was allocated before the recording (weights, optimizer state)."""
     cut: bool
-    """The oldest events were dropped: earlier peaks are not known, and `before_bytes` is too large."""
+    """True if the oldest events were dropped: earlier peaks are unknown, and `before_bytes` is too large."""
     holders: tuple[Holder, ...]
     """The holders of the rest of the peak, the largest first."""
     other_bytes: int
@@ -103,7 +104,7 @@ def _row(timeline: Timeline, record: MemoryRecord, memory: DeviceMemory, stack: 
 
 
 class _Stack:
-    """Innermost spans of a process, at any time."""
+    """Innermost spans of a process at any time."""
 
     def __init__(self, timeline: Timeline, process: int) -> None:
         spans = [span for span in timeline.spans if span.process == process]
@@ -112,7 +113,7 @@ class _Stack:
         running: dict[int, Span] = {}
         self._times: list[int] = []
         self._labels: list[str | None] = []
-        """From each time on."""
+        """The innermost label from each time on."""
         for at_ns, begins, span in sorted(points, key=lambda point: point[:2]):
             if begins:
                 running[id(span)] = span
@@ -128,7 +129,7 @@ class _Stack:
 
 
 HELD = 4
-"""Snapshots whose holders are listed."""
+"""Number of snapshots whose holders are listed."""
 NOTE = (
     "From the allocator's history. before: allocated before the recording, as weights mostly are. at: of the "
     "most allocated."
@@ -176,7 +177,7 @@ def _cells(row: CudaMemory) -> tuple[str, ...]:
 
 
 def _holders(row: CudaMemory) -> list[tuple[str, ...]]:
-    """Return a row for each holder, then what is left."""
+    """Return a row for each holder, then a row for the rest of the memory."""
     cells = [
         (size(holder.bytes), f"{holder.blocks:,}", holder.stage or "no span", holder.where or "no stack kept")
         for holder in row.holders

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from stepscope_report.section import Page, Sources
 
 BINS = 120
-"""Stretches of time that the load is averaged over."""
+"""Number of equal parts of the time for which the mean load is drawn."""
 Source: TypeAlias = Literal["iterations", "requests"]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that wait, are read and are written, on average over a stretch of time."""
+    """Mean number of requests that wait, are prefilled and are decoded, over one stretch of time."""
 
     start_ns: int
     """After the capture opened."""
@@ -50,16 +50,18 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     replica: str
-    """`replica 1`; the name of a process without a number; `requests of trainer` where requests that this
-    process recorded do not name their replica, and it is not the only one."""
+    """`replica 1`; or the name of a process without a replica number; or `requests of trainer`, if the
+    requests that this process recorded do not name one of several replicas.
+    """
     number: int | None
     processes: tuple[str, ...]
     """The names of its processes in the timeline."""
     rivals: tuple[str, ...] = ()
-    """The processes that served different trajectories at the same time, if there are several: they may be
-    separate engines that state one number."""
+    """The processes of this number that served different trajectories at the same time: they may be separate
+    engines with the same number. Empty if there are none.
+    """
     profiled: bool
-    """A profiler recorded it, and slowed it."""
+    """True if a profiler recorded the replica, which slowed it."""
     source: Source
     """The source of the times and of `running_mean`: `iterations` are the engine's own annotations in its
     trace, `requests` the spans `prefill` and `decode` of its requests."""
@@ -68,43 +70,48 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     iterations_by_engine: tuple[int, ...]
     """The number of iterations of each data-parallel engine."""
     window_ns: int
-    """From the first to the last work of any replica: the same for all."""
+    """Time from the first to the last work of any replica: the same for all rows."""
     recorded_ns: int
-    """The part of the time that the source covers, with `writing_ns`."""
+    """The part of `window_ns` that the source covers, including `writing_ns`."""
     prefill_ns: int
-    """While it read prompts and wrote no token."""
+    """Time in which the replica read prompts and wrote no token."""
     decode_ns: int
-    """While it wrote tokens and read no prompt."""
+    """Time in which the replica wrote tokens and read no prompt."""
     mixed_ns: int
-    """While it did both: in one pass, or in several data-parallel engines."""
+    """Time in which the replica did both: in one pass, or in several data-parallel engines."""
     held_ns: int | None
-    """While it ran no pass and had requests. By requests: while all of them waited. For a replica that ran
-    nothing, by its own counter of unfinished requests."""
+    """Time in which the replica had requests and ran no pass (source `requests`: all of them waited). For a
+    replica that ran nothing, by its own counter of unfinished requests.
+    """
     paused_ns: int | None
-    """The rest of the time in which the engine was paused, asleep, or loading weights, by spans."""
+    """Remaining time in which the engine was paused, asleep, or loading weights, by spans."""
     writing_ns: int | None
-    """The rest of the time in which the engine's own profiler started or wrote."""
+    """Remaining time in which the engine's own profiler started or wrote."""
     idle_ns: int | None
-    """The rest. None if it ran nothing, and nothing says whether it had requests."""
+    """The rest of `recorded_ns`. None if the replica ran nothing, and it is unknown whether it had
+    requests.
+    """
     requests: int | None
     """Requests that ended."""
     prompt_tokens: int | None
-    """The prompt tokens of these requests; without requests, by the engine's own counters from start to stop
-    of its recording."""
+    """Prompt tokens of these requests; without requests, the change of the engine's own counter during its
+    recording.
+    """
     cached_tokens: int | None
-    """The part of `prompt_tokens` that the prefix cache held."""
+    """Number of `prompt_tokens` that were found in the prefix cache."""
     output_tokens: int | None
     output_tokens_per_s: float | None
-    """While it had requests."""
+    """Output tokens per second of the time in which the replica had requests."""
     prefill_tokens: int | None
-    """Tokens that the recorded passes read."""
+    """Number of tokens that the recorded passes prefilled."""
     preemptions: int | None
     running_mean: float | None
-    """Requests at once in passes, or in prefill and decode; on average while there were any."""
+    """Mean number of requests at once in passes, or in prefill and decode, while there were any."""
     running_most: int | None
     waiting_mean: float | None
-    """Requests at once that waited for a place; on average while it had any request. None as well if requests
-    waited and nothing says for which replica."""
+    """Mean number of requests that waited for a place, while the replica had any. None also if requests
+    waited and nothing tells for which replica.
+    """
     waiting_most: int | None
     load: tuple[Load, ...]
 
@@ -115,17 +122,17 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Phaseless(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that did work of role `rollout`, and of which nothing says when it read and when it wrote."""
+    """A process that did work of role `rollout` without spans or annotations for prefill and decode."""
 
     process: str
     stages: tuple[str, ...]
     """The stages of its work."""
     given: bool = False
-    """True if engines were given to the capture: none of their traces names iterations."""
+    """True if engines were given to the capture but no trace of theirs names iterations."""
 
 
 def engine_usage(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Engine]:
-    """Return a row for each replica whose work is known, or known to be none."""
+    """Return a row for each replica whose work, or whose lack of work, is known."""
     candidates = find_replicas(timeline, activities)
     replicas = [replica for replica in candidates if _is_known(replica)]
     unplaced = any(_waited(replica) for replica in candidates if not _is_known(replica))
@@ -141,9 +148,9 @@ def engine_usage(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -
 def phaseless_engines(timeline: Timeline, engines: Sequence[Engine]) -> Table[Phaseless]:
     """Return the processes of replicas that did work and have no row in `engine_usage`.
 
-    None where an engine's trace names its iterations: that engine may run in any of the processes. None in an
-    unedited program either, since its framework does not call the phases. Moving weights, pausing and spans
-    of role `rollout` in a process that is no replica, which wait for one, are no such work.
+    Empty if an engine's trace names its iterations, because that engine may run in any of the processes.
+    Empty also for an unedited program, because its framework does not name the phases. Moving weights,
+    pausing and spans of role `rollout` in a process that is no replica, which wait for one, are no such work.
     """
     unedited = timeline.manifest is not None and timeline.manifest.opened_by == "instrument"
     if unedited or any(engine.source == "iterations" for engine in engines):
@@ -168,7 +175,7 @@ def phaseless_engines(timeline: Timeline, engines: Sequence[Engine]) -> Table[Ph
 
 
 class _Kind(IntEnum):
-    """The kind of a piece: requests by their spans, requests in passes, or something that went on."""
+    """The kind of a piece: requests by their spans, requests in passes, or a state of the replica."""
 
     WAITING = 0
     PREFILLING = 1
@@ -176,7 +183,7 @@ class _Kind(IntEnum):
     READS = 3
     WRITES = 4
     BOTH = 5
-    """Requests of a pass that does not say how many it reads, and how many it writes."""
+    """Requests of a pass that does not tell how many are prefilled and how many decoded."""
     RECORDED = 6
     PAUSED = 7
     STALLED = 8
@@ -198,7 +205,7 @@ class _Piece(NamedTuple):
 
 
 Levels: TypeAlias = list[int]
-"""The sums over the pieces of an instant, by kind."""
+"""Sums over the pieces that go on at one instant, by kind."""
 
 
 def _is_known(replica: Replica) -> bool:
@@ -215,7 +222,9 @@ def _waited(replica: Replica) -> bool:
 
 
 def _rivals(timeline: Timeline, replica: Replica) -> list[int]:
-    """Return the processes of a replica if they served at the same time and share no trajectory."""
+    """Return the processes of a replica that served at the same time without a common trajectory; empty if
+    none did.
+    """
     served: dict[int, list[Span]] = defaultdict(list)
     for span in replica.served:
         if span.process in replica.processes and span.trajectory is not None:
@@ -240,7 +249,9 @@ def _pieces(timeline: Timeline, replica: Replica) -> Iterator[_Piece]:
 
 
 def _window(timeline: Timeline, pieces: Iterable[Iterable[_Piece]]) -> tuple[int, int]:
-    """Return the time from the first to the last work of any replica; without any, the step's."""
+    """Return the time from the first to the last work of any replica, or the step's time if there is no
+    work.
+    """
     work = [piece for own in pieces for piece in own]
     if not work:
         return timeline.window.start_ns, timeline.window.end_ns
@@ -258,8 +269,8 @@ def _engine(
     """Return the row of a replica.
 
     Args:
-        attributed: Requests are known, and whose they are.
-        unplaced: Other requests waited, and nothing says for which replica.
+        attributed: True if requests are known, with their replicas.
+        unplaced: True if other requests waited, and nothing tells for which replica.
     """
     idle = not work
     source: Source = "iterations" if idle or replica.passes else "requests"
@@ -370,7 +381,7 @@ def _stop(levels: Levels) -> _Spent | None:
 
 
 def _levels(pieces: Iterable[_Piece]) -> Iterator[tuple[int, int, Levels]]:
-    """Yield (start, end, levels) wherever a level changes, and any is above 0. The list changes."""
+    """Yield (start, end, levels) for each stretch of constant levels with one above 0. The list is reused."""
     changes: dict[int, list[tuple[_Kind, int]]] = defaultdict(list)
     for start_ns, end_ns, kind, number in pieces:
         changes[start_ns].append((kind, number))
@@ -389,7 +400,7 @@ def _per(sum_: int, ns: int, digits: int = 2) -> float | None:
 
 
 def _load(work: Sequence[_Piece], window: tuple[int, int], opened_ns: int) -> tuple[Load, ...]:
-    """Return the load by requests where these are recorded, else by passes."""
+    """Return the load by requests if these are recorded, else by passes."""
     start_ns, end_ns = window
     by_requests = any(piece.kind < _Kind.READS for piece in work)
     width = max(1, -(-(end_ns - start_ns) // BINS))
@@ -432,11 +443,11 @@ _NAME_PHASES = {
         "given names their iterations"
     ),
 }
-"""The advice by `Phaseless.given`."""
+"""{`Phaseless.given`: advice on how to record the phases}."""
 
 
 def say_phaseless(rows: Sequence[Phaseless]) -> str:
-    """Name the engines whose phases are not known, and say how to name these."""
+    """Name the engines whose phases are unknown, and say how to record these."""
     names = few([row.process for row in rows], LISTED)
     stages = ", ".join(sorted({stage for row in rows for stage in row.stages})[:LISTED])
     return (
@@ -482,7 +493,7 @@ def request_table(rows: Sequence[Engine]) -> TextTable:
 
 
 def name_engine(row: Engine, rows: Sequence[Engine]) -> str:
-    """Return its name, with a `*` if a profiler recorded it and not all of them."""
+    """Return the name, with a `*` if a profiler recorded this replica and not all others."""
     return starred(row.replica, row.profiled and not all(other.profiled for other in rows))
 
 
@@ -492,7 +503,7 @@ def engine_note(rows: Sequence[Engine]) -> str:
 
 
 def iterations_of(row: Engine) -> str:
-    """Return `0 (idle)`, or with those of each data-parallel engine `50 (24 + 26)`."""
+    """Return `0 (idle)`, `50`, or with the numbers of each data-parallel engine `50 (24 + 26)`."""
     if row.is_idle:
         return "0 (idle)"
     parts = row.iterations_by_engine
@@ -508,7 +519,7 @@ def engine_times(row: Engine) -> tuple[int | None, ...]:
 
 
 def shares_of(row: Engine) -> list[str]:
-    """Return the percentages of `engine_times`; empty for what is not known."""
+    """Return the percentages of `engine_times`; empty for unknown times."""
     times = engine_times(row)
     shares = iter(percents([ns for ns in times if ns is not None], row.recorded_ns))
     return ["" if ns is None else next(shares) for ns in times]
@@ -533,17 +544,17 @@ def _request_cells(row: Engine) -> tuple[str, ...]:
 
 
 def _at_once(mean: float | None, most: int | None) -> str:
-    """Return `3.8 (12)`: the mean and the most."""
+    """Return `3.8 (12)`: the mean and the largest number."""
     return known(mean) if mean is None else f"{mean:,.1f} ({known(most)})"
 
 
 def known(value: float | None) -> str:
-    """Return `1,234`, `3.79`, or `-` for what is not known."""
+    """Return `1,234`, `3.79`, or `-` for None."""
     return "-" if value is None else f"{value:,}"
 
 
 CHARTS = 16
-"""Replicas whose load is drawn."""
+"""Number of replicas whose load is drawn."""
 _PARTS = ("decode", "prefill", "queue")
 _TIMES = ("replica", "by", "time", ">iterations", ">recorded", *(f">{phase}" for phase in PHASES))
 
@@ -569,7 +580,9 @@ def _engines(rows: Sequence[Engine], unnamed: Html, window_ns: int, colours: Col
 
 
 def _chart(rows: Sequence[Engine], window_ns: int, colours: Colours) -> tuple[Html, str]:
-    """Draw the load of some replicas, and say how high it is. Nothing of engines without a load."""
+    """Draw the load of some replicas, and return the drawing and a note on its scale. Empty if no engine has
+    a load.
+    """
     if not rows:
         return EMPTY, ""
     highest = max(sum(_drawn_levels(load)) for row in rows for load in row.load) or 1.0
@@ -587,7 +600,7 @@ def _chart(rows: Sequence[Engine], window_ns: int, colours: Colours) -> tuple[Ht
 
 
 def _colour(phase: str, colours: Colours) -> str:
-    """Return the class of the stage of that name, so that it looks the same all over the page."""
+    """Return the CSS class of the stage with that name, so that it has one colour all over the page."""
     stage = "rollout", phase
     return colours.of(stage) if stage in colours.labels else f"e-{phase.split()[0]}"
 
@@ -610,7 +623,7 @@ def _drawn_levels(load: Load) -> tuple[float, float, float]:
 
 
 def _drawn_load(row: Engine, top: float, window_ns: int, colours: Colours) -> Html:
-    """Return stacked bars, from below: decode, prefill, waiting."""
+    """Return stacked bars of decode, prefill and waiting requests, from the bottom up."""
     bars = []
     width_ns = row.load[1].start_ns - row.load[0].start_ns if len(row.load) > 1 else row.window_ns
     for load in row.load:

@@ -44,28 +44,28 @@ class SpanRow(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int | None
     """The time after the capture opened, or None if its process is unaligned."""
     wall_ns: int
-    """Up to the last sign of life, if it never ended."""
+    """Duration; up to the last sign of life if the span never ended."""
     trajectory: str | None
     turn: int | None
     error: str | None
 
 
 class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One process: what it left, how its clock was aligned, what being profiled cost it."""
+    """One process: what it left, the alignment of its clock, and the cost of profiling it."""
 
     name: str
     host: str
     pid: int
     owner: bool
     closed: bool
-    """False: it never closed its capture."""
+    """False if the process never closed its capture."""
     spans: int
     dropped: int | None
-    """The number of dropped spans; None if the process died before it said so."""
+    """Number of dropped spans, or None if the process died before it recorded that number."""
     clock: ProcessClock
     cost: OwnCost | None
     profiled: bool = False
-    """A profiler recorded it."""
+    """True if a profiler recorded the process."""
 
 
 class OtherStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,46 +76,51 @@ class OtherStep(msgspec.Struct, frozen=True, kw_only=True):
     total_ns: int
     policy_versions: tuple[int, ...]
     under_way: int = 0
-    """Number of them that went on when their process closed the capture, as work for a later step may."""
+    """Number of these spans that went on when their process closed the capture, as work for a later step
+    may.
+    """
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     state: State | None
-    """State of the manifest; `partial` if that is ok although something is missing or damaged. None if no
-    process left its part.
+    """State of the manifest, or `partial` if that is `ok` although something is missing or damaged. None if
+    no process left its part of the manifest.
     """
     missing: tuple[str, ...]
-    """A line for each thing that was promised and is missing, partial, failed or pending, with its reason."""
+    """A line for each expected thing that is missing, partial, failed or pending, with the reason."""
     skipped: tuple[str, ...]
     """One line for each thing that was not recorded on purpose, with its reason."""
     warnings: tuple[str, ...] = ()
-    """One line for each thing that was probably meant to take part and did not, with its reason."""
+    """One line for each thing that was probably meant to be recorded and was not, with the reason."""
     notes: tuple[str, ...] = ()
-    """One line for each thing to know of a recording that is no trouble: fewer iterations than asked for, an
-    option that was ignored.
+    """One line for each fact about a recording that is not an error: fewer iterations than asked for, or an
+    ignored option.
     """
     uncalled: tuple[str, ...] = ()
-    """Functions that `instrument` replaced in some process, and of which no process recorded a call: not
+    """Functions that `instrument` replaced in some process and that no process recorded a call of: either not
     called in this step, or called in a process outside the capture.
     """
     opened_by: OpenedBy = "program"
-    """Opener of the capture, by default the program's own code: advice names what its reader can change."""
+    """What opened the capture: by default the program's own code. Advice names only what its reader can
+    change.
+    """
     user_error: str | None
-    """The user's exception that ended the capture. It alone leaves nothing incomplete."""
+    """The user's exception that ended the capture, or None. It alone leaves nothing incomplete."""
     captures: int = 1
-    """Number of captures of the step in one process. This is of the last."""
+    """Number of captures of the step in one process. This report is of the last one."""
     recorder: Recorded | None = None
     """The event upon which the flight recorder wrote the step, or None if the step was captured."""
     held: str = ""
     """The first line of `stepscope why` at the hang or signal upon which the flight recorder wrote the step;
     empty for others."""
     broken: tuple[FileProblem, ...]
-    """Files that are missing or damaged, traces among them if they were read."""
+    """Files that are missing or damaged, including traces if these were read."""
     dropped: int
-    """Spans that were not written, in all processes that lived to say so."""
+    """Number of spans that were not written, in all processes that lived long enough to report it."""
     open_spans: tuple[SpanRow, ...]
-    """Spans without an end: those of processes that never closed their capture first, the longest first. Work
-    for a later step that goes on when its process closes is none of them: it is in `other_steps`."""
+    """Spans without an end, the longest first, after those of processes that never closed their capture. Work
+    for a later step that goes on when its process closes is not included but counted in `other_steps`.
+    """
     errors: tuple[SpanRow, ...]
     other_steps: tuple[OtherStep, ...]
     processes: tuple[ProcessRow, ...]
@@ -127,7 +132,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Health:
-    """Return the health of a step. `traces` are problems of what is in its traces, if they were read."""
+    """Return the health of a step. `traces` are the problems inside its traces, if these were read."""
     manifest = timeline.manifest
     missing = () if manifest is None else (*manifest.problems(), *manifest.awaited())
     reasons = doubts(timeline, traces)
@@ -159,11 +164,11 @@ def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Healt
 
 
 def cut_processes(timeline: Timeline, *, by_a_budget: bool = False) -> frozenset[str]:
-    """Return the names of processes whose recording ended before their work did: by a budget, SIGTERM or
+    """Return the names of processes whose recording was ended before their work, by a budget, SIGTERM or
     their exit.
 
     Args:
-        by_a_budget: By that alone.
+        by_a_budget: Only processes whose recording a budget ended.
     """
     parts = () if timeline.manifest is None else timeline.manifest.processes
     latest = {part.process.key: part for part in sorted(parts, key=lambda part: part.opened.wall_ns)}
@@ -202,7 +207,9 @@ def _uncalled(timeline: Timeline, parts: Iterable[ProcessPart]) -> tuple[str, ..
 
 
 def _is_among(labels: Set[str], stage: str) -> bool:
-    """Return whether a `role/stage` is one of `labels`; a `*` in it stands for what a call decides."""
+    """Return whether a `role/stage` is one of `labels`. A `*` in a label stands for a part that each call
+    sets.
+    """
     return stage in labels or ("*" in stage and any(fnmatchcase(label, stage) for label in labels))
 
 
@@ -216,7 +223,7 @@ def _never_ended(timeline: Timeline) -> list[Span]:
 
 
 def _goes_on(timeline: Timeline, span: Span) -> bool:
-    """Return whether a span without an end is work for a later step, of a process that closed its capture."""
+    """Return whether a span without an end is work for a later step in a process that closed its capture."""
     closed = timeline.processes[span.process].closed_ns is not None
     return closed and span.end_ns is None and timeline.leaves(span)
 
@@ -321,7 +328,7 @@ FIRST = "First the processes with trouble, then the least sure clock and the one
 
 
 def worst_first(processes: Sequence[ProcessRow], shown: int) -> tuple[Sequence[ProcessRow], str]:
-    """Return the processes so that the first `shown` ones say most, and a note on that order.
+    """Return the processes with the `shown` most telling ones first, and a note on that order.
 
     Processes that are all shown stay in their order, without a note.
     """
@@ -361,7 +368,7 @@ def cost_cells(row: ProcessRow) -> tuple[str, ...]:
 
 
 def clock(process: ProcessRow) -> str:
-    """Describe how its times got onto the owner's clock, with the uncertainty."""
+    """Describe how the process' times were aligned to the owner's clock, with the uncertainty."""
     alignment = process.clock
     if alignment.uncertainty_ns is None:
         return alignment.alignment
@@ -374,7 +381,9 @@ def clock(process: ProcessRow) -> str:
 
 
 def clock_notes(health: Health) -> list[str]:
-    """Return a line for each reason why collectives align no clock, and for each assumption about one."""
+    """Return a line for each reason why collectives did not align a clock, and for each assumption about
+    one.
+    """
     notes: dict[str, list[str]] = {}
     for process in health.processes:
         if process.clock.note is not None:
@@ -400,12 +409,14 @@ def say_recorder(health: Health) -> str:
 
 
 def say_again(health: Health) -> str:
-    """Return the sentence on a step that was tried again. Empty for others."""
+    """Return the sentence on a step that was captured more than once. Empty for other steps."""
     return "" if health.captures == 1 else f"Captured {health.captures} times in this run; the last is shown"
 
 
 def say_ended(health: Health) -> str:
-    """Name the exception that ended the capture. Empty if none did: that alone leaves nothing incomplete."""
+    """Name the exception that ended the capture. Empty if there was none. An exception alone leaves nothing
+    incomplete.
+    """
     if health.user_error is None:
         return ""
     what = "capture" if health.recorder is None else "step"
@@ -413,7 +424,9 @@ def say_ended(health: Health) -> str:
 
 
 def say_incomplete(health: Health) -> str:
-    """Return the first reason why the step is not complete, and the number of others. Empty if it is."""
+    """Return the first reason why the step is not complete, and the number of further ones. Empty if it is
+    complete.
+    """
     reasons = health.doubts
     if not reasons:
         return ""

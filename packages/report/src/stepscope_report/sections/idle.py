@@ -40,12 +40,12 @@ IdleKind: TypeAlias = Literal[
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """A probable cause of idle time: the work of others while a process did nothing."""
+    """A probable cause of idle time: the work of other processes during it."""
 
     kind: IdleKind
-    """`slowest rank`: for others of its role in a stage that it has a part in. `own profiler`: the engine of
-    this replica served nothing while its profiler wrote. `unaccounted`: nobody did anything that was recorded
-    but wait.
+    """Kind of the cause. `slowest rank`: others of the same role still ran a stage that this process ran too.
+    `own profiler`: the engine of this replica served nothing while its profiler wrote. `unaccounted`: no
+    recorded process did anything but wait.
     """
     role: str | None
     stage: str | None
@@ -59,50 +59,51 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     rank: int | None
     busy_ns: int
-    """While something of its own ran: spans that do not wait, and have nothing below them elsewhere, or its
-    engine. Without the time in which its engine's profiler wrote.
+    """Time in which the process ran a span of its own that does not wait and has no child in another process,
+    or in which its engine ran. Time in which its engine's profiler wrote is not included.
     """
     idle_ns: int
     causes: Table[Cause]
-    """The longest first. They add up to `idle_ns`."""
+    """Causes of the idle time, the longest first. They add up to `idle_ns`."""
     collective_ns: int | None
-    """The recorded time in collectives without computation beside them; None if no trace holds a
-    collective."""
+    """Recorded time in collectives without computation at the same time, or None if no trace holds a
+    collective.
+    """
     skew_ns: int | None
-    """The part of `collective_ns` before the last rank had entered; None if the ranks cannot be matched."""
+    """The part of `collective_ns` before the last rank entered, or None if the ranks cannot be matched."""
     awaited: str | None = None
-    """The process that was the last one for most of that time."""
+    """The process that entered last for most of `skew_ns`."""
     awaited_ns: int = 0
-    """The time for which it was waited for."""
+    """The part of `skew_ns` that was spent waiting for `awaited`."""
     profiled: bool = False
-    """A profiler recorded it and slowed it: its busy time is longer by that."""
+    """True if a profiler recorded the process, which made `busy_ns` longer."""
 
 
 class _Work(NamedTuple):
-    """Work that goes on, of any process."""
+    """Work that goes on in some process."""
 
     waiting: bool
     later: bool
-    """A later step consumes it."""
+    """True if a later step consumes the work."""
     owner: bool
     runner: str
-    """The role of the process."""
+    """The role of the process that does the work."""
     label: Label
 
 
 _Awaited: TypeAlias = "tuple[str, Label] | None"
-"""(role of the process that does it, what it does), or None if no recorded process does it."""
+"""(role of the process that works, what it does), or None if no recorded process works."""
 
 
 _Kind: TypeAlias = tuple[int, _Work]
-"""(process, its work): the meaning of a bit of the walk."""
+"""(process, its work): the meaning of one bit of a mask."""
 
 
 def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Idle]:
     """Return a row for each aligned process, in the timeline's order.
 
     Args:
-        activities: What the step's traces say; they tell time in collectives, and in passes of engines.
+        activities: The contents of the step's traces, for the time in collectives and in passes of engines.
     """
     shift = _Shift(timeline, _engine_work(timeline, activities))
     idle, stalled = shift.run(), shift.stalled_ns
@@ -162,7 +163,9 @@ def _kind(awaited: _Awaited, role: str, ran: set[Label]) -> IdleKind:
 
 
 class _Shift:
-    """Walks over the step once: at each instant an idle process waits for what is likeliest for its role."""
+    """Walks over the step once, and picks at each instant what the idle processes of each role most likely
+    wait for.
+    """
 
     def __init__(self, timeline: Timeline, engines: Mapping[int, Sequence[Pair]]) -> None:
         """Args:
@@ -173,13 +176,13 @@ class _Shift:
         self._roles = sorted({process.info.role for process in timeline.processes})
         self._owners = [index for index, process in enumerate(timeline.processes) if process.owner]
         self._runs = Counter[int]()
-        """Leaves that work, by process."""
+        """Number of working leaves in each process."""
         self._runs_now = Counter[int]()
-        """The number of these trajectories that belong to this step."""
+        """Number of these leaves that work for this step."""
         self._labels = Counter[_Work]()
-        """Leaves by what they are."""
+        """Number of leaves by the work that they do."""
         self._workers = self._workers_now = 0
-        """Leaves that work and are not the owner's; of these, those for this step."""
+        """Numbers of working leaves outside the owner: all, and those that work for this step."""
         self._waited: dict[str, Counter[_Awaited]] = {role: Counter() for role in self._roles}
         """Time for which a role's idle processes waited for each label, since the window's start."""
         self._chosen: dict[frozenset[_Work], dict[str, _Awaited]] = {}
@@ -187,10 +190,10 @@ class _Shift:
         """{idle process: `_waited` of its role when it became idle}."""
         self._stalls = _stalls_of_processes(timeline)
         self.stalled_ns = Counter[int]()
-        """{process: the time in which it seemed busy while its engine's profiler wrote}."""
+        """{process: time in which it seemed busy while its engine's profiler wrote}."""
 
     def run(self) -> list[Counter[_Awaited]]:
-        """Return for each process its idle time, by what it waited for."""
+        """Return the idle time of each process, by what the process waited for."""
         timeline, window = self._timeline, self._timeline.window
         idle = [Counter[_Awaited]() for _ in timeline.processes]
         intervals, kinds = intervals_of(timeline, range(len(timeline.spans)), self._kind_of)
@@ -223,7 +226,9 @@ class _Shift:
         return span.process, work
 
     def _transfers(self, intervals: Sequence[Interval]) -> dict[int, _Awaited]:
-        """Return the stretches in which nothing runs and weights are on their way, by start."""
+        """Return what is awaited in stretches in which nothing runs and weights are on their way, by their
+        start.
+        """
         timeline, window = self._timeline, self._timeline.window
         transfers: dict[int, _Awaited] = {}
         for stretch in find_stretches(intervals, window.start_ns, window.end_ns):
@@ -236,7 +241,9 @@ class _Shift:
         return transfers
 
     def _turn(self, kinds: Sequence[_Kind | int], changed: Iterable[int], mask: int) -> set[int]:
-        """Apply what began and ended, and return the processes that this may make busy or idle."""
+        """Apply the starts and ends at one instant, and return the processes that they may make busy or
+        idle.
+        """
         touched, workers = set(), (bool(self._workers), bool(self._workers_now))
         for bit in changed:
             kind, sign = kinds[bit], 1 if mask >> bit & 1 else -1
@@ -261,7 +268,7 @@ class _Shift:
     def _busy(self, index: int) -> bool:
         """Return whether a process works.
 
-        The owner's spans around what workers do for this step are waiting for them.
+        The owner's spans around work of the workers for this step count as waiting.
         """
         if not self._timeline.processes[index].owner:
             return self._runs[index] > 0
@@ -319,9 +326,11 @@ def _stalls_of_processes(timeline: Timeline) -> dict[int, list[EngineStall]]:
 
 
 def _likeliest(running: Iterable[_Work], role: str) -> _Awaited:
-    """Weights that move, then one's own role, then the rollout, then other workers, then the owner. Work for
-    a later step comes last, except for roles that do such work themselves. No process waits for one that
-    waits.
+    """Return the running work that an idle process of a role most likely waits for.
+
+    The order is: moving weights, work of the same role, the rollout, other workers, the owner. Work for a
+    later step comes last, except for roles that do such work themselves. A process that waits is never
+    awaited.
     """
 
     def rank(work: _Work) -> tuple[bool, bool, bool, bool, bool, Label, bool, str]:
@@ -336,7 +345,9 @@ def _likeliest(running: Iterable[_Work], role: str) -> _Awaited:
 
 
 def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
-    """Return time in collectives with no computation beside, by process: on the CPU, or the device."""
+    """Return the time in collectives, on the CPU or a device, without computation at the same time, by
+    process.
+    """
     times: Counter[int] = Counter()
     for activity in activities:
         content = activity.content
@@ -347,9 +358,7 @@ def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
 
 
 def collectives_of_sync(timeline: Timeline, activities: Iterable[TraceActivity]) -> dict[str, int]:
-    """Return the time in collectives that moved weights, by the name of the process: in its own span of a
-    weight sync.
-    """
+    """Return the time of each process, by name, in collectives inside its own spans of a weight sync."""
     syncs: dict[int, list[Pair]] = defaultdict(list)
     for span in timeline.spans:
         if MOVES_WEIGHTS.search(span.stage):
@@ -365,17 +374,17 @@ def collectives_of_sync(timeline: Timeline, activities: Iterable[TraceActivity])
 
 
 class _Skew(NamedTuple):
-    """Time of a process in collectives before the last rank was there."""
+    """Time that a process spent in collectives before the last rank entered."""
 
     ns: int
     awaited: int
-    """The process that it waited for longest, and how long."""
+    """The process that entered last for most of this time, and how long."""
     awaited_ns: int
 
 
 def _skews(activities: Iterable[TraceActivity]) -> dict[int, _Skew]:
     waits: dict[int, dict[int, array[int]]] = defaultdict(lambda: defaultdict(lambda: array("q")))
-    """{process: {the process that was last: [from, until, from, ...]}}."""
+    """{process: {process that entered last: [from, until, from, ...]}}."""
     for _, _, calls in matched_calls(activity for activity in activities if activity.process is not None):
         for members in calls:
             own = [(start_ns, end_ns, activity.process or 0) for _, start_ns, end_ns, activity in members]
@@ -400,7 +409,7 @@ def _skew(process: int, waits: Mapping[int, array[int]]) -> _Skew:
 
 
 def idle_blocks(rows: Sequence[Idle], report: StepReport) -> Iterator[Block]:
-    """Yield a row for each process, or for many of them the most idle one of each role."""
+    """Yield a row for each process; for many processes, one row for each role: the most idle one."""
     window_ns = report.breakdown.window_ns
     if not rows or not window_ns:
         return
@@ -420,7 +429,7 @@ def _cells(row: Idle, window_ns: int) -> tuple[str, ...]:
 
 
 def say_causes(row: Idle, most: int = 3) -> str:
-    """Return `rollout 2.06 s, slowest rank 196 ms (compute_log_prob), others 52.0 ms`: by kind, the longest
+    """Return `rollout 2.06 s, slowest rank 196 ms (compute_log_prob), others 52.0 ms`: the longest kind
     first.
     """
     named, others_ns = name_causes(row, most)
@@ -428,7 +437,7 @@ def say_causes(row: Idle, most: int = 3) -> str:
 
 
 def name_causes(row: Idle, most: int) -> tuple[list[str], int]:
-    """Return the longest kinds of causes in words, and the time of the others in sum."""
+    """Return the longest kinds of causes in words, and the sum of the other kinds in ns."""
     by_kind: dict[str, Counter[str]] = defaultdict(Counter)
     for cause in row.causes:
         by_kind[cause.kind][cause.stage or ""] += cause.wall_ns
@@ -442,7 +451,7 @@ def name_causes(row: Idle, most: int) -> tuple[list[str], int]:
 
 
 def say_collectives(row: Idle) -> str:
-    """Return `163 ms (128 ms before all were there: actor 3)`. Empty if no trace says it."""
+    """Return `163 ms (128 ms before all were there: actor 3)`. Empty if no trace tells."""
     if row.collective_ns is None:
         return ""
     if not row.skew_ns:
@@ -452,7 +461,7 @@ def say_collectives(row: Idle) -> str:
 
 
 DRAWN = 128
-"""Processes of a role with a row of their own; of more every k-th has one, and the most idle."""
+"""Up to this many processes of a role have a row each; of more, every k-th and the most idle ones."""
 _KINDS: tuple[IdleKind, ...] = get_args(IdleKind)
 
 

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 WORST = 10
 LAST = (10, 5, 1)
-"""Percent of the trajectories, the last to end, that it is told how long the others waited for."""
+"""Percentages of the trajectories, the last to end, for which the waiting time of the others is given."""
 
 
 class Extreme(msgspec.Struct, frozen=True, kw_only=True):
-    """A time, and whose it is."""
+    """A time, and the name of the trajectory that it belongs to."""
 
     ns: int
     trajectory: str | None
@@ -43,7 +43,7 @@ class Extreme(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Percentiles of one stage inside trajectories. Each one is some span's own time."""
+    """Percentiles of one stage inside trajectories. Each percentile is one span's own time."""
 
     role: str
     stage: str
@@ -53,7 +53,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     p99: Extreme
     max: Extreme
     name: str | None = None
-    """A tool's attribute `name`; None for other stages."""
+    """The attribute `name` of a tool; None for other stages."""
 
     @property
     def title(self) -> str:
@@ -62,13 +62,13 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that a trajectory did or waited for, and for how long."""
+    """The time of one trajectory in one stage, whether it worked or waited."""
 
     role: str
     stage: str
     wall_ns: int
     name: str | None = None
-    """A tool's attribute `name`; None for other stages."""
+    """The attribute `name` of a tool; None for other stages."""
 
     @property
     def title(self) -> str:
@@ -79,26 +79,30 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
 class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str
     wall_ns: int
-    """Up to the last sign of life, if it is open."""
+    """Duration; up to the last sign of life if the trajectory is open."""
     open: bool
     """True if no end of the trajectory was recorded."""
     start_ns: int | None
     """The time after the capture opened, or None if its process is unaligned."""
     consumed_by: int | None
-    """The step that consumes it, where that is another one and known."""
+    """The step that consumes the trajectory, if that is known to be another step; else None."""
     consumed: bool = True
     """False if this step does not consume it."""
     cancelled: bool = False
     policy_version: int | None
-    """The version of the weights with which it began, where a span states it."""
+    """The version of the weights with which the trajectory began, or None if no span states it."""
     waits: tuple[Wait, ...]
-    """The longest first. By the same rule as a step's time, so that they add up to `wall_ns`."""
+    """Time by stage, the longest first. An instant is billed as for the step, so that the times add up to
+    `wall_ns`.
+    """
     profiled: tuple[str, ...] = ()
-    """Processes that served it and that a profiler slowed, where it recorded others of their role not."""
+    """Processes that served the trajectory and that a profiler slowed while it did not record others of their
+    role.
+    """
 
 
 class Outside(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls of a tool that belong to no trajectory, though trajectories ran."""
+    """Calls of a tool outside of trajectories, made while trajectories ran."""
 
     role: str
     stage: str
@@ -108,13 +112,13 @@ class Outside(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True):
-    """The time for which the others waited for the last ones."""
+    """The time for which the other trajectories waited for the last ones."""
 
     percent: int
     trajectories: int
     """The number of trajectories in this percentage, rounded up."""
     held_ns: int
-    """From the end of the others to the end of the last."""
+    """Time from the end of the others to the end of the last trajectory."""
 
 
 class Bubble(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,9 +128,9 @@ class Bubble(msgspec.Struct, frozen=True, kw_only=True):
     """Inference replicas that recorded work of role `rollout`. Processes that only call them do not count."""
     tail_ns: int
     idle_ns: int
-    """Replica time: of `replicas * tail_ns`, what they did nothing in."""
+    """Sum of the replicas' idle time in the tail, out of `replicas * tail_ns`."""
     in_flight_before: float
-    """Trajectories at once, on average, from the first start to the tail."""
+    """Mean number of trajectories at once from the first start to the tail."""
     in_flight: float
     """The mean number of trajectories in flight during the tail."""
 
@@ -136,51 +140,56 @@ class Late(msgspec.Struct, frozen=True, kw_only=True):
 
     trajectories: int
     until_ns: int
-    """After the opening: when the last of them was over, or showed the last sign of life."""
+    """Time in ns after the opening at which the last of them ended, or showed the last sign of life."""
     last: str
-    """Its name."""
+    """Name of that last trajectory."""
 
 
 class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
-    """Spans of stage `trajectory` that ended and that this step consumes."""
+    """Number of spans `trajectory` that ended and that this step consumes."""
     open: int
     """The number of trajectories without a recorded end."""
     of_other_steps: int
     """The number of trajectories that this step does not consume. No other number here counts them."""
     under_way: int
-    """Others, begun before the capture opened: how long they took is not known."""
+    """Number of other trajectories, begun before the capture opened, whose duration is unknown."""
     spreads: tuple[Spread, ...]
-    """Trajectories, turns, then what runs in them, the longest in sum first."""
+    """Spreads of trajectories, of turns, then of the stages in them, the longest sum first."""
     last: int
     """The number of trajectories in the last tenth to end: a tenth of them, rounded up."""
     held_ns: int | None
-    """From the end of the others to the end of the last tenth. None with fewer than two trajectories."""
+    """Time from the end of the others to the end of the last tenth. None with fewer than two trajectories."""
     rollout_ns: int | None
-    """From the first trajectory's start to the last one's end."""
+    """Time from the first trajectory's start to the last one's end."""
     holds: tuple[Hold, ...]
-    """The holds of the last 10, 5 and 1 %. Empty with fewer than two trajectories; a hold equal to a larger
-    one is left out."""
+    """Holds of the last 10, 5 and 1 %. Empty with fewer than two trajectories. A hold equal to that of a
+    larger percentage is left out.
+    """
     bubble: Bubble | None
-    """None with fewer than two trajectories."""
+    """Idle replicas in the tail, or None with fewer than two trajectories."""
     worst: tuple[SlowTrajectory, ...]
     late: Late | None = None
-    """None if this step consumes no trajectory that is under way."""
+    """Consumed trajectories that began before the capture, or None if there is none."""
     consumed: int = 0
     """The number of trajectories that `consume` named in this step."""
     profiled: tuple[str, ...] = ()
-    """Processes that served trajectories and that a profiler slowed, where it did not record others of their
-    role: their trajectories took longer for that."""
+    """Processes that served trajectories and that a profiler slowed while it did not record others of their
+    role. Their trajectories took longer because of that.
+    """
     last_profiled: int = 0
     """Number of trajectories of the last tenth that they served."""
     cancelled: int = 0
     """The number of cancelled trajectories. No other number here counts them."""
     cancelled_after_ns: int = 0
-    """From the end of the last other trajectory to that of the last cancelled one. 0 if that was earlier."""
+    """Time from the end of the last other trajectory to the end of the last cancelled one; 0 if that was
+    earlier.
+    """
     outside: tuple[Outside, ...] = ()
     stalled_ns: int = 0
-    """The part of `held_ns` in which the last trajectory waited for an engine whose own profiler started
-    or wrote."""
+    """The part of `held_ns` in which the last trajectory waited for an engine whose own profiler started or
+    wrote.
+    """
 
 
 def step_long_tail(timeline: Timeline) -> LongTail | None:
@@ -234,13 +243,13 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
 
 
 def _after_ns(timeline: Timeline, ends: Sequence[int], cancelled: Iterable[Span]) -> int:
-    """Return the time from the last of `ends`, which ascend, to the end of the last cancelled trajectory."""
+    """Return the time from the last of `ends` (ascending) to the end of the last cancelled trajectory."""
     last_ns = max((end_ns for _, end_ns in placed(timeline, cancelled)), default=0)
     return max(0, last_ns - ends[-1]) if ends else 0
 
 
 def _outside(timeline: Timeline, roots: Iterable[Span]) -> tuple[Outside, ...]:
-    """Return the tools that began in no trajectory while trajectories ran."""
+    """Return the calls of tools that began outside of trajectories while trajectories ran."""
     running = placed(timeline, roots)
     from_ns = min((start_ns for start_ns, _ in running), default=0)
     until_ns = max((end_ns for _, end_ns in running), default=0)
@@ -275,7 +284,7 @@ def _outside(timeline: Timeline, roots: Iterable[Span]) -> tuple[Outside, ...]:
 def _stalled_ns(
     timeline: Timeline, members: Mapping[str, list[int]], last: Sequence[Span], held_ns: int
 ) -> int:
-    """Return the part of the last `held_ns` of a trajectory that goes to the profilers of engines."""
+    """Return the part of a trajectory's last `held_ns` in which it waited for engines' own profilers."""
     if not (last and held_ns and timeline.stalls):
         return 0
     end_ns = last[0].end_ns or 0
@@ -286,7 +295,7 @@ def _stalled_ns(
 def _slowed(timeline: Timeline, members: Mapping[str, list[int]]) -> dict[str, tuple[str, ...]]:
     """Return the profiled processes that served each trajectory.
 
-    A process counts if others of its role served trajectories too, and were not profiled.
+    A process counts only if others of its role served trajectories without a profiler.
     """
     served: dict[str, set[int]] = {
         name: {timeline.spans[index].process for index in indices} for name, indices in members.items()
@@ -384,7 +393,7 @@ def _in_flight(spans: Sequence[Span], start_ns: int, end_ns: int) -> float:
 
 
 def _worst(timeline: Timeline, roots: Sequence[int]) -> list[int]:
-    """Return the longest trajectories, those that the step consumes before others."""
+    """Return the longest trajectories: first those that the step consumes, then the others."""
 
     def place(index: int) -> tuple[bool, int, int]:
         span = timeline.spans[index]
@@ -452,12 +461,14 @@ def slow_cells(slow: SlowTrajectory) -> tuple[str, str, str]:
 
 
 def waits(slow: SlowTrajectory) -> str:
-    """Return the stages that took most of it."""
+    """Return the stages that took most of the trajectory's time."""
     return ", ".join(f"{wait.title} {duration(wait.wall_ns)}" for wait in slow.waits[:4])
 
 
 def name_slow(slow: SlowTrajectory) -> str:
-    """Return `t7`, or `t7*, for step 9`: `*` if a profiler slowed those that served it, and not all."""
+    """Return `t7`, or `t7*, for step 9`. A `*` marks a trajectory whose processes a profiler slowed, if it
+    did not slow all.
+    """
     name = starred(slow.trajectory, bool(slow.profiled))
     if slow.consumed:
         return name
@@ -465,7 +476,7 @@ def name_slow(slow: SlowTrajectory) -> str:
 
 
 def tail_sentences(tail: LongTail) -> list[str]:
-    """Return what the table of spreads does not say."""
+    """Return sentences on what the table of spreads does not show."""
     sentences = (_say_held(tail), _say_bubble(tail), _say_others(tail), _say_outside(tail), _say_slowed(tail))
     return [sentence for sentence in sentences if sentence]
 
@@ -490,7 +501,7 @@ def _say_stalled(tail: LongTail) -> str:
 
 
 def _say_bubble(tail: LongTail) -> str:
-    """Return what the replicas did meanwhile."""
+    """Return the sentence on the replicas during the tail."""
     bubble = tail.bubble
     if bubble is None or not bubble.replicas:
         return ""
@@ -504,7 +515,7 @@ def _say_bubble(tail: LongTail) -> str:
 
 
 def _say_others(tail: LongTail) -> str:
-    """Count the trajectories that the sentences before leave out."""
+    """Return the number of trajectories that the preceding sentences leave out, as text."""
     late = tail.late
     until = (
         "" if late is None else f", the last for this step, {late.last}, for {duration(late.until_ns)} more"
@@ -525,7 +536,7 @@ def _after(tail: LongTail) -> str:
 
 
 def _say_outside(tail: LongTail) -> str:
-    """Name the tools that are in no trajectory."""
+    """Name the tools that were called outside of trajectories."""
     calls = [
         f"{count(own.calls, 'call')} of {own.role} {own.stage}, while {count(own.running, 'trajectory')} ran"
         for own in tail.outside
@@ -535,7 +546,9 @@ def _say_outside(tail: LongTail) -> str:
 
 
 def _say_slowed(tail: LongTail) -> str:
-    """Name the processes whose trajectories a profiler slowed. Empty if none, or all alike."""
+    """Name the processes whose trajectories a profiler slowed. Empty if there are none, or if all were slowed
+    alike.
+    """
     if not tail.profiled:
         return ""
     names = few(tail.profiled, LISTED)
@@ -558,7 +571,9 @@ def draw_long_tail(tail: LongTail | None, page: Page) -> Iterator[Html]:
 
 
 def _drawn_spreads(tail: LongTail, colours: Colours) -> Html:
-    """Return percentiles of each stage inside trajectories, and the ten slowest, each divided."""
+    """Return the percentiles of each stage inside trajectories, and the ten slowest trajectories with their
+    stages.
+    """
     columns = ("stage", ">calls", "p50, p90, p99, max", ">p50", ">p90", ">p99", ">max", "max is")
     spreads = table(columns, [_drawn_spread(spread, colours) for spread in tail.spreads], "spreads")
     sentences = tail_sentences(tail)

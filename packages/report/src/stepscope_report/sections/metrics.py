@@ -14,18 +14,20 @@ if TYPE_CHECKING:
     from stepscope_report.model import StepReport
 
 _LEFT_OUT = re.compile(r"[/_](min|max|std)$|^timing_per_token")
-"""Names of numbers that only fill the table: extremes of a mean that is there, and quotients of times."""
+"""Names of numbers that are left out: the extremes of a listed mean, and times divided by tokens."""
 _FIRST = (
     "reward|score",
     "throughput|^(response|prompt)_length/|num_turns",
     "^timing",
     "loss|entropy|kl$",
 )
-"""Names that people look for, in groups. They come first, because a terminal cuts the table."""
+"""Names that readers look for, in groups. These come first, because a terminal cuts the table."""
 
 
 def metrics_blocks(metrics: Mapping[str, float], report: StepReport) -> Iterator[Block]:
-    """Yield the trainer's own numbers without the extremes: those that people look for, then the others."""
+    """Yield the trainer's own numbers without extremes: first the names that readers look for, then the
+    others.
+    """
     if not metrics:
         return
     names = sorted((name for name in metrics if not _LEFT_OUT.search(name)), key=_group)

@@ -34,11 +34,11 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     busy_ns: int
     """The time in which at least one call ran. Calls that run at once in one process count once."""
     total_ns: int
-    """The sum over its calls: more than `busy_ns` if some ran at once."""
+    """Sum over its calls: more than `busy_ns` if several ran at the same time."""
     stalled_ns: int = 0
     """The part of `busy_ns` in which the engine served nothing because its own profiler started or wrote."""
     profiled: bool = False
-    """A profiler recorded it and slowed it."""
+    """True if a profiler recorded the process, which slowed it."""
 
     @property
     def worked_ns(self) -> int:
@@ -46,7 +46,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """All calls of one stage in one role. Times of calls are None when none has ended.
+    """All calls of one stage in one role. Times of calls are None if no call has ended.
 
     A call inside another of the same stage, in its thread and of its trajectory, is a part of that call.
     """
@@ -54,25 +54,29 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     stage: str
     calls: int
-    """Spans that ended."""
+    """Number of calls that ended."""
     open: int
-    """Spans never seen to end: in no time here but that of `processes`, up to the last sign of life."""
+    """Number of calls without a recorded end. Their time counts only in `processes`, up to the last sign of
+    life.
+    """
     errors: int
     cancelled: int = 0
-    """Calls that were cancelled, which is no error. They are among those that ended."""
+    """Number of cancelled calls, which are no errors. They are among `calls`."""
     total_ns: int
     mean_ns: int | None
     p50_ns: int | None
     max_ns: int | None
     processes: tuple[Share, ...]
     imbalance: float | None
-    """The busiest process over the median one. None for one process, and where the median is 0."""
+    """Busy time of the busiest process over that of the median one. None for one process, or if the median is
+    0.
+    """
     slowest: str | None
-    """The busiest process. None for one process."""
+    """Name of the busiest process, or None if there is one process."""
     waits: bool = False
-    """Its calls wait and do no work."""
+    """True if its calls wait and do no work."""
     name: str | None = None
-    """A tool's attribute `name`; None for other stages."""
+    """The attribute `name` of a tool; None for other stages."""
 
     @property
     def title(self) -> str:
@@ -81,12 +85,14 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uneven(self) -> bool:
-        """Return whether a profiler recorded some of the processes and not the others."""
+        """Return whether a profiler recorded only some of the processes."""
         return len({share.profiled for share in self.processes}) > 1
 
 
 def stage_times(timeline: Timeline) -> Table[Stage]:
-    """Return the stages of every role, the longest total first. Tools with a name are apart."""
+    """Return the stages of every role, the longest total first. Tools with different names are separate
+    stages.
+    """
     names = ToolNames(timeline)
     counted = (
         span for span in timeline.spans if span.stage != PROFILING and not _is_part(timeline, span, names)
@@ -97,7 +103,7 @@ def stage_times(timeline: Timeline) -> Table[Stage]:
 
 
 def _is_part(timeline: Timeline, span: Span, names: ToolNames) -> bool:
-    """Return whether a span lies in another call of its stage, as functions that call each other do."""
+    """Return whether a span lies inside another call of its stage, as in recursion."""
     place = _place(span)
     return any(
         _place(outer) == place and names.label_of(outer) == names.label_of(span)
@@ -155,7 +161,7 @@ def _share(timeline: Timeline, index: int, spans: Sequence[Span]) -> Share:
 
 
 def _served_ns(timeline: Timeline, spans: Sequence[Span]) -> int:
-    """Return the time in which at least one call ran whose engine did not stall."""
+    """Return the time in which at least one of the calls ran and its engine did not stall."""
     served: list[Pair] = []
     for replica, own in grouped(spans, lambda span: replica_of(timeline, span)).items():
         stalls = [
@@ -172,12 +178,14 @@ def _running(timeline: Timeline, spans: Iterable[Span]) -> list[Pair]:
 
 
 SIDE_BY_SIDE = 8
-"""Processes that have a column each; more are summed up."""
+"""Up to this many processes have a column each; of more, summaries are shown."""
 CALLS_NOTE = "A call includes those below it. The total is a sum: with concurrent calls it exceeds the step."
 
 
 def stage_blocks(stages: Sequence[Stage], report: StepReport) -> Iterator[Block]:
-    """Yield the calls of each stage, and for each role of several processes when these were busy."""
+    """Yield a table of the calls of each stage, and for each role with several processes a table of their
+    busy times.
+    """
     if stages:
         columns, cells = call_columns(stages)
         rows = tuple((stage.role, stage.title, *cells(stage)) for stage in stages)
@@ -205,7 +213,7 @@ def call_columns(stages: Sequence[Stage]) -> tuple[tuple[str, ...], Callable[[St
 
 
 def roles_of_several(stages: Sequence[Stage]) -> Mapping[str, Sequence[Stage]]:
-    """Return the stages that several processes have, by role."""
+    """Return the stages that several processes ran, by role."""
     return grouped((stage for stage in stages if len(stage.processes) > 1), lambda stage: stage.role)
 
 
@@ -239,16 +247,16 @@ def slowest(stage: Stage) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Return `1.23`, or `-` for what is not known."""
+    """Return `1.23`, or `-` for None."""
     return "-" if value is None else f"{value:.2f}"
 
 
 NUMBERED = 8
-"""Processes up to which each cell holds its number."""
+"""Up to this many processes, each cell shows its number."""
 CELLS = 512
-"""Cells of a row; of more processes every k-th has one, and the slowest."""
+"""Largest number of cells of a row. Of more processes every k-th has a cell, and the slowest one."""
 _STEPS = 5
-"""Shades on each side of the median: classes `h-5` to `h5`, a step for each tenth."""
+"""Number of shades on each side of the median: the classes `h-5` to `h5`, one for each tenth."""
 
 
 def draw_stages(stages: Sequence[Stage], page: Page) -> Iterator[Html]:
@@ -258,7 +266,7 @@ def draw_stages(stages: Sequence[Stage], page: Page) -> Iterator[Html]:
 
 
 def _heat(stages: Sequence[Stage], colours: Colours) -> list[Html]:
-    """Return a map for each role that has several processes. Empty if none has."""
+    """Return a heat map for each role with several processes. Empty if there is no such role."""
     roles = roles_of_several(stages)
     if not roles:
         return []

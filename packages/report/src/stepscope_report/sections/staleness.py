@@ -21,7 +21,7 @@ WORST = 10
 
 
 class Lag(msgspec.Struct, frozen=True, kw_only=True):
-    """Distance of trajectories from the step. Percentiles are by nearest rank."""
+    """Percentiles, by nearest rank, of the lag of the trajectories behind the step."""
 
     known: int
     """The number of trajectories whose lag is known."""
@@ -33,13 +33,13 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True):
 class StaleTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str
     begun_step: int | None
-    """The step under which it was begun."""
+    """The step under which the trajectory began."""
     policy_versions: tuple[int, ...]
-    """All that its spans name, ascending: of several, the weights changed while it ran."""
+    """All versions that its spans name, ascending. There are several if the weights changed while it ran."""
     steps: int | None
     """The consuming step minus `begun_step`."""
     versions: int | None
-    """The version it is consumed under minus the first of `policy_versions`."""
+    """The version under which it is consumed minus the first of `policy_versions`."""
 
 
 class Staleness(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,9 +51,9 @@ class Staleness(msgspec.Struct, frozen=True, kw_only=True):
     steps: Lag | None
     versions: Lag | None
     mixed: int
-    """Trajectories that were written by several versions."""
+    """Number of trajectories that several versions wrote."""
     worst: tuple[StaleTrajectory, ...]
-    """The stalest first; none that is fresh."""
+    """The stalest trajectories first. Fresh ones are not included."""
 
 
 class _Consumed:
@@ -70,7 +70,9 @@ class _Consumed:
 
 
 def step_staleness(timeline: Timeline) -> Staleness | None:
-    """Return the staleness of the step. None if nothing is known to be stale, as in synchronous RL."""
+    """Return the staleness of the step, or None if no trajectory is known to be stale, as in synchronous
+    RL.
+    """
     consumed = _consumed(timeline)
     trainer = _trainer_version(timeline)
     rows = [_row(name, trajectory, timeline.step, trainer) for name, trajectory in consumed.items()]
@@ -109,7 +111,7 @@ def _consumed(timeline: Timeline) -> dict[str, _Consumed]:
 
 
 def _trainer_version(timeline: Timeline) -> int | None:
-    """Return the policy version of the step's other work, for a `consume` inside no span that states one."""
+    """Return the policy version of the step's other work, for a `consume` outside of spans that state one."""
     versions = (
         span.policy_version
         for span in timeline.spans
@@ -144,7 +146,7 @@ def _worst(rows: Sequence[StaleTrajectory]) -> list[StaleTrajectory]:
 
 
 def staleness_blocks(staleness: Staleness | None, report: StepReport) -> Iterator[Block]:
-    """Yield how far behind the consumed trajectories were, and the stalest ones."""
+    """Yield how many steps and versions the consumed trajectories were behind, and the stalest ones."""
     if staleness is None:
         return
     lags = (("steps", staleness.steps), ("policy versions", staleness.versions))

@@ -49,11 +49,11 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     active_per_s: float | None
     """Tokens per second of the active time."""
     devices: int | None
-    """Number of what `unit` names, or None if unknown."""
+    """Number of the units named by `unit`, or None if unknown."""
     unit: str | None
     """`GPU`, `NPU`, `rank`, `process` or `replica`."""
     per_s_each: float | None
-    """`per_s` of one of these."""
+    """`per_s` divided by `devices`, or None if that is unknown."""
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stepscope_report.section import Page, Sources
 
 TOP = 20
-"""Operators, and kernels, of each role that a report keeps."""
+"""Number of operators, and of kernels, of each role that a report keeps."""
 OperatorKind: TypeAlias = Literal["cpu", "mark", "compute", "communication", "memory"]
 
 
@@ -37,48 +37,51 @@ class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     name: str
     kind: OperatorKind
-    """`cpu`: an operator. `mark`: what a decorator or `record_function` named; its own time is between
-    operators, in Python. The others are of devices."""
+    """Kind of the row. `cpu`: an operator. `mark`: a range named by a decorator or `record_function`, whose
+    own time is time between operators, in Python. The other kinds are work of devices.
+    """
     processes: int
     count: int
     self_ns: int
-    """A sum over calls and processes, without the operators below it. Of a kernel it is `total_ns`."""
+    """Own time in ns, summed over calls and processes, without operators below. For a kernel it equals
+    `total_ns`.
+    """
     total_ns: int
     mean_ns: int
     max_ns: int
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One device as one process used it. All streams together: no instant counts twice."""
+    """One device as one process used it, over all streams: no instant counts twice."""
 
     process: str
     role: str
     rank: int | None
     device: str
     recorded_ns: int
-    """Time for which the process' traces were open."""
+    """Time for which traces of the process recorded."""
     span_ns: int
-    """From the first to the last event of the device, summed over traces."""
+    """Time from the first to the last event of the device, summed over traces."""
     busy_ns: int
     compute_ns: int
     communication_ns: int
     exposed_ns: int
-    """Communication that no computation hides."""
+    """Time of communication without computation at the same time."""
     memory_ns: int
-    """Copies and fills."""
+    """Time of copies and fills."""
 
 
 class NoDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes in whose traces no device did anything, and why that probably is."""
+    """Processes whose traces show no device activity, and the probable reason."""
 
     processes: tuple[str, ...]
     cause: str
     fix: str | None
-    """The remedy; None if there is nothing to fix."""
+    """The remedy, or None if there is nothing to fix."""
 
 
 class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The most memory that torch's allocator held of a device."""
+    """The peak of the memory that torch's allocator held of a device."""
 
     process: str
     device: str
@@ -105,19 +108,20 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True):
 class TraceTables(msgspec.Struct, frozen=True, kw_only=True):
     traces: Table[TraceRow]
     operators: Table[OperatorRow]
-    """The operators by role, the longest own time first; at most `TOP` of the CPU and `TOP` of devices a
-    role."""
+    """The operators by role, the longest own time first: of each role at most `TOP` operators and `TOP`
+    kernels.
+    """
     devices: Table[DeviceRow]
     stragglers: Table[StragglerRow]
     without_device: Table[NoDevice]
     memory: Table[MemoryRow]
     unread: tuple[str, ...]
-    """Files that no reader reads."""
+    """Files that no installed reader supports."""
     problems: tuple[FileProblem, ...]
 
 
 def trace_tables(traces: Traces, opened_ns: int) -> TraceTables:
-    """Return all tables that need nothing but the traces."""
+    """Return all tables that are computed from the traces alone."""
     activities = traces.activities
     return TraceTables(
         traces=Table(map(_trace, activities)),
@@ -202,7 +206,9 @@ def _device(process: str, name: str, activities: Sequence[TraceActivity]) -> Dev
 
 
 def missing_devices(activities: Iterable[TraceActivity]) -> Table[NoDevice]:
-    """Return the traces in which no device did anything, by likely cause. None of a torch for CPUs alone."""
+    """Return the processes whose traces show no device activity, by likely cause. Empty if torch was built
+    for CPUs only.
+    """
     causes: dict[tuple[str, str | None], list[str]] = defaultdict(list)
     for activity in activities:
         without_cuda = activity.versions.get("torch", "").endswith("+cpu")
@@ -277,9 +283,9 @@ def _ns(us: float) -> int:
 
 
 SHOWN = 10
-"""Operators of a role that are printed."""
+"""Number of operators of a role that are printed."""
 NAME = 60
-"""Characters of a kernel's name; in full they fill screens."""
+"""Length to which a kernel's name is cut; full names fill screens."""
 DEVICE_NOTE = "All streams together. Exposed: communication that no computation hides. %: of recorded."
 
 
@@ -348,7 +354,7 @@ def device_lines(rows: Sequence[DeviceRow], most: int) -> Iterator[str]:
 
 
 def least_busy_first(rows: Sequence[DeviceRow], shown: int) -> tuple[Sequence[DeviceRow], str]:
-    """Return devices by the part of their time in which they were busy, and a note with percentiles of it.
+    """Return devices by the busy part of their time, and a note with percentiles of that part.
 
     Devices that are all shown stay in their order, without a note.
     """
@@ -360,7 +366,7 @@ def least_busy_first(rows: Sequence[DeviceRow], shown: int) -> tuple[Sequence[De
 
 
 def most_memory_first(rows: Sequence[MemoryRow], shown: int) -> tuple[Sequence[MemoryRow], str]:
-    """Return rows of memory, the most allocated first, and a note as `least_busy_first` does."""
+    """Return the rows with the most allocated memory first, and a note like that of `least_busy_first`."""
     if len(rows) <= shown:
         return rows, ""
     ordered = sorted(rows, key=lambda row: -row.allocated_bytes)
@@ -383,7 +389,9 @@ def _said_device(row: DeviceRow) -> tuple[str, ...]:
 
 
 def straggler_table(rows: Sequence[StragglerRow]) -> TextTable:
-    """Return who entered collectives last, the one that cost the others most first."""
+    """Return the table of the processes that entered collectives last, the most costly one for the others
+    first.
+    """
     columns = ("collective", "process", ">calls", ">last", ">others waited", ">waited")
     note = "last: calls that it entered after all others. others waited: for it, all together."
     return TextTable("Stragglers in collectives", columns, tuple(map(_straggler, rows)), note, noun="row")
@@ -413,7 +421,7 @@ def _say_no_device(row: NoDevice) -> str:
 
 
 def memory_table(rows: Sequence[MemoryRow]) -> TextTable:
-    """Return the most memory that each allocator gave out."""
+    """Return the table of the peaks of each allocator."""
     columns = ("process", "device", ">allocated", ">reserved", ">of", ">at")
     ordered, order = most_memory_first(rows, 2 * LISTED)
     note = f"{order} As torch's allocators counted. at: of the most allocated.".lstrip()
@@ -427,7 +435,7 @@ def _memory(row: MemoryRow) -> tuple[str, ...]:
 
 
 def trouble_lists(traces: TraceTables) -> Iterator[Listing]:
-    """Yield the traces that could not be read, and those that were not."""
+    """Yield the traces that could not be read, and those that no reader supports."""
     if traces.problems:
         lines = tuple(f"{problem.file}: {problem.what}" for problem in traces.problems)
         yield Listing("Trouble with traces", lines, bad=True)
@@ -441,7 +449,7 @@ def short(name: str, most: int = NAME) -> str:
 
 
 DRAWN = 128
-"""Devices with a row of their own; of more, the least busy ones and every k-th have one."""
+"""Up to this many devices have a row each; of more, the least busy ones and every k-th."""
 
 
 def draw_traces(traces: TraceTables | None, page: Page) -> Iterator[Html]:

@@ -1,4 +1,4 @@
-"""Waits for work that nobody did: the time in which one waited and nobody it could wait for was busy."""
+"""Waits in vain: time in which a process waited while no process was busy that could end the wait."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class VainWait(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[str, ...]
     """The processes that waited in it."""
     wall_ns: int
-    """The time in which at least one of them did."""
+    """Time in which at least one of these processes waited."""
     vain_ns: int
-    """The part in which nobody worked who could end the wait: of a role of the rollout, if its own is one;
-    else anybody."""
+    """The part of `wall_ns` in which no process worked that could end the wait. For a wait of a rollout role
+    only work of rollout roles can end it; for others, all work can.
+    """
 
 
 def waits_in_vain(timeline: Timeline) -> Table[VainWait]:
-    """Return the waits that were in vain for some time, the longest in vain first.
+    """Return the waits that were partly in vain, the longest vain time first.
 
     Left out are waits for work that no process recorded in this step. Empty if a process is unaligned,
     because it may have been busy.
@@ -61,7 +62,7 @@ def waits_in_vain(timeline: Timeline) -> Table[VainWait]:
 
 
 def _sum(timeline: Timeline) -> tuple[Counter[Label], Counter[Label]]:
-    """Return how long each wait went on, and how long of that in vain."""
+    """Return the time of each wait, and the part of it that was in vain."""
     work, window = work_of(timeline, range(len(timeline.spans))), timeline.window
     wall_ns, vain_ns = Counter[Label](), Counter[Label]()
     for start_ns, end_ns, mask in walk(work.intervals, window.start_ns, window.end_ns):

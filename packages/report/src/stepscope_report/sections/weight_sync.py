@@ -1,4 +1,4 @@
-"""Phases of a step's weight synchronisation, the bytes that moved and how fast, and who waited for it."""
+"""Phases of a step's weight synchronisation, the bytes moved, their speed, and the processes that waited."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     processes: int
     calls: int
-    """Spans that ended."""
+    """Number of calls that ended."""
     since_ns: int | None
     """Start of the first call, after the step's opening, or None if its clock is unaligned."""
     active_ns: int
@@ -41,12 +41,13 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     max_ns: int | None
     """The longest call, or None if none has ended."""
     bytes: int | None
-    """Sum of the attribute `bytes` of its calls; of nested calls the outermost counts. None if no call has
-    it."""
+    """Sum of the attribute `bytes` of its calls; of nested calls only the outermost counts. None if no call
+    has the attribute.
+    """
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls of one process that state their bytes, of one bucket where they state that too."""
+    """The calls of one process that state their bytes, by bucket if they state that too."""
 
     process: str
     rank: int | None
@@ -56,9 +57,9 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     bytes: int
     busy_ns: int
-    """Time in which at least one of the calls ran."""
+    """Time in which at least one of these calls ran."""
     gb_per_s: float | None
-    """10^9 bytes per second of that time, or None if it is 0."""
+    """Speed in 10^9 bytes per second of `busy_ns`, or None if that is 0."""
 
 
 class SyncWait(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,13 +76,15 @@ class WeightSync(msgspec.Struct, frozen=True, kw_only=True):
     active_ns: int
     """Time in which a call that moves weights ran."""
     between_ns: int
-    """Time in which, without a call, weights were on their way from the trainer's end to the engine's."""
+    """Time without a call between the trainer's end of the sync and the engine's, in which weights were on
+    their way.
+    """
     phases: tuple[Phase, ...]
     """The phases in the order of their starts."""
     transfers: Table[Transfer]
-    """The most time first."""
+    """The transfers, the longest time first."""
     waits: Table[SyncWait]
-    """The longest first."""
+    """The processes that waited, the longest wait first."""
 
 
 def weight_sync(timeline: Timeline, breakdown: Breakdown, idle: Iterable[Idle]) -> WeightSync | None:
@@ -160,7 +163,9 @@ def _bucket(span: Span) -> str | None:
 
 
 def _is_inner(timeline: Timeline, span: Span, bucket: str | None = None) -> bool:
-    """Return whether the bytes are those of a call above: of the same stage, and of this bucket if given."""
+    """Return whether a span's bytes are already counted by a call above it of the same stage (and bucket, if
+    given).
+    """
     return any(
         label_of(outer) == label_of(span) and bucket in (None, _bucket(outer)) and _bytes(outer) is not None
         for outer in above(timeline, span)
@@ -172,7 +177,7 @@ _TRANSFERS = ("process", "stage", "bucket", ">calls", ">bytes", ">busy", ">GB/s"
 
 
 def weight_blocks(sync: WeightSync | None, report: StepReport) -> Iterator[Block]:
-    """Yield the phases, what moved by process and bucket, and the processes that waited."""
+    """Yield the phases, the moved bytes by process and bucket, and the processes that waited."""
     if sync is None:
         return
     yield TextTable("Weight synchronisation", _PHASES, tuple(map(_drawn_phase, sync.phases)), _note(sync))
