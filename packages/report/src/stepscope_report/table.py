@@ -1,4 +1,4 @@
-"""Rows of a report: grouped, and as data frames where polars or pandas is installed."""
+"""Rows of a report, grouped, or as data frames if polars or pandas is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """Return the items by key, in the order in which the keys come first."""
+    """Return the items grouped by key, in the order in which each key first occurs."""
     groups: dict[_Key, list[_Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -28,9 +28,9 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
 
 
 class Table(tuple[_Row, ...]):
-    """Typed rows, all of one kind: a tuple of them, and more.
+    """Rows of one type: a tuple that also converts to dicts and data frames.
 
-    `Table(report.breakdown.lines)` makes one of any rows of a report.
+    `Table(report.breakdown.lines)` makes a table of any rows of a report.
     """
 
     __slots__ = ()

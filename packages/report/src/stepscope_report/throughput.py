@@ -29,27 +29,27 @@ _Worker: TypeAlias = tuple[str, int, tuple[tuple[str, int], ...]]
 
 
 class Devices(NamedTuple):
-    """Things that tokens are shared among."""
+    """Devices, or other units, that tokens are divided by."""
 
     number: int
     unit: str
-    """`GPU`, `NPU`; else what is known: `rank`, `process` or `replica`."""
+    """`GPU` or `NPU`; if the devices are unknown, `rank`, `process` or `replica`."""
     name: str | None = None
     """The devices' name; None if it is unknown, or if there are several kinds."""
 
 
 class Hardware:
-    """The devices of a step's processes, by what their parts of the manifest and their traces say."""
+    """The devices of a step's processes, from the manifest and the traces."""
 
     def __init__(self, timeline: Timeline, activities: Sequence[TraceActivity]) -> None:
         self._timeline = timeline
         self.of_process: dict[int, Devices] = {}
-        """{index of a process: its devices}, without processes that have none."""
+        """{index of a process: its devices}. Processes without devices are left out."""
         self.of_replica: dict[int, Devices] = {}
         """{number of a replica: the devices in its recording}."""
         self.flops_per_token: float | None = None
         self.peak_tflops: float | None = None
-        """The peak as configured."""
+        """The configured peak, or None if it is not configured."""
         self._read_manifest()
         self._read_traces(activities)
         self._read_replicas(activities)
@@ -57,7 +57,8 @@ class Hardware:
     def of_spans(self, counts: Callable[[Span], bool]) -> Devices | None:
         """Return the devices of the processes that ran certain spans, or anything below them.
 
-        If no device is known: the ranks among these processes, else the processes. None without such a span.
+        If no device is known, the number of ranks among these processes, else the number of processes. None
+        without such a span.
         """
         below = _below(self._timeline, counts)
         indices = {span.process for span, inside in zip(self._timeline.spans, below, strict=True) if inside}
@@ -71,7 +72,7 @@ class Hardware:
         return Devices(len(ranks), "rank") if ranks else Devices(len(processes), "process")
 
     def of_rollout(self, engines: Sequence[Engine]) -> Devices | None:
-        """Return the devices of the engines, or of processes that generate themselves."""
+        """Return the devices of the engines, or of the processes that generate without an engine."""
         timeline = self._timeline
         numbers = {engine.number for engine in engines if engine.number is not None}
         numbers |= {
@@ -108,7 +109,9 @@ class Hardware:
                 self.of_process[activity.process] = _named(number, names)
 
     def _read_replicas(self, activities: Sequence[TraceActivity]) -> None:
-        """Count the ranks of each recorded replica: those that wrote a file, or the size that one states."""
+        """Count the ranks of each recorded replica: the ranks that wrote a file, or the size that a sidecar
+        states.
+        """
         names: dict[int, set[str]] = defaultdict(set)
         workers: dict[int, set[_Worker]] = defaultdict(set)
         sizes: dict[int, int] = defaultdict(int)
@@ -141,14 +144,14 @@ def _named(number: int, names: set[str]) -> Devices:
 
 
 def together(devices: Sequence[Devices]) -> Devices:
-    """Return the sum. Devices of several names have none."""
+    """Return the sum. The name is None if the devices have several names."""
     names, units = {own.name for own in devices}, [own.unit for own in devices]
     (name, *others) = names
     return Devices(sum(own.number for own in devices), units[0], None if others else name)
 
 
 def _below(timeline: Timeline, counts: Callable[[Span], bool]) -> list[bool]:
-    """Return for each span whether it counts, or runs below one that does."""
+    """Return for each span whether it, or a span above it, counts."""
     known: list[bool | None] = [True if counts(span) else None for span in timeline.spans]
     for index in range(len(known)):
         path, at = [], index
@@ -192,7 +195,9 @@ def train_tokens(timeline: Timeline) -> dict[str, Count]:
 
 
 def stage_tokens(timeline: Timeline) -> dict[Label, int]:
-    """Return the sums of the attribute `tokens` by stage. Of nested calls of a stage the outermost counts."""
+    """Return the sum of the attribute `tokens` by stage. Of nested calls of a stage only the outermost
+    counts.
+    """
     sums: Counter[Label] = Counter()
     for span in timeline.spans:
         own, label = _stated(span), label_of(span)
@@ -207,7 +212,9 @@ def _counted(timeline: Timeline, kind: str) -> Count | None:
 
 
 def _of_spans(timeline: Timeline, counts: Callable[[Span], bool]) -> dict[str, Count]:
-    """Return the sums over the outermost spans that state them, by role, and of all under an empty role."""
+    """Return the sums over the outermost spans that state tokens, by role, with the total under an empty
+    role.
+    """
     sums: dict[str, int] = defaultdict(int)
     stages: dict[str, dict[str, None]] = defaultdict(dict)
     for span in timeline.spans:
@@ -244,7 +251,7 @@ def _stated(span: Span, name: str = "tokens") -> int | None:
 
 
 _OTHER_MODELS = ROLLOUT | {"critic"}
-"""Roles that `flops_per_token` says nothing of, or whose tokens are not all that they compute."""
+"""Roles to which `flops_per_token` does not apply, or whose tokens do not account for all of their work."""
 _TFLOPS = {
     # nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/
     # nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
@@ -266,14 +273,14 @@ _TFLOPS = {
     # amd.com/en/products/accelerators/instinct/mi300/mi300x.html
     "AMD Instinct MI300X": 1307.4,
 }
-"""Peak TFLOP/s by the names that torch gives devices: dense, in BF16 or FP16, from data sheets. Where these
-print the figure with sparsity, which is twice the dense one, it is halved. A slice of a device (MIG) has
-another name, and no peak. None of Huawei's was found for Ascend 910B; others name 256 to 376.
+"""Peak TFLOP/s by the names that torch gives devices: dense, in BF16 or FP16, from data sheets. Figures with
+sparsity, which are twice the dense ones, are halved. A slice of a device (MIG) has another name, and so no
+peak. Huawei publishes no figure for Ascend 910B; other sources state 256 to 376.
 """
 
 
 class StageUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The FLOPs of a stage, and what they are of the devices' peak."""
+    """The FLOPs of a stage, and their share of the devices' peak."""
 
     role: str
     stage: str
@@ -281,18 +288,18 @@ class StageUse(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """The source of the FLOPs, as text: `flops_per_token`, or `operators` of traces."""
     device_ns: int
-    """The stage's time times its devices."""
+    """Sum over the devices of the time for which the stage ran on them."""
     devices: int
     unit: str
-    """`GPU`, `NPU`; `rank` or `process` where no device is known."""
+    """`GPU` or `NPU`; `rank` or `process` if no device is known."""
     device: str | None
     """Name of the devices, or None if they are unknown or of several kinds."""
     tflops_each: float
-    """TFLOP/s of one device, while the stage ran."""
+    """TFLOP/s of one device while the stage ran."""
     peak_tflops: float | None
     """The peak of one device; None if it is neither known nor configured."""
     mfu: float | None
-    """A part of 1, or None if no peak is known."""
+    """Model FLOPs utilisation between 0 and 1, or None if no peak is known."""
 
 
 def stage_uses(
@@ -311,7 +318,9 @@ def stage_uses(
 
 
 def rollout_use(tokens: int, active_ns: int | None, devices: Devices, hardware: Hardware) -> StageUse | None:
-    """Return the use of the rollout's devices: forward alone, of generated tokens. Prompts are left out."""
+    """Return the use of the rollout's devices: the forward FLOPs of generated tokens. Prompts are not
+    counted.
+    """
     if not active_ns or hardware.flops_per_token is None:
         return None
     flops = tokens * hardware.flops_per_token / 3
@@ -340,7 +349,7 @@ def _given(timeline: Timeline, hardware: Hardware, trained: Count | None) -> Ite
 
 
 def _outermost(timeline: Timeline) -> set[Label]:
-    """Return the stages that train and run below none that does."""
+    """Return the stages that train and do not run below another stage that trains."""
     training = (span for span in timeline.spans if trains(span) and span.role not in _OTHER_MODELS)
     return {label_of(span) for span in training if not any(map(trains, above(timeline, span)))}
 
@@ -348,7 +357,9 @@ def _outermost(timeline: Timeline) -> set[Label]:
 def _traced(
     timeline: Timeline, activities: Sequence[TraceActivity], hardware: Hardware
 ) -> Iterator[StageUse]:
-    """Yield the stages of processes whose traces have shapes, while these recorded."""
+    """Yield the use by stages in processes whose traces have shapes, for the time in which the traces
+    recorded.
+    """
     if not any(activity.content.flops.counts for activity in activities):
         return
     flops: dict[Label, float] = defaultdict(float)
@@ -376,7 +387,7 @@ def _traced(
 
 
 def _recorded(timeline: Timeline, activity: TraceActivity, calls: Sequence[Span]) -> list[Pair]:
-    """Return the time of the calls in which the trace recorded, disjoint and in order."""
+    """Return the parts of the calls in which the trace recorded, disjoint and in order."""
     content = activity.content
     first_ns, last_ns = activity.unix_ns(content.first_us or 0.0), activity.unix_ns(content.last_us or 0.0)
     pairs = ((span.start_ns, timeline.until_ns(span)) for span in calls)

@@ -25,11 +25,13 @@ from stepscope_report.terminal.layout import markdown_table, table
 COLUMNS = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")
 KERNEL_COLUMNS = ("role", "stage", "operator or kernel", "kind", ">A", ">B", ">B - A", ">calls")
 CHANGES = 4
-"""The largest changes of a step against the one before it that are listed."""
+"""Number of changes from the previous step that are listed for each step, the largest first."""
 
 
 def render_diff(comparison: Diff) -> RenderableType:
-    """Return the change of the whole, then of each line; the smallest of many are summed up."""
+    """Return the change of the whole step, then of each line. If there are many lines, the smallest changes
+    are summed.
+    """
     parts = [_head(comparison), table("What changed", COLUMNS, _rows(comparison), _note(comparison))]
     grown = comparison.kernels
     if grown is not None:
@@ -93,7 +95,7 @@ def _rows(comparison: Diff) -> list[tuple[str, ...]]:
 
 
 def render_changes(reports: Sequence[StepReport]) -> RenderableType:
-    """Return each step against the one before it: the whole, and the largest changes."""
+    """Return the change of each step from the previous one: of the whole step, and its largest changes."""
     rows = []
     for before, after in pairwise(reports):
         step_change = diff([before], [after])
@@ -111,7 +113,7 @@ def render_changes(reports: Sequence[StepReport]) -> RenderableType:
 
 
 def _worth_a_line(comparison: Diff) -> Sequence[Change]:
-    """Return all of a few changes; of many those that would not be printed as 0.0 %."""
+    """Return all changes if they are few; else those that are not printed as 0.0 %."""
     if len(comparison.changes) <= LISTED:
         return comparison.changes
     least_ns = max(comparison.a.step_ns, comparison.b.step_ns) / 2000

@@ -17,7 +17,7 @@ from stepscope_report.formatting import LISTED, count, plain
 
 _SHARE = re.compile(r" (\S+ %)$")
 ROWS = 2 * LISTED
-"""Rows that are printed of a table that may be cut."""
+"""Number of rows that are printed of a table that may be cut."""
 
 
 def draw(block: Block) -> RenderableType:
@@ -77,7 +77,7 @@ class _Grid:
         yield self._drawn(rows, gap, self._widths(rows, least, options.max_width - gap * gaps))
 
     def _least(self, rows: list[list[str]]) -> list[int]:
-        """Return how narrow the columns may be: the words of headings and the lines of numbers are whole."""
+        """Return the smallest widths at which no word of a heading and no line of a number is broken."""
         words = [heading.split() for heading in self.headings]
         for row in rows:
             for at, cell in enumerate(row):
@@ -92,7 +92,9 @@ class _Grid:
         ]
 
     def _widths(self, rows: list[list[str]], least: list[int], room: int) -> list[int]:
-        """Return the widths that the columns want; if there is no room, the widest columns give way."""
+        """Return the widths that the columns need; if there is not enough room, the widest columns are
+        narrowed.
+        """
         columns = zip(self.headings, *rows, strict=True)
         widths = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in columns]
         while sum(widths) > room:

@@ -31,7 +31,7 @@ def render(report: StepReport) -> Group:
 
 
 def render_short(report: StepReport) -> Group:
-    """Return how long one step took, what to do first, and where its time went."""
+    """Return the duration of one step, what to do first, and where its time went."""
     first = advice_blocks(report.advice[:1], report)
     return Group(_head(report), *map(draw, (*first, account_table(report.breakdown))))
 

@@ -12,13 +12,13 @@ def doubts(timeline: Timeline, traces: Iterable[FileProblem] = ()) -> tuple[str,
     """Return a line for each reason why a step is not complete; none if it is.
 
     Args:
-        traces: Problems of what is in its traces, if they were read.
+        traces: Problems inside its traces, if these were read.
     """
     return (*gaps(timeline), *map(_say_problem, (*timeline.problems, *traces)))
 
 
 def gaps(timeline: Timeline) -> tuple[str, ...]:
-    """Return the reasons that are no problem of a file: `Timeline.problems` has those."""
+    """Return the reasons other than problems of files, which are in `Timeline.problems`."""
     lines = tuple(_gaps(timeline))
     if lines or timeline.problems or timeline.window.opened:
         return lines

@@ -1,4 +1,5 @@
-"""The critical path of a step: backwards from its end, what each moment waited for; and what this could save.
+"""The critical path of a step: for each moment, going backwards from the end, the call that the step waited
+for; and what shorter calls could save.
 
 `docs/decisions/0041-the-critical-path.md` has the rules. Times are integers, and the pieces of a path add up
 to the step exactly.
@@ -102,7 +103,9 @@ class _Walk:
         return max(turns, key=lambda other: (graph.end_ns[other], other), default=None)
 
     def _last_kid(self, node: int, at_ns: int) -> int | None:
-        """Return the recorded call that ended last before a time. Later ones are never asked for again."""
+        """Return the recorded call that ended last before a time. Calls that ended later are not considered
+        again.
+        """
         left = self._kids_left.get(node, 0)
         kids = self._graph.kids[node] if left else []
         while left and (
@@ -164,7 +167,7 @@ class Replay:
         self._line = self._lines()
         """{node in a line: the line's head}. A line is a call below which one call follows the other."""
         self._points = [node for node in nodes if self._line.get(node, node) == node]
-        """Nodes that are no part of a line of another node."""
+        """Nodes that are in no line of another node."""
         self._starts = sorted(self._points, key=graph.start_ns.__getitem__)
         self._ends = list(reversed(self._points))
         self._ends.sort(key=graph.end_ns.__getitem__)
@@ -211,7 +214,7 @@ class Replay:
         chosen = {node for label in labels for node in self._of_label.get(label, ())}
         shorter = bytearray(len(graph.caller))
         cut_ns: dict[int, int] = {}
-        """Time of these calls in lines, by the line's head."""
+        """Time of these calls that falls into lines, by the line's head."""
         for node in chosen:
             head = self._line.get(node, node)
             if head == node:
@@ -265,9 +268,11 @@ class Replay:
         start, end, callers = graph.start_ns, graph.end_ns, graph.caller
         before, meeting_of, last_of = graph.before, self._meeting_of, graph.last_of
         done = list(start)
-        """Up to which time, as it was, a node has come: its begin, or the end of a call below it."""
+        """Time in the original step up to which each node has been replayed: its start, or the end of a call
+        below it.
+        """
         now = list(start)
-        """The same as it becomes."""
+        """The corresponding time in the replay."""
         begun, ended = list(start), list(end)
         ends = iter(self._ends)
         ending = next(ends, None)

@@ -23,9 +23,9 @@ from stepscope.files.storage.reading import MAX_BYTES, open_file, read_file
 from stepscope_report.timeline.activity.event_names import GROUP
 
 FORMAT = 3
-"""Raised if another content is read of the same trace."""
+"""Version of the digests' content. Raise it when something else is read from the same trace."""
 SMALLEST = 1 << 16
-"""Bytes of traces below which a digest is not worth its file: they are read in 0.02 s."""
+"""Traces with fewer bytes get no digest, because reading them takes 0.02 s."""
 _TAIL = 1 << 12
 _NUMBERS = ", ".join(map(str, range(4096))).encode()
 """Dictionary of zlib. Each trace lists the ranks of its process groups: of 1,024 ranks, half of a digest."""
@@ -64,7 +64,8 @@ class Digests:
         self._ours = _is_ours(layout.root)
 
     def kept(self, paths: Sequence[Path], kind: type[_T], of: str = "") -> _T | None:
-        """Return what was kept of these files, or None if nothing was kept, or the files have changed since.
+        """Return the kept content of these files, or None if there is none, or if the files have changed
+        since.
 
         Args:
             kind: Type of the content.
@@ -79,7 +80,7 @@ class Digests:
         return digest.content if valid and digest.stamps == self.stamps(paths) else None
 
     def stamps(self, paths: Iterable[Path]) -> Stamps:
-        """Return the stamps of these files. Empty: one of them cannot be read."""
+        """Return the stamps of these files; empty if a file cannot be read."""
         try:
             return tuple(map(_stamp, paths))
         except OSError:
@@ -104,7 +105,7 @@ class Digests:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether the folder is of this user, and its digests are in it, not behind a link."""
+    """Return whether the folder and the digests in it belong to this user and are not behind a link."""
     try:
         return folder.stat().st_uid == os.geteuid() and not StepLayout(folder).digests.is_symlink()
     except OSError:
@@ -125,7 +126,7 @@ def packed(data: bytes) -> bytes:
 
 
 def unpacked(data: bytes) -> bytes:
-    """Return the JSON of a digest, of at most `MAX_BYTES`: longer JSON ends in the middle."""
+    """Return the JSON of a digest. It is cut after `MAX_BYTES`."""
     return zlib.decompressobj(zdict=_NUMBERS).decompress(data, MAX_BYTES)
 
 

@@ -1,7 +1,7 @@
 """One captured step as it was: processes and spans, all on the wall clock of the capture's owner.
 
-Every time is an integer in unix ns on that clock, unless the process is unaligned: then its spans stand on
-its own clock and only their durations mean anything.
+Every time is an integer in unix ns on that clock, unless the process is unaligned: the times of its spans are
+then on its own clock, and only their durations are meaningful.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stepscope.files.values import AttrValue
 Alignment: TypeAlias = Literal["owner", "same host", "measured", "collectives", "assumed", "unaligned"]
 
 GENERATES = frozenset({"rollout", "agent_loop"})
-"""Roles whose work is to generate, or holds what generates."""
+"""Roles whose work is generation, or contains it."""
 ROLLOUT = GENERATES | {"env", "reward"}
 """Roles whose work is the rollout."""
 
@@ -29,26 +29,27 @@ class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
     """Alignment of one process' times with the owner's clock."""
 
     alignment: Alignment
-    """`owner`: this is the owner. `same host`: it shares the owner's wall clock. `measured`: the owner's
-    exchanges with it give the offset. `collectives`: collectives between hosts narrow that offset.
-    `assumed`: another tracer named no host of this step, so its clock is taken to be the owner's.
-    `unaligned`: it runs on another host, and nothing was measured."""
+    """Way of the alignment. `owner`: this is the owner. `same host`: the process shares the owner's wall
+    clock. `measured`: the owner's exchanges with the process give the offset. `collectives`: collectives
+    between hosts narrow that offset. `assumed`: another tracer named no host of this step, so its clock is
+    taken to be the owner's. `unaligned`: the process runs on another host, and nothing was measured.
+    """
     offset_ns: int = 0
-    """Lead of its wall clock over the owner's at its opening, already subtracted."""
+    """Lead of the process' wall clock over the owner's at the capture's opening, already subtracted."""
     closing_offset_ns: int = 0
-    """The same at its closing; in between it is interpolated."""
+    """The lead at the capture's closing; in between it is interpolated."""
     uncertainty_ns: int | None = None
-    """The true position lies within +- this. None where it is not known: assumed and unaligned."""
+    """Largest error (+-) of the process' times, or None if unknown, as for assumed and unaligned clocks."""
     drift_ns: int = 0
     """Gain of its wall clock on its monotonic clock while the capture was open."""
     jumped: bool = False
     """True if the wall clock was set during the capture. Positions then follow the monotonic clock."""
     drift_ppm: float | None = None
-    """Drift against the owner's clock, already subtracted, or None if unknown, or for the same clock."""
+    """Drift against the owner's clock, already subtracted; None if unknown, or if both use the same clock."""
     matched: int = 0
-    """Number of collectives that the offset rests on."""
+    """Number of collectives that the offset is based on."""
     note: str | None = None
-    """Reason why collectives do not improve its clock, or only in part; or the assumption about it."""
+    """Reason why collectives did not improve the clock, or only in part; or the assumption about it."""
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,18 +61,20 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     owner: bool
     opened_ns: int
     closed_ns: int | None
-    """The end of the capture; None if the process never closed it (killed, or still running)."""
+    """The end of the capture, or None if the process never closed it (killed, or still running)."""
     last_ns: int
     """Time of the closing or of the latest record, whichever is later."""
     clock: ProcessClock
     spans: int
-    """Finished spans that were read."""
+    """Number of finished spans that were read."""
     dropped: int | None
-    """Number of spans that it did not write, or None if it ended without recording that number."""
+    """Number of spans that the process did not write, or None if it ended without recording that number."""
     cost: OwnCost | None
     """The cost of being captured; None if the process' part of the manifest is missing."""
     profiled: bool = False
-    """True if a profiler recorded it, including an engine's own, which makes it slower than its peers."""
+    """True if a profiler (an engine's own included) recorded the process, which makes it slower than its
+    peers.
+    """
 
     @property
     def aligned(self) -> bool:
@@ -79,7 +82,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_replica(self) -> bool:
-        """True if it is, or belongs to, an inference replica.
+        """True if the process is, or belongs to, an inference replica.
 
         The role of its spans does not decide this: an agent loop also records its wait for a replica as
         `rollout`.
@@ -93,7 +96,9 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     process: int
     """Index in `Timeline.processes`."""
     parent: int | None
-    """Index of its parent in `Timeline.spans`. A carrier can make the parent a span of another process."""
+    """Index of the parent in `Timeline.spans`, or None. A carrier can make the parent a span of another
+    process.
+    """
     role: str
     stage: str
     start_ns: int
@@ -104,7 +109,7 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     step: int
     """The step that owns the work."""
     begun_step: int | None = None
-    """Captured step of its parent span, if that is another step."""
+    """Captured step of the parent span, if that is another step; else None."""
     policy_version: int | None = None
     trajectory: str | None = None
     turn: int | None = None
@@ -112,13 +117,15 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     attrs: dict[str, AttrValue] | None = None
     error: str | None = None
     cancelled: bool = False
-    """True if its work was cancelled, which is no error."""
+    """True if the span's work was cancelled, which is no error."""
     number: int = 0
-    """Number in its process' span file. With the process' key it gives the span's id in OpenTelemetry."""
+    """Number of the span in its process' file. With the process' key it gives the span's id in
+    OpenTelemetry.
+    """
     traceparent: str | None = None
     """W3C trace context of the parent, if another tracer named it."""
     waits: bool = False
-    """True if it only waits: its attribute `wait` is true, or its stage is `queue` or `wait`."""
+    """True if the span only waits: its attribute `wait` is true, or its stage is `queue` or `wait`."""
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,9 +134,11 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int
     end_ns: int
     opened: bool
-    """False: the owner left no files, so the window covers the records of the other processes."""
+    """False if the owner left no files, so that the window covers the records of the other processes."""
     closed: bool
-    """False: the owner never closed the capture, so the window ends with the latest record of any process."""
+    """False if the owner never closed the capture, so that the window ends with the latest record of any
+    process.
+    """
 
     @property
     def wall_ns(self) -> int:
@@ -143,12 +152,12 @@ class Counter(msgspec.Struct, frozen=True, kw_only=True):
     """Index in `Timeline.processes` of the process that sampled it."""
     name: str
     of: str
-    """`GPU 3`; empty for the process, or the host, itself."""
+    """The sampled thing: `GPU 3`; empty for the process or the host itself."""
     unit: str
     kind: CounterKind
     scope: CounterScope
     times_ns: tuple[int, ...]
-    """Ascending; of each value the time at which it was sampled."""
+    """Time at which each value was sampled, ascending."""
     values: tuple[float, ...]
 
 
@@ -181,16 +190,17 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """All runs with files in the step's folder, the latest last. This timeline is of `run_id`."""
     window: Window
     processes: tuple[Process, ...]
-    """The owner first, then by role and rank."""
+    """The processes: the owner first, then by role and rank."""
     spans: list[Span]
-    """Ordered by process, then by opening."""
+    """The spans, ordered by process, then by opening."""
     counters: tuple[Counter, ...] = ()
     """The counters by process, in the order in which the process first sampled them."""
     consumed: tuple[Span, ...] = ()
     """Calls of `consume`, which have no duration: the trajectories that the step trains on."""
     taken: frozenset[str] | None = None
-    """Names of all trajectories that this step consumes. None if its calls of `consume` do not tell, because
-    it has none, some are lost, or no span here has a name of theirs."""
+    """Names of all trajectories that this step consumes. None if its calls of `consume` do not tell: there
+    are none, some are lost, or they name no trajectory that a span here names.
+    """
     tokens: tuple[Span, ...] = ()
     """Calls of `step_tokens`, which have no duration."""
     manifest: Manifest | None
@@ -203,8 +213,9 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     stalls: tuple[EngineStall, ...] = ()
     """Stalls of engines for their own profilers: by replica, disjoint and in order."""
     shared_numbers: frozenset[tuple[str, int]] = frozenset()
-    """(role, number) of replicas whose number a replica of the rollout has too, or one of another role that
-    comes first by name."""
+    """(role, number) of replicas whose number is also that of a rollout replica, or of a replica whose role
+    comes first by name.
+    """
     replicas: int = 0
     """Number of inference engines that the capture was given, recorded or not."""
     uncaptured: tuple[UncapturedStep, ...] = ()
@@ -219,7 +230,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         return span.start_ns - self.window.start_ns if self.processes[span.process].aligned else None
 
     def consumes(self, span: Span) -> bool:
-        """Return whether the span is work of this step: of a trajectory that it consumes, or of no
+        """Return whether the span is work for this step: of a trajectory that it consumes, or of no
         trajectory.
         """
         if self.taken is None or span.trajectory is None:
@@ -227,7 +238,9 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         return span.trajectory in self.taken
 
     def leaves(self, span: Span) -> bool:
-        """Return whether nothing in this step waits for the span: it does not consume its work."""
+        """Return whether the span is work that this step does not consume, so that nothing in the step waits
+        for it.
+        """
         if self.taken is None or span.trajectory is None:
             return span.step > self.step
         return span.trajectory not in self.taken

@@ -98,7 +98,9 @@ class Collective(msgspec.Struct):
 
     name: str
     times: bytes
-    """Start and end of each call in us, as doubles: 16 bytes for each, of the many ranks in a report."""
+    """Start and end of each call in us, packed as doubles (16 bytes a call, because a report has many
+    ranks).
+    """
 
     def calls(self) -> Iterator[Pair]:
         return unpacked(memoryview(self.times).cast("d"))
@@ -113,11 +115,11 @@ class GroupCalls(msgspec.Struct):
     times: bytes
     """The times of the calls, packed as in `Collective`, in the order of the file."""
     numbers: bytes
-    """Numbers that torch gave the calls, the same on all ranks, as 64-bit integers. -1: it gave none."""
+    """Numbers that torch gave the calls, the same on all ranks, as 64-bit integers; -1 if torch gave none."""
 
     def calls(self) -> Iterator[tuple[int, Pair]]:
-        """Yield (number, (start, end)) of each call, by the numbers. Calls without one by torch are counted
-        from 0, by their starts.
+        """Yield (number, (start, end)) of each call, in order of the numbers. Calls that torch did not number
+        are numbered from 0 by their starts.
         """
         times = unpacked(memoryview(self.times).cast("d"))
         numbers = memoryview(self.numbers).cast("q")
@@ -147,7 +149,9 @@ class TraceContent(msgspec.Struct, kw_only=True):
     devices: list[Device]
     collectives: list[Collective]
     grouped: list[GroupCalls] = []
-    """The same calls by process group. Only those that no rank leaves before all have entered."""
+    """The calls by process group. Only collectives that no rank leaves before all have entered are
+    included.
+    """
     iterations: list[Iteration]
     memory: list[Peak]
     runtime: bool

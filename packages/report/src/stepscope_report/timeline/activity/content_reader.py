@@ -41,12 +41,12 @@ from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
 
 KEPT = 4096
-"""Operators by shapes that one trace keeps. Shapes beyond these count together."""
+"""Number of operators with different shapes that one trace keeps. Further shapes are counted together."""
 OTHERS = "other shapes"
 NONE = b"[]"
 """Shapes of an operator without inputs."""
 _TEXT = 160
-"""Characters of shapes that are kept: an operator on a list of tensors has thousands."""
+"""Number of characters of shapes that are kept: an operator on a list of tensors has thousands."""
 _SEPARATOR = "\0"
 
 
@@ -343,7 +343,7 @@ class Reading:
         peak.reserved_bytes = max(peak.reserved_bytes, args.reserved or 0)
 
     def seen(self, start: float, end: float) -> None:
-        """Take in that something was recorded from `start` to `end`."""
+        """Extend the recorded time of the trace by `start` to `end`."""
         self.first, self.last = min(self.first, start), max(self.last, end)
 
     def finish(self, fields: TraceFields) -> TraceContent:
@@ -387,7 +387,9 @@ class Reading:
         )
 
     def _iterations(self) -> list[Iteration]:
-        """Return the iterations of one track, on the device if possible, where their durations are real."""
+        """Return the iterations of one track: those on the device if there are any, because their durations
+        are real.
+        """
 
         def worth(key: tuple[str, int | str, int | str]) -> tuple[bool, int, str]:
             return key[0] == "gpu_user_annotation", len(self.iterations[key]), str(key)

@@ -35,7 +35,7 @@ def _attention(shapes: _Shapes) -> int:
 
 
 def _attention_backward(shapes: _Shapes) -> int:
-    """Return the FLOPs of its gradient: five products, of which one repeats the scores."""
+    """Return the FLOPs of the gradient of attention: five products, of which one recomputes the scores."""
     _, query, key, value = shapes
     return 2 * prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
@@ -50,14 +50,14 @@ _FORMULAS: Mapping[str, tuple[slice, Callable[[_Shapes], int]]] = {
     **{f"aten::_scaled_dot_product_{kind}": (slice(0, 3), _attention) for kind in _FLASH},
     **{f"aten::_scaled_dot_product_{kind}_backward": (slice(0, 4), _attention_backward) for kind in _FLASH},
 }
-"""{operator: (its inputs that count, formula)}. None of them runs below another one."""
+"""{operator: (indices of the inputs that count, formula)}. None of these operators runs below another one."""
 
 
 class Flops(msgspec.Struct, frozen=True):
     """FLOPs of the operators in a trace, by their starts."""
 
     pairs: bytes = b""
-    """Start in us and FLOPs of each, as doubles, in order."""
+    """Start in us and FLOPs of each operator, as doubles, in order of the starts."""
 
     @property
     def counts(self) -> Sequence[float]:
@@ -77,7 +77,7 @@ class FlopCounter:
         self._starts_us, self._counts = array("d"), array("d")
 
     def add(self, name: str, start_us: float, dims: bytes) -> None:
-        """Count an operator if there is a formula for it, and its shapes are of the kind that it takes."""
+        """Count an operator if there is a formula for it that accepts its shapes."""
         inputs, formula = _FORMULAS.get(name, (None, None))
         if inputs is None or formula is None:
             return
@@ -90,6 +90,6 @@ class FlopCounter:
         self._counts.append(float(count))
 
     def in_order(self) -> Flops:
-        """Return them in the order of their starts: threads mix in a file."""
+        """Return the counted operators in order of their starts; in a file, threads are mixed."""
         pairs = sorted(zip(self._starts_us, self._counts, strict=True))
         return Flops(array("d", chain.from_iterable(pairs)).tobytes())

@@ -45,7 +45,7 @@ class Stretches:
         return sum(map(sub, self._flat[1::2], self._flat[::2]), 0.0)
 
     def leave(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
-        """Yield the parts of `pairs` that these do not cover."""
+        """Yield the parts of `pairs` that these intervals do not cover."""
         starts, ends = self._flat[::2], self._flat[1::2]
         for start, end in pairs:
             at = bisect_right(ends, start)
@@ -58,7 +58,9 @@ class Stretches:
                 yield start, end
 
     def take(self, chunk: array[float]) -> None:
-        """Add starts and ends in turn of ascending intervals. None starts before the first of these."""
+        """Add ascending intervals, given as alternating starts and ends. None may start before the first
+        stored one.
+        """
         flat = self._flat
         if flat and chunk[0] <= flat[-1]:
             touched = 2 * bisect_left(flat[1::2], chunk[0])
@@ -124,6 +126,6 @@ def length(pairs: Iterable[Pair]) -> float:
 
 
 def unpacked(flat: Iterable[float]) -> Iterator[Pair]:
-    """Yield the intervals of starts and ends in turn."""
+    """Yield the intervals in a flat sequence of alternating starts and ends."""
     values = iter(flat)
     return zip(values, values, strict=True)

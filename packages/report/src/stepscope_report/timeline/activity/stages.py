@@ -28,7 +28,7 @@ Label: TypeAlias = tuple[str, str]
 
 
 class Stretch(NamedTuple):
-    """Time of one stage, in us of the trace."""
+    """A stretch of one stage, in us of the trace."""
 
     start_us: float
     end_us: float
@@ -50,7 +50,7 @@ def by_stage(folder: Path, timeline: Timeline, activities: Iterable[TraceActivit
     Events that began in no stage get `stage=None`. Traces that are unaligned, or not of torch, are not split.
 
     Args:
-        folder: The step's.
+        folder: The step's folder.
     """
     spans: dict[int, list[tuple[int, int, Label]]] = defaultdict(list)
     for span in timeline.spans:
@@ -102,12 +102,13 @@ def _phase(iteration: Iteration) -> str:
 
 
 def _innermost(stages: Sequence[_Stage]) -> Iterator[Stretch]:
-    """Yield disjoint stretches, in order: at each time an iteration, else the stage that began last.
+    """Yield disjoint stretches in order; an instant belongs to the iteration, else to the stage that began
+    last.
 
     A request may arrive, and its span begin, in the middle of an iteration.
 
     Args:
-        stages: By their starts.
+        stages: Ordered by their starts.
     """
     still: list[tuple[bool, float, float, Label]] = []
     begun = 0
@@ -132,7 +133,7 @@ def _read(path: Path, stretches: Sequence[Stretch]) -> dict[Label | None, TraceC
 def _split(
     path: Path, stretches: Sequence[Stretch], sort: frozenset[Thread]
 ) -> tuple[dict[Label | None, TraceContent], frozenset[Thread]]:
-    """Return the content of each stage, and the threads whose operators are not in order."""
+    """Return the content of each stage, and the threads whose operators are not in order of their starts."""
     trace, starts = ChromeTrace(path), [stretch.start_us for stretch in stretches]
     parts = defaultdict[Label | None, Reading](lambda: Reading(trace.notes, sort))
 

@@ -39,13 +39,13 @@ from stepscope_report.timeline.step.traces import StepFiles, TraceFile, find_tra
 
 
 class TracePart(msgspec.Struct, frozen=True, kw_only=True):
-    """A file, for another process."""
+    """A file of the step, with what another process needs to read it."""
 
     path: Path
     name: str
     sidecar: Sidecar | None
     torch: bool
-    """False: an installed reader reads it."""
+    """True for a torch trace; False if an installed reader reads the file."""
 
 
 def read_part(part: TracePart) -> list[ProcessContent]:
@@ -63,7 +63,7 @@ def read_all(
     """Return what each file holds of each of its processes, in the order of `traces`.
 
     Args:
-        digests: Has the content of traces that were read before, and takes that of the others.
+        digests: Holds the content of traces that were read before; the content of the others is added.
     """
     contents = {} if digests is None else _kept(traces, digests, on_read)
     missing = [trace for trace in traces if trace.path not in contents]
@@ -213,7 +213,7 @@ class _Contents:
 
 
 _LARGEST = 64 << 20
-"""Largest number of bytes that are read of a summary. A few hundred kB are usual."""
+"""Largest number of bytes of a summary that are read. A summary usually has a few hundred kB."""
 
 
 class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,7 +262,7 @@ class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True):
     """True if it was taken because CUDA was out of memory."""
     summary: MemorySummary
     ahead_ns: int
-    """Lead of the process' wall clock, which the summary uses, over the owner's."""
+    """Time by which the process' wall clock, which the summary uses, is ahead of the owner's."""
 
 
 class Traces(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,7 +273,7 @@ class Traces(msgspec.Struct, frozen=True, kw_only=True):
     unread: tuple[str, ...]
     """Files that no reader reads, each with the reason."""
     problems: tuple[FileProblem, ...]
-    """Problems of what is in the files. `Timeline.problems` has those of missing files."""
+    """Problems inside the files. Missing files are in `Timeline.problems`."""
     memory: tuple[MemoryRecord, ...] = ()
     """Summaries of snapshots of CUDA's allocator."""
 

@@ -16,7 +16,9 @@ from stepscope_report.timeline.model import ProcessClock
 
 _JUMP_NS = 1_000_000
 _JUMP_PPM = 1000
-"""A wall clock that gains more than both limits was set: kernels slew clocks by at most 500 ppm."""
+"""A wall clock was set if it gains more than this and more than `_JUMP_NS`: kernels slew clocks by at most
+500 ppm.
+"""
 _MOST_SAMPLES = 8
 """Number of outermost samples used of a clock that was set. Each may be from before or after the jump."""
 
@@ -48,9 +50,9 @@ class Reference(NamedTuple):
     offsets: Sequence[ClockOffset]
     first_ns: int = 0
     last_ns: int = 0
-    """Start and end of the owner's capture. 0: unknown."""
+    """Start and end of the owner's capture; 0 if unknown."""
     jump_ns: int = 0
-    """Jump of the owner's wall clock between these two."""
+    """Jump of the owner's wall clock during the capture."""
 
 
 class Aligned(NamedTuple):
@@ -169,13 +171,15 @@ def _fit(
 
 
 def _on_its_clock(sample: Sample) -> Sample:
-    """Return a sample by the time that the other clock showed, with the drift during its uncertain time."""
+    """Return a sample on the other clock's time, with the drift during its uncertain time."""
     owner_ns, offset_ns, within_ns = sample
     return Sample(owner_ns + offset_ns, offset_ns, within_ns + within_ns * DRIFT_PPM // 1_000_000)
 
 
 def _without_steps(samples: list[Sample], reference: Reference, jump_ns: int) -> Iterator[list[Sample]]:
-    """Yield the samples as they would be without jumps: one case for each possible place of a jump."""
+    """Yield the samples as they would be without the jump, once for each moment at which it may have
+    happened.
+    """
     many = len(samples)
     own = range(many + 1) if jump_ns else (many,)
     owners = range(many + 1) if reference.jump_ns else (many,)
@@ -230,7 +234,7 @@ def _moved(knots: Sequence[tuple[int, int]], offsets_ns: Sequence[int]) -> Place
 
 
 def _knots(opened: ClockAnchor, closed: ClockAnchor | None) -> tuple[list[tuple[int, int]], int, bool]:
-    """Return (knots on the process' own wall clock, its drift, whether it was set meanwhile)."""
+    """Return (knots on the process' own wall clock, its drift, whether the clock was set in between)."""
     knots = [(opened.mono_ns, opened.wall_ns)]
     if closed is None or closed.mono_ns <= opened.mono_ns:
         return knots, 0, False

@@ -24,7 +24,9 @@ from stepscope_report.timeline.readers.json_array import TOKEN
 MOST = 1 << 18
 """Largest number of collectives that are read of one process."""
 _KEPT = 4096
-"""Largest number kept of one kind on one host. Of more, every second, fourth, ... run of `_RUN` is kept."""
+"""Number of collectives of one kind kept on one host. Of more, every second, fourth, ... run of `_RUN` is
+kept.
+"""
 _RUN = 64
 _GLOO = b'"gloo:'
 _NCCL = b'"Collective name"'
@@ -52,7 +54,7 @@ class Kind(NamedTuple):
     world: str
     """World of the group: every torch world has a group called "0"."""
     group: str
-    """Name and ranks of the group, as in the traces. Empty: the traces do not name it."""
+    """Name and ranks of the group as in the traces, or empty if the traces do not name it."""
     op: str
 
 
@@ -64,14 +66,16 @@ class Times(NamedTuple):
     left_ns: int
     """Time at which the first of its ranks left."""
     size: int
-    """Hash of the size: equal sizes give equal numbers. 0: unknown."""
+    """Hash of the size, equal for equal sizes; 0 if unknown."""
 
 
 class Series(msgspec.Struct):
     """The collectives of one kind on one host."""
 
     numbered: bool
-    """True if torch numbered them, so that partial series match. Else the keys of `times` are counts."""
+    """True if torch numbered the collectives, so that partial series match; else the keys of `times` are
+    counts.
+    """
     count: int
     times: dict[int, Times]
 
@@ -140,7 +144,7 @@ class Call(NamedTuple):
     start_us: float
     dur_us: float
     number: int
-    """-1: torch did not number it."""
+    """Number that torch gave the call, or -1 if it gave none."""
 
 
 def calls_in(events: bytes) -> Iterator[Call]:
@@ -221,7 +225,9 @@ class _Recorded:
         return Series(numbered, len(order), times)
 
     def _overlapping(self, order: Sequence[int]) -> set[int]:
-        """Return the places of collectives that overlap. Another rank may have run them in another order."""
+        """Return the indices of collectives that overlap. Another rank may have run these in another
+        order.
+        """
         places: set[int] = set()
         latest = -1
         for place in range(1, len(order)):
@@ -313,7 +319,7 @@ def _hits(text: bytes, needles: Sequence[bytes]) -> list[tuple[int, bytes]]:
 
 
 def _start(text: bytes, at: int, needle: bytes) -> int:
-    """Return the offset of the event whose name or argument stands at `at`. -1: there is none."""
+    """Return the offset of the event whose name or argument is at `at`, or -1 if there is none."""
     brace = text.rfind(b"{", 0, at)
     if needle == _GLOO:
         return brace if _NAMED.search(text[max(brace, at - 32) : at]) else -1

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 WANDER_PPM = (0, 1, 15)
-"""Deviations from a steady drift, tried in turn, relative to the step's length: up to PHI of RFC 5905."""
+"""Deviations from a steady drift that are tried in turn, in ppm of the step's length, up to PHI of RFC
+5905.
+"""
 REACH_NS = 3_600_000_000_000
 """Largest error of a sample, or of the first collective."""
 _ROUNDING_NS = 1.0
@@ -32,7 +34,7 @@ class Line(NamedTuple):
         return Line(first_ns, last_ns, -self._of_other(first_ns), -self._of_other(last_ns))
 
     def then(self, other: Line) -> Line:
-        """Return its lead over a third clock, where `other` is the second's lead over the third."""
+        """Return the first clock's lead over a third one, given the second clock's lead over the third."""
         first, last = (at - offset for at, offset in zip(self[:2], self[2:], strict=True))
         return self._replace(
             first_offset_ns=self.first_offset_ns + other.at(first),

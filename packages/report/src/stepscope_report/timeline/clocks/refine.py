@@ -63,14 +63,18 @@ def _world(source: Source) -> str:
 
 
 def read_world(part: tuple[str, list[Path]]) -> Collectives:
-    """Return the collectives of one process, of this world and in these traces, where its traces are."""
+    """Return the collectives of one process of a world, from its traces. Runs on the machine that has
+    these.
+    """
     return list(read_collectives(*part).items())
 
 
 def collectives_elsewhere(
     sources: Sequence[Source], traces: Mapping[int, list[Path]], executor: Executor | None
 ) -> Known:
-    """Return the collectives of processes whose traces only other machines have. Lost ones are none."""
+    """Return the collectives of processes whose traces are only on other machines. Lost machines give
+    none.
+    """
     elsewhere = files_elsewhere(executor).keys()
     far = {index: paths for index, paths in traces.items() if not elsewhere.isdisjoint(paths)}
     if executor is None or not far:
@@ -84,7 +88,7 @@ def collectives_elsewhere(
 
 
 MOST_DRIFT_PPM = 500
-"""Largest drift at which collectives are matched: as fast as kernels slew a clock."""
+"""Largest drift at which collectives are matched; kernels slew clocks at most as fast."""
 
 
 class Clock(msgspec.Struct, eq=False):
@@ -152,7 +156,9 @@ def _one_clock(samples: Sequence[Sample]) -> bool:
 
 
 def extent(source: Source, aligned: Aligned, reference: Reference) -> tuple[int, int]:
-    """From when until when it lived, by its own wall clock; at most, where it was not closed."""
+    """Return the first and last time of a process on its own wall clock; an upper bound if it was never
+    closed.
+    """
     opened, closed = source.opened, source.closed
     if closed is not None:
         return opened.wall_ns, closed.wall_ns
@@ -176,7 +182,7 @@ class Lead(NamedTuple):
     line: Line
     within_ns: int
     matched: int
-    """Number of collectives that it rests on."""
+    """Number of collectives that the lead is based on."""
 
 
 def refine(
@@ -193,7 +199,7 @@ def refine(
 
     Args:
         traces_of: Returns the traces of each source, by its index. It is called only if there are two clocks.
-        digests: Has what was found in traces that were searched before, or None to search all.
+        digests: Holds the results for traces that were searched before, or None to search all.
         executor: Its workers search the traces that only they have.
     """
     clocks = list(clocks_of(sources, aligned, reference))
@@ -283,7 +289,7 @@ class _Search:
         self._lasted_ns = max(clock.last_ns - clock.first_ns, 1)
         self._samples = list(_differences(first, clock))
         self._near_ns = self._samples[0].offset_ns if self._samples else 0
-        """Offset that values in bands are relative to."""
+        """Offset in ns that the values in bands are relative to."""
         self._matched = 0
 
     def search(

@@ -27,7 +27,7 @@ class Cut(NamedTuple):
     end: int | None
 
     def holds(self, first: int, last: int) -> bool:
-        """Return whether it selects a part of this time."""
+        """Return whether a part of the time from `first` to `last` is selected."""
         return (self.end is None or first <= self.end) and (self.start is None or last >= self.start)
 
 
@@ -78,7 +78,9 @@ class Place:
 
     @property
     def believed(self) -> tuple[int, int | None]:
-        """First and last position of this step, or None if any later position is in this step."""
+        """Return the first and the last position of this step; the last is None if any later position is
+        plausible.
+        """
         return (0, None) if self._row.unaligned is not None else (self._axis.first, self._axis.last)
 
     def _shift_at(self, ts_ns: int) -> int:
@@ -89,7 +91,7 @@ class Place:
 FIRST_TID = 10_000_000
 """Above all pids of Linux (2^22): Perfetto takes a thread whose tid is its pid for the main thread."""
 _DIGITS = 15
-"""The number of digits of the largest ids, which are those of `FlowIds._others`."""
+"""Number of digits of the largest ids, which are those of `FlowIds._others`."""
 
 
 class FlowIds:

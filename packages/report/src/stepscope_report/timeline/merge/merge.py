@@ -178,9 +178,9 @@ def _is_wanted(role: str, row: Row, selection: Selection) -> bool:
 
 EVERYTHING = Selection()
 _BATCH = 1000
-"""Spans that are held as events at once."""
+"""Number of spans that are held as events at once."""
 _RESERVE = 1 << 16
-"""Bytes of the limit on size that are kept for the metadata at the end."""
+"""Number of bytes of the size limit that are reserved for the metadata at the end."""
 
 
 def merge_bytes(path: str | os.PathLike[str]) -> int:
@@ -319,7 +319,7 @@ def _write_recording(recording: Recording, plan: Plan, out: TimelineFile, limit:
 
 
 def _limit(max_mb: float | None, shares: Iterator[int], out: TimelineFile) -> int | None:
-    """Return the size of the file at which the next trace ends: what is left is shared equally."""
+    """Return the file size at which the next trace is cut: the remaining bytes are shared equally."""
     share = next(shares)
     if max_mb is None:
         return None
@@ -328,7 +328,7 @@ def _limit(max_mb: float | None, shares: Iterator[int], out: TimelineFile) -> in
 
 
 def merged(plan: Plan, spans: int, counters: int, outcome: RowOutcome) -> Merged:
-    """Return the record of what was written of a plan."""
+    """Return the record of what was written for a plan."""
     timeline = plan.timeline
     shown = [row for row in plan.rows if row.shown]
     unaligned = [

@@ -26,7 +26,7 @@ class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
     uncertainty_ns: int | None
     """The uncertainty (+-) of its times against the owner's, or None if unknown."""
     offset_ns: int = 0
-    """Lead of its wall clock at the opening, which was subtracted."""
+    """Lead of the process' wall clock at the opening, which was subtracted."""
     drift_ppm: float | None = None
     """Drift against the owner's clock, which was subtracted, or None if not known."""
     matched: int = 0
@@ -36,8 +36,9 @@ class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
     """Reason why it is unaligned."""
     shift_ns: int = 0
-    """Added to the times of an unaligned row that are nowhere near the step, so that it is shown at all: from
-    a second behind the step's end on. 0: it stands where its own clock says."""
+    """Time that was added to an unaligned row far away from the step, so that it is visible: such rows begin
+    a second after the step's end. 0 if the row is where its own clock places it.
+    """
 
 
 class MergedFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,13 +46,13 @@ class MergedFile(msgspec.Struct, frozen=True, kw_only=True):
 
     file: str
     row: int
-    """Its row's pid."""
+    """Pid of the row that the trace went into."""
     events: int
-    """Written."""
+    """Number of events written."""
 
 
 class Merged(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of a merged timeline. They stand in the file too, as `stepscope`."""
+    """Contents of a merged timeline. The file contains this record too, as `stepscope`."""
 
     format: int = 1
     step: int
@@ -59,17 +60,17 @@ class Merged(msgspec.Struct, frozen=True, kw_only=True):
     base_ns: int
     """Unix ns on the owner's clock: an event's time is this + `ts` * 1000."""
     window_ns: tuple[int, int]
-    """The step, unix ns."""
+    """Start and end of the step in unix ns."""
     rows: tuple[MergedRow, ...]
     files: tuple[MergedFile, ...]
     spans: int
-    """Written."""
+    """Number of spans written."""
     counters: int = 0
-    """Values of counters written."""
+    """Number of values of counters written."""
     selection: dict[str, object]
-    """The selection that narrowed it."""
+    """The selection that the timeline was narrowed by."""
     left_out: tuple[str, ...]
-    """Files and events that the selection, or the lack of a reader, left out."""
+    """Files and events that are left out because of the selection, or because no reader supports them."""
     problems: tuple[FileProblem, ...]
     """Broken or missing data. The rest of each file was used."""
     incomplete: tuple[str, ...] = ()

@@ -61,7 +61,9 @@ class Drawing:
         return [row for row in self._rows.values() if row.pid in self.events]
 
     def texts(self) -> Iterator[bytes]:
-        """Yield some events at a time, without brackets. A reader that raises ends it, with a note."""
+        """Yield texts of some events each, without brackets. An exception of the reader ends them, and is
+        noted.
+        """
         recorded = self._recorded
         with (
             failure_noted(recorded.reader, self.notes),

@@ -58,16 +58,16 @@ class Rewriter:
         self._notes = notes
         self._template = Template(row, place, ids, tracks, cut)
         self._metadata_before: dict[bytes, bytes | None] = {}
-        """Written metadata, by their source."""
+        """{metadata as read: metadata as written}."""
         self._repeating = False
         """True if the last array had nothing but metadata and counters."""
         self.written = 0
-        """Events."""
+        """Number of events written."""
         self.outside = 0
         """Events left out because they are not between `from` and `to`."""
 
     def rewrite(self, array: bytes) -> Text:
-        """Return the events of an array, without its brackets. Empty: none is left.
+        """Return the events of an array, without its brackets. The text is empty if none is left.
 
         Raises:
             DecodeError: it is no JSON.
@@ -82,7 +82,9 @@ class Rewriter:
         return text
 
     def _repeated(self, array: bytes) -> tuple[bytes, int] | None:
-        """Rewrite an array of known metadata, as `Template.rewritten` does, or None if some are unknown."""
+        """Rewrite an array of known metadata like `Template.rewritten`, or return None if some metadata are
+        unknown.
+        """
         period = max(1, array.find(array[1 : 1 + _CYCLE], 2) - 1)
         unit, times = array[1 : 1 + period], (len(array) - 3) // period
         end = 1 + times * period
@@ -95,7 +97,7 @@ class Rewriter:
         return None if events is None else (b",\n".join(events), len(events))
 
     def _known(self, elements: bytes) -> list[bytes] | None:
-        """Return these metadata as written before, or None if not all of them are known."""
+        """Return the rewritten form of these metadata, or None if some of them are unknown."""
         try:
             written = [self._metadata_before[text] for text in map(bytes, raw_elements(b"[%b]" % elements))]
         except KeyError:
@@ -162,7 +164,7 @@ class Rewriter:
         return _encode(fields)
 
     def _timed(self, fields: dict[str, msgspec.Raw], phase: bytes) -> bool:
-        """Move the event. False: it is left out."""
+        """Change the times of an event. Return False if the event is to be left out."""
         if "ts" not in fields:
             self._notes.events(NO_TIME)
             return False
@@ -181,7 +183,9 @@ class Rewriter:
         return False
 
     def _metadata(self, fields: dict[str, msgspec.Raw]) -> bool:
-        """Note the file's metadata of processes, which rows replace, and move those of threads."""
+        """Record the file's metadata on processes, which the rows' own replace, and change the ids in that on
+        threads.
+        """
         name, pid = _text(fields.get("name")), _text(fields.get("pid"))
         args = _args(fields)
         if name.startswith("process_"):
@@ -203,7 +207,9 @@ class Rewriter:
 
 
 def _ends_apart(array: bytes) -> bool:
-    """Return whether the last event of an array looks unfit for the fast way: then none of them takes it."""
+    """Return whether the last event of an array looks unsuitable for the fast way, so that the whole array
+    avoids it.
+    """
     return _APART_PHASE.match(array, array.rfind(b'"ph"')) is not None
 
 
@@ -228,7 +234,7 @@ def _is_apart(raw: msgspec.Raw) -> bool:
 
 
 def _runs(array: bytes, elements: list[msgspec.Raw]) -> Iterator[tuple[bool, list[msgspec.Raw]]]:
-    """Yield (whether they are metadata or counters, consecutive events of that kind)."""
+    """Yield (True for metadata and counters, consecutive events of that kind)."""
     try:
         phases = [kind.ph for kind in _kinds(array)]
     except msgspec.ValidationError:

@@ -108,8 +108,8 @@ def write_texts(
 
     Args:
         texts: Some events at a time.
-        counts: Counts them.
-        rows: Returns the rows with an event so far.
+        counts: Counts the written events.
+        rows: Returns the rows that have got an event so far.
     """
     left_out = list[str]()
     latest = 0

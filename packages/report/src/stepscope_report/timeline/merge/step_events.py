@@ -167,7 +167,9 @@ class Drawn:
                     }  # fmt: skip
 
     def arrows(self, ids: FlowIds) -> Iterator[Event]:
-        """Yield arrows from spans to those that they caused in other processes. Call it after all rows."""
+        """Yield arrows from spans to the spans that they caused in other processes. Call this after all rows
+        are drawn.
+        """
         below = (
             (parent, index)
             for index in self._tids
@@ -182,7 +184,7 @@ class Drawn:
                 yield {"ph": "f", "bp": "e", **common, **self._at(index)}
 
     def _both_aligned(self, index: int, parent: int) -> bool:
-        """Return whether both spans are in aligned rows, and not in the same one."""
+        """Return whether the two spans are in two different rows that are both aligned."""
         one, other = (self._row(at) for at in (index, parent))
         return one is not other and one.unaligned is None and other.unaligned is None
 
@@ -194,13 +196,15 @@ class Drawn:
         return self._selection.rank(row.info.rank) and self._selection.role(row.info.role, *roles)
 
     def _is_inside(self, start: int, end: int) -> bool:
-        """Return whether this is in the selected time, and count it if not."""
+        """Return whether a span is in the selected time; if not, count it as left out."""
         inside = self._cut.holds(start, end)
         self.outside += not inside
         return inside
 
     def _groups(self, chosen: Sequence[int]) -> dict[str, list[int]]:
-        """Return the spans that share tracks: each thread's, but all of a process' trajectories together."""
+        """Return the spans that share tracks: those of each thread, and those of all trajectories of a
+        process.
+        """
         spans = self._timeline.spans
         threads = {spans[index].thread for index in chosen if spans[index].trajectory is None}
         groups: dict[str, list[int]] = {

@@ -45,18 +45,24 @@ from stepscope_report.timeline.readers.json_array import last_boundary
 from stepscope_report.timeline.step.rows import Row
 
 _SECONDS = 16
-"""Most needles for the times of a batch: one for each second, or for each ten, hundred or thousand."""
+"""Largest number of needles for the times of a batch: one for each second, or for each ten, hundred or
+thousand.
+"""
 _FAR_S = 86_400
 _PIDS = 4
-"""Most further pids of a file that are searched for in every batch, not only in the batch with them."""
+"""Largest number of further pids of a file that are searched for in every batch, not only in the batch with
+them.
+"""
 _NEEDLES = 32
 _EARLY = 1 << 15
-"""Bytes at the beginning of a file that are learned from first: most files begin with similar events."""
+"""Number of bytes at the beginning of a file that are learned from first: most files begin with similar
+events.
+"""
 _SECOND_NS = 1_000_000_000
 _SECOND_US = 1_000_000
 _EXACT_US = 1 << 53
 _BEHIND = {b",", b"\n", b" ", b"}"}
-"""Bytes that may stand behind a number."""
+"""Bytes that may follow a number."""
 _THREAD = re.compile(rb'"pid"(:\s*)\d+(,\s*)"tid"(:\s*)\d+(\s*[,}])')
 _ID = re.compile(rb'"id":\s*(?=\d)')
 _TIME = re.compile(rb'"ts"(:\s*)\d')
@@ -74,7 +80,9 @@ _OF_ID = -1
 split: Callable[[bytes, bytes], Sequence[bytes]] = (
     bytes.split if find_spec("stringzilla") is None else import_module("stringzilla").split
 )
-"""StringZilla's if it is installed: its parts are views, which take a quarter of the time of copies."""
+"""StringZilla's `split` if it is installed: its parts are views, which take a quarter of the time of
+copies.
+"""
 
 Phase: TypeAlias = Literal["X", "i", "s", "f", "t", "I", "B", "E", "b", "e", "n"]
 """The phases of plain events, which are neither metadata nor counters."""
@@ -106,7 +114,7 @@ class _Needle(NamedTuple):
     kind: int = 0
     """`_OF_ID`, or the pid of the mark."""
     marked: bytes = b""
-    """The replacement until the batch is proven. Times have none."""
+    """The replacement until the batch is proven. Needles of times have none."""
 
 
 _plain = msgspec.json.Decoder(list[Plain]).decode
@@ -122,7 +130,7 @@ class Template:
         self._tracks = tracks
         self._cut = cut
         self._tids: dict[tuple[int, int], int] = {}
-        """{(pid, tid) in the file: tid in the timeline}."""
+        """{(pid, tid) in the file: tid in the timeline}"""
         self._pids: set[int] = set()
         """Other pids of the latest batches."""
         self._id: list[_Needle] = []
@@ -130,7 +138,7 @@ class Template:
 
     def rewritten(self, array: bytes) -> tuple[memoryview, int] | None:
         """Return the events of the array, without its brackets, and their number, or None if the fast way
-        cannot.
+        does not fit.
 
         Raises:
             DecodeError: The array is no JSON.
@@ -237,7 +245,7 @@ class Template:
         return _Times(first, last, one_by_one=_EachTime(self._place, colon, len(str(earliest))))
 
     def _bounds(self) -> tuple[int, int]:
-        """Return the first and the last `ts` that are believed and selected, at most 1 us too narrow."""
+        """Return the first and the last selected `ts` that is plausible, at most 1 us too narrow."""
         first, last = self._place.believed
         start, end = self._cut
         first = first if start is None else max(first, start)
@@ -254,14 +262,14 @@ class _Threads(NamedTuple):
 
 
 class _EachTime(NamedTuple):
-    """A move of each time by itself. All have `digits` digits; all or none have three behind the point."""
+    """A change of each time by itself. All times have `digits` digits; all or none have three decimals."""
 
     place: Place
     colon: bytes
     digits: int
 
     def moved(self, text: bytes) -> tuple[bytes, int] | None:
-        """Move and mark all times; return the text and their number, or None if a time has another form."""
+        """Change and mark all times. Return the text and their number, or None if a time has another form."""
         first, *parts = text.split(b'"ts"' + self.colon)
         point, end = self.digits, self.digits + 4
         if {part[point : point + 1] for part in parts} == {b"."}:
@@ -281,7 +289,7 @@ class _EachTime(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """The move of a file's times, and the range in us in which they are then."""
+    """The change of a file's times, and the range in us that they are in afterwards."""
 
     first: int
     beyond: int
@@ -372,7 +380,7 @@ def _decoder(
     each_time: bool,
     ids: tuple[int, int],
 ) -> Callable[[bytes], list[Any]]:
-    """Return a decoder that takes only plain events in which every value is marked or may stay.
+    """Return a decoder that accepts only plain events in which every value is marked or may stay.
 
     Args:
         times: The first time, and the first beyond the last.

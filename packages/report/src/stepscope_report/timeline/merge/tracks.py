@@ -16,14 +16,15 @@ Event: TypeAlias = dict[str, object]
 _OWN = "\0stepscope"
 """The key of stepscope's own tracks, in the place of a file's pid; no file has such a pid."""
 _FURTHER = 1 << 30
-"""Further pids, above all of Linux: so many, in equal shares for the rows. All are below 2^31, as Perfetto's
-own format wants."""
+"""Number of further pids, which begin above all pids of Linux and are shared equally by the rows. All are
+below 2^31, as Perfetto's own format requires.
+"""
 _OF_A_ROW = 1 << 11
-"""Tids of a row, before they are another row's as well."""
+"""Number of tids that a row has for itself; further ones may also occur in other rows."""
 
 
 class RowTracks(msgspec.Struct):
-    """Tracks of one row, as far as they are known."""
+    """The known tracks of one row."""
 
     tids: dict[str, dict[str, int]] = {}
     """The tid in the timeline, by the pid and the tid in a file."""
@@ -36,21 +37,23 @@ class Tracks:
     """Tracks of one timeline. Processes in a file become tracks in the row of the file's process."""
 
     def __init__(self, pids: Iterable[int]) -> None:
-        """`pids`: of all rows."""
+        """`pids`: The pids of all rows."""
         self.pids = list(pids)
         self._pids = set(self.pids)
         self._rows: dict[int, RowTracks] = defaultdict(RowTracks)
         """{pid: its tracks}."""
         self._count = Counter[int]()
-        """Tracks by row. They are numbered within a row, so that no row changes the numbers of another."""
+        """Number of tracks of each row. Numbers count within a row, so that no row changes the numbers of
+        another.
+        """
         self._taken: set[tuple[int, int]] = set()
-        """(pid, tid) in the timeline of all that has a track."""
+        """(pid, tid) in the timeline of everything that has a track."""
         self._unnamed: dict[tuple[int, int], str] = {}
         self.metadata: list[Event] = []
-        """Written since somebody last took them from here."""
+        """Metadata that has been added since the last call of `take`."""
 
     def own(self, row: Row, name: str, sort: int, owner: str = _OWN) -> int:
-        """Return the tid of the track that `owner` (stepscope or a reader) calls by this name."""
+        """Return the tid of the track with this name that belongs to `owner` (stepscope or a reader)."""
         tid = self._rows[row.pid].tids.get(owner, {}).get(name)
         if tid is None:
             tid = self._new(row, owner, name)
@@ -58,7 +61,7 @@ class Tracks:
         return tid
 
     def call(self, row: Row, tid: int, name: str, sort: int) -> None:
-        """Give a track its name and its place."""
+        """Give a track its name and its place in the row."""
         self.metadata += named("thread", row.pid, tid, name, sort)
 
     def foreign(self, row: Row, pid: str, tid: str) -> int:
@@ -71,14 +74,14 @@ class Tracks:
         return known
 
     def name_known(self, row: Row, tid: int) -> None:
-        """Note that a file names this track itself."""
+        """Record that a file itself names this track."""
         self._unnamed.pop((row.pid, tid), None)
 
     def describe(self, row: Row, pid: str, field: str, value: str) -> bool:
-        """Note a file's description of one of its pids: `labels` ("CPU", "GPU 0"), or the weaker `name`.
+        """Record a file's description of one of its pids: `labels` ("CPU", "GPU 0"), or the weaker `name`.
 
         Returns:
-            Whether it was not known.
+            True if the description was new.
         """
         known = self._rows[row.pid]
         before = known.labels.get(pid)
@@ -91,7 +94,7 @@ class Tracks:
         return known.labels.get(pid) != before
 
     def prefixed(self, row: Row, pid: str, name: str) -> str:
-        """Return a thread's name behind the device's: the row is the whole process."""
+        """Return a thread's name with the device's name in front, because the row is the whole process."""
         name = name.strip()  # Kineto's are `stream 7 `
         label = self._rows[row.pid].labels.get(pid, "")
         return f"{label} {name}" if label and label not in name else name
@@ -104,12 +107,12 @@ class Tracks:
         return known[pid]
 
     def take(self) -> list[Event]:
-        """Take the metadata that is still to be written."""
+        """Remove and return the metadata that is not written yet."""
         taken, self.metadata = self.metadata, []
         return taken
 
     def take_unnamed(self) -> list[Event]:
-        """Take names for the tracks that no file has named."""
+        """Remove and return names for the tracks that no file has named."""
         names = [_meta("thread_name", pid, tid, name=name) for (pid, tid), name in self._unnamed.items()]
         self._unnamed.clear()
         return names

@@ -1,4 +1,4 @@
-"""Writing of a merged timeline: gzip as it comes, in place when it is whole."""
+"""Writing of a merged timeline: gzip while events arrive; the file gets its name when it is complete."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class TimelineFile:
         self.events(b",\n".join(map(msgspec.json.encode, events)))
 
     def flush(self) -> int:
-        """Write what the compressor holds back, and return the size of the file."""
+        """Write the bytes that the compressor holds back, and return the size of the file."""
         self._write(self._deflate.flush(self._sync))
         return self.written
 
     def finish(self, metadata: object) -> None:
-        """End the events and write `metadata` behind them as `stepscope`."""
+        """End the events and append `metadata` as the field `stepscope`."""
         self._put(b'\n],"stepscope":' + msgspec.json.encode(metadata) + b"}\n")
         self._write(self._deflate.flush())
 
@@ -64,7 +64,7 @@ class TimelineFile:
 
 @contextmanager
 def full_disk_names(path: Path) -> Iterator[None]:
-    """Give the errors of a full disk the name of the file that was written."""
+    """Add the name of the file that was being written to the errors of a full disk."""
     try:
         yield
     except OSError as error:
