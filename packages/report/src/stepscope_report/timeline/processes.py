@@ -23,7 +23,7 @@ _MOST = 8
 
 
 class Lost(NamedTuple):
-    """A part whose machine is gone, so that no process can do it."""
+    """The result for a part that no process could read, because its machine is gone."""
 
     why: str
 
@@ -65,7 +65,8 @@ def size_of(path: Path, executor: Executor | None = None) -> int:
 
 @contextmanager
 def workers(jobs: int | None, size: int) -> Iterator[Executor | None]:
-    """Yield a pool of `jobs` child processes, which end with the block; None if this process works alone.
+    """Yield a pool of `jobs` child processes, which end with the block, or None if this process does the
+    work.
 
     The children import the main module of the program, as `multiprocessing` has it, so this is for commands.
 
@@ -108,7 +109,7 @@ def results(
 ) -> Generator[_R | Lost, None, None]:
     """Yield the function's result for each part, in their order.
 
-    If a child process dies, this process does what is left. Close the generator if you end early.
+    If a child process dies, this process handles the remaining parts. Close the generator if you stop early.
 
     Args:
         files: The files of each part. The largest part begins first, so that it is not alone at the end.

@@ -19,9 +19,9 @@ _R = TypeVar("_R")
 _span_line = msgspec.json.Decoder(span_lines.Line).decode
 _counter_line = msgspec.json.Decoder(counter_lines.Line).decode
 _FARTHEST_NS = 1 << 62
-"""Times beyond 146 years (of uptime, or since 1970) are garbage."""
+"""Times beyond 146 years (of uptime, or since 1970) are taken for garbage."""
 _LAST_BYTES = 4096
-"""The end of a file of spans is shorter."""
+"""Number of bytes within which the last record of a span file lies."""
 
 
 class RecordFile(msgspec.Struct):
@@ -37,7 +37,8 @@ class RecordFile(msgspec.Struct):
         self.problems[problem] = lines if before is None or lines is None else before + lines
 
     def records(self, decode: Callable[[bytes], _R], on_read: Callable[[int], None] | None) -> Iterator[_R]:
-        """Yield the records, and note the lines that hold none. Damage or absence raises no exception.
+        """Yield the records, and note the lines without a valid one. A damaged or missing file raises no
+        exception.
 
         Args:
             on_read: Called with the number of bytes of each read.
@@ -81,7 +82,7 @@ class CounterFile(RecordFile):
 
 
 def read_spans(path: Path, on_read: Callable[[int], None] | None = None) -> SpanFile:
-    """Return the records of a file of spans. Damage or absence raises no exception."""
+    """Return the records of a file of spans. A damaged or missing file raises no exception."""
     file = SpanFile(path)
     for record in file.records(_span_line, on_read):
         _take(file, record)
@@ -95,8 +96,8 @@ def read_spans(path: Path, on_read: Callable[[int], None] | None = None) -> Span
 
 
 def skim_spans(path: Path, on_read: Callable[[int], None] | None = None) -> SpanFile:
-    """Return the header and the end of a file of spans, and none of the records between them. If one of the
-    two is not there, return the whole file, as `read_spans`.
+    """Return the header and the last record of a span file without the records between. If one of the two is
+    missing, return the whole file, as `read_spans` does.
     """
     file = SpanFile(path)
     with suppress(OSError, ValueError, RecursionError), open_file(path) as stream:
@@ -142,7 +143,7 @@ def _seen(file: SpanFile, mono_ns: int) -> None:
 
 
 def read_counters(path: Path, on_read: Callable[[int], None] | None = None) -> CounterFile:
-    """Return the records of a file of counters. Damage or absence raises no exception."""
+    """Return the records of a file of counters. A damaged or missing file raises no exception."""
     file = CounterFile(path)
     for record in file.records(_counter_line, on_read):
         match record:

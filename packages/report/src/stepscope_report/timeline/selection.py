@@ -14,10 +14,13 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a step that a timeline shows: everything by default."""
 
     roles: tuple[str, ...] | None = None
-    """Names or globs. Processes of these roles are shown whole, others only with spans of these roles."""
+    """Names or globs. Processes of these roles are shown completely, others only with their spans of these
+    roles.
+    """
     ranks: Collection[int | range] | None = None
-    """Ranks, and ranges of them; `sys.maxsize` is no end. Processes without a rank (a driver) are shown
-    whatever the ranks."""
+    """Selected ranks, and ranges of ranks (`sys.maxsize` for an open end). Processes without a rank (a
+    driver) are always shown.
+    """
     from_ms: float | None = None
     """Milliseconds after the step's opening. Events that end before are left out."""
     to_ms: float | None = None

@@ -102,7 +102,8 @@ def _source(part: ProcessPart | None, file: SpanFile | None, counters: CounterFi
 
 
 def _closed(part: ProcessPart, whole: Set[str]) -> ProcessPart:
-    """Return the part of a process, whose span file shows that it closed its capture.
+    """Return a process' part without things that wait for its closing: its span file shows that it closed its
+    capture.
 
     A full disk may have prevented the last update of the part.
 
@@ -129,7 +130,7 @@ def _problems(folder: Path, file: RecordFile, unowned: int | None) -> Iterator[F
     """Yield the problems of a file.
 
     Args:
-        unowned: Its lines, if nothing says whose they are.
+        unowned: Number of its lines, if nothing tells which process wrote them.
     """
     name = f"{folder.name}/{file.path.name}"
     for what, lines in file.problems.items():

@@ -37,8 +37,9 @@ class Cluster(NamedTuple):
     last: int
     """The node that ended last."""
     joined: bool
-    """True if its end was waited for: what comes next is close to it; or all of its calls are of one stage,
-    and such calls fill half of the time of the call in which they lie."""
+    """True if something waited for the cluster's end: the next call is close to it; or all of its calls are
+    of one stage, and such calls fill half of the time of the call in which they lie.
+    """
     members: tuple[int, ...]
 
 
@@ -48,22 +49,25 @@ class StepGraph(NamedTuple):
     timeline: Timeline
     start_ns: list[int]
     end_ns: list[int]
-    """Both within the caller's time, if the clocks' uncertainty explains the difference."""
+    """End of each node. Starts and ends are moved into the caller's time if the clocks' uncertainty explains
+    the difference.
+    """
     caller: list[int]
     kids: dict[int, list[int]]
     """Calls with a recorded caller, by caller, in the order of their ends."""
     clusters: dict[int, list[Cluster]]
-    """Calls without one, by the node in whose time they lie, in order."""
+    """Calls without a recorded caller, in order, by the node in whose time they lie."""
     cluster_of: dict[int, Cluster]
     before: dict[int, int]
-    """The call for which a call waited in its thread, which runs one call after the other: its caller had
-    called, and it began when that one ended."""
+    """{call: the call before it in its thread that it waited for}. The thread runs one call after the other:
+    the later call was requested while the earlier one ran, and began when it ended.
+    """
     last_of: dict[int, int]
-    """Of calls that end together in several processes and begin apart: the one that began last."""
+    """{call: the call that began last}, for calls that end together in several processes and begin apart."""
     meetings: list[tuple[int, ...]]
-    """These calls."""
+    """Groups of calls that end together in several processes and begin apart."""
     unknown: set[int]
-    """Nodes in whose own time something may have run whose place is not known."""
+    """Nodes in whose own time unaligned work may have run."""
 
     @property
     def spans(self) -> Sequence[Span]:
@@ -149,7 +153,7 @@ class _Builder:
                 parents[served] = cause
         cut_cycles(parents)
         above: list[int | None] = list(parents)
-        """The nearest node above each span that counts."""
+        """The nearest node above each span that takes part."""
         for node in _parents_first(parents):
             span, parent = self._spans[node], parents[node]
             if parent is not None and not self._counts(parent):
@@ -170,7 +174,7 @@ class _Builder:
         return self._start[node] < self._end[node]
 
     def _clip(self, node: int, caller: int | None) -> bool:
-        """Place a span into the time of its caller, and return whether any time is left."""
+        """Move a span into the time of its caller, and return whether any of its time is left."""
         process = self._spans[node].process
         outer = self._root(0) if caller is None else caller
         within_ns = self._within[process]
@@ -217,7 +221,7 @@ class _Builder:
         self._doubt()
 
     def _add(self, owner: int, nodes: Sequence[int]) -> None:
-        """Give these calls, in clusters, to the node in whose time they lie."""
+        """Add these calls, in clusters, to the node in whose time they lie."""
         groups = list(self._overlapping(nodes))
         kids = self._kids.get(owner, [])
         starts = sorted(self._start[node] for node in (*nodes, *kids))
@@ -239,7 +243,9 @@ class _Builder:
                 self._caller[node] = owner
 
     def _doubt(self) -> None:
-        """Doubt the own time of the owner's calls if an unaligned process may have worked for them."""
+        """Mark the own time of the owner's calls as unknown if an unaligned process may have worked for
+        them.
+        """
         timeline = self._timeline
         lost = any(
             span.parent is None and not timeline.processes[span.process].aligned and not timeline.leaves(span)
@@ -255,7 +261,7 @@ class _Builder:
     def _owners(self, workers: Sequence[int], tops: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield each of these spans with the innermost call of the owner that holds it.
 
-        Where several calls of the owner run at once, it is the call around all of them.
+        If several calls of the owner run at once, the call around all of them is used.
         """
         root = self._root(0)
         running = {root: _Running(self._start, self._end, tops)}
@@ -273,7 +279,9 @@ class _Builder:
             yield node, owner
 
     def _main(self, nodes: Sequence[int]) -> list[int]:
-        """Return the calls of the thread that ran most of them, and calls of others at other times."""
+        """Return the calls of the thread that ran calls for longest, and the other threads' calls that do not
+        overlap these.
+        """
         times: dict[int, int] = defaultdict(int)
         for node in nodes:
             times[self._spans[node].thread] += self._end[node] - self._start[node]
@@ -289,7 +297,9 @@ class _Builder:
         return joined((self._start[node], self._end[node]) for node in nodes)
 
     def _overlapping(self, nodes: Iterable[int]) -> Iterator[list[int]]:
-        """Yield the nodes in groups that no moment without any of them parts, in order."""
+        """Yield the nodes in groups, in order. Between two groups there is a moment in which none of the
+        nodes runs.
+        """
         members: list[int] = []
         end_ns = 0
         for node in sorted(nodes, key=lambda node: (self._start[node], node)):
@@ -302,7 +312,7 @@ class _Builder:
             yield members
 
     def _threads(self) -> dict[int, int]:
-        """Return the calls that waited for the call before them in their thread."""
+        """Return {call: the call before it in its thread that it waited for}."""
         calls: dict[tuple[int, int], list[int]] = defaultdict(list)
         for node, span in enumerate(self._spans):
             caller = self._caller[node]
@@ -317,7 +327,7 @@ class _Builder:
         return before
 
     def _is_inside(self, node: int) -> bool:
-        """Return whether a call was called in its own process."""
+        """Return whether a call has a caller in its own process."""
         caller = self._caller[node]
         return caller < len(self._spans) and self._spans[caller].process == self._spans[node].process
 
@@ -363,20 +373,20 @@ class _Builder:
 
 
 class _Running:
-    """Calls by time: which of them runs then."""
+    """Calls ordered by time, to look up the call that runs at a moment."""
 
     def __init__(self, start_ns: Sequence[int], end_ns: Sequence[int], nodes: Iterable[int]) -> None:
         ordered = sorted(nodes, key=start_ns.__getitem__)
         self._starts = [start_ns[node] for node in ordered]
         self._ends = sorted(end_ns[node] for node in ordered)
         self._latest: list[int] = []
-        """Of the calls up to each one, the one that ends last."""
+        """For each index, the call that ends last among the calls up to it."""
         for node in ordered:
             longer = self._latest and end_ns[self._latest[-1]] > end_ns[node]
             self._latest.append(self._latest[-1] if longer else node)
 
     def only(self, at_ns: int) -> int | None:
-        """Return the call that runs at a time, or None if none runs, or several."""
+        """Return the call that runs at a time, or None if no call or several calls run."""
         begun = bisect_right(self._starts, at_ns)
         running = begun - bisect_right(self._ends, at_ns)
         return self._latest[begun - 1] if running == 1 else None
@@ -393,7 +403,7 @@ def _label(span: Span) -> Label:
 
 
 def _overlaps(busy: Sequence[Pair], start_ns: int, end_ns: int) -> bool:
-    """Return whether any of these disjoint pairs, which are in order, overlaps a stretch of time."""
+    """Return whether a stretch of time overlaps any of these pairs, which are disjoint and in order."""
     place = bisect_left(busy, (start_ns, start_ns))
     before = busy[place - 1][1] if place else start_ns
     return before > start_ns or (place < len(busy) and busy[place][0] < end_ns)

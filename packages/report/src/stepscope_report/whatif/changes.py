@@ -18,16 +18,16 @@ _PERCENTILE = re.compile(r"p(\d{1,2})")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes as a person writes them, or None for a change that was not asked for."""
+    """Changes as they are written on the command line. None for a change that is not wanted."""
 
     replicas: str | None = None
     """The change of the number of inference replicas: `+2`, `-1`, `x2` or `6`."""
     balance: str | None = None
     """`length`: trajectories by their tokens. `load`: each request to the replica with the fewest."""
     cut_tail: str | None = None
-    """`p95`: train as soon as 95 % of the trajectories have ended."""
+    """`p95`: begin the training as soon as 95 % of the trajectories have ended."""
     tool_pool: str | None = None
-    """Tools that can run at once: as `replicas`."""
+    """Number of tools that can run at once, written like `replicas`."""
     staleness: int | None = None
     """1: the rollout of the next step runs beside the training."""
     overlap: str | None = None
@@ -35,12 +35,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """The same, for one step."""
+    """The changes of `Options`, resolved for one step."""
 
     replicas: int
     balance: Balance | None = None
     cut_tail: int | None = None
-    """Percent of the trajectories that the training waits for."""
+    """Percentage of the trajectories that the training waits for."""
     tool_pool: int | None = None
     """The size after the change, or the present size without one; None if tools have no limit."""
     staleness: bool = False
@@ -49,7 +49,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     """The changes in words."""
 
     def assumptions(self) -> tuple[str, ...]:
-        """Return what the prediction takes for granted, in words."""
+        """Return the assumptions of the prediction, in words."""
         conditions = {
             "a replica more or less serves as the others do, and trajectories take the replicas in turn": any(
                 part.startswith("replicas") for part in self.words

@@ -29,9 +29,9 @@ import msgspec
 from stepscope_report.whatif.model import Call
 
 _SINGLE = 4
-"""Up to so many requests, each number has a rate of its own."""
+"""Up to this number of requests, each number has its own rate."""
 _WIDTH = 1.5
-"""Above, a bin ends at so many times its begin."""
+"""Above that number, a bin ends at its start times this factor."""
 
 
 def edges(most: int) -> list[int]:
@@ -43,14 +43,14 @@ def edges(most: int) -> list[int]:
 
 
 class Flight:
-    """Generations of a step and the number of requests in flight beside them, in bins."""
+    """Generations of a step, and the number of requests in flight during each, in bins."""
 
     def __init__(self, calls: Sequence[Call], slots: int | None = None) -> None:
-        """Lay the calls out.
+        """Place the calls on the axis.
 
         Args:
-            slots: Requests that a replica serves at once: those that wait in front of it are not in flight.
-                None if all are in flight.
+            slots: Number of requests that a replica serves at once, or None for no limit. Requests that
+                wait for a slot are not in flight.
         """
         self.tokens = [call.tokens or 0 for call in calls]
         """The tokens of each call; 0 if no span states them."""
@@ -66,7 +66,7 @@ class Flight:
         self._starts, self._ends = _taking(places[: len(calls)]), _taking(places[len(calls) :])
         counts = accumulate(1 if event < len(calls) else -1 for event in order)
         self._counts = [min(count, slots or count) for count in counts]
-        """Requests in flight behind each event."""
+        """Number of requests in flight after each event."""
         ns = [times[after] - times[before] for before, after in pairwise(order)]
         self._gaps_ns = [float(gap) if count else 0.0 for gap, count in zip(ns, self._counts, strict=False)]
         self._gaps_ns.append(0.0)
@@ -86,11 +86,13 @@ class Flight:
         return [total / ns if ns else float(bound) for bound, (total, ns) in zip(bounds, sums, strict=True)]
 
     def served(self, rates: Sequence[float]) -> list[float]:
-        """Return the tokens of each call, if a request in a bin gets so many per ns."""
+        """Return the tokens of each call, for the given rate in tokens per ns of a request in each bin."""
         return self._served(self._gap_rates(rates))
 
     def served_by(self, rate: Callable[[int], float]) -> list[float]:
-        """Return the tokens of each call, if one of so many requests gets so many per ns."""
+        """Return the tokens of each call, for a rate in tokens per ns of a request as a function of the
+        number in flight.
+        """
         rates = {count: rate(count) if count else 0.0 for count in set(self._counts)}
         return self._served(_taking(self._counts)(rates))
 
@@ -99,7 +101,7 @@ class Flight:
         return list(map(sub, self._ends(clock), self._starts(clock)))
 
     def by_bin(self, factors: Sequence[float]) -> list[float]:
-        """Return for each bin the sum over all calls of a factor, times the ns of the call in the bin."""
+        """Return for each bin the sum, over all calls, of a call's factor times its ns in the bin."""
         present = accumulate(self._signed([*factors, *map(neg, factors)]))
         weighted = list(map(mul, self._gaps_ns, present))
         return [sum(of_bin(weighted)) for of_bin in self._of_bins]
@@ -113,19 +115,21 @@ def _taking(indices: Sequence[int]) -> Callable[[Any], Sequence[float]]:
 
 
 _CYCLES = 15
-"""Each is three iterations of the fit, at most."""
+"""Largest number of cycles of the fit, each of three iterations."""
 _LONGEST = 30.0
-"""A leap goes no farther than so many iterations,"""
+"""Largest number of iterations that one extrapolation may be worth."""
 _FARTHEST = 10.0
-"""and changes no logarithm of a rate by more."""
+"""Largest change of a logarithm of a rate in one extrapolation."""
 _SETTLED = 1e-4
-"""The fit ends when an iteration changes no rate by more than this part."""
+"""The fit ends if an iteration changes every rate by less than this part."""
 _LEAST = 1e-6
-"""The lowest rate, as a part of the highest: each request ends."""
+"""The lowest rate, as a part of the highest one. It is above 0 so that each request ends."""
 _ENOUGH = 5
-"""Requests of a replica whose speed is told from the others'."""
+"""Number of requests from which on a replica gets a speed of its own."""
 _ROUNDING = 1e-12
-"""Part of the tokens of all calls together that is lost in sums of them: no call is served less."""
+"""Part of the tokens of all calls that rounding may lose in sums; it makes sure that no call gets a negative
+share.
+"""
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -134,7 +138,7 @@ class Curve(msgspec.Struct, frozen=True):
     points: tuple[tuple[float, float], ...]
     """(requests, tokens per ns of all of them), ascending."""
     beyond: float = 0.0
-    """Outside of the points: 0 if the replica does as little as they allow, 1 if as much."""
+    """Rate outside of the points, between 0 (the least that the points allow) and 1 (the most)."""
 
     def rate(self, requests: float) -> float:
         """Return the tokens per ns of each of `requests` requests."""
@@ -155,7 +159,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 def _slope(points: Sequence[tuple[float, float]], alone: float) -> float:
-    """Return the slope of the logarithms: 0 where the replica is full, 1 where no request slows another."""
+    """Return the slope of the logarithms: 0 if the replica is full, 1 if no request slows another."""
     if len(points) < 2:
         return alone
     (fewer, little), (more, much) = points
@@ -163,11 +167,11 @@ def _slope(points: Sequence[tuple[float, float]], alone: float) -> float:
 
 
 def fit(flight: Flight, weights: Sequence[int] | None = None, near: Curve | None = None) -> Curve:
-    """Return the curve of the calls that say their tokens.
+    """Return the curve that fits the calls whose tokens are known.
 
     Args:
         weights: How often each call counts; None to count each once.
-        near: A curve that is about right, from which the fit is quicker.
+        near: A similar curve to start from, which makes the fit faster.
     """
     counts = weights or [1] * len(flight.tokens)
     written = [float(tokens * count) for tokens, count in zip(flight.tokens, counts, strict=True)]
@@ -188,9 +192,9 @@ def fit(flight: Flight, weights: Sequence[int] | None = None, near: Curve | None
 
 
 def _leap(rates: Sequence[float], once: Sequence[float], twice: Sequence[float]) -> list[float]:
-    """Return the rates where two iterations point to.
+    """Extrapolate the rates from two iterations of the fit, which saves many iterations.
 
-    The scheme S3 of Varadhan and Roland (2008), of the logarithms.
+    The scheme is S3 of Varadhan and Roland (2008), on the logarithms.
     """
     steps = [math.log(new / old) if old else 0.0 for new, old in zip(once, rates, strict=True)]
     bends = [
@@ -225,7 +229,9 @@ def _improved(
 
 
 def _ordered(rates: Sequence[float], means: Sequence[float], spent: Sequence[float]) -> list[float]:
-    """Return the rates with which no replica does less, and no request gets more, the more are in flight."""
+    """Return the nearest rates with which, for more requests, no replica is slower and no request is
+    faster.
+    """
     bins = [bin_ for bin_, ns in enumerate(spent) if ns]
     requests = [means[bin_] for bin_ in bins]
     walls = [spent[bin_] / mean for bin_, mean in zip(bins, requests, strict=True)]
@@ -236,7 +242,7 @@ def _ordered(rates: Sequence[float], means: Sequence[float], spent: Sequence[flo
 
 
 def _ascending(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Return the nearest values that never fall: those that do are pooled into their mean."""
+    """Return the nearest ascending values: neighbours that fall are replaced by their mean."""
     pools: list[tuple[float, float, int]] = []
     for value, weight in zip(values, weights, strict=True):
         pool = (value, weight, 1)

@@ -14,20 +14,22 @@ from stepscope_report.table import grouped
 from stepscope_report.whatif.model import Call, Phase, Trajectory
 
 _QUEUED = 0.02
-"""Tools, and requests, queue if their waits are at least this part of their work."""
+"""Tools, or requests, are taken to queue if their waits are at least this part of their work."""
 _FULL = 0.9
-"""Part of the time with a queue in which a replica serves as many as it can, if it has a limit."""
+"""A replica has a limit if it serves its largest number of requests for this part of the time with a
+queue.
+"""
 _HANDED_ON = 0.9
-"""Part of the later trajectories that start as others end, if they have a limit."""
+"""The driver has a limit if this part of the later trajectories start as others end."""
 _HAND_OVER_NS = 2_000_000
-"""A place that is free for less was handed on."""
+"""A place that is free for less than this was handed on to the next trajectory."""
 
 _Pair = tuple[int, int]
 """(start, end)."""
 
 
 def peak(pairs: Iterable[_Pair]) -> int:
-    """Return the most intervals that run at once."""
+    """Return the largest number of intervals that run at once."""
     most = running = 0
     for _, change in _changes(pairs):
         running += change
@@ -84,7 +86,7 @@ def _shortened(trajectory: Trajectory, full: Sequence[_Pair]) -> tuple[Phase, ..
 
 
 def _waited(phase: Phase, full: Sequence[_Pair]) -> int:
-    """Return the part of the gap that ends at its end and in which all places were taken."""
+    """Return the part of a phase's preceding gap, up to the gap's end, in which all places were taken."""
     start_ns = phase.calls[0].start_ns
     place = bisect_right(full, (start_ns, 0)) - 1
     if place < 0 or full[place][1] < start_ns - _HAND_OVER_NS:
@@ -99,7 +101,8 @@ def _gaps_ns(trajectories: Iterable[Trajectory]) -> int:
 def slots_of_replicas(generations: Sequence[Call]) -> int | None:
     """Return the number of requests that a replica serves at once, or None if nothing shows a limit.
 
-    It shows if requests wait in front of replicas, and these serve the same number then, nearly all the time.
+    A limit shows if requests wait in front of replicas that serve the same number of requests for nearly all
+    of that time.
     """
     if sum(call.wait_ns for call in generations) < _QUEUED * sum(call.busy_ns for call in generations):
         return None
@@ -133,7 +136,7 @@ def _served_with_a_queue(calls: Iterable[Call]) -> Counter[int]:
 def trajectories_at_once(trajectories: Sequence[Trajectory]) -> int | None:
     """Return the number of trajectories that the driver runs at once, or None if nothing shows a limit.
 
-    It shows if nearly all that start later bring the number back to its peak.
+    A limit shows if nearly every later start brings the number back to its peak.
     """
     starts = sorted(trajectory.start_ns for trajectory in trajectories)
     ends = sorted(trajectory.end_ns for trajectory in trajectories)

@@ -18,30 +18,30 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One call of a trajectory: of a replica, of a tool, or of a reward."""
 
     number: int
-    """Its place among all calls of the step."""
+    """Index of the call among all calls of the step."""
     kind: CallKind
     start_ns: int
     end_ns: int
     offset_ns: int = 0
-    """From the begin of its phase."""
+    """Start of the call in ns after the start of its phase."""
     wait_ns: int = 0
-    """The part of the call in which it waited: a tool for a place in the pool, a generation for a slot."""
+    """The part of the call in which it waited: a tool for a place in the pool, or a generation for a slot."""
     replica: int | None = None
     """The index in `Rollout.replicas` of a generation's replica."""
     tokens: int | None = None
-    """Tokens that a generation wrote, or None if no span says it."""
+    """Number of tokens that a generation wrote, or None if no span states it."""
 
     @property
     def busy_ns(self) -> int:
-        """Return its length without its wait."""
+        """Return the length of the call without its wait."""
         return self.end_ns - self.start_ns - self.wait_ns
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """Calls that run at once. The next phase begins when all have ended."""
+    """Calls that run at once. The next phase begins when all of them have ended."""
 
     gap_ns: int
-    """Time before it in which the trajectory called nothing."""
+    """Time before the phase in which the trajectory had no call."""
     calls: tuple[Call, ...]
 
 
@@ -53,9 +53,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: int
     phases: tuple[Phase, ...]
     rest_ns: int
-    """Time after its last phase."""
+    """Time after the last phase of the trajectory."""
     consumed: bool = True
-    """False if the step does not consume it: it only loads the replicas and the tools."""
+    """False if the step does not consume the trajectory, which then only loads the replicas and the tools."""
 
     def calls(self) -> Iterator[Call]:
         for phase in self.phases:
@@ -65,23 +65,25 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         return [call for call in self.calls() if call.kind == "generate"]
 
     def tokens(self) -> int:
-        """Return the tokens that it wrote, as far as they are known."""
+        """Return the number of tokens that the trajectory wrote, as far as known."""
         return sum(call.tokens or 0 for call in self.generations())
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int
-    """Unix ns."""
+    """Start of the rollout in unix ns."""
     trajectories: tuple[Trajectory, ...]
     """The trajectories in the order of their starts."""
     replicas: tuple[str, ...]
-    """Their names; the last is `unknown` if some calls name none."""
+    """Names of the replicas. The last one is `unknown` if some calls name no replica."""
     tool_pool: int | None = None
-    """Tools that can run at once, or None if no tool waited for a place."""
+    """Number of tools that can run at once, or None if no tool waited for a place."""
     at_once: int | None = None
-    """Trajectories that can run at once, or None if nothing shows a limit."""
+    """Number of trajectories that can run at once, or None if nothing shows a limit."""
     slots: int | None = None
-    """Requests that a replica serves at once, or None if no request waited in front of one."""
+    """Number of requests that a replica serves at once, or None if no request waited in front of a
+    replica.
+    """
 
     @property
     def consumed(self) -> int:
@@ -90,7 +92,9 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wall_ns(self) -> int:
-        """Return the time until the last trajectory that the step consumes had ended."""
+        """Return the time from the start of the rollout to the end of the last trajectory that the step
+        consumes.
+        """
         return max(trajectory.end_ns for trajectory in self.trajectories if trajectory.consumed)
 
     def calls(self) -> list[Call]:
@@ -109,7 +113,9 @@ class DriverStage(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """A step as the replay sees it: stages, the rollout, stages."""
+    """A step as the replay sees it: the driver's stages before the rollout, the rollout, and the stages after
+    it.
+    """
 
     number: int
     run_id: str

@@ -37,23 +37,25 @@ from stepscope_report.whatif.replay import Rules, assignment, replay
 
 
 class Saving(NamedTuple):
-    """Predicted time that a step loses by a change, in ns. Negative: it takes longer."""
+    """Time that a change is predicted to save per step, in ns. Negative if the step takes longer."""
 
     saving_ns: int
     error_ns: int
-    """Half of the interval of 95 %, to its farther end."""
+    """Half width of the interval of 95 %: the distance to its farther end."""
 
 
 WhatIf: TypeAlias = Callable[[Options], Saving | None]
 
 
 def no_saving(options: Options) -> None:
-    """Predict nothing."""
+    """Return None: predict no saving."""
     return
 
 
 def savings_of(timeline: Timeline) -> WhatIf:
-    """Return a function that predicts the saving of a change. It returns None where what-if refuses."""
+    """Return a function that predicts the saving of a change, or returns None if what-if refuses the
+    change.
+    """
 
     @cache
     def step() -> Predicting | None:
@@ -80,11 +82,13 @@ def savings_of(timeline: Timeline) -> WhatIf:
 
 ROLLOUT = "rollout"
 BESIDE = "runs beside others"
-"""Name of the time that stages run at once."""
+"""Name of the stage that stands for the time in which stages run at once."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """A step: its stages in order, by name. What runs at once is a stage of its own, of negative time."""
+    """Length of a step: its stages by name, in order. Time in which stages run at once is a stage of negative
+    length.
+    """
 
     stages: tuple[tuple[str, float], ...]
 
@@ -113,7 +117,7 @@ def outcome(step: Step, changes: Changes, ends_ns: Sequence[float]) -> Outcome:
 
 
 def _scored(after: Sequence[DriverStage], ended: Sequence[float]) -> list[DriverStage]:
-    """Return the stages with what is left of the reward's after the rollout.
+    """Return the stages after the rollout, with only the rest of the reward's.
 
     The trajectories are scored one after the other, as they end. Each takes the same part of the stage.
     """
@@ -129,21 +133,23 @@ def _scored(after: Sequence[DriverStage], ended: Sequence[float]) -> list[Driver
 
 
 def _beside(before: Sequence[DriverStage], rollout_ns: float, after: Sequence[DriverStage]) -> float:
-    """Return the time that the training and the next rollout run at once. Weights move while neither does."""
+    """Return the time in which the training and the next rollout run at once, without the time in which
+    weights move.
+    """
     generates = rollout_ns + sum(stage.wall_ns for stage in before if stage.kind != "weights")
     trains = sum(stage.wall_ns for stage in after if stage.kind != "weights")
     return min(generates, float(trains))
 
 
 LIMIT = 0.03
-"""The unchanged replay may be off by this part of the step."""
+"""Largest error of the unchanged replay, as a part of the step."""
 RESIDUAL = 0.5
-"""The largest residual of the fit with which a generation may need what its duration gives."""
+"""Largest residual of the fit with which the durations of generations are used as their work."""
 _ROUNDS = 40
 _FEWEST = 8
-"""Rounds of a step with many calls."""
+"""Smallest number of rounds, for a step with many calls."""
 _CALLS = 40_000
-"""Calls of all rounds together, unless these are the fewest."""
+"""Number of calls of all rounds together that limits the number of rounds."""
 
 Work: TypeAlias = Literal["tokens", "durations"]
 
@@ -173,11 +179,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     speeds: tuple[float, ...]
     """The speed of each replica; 1 is the curve's speed."""
     tool_pool: int | None
-    """Tools at once, or None if tools do not wait for each other."""
+    """Number of tools that can run at once, or None if tools do not wait for each other."""
     at_once: int | None
-    """Trajectories at once, or None if nothing shows a limit."""
+    """Number of trajectories that can run at once, or None if nothing shows a limit."""
     slots: int | None
-    """Requests at once in each replica, or None for all."""
+    """Number of requests that each replica serves at once, or None for all."""
     work: Work
     residual: float
     """Standard deviation of ln(tokens / tokens by the curve) over the generations."""
@@ -194,7 +200,7 @@ class _Played(NamedTuple):
 
 
 class _Service:
-    """Replicas of the step as a model: their curve, their speeds, and what each generation needs of them."""
+    """Model of the step's replicas: their curve, their speeds, and the tokens that each generation needs."""
 
     def __init__(self, step: Step, calls: Sequence[Call], slots: int | None) -> None:
         """
@@ -232,11 +238,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """The changes in words; empty if the step is replayed as it is."""
     measured_ns: int
     replayed_ns: int
-    """The replay without a change."""
+    """Length of the step in the replay without a change."""
     predicted_ns: int
     low_ns: int
     high_ns: int
-    """The interval of 95 %."""
+    """End of the interval of 95 %, which begins at `low_ns`."""
     change: float
     """The relative change of the step's time: -0.1 is 10 % less."""
     stages: tuple[StageTime, ...]
@@ -268,7 +274,7 @@ class Predicting:
         _check_tokens(step, self._calls)
 
     def predict(self, options: Options) -> Prediction:
-        """Return the predicted time with the changes of `options`. Raises as the function `predict`."""
+        """Return the predicted time with the changes of `options`. Raises as `predict` does."""
         changes = changes_of(options, self._step)
         service, work, unchanged = self._fitting
         changed = self._replayed(service.played(self._step.rollout.trajectories, work), changes)
@@ -292,7 +298,7 @@ class Predicting:
 
     @cached_property
     def _fitting(self) -> tuple[_Service, Work, Outcome]:
-        """The service and the works with which the unchanged replay fits the step, and that replay."""
+        """Return the service and the work with which the unchanged replay fits the step, and that replay."""
         rollout, works = self._step.rollout, get_args(Work)
         tried: list[Outcome] = []
         for slots in dict.fromkeys((rollout.slots, None)):
@@ -325,7 +331,7 @@ class Predicting:
         return outcome(self._step, changes, list(compress(ends_ns, consumed)))
 
     def _interval(self, ratio: float, changes: Changes) -> tuple[float, float]:
-        """Return the interval of the ratio. It is in it."""
+        """Return the interval of the ratio, which always contains the ratio."""
         if not changes.words:
             return ratio, ratio
         logs = [
@@ -337,7 +343,7 @@ class Predicting:
 
     @cached_property
     def _rounds(self) -> list[tuple[_Played, float]]:
-        """Resamples, and the ns of the step in the unchanged replay of each."""
+        """Return resamples of the step, and the length in ns of each in the unchanged replay."""
         rounds = max(_FEWEST, min(_ROUNDS, _CALLS // max(1, len(self._step.rollout.calls()))))
         generator = random.Random(0)
         resamples = [self._resampled(generator) for _ in range(rounds)]
@@ -420,7 +426,7 @@ def _misfit(step: Step, replayed: Outcome) -> str:
 
 
 def _why_not(slots: int | None) -> str:
-    """Return what the replay has tried, as the reason for its misfit."""
+    """Return the reason for the replay's misfit: what was tried."""
     if slots is None:
         return (
             "The tokens of its generations do not explain their times, if replicas serve all requests at "

@@ -26,10 +26,10 @@ from stepscope_report.whatif.model import (
 )
 
 _BESIDE = 0.03
-"""Part of the step that the driver may spend in other stages while trajectories run."""
+"""Largest part of the step that the driver may spend in other stages while trajectories run."""
 _REWARD = re.compile(r"reward|score", re.IGNORECASE)
 REST = "between stages"
-"""Name of the time in which the driver is in no stage."""
+"""Name of the stage for the time in which the driver is in no stage."""
 
 
 def driver_stages(
@@ -47,7 +47,9 @@ def driver_stages(
 
 
 def _stages(timeline: Timeline, begin_ns: int, end_ns: int) -> Iterator[Span]:
-    """Yield the outermost spans of the driver. One around the rollout and more is replaced by those below."""
+    """Yield the outermost spans of the driver. A span around the rollout and more is replaced by the spans
+    below it.
+    """
     below: dict[int | None, list[int]] = {}
     for index, span in enumerate(timeline.spans):
         if timeline.processes[span.process].owner and span.trajectory is None:
@@ -96,7 +98,7 @@ def _stages_kind(span: Span) -> StageKind:
 TRAJECTORY = "trajectory"
 """The stage of the span around a trajectory."""
 UNKNOWN = "unknown"
-"""The replica of calls whose spans name none."""
+"""Name of the replica of calls whose spans name none."""
 _SAME_CALL_NS = 1_000_000
 """The longest gap between two phases of one call."""
 
@@ -182,7 +184,7 @@ class _Reading:
             )
 
     def _resumed(self) -> int:
-        """Return the number of trajectories that `consume` named, and that ran on from an earlier step."""
+        """Return the number of trajectories that `consume` named and that began in an earlier step."""
         if self._timeline.taken is None:
             return 0
         begun = {self._timeline.spans[root].trajectory for root in self._roots}
@@ -226,7 +228,9 @@ class _Reading:
             )
 
     def _grouped(self, root: int) -> list[list[int]]:
-        """Return the outermost spans of a trajectory that are calls. Phases of one request are one call."""
+        """Return the outermost spans of a trajectory that are calls, grouped: phases of one request are one
+        call.
+        """
         spans = self._timeline.spans
         outermost = [
             index
@@ -242,7 +246,7 @@ class _Reading:
         return groups
 
     def _is_inside(self, index: int) -> bool:
-        """Return whether a span around it is a call."""
+        """Return whether a span above this one is a call."""
         outer = above(self._timeline, self._timeline.spans[index])
         around = takewhile(lambda span: span.stage != TRAJECTORY, outer)
         return any(_kind(span) is not None for span in around)
@@ -304,7 +308,7 @@ def _continues(before: Span, after: Span) -> bool:
 
 
 def _phases(calls: Iterable[Call], begin_ns: int) -> tuple[tuple[Phase, ...], int]:
-    """Return the calls in phases, and the end of the last. Calls that overlap are of one phase."""
+    """Return the calls in phases, and the end of the last phase. Calls that overlap are in one phase."""
     phases: list[Phase] = []
     group: list[Call] = []
     until_ns = from_ns = begin_ns

@@ -25,11 +25,11 @@ _NEVER = float("inf")
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """The resources of a replay, and who takes which."""
+    """The resources of a replay, and the replica of each generation."""
 
     curve: Curve
     speeds: tuple[float, ...]
-    """The factor of each replica's speed to the curve."""
+    """Speed of each replica relative to the curve."""
     works: Sequence[float]
     """The tokens that each generation needs, by `Call.number`."""
     assigned: Sequence[Sequence[int]] | None = None
@@ -50,7 +50,7 @@ def replay(trajectories: Sequence[Trajectory], rules: Rules) -> list[float]:
 _Placed: TypeAlias = "tuple[int, Call]"
 """A call of a trajectory in the replay."""
 _Event: TypeAlias = "tuple[float, int, int, int, Call | None]"
-"""(time, order, kind, trajectory, call). A negative order is a replica, whose next request ends."""
+"""(time, order, kind, trajectory, call). A negative order stands for a replica whose next request ends."""
 _START, _CALL, _DONE, _END = range(4)
 
 
@@ -59,15 +59,17 @@ class _Replica:
 
     def __init__(self, rate_of: Callable[[int], float], speed: float, slots: int | None) -> None:
         self.ends_at = _NEVER
-        """Time at which its next request ends."""
+        """Time at which the replica's next request ends."""
         self.requests: list[tuple[float, int, _Placed]] = []
         self.waiting: deque[tuple[int, float, _Placed]] = deque()
-        """Requests that have no slot: order, work and call."""
+        """Requests that wait for a slot: (order, work, call)."""
         self._rate_of, self._speed, self._slots = rate_of, speed, slots
         self._rate = 0.0
         """The present rate of each request."""
         self._served, self._at = 0.0, 0.0
-        """Tokens that a request in flight all the time has got, up to that time."""
+        """Tokens that a request in flight since the start would have got, and the time up to which they are
+        counted.
+        """
 
     @property
     def load(self) -> int:
@@ -83,7 +85,7 @@ class _Replica:
         self._plan(at)
 
     def pop(self) -> _Placed:
-        """Remove the request that ends now, and serve the first that waits."""
+        """Remove the request that ends now, and start the first one that waits."""
         self._served, _, placed = heappop(self.requests)
         if self.waiting:
             order, work, first = self.waiting.popleft()
@@ -111,7 +113,7 @@ class _Replay:
         self._order = 0
         self._phase = [0] * len(trajectories)
         self._running = [0] * len(trajectories)
-        """Calls of the present phase that have not ended."""
+        """Number of calls of each trajectory's present phase that have not ended."""
         self._generated = [0] * len(trajectories)
         self._ends = [0.0] * len(trajectories)
         self._waiting: deque[_Placed] = deque()
@@ -206,12 +208,12 @@ def assignment(
     """Return the replica of each generation by trajectory, or None to use the replica with the
     fewest requests in flight.
 
-    If only the number of replicas changes, trajectories take them in turn; single generations do if the
-    measured trajectories changed theirs.
+    If only the number of replicas changes, trajectories are dealt to the replicas in turn; single generations
+    are, if measured trajectories used several replicas.
 
     Args:
-        works: By `Call.number`: the tokens that a generation needs.
-        replicas: Their number in the measured step.
+        works: The tokens that each generation needs, by `Call.number`.
+        replicas: Number of replicas in the measured step.
     """
     if changes.balance == "load":
         return None
@@ -229,7 +231,7 @@ def assignment(
 
 
 def _by_length(trajectories: Sequence[Trajectory], works: Sequence[float], replicas: int) -> list[list[int]]:
-    """Deal whole trajectories, the longest first, each to the replica that has the fewest tokens so far."""
+    """Assign whole trajectories, the longest first, each to the replica with the fewest tokens so far."""
     lengths = [sum(works[call.number] for call in played.generations()) for played in trajectories]
     loads = [0.0] * replicas
     dealt: list[list[int]] = [[] for _ in trajectories]

@@ -1,6 +1,6 @@
 """MLflow: a step's figures as metrics, and its page as an artifact.
 
-They go to the run that MLFLOW_RUN_ID names, or to one of their own. Store and experiment are those of
+Both go to the run that MLFLOW_RUN_ID names, or to a new run. Store and experiment are those of
 MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.
 """
 
@@ -15,7 +15,7 @@ from stepscope_report.writers.protocol import ReportedStep
 
 TAG = "stepscope.run_id"
 MOST = 1000
-"""Metrics that one request to MLflow may hold."""
+"""Largest number of metrics in one request to MLflow."""
 
 
 def on_report(step: ReportedStep) -> None:

@@ -1,4 +1,4 @@
-"""Readers of what lies in a step's folder, and the contract for further ones (`stepscope.readers`)."""
+"""Readers of the files in a step's folder, and the contract for further ones (`stepscope.readers`)."""
 
 from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import chrome_events

@@ -11,16 +11,20 @@ from typing import BinaryIO
 from stepscope.files.storage.reading import open_file
 
 BLOCK = 1 << 17
-"""Bytes of a block: it, its copy with changes and its events as objects fit into a core's cache together.
+"""Number of bytes of a block. The block, its changed copy and its events as objects fit into a core's cache
+together. igzip takes a sixth longer with blocks of half the size.
 
-igzip takes a sixth longer for such a text in blocks of half the size."""
+igzip takes a sixth longer for such a text in blocks of half the size.
+"""
 _STEP = 1 << 12
 _KEPT = 8 << 20
 _GZIP = b"\x1f\x8b"
 INFLATED = 250
-"""Times the size of its file that gzip may inflate to: traces do to 10 to 50 times, deflate can to 1,032."""
+"""Largest ratio of inflated to compressed size that is accepted: traces reach 10 to 50, deflate allows
+1,032.
+"""
 _SMALL = 64 << 20
-"""Bytes that any file may inflate to."""
+"""Number of bytes that any file may inflate to, whatever the ratio."""
 
 
 @cache
@@ -33,13 +37,13 @@ def keep_memory() -> None:
 
 
 class Notes:
-    """Unusable parts of one file: each kind of problem, with the number of events."""
+    """Unusable parts of one file: each kind of problem, with the number of affected events."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int | None] = {}
 
     def file(self, what: str) -> None:
-        """Note a problem of the whole file."""
+        """Record a problem of the whole file."""
         self.counts[what] = None
 
     def events(self, what: str, count: int = 1) -> None:
@@ -88,7 +92,9 @@ def _gunzip(
     from isal import igzip_lib  # not when a report imports this package
 
     start, taken, given, inflated = 0, len(data), 0, 0
-    """Bytes: of the file before this member, of those read, from this member, and from all."""
+    """Numbers of bytes: in the file before this member, read, yielded from this member, yielded from all
+    members.
+    """
     try:
         member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
         while True:
@@ -122,7 +128,8 @@ def _gunzip(
 
 
 def _slowly(path: Path, start: int, given: int) -> Iterator[bytes]:
-    """Yield the bytes of a damaged member beyond the first `given`: without its checksum, in small steps.
+    """Yield the bytes of a damaged member beyond the first `given`: without a check of its checksum, in small
+    steps.
 
     A decompressor that fails returns nothing of the block in which it failed.
     """

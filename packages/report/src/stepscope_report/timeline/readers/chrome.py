@@ -32,7 +32,7 @@ _START = re.compile(rb"(?:\xef\xbb\xbf)?\s*")
 _FARTHEST_NS = 1 << 62
 _NOTHING = b" \t\r\n,}\0"
 _FIRST_BLOCK = 1 << 14
-"""Bytes of the first block: more than most files have before their events. They are read twice."""
+"""Number of bytes of the first block: more than most files have before their events. It is read twice."""
 _LAST_BLOCKS = 4
 """Number of blocks at the end that are searched for the fields behind the events."""
 
@@ -57,7 +57,7 @@ class DeviceProperties(msgspec.Struct, frozen=True):
 
 
 class TraceFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields around the events, or None if the file does not contain the field."""
+    """Fields around the events. A field is None if the file does not contain it."""
 
     base_ns: int | None = None
     distributed: Distributed | None = None
@@ -92,7 +92,9 @@ class ChromeTrace:
         return _typed(raw_fields, first)
 
     def _behind(self, fields: dict[str, msgspec.Raw]) -> bool:
-        """Take the fields behind the events from the file's end. False: they were not found there."""
+        """Add the fields behind the events, from the file's end. Return False if they were not found
+        there.
+        """
         blocks = deque(read_blocks(self.path, Notes(), None), _LAST_BLOCKS)
         text = b"".join(blocks)
         start = BOUNDARY.search(text)
@@ -201,7 +203,7 @@ def _array(text: bytes) -> tuple[int, int] | None:
 
 
 def _object(text: bytes) -> dict[str, msgspec.Raw]:
-    """Return the fields of `text`, an object with perhaps a trailing comma. Empty: it is damaged."""
+    """Return the fields of `text`, an object with perhaps a trailing comma; empty if it is damaged."""
     text = re.sub(rb",\s*\}\s*\Z", b"}", text.rstrip(b" \t\r\n\0"))
     for prepared in (bytes, mend):
         try:

@@ -1,8 +1,8 @@
 """Contract of readers of other files than Chrome traces: the entry points `stepscope.readers`.
 
 An entry point names a class (or function) that is called without arguments and gives a `Reader`. The merge
-asks every reader about every file below a step's `traces`; the first that claims one reads it. Whatever a
-reader raises costs its file and is named; it never ends the merge.
+asks every reader about every file below a step's `traces`; the first that claims one reads it. If a reader
+raises, its file is left out and the error is listed; the merge goes on.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of a reader to a file that it knows."""
 
     read: bool = True
-    """False: the file is not read, and no other reader is asked."""
+    """False if the file is not read by any reader."""
     why: str | None = None
     """Reason why it is not read, with the fix if there is one; listed with the left-out files. None if the
     file
@@ -96,7 +96,7 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
     """`GPU 0`, `NPU 3`: the device whose work its slices are, by their categories, or None if they are of
     no device."""
     sort: int = 0
-    """Its place among the recording's tracks."""
+    """Place of the track among the recording's tracks."""
     overlapping: bool = False
     """True if slices on it overlap without nesting. It is then drawn as several lines, and its slices must
     come in the order of their starts."""

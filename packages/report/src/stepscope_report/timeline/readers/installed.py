@@ -22,7 +22,7 @@ _METHODS = ("claims", "open")
 class Readers:
     """Readers in the order in which they are asked, with the problems of those that fail.
 
-    Those of packages come first, by name, because they know their files better.
+    Readers of other packages come first, by name, because they know their files better.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def undeclared(track: Track) -> ValueError:
 
 @contextmanager
 def failure_noted(reader: Reader, notes: Notes) -> Iterator[None]:
-    """Note what a reader raises in the block, and end the block there."""
+    """Record an exception that a reader raises in the block as a note, and end the block there."""
     try:
         yield
     except RecordError as error:

@@ -21,7 +21,7 @@ _CANDIDATES = 256
 _SPARE = 100
 """Depth of calls to reserve. msgspec counts a call like a bracket."""
 BARREN = 2 * LONGEST
-"""Bytes without an event after which the search ends."""
+"""Number of bytes without an event after which the search ends."""
 _REACH = 4
 """Limit on the search beyond parts that are no JSON, as a multiple of the size of the damaged text."""
 _OVERLAP = 256
@@ -45,7 +45,9 @@ _ESCAPE = re.compile(
     rb"|(\\ud[89a-f][0-9a-f]{2})|([\x00-\x1f])|\\",
     re.IGNORECASE,
 )
-"""Sound JSON (1), half a surrogate pair (2), a control character (3), a backslash that escapes nothing."""
+"""Groups: sound JSON (1), half a surrogate pair (2), a control character (3), a backslash without a valid
+escape.
+"""
 raw_elements = msgspec.json.Decoder(list[msgspec.Raw]).decode
 """Decoder of an array into undecoded elements."""
 T = TypeVar("T")
@@ -55,9 +57,9 @@ class Elements(Generic[T]):
     """Splits the text of an array into its elements. Feed it the text from behind the `[` on.
 
     Reading takes linear time, whatever the text is. Text that is no sound JSON is split where events seem to
-    begin. Brackets are counted only in a part that is still no JSON. How far that may look beyond the part is
-    limited to a multiple of the text. An element that does not end is looked at again when the text has
-    grown to twice its size, and given up at `LONGEST`.
+    begin. Brackets are counted only in a part that is still no JSON. The search beyond such a part is limited
+    to a multiple of the text's size. An element that does not end is looked at again when the text has grown
+    to twice its size, and given up at `LONGEST`.
     """
 
     def __init__(self, notes: Notes, parse: Callable[[bytes], T]) -> None:
@@ -72,15 +74,15 @@ class Elements(Generic[T]):
         self._notes = notes
         self._rest = b""
         self._enough = 0
-        """Bytes of text below which looking at `_rest` again is too early."""
+        """Number of bytes of text below which it is too early to look at `_rest` again."""
         self._barren = 0
-        """Bytes since the last event."""
+        """Number of bytes since the last event."""
         self._astray = False
-        """True if the text goes on inside an element that was given up."""
+        """True if the text continues inside an element that was given up."""
 
     @property
     def given_up(self) -> bool:
-        """True if too much text held no event, and the rest is not looked at."""
+        """True if so much text held no event that the rest is ignored."""
         return self.trailer is None and self._barren > BARREN
 
     def feed(self, block: bytes) -> Iterator[T]:
@@ -116,12 +118,14 @@ class Elements(Generic[T]):
             self._rest = text
 
     def end(self) -> Iterator[T]:
-        """Yield what is left when the text is over."""
+        """Yield the elements that are left at the end of the text."""
         if self.trailer is None:
             yield from self._recover(self._rest, last=True)
 
     def _recover(self, text: bytes, *, last: bool) -> Iterator[T]:
-        """Yield the sound elements of damaged text, at most one batch. The part that may go on is kept."""
+        """Yield the sound elements of damaged text, at most one batch. A last part that may continue is
+        kept.
+        """
         self._rest = b""
         sound: list[bytes] = []
         at, credit = 0, _REACH * len(text)
@@ -152,7 +156,7 @@ class Elements(Generic[T]):
             limit: The farthest end that is looked for.
 
         Returns:
-            Where to go on, and how far the text was looked at.
+            The offset at which to continue, and the offset up to which the text was searched.
         """
         is_final = bound == len(text)
         reached = bound
@@ -181,7 +185,9 @@ class Elements(Generic[T]):
         return max(at, bound), reached
 
     def _may_go_on(self, text: bytes, start: int, limit: int, last: bool, is_final: bool) -> bool:
-        """Keep the text from `start` on for the next block, if an element may begin there and end later."""
+        """Keep the text from `start` on for the next block if an element may begin there and end later.
+        Return whether it was kept.
+        """
         size = len(text) - start
         begins = text[start : start + 1] in (b"{", b"[", b'"')
         if last or size >= LONGEST or limit < len(text) or not (is_final or begins):
@@ -211,7 +217,7 @@ def _are_objects(part: bytes) -> bool:
 
 
 def _deeper(element: bytes) -> bytes:
-    """Wrap an element in brackets, so that a later reader at a greater depth has stack enough."""
+    """Wrap an element in brackets, to make sure that a later reader at a greater depth has enough stack."""
     return b"[" * _SPARE + element + b"]" * _SPARE
 
 
@@ -250,7 +256,7 @@ def _sound(text: bytes, parse: Callable[[bytes], T]) -> T | None:
 
 
 def last_boundary(text: bytes) -> int:
-    """Return the offset behind the last comma that seems to separate two objects. 0: none."""
+    """Return the offset behind the last comma that seems to separate two objects, or 0 if there is none."""
     at = text.rfind(b"{")
     for _ in range(_CANDIDATES):
         if at <= 0:

@@ -176,7 +176,7 @@ class _Export:
                 raise RecordError("it holds no export of nsys (no StringIds)")
             failing.pop_all()
         self._linked = False
-        """True if the temporary tables say which call launched what."""
+        """True if the temporary tables tell which call launched which device event."""
 
     def close(self) -> None:
         self._database.close()
@@ -241,7 +241,7 @@ class _Export:
         return self._strings[number]
 
     def _warnings(self) -> Iterator[Event]:
-        """Note what nsys says about its own recording, such as events that it lost."""
+        """Record nsys' own notes about its recording, such as lost events."""
         if self._has(DIAGNOSTIC, "severity", "text"):
             query = f"SELECT DISTINCT text FROM {DIAGNOSTIC} WHERE severity IN (?, ?) LIMIT ?"
             for (text,) in self._database.execute(query, (WARNING, ERROR, _WARNINGS)):
@@ -249,7 +249,7 @@ class _Export:
         yield from ()
 
     def _link(self) -> Iterator[Event]:
-        """Note on disk the first device event that each call launched: arrows connect the two."""
+        """Store on disk the first device event that each call launched, because arrows connect the two."""
         linked = [device.table for device in DEVICES if self._has(device.table, "correlationId", "globalPid")]
         if not linked or not self._has(RUNTIME, "correlationId", "globalTid"):
             return

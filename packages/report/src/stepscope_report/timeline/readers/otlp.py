@@ -20,11 +20,11 @@ from stepscope.files.values import MAX_TEXT, AttrValue, bounded
 from stepscope_report.timeline.record_files import RecordFile
 
 MOST_SPANS = 200_000
-"""Spans taken from one file."""
+"""Largest number of spans that are taken from one file."""
 _MOST_ATTRIBUTES = 64
 _FARTHEST_NS = 1 << 62
 _OWN_SCOPE = "stepscope"
-"""The tracer of `writers.otel`: what it sent to the same collector is known from the span files."""
+"""Tracer name of `writers.otel`: spans that it sent to the same collector are already in the span files."""
 _TEXTS = frozenset(
     {
         "error.type",
@@ -54,13 +54,13 @@ _TEXTS = frozenset(
         "tool.name",
     }
 )
-"""Attributes whose text is kept: names and ids. Any text of another attribute could be a user's."""
+"""Attributes whose text is kept: names and ids. The text of any other attribute could be a user's."""
 _HEX = re.compile(r"[0-9a-f]+")
 Json: TypeAlias = Mapping[str, object]
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that made a span, as far as its resource attributes say."""
+    """The process that made a span, as far as its resource attributes tell."""
 
     service: str | None = None
     host: str | None = None
@@ -81,7 +81,9 @@ class OtlpSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     end_ns: int
     attrs: dict[str, AttrValue]
     error: str | None
-    """The type of the error that ended it; its message could quote a user."""
+    """The type of the error that ended the span, or None. The message is left out, because it could quote a
+    user.
+    """
 
 
 class OtlpFile(RecordFile):
@@ -95,7 +97,7 @@ class FieldError(ValueError):
 
 
 def read_otlp(path: Path, wanted: Callable[[OtlpSpan], bool]) -> OtlpFile:
-    """Return the wanted spans of a file. Damage is noted and ends no reading."""
+    """Return the wanted spans of a file. Damaged parts are noted and skipped."""
     file = OtlpFile(path)
     try:
         with open_file(path) as stream:
@@ -113,7 +115,7 @@ def read_otlp(path: Path, wanted: Callable[[OtlpSpan], bool]) -> OtlpFile:
 
 
 def _requests(stream: BinaryIO, file: OtlpFile) -> Iterator[Json]:
-    """Yield each request: one a line, or the whole file if its first line is none."""
+    """Yield each request: one for each line, or the whole file if its first line is not a request."""
     line = stream.readline(MAX_BYTES)
     if not line.strip():
         file.note("empty")

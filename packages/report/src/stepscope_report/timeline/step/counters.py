@@ -1,4 +1,4 @@
-"""Counters of a step: all of them on the clock of the capture's owner, and the last ones."""
+"""Counters of a step on the clock of the capture's owner, and the latest values of these."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _placed(file: CounterFile, process: int, place: Placement) -> Iterator[Count
 
 
 def latest_counters(step: StepLayout, run: str) -> list[tuple[ProcessInfo, tuple[CounterNow, ...]]]:
-    """Return the means of the last seconds in the files of counters, as a state of a process has them.
+    """Return the means over the last seconds of the counter files, in the form of a live process' state.
 
     Args:
         run: The id, as in file names, of the run whose files count.

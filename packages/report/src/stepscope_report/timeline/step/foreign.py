@@ -30,8 +30,9 @@ _PHASES = (
     ("prefill", f"{_LATENCY}time_in_model_prefill"),
     ("decode", f"{_LATENCY}time_in_model_decode"),
 )
-"""The phases of a vLLM request, in their order. SGLang's values would count the queue as prefill; its own
-spans are read instead."""
+"""The phases of a vLLM request, in their order. For SGLang its own spans are read instead, because such
+values would count the queue as prefill.
+"""
 _SGLANG = "sglang server"
 """The tracer of SGLang's spans."""
 _SGLANG_STAGES = {
@@ -43,11 +44,13 @@ _SGLANG_STAGES = {
     "decode_loop": "decode",
 }
 _RANKS = ("tp_rank", "pp_rank")
-"""Attributes of the span of a scheduler. Its ranks run the same passes for a request."""
+"""Attributes of a scheduler's span that number its rank. All ranks of an engine run the same passes for a
+request.
+"""
 _DEEPEST = 5
-"""Spans in one line, from the request to a token, and one to spare."""
+"""Largest number of spans on one path from a request to a token, plus one."""
 _THREAD = "thread_label"
-"""The attribute of the spans of SGLang's processes, whose names hold a host and a pid."""
+"""The attribute of SGLang's spans whose value holds the host and the pid of the process."""
 _FACTS = {
     "gen_ai.request.id": "request_id",
     "rid": "request_id",
@@ -60,7 +63,7 @@ _FACTS = {
     "llm.token_count.completion": "output_tokens",
     "llm.token_count.prompt_details.cache_read": "cached_tokens",
 }
-"""Attributes, and their names in stepscope (`record_request`)."""
+"""{attribute: its name in stepscope}, as in `record_request`."""
 _GENERATE, _TOOL, _AGENT = "generate", "tool", "agent"
 _KINDS = {
     "openinference.span.kind": {"LLM": _GENERATE, "TOOL": _TOOL, "AGENT": _AGENT},
@@ -72,7 +75,7 @@ _KINDS = {
         "invoke_agent": _AGENT,
     },
 }
-"""Attribute -> its value -> the kind of work."""
+"""{attribute: {value: kind of work}}."""
 _ROLES = {_GENERATE: "rollout", _TOOL: "env", _AGENT: "agent_loop"}
 _TOOL_NAMES = ("gen_ai.tool.name", "tool.name")
 
@@ -87,7 +90,7 @@ def is_of_engine(span: OtlpSpan) -> bool:
 
 
 def _engine_stage(span: OtlpSpan) -> str | None:
-    """Return the stage of a span that an engine made; None for any other."""
+    """Return the stage of a span that an engine made, or None for any other span."""
     if is_request(span):
         return "request"
     if span.scope != _SGLANG:
@@ -123,7 +126,7 @@ def without_copies(spans: Sequence[OtlpSpan]) -> list[OtlpSpan]:
 
 
 def _with_our_names(attrs: Mapping[str, AttrValue]) -> dict[str, AttrValue]:
-    """Return the attributes of a request, with the names of stepscope where there are any."""
+    """Return the attributes of a request, under stepscope's names where it has one."""
     named: dict[str, AttrValue] = {}
     for name, value in attrs.items():
         if name in _FACTS:
@@ -136,8 +139,8 @@ def _with_our_names(attrs: Mapping[str, AttrValue]) -> dict[str, AttrValue]:
 def phases(request: Span) -> Iterator[Span]:
     """Yield the phases of an engine's request, if the engine states the length of all of them.
 
-    It states no times. The phases are placed without gaps, and the last one ends with the last token: before
-    them the frontend read the prompt.
+    The engine states no start times. The phases are placed without gaps so that the last one ends with the
+    last token; before them, the frontend read the prompt.
     """
     if request.end_ns is None or request.dur_ns is None:
         return
@@ -162,7 +165,9 @@ def phases(request: Span) -> Iterator[Span]:
 
 
 def _until_ns(attrs: Mapping[str, AttrValue], dur_ns: int) -> int:
-    """Return the time from the arrival to the last token, or to the end of the span if it is not stated."""
+    """Return the time from the arrival to the last token, or to the end of the span if the last token is not
+    stated.
+    """
     seconds = attrs.get(f"{_LATENCY}e2e")
     return min(round(seconds * 1e9), dur_ns) if isinstance(seconds, float) and 0 < seconds < 1e6 else dur_ns
 
@@ -171,16 +176,16 @@ class Naming(NamedTuple):
     """The role, the stage and the attributes of a span in a step's timeline."""
 
     role: str | None
-    """The role; None for the role of the process."""
+    """The role of the span, or None for the role of its process."""
     stage: str
     attrs: dict[str, AttrValue]
 
 
 def naming(span: OtlpSpan, *, alone: bool) -> Naming:
-    """Return what stepscope calls a span.
+    """Return the names that stepscope gives a span.
 
     Args:
-        alone: No engine's own request is known, so that tokens are counted where an agent asks for them.
+        alone: True if no engine recorded its requests, so that tokens are counted on the agent's calls.
     """
     stage = _engine_stage(span)
     if stage is not None:
@@ -290,7 +295,9 @@ def _by_process(
 
 
 def _info(resource: Resource, serves: bool, timeline: Timeline) -> ProcessInfo:
-    """Return the identity of a process. It has the replica of the recorded process with its pid, if any."""
+    """Return the identity of a process, with the replica number of the recorded process of the same pid, if
+    any.
+    """
     host = _host(resource, timeline)
     known = (
         process.info.replica
@@ -310,7 +317,7 @@ def _info(resource: Resource, serves: bool, timeline: Timeline) -> ProcessInfo:
 
 
 def _host(resource: Resource, timeline: Timeline) -> str | None:
-    """Return the step's name of the resource's host; None if it is no host of the step."""
+    """Return the step's name of the resource's host, or None if it is no host of the step."""
     hosts = [process.info.host for process in timeline.processes]
     named = {host.partition(".")[0]: host for host in hosts} | {host: host for host in hosts}
     wanted = resource.host or ""
@@ -322,7 +329,7 @@ class _Placed(NamedTuple):
     own: TraceContext | None = None
     parent: TraceContext | None = None
     around: Span | None = None
-    """The request that it is a phase of."""
+    """The span of the request that this one is a phase of."""
 
 
 class _Merge:
@@ -338,9 +345,9 @@ class _Merge:
         }
         attributes = (span.attrs for span in timeline.spans if span.attrs)
         self._recorded = {attrs["request_id"] for attrs in attributes if "request_id" in attrs}
-        """Requests whose phases stepscope recorded."""
+        """Ids of requests whose phases stepscope recorded."""
         self._alone = not (engines or self._recorded)
-        """True if no engine recorded its requests."""
+        """True if no engine recorded the requests itself."""
         self.processes = list(timeline.processes)
         self.spans = list(timeline.spans)
 
@@ -402,7 +409,9 @@ class _Merge:
                 yield _Placed(phase, around=made)
 
     def link(self) -> None:
-        """Hang the spans below those that their trace context names, and into their trajectories."""
+        """Make the spans children of the spans that their trace context names, and parts of their
+        trajectories.
+        """
         self.spans = [
             msgspec.structs.replace(span) if at in self._parents else span
             for at, span in enumerate(self.spans)
@@ -417,7 +426,9 @@ class _Merge:
             self._inherit(index)
 
     def _inherit(self, index: int) -> None:
-        """Give the span, and those between, the trajectory and the turn of the nearest span above."""
+        """Copy the trajectory and the turn of the nearest span above that has them, to the span and to those
+        between.
+        """
         path: list[Span] = []
         at: int | None = index
         while at is not None and self.spans[at].trajectory is None:
@@ -440,7 +451,7 @@ class _Merge:
 
 
 def _same(process: Process) -> ProcessClock:
-    """Return the clock of a process beside one that was recorded."""
+    """Return the clock of a process that runs beside a recorded one."""
     alignment = "same host" if process.clock.alignment == "owner" else process.clock.alignment
     return msgspec.structs.replace(process.clock, alignment=alignment)
 

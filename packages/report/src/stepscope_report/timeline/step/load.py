@@ -112,7 +112,9 @@ def _artifacts(sources: Sequence[Source]) -> Iterator[Artifact]:
 
 
 def _lost_records(layout: StepLayout, sources: Sequence[Source]) -> Iterator[FileProblem]:
-    """Yield a problem for each process whose own files are not here, or hold less than its part promises."""
+    """Yield a problem for each process whose own files are missing here, or hold less than its part
+    promises.
+    """
     for source in sources:
         info, run_id, number, part = source.info, source.run_id, source.capture, source.part
         if part is None:
@@ -157,7 +159,7 @@ def span_bytes(path: str | os.PathLike[str]) -> int:
 def _order(source: Source) -> tuple[bool, bool, str, int, int]:
     """Return the sort key of a source: the owner first, then by role and rank.
 
-    If each rank opened a capture of its own, an owner that recorded other processes comes first, else rank 0.
+    If each rank opened its own capture, an owner that recorded other processes comes first, else rank 0.
     """
     part, info = source.part, source.info
     alone = part is None or not (part.clocks or part.absent)
@@ -210,7 +212,7 @@ def _assemble(
 
 
 def _metrics(layout: StepLayout, run_id: str, problems: list[FileProblem]) -> dict[str, float]:
-    """Return the numbers that the trainer logged. A damaged file becomes a problem."""
+    """Return the numbers that the trainer logged. A damaged file is added to `problems`."""
     try:
         return read_metrics(layout, run_id)
     except (OSError, RecordError) as error:
@@ -250,7 +252,7 @@ def _align(
 
 
 def align_without_owner(sources: Sequence[Source]) -> tuple[list[Aligned], Reference]:
-    """Align each source with the host of most of them, and return that host's clock."""
+    """Align each source with the host that most sources are on, and return that host's clock."""
     ((host, _),) = Counter(source.info.host for source in sources).most_common(1)
     reference = Reference(host, place=None, uncertainty_ns=0, offsets=())
     return [_align_one(source, reference) for source in sources], reference
@@ -271,7 +273,7 @@ def _lasted_ns(source: Source) -> int:
 def process_of(
     source: Source, name: str, aligned: Aligned, records: Sequence[Open], profiled: bool
 ) -> Process:
-    """Return a source in a timeline, with its times on the owner's clock."""
+    """Return a source as a process of the timeline, with its times on the owner's clock."""
     place, file, part = aligned.place, source.file, source.part
     closed_ns = None if source.closed is None else place(source.closed.mono_ns)
     opened_ns = place(source.opened.mono_ns)
@@ -315,7 +317,9 @@ def _spans(
 
 
 def _apart(spans: list[Span]) -> tuple[list[Span], list[Span]]:
-    """Separate the calls of `consume` and `step_tokens` from the other spans. No span runs below them."""
+    """Separate the calls of `consume` and `step_tokens` from the other spans. No spans are below such
+    calls.
+    """
     marks = [span for span in spans if _is_mark(span)]
     if not marks:
         return spans, []
@@ -332,7 +336,8 @@ def _taken(
 ) -> frozenset[str] | None:
     """Return the names of the trajectories that the step consumes, or None if the marks do not tell them all.
 
-    Names that no span here has are other ids than the spans' own, unless all of them began in earlier steps.
+    If no span here has one of the names, they are taken for ids of another kind, unless all these
+    trajectories began in earlier steps.
     """
     marks = [mark for mark in consumed if mark.step == step]
     names = frozenset(mark.trajectory for mark in marks if mark.trajectory is not None)

@@ -1,8 +1,8 @@
 """Timeline of traces that stepscope did not write: of torch.profiler, of engines, and of installed readers.
 
-Each process is known by its traces alone. Its rank is that of `distributedInfo`, or that a recording states;
-else that in the name of its file, or of a folder around it (`rank0`, `rank_0`, `rank-0`, or SGLang's `TP-0`
-without other dimensions); else unknown.
+Each process is known by its traces alone. Its rank is taken from `distributedInfo` or from the recording;
+else from the name of its file or of a folder around it (`rank0`, `rank_0`, `rank-0`, or SGLang's `TP-0`
+without other dimensions); else it is unknown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from stepscope_report.timeline.step.traces import StepFiles, TraceFile
 
 _SUFFIXES = (".json", ".json.gz")
 _OTHERS = (".sqlite", ".ncu-rep", ".pickle")
-"""Files of profilers that no reader reads unless it claims them."""
+"""Suffixes of profilers' files that are listed as unread unless a reader claims them."""
 _ASCEND = "_ascend_pt"
 _RANK = re.compile(r"(?:^|[^a-z])rank[-_]?(\d+)", re.IGNORECASE)
 _DIMENSION = re.compile(r"(?:^|[^A-Za-z])(tp|pp|dp|ep)[-_]?(\d+)(?=[^0-9]|$)", re.IGNORECASE)
@@ -71,14 +71,14 @@ class _Trace(NamedTuple):
 
 
 def has_traces(path: Path) -> bool:
-    """Return whether a path is, or has below it, a trace, or a recording that could be read."""
+    """Return whether a path is, or contains, a trace, or a recording that could be read."""
     readers = Readers()
     files = (FoundFile(path=file, name=file.name) for file in _below(path))
     return any(_is_trace(file) or _is_claimed(file, readers) for file in files)
 
 
 def is_ours(path: Path) -> bool:
-    """Return whether a folder is of a step, of a run or of runs, or lies inside a step."""
+    """Return whether a folder is a step's, a run's or one of runs, or lies inside a step."""
     layout = RunLayout(path)
     if path.is_file():
         return False
@@ -151,7 +151,7 @@ def _found(paths: Sequence[Path], root: Path) -> StepFiles:
 
 
 def _is_trace(file: FoundFile) -> bool:
-    """Return whether a file is a trace, damaged or not, rather than other JSON. Reads its beginning alone."""
+    """Return whether a file is a trace, damaged or not, rather than other JSON. Reads only its beginning."""
     if not file.path.name.endswith(_SUFFIXES):
         return False
     return ".trace.json" in file.path.name or _FIELD.search(file.head(_HEAD)) is not None
@@ -176,7 +176,7 @@ def _root(paths: Sequence[Path]) -> Path:
 
 
 def _processes(trace: TraceFile, held: Sequence[ProcessContent]) -> tuple[TraceFile, list[_Trace]]:
-    """Return a trace with a sidecar that says whose it is, and its processes."""
+    """Return a trace with a sidecar that identifies its process, and the contents by process."""
     if trace.reader is None:
         content = held[0].content
         info, topology = _info(trace, content)
@@ -199,7 +199,7 @@ def _processes(trace: TraceFile, held: Sequence[ProcessContent]) -> tuple[TraceF
 
 
 def _info(trace: TraceFile, content: TraceContent) -> tuple[ProcessInfo, dict[str, int]]:
-    """Return what a torch trace and its name say of its process, and its place in the parallel layout."""
+    """Return what a torch trace and its name tell about its process, and the place in the parallel layout."""
     fields, name = ChromeTrace(trace.path).fields(), trace.path.name
     distributed, pid = content.distributed, fields.pid or 0
     topology = {key.lower(): int(number) for key, number in _DIMENSION.findall(name)}
@@ -223,7 +223,7 @@ def _info(trace: TraceFile, content: TraceContent) -> tuple[ProcessInfo, dict[st
 
 
 def _info_of(trace: TraceFile, origin: Origin) -> ProcessInfo:
-    """Return what a recording and its name say of its process."""
+    """Return what a recording and its name tell about its process."""
     rank = _named_rank(trace.name) if origin.rank is None else origin.rank
     return ProcessInfo(
         role=_role(rank),
@@ -239,7 +239,9 @@ def _role(rank: int | None) -> str:
 
 
 def _named_rank(name: str) -> int | None:
-    """Return the rank in the name of a file, or else of the nearest folder around it that has one."""
+    """Return the rank in the name of a file, else in that of the nearest folder around it that has one; else
+    None.
+    """
     matches = map(_RANK.search, reversed(name.split("/")))
     return next((int(match[1]) for match in matches if match is not None), None)
 
@@ -263,7 +265,7 @@ def _described(trace: TraceFile, info: ProcessInfo, tool: str, topology: dict[st
 
 
 def _timeline(root: Path, traces: Sequence[_Trace]) -> Timeline:
-    """Return a timeline without spans. Traces without a wall clock have no process in it."""
+    """Return a timeline without spans. Processes of traces without a wall clock are not in it."""
     by_key: dict[str, list[_Trace]] = {}
     for trace in traces:
         if trace.content.base_ns is not None:

@@ -1,4 +1,4 @@
-"""Costs of profilers, by the parts of the manifest: processes that ran slower, and stalled engines."""
+"""Costs of profilers, from the parts of the manifest: slowed processes and stalled engines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def _replica(artifact: Artifact, parts: Iterable[ProcessPart]) -> int | None:
 
 
 def _number(process: ProcessInfo) -> int | None:
-    """Return the replica of a process: as recorded, or else its position among the given workers."""
+    """Return the replica of a process: as recorded, else its position among the given workers; None if
+    neither is known.
+    """
     if process.replica is not None or process.role != "rollout" or process.rank_source != "position":
         return process.replica
     return process.rank
@@ -45,8 +47,8 @@ def _number(process: ProcessInfo) -> int | None:
 def stalls_of(parts: Iterable[ProcessPart], processes: Sequence[Process]) -> tuple[EngineStall, ...]:
     """Return the stalls of each replica, disjoint and in order.
 
-    A replica stalls while all of its data-parallel engines do: each serves requests of its own. Files of
-    hosts whose clock was not measured say nothing.
+    A replica stalls while all of its data-parallel engines do, because each of these serves its own requests.
+    Files of hosts whose clock was not measured are ignored.
     """
     engines: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for part in parts:

@@ -1,4 +1,4 @@
-"""Recording that a reader reads: its processes' rows, and its times on their hosts' wall clocks."""
+"""A recording that a reader reads: the rows of its processes, and its times on their hosts' wall clocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stepscope_report.timeline.step.rows import Row, Rows
 
 
 class Recorded:
-    """A file, its reader, and the rows of its tracks. A reader that raises leaves no rows and a note."""
+    """A file, its reader, and the rows of its tracks. If the reader raises, there are no rows but a note."""
 
     def __init__(self, reader: Reader, file: FoundFile, role: str) -> None:
         """Args: role: Role of the processes that recorded the file."""
@@ -29,8 +29,9 @@ class Recorded:
         self.rows: dict[int | None, Row] = {}
         """{`Track.pid`: row}."""
         self.wall: Callable[[int], int] | None = None
-        """Function from the file's times to unix ns of its host, or None if it is not needed, or not
-        possible."""
+        """Function from the file's times to unix ns of its host, or None if no such conversion is needed or
+        possible.
+        """
         self._origin: Origin | None = None
         with self._failure_noted():
             with closing(reader.open(file, Notes())) as recording:
@@ -38,7 +39,7 @@ class Recorded:
             self._origin = origin
 
     def place(self, rows: Rows) -> None:
-        """Ask for the rows of the file's processes."""
+        """Request the rows of the file's processes."""
         origin, sidecar = self._origin, self.file.sidecar
         if origin is None:
             return
@@ -64,7 +65,7 @@ class Recorded:
 
 
 def _process_of(origin: Origin, sidecar: Sidecar | None, role: str) -> ProcessInfo:
-    """Return the recorded process: as the sidecar says, or else as the file does."""
+    """Return the recorded process as the sidecar describes it, else as the file does."""
     artifact = None if sidecar is None else sidecar.artifact
     return ProcessInfo(
         role=role,

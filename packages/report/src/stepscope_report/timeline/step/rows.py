@@ -15,21 +15,23 @@ from stepscope_report.timeline.readers.chrome import TraceFields
 from stepscope_report.timeline.step.traces import TraceFile
 
 ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")
-"""From top to bottom; others follow by name."""
+"""Roles in the order of their rows, from the top. Other roles follow by name."""
 MARGIN_NS = 3_600_000_000_000
 """Largest plausible distance of a time from the step's window: an hour."""
 _SECOND_NS = 1_000_000_000
 """Smallest distance behind the window at which rows without a place in it begin."""
 _BASE_NS = 1000 * _SECOND_NS
-"""Step between our own bases. Times since 1970 then keep their last digits of seconds, so that one
-replacement fits more events."""
+"""Distance between stepscope's own bases in ns. Times since 1970 then keep their last digits of seconds, so
+that one replacement fits more events.
+"""
 _PIDS = 1 << 31
 _EXACT = ((0, 1000 << 42), (1 << 52, 1000 << 43))
 """Distances in ns at which Perfetto's trace processor finds every ns of a `ts`.
 
 It reads a double of us, whose steps are half a ns below 2^42 us and a whole one below 2^43. It rounds a
-thousand times that, which is a whole number from 2^52 on. Between these (days 50.9 to 52.1) one in four would
-be a ns late; one that ends with its parent would end behind it, and not be shown at all.
+thousand times that, which is a whole number from 2^52 on. Between these ranges (days 50.9 to 52.1) one in
+four times would be a ns late: a slice that ends together with its parent would end behind it, and not be
+shown at all.
 """
 
 
@@ -42,14 +44,16 @@ class Row(msgspec.Struct, kw_only=True, eq=False):
     clock: Process | None
     """The process whose clock places its traces, or None if there is none."""
     unaligned: str | None = None
-    """Reason why its times cannot be compared with others, or None if they can."""
+    """Reason why the row's times cannot be compared with others, or None if they can."""
     shift_ns: int | None = 0
-    """Added to its times, or None if the row is unaligned; its first event decides then."""
+    """Number that is added to the row's times, or None for an unaligned row before its first event, which
+    sets the number.
+    """
     name: str = ""
     pid: int = 0
     """Pid in the timeline: the one of its process if that is free."""
     place: int = 0
-    """From 1 at the top."""
+    """Position of the row, from 1 at the top."""
     shown: bool = False
     """True if its metadata has been written."""
     seen_pid: int | None = None
@@ -57,7 +61,7 @@ class Row(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def wanted_pid(self) -> int:
-        """0: there is none."""
+        """Pid that the row would like to have; 0 if there is none."""
         return max(self.info.pid or self.seen_pid or 0, 0)
 
 
@@ -77,7 +81,7 @@ class Axis(NamedTuple):
     def shift_of(self, position: int) -> int:
         """Return the shift of an unaligned process' times, the first of them at `position`.
 
-        Times near the step stay as they are. Others move behind the step, where they cannot mislead.
+        Times near the step are not changed. Others are moved behind the step, where they cannot mislead.
         """
         if self.first <= position <= self.last:
             return 0
@@ -208,7 +212,7 @@ def offset_at(process: Process, wall_ns: int) -> int:
 
 
 def steady(process: Process) -> bool:
-    """Return whether that lead is one number all the time."""
+    """Return whether the process' lead over the owner's clock is constant."""
     return process.closed_ns is None or process.clock.offset_ns == process.clock.closing_offset_ns
 
 

@@ -1,4 +1,4 @@
-"""Traces in a step's folder, their processes, and the files that nothing reads."""
+"""Traces in a step's folder, their processes, and the files that no reader supports."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class TraceFile(NamedTuple):
 
     @property
     def role(self) -> str:
-        """Role of the recorded process. Without a sidecar, the name of the folder below `traces`."""
+        """Role of the recorded process; without a sidecar, the name of the folder below `traces`."""
         return self.name.split("/")[1] if self.sidecar is None else self.sidecar.artifact.role
 
     def whose(self, fields: TraceFields) -> ProcessInfo:
-        """Return what is known of the process that wrote it."""
+        """Return what is known of the process that wrote the trace."""
         distributed = fields.distributed
         if self.sidecar is None:
             rank, world_size = (
@@ -79,7 +79,7 @@ def find_traces(
     without: Collection[str] = (),
     elsewhere: Collection[Path] = (),
 ) -> StepFiles:
-    """Return the traces of one run, or of all. A file without a sidecar counts for every run.
+    """Return the traces of one run, or of all runs. A file without a sidecar belongs to every run.
 
     Args:
         without: Files and folders to leave out, relative to the step's folder.
@@ -107,7 +107,7 @@ def find_traces(
 def lost_files(
     layout: StepLayout, promised: Iterable[Artifact], elsewhere: Mapping[Path, int]
 ) -> Iterator[FileProblem]:
-    """Yield a problem for each file of the manifest that is not here, or not all of it.
+    """Yield a problem for each file of the manifest that is missing here or incomplete.
 
     Args:
         elsewhere: Sizes of files that other machines have, by absolute path.
@@ -129,14 +129,14 @@ def lost_files(
 
 
 def _size(path: Path) -> int | None:
-    """Return the size in bytes, of a folder that of its files; None if there is neither."""
+    """Return the size in bytes of a file, or of all files in a folder; None if the path does not exist."""
     if path.is_dir():
         return size_below(path)
     return path.stat().st_size if path.is_file() else None
 
 
 def _name(path: Path, layout: StepLayout) -> str:
-    """Return the name relative to the step's folder. Bytes that are no UTF-8 are replaced, for JSON."""
+    """Return the name relative to the step's folder. Bytes that are not UTF-8 are replaced, for JSON."""
     return os.fsencode(path.relative_to(layout.root).as_posix()).decode(errors="replace")
 
 

@@ -67,8 +67,8 @@ def cut_cycles(parents: list[int | None]) -> None:
 def requests(timeline: Timeline) -> Iterator[tuple[int, int]]:
     """Yield pairs of spans by index: the one that made a request, and one that served it elsewhere.
 
-    The maker is the only process that names the request in a trajectory of its own. If no process or several
-    processes do so, nothing is yielded. An overlap in time is no evidence.
+    The process that made a request is the only one that names the request inside a trajectory. If no process
+    or several processes do so, nothing is yielded. An overlap in time is no evidence.
     """
     named: dict[object, list[int]] = {}
     for index, span in enumerate(timeline.spans):
@@ -131,8 +131,9 @@ def shared_numbers(timeline: Timeline) -> frozenset[tuple[str, int]]:
 def replica_and_role(timeline: Timeline, span: Span) -> tuple[int | None, str]:
     """Return the number of the replica that a span is work of, and the role of that replica.
 
-    The nearest span that names a number says it, else the process. The outermost that names one says the
-    role, unless it is a caller's: then the process says it, if it is a replica.
+    The number is that of the nearest span that names one, else of the process. The role is that of the
+    outermost span that names a number; if that is a caller's role, it is the process' role if the process is
+    a replica.
     """
     process, number, role = timeline.processes[span.process], None, "rollout"
     around: Span | None = span
