@@ -1,7 +1,7 @@
 """OpenTelemetry: a step as one trace of its spans, sent by OTLP over HTTP.
 
-Where to, and with which headers, is what the OTEL_EXPORTER_OTLP_* variables say. Ids follow from run, step
-and span: a step that is sent again is the same trace.
+The OTEL_EXPORTER_OTLP_* variables set the address and the headers. Ids follow from run, step and span: a step
+that is sent again is the same trace.
 
 Of the names of attributes, `gen_ai.*` are the semantic conventions for generative AI, of status Development
 (https://opentelemetry.io/docs/specs/semconv/gen-ai/). `rl.*` are proposed
@@ -45,7 +45,7 @@ _FACTS = {
     "output_tokens": "gen_ai.usage.output_tokens",
     "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
 }
-"""Attributes that `record_request` sets."""
+"""{attribute of `record_request`: its name in OpenTelemetry}."""
 _TOKENS = ("prompt_tokens", "output_tokens")
 
 
@@ -73,7 +73,7 @@ def send(step: ReportedStep, exporter: SpanExporter) -> None:
 def _spans_of(step: ReportedStep) -> Iterator[ReadableSpan]:
     """Return the root, with the scalars as attributes, then the longest spans of aligned processes.
 
-    Spans that another tracer made are not sent: it has done so.
+    Spans that another tracer made are not sent, because that tracer has sent them.
     """
     timeline, ended, ids = step.timeline, _Ended(), _Ids(step.timeline)
     service = os.environ.get("OTEL_SERVICE_NAME") or "stepscope"
@@ -130,7 +130,7 @@ def _record(tracer: Tracer, timeline: Timeline, span: Span, above: SpanContext) 
 
 
 class _Ids(IdGenerator):  # type: ignore[misc]  # it is Any where opentelemetry is not installed
-    """Ids of the spans, as carriers have them (`files.trace_context`)."""
+    """Ids of the spans, the same as in carriers (`files.trace_context`)."""
 
     def __init__(self, timeline: Timeline) -> None:
         run, step = timeline.run_id, timeline.step
@@ -148,7 +148,9 @@ class _Ids(IdGenerator):  # type: ignore[misc]  # it is Any where opentelemetry 
         return SpanContext(self.generate_trace_id(), span_id, is_remote=False, trace_flags=sampled)
 
     def parent(self, span: Span, above: Span | None) -> SpanContext:
-        """Return the parent: a span that is sent, one that another tracer sent to this trace, or the root."""
+        """Return the context of a span's parent: a span that is sent, a span that another tracer sent to this
+        trace, or the root.
+        """
         foreign = parse_traceparent(span.traceparent)
         if above is not None:
             return self.context(self.of(above))
@@ -190,7 +192,9 @@ def _attributes(span: Span, process: Process) -> dict[str, Value]:
 
 
 def _operation(span: Span) -> str | None:
-    """Return the operation: a rollout, a tool, or a call of the model, which states its tokens."""
+    """Return the operation: a rollout, a tool, or a call of the model, which is a span with tokens; else
+    None.
+    """
     attrs = span.attrs or {}
     if span.stage == "trajectory":
         return "invoke_agent"

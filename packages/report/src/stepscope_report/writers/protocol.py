@@ -31,7 +31,7 @@ class ReportedStep(msgspec.Struct, frozen=True, kw_only=True):
 class ReportWriter(Protocol):
     """Gives a step to a store, in a process of its own beside the training.
 
-    Whatever it raises stands in the manifest as the reason why the store does not have the step.
+    If it raises, the manifest records the error as the reason why the store does not have the step.
     """
 
     def __call__(self, step: ReportedStep, /) -> None: ...

@@ -1,4 +1,4 @@
-"""Weights & Biases: a step's figures and its page in the run that the training logs to, else in their own.
+"""Weights & Biases: a step's figures and its page in the run that the training logs to, else in a new run.
 
 W&B's service holds the training's run, and takes records from other processes too, online and offline.
 Project, entity, group and mode of a run of their own are those of the WANDB_* variables.
@@ -37,7 +37,7 @@ def on_report(step: ReportedStep) -> None:
 
 
 def _training_run() -> wandb.Run | None:
-    """Return the run of WANDB_RUN_ID; None if the process above this one has no such run open."""
+    """Return the run of WANDB_RUN_ID, or None if the parent process has no such run open."""
     run_id = os.environ.get("WANDB_RUN_ID")
     if run_id is None or _SERVICE not in os.environ:
         return None
@@ -48,10 +48,10 @@ def _training_run() -> wandb.Run | None:
 
 
 def _log_beside(run: wandb.Run, step: ReportedStep) -> None:
-    """Log a step in the row that the training has open, unless the figures of another step wait in it.
+    """Log a step in the row that the training has open, unless the figures of another step wait in that row.
 
     Raises:
-        OSError: They do, and these would take their place.
+        OSError: Figures of another step wait there, and would be overwritten.
     """
     reported, logged = run.summary.get(_REPORTED), run.summary.get("stepscope/step")
     if reported not in (None, logged, step.report.step):
