@@ -101,7 +101,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     called in this step, or called in a process outside the capture.
     """
     opened_by: OpenedBy = "program"
-    """What opened the capture: by default the program's own code. Advice names only what its reader can
+    """Opener of the capture, by default the program's own code. Advice names only what its reader can
     change.
     """
     user_error: str | None
