@@ -42,8 +42,7 @@ LINES = 40
 _WIDTH = 400
 _SIZES = ((7, 3), (5, 3), (3, 3), (3, 2), (2, 2))
 """Pairs (stages shown, advice shown), largest first. A brief uses the first pair that keeps it short
-enough.
-"""
+enough."""
 
 
 class Briefed(ABC):

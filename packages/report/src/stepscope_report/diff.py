@@ -61,8 +61,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """The change of the share of the step, b - a. Over all lines these add up to the change of the step."""
     apart: bool
     """True if both sides have several steps and their ranges do not meet: the change exceeds how steps differ
-    anyway.
-    """
+    anyway."""
 
 
 class Diff(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,8 +11,7 @@ from itertools import pairwise
 _UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
 LISTED = 12
 """Number of lines of a list that are printed. The number of further lines follows, and `--json` has them
-all.
-"""
+all."""
 STRETCHES = 4
 """Number of stretches of step numbers that are printed."""
 PROFILED = "*: a profiler recorded this process and slowed it."

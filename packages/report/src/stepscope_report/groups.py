@@ -21,8 +21,7 @@ from stepscope_report.timeline import Span, Timeline
 
 ALWAYS = ("name", "tool", "env", "role", "stage", "process")
 """Attributes that every span can be grouped by: a span that does not state one gets the value of its own
-field.
-"""
+field."""
 _CHOICES = 10
 """Largest number of values of an attribute that a page offers."""
 _ATTRIBUTES = 8
@@ -42,8 +41,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Number of calls that ended."""
     open: int
     """Number of calls without a recorded end. Their time counts only in `active_ns`, up to the last sign of
-    life.
-    """
+    life."""
     errors: int
     cancelled: int
     """The number of cancelled calls; a cancellation is no error."""

@@ -20,8 +20,7 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """The name as in the timeline: `actor 0`, `rollout replica 1`; `replica 1` if the engine recorded it as a
-    whole.
-    """
+    whole."""
     role: str
     has_peers: bool = False
     """True if other processes of its role were recorded too."""

@@ -70,12 +70,10 @@ class Replica(msgspec.Struct, kw_only=True):
     """The stretches in which the replica was paused, or None if no span tells."""
     stalls: list[tuple[int, int]] | None = None
     """The stretches in which the engine's own profiler kept it from serving, or None if no recording
-    tells.
-    """
+    tells."""
     held: list[tuple[int, int]] | None = None
     """The stretches in which the replica had requests, by the engine's own counters, or None if these do not
-    tell.
-    """
+    tell."""
     tokens: Tokens = msgspec.field(default_factory=Tokens)
     idle: bool = False
     """True if the manifest says that the replica was recorded and ran nothing."""

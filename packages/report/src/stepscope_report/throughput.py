@@ -275,8 +275,7 @@ _TFLOPS = {
 }
 """Peak TFLOP/s by the names that torch gives devices: dense, in BF16 or FP16, from data sheets. Figures with
 sparsity, which are twice the dense ones, are halved. A slice of a device (MIG) has another name, and so no
-peak. Huawei publishes no figure for Ascend 910B; other sources state 256 to 376.
-"""
+peak. Huawei publishes no figure for Ascend 910B; other sources state 256 to 376."""
 
 
 class StageUse(msgspec.Struct, frozen=True, kw_only=True):

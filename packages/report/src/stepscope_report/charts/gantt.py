@@ -22,12 +22,10 @@ MARKS = 12_000
 """Largest number of marks. A page with three times as many takes seconds to open."""
 FULL_ROWS = 32
 """Up to this many processes of a role get a row with a lane for each stage; in a larger role each is a thin
-strip.
-"""
+strip."""
 STRIPS = 512
 """Largest number of strips of a role. Of more processes every k-th is drawn, plus the slowest ones of each
-stage.
-"""
+stage."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,8 +184,7 @@ def _collide(one: Sequence[Mark], other: Sequence[Mark]) -> bool:
 LANE_MARKS = 8_000
 LANES = 256
 """Largest number of lanes drawn. Of more lanes every k-th is drawn, plus those of the slowest
-trajectories.
-"""
+trajectories."""
 SAMPLES = 240
 """Points of the curve of trajectories in flight."""
 

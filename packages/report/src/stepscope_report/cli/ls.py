@@ -35,8 +35,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     """The id of the run; None if no process left its part."""
     complete: bool
     """True if the step is complete as in its report, except for damage inside traces and between spans, which
-    `ls` does not read.
-    """
+    `ls` does not read."""
     state: State | None
     opened_ns: int | None
     """Time at which its owner opened the capture, unix ns."""

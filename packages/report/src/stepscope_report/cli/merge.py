@@ -31,8 +31,7 @@ from stepscope_report.timeline.step.plain import plain_bytes
 _SHOWN = 20
 EVENTS = 6_000_000
 """Beyond this number of events a smaller merge is proposed: about 1.5 GB of JSON, for a viewer in
-WebAssembly, which has 4 GB. Chosen, not measured.
-"""
+WebAssembly, which has 4 GB. Chosen, not measured."""
 
 
 def merge(

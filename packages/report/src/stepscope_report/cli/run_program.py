@@ -24,8 +24,7 @@ from stepscope_report.cli.exits import CommandError, Exit
 STARTUP = Path(startup.__file__).parent
 RUN_PID = "STEPSCOPE_RUN_PID"
 """Variable with the id of the process that reports at its end if no step began:
-`_recording.instrument.no_step`.
-"""
+`_recording.instrument.no_step`."""
 
 
 def run(

@@ -19,8 +19,7 @@ Durations = Mapping[str, float]
 STEP = "step"
 _MOST_KINDS = 50
 """With more kinds of steps than this, the kinds are ignored: their stage names then hold ids, and none
-repeats.
-"""
+repeats."""
 
 
 class GateSteps(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,8 +17,7 @@ _FEW = 4
 """A page with at least this many sections has a table of contents."""
 ROWS = 24
 """Number of rows of a table that are visible at once. A longer table scrolls; a printed page shows only these
-rows.
-"""
+rows."""
 
 
 @cache

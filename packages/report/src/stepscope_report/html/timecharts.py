@@ -17,8 +17,7 @@ NAMED = 0.06
 """A mark is named in the chart if it takes at least this part of the window."""
 LABELLED_STRIP = 9
 """In strips lower than this many pixels, only about every 64 pixels show a name; the pointer shows the
-others.
-"""
+others."""
 
 
 def gantt(chart: Gantt, colours: Colours, path: Sequence[Mark] = ()) -> Html:

@@ -29,8 +29,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: tuple[int, ...]
     """The numbers of these steps. The first step after a capture, during which traces may have been written,
-    is included only if there are fewer than `ALONE` others.
-    """
+    is included only if there are fewer than `ALONE` others."""
     alike: bool
     """False if `steps` are of other kinds, because no step near the captured one is of its kind."""
     min_ns: int
@@ -43,8 +42,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """Number of these steps that took longer than the captured one."""
     next_ns: int | None
     """Time of the first step after the capture, or None if that is unknown, or if that step was captured
-    too.
-    """
+    too."""
     excess_ns: int | None
     """Time of the captured one beyond their median: what its cause took, the profiler, and chance.
     None if its capture ended before the step did."""

@@ -43,8 +43,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: LineKind
     """Kind of the line. `profiler`: time in which engines served nothing because of their own profiler, and
-    the windows of stages. `unaccounted`: time in which no span ran.
-    """
+    the windows of stages. `unaccounted`: time in which no span ran."""
     role: str | None = None
     stage: str | None = None
     wall_ns: int
@@ -53,8 +52,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     """The part that the line did not share with others."""
     active_ns: int
     """Time in which the stage ran at all. The excess over `wall_ns` was shared with other stages or hidden
-    behind them.
-    """
+    behind them."""
     waits: bool = False
     """True if the stage waits and does no work; it is billed only while no work runs."""
 
@@ -71,8 +69,7 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
 
     window_ns: int
     """Time from the end of the capture's opening to the start of its closing: the step alone, 100 %, and the
-    sum of the lines.
-    """
+    sum of the lines."""
     opening_ns: int
     """Time in which the owner opened the capture, before the step; of several owners, the slowest one's."""
     closing_ns: int
@@ -89,12 +86,10 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the step in which an engine's work waited for the engine's own profiler."""
     stalled_most_ns: int = 0
     """Upper bound of `stalled_ns`: the value if all work whose spans name no replica waited for a replica
-    that wrote.
-    """
+    that wrote."""
     left_out: tuple[str, ...]
     """Unaligned processes. The times of their spans in the step are unknown, so that no line contains
-    them.
-    """
+    them."""
 
 
 def step_breakdown(timeline: Timeline) -> Breakdown:

@@ -74,8 +74,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """The rows by process, in the order in which the process first sampled them."""
     late_loops: Table[LateLoop] = Table()
     """Event loops that were late by more than 100 ms, the largest delay first. A call that had its loop to
-    itself makes no loop late.
-    """
+    itself makes no loop late."""
     idle_devices: Table[IdleDevice]
     """Devices that were at 0 % at some time, the most idle first."""
 
@@ -241,8 +240,7 @@ DRAWN = 32
 """Up to this many rows of one counter are drawn; of more, every k-th and the highest ones."""
 ROWS = 128
 """Number of rows for all counters together, shared equally, with at least four for each: a row has up to
-`BARS` bars.
-"""
+`BARS` bars."""
 BARS = 120
 """Number of bars of one chart. Each shows the highest value in its part of the step."""
 

@@ -69,8 +69,7 @@ class PathStage(msgspec.Struct, frozen=True, kw_only=True):
     saves_ns: int | None
     """Time by which the step would be shorter if the stage's calls, and the calls below them, took no time
     and all else kept its duration and order. None if unknown, or if the stage has less than a hundredth of
-    the path.
-    """
+    the path."""
     process: str
     """The process with most of that own time."""
     trajectory: str | None

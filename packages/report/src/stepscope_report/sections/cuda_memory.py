@@ -29,8 +29,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
     stage: str | None
     """Role and stage of the innermost span of the process at the allocation, such as `actor update_actor`;
-    None if none ran, or if the time of the allocation is unknown.
-    """
+    None if none ran, or if the time of the allocation is unknown."""
     where: str | None
     """`model.py:41 forward`, or None if no stack was kept, or it was allocated before the recording."""
     blocks: int

@@ -51,15 +51,13 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
     replica: str
     """`replica 1`; or the name of a process without a replica number; or `requests of trainer`, if the
-    requests that this process recorded do not name one of several replicas.
-    """
+    requests that this process recorded do not name one of several replicas."""
     number: int | None
     processes: tuple[str, ...]
     """The names of its processes in the timeline."""
     rivals: tuple[str, ...] = ()
     """The processes of this number that served different trajectories at the same time: they may be separate
-    engines with the same number. Empty if there are none.
-    """
+    engines with the same number. Empty if there are none."""
     profiled: bool
     """True if a profiler recorded the replica, which slowed it."""
     source: Source
@@ -81,22 +79,19 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which the replica did both: in one pass, or in several data-parallel engines."""
     held_ns: int | None
     """Time in which the replica had requests and ran no pass (source `requests`: all of them waited). For a
-    replica that ran nothing, by its own counter of unfinished requests.
-    """
+    replica that ran nothing, by its own counter of unfinished requests."""
     paused_ns: int | None
     """Remaining time in which the engine was paused, asleep, or loading weights, by spans."""
     writing_ns: int | None
     """Remaining time in which the engine's own profiler started or wrote."""
     idle_ns: int | None
     """The rest of `recorded_ns`. None if the replica ran nothing, and it is unknown whether it had
-    requests.
-    """
+    requests."""
     requests: int | None
     """Requests that ended."""
     prompt_tokens: int | None
     """Prompt tokens of these requests; without requests, the change of the engine's own counter during its
-    recording.
-    """
+    recording."""
     cached_tokens: int | None
     """Number of `prompt_tokens` that were found in the prefix cache."""
     output_tokens: int | None
@@ -110,8 +105,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     running_most: int | None
     waiting_mean: float | None
     """Mean number of requests that waited for a place, while the replica had any. None also if requests
-    waited and nothing tells for which replica.
-    """
+    waited and nothing tells for which replica."""
     waiting_most: int | None
     load: tuple[Load, ...]
 

@@ -77,15 +77,12 @@ class OtherStep(msgspec.Struct, frozen=True, kw_only=True):
     policy_versions: tuple[int, ...]
     under_way: int = 0
     """Number of these spans that went on when their process closed the capture, as work for a later step
-    may.
-    """
+    may."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     state: State | None
-    """State of the manifest, or `partial` if that is `ok` although something is missing or damaged. None if
-    no process left its part of the manifest.
-    """
+    """State of the manifest, or `partial` if data of an `ok` one is missing or damaged; None without parts."""
     missing: tuple[str, ...]
     """A line for each expected thing that is missing, partial, failed or pending, with the reason."""
     skipped: tuple[str, ...]
@@ -93,17 +90,11 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
     """One line for each thing that was probably meant to be recorded and was not, with the reason."""
     notes: tuple[str, ...] = ()
-    """One line for each fact about a recording that is not an error: fewer iterations than asked for, or an
-    ignored option.
-    """
+    """A line for each fact about a recording that is no error: fewer iterations than asked for, say."""
     uncalled: tuple[str, ...] = ()
-    """Functions that `instrument` replaced in some process and that no process recorded a call of: either not
-    called in this step, or called in a process outside the capture.
-    """
+    """Functions that `instrument` replaced in some process, and of which no process recorded a call."""
     opened_by: OpenedBy = "program"
-    """Opener of the capture, by default the program's own code. Advice names only what its reader can
-    change.
-    """
+    """Opener of the capture. Advice names only what a user who opens captures this way can change."""
     user_error: str | None
     """The user's exception that ended the capture, or None. It alone leaves nothing incomplete."""
     captures: int = 1
@@ -118,17 +109,15 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int
     """Number of spans that were not written, in all processes that lived long enough to report it."""
     open_spans: tuple[SpanRow, ...]
-    """Spans without an end, the longest first, after those of processes that never closed their capture. Work
-    for a later step that goes on when its process closes is not included but counted in `other_steps`.
-    """
+    """Spans without an end: those of processes that never closed their capture first, then by length. Work for
+    a later step that goes on when its process closes is in `other_steps` instead."""
     errors: tuple[SpanRow, ...]
     other_steps: tuple[OtherStep, ...]
     processes: tuple[ProcessRow, ...]
     doubts: tuple[str, ...]
     """All reasons why the step is not complete."""
     complete: bool
-    """True if nothing is missing, partial, failed, dropped, broken or unaligned, and every process closed its
-    capture."""
+    """True if nothing is missing, partial, failed, dropped or unaligned, and all captures were closed."""
 
 
 def step_health(timeline: Timeline, traces: Sequence[FileProblem] = ()) -> Health:

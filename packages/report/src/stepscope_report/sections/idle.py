@@ -45,8 +45,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     kind: IdleKind
     """Kind of the cause. `slowest rank`: others of the same role still ran a stage that this process ran too.
     `own profiler`: the engine of this replica served nothing while its profiler wrote. `unaccounted`: no
-    recorded process did anything but wait.
-    """
+    recorded process did anything but wait."""
     role: str | None
     stage: str | None
     wall_ns: int
@@ -60,15 +59,13 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None
     busy_ns: int
     """Time in which the process ran a span of its own that does not wait and has no child in another process,
-    or in which its engine ran. Time in which its engine's profiler wrote is not included.
-    """
+    or in which its engine ran. Time in which its engine's profiler wrote is not included."""
     idle_ns: int
     causes: Table[Cause]
     """Causes of the idle time, the longest first. They add up to `idle_ns`."""
     collective_ns: int | None
     """Recorded time in collectives without computation at the same time, or None if no trace holds a
-    collective.
-    """
+    collective."""
     skew_ns: int | None
     """The part of `collective_ns` before the last rank entered, or None if the ranks cannot be matched."""
     awaited: str | None = None

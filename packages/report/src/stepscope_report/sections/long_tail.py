@@ -93,12 +93,10 @@ class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """The version of the weights with which the trajectory began, or None if no span states it."""
     waits: tuple[Wait, ...]
     """Time by stage, the longest first. An instant is billed as for the step, so that the times add up to
-    `wall_ns`.
-    """
+    `wall_ns`."""
     profiled: tuple[str, ...] = ()
     """Processes that served the trajectory and that a profiler slowed while it did not record others of their
-    role.
-    """
+    role."""
 
 
 class Outside(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,8 +162,7 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     """Time from the first trajectory's start to the last one's end."""
     holds: tuple[Hold, ...]
     """Holds of the last 10, 5 and 1 %. Empty with fewer than two trajectories. A hold equal to that of a
-    larger percentage is left out.
-    """
+    larger percentage is left out."""
     bubble: Bubble | None
     """Idle replicas in the tail, or None with fewer than two trajectories."""
     worst: tuple[SlowTrajectory, ...]
@@ -175,21 +172,18 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     """The number of trajectories that `consume` named in this step."""
     profiled: tuple[str, ...] = ()
     """Processes that served trajectories and that a profiler slowed while it did not record others of their
-    role. Their trajectories took longer because of that.
-    """
+    role. Their trajectories took longer because of that."""
     last_profiled: int = 0
     """Number of trajectories of the last tenth that they served."""
     cancelled: int = 0
     """The number of cancelled trajectories. No other number here counts them."""
     cancelled_after_ns: int = 0
     """Time from the end of the last other trajectory to the end of the last cancelled one; 0 if that was
-    earlier.
-    """
+    earlier."""
     outside: tuple[Outside, ...] = ()
     stalled_ns: int = 0
     """The part of `held_ns` in which the last trajectory waited for an engine whose own profiler started or
-    wrote.
-    """
+    wrote."""
 
 
 def step_long_tail(timeline: Timeline) -> LongTail | None:

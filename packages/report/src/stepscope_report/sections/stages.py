@@ -57,8 +57,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """Number of calls that ended."""
     open: int
     """Number of calls without a recorded end. Their time counts only in `processes`, up to the last sign of
-    life.
-    """
+    life."""
     errors: int
     cancelled: int = 0
     """Number of cancelled calls, which are no errors. They are among `calls`."""
@@ -69,8 +68,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[Share, ...]
     imbalance: float | None
     """Busy time of the busiest process over that of the median one. None for one process, or if the median is
-    0.
-    """
+    0."""
     slowest: str | None
     """Name of the busiest process, or None if there is one process."""
     waits: bool = False

@@ -38,14 +38,12 @@ class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     kind: OperatorKind
     """Kind of the row. `cpu`: an operator. `mark`: a range named by a decorator or `record_function`, whose
-    own time is time between operators, in Python. The other kinds are work of devices.
-    """
+    own time is time between operators, in Python. The other kinds are work of devices."""
     processes: int
     count: int
     self_ns: int
     """Own time in ns, summed over calls and processes, without operators below. For a kernel it equals
-    `total_ns`.
-    """
+    `total_ns`."""
     total_ns: int
     mean_ns: int
     max_ns: int
@@ -109,8 +107,7 @@ class TraceTables(msgspec.Struct, frozen=True, kw_only=True):
     traces: Table[TraceRow]
     operators: Table[OperatorRow]
     """The operators by role, the longest own time first: of each role at most `TOP` operators and `TOP`
-    kernels.
-    """
+    kernels."""
     devices: Table[DeviceRow]
     stragglers: Table[StragglerRow]
     without_device: Table[NoDevice]

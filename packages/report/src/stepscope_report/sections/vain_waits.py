@@ -30,8 +30,7 @@ class VainWait(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which at least one of these processes waited."""
     vain_ns: int
     """The part of `wall_ns` in which no process worked that could end the wait. For a wait of a rollout role
-    only work of rollout roles can end it; for others, all work can.
-    """
+    only work of rollout roles can end it; for others, all work can."""
 
 
 def waits_in_vain(timeline: Timeline) -> Table[VainWait]:

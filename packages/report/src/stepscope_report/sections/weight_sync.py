@@ -42,8 +42,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     """The longest call, or None if none has ended."""
     bytes: int | None
     """Sum of the attribute `bytes` of its calls; of nested calls only the outermost counts. None if no call
-    has the attribute.
-    """
+    has the attribute."""
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,8 +76,7 @@ class WeightSync(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which a call that moves weights ran."""
     between_ns: int
     """Time without a call between the trainer's end of the sync and the engine's, in which weights were on
-    their way.
-    """
+    their way."""
     phases: tuple[Phase, ...]
     """The phases in the order of their starts."""
     transfers: Table[Transfer]

@@ -269,8 +269,7 @@ class Replay:
         before, meeting_of, last_of = graph.before, self._meeting_of, graph.last_of
         done = list(start)
         """Time in the original step up to which each node has been replayed: its start, or the end of a call
-        below it.
-        """
+        below it."""
         now = list(start)
         """The corresponding time in the replay."""
         begun, ended = list(start), list(end)

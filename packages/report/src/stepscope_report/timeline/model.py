@@ -32,8 +32,7 @@ class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
     """Way of the alignment. `owner`: this is the owner. `same host`: the process shares the owner's wall
     clock. `measured`: the owner's exchanges with the process give the offset. `collectives`: collectives
     between hosts narrow that offset. `assumed`: another tracer named no host of this step, so its clock is
-    taken to be the owner's. `unaligned`: the process runs on another host, and nothing was measured.
-    """
+    taken to be the owner's. `unaligned`: the process runs on another host, and nothing was measured."""
     offset_ns: int = 0
     """Lead of the process' wall clock over the owner's at the capture's opening, already subtracted."""
     closing_offset_ns: int = 0
@@ -73,8 +72,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of being captured; None if the process' part of the manifest is missing."""
     profiled: bool = False
     """True if a profiler (an engine's own included) recorded the process, which makes it slower than its
-    peers.
-    """
+    peers."""
 
     @property
     def aligned(self) -> bool:
@@ -97,8 +95,7 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     """Index in `Timeline.processes`."""
     parent: int | None
     """Index of the parent in `Timeline.spans`, or None. A carrier can make the parent a span of another
-    process.
-    """
+    process."""
     role: str
     stage: str
     start_ns: int
@@ -120,8 +117,7 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     """True if the span's work was cancelled, which is no error."""
     number: int = 0
     """Number of the span in its process' file. With the process' key it gives the span's id in
-    OpenTelemetry.
-    """
+    OpenTelemetry."""
     traceparent: str | None = None
     """W3C trace context of the parent, if another tracer named it."""
     waits: bool = False
@@ -137,8 +133,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     """False if the owner left no files, so that the window covers the records of the other processes."""
     closed: bool
     """False if the owner never closed the capture, so that the window ends with the latest record of any
-    process.
-    """
+    process."""
 
     @property
     def wall_ns(self) -> int:
@@ -199,8 +194,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Calls of `consume`, which have no duration: the trajectories that the step trains on."""
     taken: frozenset[str] | None = None
     """Names of all trajectories that this step consumes. None if its calls of `consume` do not tell: there
-    are none, some are lost, or they name no trajectory that a span here names.
-    """
+    are none, some are lost, or they name no trajectory that a span here names."""
     tokens: tuple[Span, ...] = ()
     """Calls of `step_tokens`, which have no duration."""
     manifest: Manifest | None
@@ -214,8 +208,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Stalls of engines for their own profilers: by replica, disjoint and in order."""
     shared_numbers: frozenset[tuple[str, int]] = frozenset()
     """(role, number) of replicas whose number is also that of a rollout replica, or of a replica whose role
-    comes first by name.
-    """
+    comes first by name."""
     replicas: int = 0
     """Number of inference engines that the capture was given, recorded or not."""
     uncaptured: tuple[UncapturedStep, ...] = ()

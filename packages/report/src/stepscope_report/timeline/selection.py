@@ -15,12 +15,10 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
     roles: tuple[str, ...] | None = None
     """Names or globs. Processes of these roles are shown completely, others only with their spans of these
-    roles.
-    """
+    roles."""
     ranks: Collection[int | range] | None = None
     """Selected ranks, and ranges of ranks (`sys.maxsize` for an open end). Processes without a rank (a
-    driver) are always shown.
-    """
+    driver) are always shown."""
     from_ms: float | None = None
     """Milliseconds after the step's opening. Events that end before are left out."""
     to_ms: float | None = None

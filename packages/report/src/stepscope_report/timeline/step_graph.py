@@ -38,8 +38,7 @@ class Cluster(NamedTuple):
     """The node that ended last."""
     joined: bool
     """True if something waited for the cluster's end: the next call is close to it; or all of its calls are
-    of one stage, and such calls fill half of the time of the call in which they lie.
-    """
+    of one stage, and such calls fill half of the time of the call in which they lie."""
     members: tuple[int, ...]
 
 
@@ -50,8 +49,7 @@ class StepGraph(NamedTuple):
     start_ns: list[int]
     end_ns: list[int]
     """End of each node. Starts and ends are moved into the caller's time if the clocks' uncertainty explains
-    the difference.
-    """
+    the difference."""
     caller: list[int]
     kids: dict[int, list[int]]
     """Calls with a recorded caller, by caller, in the order of their ends."""
@@ -60,8 +58,7 @@ class StepGraph(NamedTuple):
     cluster_of: dict[int, Cluster]
     before: dict[int, int]
     """{call: the call before it in its thread that it waited for}. The thread runs one call after the other:
-    the later call was requested while the earlier one ran, and began when it ended.
-    """
+    the later call was requested while the earlier one ran, and began when it ended."""
     last_of: dict[int, int]
     """{call: the call that began last}, for calls that end together in several processes and begin apart."""
     meetings: list[tuple[int, ...]]

@@ -128,8 +128,7 @@ _ENOUGH = 5
 """Number of requests from which on a replica gets a speed of its own."""
 _ROUNDING = 1e-12
 """Part of the tokens of all calls that rounding may lose in sums; it makes sure that no call gets a negative
-share.
-"""
+share."""
 
 
 class Curve(msgspec.Struct, frozen=True):

@@ -17,8 +17,7 @@ _QUEUED = 0.02
 """Tools, or requests, are taken to queue if their waits are at least this part of their work."""
 _FULL = 0.9
 """A replica has a limit if it serves its largest number of requests for this part of the time with a
-queue.
-"""
+queue."""
 _HANDED_ON = 0.9
 """The driver has a limit if this part of the later trajectories start as others end."""
 _HAND_OVER_NS = 2_000_000

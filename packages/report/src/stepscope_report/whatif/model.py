@@ -82,8 +82,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Number of trajectories that can run at once, or None if nothing shows a limit."""
     slots: int | None = None
     """Number of requests that a replica serves at once, or None if no request waited in front of a
-    replica.
-    """
+    replica."""
 
     @property
     def consumed(self) -> int:

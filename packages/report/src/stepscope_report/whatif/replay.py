@@ -68,8 +68,7 @@ class _Replica:
         """The present rate of each request."""
         self._served, self._at = 0.0, 0.0
         """Tokens that a request in flight since the start would have got, and the time up to which they are
-        counted.
-        """
+        counted."""
 
     @property
     def load(self) -> int:

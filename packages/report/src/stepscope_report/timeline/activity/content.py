@@ -99,8 +99,7 @@ class Collective(msgspec.Struct):
     name: str
     times: bytes
     """Start and end of each call in us, packed as doubles (16 bytes a call, because a report has many
-    ranks).
-    """
+    ranks)."""
 
     def calls(self) -> Iterator[Pair]:
         return unpacked(memoryview(self.times).cast("d"))
@@ -150,8 +149,7 @@ class TraceContent(msgspec.Struct, kw_only=True):
     collectives: list[Collective]
     grouped: list[GroupCalls] = []
     """The calls by process group. Only collectives that no rank leaves before all have entered are
-    included.
-    """
+    included."""
     iterations: list[Iteration]
     memory: list[Peak]
     runtime: bool

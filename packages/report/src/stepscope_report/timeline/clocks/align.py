@@ -17,8 +17,7 @@ from stepscope_report.timeline.model import ProcessClock
 _JUMP_NS = 1_000_000
 _JUMP_PPM = 1000
 """A wall clock was set if it gains more than this and more than `_JUMP_NS`: kernels slew clocks by at most
-500 ppm.
-"""
+500 ppm."""
 _MOST_SAMPLES = 8
 """Number of outermost samples used of a clock that was set. Each may be from before or after the jump."""
 

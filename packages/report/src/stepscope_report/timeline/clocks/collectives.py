@@ -25,8 +25,7 @@ MOST = 1 << 18
 """Largest number of collectives that are read of one process."""
 _KEPT = 4096
 """Number of collectives of one kind kept on one host. Of more, every second, fourth, ... run of `_RUN` is
-kept.
-"""
+kept."""
 _RUN = 64
 _GLOO = b'"gloo:'
 _NCCL = b'"Collective name"'
@@ -74,8 +73,7 @@ class Series(msgspec.Struct):
 
     numbered: bool
     """True if torch numbered the collectives, so that partial series match; else the keys of `times` are
-    counts.
-    """
+    counts."""
     count: int
     times: dict[int, Times]
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 WANDER_PPM = (0, 1, 15)
 """Deviations from a steady drift that are tried in turn, in ppm of the step's length, up to PHI of RFC
-5905.
-"""
+5905."""
 REACH_NS = 3_600_000_000_000
 """Largest error of a sample, or of the first collective."""
 _ROUNDING_NS = 1.0

@@ -37,8 +37,7 @@ class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why it is unaligned."""
     shift_ns: int = 0
     """Time that was added to an unaligned row far away from the step, so that it is visible: such rows begin
-    a second after the step's end. 0 if the row is where its own clock places it.
-    """
+    a second after the step's end. 0 if the row is where its own clock places it."""
 
 
 class MergedFile(msgspec.Struct, frozen=True, kw_only=True):

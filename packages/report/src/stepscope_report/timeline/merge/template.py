@@ -46,18 +46,15 @@ from stepscope_report.timeline.step.rows import Row
 
 _SECONDS = 16
 """Largest number of needles for the times of a batch: one for each second, or for each ten, hundred or
-thousand.
-"""
+thousand."""
 _FAR_S = 86_400
 _PIDS = 4
 """Largest number of further pids of a file that are searched for in every batch, not only in the batch with
-them.
-"""
+them."""
 _NEEDLES = 32
 _EARLY = 1 << 15
 """Number of bytes at the beginning of a file that are learned from first: most files begin with similar
-events.
-"""
+events."""
 _SECOND_NS = 1_000_000_000
 _SECOND_US = 1_000_000
 _EXACT_US = 1 << 53
@@ -81,8 +78,7 @@ split: Callable[[bytes, bytes], Sequence[bytes]] = (
     bytes.split if find_spec("stringzilla") is None else import_module("stringzilla").split
 )
 """StringZilla's `split` if it is installed: its parts are views, which take a quarter of the time of
-copies.
-"""
+copies."""
 
 Phase: TypeAlias = Literal["X", "i", "s", "f", "t", "I", "B", "E", "b", "e", "n"]
 """The phases of plain events, which are neither metadata nor counters."""

@@ -17,8 +17,7 @@ _OWN = "\0stepscope"
 """The key of stepscope's own tracks, in the place of a file's pid; no file has such a pid."""
 _FURTHER = 1 << 30
 """Number of further pids, which begin above all pids of Linux and are shared equally by the rows. All are
-below 2^31, as Perfetto's own format requires.
-"""
+below 2^31, as Perfetto's own format requires."""
 _OF_A_ROW = 1 << 11
 """Number of tids that a row has for itself; further ones may also occur in other rows."""
 
@@ -44,8 +43,7 @@ class Tracks:
         """{pid: its tracks}."""
         self._count = Counter[int]()
         """Number of tracks of each row. Numbers count within a row, so that no row changes the numbers of
-        another.
-        """
+        another."""
         self._taken: set[tuple[int, int]] = set()
         """(pid, tid) in the timeline of everything that has a track."""
         self._unnamed: dict[tuple[int, int], str] = {}

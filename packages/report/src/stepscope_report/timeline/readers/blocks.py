@@ -21,8 +21,7 @@ _KEPT = 8 << 20
 _GZIP = b"\x1f\x8b"
 INFLATED = 250
 """Largest ratio of inflated to compressed size that is accepted: traces reach 10 to 50, deflate allows
-1,032.
-"""
+1,032."""
 _SMALL = 64 << 20
 """Number of bytes that any file may inflate to, whatever the ratio."""
 
@@ -93,8 +92,7 @@ def _gunzip(
 
     start, taken, given, inflated = 0, len(data), 0, 0
     """Numbers of bytes: in the file before this member, read, yielded from this member, yielded from all
-    members.
-    """
+    members."""
     try:
         member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
         while True:

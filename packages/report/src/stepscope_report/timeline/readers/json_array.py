@@ -46,8 +46,7 @@ _ESCAPE = re.compile(
     re.IGNORECASE,
 )
 """Groups: sound JSON (1), half a surrogate pair (2), a control character (3), a backslash without a valid
-escape.
-"""
+escape."""
 raw_elements = msgspec.json.Decoder(list[msgspec.Raw]).decode
 """Decoder of an array into undecoded elements."""
 T = TypeVar("T")

@@ -82,8 +82,7 @@ class OtlpSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     attrs: dict[str, AttrValue]
     error: str | None
     """The type of the error that ended the span, or None. The message is left out, because it could quote a
-    user.
-    """
+    user."""
 
 
 class OtlpFile(RecordFile):

@@ -31,8 +31,7 @@ _PHASES = (
     ("decode", f"{_LATENCY}time_in_model_decode"),
 )
 """The phases of a vLLM request, in their order. For SGLang its own spans are read instead, because such
-values would count the queue as prefill.
-"""
+values would count the queue as prefill."""
 _SGLANG = "sglang server"
 """The tracer of SGLang's spans."""
 _SGLANG_STAGES = {
@@ -45,8 +44,7 @@ _SGLANG_STAGES = {
 }
 _RANKS = ("tp_rank", "pp_rank")
 """Attributes of a scheduler's span that number its rank. All ranks of an engine run the same passes for a
-request.
-"""
+request."""
 _DEEPEST = 5
 """Largest number of spans on one path from a request to a token, plus one."""
 _THREAD = "thread_label"

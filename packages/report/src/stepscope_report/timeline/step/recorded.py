@@ -30,8 +30,7 @@ class Recorded:
         """{`Track.pid`: row}."""
         self.wall: Callable[[int], int] | None = None
         """Function from the file's times to unix ns of its host, or None if no such conversion is needed or
-        possible.
-        """
+        possible."""
         self._origin: Origin | None = None
         with self._failure_noted():
             with closing(reader.open(file, Notes())) as recording:

@@ -22,8 +22,7 @@ _SECOND_NS = 1_000_000_000
 """Smallest distance behind the window at which rows without a place in it begin."""
 _BASE_NS = 1000 * _SECOND_NS
 """Distance between stepscope's own bases in ns. Times since 1970 then keep their last digits of seconds, so
-that one replacement fits more events.
-"""
+that one replacement fits more events."""
 _PIDS = 1 << 31
 _EXACT = ((0, 1000 << 42), (1 << 52, 1000 << 43))
 """Distances in ns at which Perfetto's trace processor finds every ns of a `ts`.
@@ -47,8 +46,7 @@ class Row(msgspec.Struct, kw_only=True, eq=False):
     """Reason why the row's times cannot be compared with others, or None if they can."""
     shift_ns: int | None = 0
     """Number that is added to the row's times, or None for an unaligned row before its first event, which
-    sets the number.
-    """
+    sets the number."""
     name: str = ""
     pid: int = 0
     """Pid in the timeline: the one of its process if that is free."""
