@@ -82,7 +82,7 @@ class OtherStep(msgspec.Struct, frozen=True, kw_only=True):
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     state: State | None
-    """State of the manifest, or `partial` if data of an `ok` one is missing or damaged; None without parts."""
+    """State of the manifest, or `partial` if data of an `ok` one is missing or damaged; None if no parts."""
     missing: tuple[str, ...]
     """A line for each expected thing that is missing, partial, failed or pending, with the reason."""
     skipped: tuple[str, ...]
@@ -109,8 +109,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int
     """Number of spans that were not written, in all processes that lived long enough to report it."""
     open_spans: tuple[SpanRow, ...]
-    """Spans without an end: those of processes that never closed their capture first, then by length. Work for
-    a later step that goes on when its process closes is in `other_steps` instead."""
+    """Spans without an end: first those of processes that never closed their capture, then by length. Work
+    for a later step that goes on when its process closes is in `other_steps` instead."""
     errors: tuple[SpanRow, ...]
     other_steps: tuple[OtherStep, ...]
     processes: tuple[ProcessRow, ...]
