@@ -148,6 +148,38 @@ def test_sigterm_kills_as_it_would_without_us(run: Run) -> None:
     run("start(); os.kill(os.getpid(), signal.SIGTERM)", status=-signal.SIGTERM)
 
 
+@pytest.mark.parametrize(
+    ("handler", "status"),
+    [("", -signal.SIGTERM), ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))", 7)],
+    ids=["default", "exit"],
+)
+def test_sigterm_while_the_main_thread_stops_a_window_for_another_thread_waits_for_the_stop(
+    run: Run, tmp_path: Path, handler: str, status: int
+) -> None:
+    run(
+        f"""
+        from stepscope import capture
+        from stepscope.backends.torch import window as torch_window
+        original = torch_window._stop
+        def stop_interrupted(profile):
+            assert threading.current_thread() is threading.main_thread()
+            os.kill(os.getpid(), signal.SIGTERM)
+            return original(profile)
+        budget = {{"seconds": 0.2}}
+        config = ProfileConfig(save_path="run", steps=[0], torch={{"activities": ["cpu"]}}, budget=budget)
+        {handler}
+        with capture(0, config=config):
+            torch_window._stop = stop_interrupted
+            while True:
+                work("ours")
+        """,
+        status=status,
+    )
+    manifest = json.loads((tmp_path / "run/step_000000/manifest.json").read_text())
+    (item,) = [item for item in manifest["processes"][0]["expected"] if item["name"] == "torch trace"]
+    assert (item["state"], len(item["artifacts"])) == ("partial", 1)
+
+
 @both
 def test_a_sigterm_handler_can_stop_and_write(run: Run, flags: tuple[str, ...]) -> None:
     done = run(

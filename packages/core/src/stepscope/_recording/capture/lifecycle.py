@@ -20,12 +20,13 @@ from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.capture.work import CaptureWork
 from stepscope._recording.fanout.participants import Participants
 from stepscope._recording.instrument import no_step
-from stepscope._recording.process import failures, private_loop, shutdown
+from stepscope._recording.process import failures, private_loop
 from stepscope._recording.process.event_loop import running_loop
 from stepscope._recording.process.failures import describe
 from stepscope._recording.session import activation, ending
 from stepscope._recording.session.claims import Claim, Taker
 from stepscope._recording.session.session import Session
+from stepscope.backends.threaded.undisturbed import after, undisturbed
 from stepscope.engines.own_thread import opened_on, own_thread
 from stepscope.errors import CaptureError, CaptureOpenError, is_users
 from stepscope.files.manifest.records import Ending
@@ -64,9 +65,9 @@ class Lifecycle:
             return
         try:
             session = _result(work.begin())
-            shutdown.undisturbed(session.prepare_profiler)  # on another thread torch logs an error
+            undisturbed(session.prepare_profiler)  # on another thread torch logs an error
             _result(work.open(session))
-            shutdown.undisturbed(partial(self._begin, work, session))
+            undisturbed(partial(self._begin, work, session))
         except BaseException as error:
             closing = self._undo(work, error)
             self.close(closing)
@@ -81,7 +82,7 @@ class Lifecycle:
             session = await _aresult(work.begin())
             await own_thread(session.prepare_profiler)  # it may take seconds
             await _aresult(work.open(session))
-            shutdown.undisturbed(partial(self._begin, work, session))
+            undisturbed(partial(self._begin, work, session))
         except BaseException as error:
             closing = self._undo(work, error)
             cancelled = await self.aclose(closing)
@@ -169,7 +170,7 @@ class Lifecycle:
         this happens after that.
         """
         work = self._work
-        if work is None or shutdown.after(partial(self.close, closing, timeout_s)):
+        if work is None or after(partial(self.close, closing, timeout_s)):
             return
         self.leave()
         try:

@@ -23,7 +23,7 @@ from stepscope._recording.fanout.messages import (
     WorkerRequest,
 )
 from stepscope._recording.instrument import configured
-from stepscope._recording.process import shutdown, sigusr1
+from stepscope._recording.process import sigusr1
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import identify
 from stepscope._recording.recorder import standing
@@ -34,6 +34,7 @@ from stepscope._recording.session.selection import decide_process, may_record, m
 from stepscope._recording.session.session import Session
 from stepscope._recording.spans import slot, wrapping
 from stepscope.backends import load_backend
+from stepscope.backends.threaded.undisturbed import undisturbed
 from stepscope.engines import EngineProfiler, driven_engines
 from stepscope.errors import ours
 from stepscope.files import switch
@@ -95,7 +96,7 @@ def _start(
             fetch.keep(session)
         _sample_engines(session)
         session.open()
-        shutdown.undisturbed(partial(_begin, session))
+        undisturbed(partial(_begin, session))
     except BaseException as error:
         fetch.release(request.capture_id)
         reason = f"opening failed: {describe(error)}"

@@ -13,13 +13,11 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import TypeVar
 
 from stepscope._recording.process import failures
+from stepscope.backends.threaded.undisturbed import after
 from stepscope.errors import ours
 from stepscope.files.manifest.records import Ending
-
-T = TypeVar("T")
 
 EXIT_S = 60.0
 SIGTERM_S = 5.0
@@ -32,35 +30,6 @@ _is_installed = False
 """True if `atexit` calls this. One writer: `install`."""
 _before: Callable[[int, FrameType | None], object] | int | None = None
 """The SIGTERM handler that was installed before ours."""
-_undisturbed: dict[int, list[Callable[[], object]]] = {}
-"""Thread -> calls to make at the end of its `undisturbed` work."""
-
-
-def undisturbed(work: Callable[[], T]) -> T:
-    """Call `work`. What a signal's handler closes meanwhile on this thread is closed after it: see `after`.
-
-    The handler would wait for another thread, and that perhaps for a lock that `work` holds.
-    """
-    thread = threading.get_ident()
-    if thread in _undisturbed:
-        return work()
-    calls: list[Callable[[], object]] = []
-    try:
-        _undisturbed[thread] = calls
-        return work()
-    finally:
-        _undisturbed.pop(thread, None)
-        for call in calls:
-            call()
-
-
-def after(call: Callable[[], object]) -> bool:
-    """Have `call` made at the end of the work that must not be disturbed. False if this thread does none."""
-    calls = _undisturbed.get(threading.get_ident())
-    if calls is None:
-        return False
-    calls.append(call)
-    return True
 
 
 def on_exit(name: str, close: Callable[[Ending, float], None], order: int) -> None:

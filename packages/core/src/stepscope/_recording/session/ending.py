@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from stepscope._recording.process import private_loop, shutdown
+from stepscope._recording.process import private_loop
 from stepscope._recording.process.private_loop import Job
+from stepscope.backends.threaded.undisturbed import undisturbed
 
 
 def begin_closing(
@@ -22,7 +23,7 @@ def begin_closing(
     interruption: BaseException | None = None
     for attempt in (end_here, end_here, _nothing):
         try:
-            shutdown.undisturbed(attempt)
+            undisturbed(attempt)
             return private_loop.submit(close()), interruption
         except BaseException as error:
             interruption = interruption or error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from stepscope._recording.output import exporter
 from stepscope._recording.output.manifest_part import ManifestPart
-from stepscope._recording.process import clock, failures, shutdown
+from stepscope._recording.process import clock, failures
 from stepscope._recording.process.event_loop import in_event_loop
 from stepscope._recording.session import selection
 from stepscope._recording.spans import scopes
@@ -21,6 +21,7 @@ from stepscope._recording.spans.maker import SpanMaker
 from stepscope._recording.spans.span import Span, record
 from stepscope.backends import Backend, PendingArtifact, SpanInfo, Window
 from stepscope.backends.process_lock import PROCESS_LOCK
+from stepscope.backends.threaded.undisturbed import undisturbed
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError, ours
 from stepscope.files.clock import ClockAnchor
@@ -76,7 +77,7 @@ class Windows:
 
     def open(self, stage: str | None, role: str) -> bool:
         """Start the backend. False if it does not start; the manifest has the reason."""
-        return shutdown.undisturbed(partial(self._open, stage, role))
+        return undisturbed(partial(self._open, stage, role))
 
     def _open(self, stage: str | None, role: str) -> bool:
         name = self._name(stage)
@@ -123,7 +124,7 @@ class Windows:
 
     def close(self, *, truncated: str | None = None, discard: str | None = None) -> None:
         """Stop the backend and hand its recordings to the exporter. Do nothing if no window is open."""
-        shutdown.undisturbed(partial(self._close, truncated, discard))
+        undisturbed(partial(self._close, truncated, discard))
 
     def _close(self, truncated: str | None, discard: str | None) -> None:
         with self._lock:
@@ -178,7 +179,7 @@ class Windows:
 
     def advance(self) -> None:
         try:
-            shutdown.undisturbed(self._backend.advance)
+            undisturbed(self._backend.advance)
         except ours() as error:
             failures.note(f"advancing the {self._backend.name} profiler", error)
 

@@ -31,6 +31,7 @@ from stepscope._recording.spans import redaction
 from stepscope._recording.spans.log import SpanLog, span_cost_ns
 from stepscope._recording.spans.span import mark, mark_consumed
 from stepscope.backends import load_backend
+from stepscope.backends.threaded.undisturbed import after
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler, settings
 from stepscope.errors import BackendError, ours
@@ -284,7 +285,7 @@ class Session:
         self, *, ending: Ending | None = None, discard: str | None = None, timeout_s: float | None = None
     ) -> None:
         """End and close the session, from any thread, and wait for that. Arguments as in `close`."""
-        if shutdown.after(partial(self.finish, ending=ending, discard=discard, timeout_s=timeout_s)):
+        if after(partial(self.finish, ending=ending, discard=discard, timeout_s=timeout_s)):
             return
 
         async def close() -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
+from stepscope.backends.threaded.undisturbed import undisturbed
 from stepscope.errors import ours
 
 ANSWER_S = 1.0
@@ -128,7 +129,10 @@ class MainThread:
 
     def _on_pending_call(self, _: int | None) -> int:
         if not in_backward():
-            self._drain()
+            try:
+                self._drain()
+            except BaseException as error:  # of a handler that waited for a task's end
+                _raise_on_main(error)
         elif self._tasks and not self._retries:
             # torch restores its sessions after each operator there: a stopped one would come back.
             self._retries = True
@@ -146,11 +150,14 @@ class MainThread:
     def _drain(self) -> None:
         # Signal handlers and pending calls interrupt tasks on this very thread: their own tasks wait.
         while self._tasks and not self._busy:
-            self._busy = True
-            try:
-                self._tasks.popleft().run()
-            finally:
-                self._busy = False
+            undisturbed(self._do_next)
+
+    def _do_next(self) -> None:
+        self._busy = True
+        try:
+            self._tasks.popleft().run()
+        finally:
+            self._busy = False
 
 
 class OwnerThread:
@@ -189,6 +196,19 @@ MAIN = MainThread()
 OWNER = OwnerThread()
 os.register_at_fork(after_in_child=MAIN.forget)
 os.register_at_fork(after_in_child=OWNER.forget)
+
+
+def _raise_on_main(error: BaseException) -> None:
+    """Raise a copy of an error on the main thread soon: ctypes drops what its pending call raises."""
+    kind = type(error)
+    copy = type(kind.__name__, (kind,), {"__init__": lambda self: kind.__init__(self, *error.args)})
+
+    def raise_there() -> None:
+        time.sleep(RETRY_S)  # the pending call is over then
+        main = ctypes.c_ulong(threading.main_thread().ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(copy))
+
+    threading.Thread(target=raise_there, name="stepscope-retry", daemon=True).start()
 
 
 def in_backward() -> bool:
