@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
@@ -16,10 +18,19 @@ from stepscope.files.recorder import StepLine
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.brief import brief_text, step_brief
+from stepscope_report.cause import CauseKind
 from stepscope_report.html.step_page import render_step
 from stepscope_report.near import Neighbours
 from stepscope_report.sections.cause import Cause
 from stepscope_report.timeline import load_step
+
+
+def test_the_docs_list_each_kind() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "report.md").read_text()
+    listed = page.partition("## The cause")[2].partition("\n## ")[0]
+    items = listed[listed.index("\n* ") :]
+    kinds = re.findall("`([a-z]+(?:-[a-z]+)*)`[,:]", items)
+    assert sorted(kinds) == sorted(get_args(CauseKind))
 
 
 def reported(folder: StepFolder) -> StepReport:
@@ -312,3 +323,30 @@ def test_ls_says_why_a_step_was_slow(tmp_path: Path, command: Command) -> None:
     rows = command("ls", tmp_path, "--json").json
     assert [row["cause"] and row["cause"]["kind"] for row in rows] == [None, None, "slow-tool"]
     assert "step 6: 630 ms, 260 ms longer than usual: tool search took 150 ms" in command("ls", tmp_path).out
+
+
+def test_a_call_that_blocks_the_event_loop_of_others_is_named(tmp_path: Path) -> None:
+    """A tool that does not await for 600 ms, while another trajectory generates."""
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    rollout = driver.span("rollout", 0, 1200 * MS)
+    for name, stage, start_ms, end_ms in (("a", "tool", 300, 900), ("b", "generate", 200, 910)):
+        own = driver.span("trajectory", 0, 1000 * MS, role="agent_loop", parent=rollout, trajectory=name)
+        role = "env" if stage == "tool" else "rollout"
+        driver.span(stage, start_ms * MS, end_ms * MS, role=role, parent=own, trajectory=name)
+    late = {ms * MS: float(max(0, min(ms, 900) - 300) if ms < 1000 else 0) for ms in range(0, 1300, 100)}
+    driver.counter("event loop late", late, of="MainThread", unit="ms", kind="interval")
+    close(folder, 1300 * MS)
+    cause = cause_of(folder)
+    assert (cause.kind, cause.role, cause.stage) == ("event-loop", "env", "tool")
+    assert cause.ns == pytest.approx(600 * MS, rel=0.1)
+
+
+def test_a_collector_that_stops_the_process_that_the_step_waits_for_is_named(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("update", 0, 1000 * MS)
+    driver.counter("garbage collector", {0: 0, 1000 * MS: 30.0}, unit="%", kind="interval")
+    close(folder, 1000 * MS)
+    cause = cause_of(folder)
+    assert (cause.kind, cause.ns) == ("gc", 300 * MS)

@@ -184,6 +184,7 @@ def test_the_collectors_time_is_added_up(case: Case) -> None:
     case.actor.counter(GC, {0: 0, 5 * S: 10, 10 * S: 2}, unit="%", kind="interval")
     what, because = case.advice()["garbage-collection"]
     assert what.endswith(" actor 0")
+    assert case.report().cause is None, "nothing is known to have waited for actor 0"
     assert because[0].startswith("600 ms, 6.0 % "), "500 ms and 100 ms"
 
 

@@ -9,7 +9,8 @@ One file above 500 lines: the kinds of culprits share the times of calls.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
 
 from stepscope.files.spans import PROFILING
@@ -31,6 +32,8 @@ CauseKind: TypeAlias = Literal[
     "queue",
     "weight-sync",
     "slow-stage",
+    "event-loop",
+    "gc",
     "profiler",
     "unexplained",
 ]
@@ -293,43 +296,41 @@ class _Lineup:
 
         By the time of a token, where all calls state their tokens.
         """
-        by_token = all(work.tokens for work in compared.values())
-
-        def excess_ns(process: int) -> int:
-            """Return by how much a process is longer than the others are, with its tokens."""
-            work, others = compared[process], [w for p, w in compared.items() if p != process]
-            if not by_token:
-                return work.own_ns - middle(other.own_ns for other in others)
-            each = middle(other.own_ns * 1000 // (other.tokens or 1) for other in others)
-            return work.own_ns - each * (work.tokens or 0) // 1000
-
-        slowest = max(candidates, key=excess_ns)
+        kind: CauseKind
+        usual_ns: Callable[[Work], int]
+        slowest, each_ns = _slowest(candidates, compared)
+        if each_ns is not None and self._is_slow(compared[slowest], _at(each_ns)):
+            usual_ns = _at(each_ns)
+            kind = "slow-replica" if self._is_replica(slowest) else "slow-rank"
+        else:
+            slowest = max(candidates, key=lambda process: compared[process].own_ns)
+            others_ns = middle(work.own_ns for process, work in compared.items() if process != slowest)
+            usual_ns = lambda _: others_ns  # noqa: E731
+            if not self._is_slow(compared[slowest], usual_ns):
+                return None
+            kind = "slow-replica" if self._is_replica(slowest) else "slow-rank"
+            if each_ns is not None:
+                tokens = middle(work.tokens or 0 for p, work in compared.items() if p != slowest)
+                if (compared[slowest].tokens or 0) * 4 < tokens * 5:
+                    return None
+                kind = "uneven-batch"
         work = compared[slowest]
-        kind: CauseKind = "slow-replica" if self._is_replica(slowest) else "slow-rank"
-        longer_ns = excess_ns(slowest)
-        if not self._is_slow(work.own_ns, longer_ns):
-            if not by_token:
-                return None
-            slowest = max(candidates, key=lambda process: compared[process].tokens or 0)
-            work = compared[slowest]
-            usual = middle(w.tokens or 0 for p, w in compared.items() if p != slowest)
-            longer_ns = work.own_ns - middle(w.own_ns for p, w in compared.items() if p != slowest)
-            if (work.tokens or 0) * 4 < usual * 5 or not self._is_slow(work.own_ns, longer_ns):
-                return None
-            kind = "uneven-batch"
+        longer_ns = work.own_ns - usual_ns(work)
         others = {process: one for process, one in compared.items() if process != slowest}
         if self._busy_ns(work) < middle(map(self._busy_ns, others.values())):
             return None
         slow = [slowest]
-        host = self._timeline.processes[slowest].info.host
         if kind != "uneven-batch":
-            usual_ns = work.own_ns - longer_ns
-            slow += (p for p, w in others.items() if not by_token and w.own_ns * 4 >= usual_ns * 5)
+            slow += (process for process, one in others.items() if one.own_ns * 4 >= usual_ns(one) * 5)
+            host = self._timeline.processes[slowest].info.host
             of_host = {p for p in compared if self._timeline.processes[p].info.host == host}
             if len(slow) > 1 and of_host == set(slow) and len(of_host) < len(compared):
                 kind = "slow-host"
-        share = longer_ns / work.own_ns
-        cuts = {node: int(self._own_ns[node] * share) for p in slow for node in compared[p].nodes}
+        cuts = {
+            node: self._own_ns[node] * (one.own_ns - usual_ns(one)) // one.own_ns
+            for one in map(compared.__getitem__, slow)
+            for node in one.nodes
+        }
         return Suspect(
             kind,
             self._saves(cuts),
@@ -343,8 +344,9 @@ class _Lineup:
             nodes=tuple(cuts),
         )
 
-    def _is_slow(self, own_ns: int, longer_ns: int) -> bool:
-        return longer_ns * LEAST >= self._window_ns and own_ns * 4 >= (own_ns - longer_ns) * 5
+    def _is_slow(self, work: Work, usual_ns: Callable[[Work], int]) -> bool:
+        usual = usual_ns(work)
+        return (work.own_ns - usual) * LEAST >= self._window_ns and work.own_ns * 4 >= usual * 5
 
     def _say_work(self, slowest: int, slow: Sequence[int], compared: Mapping[int, Work]) -> Iterator[str]:
         """Yield its calls and tokens beside the others': more work, or slower work."""
@@ -510,6 +512,23 @@ class _Lineup:
         """Return `trainer 0`, or `the others` if there are several."""
         others = set(among) - {process}
         return self._timeline.processes[others.pop()].name if len(others) == 1 else "the others"
+
+
+def _slowest(candidates: Mapping[int, Work], compared: Mapping[int, Work]) -> tuple[int, float | None]:
+    """Return the slowest process by the time of a token, and the time that others take for one. Without
+    tokens, by the sum of its calls, and None.
+    """
+    if not all(work.tokens for work in compared.values()):
+        return max(candidates, key=lambda process: compared[process].own_ns), None
+    each = {process: work.own_ns / (work.tokens or 1) for process, work in compared.items()}
+    usual = median(each.values())
+    slowest = max(candidates, key=lambda p: compared[p].own_ns - usual * (compared[p].tokens or 0))
+    return slowest, median(ns for process, ns in each.items() if process != slowest)
+
+
+def _at(each_ns: float) -> Callable[[Work], int]:
+    """Return the time of a process' tokens at a time for each."""
+    return lambda work: round(each_ns * (work.tokens or 0))
 
 
 class _Lateness(NamedTuple):

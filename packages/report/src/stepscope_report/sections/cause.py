@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from stepscope.files.counters import GC
 from stepscope.files.uncaptured import comparable
 from stepscope_report.accounting import Label
 from stepscope_report.cause import LEAST_OF_CALLS, CauseKind, StepPath, Suspect, ranked, suspects_of
@@ -16,6 +17,7 @@ from stepscope_report.near import NearStep, is_longer, near_step, top_stages
 from stepscope_report.section import Section, Sources
 from stepscope_report.sections.baseline import BASELINE, Baseline
 from stepscope_report.sections.breakdown import BREAKDOWN
+from stepscope_report.sections.counters import COUNTERS, Counters
 from stepscope_report.sections.health import cut_processes
 from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.spans import MOVES_WEIGHTS, ToolNames, is_tool
@@ -256,6 +258,12 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
     """Return what was slow, beside what, and where."""
     if suspect.kind == "profiler":
         return f"profilers took {duration(suspect.ns)} of it"
+    if suspect.kind in ("gc", "event-loop") and suspect.process is not None:
+        name, longer = timeline.processes[suspect.process].name, duration(suspect.longer_ns)
+        if suspect.kind == "gc":
+            return f"Python's garbage collector stopped {name} for {longer}"
+        what = "something" if suspect.label is None else " ".join(suspect.label)
+        return f"{what} blocked the event loop of {name} for {longer}"
     if suspect.kind == "unexplained":
         return f"no recorded stage explains {duration(suspect.ns)} of it"
     what, where = _what(timeline, suspect), _where(timeline, suspect)
@@ -318,7 +326,37 @@ def _explained(sources: Sources) -> Explained:
 def _suspects(sources: Sources) -> list[Suspect]:
     tail = sources.value_of(LONG_TAIL)
     slowed = tail is not None and tail.trajectories > 0 and tail.last_profiled == tail.last
-    return suspects_of(sources.path, cut_processes(sources.timeline), tail=not slowed)
+    found = suspects_of(sources.path, cut_processes(sources.timeline), tail=not slowed)
+    stopped = list(_stopped(sources.path, sources.value_of(COUNTERS)))
+    blockers = {one.label for one in stopped if one.label is not None}
+    return ranked([*stopped, *(one for one in found if one.label not in blockers)])
+
+
+def _stopped(path: StepPath, counters: Counters | None) -> Iterator[Suspect]:
+    """Yield the processes on the critical path whose event loop, or whose code, stood still."""
+    if counters is None:
+        return
+    timeline = path.graph.timeline
+    places = {process.name: index for index, process in enumerate(timeline.processes)}
+    on_path = Counter[int]()
+    for piece in path.pieces:
+        on_path[path.graph.process_of(piece.node)] += piece.wall_ns
+    for row in counters.rows:
+        if row.name == GC:
+            index, paused_ns = places[row.process], round(row.mean / 100 * row.covered_ns)
+            suspect = Suspect("gc", min(paused_ns, on_path[index]), paused_ns, process=index)
+            yield from _stop(timeline, suspect)
+    for loop in counters.late_loops:
+        index = places[loop.process]
+        evidence = (f"a callback on its thread {loop.thread} waited for {duration(loop.late_ns)}",)
+        ns = min(loop.late_ns, on_path[index])
+        suspect = Suspect("event-loop", ns, loop.late_ns, loop.blocker, index, evidence=evidence)
+        yield from _stop(timeline, suspect)
+
+
+def _stop(timeline: Timeline, suspect: Suspect) -> Iterator[Suspect]:
+    if (suspect.ns or 0) * LEAST_OF_CALLS >= max(1, timeline.window.wall_ns):
+        yield suspect
 
 
 SUSPECTS = Section(
