@@ -49,4 +49,4 @@ def test_steps_side_by_side_say_what_changed(tmp_path: Path, command: Command) -
         rl_step(tmp_path, step=step, ranks=ranks).write()
     text = command("report", tmp_path, "--no-html").out
     assert "What changed" in text
-    assert "2 > 4" in text
+    assert "2 → 4" in text

@@ -13,6 +13,7 @@ from packages.report.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest.records import Absent
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
+from stepscope_report.html.colours import colour_of
 from stepscope_report.html.markup import Html, tag, text
 from stepscope_report.html.run_page import RunStep, render_run
 from stepscope_report.html.step_page import DOCS, WORDS, legend_of_words, render_step
@@ -72,7 +73,7 @@ def page_of(folder: StepFolder, *files: StepFile) -> str:
 def test_every_chart_of_a_step_has_its_marks(tmp_path: Path, ranks: int) -> None:
     page = Page(page_of(rl_step(tmp_path, ranks=ranks)))
     report = report_of(rl_step(tmp_path, ranks=ranks))
-    assert page.marks["account"] == len(report.breakdown.lines) + 1
+    assert page.marks["account"] == len(report.breakdown.lines)
     assert page.marks["when"] > ranks
     assert page.marks["trajectories"] > 24 * 3
     assert page.marks["tail"] >= len(report.long_tail.spreads if report.long_tail else ()) + 10
@@ -86,7 +87,7 @@ def test_the_head_says_what_took_how_long_and_whether_all_is_there(tmp_path: Pat
         "run run1",
         "1.01 s",
         "1.01 s with opening and closing the capture",
-        "largest stage",
+        "Most of it: rollout decode",
         "complete",
         "on 1 host",
     ):
@@ -113,11 +114,28 @@ def test_many_stages_are_folded_and_still_add_up(tmp_path: Path) -> None:
     assert "100.0" in account
 
 
-def test_the_table_of_contents_leads_to_every_section(tmp_path: Path) -> None:
+def test_the_links_at_the_top_lead_to_groups_of_sections(tmp_path: Path) -> None:
     page = Page(page_of(rl_step(tmp_path)))
     sections = [attrs["id"] for kind, attrs in page.tags if kind == "section"]
-    assert len(sections) > 5
-    assert [link.removeprefix("#") for link in page.links() if link.startswith("#")] == sections
+    links = [link.removeprefix("#") for link in page.links() if link.startswith("#")]
+    assert links == ["when", "trajectories", "ranks", "complete"]
+    assert sorted(links, key=sections.index) == links
+    assert sections[0] == "when"
+
+
+def test_a_stage_has_one_colour_on_every_page(tmp_path: Path) -> None:
+    first = StepFolder(tmp_path / "1")
+    driver = first.process("trainer", owner=True)
+    for index in range(40):
+        driver.span(f"stage{index}", index * MS, (index + 1) * MS)
+    driver.close(40 * MS)
+    second = StepFolder(tmp_path / "2")
+    driver = second.process("trainer", owner=True)
+    driver.span("stage39", 0, 40 * MS)
+    driver.close(40 * MS)
+    swatch = re.compile(r'<i class="swatch (c\d+)"></i>stage39')
+    assert swatch.findall(page_of(second)) == [colour_of("stage39")]
+    assert f'm {colour_of("stage39")}"' in page_of(first)
 
 
 def test_a_page_asks_nobody_for_anything(tmp_path: Path) -> None:
@@ -237,7 +255,7 @@ def test_a_runs_page_puts_its_steps_side_by_side(tmp_path: Path) -> None:
     assert [link for link in page.links() if "report.html" in link] == [
         f"./step_{step:06d}/report.html" for step in (2, 4, 6)
     ]
-    assert "2 > 4" in page.text["changes"]
+    assert "2 → 4" in page.text["changes"]
     assert "step_000009: <nothing>" in page.text["unreadable"]
 
 

@@ -33,7 +33,7 @@ from stepscope_report.block import Block
 from stepscope_report.html.markup import Html
 from stepscope_report.html.page import draw_section
 from stepscope_report.model import AddedSection, StepReport
-from stepscope_report.section import BEHIND, Page, Section, Sources
+from stepscope_report.section import RECORD, Page, Section, Sources
 
 GROUP = "stepscope.report_sections"
 
@@ -51,7 +51,7 @@ def pages_of(page: Page) -> Iterator[tuple[int, list[Html]]]:
     """Yield the rank of each added section on the page, and its markup."""
     points = {point.name: point for point in _points()} if page.report.added else {}
     for added in page.report.added:
-        rank, drawn = BEHIND, None
+        rank, drawn = RECORD, None
         if added.failed is None and added.name in points:
             try:
                 section = _load(points[added.name])

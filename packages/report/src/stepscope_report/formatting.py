@@ -123,8 +123,8 @@ def numbers(steps: Iterable[int]) -> str:
 
 
 def both(a: str, b: str) -> str:
-    """Return `a` if it is the same on both sides, else `a > b`."""
-    return a if a == b else f"{a} > {b}"
+    """Return `a` if it is the same on both sides, else `a → b`."""
+    return a if a == b else f"{a} → {b}"
 
 
 def signed(ns: int) -> str:

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-BEHIND = 3
-"""Rank on the page of the sections behind the charts."""
+GROUPS = ("Overview", "Rollout", "Processes", "Devices", "Record")
+"""Groups of sections on a page, in its order: the links at its top."""
+OVERVIEW, ROLLOUT, PROCESSES, DEVICES, RECORD = range(len(GROUPS))
 
 
 class Sources:
@@ -89,8 +90,7 @@ class Section(msgspec.Struct, Generic[Value], frozen=True, kw_only=True):
             figures of other sections. None if other sections draw the value, or, in a section of another
             package, if the value itself is blocks.
         html: Returns the value as markup with charts. None to show the tables of `terminal` on the page.
-        page: Rank on the page, where charts over time (0) come before the other sections. Sections of one
-            rank stand as in the list.
+        page: Group on the page, a place in `GROUPS`. Sections of one group stand as in the list.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Section(msgspec.Struct, Generic[Value], frozen=True, kw_only=True):
     compute: Callable[[Sources], Value]
     terminal: Callable[[Value, StepReport], Iterable[Block]] | None = None
     html: Callable[[Value, Page], Iterable[Html]] | None = None
-    page: int = BEHIND
+    page: int = RECORD
 
     def blocks_of(self, report: StepReport) -> Iterable[Block]:
         """Return the tables and lists of this section in a report."""

@@ -69,7 +69,7 @@ def say_check(check: Check) -> str:
     """Return `rollout/generate: 1.00 s > 1.08 s, +8.0 % (+5.1 to +11.0), limit +5.0 %: fails`."""
     stage, a, b, change, interval, limit, _, verdict = _row(check)
     certainty = interval if check.interval else "no interval"
-    return f"{stage}: {a} > {b}, {change} ({certainty}), limit {limit}: {verdict}"
+    return f"{stage}: {a} → {b}, {change} ({certainty}), limit {limit}: {verdict}"
 
 
 def _row(check: Check) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -25,8 +25,12 @@ def _resource(name: str) -> str:
     return (files("stepscope_report.html") / name).read_text(encoding="utf-8")
 
 
-def page(title: str, *body: Html) -> str:
-    """Return a whole document. Its policy lets only the page's own script run, and nothing be loaded."""
+def page(title: str, *body: Html, groups: Mapping[str, str] | None = None) -> str:
+    """Return a whole document. Its policy lets only the page's own script run, and nothing be loaded.
+
+    Args:
+        groups: {name: the section in front of it}: the links at the top. None for a link to each section.
+    """
     script, content = _resource("page.js"), "".join(body)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -40,13 +44,21 @@ def page(title: str, *body: Html) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
         f"<title>{text(title)}</title><style>{_resource('page.css')}</style></head>\n"
-        f'<body>{_contents(content)}{content}<div id="tip" hidden></div>'
+        f'<body>{_contents(content, groups)}{content}<div id="tip" hidden></div>'
         f"<script>{script}</script></body></html>\n"
     )
 
 
-def _contents(content: str) -> Html:
-    """Return the table of contents, which stays in view: links to the sections of a page."""
+def first_section(content: str) -> str | None:
+    """Return the anchor of the first section in some markup."""
+    found = _SECTION.search(content)
+    return None if found is None else found[1]
+
+
+def _contents(content: str, groups: Mapping[str, str] | None) -> Html:
+    """Return the table of contents, which stays in view."""
+    if groups is not None:
+        return tag("nav", *(tag("a", name, href=f"#{anchor}") for name, anchor in groups.items()))
     sections = _SECTION.findall(content)
     if len(sections) < _FEW:
         return EMPTY

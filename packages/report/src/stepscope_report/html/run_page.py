@@ -146,7 +146,7 @@ def _changes(reports: Sequence[StepReport]) -> Html:
     rows: list[tuple[str | Html, ...]] = []
     for before, after in pairwise(reports):
         step_change = diff([before], [after])
-        pair = f"{before.step} > {after.step}"
+        pair = f"{before.step} → {after.step}"
         whole = signed(step_change.delta_ns)
         rows.append((tag("b", pair), tag("b", "step"), tag("b", whole, class_=_sign(step_change.delta_ns)),
                      percentage(step_change.delta_ns, step_change.a.step_ns), "", ""))  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from stepscope_report.accounting import Label
@@ -11,11 +11,12 @@ from stepscope_report.formatting import count, duration, moment, percentage, per
 from stepscope_report.groups import choices_of, draw_groups
 from stepscope_report.html.colours import Colours
 from stepscope_report.html.markup import Html, tag
-from stepscope_report.html.page import page, section
+from stepscope_report.html.page import first_section, page, section
 from stepscope_report.model import StepReport
 from stepscope_report.report import SECTIONS
-from stepscope_report.section import BEHIND, Page, StepFile
+from stepscope_report.section import GROUPS, OVERVIEW, RECORD, Page, StepFile
 from stepscope_report.sections.baseline import say_beside, say_usual
+from stepscope_report.sections.breakdown import draw_when
 from stepscope_report.sections.health import (
     Health,
     say_again,
@@ -68,18 +69,32 @@ def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile
         report: Of the same timeline.
     """
     timeline, _ = few_names(timeline)
-    return page(f"Step {report.step}, run {report.run_id}", *_parts(timeline, report, files))
+    groups = dict(_groups(_page(timeline, report, files)))
+    firsts = {name: first_section("".join(parts)) for name, parts in groups.items()}
+    return page(
+        f"Step {report.step}, run {report.run_id}",
+        _head(timeline, report),
+        *(part for parts in groups.values() for part in parts),
+        groups={name: first for name, first in firsts.items() if first is not None},
+    )
 
 
-def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) -> Iterator[Html]:
+def _page(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) -> Page:
     waiting = [(stage.role, stage.stage) for stage in report.stages if stage.waits]
-    page = Page(timeline, report, Colours(_by_sight(report.stages), waiting), files)
-    yield _head(timeline, report)
-    parts: list[tuple[int, Iterable[Html]]] = [(section.page, section.html_of(page)) for section in SECTIONS]
-    parts.append((BEHIND, draw_groups(choices_of(timeline))))
-    for _, drawn in sorted([*parts, *pages_of(page)], key=lambda part: part[0]):
-        yield from drawn
-    yield legend_of_words()
+    return Page(timeline, report, Colours(_by_sight(report.stages), waiting), files)
+
+
+def _groups(page: Page) -> Iterator[tuple[str, list[Html]]]:
+    """Yield the groups of the page's sections by name, without empty ones."""
+    drawn: list[list[Html]] = [[] for _ in GROUPS]
+    drawn[OVERVIEW].append(draw_when(page))
+    for part in SECTIONS:
+        drawn[part.page] += part.html_of(page)
+    for group, added in pages_of(page):
+        drawn[min(max(group, OVERVIEW), RECORD)] += added
+    drawn[RECORD] += draw_groups(choices_of(page.timeline))
+    drawn[RECORD].append(legend_of_words())
+    yield from ((name, parts) for name, parts in zip(GROUPS, drawn, strict=True) if parts)
 
 
 def _by_sight(stages: Sequence[Stage]) -> list[Label]:
@@ -99,9 +114,9 @@ def _head(timeline: Timeline, report: StepReport) -> Html:
     return tag(
         "header",
         tag("h1", f"Step {report.step}"),
-        *([] if report.cause is None else [tag("p", report.cause.sentence, class_="said")]),
         tag("p", f"run {report.run_id}, {moment(report.opened_ns)}", class_="note"),
-        tag("div", *(_fact(*fact) for fact in _facts(timeline, report)), class_="facts"),
+        tag("p", _headline(report), class_="headline"),
+        tag("p", *_facts(timeline, report), class_="facts"),
         *_ended(report.health),
         tag("p", ". ".join(filter(None, usual)) + ".", class_="note"),
         *_others(report),
@@ -129,49 +144,46 @@ def _others(report: StepReport) -> list[Html]:
     return [tag("p", note, class_="note")] if note else []
 
 
-def _facts(timeline: Timeline, report: StepReport) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (what, value, remark, class) for the boxes in the head."""
+def _facts(timeline: Timeline, report: StepReport) -> Iterator[Html]:
+    """Yield the facts in small print below the headline."""
     breakdown, health = report.breakdown, report.health
-    yield (
-        "step",
-        duration(breakdown.window_ns),
-        f"{duration(breakdown.total_ns)} with opening and closing the capture"
-        if health.recorder is None
-        else "written by the flight recorder",
-        "",
-    )
-    usual = report.baseline
-    if usual is not None:
-        excess = (
-            "" if usual.excess_ns is None else f"; this one {percentage(usual.excess_ns, usual.p50_ns)} %"
-        )
-        yield "uncaptured", duration(usual.p50_ns), f"median of {len(usual.steps)}{excess}", ""
-    lines = breakdown.lines
-    shares = percents([line.wall_ns for line in lines], breakdown.window_ns)
-    if lines[0].kind == "stage":
-        yield "largest stage", f"{shares[0]} %", f"{lines[0].role} {lines[0].stage}, of all", ""
-    yield "unaccounted", f"{shares[-1]} %", "no span ran", ""
-    hosts = len({process.host for process in health.processes})
-    within = [p.clock.uncertainty_ns for p in health.processes if p.clock.uncertainty_ns is not None]
-    remark = f"on {count(hosts, 'host')}, {count(len(timeline.spans), 'span')}"
-    yield "processes", f"{len(health.processes):,}", remark, ""
-    unaligned = len(health.processes) - len(within)
-    scope = f"{count(unaligned, 'process')} unaligned" if unaligned else "of every process, at most"
-    yield "clocks within", f"±{duration(max(within, default=None))}", scope, "bad" if unaligned else ""
-    yield "state", *_state(health)
-
-
-def _state(health: Health) -> tuple[str, str, str]:
     state = health.state or "no manifest"
     if health.complete:
-        return "complete", f"manifest: {state}", "good"
-    return "not complete", f"{count(len(health.doubts), 'reason')} below; manifest: {state}", "bad"
+        yield tag("span", "complete", class_="good")
+    else:
+        reasons = f"{count(len(health.doubts), 'reason')}, manifest: {state}"
+        yield tag("span", f"not complete ({reasons})", class_="bad")
+    shares = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)
+    yield tag("span", f"{shares[-1]} % unaccounted")
+    hosts = len({process.host for process in health.processes})
+    yield tag("span", f"{count(len(health.processes), 'process')} on {count(hosts, 'host')}")
+    yield tag("span", count(len(timeline.spans), "span"))
+    within = [p.clock.uncertainty_ns for p in health.processes if p.clock.uncertainty_ns is not None]
+    if within:
+        yield tag("span", f"clocks within ±{duration(max(within))}")
+    unaligned = len(health.processes) - len(within)
+    if unaligned:
+        yield tag("span", f"{count(unaligned, 'process')} unaligned", class_="bad")
+    if health.recorder is not None:
+        yield tag("span", "written by the flight recorder")
+    elif breakdown.total_ns != breakdown.window_ns:
+        yield tag("span", f"{duration(breakdown.total_ns)} with opening and closing the capture")
 
 
-def _fact(what: str, value: str, remark: str, kind: str) -> Html:
-    return tag(
-        "div", tag("small", what), tag("b", value, class_=kind or None), tag("small", remark), class_="fact"
-    )
+def _headline(report: StepReport) -> str:
+    """Return the step's cause if there is one, else its time and its largest stage."""
+    if report.cause is not None:
+        return report.cause.sentence
+    breakdown, usual = report.breakdown, report.baseline
+    text = duration(breakdown.window_ns)
+    if usual is not None and usual.excess_ns is not None:
+        steps = count(len(usual.steps), "uncaptured step")
+        text += f", {percentage(usual.excess_ns, usual.p50_ns)} % against {steps}"
+    largest = breakdown.lines[0]
+    if largest.kind == "stage":
+        share = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)[0]
+        text += f". Most of it: {largest.role} {largest.stage}, {share} %"
+    return f"{text}."
 
 
 def legend_of_words() -> Html:

@@ -13,6 +13,8 @@ from stepscope_report.html.page import percent, section
 
 LANE = 13
 """Pixels of a lane in which a name can be read."""
+TALL = 600
+"""Pixels that the lanes of a chart may take together, if each is no higher than three of the least."""
 NAMED = 0.06
 """A mark is named in the chart if it takes at least this part of the window."""
 LABELLED_STRIP = 9
@@ -22,8 +24,10 @@ others."""
 
 def gantt(chart: Gantt, colours: Colours, path: Sequence[Mark] = ()) -> Html:
     """Return the chart, with the critical path above the processes."""
-    groups = [*_path(path, chart.window_ns, colours)] if path else []
-    groups += [part for group in chart.groups for part in _group(group, chart.window_ns, colours)]
+    lanes = sum(max(len(row.lanes), 1) for group in chart.groups if not group.strips for row in group.rows)
+    height = max(LANE, min(3 * LANE, TALL // max(lanes, 1)))
+    groups = [*_path(path, height, chart.window_ns, colours)] if path else []
+    groups += [part for group in chart.groups for part in _group(group, height, chart.window_ns, colours)]
     used = {m.label for g in chart.groups for row in g.rows for lane in row.lanes for m in lane}
     body = tag("div", axis(chart.window_ns), *groups, class_="chart", id="gantt", data_ns=chart.window_ns)
     note = (
@@ -33,13 +37,13 @@ def gantt(chart: Gantt, colours: Colours, path: Sequence[Mark] = ()) -> Html:
     return section("when", "Who ran what, when", colours.legend(used), body, note=note)
 
 
-def _path(path: Sequence[Mark], window_ns: int, colours: Colours) -> Iterator[Html]:
+def _path(path: Sequence[Mark], height: int, window_ns: int, colours: Colours) -> Iterator[Html]:
     yield tag("h3", "critical path", tag("small", "what the step waited for at each moment"))
     row = Row(name="critical path", host="all hosts", aligned=True, lanes=(tuple(path),))
-    yield _row(row, LANE, window_ns, colours, named=False)
+    yield _row(row, height, window_ns, colours, named=False)
 
 
-def _group(group: Group, window_ns: int, colours: Colours) -> Iterator[Html]:
+def _group(group: Group, lane: int, window_ns: int, colours: Colours) -> Iterator[Html]:
     remarks = [count(group.processes, "process")]
     if group.strips:
         remarks.append("one strip each, of the most specific stage at each instant")
@@ -47,7 +51,7 @@ def _group(group: Group, window_ns: int, colours: Colours) -> Iterator[Html]:
         remarks.append(f"{len(group.rows):,} drawn, evenly chosen, and the slowest of each stage")
     yield tag("h3", group.role, tag("small", "; ".join(remarks)))
     strip = max(2, min(10, 640 // max(len(group.rows), 1)))  # one or two screens hold all of them
-    height = strip if group.strips else LANE
+    height = strip if group.strips else lane
     every = 1 if height >= LABELLED_STRIP else 1 << (64 // height).bit_length() - 1
     for at, row in enumerate(group.rows):
         yield _row(row, height, window_ns, colours, named=at % every == 0)
@@ -66,9 +70,9 @@ def _row(row: Row, height: int, window_ns: int, colours: Colours, *, named: bool
             for mark in lane
         )
         track = zoomed(marks)
-    classes = "row" if height == LANE else "row strip"
+    classes = "row" if height >= LANE else "row strip"
     label = tag("span", row.name if named else "", class_="name", data_t=f"{row.name} on {row.host}")
-    return tag("div", label, track, class_=classes, style=f"height:{pixels}px")
+    return tag("div", label, track, class_=classes, style=f"height:{pixels}px;--tall:{height - 1}px")
 
 
 def zoomed(marks: Iterable[Html], kind: str = "track") -> Html:

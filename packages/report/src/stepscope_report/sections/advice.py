@@ -14,7 +14,7 @@ from stepscope_report.formatting import duration, percent_of
 from stepscope_report.html.markup import EMPTY, Html, tag
 from stepscope_report.html.page import section
 from stepscope_report.profiling import step_profilers
-from stepscope_report.section import Section
+from stepscope_report.section import OVERVIEW, Section
 from stepscope_report.sections.baseline import BASELINE
 from stepscope_report.sections.breakdown import BREAKDOWN
 from stepscope_report.sections.cause import PARTS
@@ -112,5 +112,10 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
 
 
 ADVICE = Section(
-    name="advice", title="What to do", compute=_advice, terminal=advice_blocks, html=draw_advice, page=0
+    name="advice",
+    title="What to do",
+    compute=_advice,
+    terminal=advice_blocks,
+    html=draw_advice,
+    page=OVERVIEW,
 )

@@ -25,7 +25,7 @@ from stepscope_report.gaps import GAPS, LEAST, Gap, Stretch, find_stretches, nam
 from stepscope_report.html.markup import Html, tag
 from stepscope_report.html.page import mark, section, swatched, table
 from stepscope_report.html.timecharts import gantt
-from stepscope_report.section import Section
+from stepscope_report.section import OVERVIEW, Section
 from stepscope_report.sections.critical_path import path_marks
 from stepscope_report.spans import TRANSFER, is_transfer, label_of
 from stepscope_report.timeline import Timeline
@@ -179,8 +179,17 @@ def breakdown_blocks(breakdown: Breakdown, report: StepReport) -> Iterator[Block
 def account_table(breakdown: Breakdown) -> TextTable:
     """Return the share of each stage. The lines add up to the step."""
     shares = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)
-    rows = [_account_row(line, share) for line, share in zip(breakdown.lines, shares, strict=True)]
-    whole_ns = breakdown.window_ns
+    whole_ns, small = breakdown.window_ns, smaller_stages(breakdown)
+    rows: list[tuple[str, ...]] = []
+    for line, share in zip(breakdown.lines, shares, strict=True):
+        if line in small:
+            continue
+        if line.kind != "stage" and small:
+            wall_ns = sum(folded.wall_ns for folded in small)
+            share_of_all = percent_of(wall_ns, whole_ns)
+            rows.append(("", f"{len(small)} smaller stages", duration(wall_ns), share_of_all, "", ""))
+            small = []
+        rows.append(_account_row(line, share))
     rows.append(("", "step", duration(whole_ns), percent_of(whole_ns, whole_ns), "", ""))
     note = "alone: not shared with other stages. active: how long it went on at all, billed to it or not."
     beside_ns = breakdown.opening_ns + breakdown.closing_ns
@@ -272,34 +281,48 @@ def say_left_out(breakdown: Breakdown) -> str:
 
 LINES = 24
 """Up to this many stages have a bar each; of more, the smallest ones share a bar."""
+SMALL = 1000
+"""A stage below this part of the step (0.1 %) is in the bar of the smaller stages."""
+
+
+def smaller_stages(breakdown: Breakdown) -> list[Line]:
+    """Return the stages that share one line: below 0.1 % of the step, or behind the first `LINES`."""
+    stages = [line for line in breakdown.lines if line.kind == "stage"]
+    small = [
+        line for at, line in enumerate(stages) if at >= LINES or line.wall_ns * SMALL < breakdown.window_ns
+    ]
+    return small if len(small) > 1 else []
 
 
 def draw_breakdown(breakdown: Breakdown, page: Page) -> Iterable[Html]:
-    """Return the account as a waterfall, and the chart of the spans of each process."""
+    """Return the account as bars, the longest first."""
+    return (account_bars(breakdown, page.colours),)
+
+
+def draw_when(page: Page) -> Html:
+    """Return the chart of who ran what, when."""
     chart = draw_gantt(page.timeline, page.report.stages)
     path = blend_short(path_marks(page.report.critical_path), chart.shortest_ns)
-    return waterfall(breakdown, page.colours), gantt(chart, page.colours, path)
+    return gantt(chart, page.colours, path)
 
 
-def waterfall(breakdown: Breakdown, colours: Colours) -> Html:
-    """Return the account, each line of which begins where the one above it ends."""
+def account_bars(breakdown: Breakdown, colours: Colours) -> Html:
+    """Return the account: a bar for each stage of 0.1 % or more, the longest first, and one for the rest."""
     whole_ns = breakdown.window_ns
     shares = percents([line.wall_ns for line in breakdown.lines], whole_ns)
-    stages = [line for line in breakdown.lines if line.kind == "stage"]
-    folded = stages[LINES:]
+    longest_ns = max([line.wall_ns for line in breakdown.lines], default=0)
+    folded = smaller_stages(breakdown)
     rows: list[Sequence[str | Html]] = []
-    at_ns = folded_ns = 0
+    folded_ns = sum(line.wall_ns for line in folded)
     for line, share in zip(breakdown.lines, shares, strict=True):
         if line in folded:
-            folded_ns += line.wall_ns
             continue
-        if line.kind != "stage" and folded_ns:
-            rows.append(_folded(len(folded), at_ns, folded_ns, whole_ns))
-            at_ns, folded_ns = at_ns + folded_ns, 0
-        rows.append(_row(line, share, at_ns, whole_ns, colours))
-        at_ns += line.wall_ns
-    bar = _bar("total", 0, at_ns, whole_ns, f"step {duration(at_ns)}")
-    rows.append((tag("b", "step"), bar, tag("b", percent_of(at_ns, whole_ns)), duration(at_ns), "", ""))
+        if line.kind != "stage" and folded:
+            rows.append(_folded(len(folded), folded_ns, longest_ns, whole_ns))
+            folded = []
+        rows.append(_row(line, share, longest_ns, colours))
+    total_ns = sum(line.wall_ns for line in breakdown.lines)
+    rows.append((tag("b", "step"), "", tag("b", percent_of(total_ns, whole_ns)), duration(total_ns), "", ""))
     beside_ns = breakdown.opening_ns + breakdown.closing_ns
     if beside_ns:
         rows.append((BESIDE, "", "", duration(beside_ns), "", ""))
@@ -307,14 +330,14 @@ def waterfall(breakdown: Breakdown, colours: Colours) -> Html:
     return section(
         "account",
         "Where it went",
-        table(columns, rows, "waterfall"),
+        table(columns, rows, "account-table"),
         *_gaps(breakdown),
         *_overlaps(breakdown),
         note=_note(breakdown),
     )
 
 
-def _row(line: Line, share: str, at_ns: int, total_ns: int, colours: Colours) -> Sequence[str | Html]:
+def _row(line: Line, share: str, longest_ns: int, colours: Colours) -> Sequence[str | Html]:
     if line.kind == "stage":
         label = (line.role or "", line.stage or "")
         kind, name = colours.of(label), " ".join(label) + waiting(line)
@@ -322,18 +345,18 @@ def _row(line: Line, share: str, at_ns: int, total_ns: int, colours: Colours) ->
     else:
         kind, name, times = line.kind, line.kind, ("", "")
     hover = f"{line.role or ''} {line.stage or line.kind} {duration(line.wall_ns)}, {share} %".strip()
-    bar = _bar(kind, at_ns, line.wall_ns, total_ns, hover)
+    bar = _bar(kind, line.wall_ns, longest_ns, hover)
     return (swatched(kind, name), bar, share, duration(line.wall_ns), *times)
 
 
-def _folded(number: int, at_ns: int, wall_ns: int, total_ns: int) -> Sequence[str | Html]:
+def _folded(number: int, wall_ns: int, longest_ns: int, total_ns: int) -> Sequence[str | Html]:
     name = f"{number} smaller stages"
-    bar = _bar("co", at_ns, wall_ns, total_ns, f"{name} {duration(wall_ns)}")
+    bar = _bar("co", wall_ns, longest_ns, f"{name} {duration(wall_ns)}")
     return (swatched("co", name), bar, percent_of(wall_ns, total_ns), duration(wall_ns), "", "")
 
 
-def _bar(kind: str, at_ns: int, wall_ns: int, total_ns: int, hover: str) -> Html:
-    return tag("div", mark(kind, at_ns, wall_ns, total_ns, hover), class_="fall")
+def _bar(kind: str, wall_ns: int, longest_ns: int, hover: str) -> Html:
+    return tag("div", mark(kind, 0, wall_ns, longest_ns, hover), class_="fall")
 
 
 def _note(breakdown: Breakdown) -> str:
@@ -371,5 +394,5 @@ BREAKDOWN: Section[Breakdown] = Section(
     compute=lambda sources: step_breakdown(sources.timeline),
     terminal=breakdown_blocks,
     html=draw_breakdown,
-    page=0,
+    page=OVERVIEW,
 )

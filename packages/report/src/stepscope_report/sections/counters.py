@@ -23,7 +23,7 @@ from stepscope_report.event_loops import LateLoop, late_loops
 from stepscope_report.formatting import LISTED, count, duration, size
 from stepscope_report.html.markup import Html, tag
 from stepscope_report.html.page import percent, section, table
-from stepscope_report.section import Section
+from stepscope_report.section import DEVICES, Section
 from stepscope_report.spans import is_tool, placed
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import Counter, Timeline
@@ -319,4 +319,5 @@ COUNTERS = Section(
     compute=lambda sources: step_counters(sources.timeline),
     terminal=counter_blocks,
     html=draw_counters,
+    page=DEVICES,
 )

@@ -16,7 +16,7 @@ from stepscope_report.division import NOT_KNOWN
 from stepscope_report.formatting import duration, percents, turn
 from stepscope_report.html.markup import Html
 from stepscope_report.html.page import section, stacked, table
-from stepscope_report.section import Section
+from stepscope_report.section import OVERVIEW, Section
 from stepscope_report.spans import MOVES_WEIGHTS, is_tool, label_of
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import Span, Timeline
@@ -314,5 +314,5 @@ CRITICAL_PATH = Section(
     compute=lambda sources: path_of(sources.path),
     terminal=path_blocks,
     html=draw_path,
-    page=0,
+    page=OVERVIEW,
 )

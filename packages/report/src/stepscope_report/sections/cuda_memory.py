@@ -12,7 +12,7 @@ import msgspec
 from stepscope.files.cuda_memory import DeviceMemory
 from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import duration, size
-from stepscope_report.section import Section
+from stepscope_report.section import DEVICES, Section
 from stepscope_report.table import Table
 from stepscope_report.timeline import Span, Timeline
 from stepscope_report.timeline.activity.traces import MemoryRecord
@@ -192,4 +192,5 @@ CUDA_MEMORY = Section(
         sources.timeline, () if sources.traces is None else sources.traces.memory
     ),
     terminal=cuda_memory_blocks,
+    page=DEVICES,
 )

@@ -20,7 +20,7 @@ from stepscope_report.html.markup import EMPTY, Html, join, tag
 from stepscope_report.html.page import legend, percent, section, stacked, table
 from stepscope_report.html.timecharts import axis, zoomed
 from stepscope_report.replicas import Replica, find_replicas, mark_of
-from stepscope_report.section import Section
+from stepscope_report.section import ROLLOUT, Section
 from stepscope_report.table import Table
 from stepscope_report.timeline import Span, Timeline, TraceActivity
 
@@ -641,7 +641,7 @@ ENGINES: Section[Table[Engine]] = Section(
     compute=lambda sources: engine_usage(sources.timeline, sources.activities),
     terminal=engine_blocks,
     html=draw_engines,
-    page=0,
+    page=ROLLOUT,
 )
 
 

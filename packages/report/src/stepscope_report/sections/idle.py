@@ -24,7 +24,7 @@ from stepscope_report.gaps import find_stretches
 from stepscope_report.html.markup import Html
 from stepscope_report.html.page import legend, section, stacked, table
 from stepscope_report.replicas import find_replicas
-from stepscope_report.section import Section
+from stepscope_report.section import OVERVIEW, Section
 from stepscope_report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is_transfer, label_of, placed
 from stepscope_report.stragglers import matched_calls
 from stepscope_report.table import Table, grouped
@@ -515,5 +515,5 @@ IDLE = Section(
     compute=lambda sources: idle_times(sources.timeline, sources.activities),
     terminal=idle_blocks,
     html=draw_idle,
-    page=1,
+    page=OVERVIEW,
 )

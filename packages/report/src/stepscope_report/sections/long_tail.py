@@ -19,7 +19,7 @@ from stepscope_report.formatting import LISTED, count, duration, few, percent_of
 from stepscope_report.html.markup import EMPTY, Html, tag
 from stepscope_report.html.page import percent, section, stacked, table
 from stepscope_report.html.timecharts import lanes
-from stepscope_report.section import Section
+from stepscope_report.section import ROLLOUT, Section
 from stepscope_report.spans import ToolNames, is_tool, label_of, placed, title
 from stepscope_report.table import grouped
 from stepscope_report.timeline import Span, Timeline
@@ -626,5 +626,5 @@ LONG_TAIL = Section(
     compute=lambda sources: step_long_tail(sources.timeline),
     terminal=long_tail_blocks,
     html=draw_long_tail,
-    page=0,
+    page=ROLLOUT,
 )

@@ -14,7 +14,7 @@ from stepscope_report.charts.marks import pick
 from stepscope_report.formatting import count, duration, middle, say_profiled, starred
 from stepscope_report.html.markup import Html, tag
 from stepscope_report.html.page import section, table
-from stepscope_report.section import Section
+from stepscope_report.section import PROCESSES, Section
 from stepscope_report.spans import ReplicaKey, ToolNames, above, replica_of, title
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import Span, Timeline
@@ -338,5 +338,5 @@ STAGES = Section(
     compute=lambda sources: stage_times(sources.timeline),
     terminal=stage_blocks,
     html=draw_stages,
-    page=2,
+    page=PROCESSES,
 )

@@ -10,7 +10,7 @@ import msgspec
 from stepscope_report.accounting import rank_of
 from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import count
-from stepscope_report.section import Section
+from stepscope_report.section import ROLLOUT, Section
 from stepscope_report.spans import MOVES_WEIGHTS
 from stepscope_report.timeline import Timeline
 
@@ -183,5 +183,5 @@ STALENESS = Section(
     title="Staleness",
     compute=lambda sources: step_staleness(sources.timeline),
     terminal=staleness_blocks,
-    page=0,
+    page=ROLLOUT,
 )

@@ -10,7 +10,7 @@ import msgspec
 from stepscope_report.accounting import clipped, union_ns
 from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import LISTED, count, duration
-from stepscope_report.section import Section
+from stepscope_report.section import ROLLOUT, Section
 from stepscope_report.sections.counters import COUNTERS, Counters
 from stepscope_report.sections.engines import ENGINES, Engine
 from stepscope_report.spans import generates, placed, trains
@@ -194,5 +194,5 @@ THROUGHPUT = Section(
     title="Throughput",
     compute=_throughput,
     terminal=throughput_blocks,
-    page=0,
+    page=ROLLOUT,
 )

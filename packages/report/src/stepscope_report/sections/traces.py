@@ -17,7 +17,7 @@ from stepscope_report.charts.marks import pick
 from stepscope_report.formatting import LISTED, count, duration, percent_of, size
 from stepscope_report.html.markup import Html, tag
 from stepscope_report.html.page import ROWS, draw, percent, section, stacked, table
-from stepscope_report.section import Section
+from stepscope_report.section import DEVICES, Section
 from stepscope_report.stragglers import StragglerRow, stragglers
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import FileProblem, TraceActivity, Traces
@@ -543,4 +543,5 @@ TRACES = Section(
     compute=_traces,
     terminal=trace_blocks,
     html=draw_traces,
+    page=DEVICES,
 )

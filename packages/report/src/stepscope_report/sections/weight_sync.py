@@ -11,7 +11,7 @@ import msgspec
 from stepscope_report.accounting import Label, union_ns
 from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import duration, percents, size
-from stepscope_report.section import Section
+from stepscope_report.section import PROCESSES, Section
 from stepscope_report.sections.breakdown import BREAKDOWN, Breakdown
 from stepscope_report.sections.idle import IDLE, Idle
 from stepscope_report.spans import MOVES_WEIGHTS, TRANSFER, above, label_of, placed
@@ -238,5 +238,5 @@ WEIGHT_SYNC = Section(
     title="Weight synchronisation",
     compute=_weight_sync,
     terminal=weight_blocks,
-    page=1,
+    page=PROCESSES,
 )

@@ -106,7 +106,7 @@ def render_changes(reports: Sequence[StepReport]) -> RenderableType:
         ]
         percent = percentage(step_change.delta_ns, step_change.a.step_ns)
         rows.append(
-            (f"{before.step} > {after.step}", signed(step_change.delta_ns), percent, ", ".join(largest))
+            (f"{before.step} → {after.step}", signed(step_change.delta_ns), percent, ", ".join(largest))
         )
     note = "stepscope diff compares any two steps or runs, line by line."
     return table("What changed", ("steps", ">step", ">%", "the most"), rows, note)
