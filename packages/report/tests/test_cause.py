@@ -29,8 +29,8 @@ def test_the_docs_list_each_kind() -> None:
     page = (Path(__file__).parents[3] / "docs" / "report.md").read_text()
     listed = page.partition("## The cause")[2].partition("\n## ")[0]
     items = listed[listed.index("\n* ") :]
-    kinds = re.findall("`([a-z]+(?:-[a-z]+)*)`[,:]", items)
-    assert sorted(kinds) == sorted(get_args(CauseKind))
+    words = set(re.findall("`([a-z-]+)`", items)) - {"await", "tokens"}
+    assert words == set(get_args(CauseKind))
 
 
 def reported(folder: StepFolder) -> StepReport:
