@@ -30,7 +30,7 @@ for step in range(5):
 
 async def main():
     async with capture(5), span("rollout", role="trainer"):
-        tasks = [asyncio.create_task(agent(number)) for number in range(6)]
+        tasks = [asyncio.create_task(agent(number)) for number in range(120)]
         await asyncio.sleep(0.1)
         ready()
         await asyncio.gather(*tasks)
@@ -48,19 +48,19 @@ def test_it_shows_the_step_that_runs_and_the_trajectories_in_it(tmp_path: Path, 
         command("watch", tmp_path, "--once", "--html", page)
     assert (view["steps"], view["running"]) == (5, 5)
     assert min(view["durations_ns"]) >= 20_000_000
-    assert view["flights"] == 6
-    assert {flight["trajectory"] for flight in view["oldest"]} == {f"t-{number}" for number in range(6)}
+    assert view["flights"] == 120, "more than a state holds of those at one place"
+    assert {flight["trajectory"] for flight in view["oldest"]} <= {f"t-{number}" for number in range(120)}
     assert {lane["role"]: (lane["calls"], lane["stages"]) for lane in view["lanes"]} == {
-        "env": (3, ["search"]),
-        "rollout": (3, ["generate"]),
+        "env": (60, ["search"]),
+        "rollout": (60, ["generate"]),
     }
     (stage,) = view["stages"]
     assert stage["stage"] == "actor/update"
     assert 0.02 <= stage["median_s"] <= view["median_ns"] / 1e9
     assert "Step 5 runs for" in text
-    assert "6 trajectories under way" in text
+    assert "120 trajectories under way" in text
     assert 'http-equiv="refresh"' in page.read_text()
-    assert "6 trajectories under way" in page.read_text()
+    assert "120 trajectories under way" in page.read_text()
     assert not list((tmp_path / "recorder").iterdir()), "the questions and answers are removed"
 
 

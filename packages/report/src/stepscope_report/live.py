@@ -108,7 +108,7 @@ def live(
         tokens_per_s=_tokens_per_s(last),
         stages=tuple(_stages(last)),
         lanes=tuple(_lanes(states)),
-        flights=len(flights),
+        flights=len(flights) + _left_out(states),
         oldest=tuple(flights[:_NAMED]),
         fleets=tuple(
             fleets([Sampled(state.process, state.counters) for state in states], recorded, recorded_step)
@@ -157,12 +157,17 @@ def _lanes(states: Sequence[ProcessState]) -> list[Lane]:
         Lane(
             role=role,
             processes=len({process for process, _ in spans}),
-            calls=len(spans),
+            calls=sum(1 + span.alike for _, span in spans),
             stages=tuple(stage for stage, _ in Counter(span.stage for _, span in spans).most_common()),
             oldest_ns=max(span.age_ns for _, span in spans),
         )
         for role, spans in sorted(calls.items())
     ]
+
+
+def _left_out(states: Sequence[ProcessState]) -> int:
+    """Return the number of trajectories whose spans the states leave out, as they stand where others do."""
+    return sum(span.alike for state in states for span in state.spans if span.trajectory is not None)
 
 
 def _flights(states: Sequence[ProcessState]) -> list[Flight]:
