@@ -46,6 +46,7 @@ with capture(3, role="actor"):
     ready()
     update()
 """
+BETWEEN = RANKS.replace("    ready()\n", "    ready()\n    if rank == 2: load_batch()\n")
 SKIPPED = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=4)
@@ -351,6 +352,9 @@ HANGS = [
         "wait for each other", 4, "torch",
     ),
     Hang("rank that is stopped", STOPPED, "actor rank 1", "", "no answer", "Others wait for", 4, "torch"),
+    Hang(
+        "late rank in no call", BETWEEN, "actor_rank2_", "", "load_batch at ", "Others wait for", 4, "torch",
+    ),
     Hang("tool that never returns", TOOL, "trainer_", "env search", "search at "),
     Hang("command that never ends", COMMAND, "trainer_", "env run_tests", "run_tests at "),
     Hang(
@@ -383,8 +387,12 @@ HANGS = [
 
 
 @contextmanager
-def hanging(hang: Hang, folder: Path) -> Iterator[None]:
-    """Run the program of a hang. The block runs once each of its processes hangs."""
+def hanging(hang: Hang, folder: Path, ending: signal.Signals | None = None) -> Iterator[None]:
+    """Run the program of a hang. The block runs once each of its processes hangs.
+
+    Args:
+        ending: Ends its processes, but those of Ray; all of them are killed without.
+    """
     program = folder.with_suffix(".py")
     program.write_text(HEAD + hang.program)
     environment = {**os.environ, "STEPSCOPE_RUN_ID": "feed0005", "RAY_ADDRESS": "local", **hang.environment}
@@ -407,8 +415,13 @@ def hanging(hang: Hang, folder: Path) -> Iterator[None]:
                 raise AssertionError(process.communicate()[1][-3000:])
         time.sleep(1.5)  # until the call after that line is reached
         yield
+        if ending is not None:
+            for process in started:
+                process.send_signal(ending)
+            for process in started:
+                process.communicate(timeout=30)
     finally:
-        for process in started:
+        for process in started if ending is None else ():
             os.killpg(process.pid, signal.SIGTERM if hang.needs == "ray" else signal.SIGKILL)
         for process in started:
             try:

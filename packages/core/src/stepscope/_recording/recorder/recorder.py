@@ -111,6 +111,8 @@ _RAY_S = 1.0
 """Longest wait for Ray, more of which may first be imported."""
 _ORDER_S = 2.0
 """Longest wait of a terminated worker for an order: both sides look twice a second."""
+_DYING_S = 1.5
+"""Longest wait for them in a process that is terminated: Ray ends its workers with it."""
 _WORKERS_S = 5.0
 """Longest wait for the parts of workers, beyond the time in which they look."""
 
@@ -396,7 +398,7 @@ class Recorder:
             failures.warn("stepscope: the flight recorder's order to the workers is lost: %s", error)
         writer = self._writer(order)
         written = writer.write(windows, owner=True, began=self.workers, clocks=self.clocks)
-        self._fold(written)
+        self._fold(written, _DYING_S if order.trigger == "signal" else 0.0)
         for step in written:
             failures.tell(
                 "stepscope: step %d is on record (%s: %s): stepscope report %s",
@@ -419,10 +421,15 @@ class Recorder:
     def _writer(self, order: Order) -> StepWriter:
         return StepWriter(self.log, self.sampler, self.config, order, self.state)
 
-    def _fold(self, written: Sequence[Written]) -> None:
-        """Write the manifests, and once more when the workers' parts are there."""
-        until = time.monotonic() + 2 * self.config.control.poll_seconds + _WORKERS_S
-        while self.workers and not self._is_hurried and time.monotonic() < until:
+    def _fold(self, written: Sequence[Written], hurried_s: float) -> None:
+        """Write the manifests, and once more when the workers' parts are there.
+
+        Args:
+            hurried_s: Longest wait for them if this process ends.
+        """
+        began = time.monotonic()
+        until = began + 2 * self.config.control.poll_seconds + _WORKERS_S
+        while self.workers and time.monotonic() < (began + hurried_s if self._is_hurried else until):
             if all(self._is_whole(step) for step in written):
                 break
             time.sleep(_LOOK_S)
