@@ -1,7 +1,7 @@
 """stepscope: see where every step of an RL post-training run goes.
 
-What stands in the workers' code is imported at once: it is light. The rest, which reads configurations and
-writes files, is imported when it is first asked for: a module that only decorates does not pay for it.
+The names that workers' code uses are imported at once: they are light. The others, which read configurations
+and write files, are imported on first use, so that a module that only decorates does not pay for them.
 """
 
 from __future__ import annotations

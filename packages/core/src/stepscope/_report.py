@@ -1,4 +1,4 @@
-"""Ways from here into the package stepscope-report, which a training worker need not have."""
+"""Calls into the package stepscope-report, which a training worker need not have."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ StepscopeError
 
 VerlDifference (UserWarning)            a setting of verl's that means something else here, or nothing
 
-Whose an exception is that comes up in our code, ours or the user's, says `ours`.
+`ours` tells whether an exception in stepscope's code is its own or the user's.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class ConfigError(StepscopeError, ValueError):
     def __init__(
         self, field: str, value: object, allowed: str, fix: str, also: Iterable[ConfigError] = ()
     ) -> None:
-        """
-        Args:
-            also: Further errors of the same source, each on a line of the message.
+        """Args:
+        also: Further errors of the same source. Each gets a line of the message.
         """
         self.field = field
         self.value = value
@@ -98,20 +97,22 @@ def ours() -> tuple[type[Exception], ...]: ...
 @overload
 def ours(*kinds: type[E]) -> tuple[type[E], ...]: ...
 def ours(*kinds: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return the exceptions that an `except` of our own may catch: `kinds`, or every Exception without them.
+    """Return the exceptions that an `except` in stepscope's code may catch: `kinds`, or every Exception
+    without `kinds`.
 
-    `except ours() as error:` stands wherever `except Exception as error:` would. It lets those of the user
-    pass: see `is_users`. Python asks for the tuple only once an exception comes up.
+    Write `except ours() as error:` instead of `except Exception as error:`. Exceptions of the user pass
+    through: see `is_users`. Python calls this only once an exception is raised.
     """
     error = sys.exc_info()[1]
     return () if error is not None and is_users(error) else kinds or (Exception,)
 
 
 def is_users(error: BaseException) -> bool:
-    """Return whether an exception came up in our code and is meant for the user's, whatever it interrupts.
+    """Return whether an exception that was raised inside stepscope's code is meant for the user's code.
 
-    So is a Ctrl-C, an exit or a cancellation. So is what a signal's handler raises, such as the timeout of a
-    reward function, and what is thrown into a thread (`PyThreadState_SetAsyncExc`).
+    True for a Ctrl-C, an exit and a cancellation; for exceptions raised by a signal's handler, such as the
+    timeout of a reward function; and for exceptions that are thrown into a thread
+    (`PyThreadState_SetAsyncExc`).
     """
     if not isinstance(error, Exception):
         return True
@@ -126,7 +127,9 @@ def is_users(error: BaseException) -> bool:
 
 
 def _is_called_with_its_caller(frame: FrameType) -> bool:
-    """Return whether the interpreter called a function here: a signal's handler gets (number, frame)."""
+    """Return whether the interpreter itself called a frame's function, as it calls a signal's handler with
+    (number, frame).
+    """
     code, caller = frame.f_code, frame.f_back
     has_varargs = bool(code.co_flags & 0x04)  # inspect.CO_VARARGS
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + has_varargs]
@@ -138,10 +141,11 @@ def _is_called_with_its_caller(frame: FrameType) -> bool:
 
 
 def _is_thrown(error: Exception, innermost: TracebackType) -> bool:
-    """Return whether nothing raised an exception where it came up.
+    """Return whether an exception was thrown into this thread from outside, so that no code raised it at its
+    innermost frame.
 
-    One that is thrown into a thread is made without arguments, between two instructions. C functions raise
-    theirs with arguments, but for a few.
+    Such an exception has no arguments and appears between two instructions. Almost all exceptions of C
+    functions have arguments.
     """
     from opcode import opname
 

@@ -16,11 +16,11 @@ class CounterSource(Protocol):
         [project.entry-points."stepscope.counters"]
         queues = "my_package:counters"
 
-    It is called on the sampling thread when a capture opens, and imports its libraries itself. If it raises,
-    the manifest has the reason, and the other counters go on.
+    The function is called on the sampling thread when a capture opens, and imports its libraries itself. If
+    it raises, the manifest records the reason, and the other counters go on.
 
-    One thread calls all of it, ten times a second: a sample costs microseconds, takes no lock that the
-    recorded code holds, and waits for nobody.
+    One thread samples all counters, ten times a second. So a sample must take microseconds, take no lock that
+    the recorded code holds, and never wait.
     """
 
     name: str
@@ -31,15 +31,15 @@ class CounterSource(Protocol):
     scope: CounterScope = "process"
     """A counter of the `host` is sampled in one process of each host."""
     interval_s: float = 0.0
-    """Shortest time between two samples; 0: each tick of the sampler."""
+    """Shortest time between two samples, or 0 to sample at each tick of the sampler."""
 
     def sample(self) -> Mapping[str, float]:
-        """Return the present values by what they are of: `GPU 3`, or `""` for the process or host itself.
+        """Return {measured thing: present value}: `GPU 3`, or `""` for the process or host itself.
 
         Empty if there is none now. A source that raises is not asked again.
         """
         ...
 
     def close(self) -> None:
-        """Let go of what the source holds. Nobody samples it afterwards."""
+        """Release the resources of the source. It is not sampled afterwards."""
         return

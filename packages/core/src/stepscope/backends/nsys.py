@@ -34,11 +34,12 @@ SESSION = "NSYS_PROFILING_SESSION_ID"
 """The environment variable that nsys sets for the processes of a session."""
 DOMAIN = "stepscope"
 _INJECTED = ("LD_PRELOAD", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
-"""Variables by which nsys gets into a process. nsys itself must start without them."""
+"""Variables that load nsys into a process. nsys itself must start without them."""
 _ANSWER_S = 30.0
-"""Longest wait for an answer of nsys, which takes 10 ms to 0.7 s on a busy machine."""
+"""Longest wait for an answer of nsys, which usually takes between 10 ms and 0.7 s."""
 _HOLD_S = 10.0
-"""Longest time for which the training waits until a recording has stopped, or the last report is written."""
+"""Longest time for which the training is held until a recording has stopped, or the last report is
+written."""
 _NOTHING = nullcontext()
 _SHARED = (
     "the nsys session of this process records already: `nsys profile` records the whole run, or another "
@@ -51,7 +52,7 @@ _OF_START = (
     *("backtrace", "cpu-core", "cpuctxsw", "event-sampl", "export", "ftrace", "gpu-metrics", "gpuctxsw"),
     *("ib-switch", "nic-metrics", "os-events", "process-scope", "sampl", "soc-metrics", "stats"),
 )
-"""Beginnings of the options that `nsys start` takes and `nsys launch` does not."""
+"""Names of the options that `nsys start` accepts and `nsys launch` does not."""
 
 
 def launch_options(config: ProfileConfig, *, engine: bool = False) -> dict[str, str]:
@@ -87,7 +88,7 @@ def runtime_env(config: ProfileConfig, *, engine: bool = False) -> dict[str, Any
 def command(config: ProfileConfig, *, engine: bool = False) -> list[str]:
     """Return the words before a program that Ray does not start: `nsys launch ... python train.py`.
 
-    Each call names a session of its own. Two programs in one session have one window and one report.
+    Each call makes a new session name. Two programs in one session would share windows and reports.
 
     Args:
         engine: As in `launch_options`.
@@ -223,15 +224,18 @@ class NsysBackend:
 
 
 class _RefusedError(BackendError):
-    """nsys answered that it cannot."""
+    """Error for a refusal: nsys answered that it cannot do what was asked."""
 
 
 _last: subprocess.Popen[bytes] | None = None
-"""The latest `nsys stop` of this process: its session starts nothing before that ends. `_stop` sets it."""
+"""The latest `nsys stop` of this process. The session starts nothing before that ends. One writer:
+`_stop`."""
 
 
 def _program() -> str:
-    """Return the nsys that started this process. It lies beside the library that it puts into processes."""
+    """Return the path of the nsys that started this process. It is beside the library that nsys loads into
+    processes.
+    """
     for variable in _INJECTED[1:]:
         beside = Path(os.environ.get(variable, "")).parent / "nsys"
         if variable in os.environ and beside.is_file():
@@ -244,7 +248,7 @@ def _environ() -> dict[str, str]:
 
 
 def _popen(verb: str, *words: str, output: Path | None = None) -> subprocess.Popen[bytes]:
-    """Let nsys do something with the session of this process."""
+    """Run a command of nsys on this process' session."""
     session = [] if verb == "sessions" else [f"--session={os.environ[SESSION]}"]
     with open(output, "wb") if output is not None else nullcontext(subprocess.PIPE) as out:
         return subprocess.Popen(
@@ -258,7 +262,7 @@ def _popen(verb: str, *words: str, output: Path | None = None) -> subprocess.Pop
 
 
 def _finish(process: subprocess.Popen[bytes], verb: str) -> str:
-    """Return the output of nsys after its end."""
+    """Wait for the end of a command of nsys, and return its output."""
     try:
         output, _ = process.communicate(timeout=_ANSWER_S)
     except subprocess.TimeoutExpired:
@@ -271,13 +275,13 @@ def _finish(process: subprocess.Popen[bytes], verb: str) -> str:
 
 
 def _readable(output: bytes) -> str:
-    """Return what nsys printed as one line, without its bars of progress."""
+    """Return the output of nsys as one line, without progress bars."""
     lines = output.decode(errors="replace").replace("\r", "\n").splitlines()
     return "; ".join(line.strip() for line in lines if line.strip() and not line.startswith("["))
 
 
 def _state() -> str | None:
-    """Return the state of this process' session, in nsys' word. None if nsys does not list the session."""
+    """Return the state of this process' session, in nsys' word, or None if nsys does not list the session."""
     rows = (line.split() for line in _finish(_popen("sessions", "list"), "sessions list").splitlines())
     return next((row[2] for row in rows if len(row) > 2 and row[0] == os.environ[SESSION]), None)
 
@@ -289,7 +293,7 @@ def _stop(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def _await_output(stopping: subprocess.Popen[bytes], folder: Path) -> None:
-    """Wait until nsys prints that it converts the recording, and so has ended it."""
+    """Wait until nsys prints that it converts the recording, which shows that the recording has ended."""
     until = time.monotonic() + _HOLD_S
     while stopping.poll() is None and not (folder / "output").stat().st_size and time.monotonic() < until:
         time.sleep(0.01)
@@ -367,13 +371,13 @@ class Markers(NamedTuple):
 
 
 def markers() -> Markers | str:
-    """Return how to make ranges that nsys records, or the reason why there are none."""
+    """Return functions that make ranges which nsys records, or the reason why there are none."""
     return _markers("torch" in sys.modules)  # which the training may import later
 
 
 @cache
 def _markers(with_torch: bool) -> Markers | str:
-    """Return what `markers` does.
+    """Return the result of `markers`, which caches it.
 
     nvtx 0.2.12 to 0.2.17 get no domain from nsys up to 2023.4, and then drop all ranges without a word.
     """

@@ -23,12 +23,12 @@ class ProcessLock:
 
     @property
     def holder(self) -> str | None:
-        """The session that records this process now, in words; None if no backend holds the lock."""
+        """Description of the session that records this process now, or None if no backend holds the lock."""
         held = self._held.get(_KEY)
         return None if held is None else held[0]
 
     def acquire(self, holder: str, by: object = None) -> None:
-        """Take the process for `holder`, such as "the torch trace of step 2".
+        """Lock the process for `holder`, such as "the torch trace of step 2".
 
         Args:
             by: The object that may `release` it. An interrupted caller may release without knowing whether
@@ -46,13 +46,13 @@ class ProcessLock:
             )
 
     def release(self, by: object = None) -> None:
-        """Give the process back, from any thread. Do nothing if `by` does not hold it."""
+        """Release the lock, from any thread. Do nothing if `by` does not hold it."""
         held = self._held.get(_KEY)
         if held is not None and held[1] is by:
             self._held.pop(_KEY, None)
 
     def forget(self) -> None:
-        """Free the lock in the child of a fork: session and lock belong to the parent."""
+        """Free the lock in a forked child: the session and the lock belong to the parent."""
         self._held.clear()
 
 

@@ -21,7 +21,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     process: ProcessInfo
     stage: str | None
-    """None in continuous mode."""
+    """Stage that the window records, or None in continuous mode."""
     index: int
     """0, 1, 2...: the number of the window within its capture and stage, in this process."""
 
@@ -58,11 +58,10 @@ class PendingArtifact(msgspec.Struct, frozen=True, kw_only=True):
     discard: Callable[[], None] = _nothing
     truncated: str | None = None
     lacking: str | Callable[[], str | None] | None = None
-    """The requested part that is missing from it, with the reason. The manifest then says `partial`. A
-    function returns it once the file is written.
-    """
+    """The requested part that is missing from the recording, with the reason, or None. The manifest then says
+    `partial`. A function returns it once the file is written."""
     note: str | None = None
-    """A fact about it that is no problem."""
+    """A fact about the recording that is no problem, or None."""
     ignored: dict[str, str] = {}
     options: dict[str, str | int | float | bool | None] = {}
     versions: dict[str, str] = {}
@@ -90,12 +89,12 @@ class Backend(Protocol):
         Raises:
             ProfilerBusyError: this backend was not stopped, or another profiler (perhaps the user's own)
                 records this process.
-            BackendError: it does not start. Nothing is left running.
+            BackendError: the profiler does not start. Nothing is left running.
             KeyboardInterrupt: and the like, at any moment. `stop()` then ends whatever has started.
         """
 
     def advance(self) -> None:
-        """Walk the schedule at the end of a mini-batch. Do nothing without a schedule, or if idle."""
+        """Advance the schedule at the end of a mini-batch. Do nothing without a schedule, or if idle."""
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
         """Return a marker for the trace around a span, or a null context if the backend has none.
@@ -120,8 +119,8 @@ def load_backend(name: str, config: ProfileConfig) -> Backend:
     """Return the backend registered under `name`.
 
     Raises:
-        BackendError: none is registered (the message names those that are, and what to install), or it lacks
-            methods of `Backend`.
+        BackendError: no such backend is registered (the message names the registered ones, and what to
+            install), or it lacks methods of `Backend`.
     """
     backend = _factory(name)(config)
     lacking = [method for method in _METHODS if not callable(getattr(backend, method, None))]

@@ -53,7 +53,7 @@ _PACKAGES = {
     "nsys": "stepscope",
     "npu": "'stepscope[npu]'",
 }
-"""Backend of ours -> the package that brings it."""
+"""{backend of stepscope: the package that contains it}."""
 
 
 def _how_to_add(tool: str, installed: Sequence[str]) -> str:
@@ -114,7 +114,7 @@ WRITERS = {
     "mlflow": "mlflow",
     "otel": "opentelemetry.exporter.otlp.proto.http",
 }
-"""Name of a writer in `stepscope.writers` -> the module that it needs."""
+"""{name of a writer in `stepscope.writers`: the module that it needs}."""
 
 
 def _check_writer(name: str) -> None:
@@ -145,9 +145,11 @@ def _there(module: str) -> bool:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Write a file in `folder`, or in a passing folder beside the one that would be made for it.
+    """Write a file in `folder`; if `folder` does not exist, in a temporary folder in its nearest existing
+    parent.
 
-    `folder` itself is not made: processes that check it at the same time would remove it under one another.
+    `folder` itself is not created, because processes that check it at the same time would remove each
+    other's.
     """
     import shutil  # with tempfile 8 ms, once per run
     import tempfile

@@ -1,4 +1,4 @@
-"""A part of the configuration: how given values become checked fields."""
+"""Conversion of given values into the checked fields of a part of the configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Mistakes:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Collect a `ConfigError`, which ends the block alone."""
+        """Collect a `ConfigError` that is raised in the block, and end only the block."""
         try:
             yield
         except ConfigError as error:
@@ -43,17 +43,17 @@ class Mistakes:
 
 
 def only(error: ConfigError) -> ConfigError:
-    """Return the error without the others that came with it."""
+    """Return the error alone, without other errors that were reported with it."""
     return ConfigError(error.field, error.value, error.allowed, error.fix)
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """A struct whose fields are checked, and brought into their one form, whenever one is made."""
+    """A struct whose fields are checked, and converted to their normal form, whenever it is made."""
 
     _at: ClassVar[str] = ""
-    """Its place in the configuration: what errors call the fields of a section that is made on its own."""
+    """Place of the section in the configuration, for errors about a section that is made on its own."""
     _parsers: ClassVar[Mapping[str, Parser]] = {}
-    """Parsers of fields that take more forms than their type says."""
+    """{field: parser}, for fields that accept more forms than their type states."""
 
     def __post_init__(self) -> None:
         section, mistakes = type(self), Mistakes()
@@ -66,10 +66,11 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
         mistakes.raise_any()
 
     def replace(self: SectionT, **changes: object) -> SectionT:
-        """Return a copy with other values, which are checked (msgspec's own checks none before 0.21).
+        """Return a copy with other values, which are checked (msgspec's own function does not check before
+        0.21).
 
         Raises:
-            ConfigError: as when it is made.
+            ConfigError: as when a section is made.
         """
         kept = {name: getattr(self, name) for name in self.__struct_fields__}
         return build(type(self), kept | changes, self._at)
@@ -80,7 +81,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 @cache
 def kinds(section: type[Section]) -> dict[str, object]:
-    """{field: its type, resolved} of a section, in written order."""
+    """Return {field: its resolved type} of a section, in written order."""
     return {field.name: field.type for field in msgspec.structs.fields(section)}
 
 
@@ -97,7 +98,8 @@ def build(section: type[SectionT], data: object, at: str) -> SectionT:
     """Return the section of a mapping that is at `at` in the configuration (`""` is the top).
 
     Raises:
-        ConfigError: not a mapping, an unknown key, or a field's value is wrong; of all such fields.
+        ConfigError: `data` is not a mapping, or has an unknown key or a wrong value. The error lists all such
+            fields.
     """
     if not isinstance(data, Mapping):
         fix = "write {} or leave it out, for the defaults" if data is None else "write its fields below it"
@@ -114,17 +116,17 @@ def build(section: type[SectionT], data: object, at: str) -> SectionT:
 
 
 def take_field(section: type[Section], name: str, value: object, at: str) -> object:
-    """`value` in the one form that field `name` of `section` keeps it in."""
+    """Return `value` in the normal form of the field `name` of `section`."""
     field = dotted(at, name)
     parser = section._parsers.get(name)
     return parser(value, field) if parser else take(kinds(section)[name], value, field)
 
 
 def take(kind: object, value: object, field: str) -> object:
-    """`value` as type `kind`. Nothing is guessed: `"1"` is not a number and 1 is not true.
+    """Return `value` as type `kind`. Nothing is guessed: `"1"` is not a number and 1 is not true.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: `value` is not of that type.
     """
     section = section_of(kind)
     if section is None:
@@ -135,7 +137,9 @@ def take(kind: object, value: object, field: str) -> object:
 
 
 def convert(kind: object, value: object, field: str, *, from_text: bool = False) -> object:
-    """`value` as type `kind`, which holds no section. `from_text` reads "1" as a number, "true" as true."""
+    """Return `value` as type `kind`, which holds no section. `from_text` reads "1" as a number, "true" as
+    true.
+    """
     if value is False and "off" in get_args(kind):
         value = "off"  # as YAML reads the word
     try:
@@ -151,7 +155,7 @@ def convert(kind: object, value: object, field: str, *, from_text: bool = False)
 
 
 def items_of(value: object) -> list[object] | None:
-    """Return the items of a list, or of a text with commas; None if it is neither."""
+    """Return the items of a list, or of a text with commas; None if `value` is neither."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",")] if value.strip() else []
     if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
@@ -164,7 +168,9 @@ def dotted(at: str, name: object) -> str:
 
 
 def _unknown_key(section: type[Section], key: object, value: object, at: str) -> ConfigError:
-    """Return the error for a key that `section` lacks, with near misses and the same name elsewhere."""
+    """Return the error for a key that `section` lacks, with similar keys and the same key in other
+    sections.
+    """
     known = kinds(section)
     elsewhere = (dotted(other._at, key) for other in Section.__subclasses__() if key in kinds(other))
     near = closest(key, known, cutoff=0.85) or next(elsewhere, None) or closest(key, known)

@@ -44,7 +44,7 @@ def refuse_foreign(data: Mapping[str, object], field: str) -> None:
     """Check that the top level of `data` is not another project's configuration.
 
     Raises:
-        ConfigError: it is; names the project and the way to use stepscope with it.
+        ConfigError: `data` is of another project. The error names it and the way to use stepscope with it.
     """
     project = _project_of(data)
     if project is not None:
@@ -55,7 +55,7 @@ def refuse_foreign_text(text: bytes, field: str) -> None:
     """Check that a file that is no YAML is not torchtitan's TOML.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: `text` is such a file.
     """
     if _TITAN_TABLE.search(text):
         raise _error(field, _TITAN)

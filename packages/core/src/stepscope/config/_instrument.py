@@ -1,4 +1,4 @@
-"""Entries of `instrument`: functions that are recorded in code that one cannot edit."""
+"""Entries of `instrument`: functions that are recorded in code that is not edited."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ StepBoundary: TypeAlias = Literal["around", "begin", "end", "next"]
 Kind: TypeAlias = Literal["span", "trajectory", "turn", "tool", "weight_sync", "consume", "engine"]
 
 PATH = re.compile(r"[^\W\d]\w*(\.\w+)*")
-"""A value that a call leads to: `self.state.global_step`, `batch.step`."""
+"""Path to a value, from an argument of a call: `self.state.global_step`, `batch.step`."""
 RESULT = "result"
-"""The first part of a path that begins with what the call returned."""
+"""First part of a path that starts at the result of the call."""
 _NUMBER = re.compile(rf"{PATH.pattern}(\+\d+)?")
 _READING = re.compile(rf"({PATH.pattern}|len\({PATH.pattern}\))([+-]\d+)?")
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
@@ -37,7 +37,7 @@ _BY_KIND: dict[str, tuple[str, ...]] = {
     "consume": ("id", "policy_version"),
     "engine": ("adapter", "engine", "replica"),
 }
-"""Kind -> the fields that say more about it."""
+"""{kind: fields that further describe it}."""
 _OF_KINDS = tuple(dict.fromkeys(field for fields in _BY_KIND.values() for field in fields))
 _OF_STEPS = ("number", "workers", "engines")
 _REQUIRED = {"span": ("role",), "consume": ("id",), "engine": ("adapter", "engine")}
@@ -48,12 +48,12 @@ _EARLY = {
     "tool": ("tool",),
     "weight_sync": ("policy_version",),
 }
-"""Kind -> the paths that are read before the call, and cannot lead from its result."""
+"""{kind: fields whose paths are read before the call, and so cannot start at its result}."""
 LAYERS = {"tool": "span", "weight_sync": "span"}
-"""Kind -> the kind in whose place it stands: one call is one span."""
+"""{kind: kind that it replaces}, because one call is one span."""
 
 FRAMEWORKS = Path(__file__).parent / "frameworks"
-"""A file of entries for each preset."""
+"""Folder with a file of entries for each preset."""
 
 
 def preset_names() -> tuple[str, ...]:
@@ -73,7 +73,9 @@ def parse_paths(value: object, field: str) -> tuple[str, ...]:
 
 
 class InstrumentConfig(Section, frozen=True, kw_only=True):
-    """One function of somebody else's code, or the name of a preset that lists those of a framework."""
+    """One function of code that is not edited, or the name of a preset that lists functions of a
+    framework.
+    """
 
     _at: ClassVar[str] = "instrument"
     _parsers: ClassVar[Mapping[str, Parser]] = {"id": parse_paths}
@@ -113,15 +115,16 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
     where: dict[str, Scalar] = msgspec.field(default_factory=dict)
     """Only calls in which these are equal: {argument, or a path from it: value}."""
     same: dict[str, str] = msgspec.field(default_factory=dict)
-    """Only calls in which these are one object: {argument or path: argument or path}."""
+    """Only calls in which these are the same object: {argument or path: argument or path}."""
     step: StepBoundary | None = None
-    """The function's place in the loop's steps: `around`, `begin`, `end` or `next`."""
+    """Effect of the function's calls on the loop's steps: `around`, `begin`, `end` or `next`."""
     number: str | None = None
     """With `step`: the path to the step's number, `+1` allowed; None counts from 0."""
     workers: dict[str, str] = msgspec.field(default_factory=dict)
-    """With `step`: {role: path to its Ray actors}, recorded too."""
+    """With `step`: Ray actors to record in each captured step, as {role: path to its actors}."""
     engines: dict[str, str] = msgspec.field(default_factory=dict)
-    """With `step`: {adapter: path to its engines, URLs of servers, or Ray actors that hold one}."""
+    """With `step`: engines to record in each captured step, as {adapter: path to engines, URLs of servers, or
+    Ray actors that hold an engine}."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,7 +175,7 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
                 raise ConfigError(f"instrument.{field}", value, allowed, _MISSING[field])
 
     def _misplaced(self, field: str) -> ConfigError:
-        """Return the error of a field that says nothing about this kind of entry."""
+        """Return the error for a field that has no meaning for this kind of entry."""
         if field in _OF_STEPS:
             allowed, fix = "nothing without `step`", "say what the function has to do with steps: "
             fix += "step: around, begin, end or next"
@@ -218,7 +221,7 @@ _MISSING = {
 
 
 def paths_in(text: str) -> list[str]:
-    """Return the paths of a text such as `{uid}_{attempt}`. Without braces it is one path."""
+    """Return the paths in a text such as `{uid}_{attempt}`. A text without braces is one path."""
     return _PLACEHOLDER.findall(text) if "{" in text else [text]
 
 
@@ -231,17 +234,19 @@ def _check_form(
 
 
 def own_program(module: str, file: str = "the program") -> ConfigError:
-    """Return the error of an entry for the program's own module."""
+    """Return the error for an entry that names the program's own module."""
     fix = "move the function into a module that the program imports, or mark it with profile_step"
     allowed = f"a module that the program imports; {file} runs as `__main__` and defines its functions later"
     return ConfigError("instrument.module", module, allowed, fix)
 
 
 def parse_instrument(value: object, field: str) -> tuple[InstrumentConfig, ...]:
-    """Return entries from mappings or names of presets. A text has commas, or is JSON of a list.
+    """Return entries from mappings and names of presets: a list, a text with commas, or a JSON text of a
+    list.
 
     Raises:
-        ConfigError: anything else, a wrong entry, or one that means no call that an earlier one does not.
+        ConfigError: `value` has another form, an entry is wrong, or an earlier entry already covers all calls
+            of an entry.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -268,7 +273,7 @@ def parse_instrument(value: object, field: str) -> tuple[InstrumentConfig, ...]:
 
 
 def _hidden(entry: InstrumentConfig, earlier: InstrumentConfig) -> bool:
-    """Return whether `earlier` takes all calls that `entry` means."""
+    """Return whether `earlier` already covers all calls that `entry` covers."""
     if entry == earlier:
         return True
     if entry.preset is not None or _place(entry) != _place(earlier):
@@ -277,7 +282,7 @@ def _hidden(entry: InstrumentConfig, earlier: InstrumentConfig) -> bool:
 
 
 def _place(entry: InstrumentConfig) -> tuple[str | None, str | None, str]:
-    """Return (module, name, layer): the function, and the one thing that an entry makes of its call."""
+    """Return (module, name, layer) of an entry: its function, and what a call of it becomes."""
     layer = "step" if entry.step is not None else LAYERS.get(entry.kind, entry.kind)
     return entry.module, entry.name, layer
 

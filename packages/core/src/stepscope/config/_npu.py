@@ -37,7 +37,7 @@ _NAMED_HERE = {
     "mstx_domain_include": "npu.domains_include",
     "mstx_domain_exclude": "npu.domains_exclude",
 }
-"""torch_npu's arguments that have a field of their own."""
+"""Arguments of torch_npu that have their own field."""
 
 
 def _parse_contents(value: object, field: str) -> tuple[NpuContent, ...]:

@@ -73,11 +73,11 @@ DEFAULT_ROLES: Mapping[str, RoleConfig] = {
     "rollout": RoleConfig(ranks="all", profiler=False),
     "*": RoleConfig(),
 }
-"""The roles of a configuration that names none."""
+"""The roles of a configuration that does not name any."""
 
 
 class Settings(TypedDict, total=False):
-    """Settings in every form that is accepted. The fields of `ProfileConfig` have the form that is kept."""
+    """Settings in all accepted forms. The fields of `ProfileConfig` have the normal forms."""
 
     save_path: str | os.PathLike[str]
     steps: StepSpec | Iterable[StepSpec]
@@ -120,8 +120,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 
     save_path: str = "outputs/profile"
     """The run's folder. `~` is expanded when the config is made. On Ray it must be absolute. Elsewhere a
-    relative path starts at the working directory of the call of `configure`, or of the first capture.
-    """
+    relative path starts at the working directory at the call of `configure`, or at the first capture."""
     steps: tuple[StepRange, ...] = ()
     """Steps that are captured. None by default."""
     tool: str = "torch"
@@ -184,7 +183,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     def from_verl(cls, source: object) -> ProfileConfig:
         """Return the config that equals verl's (0.7.1 to 0.9): `global_profiler` and the roles' `profiler`.
 
-        A setting that verl reads in a way of its own, or that has no counterpart here, is named by a
+        A setting that verl treats differently, or that has no counterpart here, is named by a
         `VerlDifference` warning. docs/verl.md has the table.
 
         Args:
@@ -226,8 +225,8 @@ def resolve(
     """Return the run's config: defaults < file (else STEPSCOPE_CONFIG) < `STEPSCOPE_*` < `python`.
 
     Mappings are merged key by key, everything else is replaced. A role that a higher layer adds goes before
-    the first pattern that would hide it. A mapping may take the place of the file. A `ProfileConfig` is
-    returned as it is.
+    the first pattern that would hide it. A mapping may replace the file. A `ProfileConfig` is returned
+    unchanged.
 
     Args:
         environ: None for `os.environ`.

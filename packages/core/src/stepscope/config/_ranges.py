@@ -31,7 +31,8 @@ def check_range(start: int, stop: int | None, stride: int, shown: object, field:
     """Check that a range holds something.
 
     Raises:
-        ConfigError: it is empty, or its stride is no stride. `shown` is what was written.
+        ConfigError: the range is empty, or its stride is not positive. `shown` is the range as it was
+            written.
     """
     if stop is not None and stop <= start:
         fix = f"write {start} for that one alone, or a higher end"
@@ -43,10 +44,11 @@ def check_range(start: int, stop: int | None, stride: int, shown: object, field:
 
 
 def parse_ranges(text: str, field: str) -> tuple[range, ...]:
-    """Return the ranges of a text with commas between them. One without an end has Python's largest.
+    """Return the ranges of a text with commas between them. A range without an end gets Python's largest
+    size.
 
     Raises:
-        ConfigError: a part spells no range, or an empty one.
+        ConfigError: a part of the text is no range, or an empty one.
     """
     return tuple(_range(part.strip(), field) for part in text.split(","))
 

@@ -19,15 +19,16 @@ Ranks: TypeAlias = Literal["all", "first"] | tuple[int, ...]
 
 _RANKS = 'all, first, or ranks from 0: [0, 8], "0,8-15"'
 _MOST = 1 << 16
-"""Ranks that one range may hold."""
+"""Largest number of ranks in one range."""
 _WILDCARD = re.compile(r"[*?]|\[!?\]?[^\]]*\]")  # as fnmatch reads them
 
 
 def parse_ranks(value: object, field: str) -> Ranks:
-    """`all`, `first`, or the ranks of a list, of one number, or of a text: `0,8-15`.
+    """Return `all`, `first`, or the ranks of a list, of one number, or of a text such as `0,8-15`.
 
     Raises:
-        ConfigError: anything else; an empty list, which other tools read as rank 0, as all ranks, or as none.
+        ConfigError: `value` is something else, or an empty list, which other tools read as rank 0, all ranks,
+            or none.
     """
     if isinstance(value, str) and value in ("all", "first"):
         return "all" if value == "all" else "first"
@@ -43,7 +44,7 @@ def parse_ranks(value: object, field: str) -> Ranks:
 
 
 def parse_profiler(value: object, field: str) -> bool:
-    """Return whether a profiler is to run: `on` or `off`, which YAML reads as true and false."""
+    """Return True for `on` and False for `off`, which YAML reads as true and false."""
     word = value.lower() if isinstance(value, str) else value
     if isinstance(word, bool):
         return word
@@ -53,7 +54,7 @@ def parse_profiler(value: object, field: str) -> bool:
 
 
 def parse_roles(value: object, field: str) -> dict[str, RoleConfig]:
-    """{pattern: its settings} in written order, in which the first match wins.
+    """Return {pattern: its settings} in written order, in which the first match wins.
 
     Raises:
         ConfigError: not a mapping, empty, or a pattern stands behind one that matches all its names.
@@ -77,7 +78,7 @@ def parse_roles(value: object, field: str) -> dict[str, RoleConfig]:
 
 
 def _short_form(pattern: str, given: object, field: str) -> ConfigError:
-    """Return the error of a role whose value is one of its settings, as in `actor: all`."""
+    """Return the error for a role whose value is one of its settings, as in `actor: all`."""
     key = "profiler" if isinstance(given, bool) or given in ("on", "off") else "ranks"
     value = ("off", "on")[given] if isinstance(given, bool) else given
     try:
@@ -90,9 +91,9 @@ def _short_form(pattern: str, given: object, field: str) -> ConfigError:
 
 
 def hides(earlier: str, later: str) -> bool:
-    """Return whether `earlier` matches every name that `later` does, which is then never reached.
+    """Return whether `earlier` matches every name that `later` matches, so that `later` is never used.
 
-    True is certain. An `earlier` with `?` or `[...]` is only compared with plain names.
+    True is certain; False is not, because an `earlier` with `?` or `[...]` is only compared with plain names.
     """
     if not _WILDCARD.search(later):
         return fnmatchcase(later, earlier)
@@ -101,7 +102,7 @@ def hides(earlier: str, later: str) -> bool:
 
 
 def _ranks(item: object, field: str) -> Sequence[int]:
-    """Return the ranks of one item of a list: itself, or those of a range."""
+    """Return the ranks of one item of a list: a number, or a range."""
     return _range(item.strip(), field) if isinstance(item, str) else (_rank(item, field),)
 
 

@@ -159,7 +159,9 @@ class ThroughputConfig(Section, frozen=True, kw_only=True):
 
 
 class BudgetConfig(Section, frozen=True, kw_only=True):
-    """Limits. A capture that reaches one ends early and keeps what it has; the manifest says `truncated`."""
+    """Limits. A capture that reaches one of them ends early and keeps what it has; the manifest says
+    `truncated`.
+    """
 
     _at: ClassVar[str] = "budget"
 
@@ -168,7 +170,7 @@ class BudgetConfig(Section, frozen=True, kw_only=True):
     trace_mb: AtLeastOne = 2048
     """MB of traces that one process writes in one capture; beyond it no further window opens."""
     export_seconds: Seconds = 600
-    """Longest wait for files when someone asks for them."""
+    """Longest wait for files by calls that wait for them."""
     fanout_seconds: Seconds = 30
     """Deadline of one start or stop on one worker or replica."""
     spans: AtLeastOne = 1_000_000
@@ -180,7 +182,7 @@ class BudgetConfig(Section, frozen=True, kw_only=True):
     run_trace_mb: AtLeastOne | None = None
     """MB of traces that all captures of the folder may take; beyond it spans alone are recorded."""
     keep_steps: AtLeastOne | None = None
-    """Keep the newest so many captured steps of this run and remove the others."""
+    """Number of the newest captured steps of this run to keep. Older ones are removed."""
 
 
 class ControlConfig(Section, frozen=True, kw_only=True):
@@ -189,7 +191,7 @@ class ControlConfig(Section, frozen=True, kw_only=True):
     _at: ClassVar[str] = "control"
 
     requests: bool = True
-    """Listen for them: look at `control.json` in `save_path` when a step begins."""
+    """Listen for requests: look at `control.json` in `save_path` when a step begins."""
     poll_seconds: Seconds = 2
     """Time between two looks of a thread, which answers requests before the next step begins."""
 
@@ -210,7 +212,7 @@ class RecorderConfig(Section, frozen=True, kw_only=True):
     """A step is slow if it takes this many times the median of the last 50 of its kind. Never one of the
     first 10, and not if one of its kind was as long before."""
     hang_seconds: Seconds = 600
-    """A step hangs if no span begins for so long in the process that bounds steps."""
+    """A step hangs if no span begins for this long in the process that bounds steps."""
     last: AtLeastOne = 2
     """Steps that a trigger writes: the one that caused it, and those before it."""
     per_trigger: AtLeastOne = 3
@@ -255,6 +257,7 @@ class FinishConfig(Section, frozen=True, kw_only=True):
     gather: bool = True
     """Fetch over Ray the recordings of Ray workers on hosts that do not share `save_path`."""
     timeout_s: Seconds = 600
-    """Each of these is killed after that, with its children. At exit the process waits this long for each."""
+    """Limit for each of these programs, which is then killed with its children. At exit the process waits
+    this long for each."""
     ranks: Ranks = "first"
-    """Ranks that run them where each rank opens captures of its own, without workers."""
+    """Ranks that run these programs if each rank opens its own captures, without workers."""

@@ -1,4 +1,4 @@
-"""Layers of settings (a file, the environment, arguments) and how one lies over another."""
+"""Layers of settings (a file, the environment, arguments), and how they are merged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stepscope.errors import ConfigError
 
 PREFIX = "STEPSCOPE_"
 _FINISH = frozenset(PREFIX + name for name in ("PID", "STEP", "STEP_PATH"))
-"""Variables that `finish.command` finds in its environment, in addition to settings."""
+"""Variables that `finish.command` gets in its environment, in addition to settings."""
 RESERVED_VARIABLES = _FINISH | frozenset(
     PREFIX + name for name in ("CONFIG", "DISABLE", "RAISE", "RANK", "ROLE", "RUN_ID", "RUN_PID")
 )
@@ -38,7 +38,9 @@ def overlay(lower: Mapping[str, object], upper: Mapping[str, object]) -> dict[st
 
 
 def _overlay_roles(lower: Mapping[str, object], upper: Mapping[str, object]) -> dict[str, object]:
-    """Merge roles. One that only `upper` has goes before the first pattern that would hide it, else last."""
+    """Merge roles. A role that only `upper` has goes before the first pattern that would hide it, else
+    last.
+    """
     known = {pattern: value for pattern, value in upper.items() if pattern in lower}
     items = list(overlay(lower, known).items())
     for pattern, value in upper.items():
@@ -51,7 +53,7 @@ def _overlay_roles(lower: Mapping[str, object], upper: Mapping[str, object]) -> 
 def file_layer(
     root: type[Section], path: str | os.PathLike[str], *, named_by: str = "the configuration file"
 ) -> Mapping[str, object]:
-    """Return the settings of a YAML file, after checking them by themselves.
+    """Return the settings of a YAML file, which are checked on their own first.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or a setting is wrong; says which file.
@@ -71,7 +73,7 @@ def environment_layer(root: type[Section], environ: Mapping[str, str]) -> dict[s
     """Return the settings in `STEPSCOPE_*`: upper case, two underscores for a dot, JSON for a mapping.
 
     Raises:
-        ConfigError: a variable names no setting, or its text is none of the setting's values.
+        ConfigError: a variable names no setting, or its text is no value of the setting.
     """
     layer: dict[str, object] = {}
     mistakes = Mistakes()
@@ -91,7 +93,7 @@ def environment_layer(root: type[Section], environ: Mapping[str, str]) -> dict[s
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a line for each `STEPSCOPE_*` variable that nothing reads, with the name that is near."""
+    """Return a line for each `STEPSCOPE_*` variable that is not read, with the nearest known name."""
     from stepscope.config._profile import ProfileConfig  # imports this module
 
     lines = []
@@ -142,7 +144,7 @@ def _decode(kind: object, text: str, field: str) -> object:
 
 
 def _below(kind: object, part: str) -> object | None:
-    """Return the type of `part` in something of type `kind`; None if there is no such setting."""
+    """Return the type of the setting `part` of type `kind`, or None if there is no such setting."""
     section = section_of(kind)
     if section is not None:
         return kinds(section).get(part)
@@ -161,7 +163,7 @@ def _unknown_variable(root: type[Section], path: list[str], variable: str, text:
 
 
 def _names(section: type[Section], role: str) -> Iterator[str]:
-    """Every setting's path, parts joined by two underscores."""
+    """Yield the path of every setting, its parts joined by two underscores."""
     for name, kind in kinds(section).items():
         yield name
         if get_origin(kind) is dict:

@@ -53,7 +53,7 @@ StepSpec: TypeAlias = SupportsIndex | str | StepRange
 
 
 def parse_steps(value: object, field: str) -> tuple[StepRange, ...]:
-    """Return steps in any of their spellings as ranges, in written order; a step may be in several."""
+    """Return steps in any of their spellings as ranges, in written order. A step may be in several ranges."""
     return tuple(dict.fromkeys(_parse(item, field) for item in _items(value, field)))
 
 

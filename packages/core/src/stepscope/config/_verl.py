@@ -2,7 +2,7 @@
 
 The keys are those of verl 0.7.1 to 0.9. A rollout's tool may also have those of verl's pull request 5025,
 which 5121 undid and forks still have: `step_start`, `step_end`, `profile_by_stage`, `merge_profiles`. A
-setting that has a trap in verl, or no counterpart here, is named as a difference.
+setting that behaves differently in verl, or has no counterpart here, is reported as a difference.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _BLOCKS = {
     "ref": "actor_rollout_ref.ref.profiler",
     "critic": "critic.profiler",
 }
-"""Our roles -> where verl keeps their blocks."""
+"""{role of stepscope: place of its block in verl's configuration}."""
 _OLD = {
     "trainer.profile_steps": ("0.5", "write global_profiler.steps"),
     "actor_rollout_ref.profiler": ("0.5", "write one under actor_rollout_ref.actor, .rollout and .ref"),
     "reward_model.profiler": ("0.5 to 0.7.0", "take it out: later releases profile no reward model"),
 }
-"""Keys of older releases -> the releases, and what replaces the key."""
+"""{key of older releases: (the releases, its replacement)}."""
 _TOOLS = {"torch": "torch", "nsys": "nsys", "npu": "npu", "torch_memory": "cuda_memory"}
 _TRAINING = ("actor", "critic", "ref")
 _FINISH_VARIABLES = {
@@ -36,7 +36,7 @@ _FINISH_VARIABLES = {
     "PID": "$STEPSCOPE_PID",
     "ROLE": "$STEPSCOPE_ROLE",
 }
-"""Variables that verl's `finish_hook_cmd` reads, after VERL_PROFILE_ -> the same value here."""
+"""{variable of verl's `finish_hook_cmd` after VERL_PROFILE_: variable with the same value here}."""
 _CONTENTS = {
     "torch": ("cuda", "cpu", "memory", "shapes", "stack"),
     "npu": ("npu", "cpu", "memory", "shapes", "module", "stack"),
@@ -52,7 +52,7 @@ _OPTIONS = {
     "memory_snapshot_num_steps", "context", "stacks", "kw_args", "controller_nsight_options",
     "worker_nsight_options",
 }  # fmt: skip
-"""Keys of verl's tools."""
+"""Known keys of verl's tools."""
 
 
 def read_verl(source: object) -> tuple[dict[str, object], list[str]]:
@@ -80,7 +80,7 @@ def read_verl(source: object) -> tuple[dict[str, object], list[str]]:
 
 
 class _Reading:
-    """Builds the settings and keeps the differences."""
+    """Builds the settings and collects the differences."""
 
     def __init__(self) -> None:
         self.differences: list[str] = []
@@ -117,7 +117,9 @@ class _Reading:
         return settings
 
     def supervised(self, block: Block, interval: Any) -> dict[str, object]:
-        """Return the settings of verl's SFT trainer: one block on top, and an interval with its end in it."""
+        """Return the settings of verl's SFT trainer, which has one block at the top and an interval that
+        includes its end.
+        """
         if not isinstance(interval, list | tuple) or len(interval) != 2 or interval[1] < interval[0]:
             fix = "write [start, end], or [-1, -1] for none; verl refuses it too"
             raise ConfigError("trainer.profile_interval", interval, "two step numbers in order", fix)
@@ -160,7 +162,9 @@ class _Reading:
                     self.differ(f"{at}.{key} is no setting of verl's, and is left out")
 
     def mode(self, tools: Mapping[str, Block], shared: Block) -> str:
-        """Return one mode for the run: the training roles' one, whose `discrete` does the same as ours."""
+        """Return one mode for the run: that of the training roles, whose `discrete` has the same meaning as
+        here.
+        """
         discrete_of = {
             role: bool(tool.get("discrete", shared.get("discrete"))) for role, tool in tools.items()
         }
@@ -241,7 +245,7 @@ class _Reading:
             )
 
     def finish(self, overall: Block, tool: str | None, ranks: object) -> dict[str, object]:
-        """Return verl's command as ours, with verl's variables."""
+        """Return verl's finish command as a command of stepscope, with verl's variables set."""
         self.differ(
             "finish_hook_cmd runs after each captured step here, with that step's folder as "
             "VERL_PROFILE_SAVE_PATH; verl runs it once, after the last, for all of save_path"
@@ -290,7 +294,8 @@ def _options(role: str, block: Block, tool: str | None) -> Block:
 
 
 def _window(options: Block, at: str) -> tuple[int, int | None, str]:
-    """Return the first engine iteration that a rollout records, the one after the last, and the keys' names.
+    """Return the first engine iteration that a rollout records, the iteration after the last, and the keys'
+    names.
 
     Raises:
         ConfigError: verl refuses the window.

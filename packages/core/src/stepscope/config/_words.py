@@ -1,4 +1,4 @@
-"""Types and near misses in plain words, for errors."""
+"""Types and similar names in plain words, for errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def either(choices: list[str]) -> str:
 
 
 def closest(word: object, known: Iterable[str], cutoff: float = 0.7) -> str | None:
-    """Return the one of `known` that `word` is most likely meant to be, if any is near."""
+    """Return the one of `known` that is most similar to `word`, or None if none is similar enough."""
     from difflib import get_close_matches  # 6 ms, for a message
 
     by_lower = {name.lower(): name for name in known}
@@ -51,7 +51,7 @@ def closest(word: object, known: Iterable[str], cutoff: float = 0.7) -> str | No
 
 
 def fix_for(kind: object, value: object, *, from_text: bool = False) -> str:
-    """Return the way to write a value so that it is of type `kind`."""
+    """Return how a value has to be written to be of type `kind`."""
     choices = [choice for option in (kind, *get_args(kind)) for choice in _choices(option)]
     if choices:
         near = closest(value, choices) if isinstance(value, str) else None

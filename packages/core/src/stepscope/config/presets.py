@@ -14,31 +14,31 @@ from stepscope.config._instrument import preset_names as preset_names
 
 
 class ListedSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting of the framework that advice may name."""
+    """A setting of the framework that advice may suggest to change."""
 
     name: str
-    """The name that users write: `trainer.balance_batch`, `--use-dynamic-batch-size`."""
+    """The setting's name as users write it: `trainer.balance_batch`, `--use-dynamic-batch-size`."""
     better: bool | str = True
     """The value that turns a switch on."""
     instead_of: tuple[str, ...] = ()
-    """The values of a switch that mean off, if its values are words."""
+    """Values of a switch that mean off, if its values are words; else empty."""
     where: str | None = None
-    """Another setting that has to be on: without it, this one means nothing."""
+    """Another setting that has to be on for this one to have an effect, or None."""
 
 
 def place_of(name: str) -> tuple[str, ...]:
-    """Return the place of a setting in the configuration of its framework."""
+    """Return the path of a setting in the configuration of its framework."""
     plain = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
     return tuple(plain.split("."))
 
 
 class ListedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that are read when a step begins. Nothing else is read of a configuration."""
+    """Settings that are read from a framework's configuration when a step begins. No others are read."""
 
     at: str
     """Path to the configuration from a function that begins a step."""
     names: dict[str, ListedSetting | str]
-    """{knob: setting}. A text is a name."""
+    """{knob: setting}. A plain text is the setting's name."""
 
     def items(self) -> Iterator[tuple[str, ListedSetting]]:
         """Yield each knob with its setting."""
@@ -51,15 +51,15 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     distribution: str
-    """The package that is installed, and has a version."""
+    """The package whose installed version is compared."""
     tested: str
-    """The versions, or the commit, whose names were looked up."""
+    """The versions, or the commit, in which the names were looked up."""
     entries: tuple[InstrumentConfig, ...]
     integration: str | None
-    """Module that is imported once the framework is: a place for stepscope inside it."""
+    """Module of stepscope that is imported once the framework is, or None."""
     covers: dict[str, tuple[str, ...]]
-    """Function that gets the trainer as its first argument, `module:name` -> classes of trainers whose work
-    has entries."""
+    """{`module:name` of a function whose first argument is the trainer: classes of trainers whose work has
+    entries}."""
     settings: ListedSettings | None = None
 
 
@@ -67,8 +67,8 @@ def read_preset(name: str, installed: Callable[[str], str | None] = lambda _: No
     """Return the preset `name`, one of `preset_names()`.
 
     Args:
-        installed: Returns the installed version of a distribution. Entries that are newer are left out; None
-            leaves out none.
+        installed: Returns the installed version of a distribution. Entries that need a newer version are left
+            out; for None, all entries are kept.
     """
     from stepscope.config._yaml import load  # import time: yaml costs 20 ms
 
@@ -92,7 +92,7 @@ def read_preset(name: str, installed: Callable[[str], str | None] = lambda _: No
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a release, which a preset's `since` compares: `0.8.0rc1` -> (0, 8)."""
+    """Return the numbers of a release, for the comparison with a preset's `since`: `0.8.0rc1` -> (0, 8)."""
     release = re.match(r"v?(?:\d+!)?(\d+(?:\.\d+)*)", version)
     numbers = [] if release is None else [int(part) for part in release[1].split(".")]
     while numbers and not numbers[-1]:  # 0.9 is no older than 0.9.0

@@ -1,4 +1,4 @@
-"""Calls into a Ray actor whose class knows nothing of us. Shared by `RayRollout` and the Ray fleet.
+"""Calls into a Ray actor whose class does not use stepscope. Shared by `RayRollout` and the Ray fleet.
 
 `handle.__ray_call__` runs a function in the actor's process. Where and when (Ray 2.60, tried):
 
@@ -34,15 +34,16 @@ T = TypeVar("T")
 Reply: TypeAlias = tuple[Literal["done", "failed", "pending"], object]
 
 _HOLD_S = 1.0
-"""Time for which a sync actor is held for our coroutine. Then it goes on, and we ask again."""
+"""Longest time for which a sync actor is held for one of stepscope's coroutines before the caller asks
+again."""
 
 
 class ActorGoneError(EngineError):
-    """The actor has died, or is not reachable now (it may be restarting)."""
+    """The actor has died, or cannot be reached now (it may be restarting)."""
 
 
 class CallFailedError(EngineError):
-    """Our function raised in the actor, or could not run there."""
+    """A function of stepscope raised in the actor, or could not run there."""
 
 
 class Stamps(NamedTuple):
@@ -55,7 +56,7 @@ class Stamps(NamedTuple):
 
 
 class ActorLine:
-    """Our connection to one actor. Every answer is stamped, so that clocks can be compared for free."""
+    """A connection to one actor. Every answer is stamped, so that clocks are compared at no extra cost."""
 
     def __init__(self, actor: ActorHandle[Any]) -> None:
         self.actor = actor
@@ -68,12 +69,13 @@ class ActorLine:
             fn: A plain function runs where the actor's methods run; in an async actor it may take its time,
                 so it runs on a thread beside the loop. A coroutine function runs on the actor's loop, or on
                 one of ours where it has none.
-            args: Travel by pickle, like the result.
-            keep: Whether it goes on in the actor when the call is cancelled here; else it is cancelled there.
+            args: Pickled, like the result.
+            keep: True if the function goes on in the actor when the call is cancelled here; else it is
+                cancelled there.
 
         Raises:
             ActorGoneError: the actor has died or cannot be reached.
-            CallFailedError: with the text of what went wrong there.
+            CallFailedError: the function failed there. The message has the error's text.
         """
         ticket = uuid.uuid4().hex
         pause_s = 0.001
@@ -112,7 +114,9 @@ class ActorLine:
         return cast(T, value)
 
     def tell(self, fn: Callable[..., object], *args: object) -> None:
-        """Have the actor run `fn(instance, *args)` as `call` would. Its outcome is not reported."""
+        """Make the actor run `fn(instance, *args)` as `call` does, without waiting. The outcome is not
+        reported.
+        """
         import ray
 
         if not ray.is_initialized():
@@ -126,24 +130,25 @@ class ActorLine:
 # In the actor's process, on a thread of Ray's choosing.
 
 _jobs: dict[str, Future[object]] = {}
-"""Ticket -> what runs for it on a loop. Entered by `begin`, removed by `poll` when done and by `abandon`."""
+"""{ticket: running work}. `begin` adds entries; `poll` removes finished ones and `abandon` the others."""
 _abandoned: deque[tuple[str, bool]] = deque(maxlen=1000)
-"""(ticket, cancel) of calls given up before they came: threaded and async actors begin calls in any order."""
+"""(ticket, cancel) of calls that were given up before they began: threaded and async actors begin calls in
+any order."""
 _lock = threading.RLock()
 _own_loop: asyncio.AbstractEventLoop | None = None
-"""The loop of coroutines in actors that have none. Only `_private_loop` sets it."""
+"""Event loop for coroutines in actors that have no loop. One writer: `_private_loop`."""
 
 
 def stamped(instance: object, fn: Callable[..., T], args: tuple[object, ...]) -> tuple[int, int, T]:
-    """Run `fn(instance, *args)` and return (heard, answered, result)."""
+    """Run `fn(instance, *args)` and return (time of arrival, time of the answer, result)."""
     heard = time.time_ns()
     result = fn(instance, *args)
     return heard, time.time_ns(), result
 
 
 def present(instance: object) -> None:
-    """Do nothing: an answer shows that the actor is alive and not busy. Worth a round trip before a
-    call that must not happen late.
+    """Do nothing: the answer shows that the actor is alive and not busy. Used before a call that must not run
+    late.
     """
 
 
@@ -181,7 +186,7 @@ def launch(instance: object, fn: Callable[..., object], args: tuple[object, ...]
 
 
 def abandon(instance: object, ticket: str, cancel: bool) -> None:
-    """Give up a ticket. `cancel` also ends the call that runs for it, or has yet to begin."""
+    """Give up a ticket. With `cancel`, also cancel its call, whether it is running or has not begun."""
     with _lock:
         job = _jobs.pop(ticket, None)
         if job is None:
@@ -238,7 +243,7 @@ def _private_loop() -> asyncio.AbstractEventLoop:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the reason in an error about an unreachable actor, on one line."""
+    """Return the reason why an actor is unreachable, on one line for an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if line.startswith("The actor is dead because")]
     state = "unavailable (restarting?)" if type(error).__name__ == "ActorUnavailableError" else "died"
@@ -246,7 +251,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the error that a remote traceback ends with."""
+    """Return the error at the end of a remote traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1][:300] if lines else type(error).__name__
     if "No module named 'stepscope" in text:

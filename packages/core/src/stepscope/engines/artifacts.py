@@ -1,4 +1,4 @@
-"""Artifacts of files that an engine wrote: their records, with a sidecar beside each file."""
+"""Artifacts of files that an engine wrote: their records, and a sidecar beside each file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BASE = re.compile(rb'"baseTimeNanoseconds":\s*(\d+)')
 _BEGAN = re.compile(rb'"name":\s*"Iteration Start: PyTorch Profiler"[^{}]*?"ts":\s*([\d.]+)')
 _ENDED = re.compile(rb'"name":\s*"Record Window End"[^{}]*?"ts":\s*([\d.]+)')
 _SLACK_NS = 50_000_000
-"""Largest distance of a recording's edge outside the call that made it, because their clocks differ."""
+"""Largest time by which a recording may exceed the call that made it, because their clocks differ."""
 Option: TypeAlias = str | int | float | bool | None
 
 
@@ -54,7 +54,7 @@ def publish(
     the disk.
 
     Args:
-        host: That of the process that was recorded, or None for this one.
+        host: Host of the recorded process, or None for this host.
 
     Raises:
         EngineError: the file is absent, empty, or outside the capture's step folder.
@@ -96,12 +96,12 @@ def publish(
 
 
 def recorded_window(head: bytes, tail: bytes) -> tuple[int, int] | None:
-    """Return when torch began and ended to record a trace, in unix ns of its host, or None if it does not
-    say.
+    """Return the times at which torch began and ended to record a trace, in unix ns of its host, or None if
+    the trace does not state them.
 
     Args:
-        head: The trace as far as its first event, or more.
-        tail: Its end, some KB of it: torch writes its own marks last.
+        head: The beginning of the trace, at least up to its first event.
+        tail: The last few KB of the trace, where torch writes its own marks.
     """
     base = _BASE.search(head)
     began, ended = (mark.search(tail) for mark in (_BEGAN, _ENDED))
@@ -118,8 +118,8 @@ def stalls_of(
 
     Args:
         window: `recorded_window` of the trace.
-        stamped: Those that our code in the engine's process timed, for this trace and others.
-        whole_ns: When the last of its files was whole, unix ns of the same host.
+        stamped: Stalls that stepscope's code in the engine's process timed, for this trace and others.
+        whole_ns: Time at which the last of its files was complete, in unix ns of the same host.
     """
     if window is None:
         return ()

@@ -9,41 +9,44 @@ from stepscope.engines.protocol import EngineProfiler
 
 Join: TypeAlias = Callable[[EngineProfiler], None]
 _driven: dict[int, EngineProfiler] = {}
-"""{id: profiler} of those that are recorded now. Writers: `begin`, `end`."""
+"""{id: profiler} of the engines that are recorded now. Writers: `begin`, `end`."""
 _join: Join | None = None
-"""Called with the profiler of each engine whose recording begins. One writer: `tell`."""
+"""Function called with the profiler of each engine whose recording begins, or None. One writer: `tell`."""
 _seated: dict[int, EngineProfiler] = {}
-"""{id: profiler} of those that the other process knows, recorded or not. One writer: `seat`."""
+"""{id: profiler} of the engines that the other process knows, recorded or not. One writer: `seat`."""
 
 
 def begin(profiler: EngineProfiler) -> None:
-    """Note that the recording of an engine begins."""
+    """Record that the recording of an engine begins."""
     _driven[id(profiler)] = profiler
     if _join is not None:
         _join(profiler)
 
 
 def end(profiler: EngineProfiler) -> None:
-    """Note that it ends."""
+    """Record that the recording of an engine ends."""
     _driven.pop(id(profiler), None)
 
 
 def seat(profiler: EngineProfiler, *, instead_of: EngineProfiler | None) -> None:
-    """Note an engine that the other process may record, in the place of an earlier one."""
+    """Record an engine that the other process may record, in place of an earlier profiler of the same
+    engine.
+    """
     if instead_of is not None:
         _seated.pop(id(instead_of), None)
     _seated[id(profiler)] = profiler
 
 
 def seated() -> tuple[EngineProfiler, ...]:
-    """Return the profilers that were noted by `seat`."""
+    """Return the profilers recorded by `seat`."""
     return tuple(_seated.values())
 
 
 def tell(join: Join) -> None:
-    """Have `join` called with each engine that is recorded, now or later, in the place of an earlier one.
+    """Set the function that is called with each engine that is recorded, now or later. It replaces an earlier
+    one.
 
-    With an engine that begins meanwhile it may be called twice.
+    It may be called twice with an engine whose recording begins meanwhile.
     """
     global _join
     _join = join

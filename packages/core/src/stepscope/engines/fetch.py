@@ -1,4 +1,4 @@
-"""An engine's files from the disk of another host: where its actor writes and this process sees nothing.
+"""Transfer of an engine's files from the disk of another host, which this process does not see.
 
 They are copied and stay there as well: a shared disk that shows a new file late must not lose it.
 """
@@ -18,14 +18,14 @@ from stepscope.files.sidecar import Artifact
 from stepscope.files.storage.atomic import PIECE, Arrival
 
 LEFT_BEHIND = "artifacts on "
-"""Key of a file that stays on its host, among the ignored options; the host follows."""
+"""Prefix of the key, among the ignored options, for files that stay on a host; the host's name follows."""
 
 
 async def bring_home(line: ActorLine, step_dir: str, artifacts: Sequence[Artifact]) -> dict[str, str]:
-    """Copy what is not here, with its sidecars, under the same paths.
+    """Copy the files that are missing here, with their sidecars, to the same paths.
 
     Returns:
-        `{"artifacts on <host>": why}` for those that stay there alone; empty when all are here.
+        `{"artifacts on <host>": reason}` for files that could not be copied; empty if all are here.
     """
     left: dict[str, str] = {}
     for artifact in artifacts:
@@ -43,10 +43,10 @@ async def bring_home(line: ActorLine, step_dir: str, artifacts: Sequence[Artifac
 
 
 async def arrive(path: Path, read: Callable[[int], Awaitable[bytes]]) -> None:
-    """Put a file in its place, whole or not at all.
+    """Receive a file and give it its name once it is complete.
 
     Args:
-        read: Its bytes from an offset on, a piece of them; none at its end.
+        read: Returns a piece of the file from an offset on, empty at the file's end.
     """
     arrival = await own_thread(Arrival, path)
     try:
@@ -62,7 +62,9 @@ async def arrive(path: Path, read: Callable[[int], Awaitable[bytes]]) -> None:
 
 
 def names_of(instance: object, path: str) -> list[str]:
-    """Return the file, or all of a folder, and the sidecar at last: what has one is whole."""
+    """Return the paths of a file, or of all files in a folder, with the sidecar last, because it marks a
+    complete file.
+    """
     files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [path]
     return [str(name) for name in (*files, sidecar_of(Path(path)))]
 

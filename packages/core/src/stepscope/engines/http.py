@@ -1,8 +1,8 @@
 """Engines behind HTTP: one request, its answer, and errors that say what to do. Nothing is ever sent twice.
 
-The standard library does it: a client library's pools and retries are what a start must not meet, and what it
-costs to import would be paid by every process. Each request has a thread, so that a server that hangs for
-minutes delays no other. It also has a connection, which is shut down when the caller gives up.
+It uses the standard library: a client library's pools and retries could repeat a start, and every process
+would pay for its import. Each request has a thread, so that a server that hangs for minutes delays no other.
+It also has a connection, which is shut down when the caller gives up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stepscope.errors import ConfigError, EngineError
 _CONNECT_S = 5.0
 _ENGINE = re.compile(r"@\d+$")
 _SAID = 300
-"""Characters of a server's answer that go into an error."""
+"""Number of characters of a server's answer that are quoted in an error."""
 
 
 class Answer(NamedTuple):
@@ -33,29 +33,28 @@ class Answer(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The answer for an error's message: on one line, and not too long."""
+        """The answer in an error's message: on one line, and cut."""
         return " ".join(self.body.decode(errors="replace").split())[:_SAID]
 
 
 class UnreachableError(EngineError):
-    """The server did not take the request: nothing has happened there."""
+    """The server did not receive the request, so nothing has happened there."""
 
 
 class AnswerLostError(EngineError):
-    """The request was sent and no answer came: what it asked for may have happened."""
+    """The request was sent and no answer came, so its effect may have happened."""
 
 
 class Server:
     """One HTTP server. Requests may be made from any thread and any event loop."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
-        """
-        Args:
+        """Args:
             url: `http://host:port`, also with a path before the engine's own. No proxy is used.
-            headers: Sent with every request, e.g. an Authorization.
+            headers: Headers of every request, such as Authorization.
 
         Raises:
-            ConfigError: that is no URL.
+            ConfigError: `url` is no URL.
         """
         self.url = url.rstrip("/")
         self.parts = _parts(self.url)
@@ -64,8 +63,8 @@ class Server:
     async def request(
         self, method: str, path: str, body: object = None, *, timeout_s: float | None = None
     ) -> Answer:
-        """Send a request without blocking the loop. Cancelled, the connection is shut down at once; a
-        server notices that or not: what was asked for may still happen there.
+        """Send a request without blocking the loop. If this is cancelled, the connection is shut down at
+        once; the requested action may still happen on the server.
         """
         call = _Call(self, method, path, body, timeout_s)
         try:
@@ -81,7 +80,7 @@ class Server:
 
         Args:
             body: Sent as JSON; None for none.
-            timeout_s: Between two signs of life; None to wait for as long as the caller does.
+            timeout_s: Longest time without any data from the server, or None for no limit.
 
         Raises:
             UnreachableError: no connection.
@@ -143,10 +142,10 @@ def workers_of(
 ) -> list[str]:
     """Return the URLs of the servers behind a router (`sglang_router`, `vllm-router`), sorted. Blocks.
 
-    A router names them in another order each time it is started.
+    The order of a router's list changes with each start of the router.
 
-    A router gives each request to one of its servers, a profiler's too (vllm-router 0.1.17: the start to one,
-    the stop to the next): they are asked one by one.
+    A router passes each request to one of its servers, also a profiler's (vllm-router 0.1.17: the start to
+    one, the stop to the next). So stepscope calls the servers one by one.
 
     Raises:
         EngineError: the router does not answer, or does not name its servers.
@@ -166,7 +165,7 @@ def workers_of(
 
 
 def _listed(answer: Answer) -> list[str]:
-    """`{"workers": [{"url": ...}]}` or `{"urls": [...]}`."""
+    """Return the URLs in `{"workers": [{"url": ...}]}` or `{"urls": [...]}`."""
     try:
         reply = msgspec.json.decode(answer.body)
     except msgspec.DecodeError:
@@ -182,7 +181,7 @@ def _listed(answer: Answer) -> list[str]:
 
 
 def _natural(url: str) -> list[str | int]:
-    """Return a key that sorts `:8000` before `:10000`."""
+    """Return a sort key by which `:8000` comes before `:10000`."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", url)]
 
 

@@ -1,6 +1,6 @@
 """Engines that `instrument` entries of the kind `engine` have found in this process.
 
-Besides engine objects these are URLs of servers, and handles of Ray actors that hold an engine.
+Each is an engine object, the URL of a server, or the handle of a Ray actor that holds an engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Registered(NamedTuple):
     adapter: str
     engine: object
     replica: int | None
-    """The framework's number of it; None where no entry says one."""
+    """The framework's number of the engine, or None if no entry states one."""
 
 
 class _Entry(NamedTuple):
@@ -26,7 +26,7 @@ class _Entry(NamedTuple):
     engine: Callable[[], object | None]
     replica: int | None
     pid: int
-    """Engines of a parent process are no engines of its forks."""
+    """Process in which the engine was registered: a forked child does not have the parent's engines."""
 
 
 _entries: list[_Entry] = []
@@ -36,10 +36,11 @@ _empty: set[tuple[str, int]] = set()
 
 
 def register(adapter: str, engine: object, replica: int | None) -> None:
-    """Keep a weak reference to `engine`, or a URL, for captures. A later call replaces an earlier one.
+    """Keep a weak reference to `engine`, or a URL, for captures. A later call for the same engine replaces an
+    earlier one.
 
     Raises:
-        TypeError: it cannot be referred to weakly.
+        TypeError: `engine` allows no weak references.
     """
     reference = partial(str, engine) if isinstance(engine, str) else weakref.ref(engine)
     entry = _Entry(adapter, reference, replica, os.getpid())
@@ -48,12 +49,14 @@ def register(adapter: str, engine: object, replica: int | None) -> None:
 
 
 def register_none(adapter: str) -> None:
-    """Note that a call which makes an engine in other processes has made none here."""
+    """Record that a call which makes an engine in other processes has made none in this process."""
     _empty.add((adapter, os.getpid()))
 
 
 def adapters() -> set[str]:
-    """Return the adapters of which an entry knows the engines of this process, or that there is none."""
+    """Return the adapters for which an entry has registered the engines of this process, or that there are
+    none.
+    """
     named = {adapter for adapter, pid in _empty if pid == os.getpid()}
     return named | {engine.adapter for engine in registered()}
 
@@ -73,7 +76,9 @@ def registered(adapter: str | None = None) -> list[Registered]:
 
 
 def replica_of(adapter: str, replica: int) -> object | None:
-    """Return the only engine of an adapter, or of several the one with this number. None if none is."""
+    """Return the only engine of an adapter; of several engines, the one with the number `replica`. None if
+    there is none.
+    """
     engines = registered(adapter)
     if len(engines) > 1:
         engines = [engine for engine in engines if engine.replica == replica]

@@ -1,7 +1,7 @@
-"""Counters of an inference engine, from the metrics that it keeps itself.
+"""Counters of an inference engine, taken from the engine's own metrics.
 
-A server is behind HTTP, and its answer waits for its event loop. So a thread of the engine's own asks it, and
-the sampler takes the latest answer. Metrics of this process are read by the sampler itself.
+The answer of a server behind HTTP may take long. So a separate thread for each engine requests its metrics,
+and the sampler uses the latest answer. Metrics in this process are read by the sampler itself.
 """
 
 from __future__ import annotations
@@ -15,36 +15,37 @@ from stepscope.files import counters
 from stepscope.files.counters import KV_CACHE, PREEMPTIONS, CounterKind
 
 ASK_S = 1.0
-"""Time between an answer of a server and the next question. A page of metrics costs it some 10 ms of CPU."""
+"""Time between a server's answer and the next request. A page of metrics costs the server about 10 ms of
+CPU."""
 READ_S = 0.5
 """Time between two readings of metrics in this process."""
 RUNNING = counters.RUNNING_REQUESTS
 WAITING = counters.WAITING_REQUESTS
 FINISHED = "finished requests"
 UNFINISHED = counters.UNFINISHED_REQUESTS
-"""Requests that the engine's front end has not answered, whether its scheduler knows them or not."""
+"""Number of requests that the engine's front end has not answered, whether its scheduler knows them or
+not."""
 PROMPT_TOKENS = "prompt tokens"
 GENERATION_TOKENS = counters.GENERATION_TOKENS
 HITS = "prefix cache hits"
-"""The hits in percent of the prompt tokens looked up since the previous answer, unless the engine gives
-the rate."""
+"""Prefix cache hits in percent of the prompt tokens looked up since the previous answer, unless the engine
+gives the rate."""
 PREFIX_QUERIES = "prefix cache queries"
 PREFIX_HITS = "prefix cache hit tokens"
-"""Totals that an adapter reads for `HITS`."""
+"""Totals from which an adapter's `HITS` is computed."""
 _LEVELS = {WAITING: "", UNFINISHED: "", KV_CACHE: "%"}
 _TOTALS = (PREEMPTIONS, PROMPT_TOKENS, GENERATION_TOKENS, FINISHED)
 
 
 class EngineMetrics:
-    """The latest metrics of one engine, and the thread that asks for them while somebody samples them."""
+    """The latest metrics of one engine, and the thread that requests them while they are sampled."""
 
     def __init__(self, read: Callable[[], Mapping[str, float]], of: str, *, blocks: bool) -> None:
-        """
-        Args:
-            read: Returns the metrics by the names of this module; empty if the engine keeps none. An
-                exception is an answer without metrics.
-            of: `replica 0`.
-            blocks: `read` may wait for somebody, so a thread calls it.
+        """Args:
+        read: Returns the metrics by the names of this module; empty if the engine keeps none. An
+            exception is an answer without metrics.
+        of: The engine's name in counters: `replica 0`.
+        blocks: True if `read` may wait for a server, so that a thread calls it.
         """
         self.latest: Mapping[str, float] = {}
         self.interval_s = ASK_S if blocks else READ_S
@@ -56,7 +57,9 @@ class EngineMetrics:
         self._is_fresh = False
 
     def sources(self) -> Sequence[CounterSource]:
-        """Return a source for each counter. Sample the first one first, and close it: it is the reader."""
+        """Return a source for each counter. The first one reads all metrics, so sample it first, and close
+        it.
+        """
         levels = [_Metric(self, name, unit, "level") for name, unit in _LEVELS.items()]
         totals = [_Metric(self, name, "", "total") for name in _TOTALS]
         if self._blocks:
@@ -67,19 +70,19 @@ class EngineMetrics:
         return [_Reader(self), *levels, *totals, _HitRate(self)]
 
     def refresh(self) -> None:
-        """Read the metrics, unless they are fresh. A thread that does brings them later."""
+        """Read the metrics if they are too old. If a thread reads them, the new values come later."""
         self._wanted.set()
         if not self._blocks and not self._is_fresh:
             self._take()
         self._is_fresh = False
 
     def end(self) -> None:
-        """Let the thread end, after its present question."""
+        """End the thread after its current request."""
         self._over.set()
         self._wanted.set()
 
     def values(self, name: str) -> Mapping[str, float]:
-        """Return the latest value of a metric, as a source has it."""
+        """Return the latest value of a metric, in the form that a source returns."""
         value = self.latest.get(name)
         return {} if value is None else {self._of: value}
 
@@ -112,7 +115,7 @@ class _Metric(CounterSource):
 
 
 class _Reader(_Metric):
-    """The number of running requests. Its sample reads all metrics, for the sources behind it."""
+    """The number of running requests. Sampling this source reads all metrics for the sources after it."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         super().__init__(metrics, RUNNING, "", "level")
@@ -126,7 +129,7 @@ class _Reader(_Metric):
 
 
 class _HitRate(_Metric):
-    """The part of prompt tokens that the prefix cache had, since the sample before."""
+    """Percentage of prompt tokens found in the prefix cache since the previous sample."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         super().__init__(metrics, HITS, "%", "interval")
@@ -153,7 +156,8 @@ def read_page(
 
     Args:
         names: {name on the page: ours}.
-        percents: Ours that the page gives as a part of 1: the mean over the engines, in percent.
+        percents: Names of ours that the page gives between 0 and 1. The result is the mean over the engines,
+            in percent.
     """
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Threads and event loops of ours, beside those of the user.
+"""Threads and event loops of stepscope, separate from the user's.
 
 Blocking calls run on daemon threads: one thread for each call, or one for all calls of an owner.
 """
@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 opened_on: ContextVar[asyncio.AbstractEventLoop | None] = ContextVar("stepscope_opened_on", default=None)
-"""Event loop of the code that opens a capture: see `users_loop`. One writer: captures."""
+"""Event loop of the code that opens a capture; see `users_loop`. One writer: captures."""
 
 
 async def own_thread(fn: Callable[..., T], *args: Any) -> T:
     """Run `fn(*args)` on a daemon thread made for it (0.1 ms), like `asyncio.to_thread`.
 
-    The loop's default executor is the user's: full of tools or generations that block, it would hold up a
-    capture until one of them is done. After a cancellation the thread goes on and its result is dropped.
+    The loop's default executor belongs to the user: if blocking tools or generations fill it, a capture would
+    have to wait. After a cancellation the thread goes on and its result is dropped.
     """
     context, result = copy_context(), Future[T]()
 
@@ -38,22 +38,22 @@ async def own_thread(fn: Callable[..., T], *args: Any) -> T:
 
 
 class WorkThread:
-    """Thread for all work of its owner that may wait, in order. It starts with the first work.
+    """One thread that does an owner's blocking work in order. It starts with the first piece of work.
 
-    Work of a caller that gave up is over before the next work begins. The thread ends with its
-    owner. It is a daemon, unlike an executor's: an engine that never answers must not keep the interpreter
-    from ending.
+    Work whose caller gave up is still completed before the next work begins. The thread ends with its owner.
+    It is a daemon, unlike an executor's: an engine that never answers must not keep the interpreter from
+    ending.
     """
 
     def __init__(self, name: str) -> None:
-        """Args: name: Of the thread; `is_ours` knows names that begin with `stepscope-`."""
+        """Args: name: Name of the thread, which begins with `stepscope-` so that `is_ours` recognises it."""
         self._name = name
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Submit work, which is done even if nobody waits for it. The future cannot be cancelled."""
+        """Queue work, which is done even if no caller waits for it. The future cannot be cancelled."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
         with self._lock:
@@ -73,9 +73,9 @@ def is_ours(thread: threading.Thread) -> bool:
 
 
 def users_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop of the code that opens a capture, for an engine without one of its own yet.
+    """Return the event loop of the code that opens a capture, for an engine that has no event loop yet.
 
-    None for synchronous code. `EngineProfiler.start` and `stop` themselves run on a loop of ours.
+    Return None for synchronous code. `EngineProfiler.start` and `stop` themselves run on a loop of stepscope.
     """
     opened = opened_on.get()
     if opened is not None or is_ours(threading.current_thread()):

@@ -19,7 +19,7 @@ from stepscope.errors import EngineError, ours
 from stepscope.files.sidecar import Artifact
 
 ADAPTERS = "pip install 'stepscope[vllm]', 'stepscope[sglang]', or the package that brings it"
-"""Remedy for a missing adapter, for errors."""
+"""Fix for a missing adapter, quoted in errors."""
 log = logging.getLogger("stepscope")
 
 
@@ -54,8 +54,8 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
     """A profiler that can ends the recording by itself after this long: its opener may be gone by then."""
     stop_seconds: float | None = None
-    """Time that the caller of `start` and `stop` waits for each, if it sets no other (`patience_s`);
-    None to wait to the end. A longer stop goes on while the engine may serve again."""
+    """Time that the caller of `start` and `stop` waits for each, unless `patience_s` gives another; None to
+    wait without limit. A longer stop goes on while the engine may serve again."""
     ranks: tuple[int, ...] | None = None
     """Global GPU ranks whose files are wanted; None for all."""
     extra: dict[str, str | int | float | bool | None] = {}
@@ -63,7 +63,8 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 waited_s: ContextVar[float | None] = ContextVar("stepscope_waited_s", default=None)
-"""Deadline in s of the current `start` or `stop`: see `patience_s`. Writers: captures and `RayRollout`."""
+"""Deadline in s of the current `start` or `stop`, or None; see `patience_s`. Writers: captures and
+`RayRollout`."""
 
 
 def patience_s(capture: EngineCapture) -> float:
@@ -90,32 +91,36 @@ class EngineProfiler(Protocol):
     @property
     @abstractmethod
     def world_size(self) -> int | None:
-        """GPUs of the replica (tp * dp * pp): replica r owns the global ranks [r * size, (r + 1) * size).
-        None where nothing says."""
+        """Number of GPUs of the replica (tp * dp * pp), or None if unknown. Replica r owns the global ranks
+        [r * size, (r + 1) * size).
+        """
 
     @property
     def processes(self) -> int:
-        """Processes that hold this replica together, each with an engine object of its own and each capturing
-        it (vLLM's external launcher). 1 for an engine that one process owns."""
+        """Number of processes that hold this replica together, each with its own engine object and its own
+        capture of the replica (vLLM's external launcher). 1 if one process owns the engine.
+        """
         return 1
 
     @property
     def workers(self) -> Sequence[object]:
-        """Handles of the worker processes (Ray actors) that this profiler records: there a capture records
-        spans and starts no profiler of its own. Empty for engines in this process or behind HTTP."""
+        """Handles of the worker processes (Ray actors) that this profiler records. A capture records only
+        spans in these. Empty for engines in this process or behind HTTP.
+        """
         return ()
 
     @abstractmethod
     def check(self) -> None:
-        """Before the run: version supported, profiler enabled in the engine. May block, so not on a loop.
+        """Check before the run that the version is supported and the engine's profiler enabled. May block, so
+        do not call it on an event loop.
 
         Raises:
             EngineError: with the fix.
         """
 
     def check_capture(self, capture: EngineCapture) -> Mapping[str, str]:
-        """Before the run, after `check`: the options of captures like this one that will have no effect,
-        {option: reason}. May block, as `check`.
+        """Return {option: reason} for the options of such captures that will have no effect. Called before
+        the run, after `check`. May block.
 
         Raises:
             EngineError: the engine cannot record such a capture at all, with the fix.
@@ -124,11 +129,11 @@ class EngineProfiler(Protocol):
 
     @abstractmethod
     async def start(self, capture: EngineCapture) -> None:
-        """Return when every worker of the replica has begun."""
+        """Start recording. Return when every worker of the replica has begun."""
 
     @abstractmethod
     async def stop(self) -> list[Artifact]:
-        """Return the files, complete on disk, ranks known or None.
+        """Stop recording. Return the files, complete on disk, with ranks known or None.
 
         A stop that is cancelled may go on by itself. Readers find what it writes by the sidecars.
         """
@@ -142,21 +147,24 @@ class EngineProfiler(Protocol):
 
     @property
     def ignored(self) -> Mapping[str, str]:
-        """Options of the latest capture that the engine could not honour: {option: reason}. `artifacts` among
-        them says why there are no files although all went well (a tool above the engine writes them); `late`,
-        why some may still come after the stop has returned, or failed; `idle`, that the engine ran nothing.
+        """{option: reason} for options of the latest capture without effect, and three further keys:
+        `artifacts` says why there are no files although all went well (another tool writes them); `late` says
+        why files may still come after the stop has returned or failed; `idle` says that the engine ran
+        nothing.
         """
 
 
 class EngineProfilerBase(EngineProfiler):
-    """Parts that engine profilers share. Inherit, and add `world_size`, `check`, `start` and `stop`."""
+    """Base class with the parts that engine profilers share. Inherit, and add `world_size`, `check`, `start`
+    and `stop`.
+    """
 
     def __init__(self, replica: int | None = None) -> None:
         self.replica = replica
         self._ignored: dict[str, str] = {}
 
     def sample_apart(self) -> None:
-        """Have the engine's own process sample its counters between captures, if that is another one."""
+        """Make the engine's own process sample its counters between captures, if that is another process."""
 
     @property
     def ignored(self) -> Mapping[str, str]:
@@ -164,10 +172,10 @@ class EngineProfilerBase(EngineProfiler):
 
 
 def refuse_second_start(running: EngineCapture | None) -> None:
-    """Make sure that no capture runs on an engine.
+    """Raise an error if a capture already runs on an engine.
 
     Raises:
-        EngineError: one does.
+        EngineError: `running` is not None.
     """
     if running is not None:
         raise EngineError(f"this engine already records step {running.step}. Fix: stop() it first")
@@ -177,16 +185,16 @@ class EngineFactory(Protocol):
     """An adapter: the object that an entry point in `stepscope.engines` loads. Inherit from it."""
 
     distributions: Sequence[str] = ()
-    """Packages that bring the engine, any one of them: `run.json` records their versions, and
-    `stepscope doctor` compares them with the range in the adapter's `engine` extra."""
+    """Names of packages that may contain the engine: `run.json` records their versions, and `stepscope
+    doctor` compares them with the range in the adapter's `engine` extra."""
 
     builder: str = ""
-    """`module:Class.method` that every engine is built with, where `arm` has to come first. Under `stepscope
-    run` its calls are patched if an `instrument` entry names the adapter. Its top-level module has the
-    adapter's name."""
+    """`module:Class.method` that builds every engine, if `arm` has to be called before it; else empty. Under
+    `stepscope run`, `arm` is called before it if an `instrument` entry names the adapter. Its top-level
+    module has the adapter's name."""
 
     def arm(self, config: ProfileConfig, settings: object) -> None:
-        """Have the engine that is about to be built made ready for its profiler. Keep what the user has set.
+        """Prepare the engine that is about to be built for its profiler. Settings of the user are kept.
 
         Args:
             settings: First argument of the call of `builder`.
@@ -195,13 +203,13 @@ class EngineFactory(Protocol):
 
     @abstractmethod
     def recognises(self, engine: object) -> bool:
-        """Return whether `engine` is one of this adapter's. Must not import the engine's library."""
+        """Return whether `engine` is one of this adapter's engines. Must not import the engine's library."""
 
     def serving(self, url: str, config: ProfileConfig) -> EngineProfiler:
         """Return the profiler of the server at `url`, which an unedited program has launched.
 
         Raises:
-            EngineError: the adapter drives no servers.
+            EngineError: the adapter does not support servers.
         """
         raise EngineError(
             f"this adapter drives no servers, and {url!r} is one. Fix: a path to the engine itself"
@@ -209,26 +217,29 @@ class EngineFactory(Protocol):
 
     @abstractmethod
     def owned(self) -> Sequence[object]:
-        """Return the engines of this kind that live in this process: what `capture(engines="<name>")` means.
+        """Return the engines of this kind that live in this process, for `capture(engines="<name>")`.
 
-        In the same order at every call; empty where there is none, or where nothing tells which is meant.
+        The order is the same at every call. Empty if there is no engine, or if it is unclear which objects
+        are engines.
         """
 
     @abstractmethod
     def __call__(self, engine: object, replica: int) -> EngineProfiler:
-        """Return the profiler for that engine object, as replica number `replica`."""
+        """Return the profiler for an engine object, with the number `replica`."""
 
 
 @cache
 def installed() -> dict[str, EntryPoint]:
-    """Return the adapters that are installed, by name. Cached until a name is not found: it reads metadata of
-    every package, 10 ms of CPU where an engine is installed.
+    """Return the installed adapters by name. Cached until a name is not found, because reading the metadata
+    of every package takes 10 ms of CPU where an engine is installed.
     """
     return {point.name: point for point in entry_points(group="stepscope.engines")}
 
 
 def distributions() -> list[str]:
-    """Return the packages that the installed adapters name as theirs. One that cannot be loaded has none."""
+    """Return the packages that the installed adapters name in `distributions`. An adapter that cannot be
+    loaded names none.
+    """
     names: list[str] = []
     for point in installed().values():
         try:
@@ -242,7 +253,7 @@ def load_engine(name: str) -> EngineFactory:
     """Return the adapter registered under `name`.
 
     Raises:
-        EngineError: none is registered; names those that are and what to install.
+        EngineError: no such adapter is registered. The message names the registered ones and what to install.
     """
     adapters = installed()
     if name not in adapters:
@@ -255,11 +266,12 @@ def load_engine(name: str) -> EngineFactory:
 
 
 def recognise(engine: object, replica: int) -> EngineProfiler:
-    """`engine` itself when it is an `EngineProfiler`, otherwise the profiler of the adapter that knows it.
+    """Return `engine` itself if it is an `EngineProfiler`, else the profiler of the adapter that recognises
+    it.
 
     Args:
         engine: What the user gave to `capture(engines=)`.
-        replica: Its position there: its number, unless the profiler has one of its own.
+        replica: Its position there, which becomes its number unless the profiler already has one.
 
     Raises:
         EngineError: no installed adapter knows this object.
@@ -283,8 +295,8 @@ def recognise(engine: object, replica: int) -> EngineProfiler:
 
 
 def _order(point: EntryPoint, engine: object) -> tuple[bool, bool, str]:
-    """First the adapter that is named as the library of the object's class; `torch` last, which knows
-    whatever holds a module: an engine's own adapter knows more.
+    """Return the sort key of an adapter: first the one named like the library of the engine's class; last
+    `torch`, which accepts any object that holds a module.
     """
     libraries = {kind.__module__.partition(".")[0] for kind in type(engine).__mro__}
     return point.name == "torch", point.name not in libraries, point.name

@@ -1,4 +1,4 @@
-"""RayRollout: the profiler of an inference replica that lives in a Ray actor, whose class stays as it is."""
+"""RayRollout: the profiler of an inference replica that lives in a Ray actor of an unchanged class."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 ProfilerFactory: TypeAlias = Callable[[object, int], EngineProfiler]
-"""(engine, replica) -> its profiler. Called in the actor; an `EngineFactory` is one."""
+"""Returns the profiler for (engine, replica). Called in the actor; an `EngineFactory` is one."""
 Instrumented: TypeAlias = dict[str, list[tuple[int | None, object | None]]]
-"""{adapter: [(the framework's number, None)]} of the engines of a process. For one that is elsewhere, its URL
-or its Ray actor stands in place of None."""
+"""{adapter: [(the framework's number or None, None)]} for the engines of a process. For an engine elsewhere,
+the second value is its URL or its Ray actor."""
 
 _CHECK_S = 300.0
-"""An actor may still be loading its model."""
+"""Longest time for a check, because the actor may still be loading its model."""
 _GRACE_S = 2.0
-"""Time that a start waits for a stop that is still at work."""
+"""Longest time for which a start waits for a stop that is still running."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +56,8 @@ class RayRollout(EngineProfilerBase):
     """Drives the engine inside a Ray actor: the engine's own profiler is built and run there.
 
     Works with sync, threaded and async actors; an async actor's engine is driven on the actor's own loop. A
-    busy sync actor answers after the method that it runs: the caller's deadline decides how long that may
-    take. The actor takes a start back that the caller gave up, as soon as it gets to it.
+    busy sync actor answers after the method that it runs, within the caller's deadline. If the caller gives
+    up a start, the actor undoes it as soon as it can.
     """
 
     def __init__(
@@ -84,10 +84,11 @@ class RayRollout(EngineProfilerBase):
         self._attribute = attribute
         self._place = self._at(0)
         self._token: str | None = None
-        """Names the running capture in the actor; None when idle."""
+        """Token of the running capture in the actor, or None when idle."""
         self._step_dir = ""
         self._given_up: list[str] = []
-        """Starts that were cancelled on their way: they may yet happen in the actor."""
+        """Tokens of starts that were cancelled before they were answered, and may still happen in the
+        actor."""
 
     @property
     def actor_id(self) -> str:
@@ -95,7 +96,7 @@ class RayRollout(EngineProfilerBase):
         return str(self._actor._actor_id.hex())
 
     async def instrumented(self) -> Instrumented:
-        """Return the engines that entries have found there."""
+        """Return the engines that `instrument` entries have found in the actor."""
         return await self._line.ask(instrumented_here)
 
     @property
@@ -110,7 +111,7 @@ class RayRollout(EngineProfilerBase):
         """Build the profiler in the actor and run its check there. Blocks for up to 300 s.
 
         Raises:
-            EngineError: what is wrong, and the fix.
+            EngineError: the check failed. The message has the fix.
         """
         self._check(check, self._at(self.replica or 0))
 
@@ -177,14 +178,14 @@ class RayRollout(EngineProfilerBase):
 
 @dataclass
 class Seat:
-    """One engine of this process with its profiler, and its capture."""
+    """One engine of this process, with its profiler and its capture."""
 
     engine: object
     profiler: EngineProfiler
     token: str | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: asyncio.Future[list[Artifact]] | None = None
-    """The latest stop; it may still be at work when its caller has given up on it."""
+    """The latest stop, or None. It may still be running after its caller has given up."""
 
     def end(self) -> asyncio.Future[list[Artifact]]:
         self.token = None
@@ -194,7 +195,7 @@ class Seat:
         return self.stopping
 
     async def await_stop(self) -> None:
-        """Return once the latest stop is over; one that takes too long is cancelled."""
+        """Wait for the end of the latest stop. A stop that takes too long is cancelled."""
         if self.stopping is None:
             return
         await asyncio.wait([self.stopping], timeout=_GRACE_S)
@@ -204,10 +205,10 @@ class Seat:
 
 
 _seats: dict[tuple[object, ...], Seat] = {}
-"""The seats of this process. They are not in the actor's object, which is the user's. Only `_seat` adds to
-them."""
+"""The seats of this process. They are not stored in the actor's object, because that is the user's. One
+writer: `_seat`."""
 _taken_back: deque[str] = deque(maxlen=1000)
-"""Tokens of starts that were given up. Only `take_back` adds to them, on the loop, so that no start is
+"""Tokens of starts that were given up. Only `take_back` adds tokens, on the loop, so that no start is
 missed."""
 
 
@@ -219,7 +220,7 @@ def instrumented_here(instance: object) -> Instrumented:
 
 
 def is_elsewhere(engine: object) -> bool:
-    """Return whether an engine is the URL of a server, or a Ray actor."""
+    """Return whether an engine is the URL of a server or a Ray actor, and so not in this process."""
     actor = sys.modules.get("ray.actor")
     return isinstance(engine, str) or (actor is not None and isinstance(engine, actor.ActorHandle))
 
@@ -235,7 +236,9 @@ async def check_capture(instance: object, place: Place, capture: EngineCapture) 
 
 
 async def seat(instance: object, place: Place) -> None:
-    """Make the profiler of an engine, whose counters the flight recorder of this process samples then."""
+    """Make the profiler of an engine. From then on this process' flight recorder samples the engine's
+    counters.
+    """
     await _seat(instance, place)
 
 
@@ -272,7 +275,7 @@ def ignored_of(instance: object, place: Place) -> dict[str, str]:
 
 
 async def take_back(instance: object, place: Place, tokens: list[str]) -> None:
-    """End the captures whose start was given up, those included whose start is still to come."""
+    """End the captures whose start was given up, also those whose start has not arrived yet."""
     _taken_back.extend(tokens)
     seat = _seats.get(_key(place))
     if seat is not None and seat.token in tokens:

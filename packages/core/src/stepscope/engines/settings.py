@@ -19,7 +19,7 @@ from stepscope.files.manifest.settings import (
 )
 
 _MOST = 8
-"""Frameworks and engines of one process."""
+"""Largest number of frameworks and engines of one process."""
 _LONGEST = 200
 _WORD = re.compile(r"[A-Za-z][\w.-]{0,39}")
 
@@ -34,18 +34,18 @@ def name_settings(
     version: str | None = None,
     engine: bool = False,
 ) -> None:
-    """Name settings of this run that the advice of its reports may suggest to change.
+    """Name settings of this run that the advice in its reports may suggest to change.
 
-    Presets and engine adapters do this for theirs. Captured steps keep what was named last.
+    Presets and engine adapters call this for their own settings. Captured steps keep the settings named last.
 
         name_settings("mine", {"max_requests": ("rollout.slots", 256), "tool_pool": ("tools", 8)})
 
     Args:
-        framework: Its name.
+        framework: Name of the framework or engine.
         settings: {knob: (name, present value)}. A value is a number, a boolean, or None for unset. The value
             that turns a switch on comes third if it is not True; both may then be words.
-        version: Of the framework.
-        engine: True for an inference engine. Advice names a setting of a framework rather than its engine's.
+        version: Version of the framework.
+        engine: True for an inference engine. Advice prefers a setting of the framework to one of its engine.
 
     Raises:
         ConfigError: a knob is unknown, or a name or value cannot be kept.
@@ -63,13 +63,13 @@ def name_settings(
 
 
 def keep(settings: FrameworkSettings) -> None:
-    """Keep settings for the manifest, in the place of earlier ones of the same framework."""
+    """Keep settings for the manifest. They replace earlier ones of the same framework."""
     if settings.framework in _named or len(_named) < _MOST:
         _named[settings.framework] = settings
 
 
 def kept() -> tuple[FrameworkSettings, ...]:
-    """Return what was named in this process: frameworks before engines."""
+    """Return the settings that were kept in this process: frameworks before engines."""
     return tuple(sorted(_named.values(), key=lambda settings: settings.engine))
 
 

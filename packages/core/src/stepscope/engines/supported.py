@@ -1,6 +1,6 @@
 """Versions of an engine that its adapter supports.
 
-The `engine` extra of the adapter's distribution states them (`vllm>=0.8.5,<=0.33.0`), and nothing else does.
+They are stated only by the `engine` extra of the adapter's distribution (`vllm>=0.8.5,<=0.33.0`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Supported(NamedTuple):
         return numbers(version)[:3] > numbers(self.newest)
 
     def is_older(self, version: str) -> bool:
-        """Return whether `version` is below the range. A version without numbers is not."""
+        """Return whether `version` is below the range. False for a version without numbers."""
         return bool(numbers(version)) and numbers(version)[:3] < numbers(self.oldest)
 
 
 @cache
 def supported_by(adapter: str) -> Supported | None:
-    """Read the range of an installed adapter; None for a checkout that is not installed.
+    """Return the range of an installed adapter, or None for a checkout that is not installed.
 
     Args:
         adapter: Name of its distribution.
@@ -64,7 +64,7 @@ def stated_in(requirements: Iterable[str]) -> Supported | None:
 
 
 def expect_supported(supported: Supported | None, version: str | None) -> None:
-    """Warn once of a version above the range: its signatures decide then.
+    """Warn once of a version above the range. Its signatures then decide what is supported.
 
     Raises:
         EngineError: the version is below the range.
@@ -90,6 +90,8 @@ def _warn(text: str) -> None:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """`0.31.0+cpu` -> (0, 31, 0), which compares as versions do; () for a text that begins with none."""
+    """Return the numbers of a version, which compare as versions do: `0.31.0+cpu` -> (0, 31, 0); () for a
+    text without numbers at its start.
+    """
     release = re.match(r"v?(\d+(?:\.\d+)*)", version)
     return tuple(int(part) for part in release[1].split(".")) if release else ()

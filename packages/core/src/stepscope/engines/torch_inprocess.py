@@ -1,4 +1,4 @@
-"""The profiler of torch generation in this process: Hugging Face `generate`, or a decode loop of one's own.
+"""The profiler of torch generation in this process: Hugging Face `generate`, or a custom decode loop.
 
 Generation may run on the main thread, on a worker's, on an event loop's, or move between them. So all threads
 are recorded: 2.2x an operator's time instead of 1.4x, while a capture runs. The torch backend does it with
@@ -41,8 +41,8 @@ _current: Recording | None = None
 def iteration() -> None:
     """Count one engine iteration (forward pass) of this process. Costs 0.1 us while nothing is captured.
 
-    For a decode loop whose forward pass is not the call of one `torch.nn.Module`, and which has no profiler
-    at hand because `RayRollout` made it.
+    Call it in a decode loop whose forward pass is not the call of one `torch.nn.Module`, if the loop has no
+    access to the profiler because `RayRollout` made it.
     """
     recording = _current
     if recording is not None:
@@ -60,13 +60,12 @@ class TorchRolloutProfiler(EngineProfilerBase):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """
-        Args:
-            module: Its calls are the engine iterations that a capture's `iterations` count; None if the
-                decode loop calls `iteration()` after each.
-            replica: The replica's number; None for its position in `capture(engines=[...])`.
-            rank: Global rank of this process; None where nothing says it.
-            world_size: GPUs of the replica.
+        """Args:
+        module: Its calls are the engine iterations that a capture's `iterations` count; None if the
+            decode loop calls `iteration()` after each.
+        replica: The replica's number; None for its position in `capture(engines=[...])`.
+        rank: Global rank of this process, or None if unknown.
+        world_size: Number of GPUs of the replica.
         """
         super().__init__(replica)
         self._module = module
@@ -82,13 +81,15 @@ class TorchRolloutProfiler(EngineProfilerBase):
         return self._world_size
 
     def iteration(self) -> None:
-        """Count one engine iteration, for decode loops that gave no `module`. Works on any thread."""
+        """Count one engine iteration, for decode loops that give no `module`. May be called from any
+        thread.
+        """
         recording = self._recording
         if recording is not None:
             recording.tick(by_hand=True)
 
     def check(self) -> None:
-        """Also pays for torch.profiler's first start in this process (1.2 to 2.5 s)."""
+        """Check that torch.profiler can run, and pay for its first start in this process (1.2 to 2.5 s)."""
         try:
             backend = load_backend("torch", _config(("cpu",)))
             backend.check()
@@ -153,17 +154,19 @@ class TorchRolloutProfiler(EngineProfilerBase):
 
 
 class TorchFactory(EngineFactory):
-    """The adapter `torch`: knows a `torch.nn.Module` and whatever holds one in an attribute."""
+    """The adapter `torch`: recognises a `torch.nn.Module`, and any object that holds one in an attribute."""
 
     def recognises(self, engine: object) -> bool:
         return bool(_modules(engine))
 
     def owned(self) -> Sequence[object]:
-        """Empty: a process is full of modules, and nothing says which of them generate."""
+        """Return an empty list: a process has many modules, and it is unknown which of them generate."""
         return ()
 
     def __call__(self, engine: object, replica: int) -> TorchRolloutProfiler:
-        """Count the calls of the engine's module as iterations, when it has one and no other."""
+        """Return a profiler that counts the calls of the engine's module as iterations, if the engine has
+        exactly one.
+        """
         modules = _modules(engine)
         return TorchRolloutProfiler(modules[0] if len(modules) == 1 else None, replica=replica)
 
@@ -172,7 +175,7 @@ factory = TorchFactory()
 
 
 def _modules(engine: object) -> list[Module]:
-    """`engine` itself, or the modules among its attributes, each once."""
+    """Return `engine` itself if it is a module, else the modules among its attributes, each once."""
     held = [engine] if _is_module(engine) else list(getattr(engine, "__dict__", {}).values())
     return list({id(module): cast("Module", module) for module in held if _is_module(module)}.values())
 

@@ -1,4 +1,4 @@
-"""One capture of torch generation: when it records, and what becomes of what it recorded."""
+"""One capture of torch generation: its start, its iterations, and its recordings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """States: waiting -> recording -> over. `tick` may come from any thread, at any time."""
+    """One recording. States: waiting -> recording -> over. `tick` may be called from any thread, at any
+    time.
+    """
 
     def __init__(
         self,
@@ -62,14 +64,16 @@ class Recording:
 
     @property
     def seen(self) -> int:
-        """Engine iterations since the capture began. A loop's own count comes before its module's."""
+        """Number of engine iterations since the capture began. The loop's own calls of `iteration` take
+        precedence over calls of the module.
+        """
         return self._by_hand or self._by_module
 
     def open(self) -> None:
-        """Begin to record, or to wait for the first iteration that is wanted.
+        """Begin recording, or begin waiting for the first wanted iteration.
 
         Raises:
-            BackendError: torch.profiler cannot start, or something else holds this process.
+            BackendError: torch.profiler cannot start, or another profiler records this process.
         """
         self._backend.check()
         self._backend.prepare()
@@ -94,7 +98,7 @@ class Recording:
             self._attempt(self._follow)
 
     def close(self) -> None:
-        """End recording. What was recorded by now is kept."""
+        """End recording. The recording so far is kept."""
         if self._hook is not None:
             self._hook.remove()
         with self._lock:
@@ -108,7 +112,7 @@ class Recording:
         self._pending.clear()
 
     def ignored(self) -> dict[str, str]:
-        """Return {option of the capture: reason} for those that had no effect, after `close`."""
+        """Return {option of the capture: reason} for options without effect. Complete after `close`."""
         reasons = {}
         for pending in self._pending:
             reasons.update({option.removeprefix("torch."): why for option, why in pending.ignored.items()})
@@ -122,10 +126,10 @@ class Recording:
         return reasons
 
     def write(self, ignored: Mapping[str, str]) -> list[Artifact]:
-        """Write the recordings; return when they are on disk.
+        """Write the recordings, and return their artifacts when they are on disk.
 
         Raises:
-            EngineError: nothing was recorded, and why.
+            EngineError: nothing was recorded. The message has the reason.
             BackendError: torch could not write.
         """
         if self._trouble is not None:
@@ -169,7 +173,7 @@ class Recording:
                 self._attempt(self._end)
 
     def _attempt(self, change: Callable[[], None]) -> None:
-        """Make a change in the user's code or on a timer. `write` raises its error later."""
+        """Make a change in the user's code or on a timer. An error is kept, and `write` raises it later."""
         try:
             change()
         except ours() as error:

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 import msgspec
 
 Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
-"""An integer that is read back. stepscope writes none beyond these bounds, and no clock reaches them."""
+"""An integer as it is read back. stepscope writes none beyond these bounds, and no clock reaches them."""
 
 DRIFT_PPM = 200
 """The largest assumed drift between the wall clocks of two hosts. Data sheets allow each oscillator 100 ppm
@@ -38,9 +38,9 @@ class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
     """`ProcessInfo.key` of the other process."""
     offset_ns: Int
     uncertainty_ns: Int
-    """Half the round trip of the best exchange: at that moment the true offset lies within +- this."""
+    """Half the round trip of the best exchange: the largest error (+-) of the offset at that moment."""
     at_mono_ns: Int
-    """The middle of that exchange, on the owner's monotonic clock."""
+    """Middle of the best exchange, on the owner's monotonic clock."""
 
 
 class Exchange(NamedTuple):
@@ -61,7 +61,9 @@ class Exchange(NamedTuple):
 
     @property
     def within_ns(self) -> int:
-        """Half the time on the way. Their clock measured their part of it, and may have drifted meanwhile."""
+        """Largest error of the offset in ns: half of the time on the way, with the drift of their clock while
+        they answered.
+        """
         drifted_ns = abs(self.answered_ns - self.heard_ns) * DRIFT_PPM // 1_000_000
         return (self.round_trip_ns + drifted_ns + 1) // 2
 

@@ -15,9 +15,8 @@ from stepscope.files.clock import ClockAnchor, Int
 from stepscope.files.sidecar import ProcessInfo
 
 CounterKind: TypeAlias = Literal["level", "interval", "total"]
-"""`level`: the value at its time. `interval`: of the time since the sample before. `total`: it only grows,
-and its growth counts.
-"""
+"""Kind of a counter's values. `level`: the value at its time. `interval`: a value for the time since the
+previous sample. `total`: a value that only grows, of which the growth counts."""
 CounterScope: TypeAlias = Literal["process", "host"]
 """The thing that a counter describes: a process, or its host, which one process of each host samples."""
 
@@ -50,7 +49,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True, tag="series", tag_field=
     """One counter of one thing. `how` is its `CounterKind`."""
 
     series: Int
-    """Its number in this file."""
+    """Number of the series in this file."""
     name: str
     of: str = ""
     """`GPU 3`, `replica 0`; empty for the process or host itself."""
@@ -62,14 +61,14 @@ class Series(msgspec.Struct, frozen=True, kw_only=True, tag="series", tag_field=
 class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", tag_field="kind"):
     at_ns: Int
     values: dict[Int, float]
-    """{series: value}. Series that were not due are left out."""
+    """{number of a series: value}. Series that were not due are left out."""
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end", tag_field="kind"):
     anchor: ClockAnchor
     samples: Int
     dropped: Int = 0
-    """Samples that were not written, because there were too many."""
+    """Number of samples that were not written, because there were too many."""
     absent: dict[str, str] = {}
     """{source: reason} of counters that could not be sampled."""
 

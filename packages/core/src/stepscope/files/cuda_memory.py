@@ -20,7 +20,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
     at_us: int | None
     """Time of the allocation, unix us, or None if torch does not report it."""
     where: int
-    """Index in `DeviceMemory.frames`; -1: no stack was kept."""
+    """Index in `DeviceMemory.frames`, or -1 if no stack was kept."""
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
-"""Kinds of steps: a step with a checkpoint, or with a generation for several updates, is no slow usual one.
+"""Kinds of steps, so that a step with a checkpoint, or with a generation for several updates, is not taken
+for a slow step of the usual kind.
 
-Steps are of one kind if they have the same large stages. Where nothing says the stages, lengths that repeat
-with a pattern tell kinds apart: every 10th step is longer.
+Steps are of one kind if they have the same large stages. If the stages are unknown, kinds are told apart by
+lengths that repeat in a pattern, such as a longer step every 10 steps.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import TypeAlias
 Stages: TypeAlias = Mapping[str, float]
 """{`role/stage`: seconds} of the spans at the top of the process that bounds steps."""
 LARGE = 0.05
-"""Share of its step from which on a stage is large."""
+"""A stage is large if it takes at least this part of its step."""
 FACTOR = 1.5
-"""Lengths whose ratio is larger differ."""
+"""Two lengths differ if their ratio is larger than this."""
 GAP = 1.25
-"""Between the lengths of kinds lies a gap of this ratio."""
+"""Least ratio between the lengths of two neighbouring groups of steps."""
 _MEMBERS = 3
-"""Least number of steps that show a pattern."""
+"""Least number of steps that make a pattern."""
 _FITTING = 0.8
 """Least share of a group's steps that follow its pattern."""
 
@@ -35,7 +36,7 @@ def same_length(one_ns: float, other_ns: float, factor: float = FACTOR) -> bool:
 
 
 def like(step: int, took: Mapping[int, int], stages: Mapping[int, Stages] = {}) -> set[int]:
-    """Return those of the steps that are of one kind with `step`, which is not among them.
+    """Return the steps in `took` that are of the same kind as `step`, which itself is not in `took`.
 
     Args:
         took: {number of a step: its duration in ns}.
@@ -59,9 +60,9 @@ def _large(stages: Stages) -> set[str]:
 
 
 def rhythms(took: Mapping[int, int]) -> list[tuple[set[int], tuple[int, int]]]:
-    """Return the groups of steps whose lengths lie apart from the usual ones, and that come every n-th step.
+    """Return the groups of steps with unusual lengths that occur every n-th step.
 
-    Each has its n, and the remainder of its steps' numbers.
+    Each group comes with (n, remainder of its steps' numbers).
     """
     ordered = sorted(took, key=lambda step: took[step])
     breaks = [at for at, (a, b) in enumerate(pairwise(ordered), 1) if took[b] > GAP * took[a]]
@@ -72,7 +73,9 @@ def rhythms(took: Mapping[int, int]) -> list[tuple[set[int], tuple[int, int]]]:
 
 
 def _rhythm(group: Sequence[int], took: Collection[int]) -> tuple[int, int] | None:
-    """Return the period and the remainder at which most steps are of the group, and most of the group are."""
+    """Return (period, remainder) at which most steps are in the group, and most of the group's steps are;
+    None if there is none.
+    """
     for period in sorted({b - a for a, b in pairwise(sorted(group))} - {1}):
         ((place, hits),) = Counter(step % period for step in group).most_common(1)
         placed = sum(step % period == place for step in took)

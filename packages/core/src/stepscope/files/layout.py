@@ -1,4 +1,4 @@
-"""Paths of the output tree. No other module builds a path or a file name of it."""
+"""Paths of the output tree. No other module builds paths or file names in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def safe(name: str) -> str:
 
 
 BEGAN, CAPTURED, FAILED = "began", "captured", "failed"
-"""The first words of lines in `RunLayout.reached`: a step began, is being captured, or could not be."""
+"""First words of the lines in `RunLayout.reached`: a step began, is being captured, or could not be
+captured."""
 
 
 class RunLayout:
@@ -36,7 +37,7 @@ class RunLayout:
         self.root = Path(root)
         self.control = self.root / "control.json"
         self.removed = self.root / "removed.txt"
-        """The list of captured steps that retention removed, one a line."""
+        """List of the captured steps that retention removed, one on each line."""
         self.oom = self.root / "oom"
         """Snapshots and records of CUDA's out-of-memory errors."""
         self.otel = self.root / "otel"
@@ -72,7 +73,7 @@ class RunLayout:
         return self.listeners / f"{safe(host)}_pid{pid}.json"
 
     def claimed(self, request_id: str) -> Path:
-        """Return the file with the step that a request for `next` got."""
+        """Return the file that holds the step which a request for `next` captures."""
         return self.listeners / f"{safe(request_id)}.step"
 
     def uncaptured(self, process: ProcessInfo, run_id: str) -> Path:
@@ -86,7 +87,7 @@ class RunLayout:
         return self.orders / f"{safe(run_id)}_{safe(order_id)}.json"
 
     def states(self, order_id: str) -> Path:
-        """Return the folder of the states of processes that one order asked for."""
+        """Return the folder for the states of processes that one order requested."""
         return self.orders / f"why_{safe(order_id)}"
 
     def state_of(self, process: ProcessInfo, order_id: str) -> Path:
@@ -97,11 +98,13 @@ class RunLayout:
         return self.root / f"steps_{safe(run_id)}.jsonl"
 
     def reached(self, run_id: str) -> Path:
-        """Return the file with a line for each outcome of a run whose loop is not edited."""
+        """Return the file with a line for each event of a run whose loop is not edited: a step began, was
+        captured, or failed.
+        """
         return self.root / f".reached_{safe(run_id)}"
 
     def outcome(self, run_id: str) -> dict[str, str]:
-        """Return what the lines of `reached` say, the first of each kind: {`BEGAN`, say: text}."""
+        """Return the first line of each kind in `reached`: {`BEGAN` or another kind: text}."""
         try:
             lines = self.reached(run_id).read_text("utf-8").splitlines()
         except FileNotFoundError:
@@ -149,7 +152,9 @@ class StepLayout:
         return self.processes.is_dir() or self.spans.is_dir()
 
     def digest_of(self, names: Iterable[str]) -> Path:
-        """Return the path of one of `digests`. Its name is of one length, whatever those of the traces."""
+        """Return the path of one of `digests`. The length of its name does not depend on the traces'
+        names.
+        """
         key = blake2b("\0".join(names).encode(errors="surrogateescape"), digest_size=12).hexdigest()
         return self.digests / f"{key}.digest"
 
@@ -169,11 +174,11 @@ class StepLayout:
         return int(number) if number != path.stem and number.isdecimal() else 1
 
     def has_part(self, name: str | None) -> bool:
-        """Return whether this host sees a part of that file name. True for None."""
+        """Return whether this host sees the manifest part with that file name. True if `name` is None."""
         return name is None or (self.processes / Path(name).name).exists()
 
     def logged(self, run_id: str, capture: int = 1) -> Path:
-        """Return the mark of the rank that has logged the line about this capture of the step."""
+        """Return the path of the mark that a rank has logged the summary of this capture of the step."""
         return self.processes / f"logged_{safe(run_id)}{_again(capture)}"
 
     def spans_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
@@ -186,7 +191,7 @@ class StepLayout:
         return self.states / f"{_process_name(process)}_{safe(run_id)}{_again(capture)}.json"
 
     def finish_log_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
-        """Return the log with the output of `finish.command`."""
+        """Return the path of the log with the output of `finish.command`."""
         return self.root / f"finish_{_process_name(process)}_{safe(run_id)}{_again(capture)}.log"
 
     def scalars(self, run_id: str) -> Path:
@@ -194,7 +199,7 @@ class StepLayout:
         return self.root / f"scalars_{safe(run_id)}.json"
 
     def metrics(self, run_id: str) -> Path:
-        """Return the file with the numbers that a run's trainer logged of the step."""
+        """Return the path of the numbers that a run's trainer logged for the step."""
         return self.root / f"metrics_{safe(run_id)}.json"
 
     def trace_of(

@@ -17,7 +17,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     process: ProcessInfo
     at_ns: int
-    """Unix ns."""
+    """Time of the error in unix ns."""
     step: int | None
     """The step of the open capture, else of the last step that began here; None if unknown."""
     device: int
@@ -26,7 +26,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of the device, or the share that `set_per_process_memory_fraction` allows."""
     free_bytes: int
     history: bool
-    """True if the snapshot holds the allocator's history with stacks; else it holds live blocks alone."""
+    """True if the snapshot holds the allocator's history with stacks; False if it holds only live blocks."""
     snapshot: str | None
     """The file name of the snapshot. Open it at https://pytorch.org/memory_viz."""
     why_none: str | None = None

@@ -11,7 +11,7 @@ from stepscope.files.storage.reading import read_first, read_lines
 
 
 class OrderedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step to write, as the process that bounds steps saw it. Unix ns by that process' clock."""
+    """A step to write, with its times in unix ns on the clock of the process that bounds steps."""
 
     step: Int
     start_ns: Int
@@ -27,11 +27,11 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
     format: Int = 1
     run_id: str
-    """Empty: any run."""
+    """Id of the run that the order is for, or empty for any run."""
     trigger: str
     """`slow`, `exception`, `hang`, `signal` or `request`; or `why`."""
     reason: str
-    """The event that triggered it, as text."""
+    """The event that caused the order, as text."""
     made_ns: Int
     steps: tuple[OrderedStep, ...]
     offsets_ns: dict[str, Int] = {}
@@ -43,7 +43,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     step: Int
     start_ns: Int
-    """Unix ns."""
+    """Start of the step in unix ns."""
     dur_ns: Int
     stages: dict[str, float] = {}
     """{`role/stage`: seconds} of the spans at the top of the process that bounds steps."""
@@ -52,7 +52,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens: dict[str, int] = {}
     """{`rollout` or `train`: tokens} that `step_tokens` counted in that process."""
     captured: bool = False
-    """True if it has a folder with traces of its profilers."""
+    """True if the step has a folder with traces of its profilers."""
     error: str | None = None
 
 

@@ -38,18 +38,19 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     steps: Text
     """`next`, or steps as the configuration spells them: `17`, `20:40:10`."""
     roles: Text | None = None
-    """A role or a glob: the profiler runs in matching roles alone. None to keep the configuration."""
+    """A role or a glob: the profiler runs only in matching roles. None to keep the configuration."""
     ranks: Literal["all", "first"] | list[Rank] | None = None
     tool: Text | None = None
     seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Instead of `budget.seconds`."""
+    """Replacement for `budget.seconds`, or None to keep the configuration."""
     because: Text | None = None
     """The event upon which stepscope asked by itself, or None if a person asked."""
     last: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Write this many of the steps that are over, from the flight recorder; `steps` then means nothing."""
+    """Number of past steps to write from the flight recorder, in which case `steps` is ignored; None for a
+    capture."""
     created_ns: Int
     expires_ns: Int
-    """Unix ns. A process that has not begun by then does not begin."""
+    """Unix time in ns after which no process begins the request any more."""
     runs: list[Annotated[str, msgspec.Meta(max_length=200)]] | None = None
     """Ids of the runs that listened when the request was made and that it is for; None for any run."""
 
@@ -68,15 +69,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of one process to one request."""
 
     state: AnswerState
-    """`heard`: it will capture. `captured`: it captured, or tried, at least one step. Else see `reason`."""
+    """State of the request in this process. `heard`: it will capture. `captured`: it captured, or tried to
+    capture, at least one step. For other states, see `reason`."""
     steps: list[Int] = []
     """The steps captured so far."""
     reason: str | None = None
     """The failure of a `captured` step, or the reason why nothing was recorded; None if all went well."""
     others: dict[str, str] = {}
     """Answers of workers and replicas to the latest capture: `began`, or the reason why they take no part.
-    They need not see this folder.
-    """
+    They need not see this folder."""
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,12 +90,13 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     rank: Int | None
     since_ns: Int
     step: Int | None
-    """The last step that it passed; None before the first."""
+    """The last step that the process passed, or None before the first."""
     answers: dict[str, Answer] = {}
     """{request id: answer}."""
     run_id: str = ""
     ended_ns: Int | None = None
-    """Unix ns; None while it listens, or if it ended without a word."""
+    """Unix time in ns at which the process stopped listening, or None if it listens or ended without writing
+    this."""
 
 
 def read_requests(path: Path) -> list[Request]:
@@ -152,13 +154,15 @@ def read_listening(layout: RunLayout) -> list[Listening]:
 
 
 def has_ended(listening: Listening) -> bool:
-    """Return whether a process has stopped listening. If killed on another host, it still counts as alive."""
+    """Return whether a process has stopped listening. A process killed on another host still counts as
+    listening.
+    """
     here = listening.host == socket.gethostname()
     return listening.ended_ns is not None or (here and not is_running(listening.pid))
 
 
 def answer_by_now(request: Request, answer: Answer, *, gone: str | None) -> Answer:
-    """Return the present state of `answer`: a `heard` one ends with its deadline or its process.
+    """Return the present state of `answer`: a `heard` answer expires with its deadline or its process.
 
     Args:
         gone: The reason why the process captures nothing more, or None if it may capture.
@@ -171,7 +175,9 @@ def answer_by_now(request: Request, answer: Answer, *, gone: str | None) -> Answ
 
 
 def answers_by_now(listening: Listening, requests: Sequence[Request]) -> Listening:
-    """Return all answers of a process. Only its own host knows whether it still runs."""
+    """Return all answers of a process in their present state. Only its own host knows whether it still
+    runs.
+    """
     gone = None
     if has_ended(listening):
         gone = "its process ended before such a step began"
@@ -188,7 +194,9 @@ def write_listening(layout: RunLayout, listening: Listening) -> None:
 
 
 def claim_step(layout: RunLayout, request_id: str, step: int) -> int:
-    """Return the step that `next` stands for: the proposal of the first process that claims one."""
+    """Return the step that a request for `next` captures: the proposal of the first process that claims
+    one.
+    """
     path = layout.claimed(request_id)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

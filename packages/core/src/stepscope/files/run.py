@@ -1,7 +1,7 @@
-"""A run in its folder: its record `run.json`, and which of the captured steps are its own.
+"""A run in its folder: its record `run.json`, and the captured steps that belong to it.
 
-The capture's owner writes the record when the first capture opens. A run that was resumed has another id and
-mostly the same folder.
+The capture's owner writes the record when the first capture opens. A resumed run has another id and usually
+the same folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     format: Int = 1
     run_id: str
     started_ns: Int
-    """Unix ns."""
+    """Start of the run in unix ns."""
     host: str
     pid: Int
     command: tuple[str, ...]
@@ -32,20 +32,22 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSteps(NamedTuple):
-    """The steps of one run, of a folder that may hold several."""
+    """The steps of one run, in a folder that may hold several runs."""
 
     run_id: str | None
-    """None if no file says of which run it is."""
+    """Id of the run, or None if no file states one."""
     steps: dict[int, StepLayout]
-    """The steps of the run, and those of which nothing says whose they are."""
+    """The steps of the run, and steps whose run is unknown."""
     others: dict[str, list[int]]
-    """{id of another run: its steps that this one has not captured}, the newest run first."""
+    """{id of another run: its steps that this run has not captured}, the newest run first."""
     opened_ns: int
-    """Time at which the run opened its last capture, unix ns. 0 if it is not known."""
+    """Unix time in ns at which the run opened its last capture, or 0 if unknown."""
 
 
 def steps_of_run(steps: Mapping[int, StepLayout], run_id: str | None = None) -> RunSteps:
-    """Return the steps of the run that opened a capture last, or of the one with that id."""
+    """Return the steps of the run with the id `run_id`, or of the run that opened a capture last if that is
+    None.
+    """
     held = {number: runs_of(layout) for number, layout in steps.items()}
     last = _last(pair for opened in held.values() for pair in opened.items())
     newest_first = sorted(last, key=lambda run: -last[run])
@@ -61,7 +63,7 @@ def steps_of_run(steps: Mapping[int, StepLayout], run_id: str | None = None) -> 
 
 
 def runs_of(step: StepLayout) -> dict[str, int]:
-    """Return the ids of the runs with files of a step, each with when it opened its last capture of it."""
+    """Return {id of a run with files of the step: time at which it last opened a capture of the step}."""
     parts, _ = part_files(step, as_written=True)
     opened = [(part.run_id, part.opened.wall_ns) for part in parts.values()]
     named = {path.stem for path in parts}

@@ -17,7 +17,7 @@ class StepScalars(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     step: int
     opened_ns: int
-    """Opening of the capture, unix ns."""
+    """Unix time in ns at which the capture opened."""
     values: dict[str, float]
     """Seconds by name: `step/wall_seconds`, `stage/<role>/<stage>_seconds`, `idle/<role>_seconds`..."""
     written: dict[str, str | None] = {}
@@ -48,7 +48,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_metrics(step: StepLayout, run_id: str) -> dict[str, float]:
-    """Return the numbers that a run's trainer logged of the step. Empty without such a file.
+    """Return the numbers that a run's trainer logged for the step. Empty without such a file.
 
     Raises:
         OSError: The file cannot be read.
@@ -61,5 +61,5 @@ def read_metrics(step: StepLayout, run_id: str) -> dict[str, float]:
 
 
 def write_metrics(step: StepLayout, metrics: StepMetrics) -> None:
-    """Write the file anew."""
+    """Write the file of the step's metrics, replacing an earlier one."""
     write_atomic(step.metrics(metrics.run_id), msgspec.json.format(msgspec.json.encode(metrics)))

@@ -9,7 +9,7 @@ import msgspec
 from stepscope.files.clock import ClockAnchor, Int
 
 NSYS_RANGES = "ranges"
-"""Key in `Sidecar.options` of a report of nsys: whether spans of stepscope made NVTX ranges in its window."""
+"""Key in `Sidecar.options` of an nsys report: True if spans of stepscope made NVTX ranges in its window."""
 
 
 class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,9 +38,8 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Ended: TypeAlias = Literal["capture", "count", "budget", "others"]
-"""The cause of an end. `capture`: the capture closed. `count`: the engine had recorded the requested
-iterations. `budget`: a budget ran out. `others`: other code stopped the engine's profiler.
-"""
+"""Cause of a recording's end. `capture`: the capture closed. `count`: the engine had recorded the requested
+iterations. `budget`: a budget ran out. `others`: other code stopped the engine's profiler."""
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,9 +50,9 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: Int
     doing: Literal["starting", "writing"]
     source: Literal["stamps", "file"]
-    """`stamps`: code of stepscope timed it in the engine's process. `file`: it lasts from the end of the
-    recording until the last of its files was complete, and leaves out later work of the engine.
-    """
+    """Source of the times. `stamps`: code of stepscope timed the stall in the engine's process. `file`: the
+    stall lasts from the end of the recording until the last of its files was complete, without later work of
+    the engine."""
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,12 +61,13 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     """Relative to the step folder."""
     kind: str
-    """`torch_trace`, `cuda_memory_snapshot`, `vllm_trace`...: the kind decides on the reader."""
+    """Kind of the file, which decides on its reader: `torch_trace`, `cuda_memory_snapshot`,
+    `vllm_trace`..."""
     tool: str
     """The backend or engine that wrote it."""
     role: str
     stage: str | None = None
-    """None for a whole capture (continuous mode)."""
+    """Stage that the file covers, or None for a whole capture (continuous mode)."""
     rank: Int | None = None
     world_size: Int | None = None
     replica: Int | None = None
@@ -77,17 +77,17 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     pid: Int | None = None
     size_bytes: Int
     truncated: str | None = None
-    """The reason why it ended before its window, or None if it is complete."""
+    """Reason why the recording ended before its window, or None if it is complete."""
     ignored: dict[str, str] = {}
     """Options without effect: {option: reason}."""
     iterations: Int | None = None
-    """Engine iterations in it that had a request, or None if it does not name them."""
+    """Number of engine iterations with a request in the file, or None if the file does not name them."""
     iterations_asked: Int | None = None
-    """The number to record, or None for all until the end of the capture."""
+    """Number of iterations to record, or None for all until the end of the capture."""
     ended: Ended | None = None
-    """The cause of its end, or None if not known."""
+    """Cause of the recording's end, or None if unknown."""
     note: str | None = None
-    """A fact about it that is no problem."""
+    """A fact about the file that is no problem, or None."""
     stalls: tuple[Stall, ...] = ()
     """Stretches in which the engine served nothing because of this file."""
 
@@ -100,7 +100,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     artifact: Artifact
     process: str | None
-    """`ProcessInfo.key` of the process that recorded it, if stepscope ran there."""
+    """`ProcessInfo.key` of the process that recorded the file, or None if stepscope did not run there."""
     opened: ClockAnchor | None
     """Clock reading when recording began, in the recording process."""
     closed: ClockAnchor | None

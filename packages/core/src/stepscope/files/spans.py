@@ -17,9 +17,8 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.values import AttrValue
 
 CONSUME = "consume"
-"""The stage of a span without length: this step trains on the trajectory that the span names. The attributes
-`begun` and `begun_version` hold the step and the policy version in which the trajectory began.
-"""
+"""Stage of a span without length that says that this step trains on the trajectory that the span names. The
+attributes `begun` and `begun_version` hold the step and the policy version in which the trajectory began."""
 
 STEP_TOKENS = "step_tokens"
 """The stage of a span without length. Its attributes `rollout` and `train` count tokens of the step, in this
@@ -27,7 +26,7 @@ process.
 """
 
 WAIT = "wait"
-"""The attribute of a span that waits and does no work: `true`."""
+"""Attribute of a span that only waits: `true`."""
 WAITING = frozenset({"queue", "wait"})
 """Stages that wait even without that attribute."""
 REPLICA = "replica"
@@ -36,9 +35,9 @@ SERVED = frozenset({"prefill", "decode"})
 """Stages in which a replica works on a request."""
 
 MOST_NAMES = 50
-"""Stages of a step that have a row each, the longest; so do as many roles."""
+"""Number of a step's stages, the longest ones, that have their own row; also the number of its roles."""
 OTHER_NAMES = "(other names)"
-"""The stage, or the role, of all others together."""
+"""Name of the stage, or role, that combines all others."""
 
 PROFILING = "stepscope profiler"
 """The stage of a span in which a profiler started or stopped inside the step (stage windows in discrete

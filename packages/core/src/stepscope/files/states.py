@@ -1,4 +1,4 @@
-"""States of processes: the calls that each is in at one moment, for `stepscope why`."""
+"""States of processes for `stepscope why`: the calls that go on in each process at one moment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
 
 RECENT_NS = 10_000_000_000
-"""Time whose mean a counter has in a state."""
+"""Length in ns of the time over which a state's counters are averaged."""
 
 
 class OpenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -17,9 +17,9 @@ class OpenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 
     span: Int
     parent: Int | None = None
-    """The span above it in the same process."""
+    """Number of the parent span in the same process, or None."""
     link: SpanLink | None = None
-    """The span above it in another process."""
+    """The parent span in another process, or None."""
     role: str
     stage: str
     age_ns: Int
@@ -48,9 +48,9 @@ class Thread(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Native id."""
     name: str
     frames: tuple[Frame, ...]
-    """The innermost first."""
+    """Frames of the stack, the innermost first."""
     in_loop: bool = False
-    """True if its innermost frame runs an event loop, which does something else or waits."""
+    """True if the innermost frame runs an event loop."""
     blocks: bool = False
     """True if the event loop that it runs has been in one callback for 0.1 s."""
     task: Int | None = None
@@ -83,14 +83,15 @@ class CounterNow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue of one engine, by its counters."""
+    """The queue of one engine, from its counters."""
 
     name: str
     """`replica 0`."""
     sampled_ns: Int
-    """Time since it last said its counters."""
+    """Time in ns since the engine's counters were last read."""
     still_ns: Int | None
-    """Time in which it has had requests and made no token, at least, or None if it has none."""
+    """Least time in ns for which the engine has had requests and made no token, or None if it has no
+    requests."""
     requests: Int
     running: float | None = None
     waiting: float | None = None
@@ -104,7 +105,7 @@ class ProcessGroup(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[Int, ...]
     """Global ranks; empty if unknown."""
     entered: Int
-    """Number of the last collective that this process entered; -1 before the first."""
+    """Number of the last collective that this process entered, or -1 before the first."""
     completed: Int
 
 
@@ -114,7 +115,7 @@ class PendingCollective(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     description: str
     number: Int | None
-    """Among the collectives of its group. None for a send or receive."""
+    """Number among the collectives of its group, or None for a send or receive."""
     op: str
     """`all_reduce`, `recv 3<-0`."""
     state: str
@@ -141,7 +142,7 @@ class RayCall(msgspec.Struct, frozen=True, kw_only=True):
     method: str
     """`Trainer.update`."""
     state: str
-    """Ray's word: `RUNNING`, `SUBMITTED_TO_WORKER`..."""
+    """State of the call, in Ray's word: `RUNNING`, `SUBMITTED_TO_WORKER`..."""
     age_ns: Int
     pid: Int | None = None
 
@@ -153,9 +154,9 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     process: ProcessInfo
     run_id: str
     at_ns: Int
-    """Unix ns."""
+    """Time of the state in unix ns."""
     step: Int | None
-    """The step that runs, in the process that bounds steps."""
+    """The step that runs, in the process that bounds steps; else None."""
     step_age_ns: Int | None = None
     workers: dict[str, str] = {}
     """{`ProcessInfo.key`: name} of the workers that this process expects to answer."""
@@ -171,4 +172,4 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     ray_calls: tuple[RayCall, ...] = ()
     """The calls of all actors of the job, as the driver knows them from Ray."""
     more: bool = False
-    """A second state follows, with what Ray says."""
+    """True if a second state with Ray's calls follows."""

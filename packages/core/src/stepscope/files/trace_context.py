@@ -1,7 +1,7 @@
 """Ids of a step's spans in OpenTelemetry and in W3C trace context (`traceparent`).
 
-They follow from run, step, process and number of the span. So a carrier, made while the span runs, and a
-writer, which sends the step later, give the same ids.
+The ids are computed from the run, the step, the process and the number of the span. So a carrier, made while
+the span runs, and a writer, which sends the step later, compute the same ids.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class TraceContext(NamedTuple):
     trace_id: str
     """32 lower-case hexadecimal digits, as W3C and OTLP JSON write it."""
     span_id: str
-    """16 of them."""
+    """16 lower-case hexadecimal digits."""
 
 
 _HEADER = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
 _LONGEST = 200
-"""Characters of a `traceparent`. Version 00 has 55; later ones may append parts."""
+"""Largest length of a `traceparent`. Version 00 has 55 characters; later versions may append parts."""
 
 
 def parse_traceparent(header: object) -> TraceContext | None:
@@ -52,5 +52,5 @@ class SpanIds:
         return digest.hexdigest()[:16]
 
     def traceparent(self, span: int) -> str:
-        """Return the header of the span. Its flag says that it is sampled."""
+        """Return the `traceparent` header of the span. Its flag says that the span is sampled."""
         return f"00-{self.trace_id}-{self.span_id(span)}-01"

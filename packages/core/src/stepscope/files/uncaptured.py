@@ -20,7 +20,7 @@ from stepscope.files.storage.reading import read_lines
 
 
 class UncapturedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One step, between the points at which its capture would have opened and closed."""
+    """One uncaptured step, between the points at which its capture would have opened and closed."""
 
     step: Int
     start_ns: Int
@@ -28,11 +28,11 @@ class UncapturedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     dur_ns: Int
     """Duration by its monotonic clock."""
     first: bool = False
-    """True for the first one after a capture: the export of traces may have run beside it."""
+    """True for the first step after a capture: the export of traces may have run at the same time."""
     warm_up: bool = False
-    """True for the first of its loop, which pays for compiling, allocating and connecting."""
+    """True for the first step of the loop, which pays for compiling, allocating and connecting."""
     alike: bool = True
-    """False if the captured step that it is read for is of another kind. Not in files."""
+    """False if the captured step that this step is compared with is of another kind. Not stored in files."""
     stages: dict[str, float] = {}
     """{`role/stage`: seconds}, as the recorder's line has them. Not in files."""
 
@@ -40,13 +40,13 @@ class UncapturedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 COMPARED = 40
 """The largest number of steps, of its kind and of others, that a captured step is compared with."""
 ALONE = 3
-"""Least number of steps that do not follow a capture for which those that do are left out."""
+"""Steps that follow a capture are left out if at least this many other steps are available."""
 
 
 def comparable(near: Sequence[UncapturedStep]) -> Sequence[UncapturedStep]:
     """Return the steps that a captured one compares with: those of its kind, or all if there are none.
 
-    Warm-up steps do not compare. Neither does the first step after a capture, if enough others are left.
+    Warm-up steps are left out, and the first step after each capture, if enough other steps remain.
     """
     warm = [step for step in near if not step.warm_up]
     alike = [step for step in warm if step.alike] or warm
@@ -60,11 +60,11 @@ def uncaptured_near(
     """Return the uncaptured steps nearest to the capture that `process` opened at `opened_ns`, by start: some
     of the kind of that step, and some of others.
 
-    They lie in the run's folder. A step's folder outside of it has none. With the flight recorder, all steps
-    of the run are known.
+    Their file is in the run's folder, so a step's folder outside of a run has none. With the flight recorder,
+    all steps of the run are known.
 
     Args:
-        number: Of the captured step.
+        number: Number of the captured step.
     """
     run = RunLayout(step.root.absolute().parent)
     lines = read_step_lines(run.step_lines(run_id))

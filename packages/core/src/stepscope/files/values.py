@@ -1,4 +1,4 @@
-"""Values of span attributes. Apart from the records, so that decorating does not load those."""
+"""Values of span attributes. Separate from the records, so that decorating does not load these."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def attr_values(attrs: Mapping[str, object]) -> dict[str, AttrValue]:
-    """Return a copy of `attrs`, which later changes by their owner do not reach."""
+    """Return a copy of `attrs`, which does not change if the caller later changes `attrs`."""
     return {str(key): attr_value(value) for key, value in attrs.items()}
 
 
 def attr_value(value: object) -> AttrValue:
-    """Return `value` if JSON has it, a numpy or torch scalar as a number, the rest as text up to MAX_TEXT.
+    """Return `value` if it is a JSON scalar, a numpy or torch scalar as a number, any other value as text up
+    to MAX_TEXT.
 
-    A list is its text, and an object without a text of its own is its type.
+    A list becomes its text, and an object without a `__str__` of its own becomes the name of its type.
     """
     if type(value) in _PLAIN:
         return value  # type: ignore[return-value]  # by the line above
@@ -35,7 +36,7 @@ def attr_value(value: object) -> AttrValue:
 
 
 def bounded(name: str) -> str:
-    """Return a name of at most MAX_TEXT characters. Longer names that differ stay different."""
+    """Return a name of at most MAX_TEXT characters. Different names stay different even if they are cut."""
     if len(name) <= MAX_TEXT:
         return name
     from zlib import crc32
@@ -44,7 +45,7 @@ def bounded(name: str) -> str:
 
 
 def whole(value: object) -> int | None:
-    """Return `value` as an int (numpy's and torch's too), or None if it is none."""
+    """Return `value` as an int (numpy's and torch's too), or None if it is no integer."""
     if value is None or type(value) is int:
         return value
     try:

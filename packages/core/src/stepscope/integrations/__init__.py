@@ -1,4 +1,6 @@
-"""Places for stepscope inside frameworks: callbacks, loggers and options. The rest imports none of them."""
+"""Integrations of stepscope into frameworks: callbacks, loggers and options. The rest of stepscope imports
+none of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options for programs with an `argparse` of their own: OpenRLHF, slime, miles, Megatron."""
+"""Options for programs with their own `argparse`: OpenRLHF, slime, miles, Megatron."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def config_from_args(args: argparse.Namespace) -> ProfileConfig:
     """Return the configuration of the parsed options of `add_arguments`, for `stepscope.configure`.
 
-    They lie over the environment, which lies over the file.
+    The options override the environment, which overrides the file.
 
     Raises:
         ConfigError: as `stepscope.configure`.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class StepsCallback:
-    """Base of the callbacks: it captures the steps that its methods bound."""
+    """Base of the callbacks. It captures the steps that its methods begin and end."""
 
     entries: ClassVar[tuple[Mapping[str, object], ...]]
     """Entries of `instrument`: methods of the callback, with `step`, and functions of its framework."""
@@ -26,7 +26,8 @@ class StepsCallback:
         source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        """Configure this process. Arguments are those of `stepscope.configure`; none: what is configured.
+        """Configure this process. The arguments are those of `stepscope.configure`; without any, the present
+        configuration is kept.
 
         Raises:
             ConfigError: as `stepscope.configure`.

@@ -24,7 +24,8 @@ ConfigStore.instance().store(group="stepscope", name="default", node=ProfileConf
 def config_from_hydra(cfg: Mapping[str, object]) -> ProfileConfig:
     """Return the configuration in the block `stepscope` of `cfg`, for `stepscope.configure`.
 
-    The block takes the place of a file: the environment lies over it. Without it, the environment holds.
+    The block replaces the file, and the environment overrides it. Without the block, only the environment
+    counts.
 
     Args:
         cfg: The whole configuration, as the function that `hydra.main` decorates gets it.

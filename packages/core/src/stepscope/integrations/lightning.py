@@ -33,11 +33,12 @@ _ENTRIES: tuple[dict[str, object], ...] = (
     {**_STRATEGY, "name": "Strategy.backward", "stage": "update_actor_backward"},
     {**_STRATEGY, "name": "Strategy.optimizer_step", "stage": "update_actor_optimizer"},
 )
-"""Bounds of a step, and the stages that every module has. An exception leaves through `Trainer.fit`."""
+"""Entries that bound a step, and the stages of every module. An exception propagates through
+`Trainer.fit`."""
 
 
 class Trainer(Protocol):
-    """The part of Lightning's trainer that is read."""
+    """The part of Lightning's trainer that is used."""
 
     @property
     def global_step(self) -> int: ...

@@ -41,7 +41,8 @@ _ENTRIES: tuple[dict[str, object], ...] = (
         "stage": "update_actor_optimizer",
     },
 )
-"""Bounds of a step, and the stages that every `Trainer` has. An exception leaves through `Trainer.train`."""
+"""Entries that bound a step, and the stages of every `Trainer`. An exception propagates through
+`Trainer.train`."""
 
 
 class StepscopeCallback(StepsCallback, TrainerCallback):  # type: ignore[misc]  # mypy does not see transformers
@@ -53,4 +54,4 @@ class StepscopeCallback(StepsCallback, TrainerCallback):  # type: ignore[misc]  
         """Open the capture of a selected step: see `_ENTRIES`."""
 
     def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """Close it."""
+        """Close the capture."""

@@ -32,12 +32,12 @@ _PLACES = {
     "verl.trainer.ppo.ray_trainer": "stepscope.integrations.verl_tool",
     "verl.trainer.ppo.v1.trainer_base": "stepscope.integrations.verl_tool",
 }
-"""Module of verl -> the module whose `extend` gets it."""
+"""{module of verl: module of stepscope whose `extend` is called with it}."""
 _NAMESPACE = "stepscope"
 
 
 def publish(config: ProfileConfig) -> None:
-    """Let the processes that this job starts from now on find `config`. Nothing happens without Ray."""
+    """Make `config` available to the processes that this job starts from now on. Does nothing without Ray."""
     key = _key()
     if key is not None:
         from ray.experimental import internal_kv
@@ -47,7 +47,7 @@ def publish(config: ProfileConfig) -> None:
 
 
 def published() -> ProfileConfig | None:
-    """Return the configuration that a process of this job published; None if none did."""
+    """Return the configuration that a process of this job published, or None."""
     key = _key()
     if key is None:
         return None
@@ -73,7 +73,7 @@ def _extend(module: ModuleType) -> None:
 
 
 def _join_the_job() -> None:
-    """Take the configuration that the trainer of this Ray job has published, if it has."""
+    """Use the configuration that the trainer of this Ray job has published, if there is one."""
     try:
         config = None if switch.DISABLED else published()
         if config is not None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 TOOL = "stepscope"
-"""Name in `global_profiler.tool`."""
+"""Name of the tool in `global_profiler.tool`."""
 _AS_TORCH = {"tool": "torch", "finish_hook_cmd": None}
 """Values that replace those of a block that names the tool. verl runs the finish command itself."""
 _SPANS_ALONE: Mapping[str, object] = {"*": {"profiler": "off", "engine": {"profiler": "off"}}}
@@ -44,7 +44,9 @@ first that is started opens the capture for all. One writer: `WorkerProfiler`.
 
 
 def extend(module: ModuleType) -> None:
-    """Add the tool to the PPO trainers or the `DistProfiler` of verl's module. No function registers one."""
+    """Add the tool to the PPO trainers or the `DistProfiler` in verl's module, because verl has no function
+    for that.
+    """
     for name, wrapper in (
         ("PPOTrainer", _make_trainer),
         ("RayPPOTrainer", _make_trainer),
@@ -67,13 +69,14 @@ def _make_trainer(
 
 
 def read_config(config: DictConfig) -> ProfileConfig:
-    """Return a configuration of verl's, with the preset `verl`: the whole step is captured.
+    """Return the configuration that equals verl's, with the preset `verl`, so that the whole step is
+    captured.
 
-    verl's values take the place of a file: the environment lies over them. If verl enables the profiler of no
-    role, spans are recorded and no profiler runs.
+    verl's values replace the file, and the environment overrides them. If verl enables no role's profiler,
+    spans are recorded and no profiler runs.
 
     Args:
-        config: What verl's trainer gets.
+        config: The configuration that verl's trainer gets.
 
     Raises:
         ConfigError: as `ProfileConfig.from_verl`.
@@ -144,14 +147,14 @@ class WorkerProfiler:
             opened.close()
 
     def step(self) -> None:
-        """Walk the schedule over mini-batches."""
+        """Advance the schedule over mini-batches."""
         advance()
 
     def annotate(self, message: str | None = None, **kwargs: Any) -> Callable[[Method], Method]:
         """Return a decorator that times a worker's method.
 
         The stage is verl's `role` (`actor_update`), else `message`, else the method's name. Nothing is timed
-        within the driver's capture, which has these methods by the preset.
+        within the driver's capture, whose preset already times these methods.
         """
         stage = kwargs.get("role") or message
         return lambda method: self._annotate(method, str(stage or method.__name__)) if _capture else method
@@ -180,7 +183,9 @@ def _one_worker(config: Any, role: str) -> ProfileConfig:
 
 
 def _plain(options: Any) -> dict[str, Any]:
-    """Return the options of a tool, which are one of verl's dataclasses, a mapping or a `DictConfig`."""
+    """Return the options of a tool as a dict. They may be one of verl's dataclasses, a mapping or a
+    `DictConfig`.
+    """
     if OmegaConf.is_config(options):
         options = OmegaConf.to_container(options, resolve=True)
     if not isinstance(options, Mapping):

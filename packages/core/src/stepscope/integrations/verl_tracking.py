@@ -1,6 +1,6 @@
 """`stepscope` among the backends of verl's `Tracking`: `trainer.logger='["console","stepscope"]'`.
 
-verl's annotations for rl-insight, which pass through the same module, are spans where they are on.
+verl's annotations for rl-insight, which pass through the same module, become spans if they are enabled.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ ANNOTATED = {
     "vllm_generate": ("rollout", "generate"),
     "sglang_generate": ("rollout", "generate"),
 }
-"""Name of an annotation -> role and stage in the preset `verl`. Others keep their name, and the role that is
-around them.
-"""
+"""{name of an annotation: (role, stage) in the preset `verl`}. Other annotations keep their name and get the
+role of the enclosing span."""
 _REPLICA = re.compile(r"replica_(\d+)")
 
 
 class StepscopeLogger:
-    """A backend that keeps verl's numbers of each captured step beside the step."""
+    """A `Tracking` backend that writes verl's numbers of each captured step into the step's folder."""
 
     def __init__(self) -> None:
-        """Log into the folder of the run that is configured."""
+        """Log into the folder of the configured run."""
         self._metrics = MetricsLog(configure.current().save_path)
 
     def log(self, data: Mapping[str, object], step: int) -> None:
@@ -52,7 +51,7 @@ class StepscopeLogger:
 
 
 def extend(tracking: ModuleType) -> None:
-    """Add the backend to `Tracking` in verl's module, where no function registers one."""
+    """Add the backend to `Tracking` in verl's module, because verl has no function for that."""
     supported: list[str] = tracking.Tracking.supported_backend
     if BACKEND not in supported:
         supported.append(BACKEND)
@@ -64,7 +63,7 @@ def extend(tracking: ModuleType) -> None:
 def _make_backends(
     make: Callable[..., None], tracking: Any, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
-    """Make the backends that verl knows, and then this one if it is among the names."""
+    """Make verl's own backends, then this one if its name is among the names."""
     make(*args, **kwargs)
     names: Any = inspect.signature(make).bind(*args, **kwargs).arguments.get("default_backend", ())
     if BACKEND in ([names] if isinstance(names, str) else names):
@@ -77,7 +76,9 @@ def _trace_state(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
 ) -> AbstractContextManager[None]:
-    """Return verl's annotation of a state, and a span around it if annotations are on and we record."""
+    """Return verl's annotation of a state, with a span around it if annotations are on and a capture
+    records.
+    """
     theirs = trace(*args, **kwargs)
     if slot.active is None or not logger.enabled():
         return theirs
@@ -92,7 +93,7 @@ def _trace_state(
 
 
 def _is_open(role: str | None, stage: str) -> bool:
-    """Return whether a span of that work is open here already: the preset's of the same function."""
+    """Return whether the preset has already opened a span of that work here, for the same function."""
     scope: Any = current.get()
     while scope is not None:
         if (getattr(scope, "role", None), getattr(scope, "stage", None)) == (role, stage):

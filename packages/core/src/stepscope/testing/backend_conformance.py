@@ -43,14 +43,14 @@ class BackendConformance:
     # Optional controls.
 
     def work(self) -> None:
-        """Do something that the profiler records."""
+        """Run some code that the profiler records."""
 
     def stages_in(self, path: Path) -> set[str] | None:
         """Return the stages of the markers in a written trace; None if the profiler has no markers."""
         return None
 
     def fail_halfway(self, backend: Backend) -> Callable[[], None]:
-        """Make the next start fail after some of it has begun. Return a function that repairs it."""
+        """Make the next start fail after a part of it has run. Return a function that repairs it."""
         _cannot("fail_halfway")
 
     # The contract.
@@ -248,7 +248,7 @@ def a_window(step: int = 2, stage: str | None = None, index: int = 0) -> Window:
 
 
 def written(pending: list[PendingArtifact], folder: Path) -> list[Path]:
-    """Write these artifacts and return their files. There has to be one."""
+    """Write these artifacts and return their files. There must be at least one artifact."""
     assert pending, "the window has no artifact"
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -280,7 +280,7 @@ def in_thread(call: Callable[[], T]) -> T:
 
 
 def in_child(passes: Callable[[], bool], timeout_s: float = 30) -> bool:
-    """Return whether `passes` is true in the child of a fork, which then exits without clean-up."""
+    """Return whether `passes` returns True in a forked child, which then exits without clean-up."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process with threads is the point
         child = os.fork()

@@ -45,13 +45,13 @@ _OPTIONS: Mapping[str, object] = {
     "by_stage": True,
     "merge": True,
 }
-"""All options of a capture that an engine may be unable to honour, switched on."""
+"""All capture options that an engine may be unable to honour, switched on."""
 
 
 def _on_the_loop(
     scenario: Callable[Concatenate[EngineConformance, P], Coroutine[None, None, None]],
 ) -> Callable[Concatenate[EngineConformance, P], None]:
-    """Make a test of a coroutine, which `EngineConformance.run` runs."""
+    """Turn a coroutine into a test that runs it with `EngineConformance.run`."""
 
     @wraps(scenario)
     def test(suite: EngineConformance, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -68,11 +68,12 @@ class EngineConformance:
     side_by_side: ClassVar[bool] = True
     """True if two replicas can record at once in this process."""
     any_loop: ClassVar[bool] = True
-    """True if captures may come from different event loops. False: the engine is bound to one."""
+    """True if captures may come from different event loops; False if the engine is bound to one."""
     quick_s: ClassVar[float] = 5.0
     """The longest duration of a call that must not wait for a deadline (a stop after the engine died)."""
     longest_block_s: ClassVar[float] = 0.5
-    """The longest time the event loop may stand still: a noisy machine pauses less, a blocking call more."""
+    """The longest time for which the event loop may stand still: a noisy machine pauses for less, a blocking
+    call for more."""
 
     @pytest.fixture
     def make_profiler(self) -> MakeProfiler:
@@ -458,7 +459,7 @@ def contents(folder: str) -> dict[str, bytes]:
 
 
 async def longest_gap_s() -> float:
-    """Run until cancelled, and return the longest time that the event loop did not come back."""
+    """Run until cancelled, and return the longest time that the event loop took to come back to this task."""
     longest, last = 0.0, time.monotonic()
     try:
         while True:

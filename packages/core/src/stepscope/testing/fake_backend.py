@@ -23,7 +23,7 @@ class FakeBackend:
 
     def __init__(self, config: ProfileConfig | None = None) -> None:
         self.fails_to_start = False
-        """The next start raises, after it has taken the process."""
+        """True to make the next start raise after it has locked the process."""
         self.lacks: str | None = None
         """The value of `PendingArtifact.lacking` in its recordings."""
         self._window: Window | None = None

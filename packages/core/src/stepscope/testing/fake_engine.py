@@ -1,8 +1,8 @@
 """An inference engine in memory, with faults to switch on, and its profiler.
 
-The profiler is the pattern for real adapters. It takes state before the first await. A start that fails or is
-cancelled stops everything that had begun. Files are described once complete, and disk work leaves the event
-loop.
+The profiler is the pattern for real adapters. It reserves the engine before the first await. A start that
+fails or is cancelled stops everything that had begun. Files are described once they are complete, and disk
+work runs outside of the event loop.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Recording:
 
 
 class FakeEngine:
-    """Workers that generate nothing, and can record it. Set a fault before the call that shall fail."""
+    """Workers that only count iterations, and can record them. Set a fault before the call that should
+    fail.
+    """
 
     def __init__(self, workers: int = 2) -> None:
         self.workers = workers
@@ -57,9 +59,9 @@ class FakeEngine:
         """{worker: its open recording}"""
         self.dead = False
         self.fails_to_start: int | None = None
-        """The worker that raises at its start."""
+        """Number of the worker that raises at its start, or None."""
         self.hangs_on_start: int | None = None
-        """The worker that never answers a start; the others do."""
+        """Number of the worker that never answers a start, or None. The others answer."""
         self.hangs_on_stop: int | None = None
 
     async def generate(self, iterations: int) -> None:
@@ -171,7 +173,7 @@ class FakeEngineProfiler(EngineProfilerBase):
 
 
 async def _all(calls: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """Return the results once every call is over. If one failed, raise the first failure then."""
+    """Return the results once every call has ended. If calls failed, raise the first failure then."""
     done = await asyncio.gather(*calls, return_exceptions=True)
     for result in done:
         if isinstance(result, BaseException):

@@ -33,6 +33,6 @@ def stepscope_run(tmp_path: Path) -> Iterator[RecordedRun]:
 
 @pytest.fixture
 def stepscope_clock() -> Iterator[FakeClock]:
-    """Stop the time of spans until the test calls `stepscope_clock.advance(seconds)`."""
+    """Stop the clock of spans until the test calls `stepscope_clock.advance(seconds)`."""
     with FakeClock() as clock:
         yield clock

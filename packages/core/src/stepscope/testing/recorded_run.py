@@ -51,11 +51,11 @@ class RecordedRun:
         return finished_spans(self.layout.root, step)
 
     def stages(self, step: int | None = None) -> list[str]:
-        """Return `role/stage` of each of `spans`."""
+        """Return `role/stage` of each span in `spans`."""
         return [f"{span.role}/{span.stage}" for span in self.spans(step)]
 
     def manifest(self, step: int) -> Manifest:
-        """Return the manifest on disk.
+        """Return the manifest of a step, as on disk.
 
         Raises:
             RecordError: the step was not captured.

@@ -86,7 +86,7 @@ class StepFolder:
 
 @dataclass(kw_only=True, eq=False)
 class FakeProcess:
-    """One process of a `StepFolder`. Until it is closed it counts as killed."""
+    """One process of a `StepFolder`. A process that is not closed counts as killed."""
 
     info: ProcessInfo
     folder: StepFolder
@@ -98,7 +98,7 @@ class FakeProcess:
     expected: list[Expectation] = field(default_factory=list)
     absent: list[Absent] = field(default_factory=list)
     began: dict[str, str] = field(default_factory=dict)
-    """Owner only: {`ProcessInfo.key`: name} of its workers."""
+    """{`ProcessInfo.key`: name} of its workers. Only for the owner."""
     clocks: list[ClockOffset] = field(default_factory=list)
     dropped: int = 0
     error: str | None = None
@@ -107,7 +107,7 @@ class FakeProcess:
     opened_by: OpenedBy = "program"
     prepared: bool = False
     profiled: bool = False
-    """True if a profiler ran in it."""
+    """True if a profiler ran in the process."""
     hardware: Hardware = field(default_factory=Hardware)
     settings: tuple[FrameworkSettings, ...] = ()
     closed_ns: int | None = None
@@ -132,7 +132,7 @@ class FakeProcess:
         error: str | None = None, attrs: dict[str, AttrValue] | None = None, traceparent: str | None = None,
         cancelled: bool = False,
     ) -> int:  # fmt: skip
-        """Record a span and return its number. `end_ns=None`: it never ended."""
+        """Record a span and return its number. With `end_ns=None` the span never ended."""
         opened = Open(
             span=len(self._records) + 1, parent=parent, link=link, role=role or self.info.role, stage=stage,
             start_ns=self.mono_ns(start_ns), step=step, policy_version=policy_version, trajectory=trajectory,
@@ -155,7 +155,7 @@ class FakeProcess:
         self, name: str, values: Mapping[int, float], *, of: str = "", unit: str = "",
         kind: CounterKind = "level", scope: CounterScope = "process",
     ) -> None:  # fmt: skip
-        """Record a counter: {time: value}."""
+        """Record a counter from {time: value}."""
         number = len(self._series)
         self._series.append(
             counter_files.Series(series=number, name=name, of=of, unit=unit, how=kind, scope=scope)
@@ -166,11 +166,13 @@ class FakeProcess:
         ]
 
     def link(self, span: int) -> SpanLink:
-        """Return the link that a carrier makes of one of its spans."""
+        """Return the link that a carrier has to one of the process' spans."""
         return SpanLink(process=self.info.key, span=span, step=self.folder.step)
 
     def measures(self, other: FakeProcess, at_ns: int, uncertainty_ns: int = 0, error_ns: int = 0) -> None:
-        """Let the owner measure the other's clock with an error of `error_ns` (the way back took longer)."""
+        """Make the owner measure the clock of `other`, with an error of `error_ns` (the way back took
+        longer).
+        """
         offset_ns = other.wall_ns(at_ns) - self.wall_ns(at_ns) + error_ns
         offset = ClockOffset(
             process=other.info.key,

@@ -1,1 +1,1 @@
-"""Work that runs once the files of a capture are there: hooks, programs, the command."""
+"""Work that runs once the files of a capture are written: hooks, programs, the command."""

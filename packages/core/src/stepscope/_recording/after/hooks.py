@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def advance() -> None:
-    """Walk the profiler's schedule (`torch.schedule`) at the end of a mini-batch. Without a capture,
-    nothing.
+    """Walk the profiler's schedule (`torch.schedule`) at the end of a mini-batch. Does nothing without a
+    capture.
     """
     session = slot.active
     if session is not None:
@@ -44,13 +44,13 @@ def consume(trajectory_id: str, /, *, begun: int | None = None, policy_version: 
     """Record that this step trains on a trajectory (async RL): the report then knows how stale it is.
 
     Call it where the trainer takes the trajectory out of its queue, in a process that is captured. Inside
-    `span(..., policy_version=)`, that is the version it is consumed under. Without a capture, and in code
-    that torch.compile compiles, it does nothing.
+    `span(..., policy_version=)`, that version is the one under which the trajectory is consumed. Without a
+    capture, and in code that torch.compile compiles, the call does nothing.
 
     Args:
         trajectory_id: As given to `trajectory`.
-        begun: The step under which it was begun.
-        policy_version: Of the weights it was begun with.
+        begun: The step under which the trajectory began.
+        policy_version: Version of the weights with which the trajectory began.
     """
     session = compiled.recording()
     if session is not None:
@@ -84,7 +84,7 @@ def flush(timeout_s: float = 60.0) -> list[str]:
     Blocks for up to `timeout_s`.
 
     Returns:
-        Names of files that are unfinished then.
+        Names of the files that are still unfinished after that time.
     """
     if switch.DISABLED:
         return []
@@ -96,13 +96,13 @@ def flush(timeout_s: float = 60.0) -> list[str]:
 def on_artifact(hook: ArtifactHook) -> ArtifactHook:
     """Call `hook(path, sidecar)` for each file that a capture leaves, once it is whole and in place.
 
-    A function, or a decorator of one. Of this process' own profiler, and of the engines that its captures
-    name; a worker's files are told to hooks that are registered in the worker. Hooks run one after another on
-    a thread of their own: whatever they do, training goes on. An exception is logged once and stands in the
-    manifest.
+    Use it as a function or as a decorator. Hooks get the files of this process' own profiler and of the
+    engines that its captures name; the files of a worker go to hooks that are registered in the worker. Hooks
+    run one after another on a separate thread, so training never waits for them. An exception is logged once
+    and recorded in the manifest.
 
     Raises:
-        ConfigError: it cannot be called, or is an `async def`, which nobody would await.
+        ConfigError: `hook` is not callable, or is an `async def`, which would never be awaited.
     """
     return registered(hook, "on_artifact", _pipeline().artifact_hooks)
 
@@ -115,7 +115,7 @@ def on_report(hook: ReportHook) -> ReportHook:
     Register it before the capture opens. Otherwise as `on_artifact`.
 
     Raises:
-        ConfigError: it cannot be called, or is an `async def`, which nobody would await.
+        ConfigError: `hook` is not callable, or is an `async def`, which would never be awaited.
     """
     return registered(hook, "on_report", _pipeline().report_hooks)
 
@@ -129,11 +129,12 @@ def _pipeline() -> ModuleType:
 def redact(hook: RedactHook) -> RedactHook:
     """Call `hook(key, value)` for each attribute of a span before it is written, and write its result.
 
-    A function, or a decorator of one; the last one counts, in the process that registers it. An exception's
-    text is the attribute `error`. Where it raises, `[redacted]` is written. It runs on the writing thread.
+    Use it as a function or as a decorator, in each process whose spans are to be redacted; a later call
+    replaces the hook. The text of an exception is passed as the attribute `error`. If the hook raises,
+    `[redacted]` is written. It runs on the writing thread.
 
     Raises:
-        ConfigError: it cannot be called, or is an `async def`, which nobody would await.
+        ConfigError: `hook` is not callable, or is an `async def`, which would never be awaited.
     """
     _refuse_uncallable(hook, "redact")
     redaction.hook = hook
@@ -154,7 +155,7 @@ def _refuse_uncallable(hook: object, name: str) -> None:
 
 
 def _is_async(hook: object) -> bool:
-    """Return whether calls of the hook make coroutines, below decorators too."""
+    """Return whether calls of the hook, or of the function that it decorates, make coroutines."""
     while isinstance(hook, partial):
         hook = hook.func
     called: object = getattr(hook, "__func__", hook)

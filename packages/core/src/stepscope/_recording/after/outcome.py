@@ -15,7 +15,7 @@ _IN_FULL = 3
 
 
 def is_open_elsewhere(parts: Iterable[ProcessPart], process: ProcessInfo) -> bool:
-    """Return whether another rank, which opened this capture by itself, has not closed it yet."""
+    """Return whether another rank that opened this capture by itself has not closed its own yet."""
     peers = [part for part in parts if is_peer(part, process)]
     return any(item.pending == "closing" for part in peers for item in part.expected)
 
@@ -26,11 +26,11 @@ def is_peer(part: ProcessPart, process: ProcessInfo) -> bool:
 
 
 def problems_to_tell(manifest: Manifest, process: ProcessInfo) -> list[str]:
-    """Return the problems that this process tells of: its own, and those of processes that it started. Stops
-    that went past their deadline are among them.
+    """Return the problems that this process reports: its own, and those of processes that it started,
+    including stops that went past their deadline.
 
-    Ranks that open captures of their own tell of themselves. The last one to close tells of those that
-    are gone.
+    Ranks that open captures of their own report their own problems. The last one to close also reports those
+    of dead ranks.
     """
     is_last = not is_open_elsewhere(manifest.processes, process)
     own = [
@@ -44,7 +44,7 @@ def _troubles(manifest: Manifest) -> list[str]:
 
 
 def shortfall(manifest: Manifest, no_profiler: str | None) -> str | None:
-    """Return the problems of a capture, or else `no_profiler`, in one line; None when all is well so far."""
+    """Return the problems of a capture, or else `no_profiler`, in one line; None if there are none so far."""
     problems = _troubles(manifest)
     if not problems:
         return no_profiler

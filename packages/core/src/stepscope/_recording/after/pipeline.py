@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 artifact_hooks: list[Callable[[Path, Sidecar], object]] = []
 capture_hooks: list[Callable[[Any], object]] = []
 report_hooks: list[Callable[[StepScalars], object]] = []
-"""These lists have one writer: `stepscope._recording.after.hooks`."""
+"""Functions called with the figures of each step. One writer of these lists:
+`stepscope._recording.after.hooks`."""
 _awaited: set[int] = set()
 """Closed steps whose files are being written. Writers: `hand_over`, `_capture_done`, `_forget`."""
 _MOST_UNFOLDED = 16
-"""A worker that died on another host is awaited for ever."""
+"""Largest number of captures in `_unfolded`: a worker that died on another host would be awaited for ever."""
 _unfolded: dict[Path, Session] = {}
-"""Captures whose `manifest.json` says that files are to come, by the step's folder. Writers:
-`fold_when_written`, `_fold_again`, `_forget`.
-"""
+"""Captures whose `manifest.json` still announces files, by the step's folder. Writers: `fold_when_written`,
+`_fold_again`, `_forget`."""
 _failed: set[object] = set()
 """Hooks whose failure was logged. One writer: `_Hook`."""
 
@@ -77,14 +77,14 @@ def _new_queues() -> tuple[WorkQueue[_Hook], WorkQueue[Chores]]:
 
 
 _hooks, _commands = _new_queues()
-"""One writer: this module."""
+"""The queues of hooks and of commands. One writer: this module."""
 
 
 def promise(session: Session, *, alone: bool) -> None:
-    """Enter the work after a capture that opens into its manifest, and start the threads for it.
+    """Add the work after a capture that opens to its manifest, and start the threads for that work.
 
     Args:
-        alone: The capture has neither workers nor engines: other ranks may have opened one of their own.
+        alone: True if the capture has neither workers nor engines: other ranks may have opened their own.
     """
     if artifact_hooks or capture_hooks or report_hooks:
         _hooks.start()
@@ -117,7 +117,7 @@ def _promised(session: Session) -> list[str]:
 
 
 def withdraw(session: Session, reason: str) -> None:
-    """Withdraw the work after a capture that is discarded."""
+    """Cancel the work after a capture that is discarded, and give `reason` in the manifest."""
     for name in _promised(session):
         session.manifest_part.expect(Expectation(name=name, kind="after", state="skipped", reason=reason))
 
@@ -131,12 +131,14 @@ def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
 
 
 def once_written(session: Session, work: Callable[[], object]) -> None:
-    """Do work once the files of this process are written or given up."""
+    """Call `work` once the files of this process are written or given up."""
     exporter.exporter().then(work, deferred=session.config.export.when == "deferred")
 
 
 def fold_when_written(session: Session) -> None:
-    """Write `manifest.json` anew once this process has written its files, and later if others still write."""
+    """Write `manifest.json` again once this process has written its files, and later if other processes still
+    write.
+    """
     _unfolded[session.layout.root] = session
     for root in tuple(_unfolded)[:-_MOST_UNFOLDED]:
         _unfolded.pop(root, None)  # the exporting thread may have removed it
@@ -150,7 +152,9 @@ def _fold_again() -> None:
 
 
 def _is_final(session: Session) -> bool:
-    """Write `manifest.json` anew, and return whether no process of the capture writes files any more."""
+    """Write `manifest.json` again, and return whether all processes of the capture have written their
+    files.
+    """
     part, layout = session.manifest_part, session.layout
     while True:
         manifest = part.fold(layout)
@@ -187,8 +191,8 @@ def busy_steps(run: RunLayout) -> set[int]:
 
 
 def artifact_done(path: Path, sidecar: Sidecar | None, manifest_part: ManifestPart) -> None:
-    """Tell the hooks of a file in place. `sidecar` is None for an engine's file: it is read from beside the
-    file.
+    """Call the hooks for a file in place. `sidecar` is None for an engine's file, whose sidecar is read from
+    disk.
     """
     for hook in tuple(artifact_hooks):
         _hooks.put(_Hook("on_artifact", hook, partial(_tell, hook, path, sidecar), manifest_part))
@@ -209,10 +213,10 @@ def _end_of_process(ending: Ending, deadline_s: float) -> None:
 
 
 def end(reason: str, deadline_s: float, *, patient: bool) -> None:
-    """End the work with the process. This kills commands under way, leaves hooks, and records both.
+    """End the work with the process. This kills running commands, abandons hooks, and records both.
 
     Args:
-        patient: Commands get their own time; else `deadline_s` is for all.
+        patient: True if each command may use its own time limit; else all share `deadline_s`.
     """
     until = time.monotonic() + deadline_s
     _leave_hooks(reason, deadline_s)

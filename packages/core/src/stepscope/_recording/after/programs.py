@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class Command:
-    """Run once. `kill` may come from any thread, before it, while it runs and after it."""
+    """A command that runs once. `kill` may be called from any thread, before, during and after the run."""
 
     def __init__(
         self, what: str | Sequence[str], *, environ: Mapping[str, str], log: Path, timeout_s: float
     ) -> None:
-        """`what`: a text for the shell, or a program and its arguments."""
+        """`what`: A text for the shell, or a program and its arguments."""
         self._what = what
         self._environ = environ
         self._log = log
@@ -44,7 +44,9 @@ class Command:
         self._lock = threading.RLock()  # a signal handler may kill
 
     def run(self) -> str | None:
-        """Reason of its failure; None if it exited with 0. Its output is appended to the log."""
+        """Run the command and return the reason of its failure, or None if it exited with 0. Its output is
+        appended to the log.
+        """
         with self._lock:
             if self._killed is not None:
                 return self._killed
@@ -89,10 +91,11 @@ class Command:
 
 
 def of_our_own(module: str, *arguments: str) -> list[str]:
-    """Return the command line that calls `main(*arguments)` of `module`, of this Python and installation.
+    """Return the command line that calls `main(*arguments)` of `module` with this Python and this
+    installation.
 
-    The program yields the processor to the training. The working directory is not searched for modules: it is
-    the training's, and holds what the training likes.
+    The program yields the processor to the training. The working directory is not searched for modules,
+    because the training's files are there.
     """
     specs = filter(None, map(find_spec, ("stepscope", "stepscope_report")))
     homes = [str(Path(spec.origin).parents[1]) for spec in specs if spec.origin]
@@ -105,30 +108,30 @@ def of_our_own(module: str, *arguments: str) -> list[str]:
 
 
 COMMAND, SCALARS = "finish command", "scalars"
-"""Their names in the manifest."""
+"""Names of these programs in the manifest."""
 POLL_S = 0.5
 """Interval between two looks at the other processes' parts of the manifest."""
 
 
 class ClosedCapture(Protocol):
-    """A closed capture, as far as the work after it needs it."""
+    """The part of a closed capture that the work after it uses."""
 
     @property
     def apart(self) -> list[str]:
-        """Workers whose files are fetched."""
+        """Names of the workers whose files are fetched because their hosts do not share the folder."""
         ...
 
     def await_others(self, left_s: Callable[[], float], pause: Callable[[], object], *, drain: bool) -> None:
-        """Wait until the other processes have written their files, and fetch those of workers that are apart.
+        """Wait until the other processes have written their files, and fetch the files of workers in `apart`.
 
         Args:
             pause: Called between two looks.
-            drain: Let workers write deferred files now.
+            drain: True to make workers write deferred files now.
         """
         ...
 
     def fold(self) -> None:
-        """Write `manifest.json` anew."""
+        """Write `manifest.json` again."""
         ...
 
 
@@ -139,7 +142,8 @@ class Chore(NamedTuple):
     """The name in the manifest."""
     command: Command
     outcome: Callable[[str | None], str | None]
-    """(why the program failed, or None) -> why the chore did."""
+    """Function from the reason why the program failed, or None, to the reason why the task failed, or
+    None."""
 
 
 class Chores:
@@ -209,7 +213,7 @@ class Chores:
         self._result.fold()
 
     def _figures(self, reason: str | None) -> str | None:
-        """Pass the figures on, and return the failures of writers, or else `reason`."""
+        """Pass the figures on. Return the failures of writers, or else `reason`."""
         session = self._session
         try:
             scalars = read_scalars(session.layout, session.run_id)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _kept: set[str] = set()
 """Runs in which an old step had to stay. One writer: `_tell_kept`."""
 _tidied: dict[str, StepLayout] = {}
-"""Output folder -> the step captured last. One writer: `_tidy`."""
+"""{output folder: the step captured last in it}. One writer: `_tidy`."""
 
 
 def clean_up(session: Session) -> None:
@@ -38,8 +38,8 @@ def clean_up(session: Session) -> None:
 
 
 def _retain(run: RunLayout, run_id: str, keep: int) -> None:
-    """Remove the oldest captured steps of this run, so that `keep` are left. Other runs' are not touched:
-    of a step that an earlier run captured too, this run's files alone are removed.
+    """Remove the oldest captured steps of this run, so that `keep` are left. Files of other runs are not
+    touched, even if they are of the same step.
 
     A step stays while work after its capture is under way, and if its `finish.command` failed, which may
     have been the step's copy to another place.
@@ -96,14 +96,18 @@ def _remove(run: RunLayout, number: int, run_id: str, keep: int) -> None:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Rename a folder and remove it: a thread that still writes by its name does not keep half of it."""
+    """Rename a folder before removing it, so that a thread that still writes under the old name cannot keep
+    half of it.
+    """
     leaving = temporary(folder)
     folder.rename(leaving)
     shutil.rmtree(leaving)
 
 
 def _files_of(step: StepLayout, run_id: str, parts: Mapping[Path, ProcessPart]) -> Iterator[Path]:
-    """Yield a run's files of a step, the parts of its manifest last: they say what else there is."""
+    """Yield a run's files of a step. The parts of its manifest come last, because they list the other
+    files.
+    """
     own = {path: part for path, part in parts.items() if part.run_id == run_id}
     for path, part in own.items():
         for made in (made for item in part.expected for made in item.artifacts):
@@ -117,7 +121,7 @@ def _files_of(step: StepLayout, run_id: str, parts: Mapping[Path, ProcessPart]) 
 
 
 def _opened(step: StepLayout, run_id: str) -> int | None:
-    """Return when this run opened its capture of the step; None if not all that it holds can be read."""
+    """Return when this run opened its capture of the step, or None if some of its parts cannot be read."""
     parts, unreadable = read_parts(step)
     if unreadable:
         return None

@@ -1,4 +1,4 @@
-"""All sources of a process, by the names that reasons for their absence use."""
+"""All sources of a process, by the names that the reasons for their absence use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def openers(log: SpanMaker, step_folder: str, *, owner: bool) -> dict[str, Opene
 
     Args:
         log: The log of its spans, whose event loops are watched.
-        step_folder: Of the capture: one process of each host samples the host for it.
+        step_folder: Folder of the capture's step: one process of each host samples the host for it.
         owner: Whether the process opened the capture. It looks at the cluster as well.
     """
     host = _Host(step_folder)

@@ -42,11 +42,11 @@ class _Hbm(ctypes.Structure):
 
 
 class DcmiError(Exception):
-    """A call that DCMI refused, with its code."""
+    """Refusal of a DCMI call, with its code."""
 
 
 class _Dcmi:
-    """The calls that are used."""
+    """The DCMI functions that are used."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

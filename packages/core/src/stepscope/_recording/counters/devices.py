@@ -28,8 +28,8 @@ class DeviceCounter(CounterSource, Generic[Handle]):
         kind: CounterKind = "level",
     ) -> None:
         """Args:
-        devices: By name.
-        error: Raised by the query where the device refuses it.
+        devices: The devices by name.
+        error: Exception type that the query raises if a device refuses it.
         """
         self.name = name
         self.unit = unit

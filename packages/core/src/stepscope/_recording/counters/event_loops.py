@@ -1,9 +1,9 @@
 """Lateness of the event loops that spans run on.
 
 The sampler's thread gives each loop a callback, and looks how long the loop takes to run it. A loop that is
-blocked does not: the time since then counts, so that a hang is seen while it lasts. A stretch that began
-before the callback was given is seen from there on: the value is too small by one tick of the sampler at
-most.
+blocked does not: the time since then counts, so that a hang is seen while it lasts. If the block began before
+the callback was given, only the time since then counts: the value is too small by at most one tick of the
+sampler.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from stepscope.files.values import AttrValue
 
 LOOKS = 8
-"""Spans after each tick that are asked for their loop. The others cost nothing more."""
+"""Number of spans after each tick that are asked for their event loop. The other spans cost nothing more."""
 MOST_LOOPS = 16
 
 
 class LoopFinder(SpanObserver):
     """Observer of the next few spans of a log, which finds the loops that they run on.
 
-    It stands in front of the observer that the log has, a profiler's windows, and leaves of itself.
+    It replaces the log's observer (a profiler's windows), passes spans on to it, and removes itself after a
+    few spans.
     """
 
     def __init__(self, log: SpanMaker, seen: Callable[[AbstractEventLoop], None]) -> None:
@@ -49,7 +50,7 @@ class LoopFinder(SpanObserver):
         self._left = 0
 
     def look(self) -> None:
-        """Ask the next `LOOKS` spans."""
+        """Ask the next `LOOKS` spans for their event loop."""
         if self._log.observer is not self:
             self._behind = self._log.observer
             self._left = LOOKS
@@ -93,13 +94,13 @@ class LoopFinder(SpanObserver):
 
 
 class _Watched:
-    """One loop, and the callback that it owes."""
+    """One event loop, and the callback that was given to it."""
 
     def __init__(self, loop: AbstractEventLoop, name: str) -> None:
         self.loop = ref(loop)
         self.name = name
         self._number = 0
-        """The number of the callback that is out; answers to earlier callbacks do not count."""
+        """Number of the latest callback. Answers to earlier callbacks do not count."""
         self._sent_ns: int | None = None
         self._latest_ns = 0
 
@@ -126,7 +127,7 @@ class _Watched:
             self._sent_ns = None
 
     def _answer(self, number: int) -> None:
-        """Run on the loop."""
+        """Record that the loop ran callback `number`. Called on the loop."""
         sent_ns = self._sent_ns
         if number == self._number and sent_ns is not None:
             self._latest_ns = max(self._latest_ns, time.monotonic_ns() - sent_ns)
@@ -134,7 +135,7 @@ class _Watched:
 
 
 class EventLoops(CounterSource):
-    """Longest time that each loop was late, by the name of its thread."""
+    """Longest time for which each loop was late, by the name of its thread."""
 
     name = EVENT_LOOP
     unit = "ms"
@@ -143,7 +144,7 @@ class EventLoops(CounterSource):
     def __init__(self, log: SpanMaker) -> None:
         self._finder = LoopFinder(log, self._see)
         self._watched: dict[int, _Watched] = {}
-        """{id of a loop: it}. Writers: spans that the finder asks, and `sample`."""
+        """{id of a loop: its watch}. Writers: spans that the finder asks, and `sample`."""
         self._finder.look()
 
     def sample(self) -> Mapping[str, float]:
@@ -162,7 +163,7 @@ class EventLoops(CounterSource):
         self._finder.leave()
 
     def _see(self, loop: AbstractEventLoop) -> None:
-        """Run in the recorded code, below a span: raise nothing."""
+        """Watch a loop from now on. Called in the recorded code, below a span, so it raises nothing."""
         if id(loop) in self._watched or len(self._watched) >= MOST_LOOPS:
             return
         with suppress(TypeError):  # a loop of another library that takes no weak reference

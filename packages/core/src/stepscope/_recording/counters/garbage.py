@@ -1,4 +1,4 @@
-"""Pauses of Python's garbage collector: no other Python code of the process runs meanwhile."""
+"""Pauses of Python's garbage collector, in which no other Python code of the process runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Pauses:
     def __init__(self) -> None:
         self.sum_ns = 0
         self.longest_ns = 0
-        """Since `take_longest`."""
+        """Longest run of the collector in ns since the last call of `take_longest`."""
         self._began_ns: int | None = None
         gc.callbacks.append(self._called)
 
@@ -40,7 +40,7 @@ class _Pauses:
 
 
 class GarbageShare(CounterSource):
-    """Time in the collector, in percent of the time that passed."""
+    """Time in the collector, in percent of the time since the previous sample."""
 
     name = GC
     unit = "%"
@@ -61,7 +61,7 @@ class GarbageShare(CounterSource):
 
 
 class LongestPause(CounterSource):
-    """The longest run of the collector."""
+    """Longest run of the collector since the previous sample."""
 
     name = "longest pause of the garbage collector"
     unit = "ms"

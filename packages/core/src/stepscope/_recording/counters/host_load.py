@@ -1,4 +1,4 @@
-"""CPU of the host, and the choice of the one process of each host that samples what belongs to the host."""
+"""CPU load of the host, and the choice of the one process that samples the counters of a host."""
 
 from __future__ import annotations
 
@@ -46,13 +46,15 @@ def _ticks() -> tuple[int, int]:
 
 
 def host_load(claim: HostClaim) -> Iterator[CounterSource]:
-    """Yield the source if this process has the right to sample the host. It gives the right back."""
+    """Yield the source if this process has the right to sample the host, and give the right back at the
+    end.
+    """
     if claim.taken:
         yield HostCpu(claim)
 
 
 class HostClaim:
-    """The right to sample what belongs to the host. The first process that asks for a step gets it.
+    """The right to sample the counters of the host. The first process that asks for it in a step gets it.
 
     It is the name of a socket, which the kernel frees when its process closes it or ends. Nothing is sent.
     """

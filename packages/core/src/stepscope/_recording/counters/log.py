@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from io import FileIO
 
 WRITE_NS = 900_000_000
-"""Longest time that a sample waits for the disk, less a tick."""
+"""Longest time in ns that a sample stays in memory before it is written, less a tick of the sampler."""
 MOST_SAMPLES = 100_000
-"""Samples of one file: almost three hours at 10 Hz. Further ones are dropped and counted."""
+"""Largest number of samples in one file: almost three hours at 10 Hz. Further ones are dropped and
+counted."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -38,10 +39,10 @@ class CounterLog:
         self.began = False
         """True from `start` on."""
         self.samples = 0
-        """Written so far."""
+        """Number of samples written so far."""
         self.dropped = 0
         self.failed: str | None = None
-        """The reason why the file is not whole; None while it is."""
+        """Reason why the file is incomplete, or None."""
         self.sampler = sampler
         self._head = records.Header(
             step=step, run_id=run_id, process=process, anchor=ClockAnchor(wall_ns=0, mono_ns=0), hz=hz
@@ -49,21 +50,21 @@ class CounterLog:
         self._file: FileIO | None = None
         self._size = 0
         self._series = 0
-        """Series that the file names."""
+        """Number of series that the file already names."""
         self._until_ns = 0
         """Time of the last tick in the file."""
         self._written_ns = 0
         self._closing = False
 
     def prepare(self) -> None:
-        """Open the sources, on their thread: some import libraries. Raise nothing."""
+        """Open the sources on the sampler's thread, because some import libraries. Raise nothing."""
         try:
             self.sampler.open()
         except ours(RuntimeError) as error:  # the system has no thread for it
             self.failed = describe(error)
 
     def open(self) -> None:
-        """Create the file. Raise nothing."""
+        """Create the file. Failures are kept in `failed` and not raised."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._file = open(self.path, "xb", buffering=0, opener=private)  # noqa: SIM115  # until close()
@@ -71,7 +72,7 @@ class CounterLog:
             self.failed = describe(error)
 
     def start(self, anchor: ClockAnchor) -> None:
-        """Begin at `anchor`. This waits for no disk: the sampler's thread writes."""
+        """Begin sampling at `anchor`, without waiting for the disk: the sampler's thread writes."""
         if self._closing or self.failed is not None:
             return
         self.began = True
@@ -84,7 +85,7 @@ class CounterLog:
             self.failed = describe(error)
 
     def close(self, anchor: ClockAnchor) -> None:
-        """End the sampling, and write the rest and the end line."""
+        """End the sampling, and write the remaining samples and the end line."""
         self._closing = True
         if not self.sampler.stop():
             self.failed = self.failed or "a counter did not answer while the capture was closed"
@@ -102,7 +103,7 @@ class CounterLog:
             self._file = None
 
     def _close_with_the_sampler(self) -> None:
-        """Close the file when the sampler's thread ends, which may write at any time before that."""
+        """Close the file when the sampler's thread ends, because the thread may write until then."""
         file = self._file
         if file is not None:
             self.sampler.ended = file.close
@@ -131,7 +132,7 @@ class CounterLog:
             failures.note("writing counters", error)
 
     def _write(self, file: FileIO) -> None:
-        """Write what the file lacks: the header, series, and ticks."""
+        """Write to the file what it lacks: the header, series, and ticks."""
         if not self._size:
             self._append(file, [self._head])
         ticks = self.sampler.between(self._until_ns, monotonic_ns())

@@ -23,7 +23,7 @@ MISSING = "nvidia-ml-py is not installed. Fix: pip install 'stepscope[counters]'
 
 
 class _Utilisation(DeviceCounter[Any]):
-    """The first counter. It ends NVML for all."""
+    """The utilisation of GPUs, which is the first counter. Closing it shuts NVML down for all counters."""
 
     def __init__(self, nvml: Any, handles: Mapping[str, Any]) -> None:
         self._nvml, self._pid = nvml, os.getpid()
@@ -40,7 +40,7 @@ class _Utilisation(DeviceCounter[Any]):
 
 
 def nvidia_gpus() -> Iterator[CounterSource]:
-    """Yield the counters of this host's GPUs. Nothing where NVIDIA's driver is not loaded.
+    """Yield the counters of this host's GPUs. Yields nothing if NVIDIA's driver is not loaded.
 
     Raises:
         AbsentError: the package is not installed, or NVML cannot be used.
@@ -79,7 +79,7 @@ def _counters(nvml: Any, handles: Mapping[str, Any]) -> Iterator[CounterSource]:
 
 
 def _throttle_query(nvml: Any) -> Callable[[Any], float]:
-    """Return the query for 1 where the GPU runs slower than it could: heat, power, or the board's brake.
+    """Return a query that gives 1 while the GPU is slowed by heat, power, or the board's brake, else 0.
 
     NVIDIA renamed the function and its bits from "throttle reasons" to "event reasons" in driver 535.
     """

@@ -55,7 +55,7 @@ class OpenFiles(CounterSource):
 
 
 def process_load() -> Iterator[CounterSource]:
-    """Yield the sources that this system has."""
+    """Yield the sources that this operating system supports."""
     yield ProcessCpu()
     if os.path.exists("/proc/self/statm"):
         yield ProcessMemory()

@@ -8,7 +8,8 @@ from stepscope._recording.process import ray_connection
 from stepscope.backends.counters import CounterSource
 
 _STORE = "object_store_memory"
-"""Ray's name of the resource. What is available of it follows what objects occupy, within about a second."""
+"""Ray's name of the resource. Its available amount follows the bytes that objects occupy within about a
+second."""
 
 
 class ObjectStore(CounterSource):
@@ -29,5 +30,5 @@ class ObjectStore(CounterSource):
 
 
 def ray_store() -> Iterator[CounterSource]:
-    """Yield the source. It says nothing in a process that is not connected to a cluster."""
+    """Yield the source. It has no values in a process that is not connected to a cluster."""
     yield ObjectStore()

@@ -21,29 +21,34 @@ from stepscope.files.counters import Series
 from stepscope.files.values import bounded
 
 TICKS = 3600
-"""Ticks that are kept: an hour at 1 Hz, six minutes at 10 Hz. Some 3 MB of a process' counters."""
+"""Number of ticks that are kept: an hour at 1 Hz, six minutes at 10 Hz, or about 3 MB of one process'
+counters."""
 MOST_SERIES = 1000
-"""Series of one sampler; further ones are left out."""
+"""Largest number of series of one sampler; further ones are left out."""
 _JOIN_S = 1.0
 _DUE = 0.9
 """A source is due after this part of its interval: ticks are never exactly on time."""
 _SLOW_NS = 50_000_000
-"""A source whose last answer took longer is not asked out of turn at the end, which the training awaits."""
+"""A source whose last answer took longer gets no extra sample at the end, because the training waits for the
+end."""
 
 
 class AbsentError(Exception):
-    """A source cannot be sampled here, for the reason that is its message. No failure of ours."""
+    """Raised if a source cannot be sampled here. The message is the reason; this is no failure of
+    stepscope.
+    """
 
 
 Opener: TypeAlias = Callable[[], Iterable[CounterSource]]
-"""Returns the sources of one module; empty if what they count does not exist here. Raises `AbsentError`."""
+"""Returns the sources of one module, or none if the measured things do not exist here. Raises
+`AbsentError`."""
 
 
 class Tick(NamedTuple):
-    """Values of one moment."""
+    """The values sampled at one moment."""
 
     at_ns: int
-    """CLOCK_MONOTONIC, ns."""
+    """Time of the tick: CLOCK_MONOTONIC, ns."""
     values: dict[int, float]
     """{number in `Sampler.series`: value}."""
 
@@ -53,33 +58,34 @@ class Sampler:
 
     def __init__(self, openers: Mapping[str, Opener], *, ticks: int = TICKS) -> None:
         """Args:
-        openers: {name: opener} of the sources, by what a reason for their absence names.
+        openers: {name: opener} of the sources. The name is used in `absent`.
         """
         self.series: list[Series] = []
         """Every series so far, by number."""
         self.absent: dict[str, str] = {}
         """{name: reason} of sources that cannot be sampled."""
         self.since_ns = 0
-        """Every tick after this time is kept. 0 until the oldest have gone. One writer: the thread."""
+        """Time after which every tick is still kept; 0 until the first tick was dropped. One writer: the
+        thread."""
         self.cpu_ns = 0
-        """CPU time of the thread so far."""
+        """CPU time of the sampler's thread so far, in ns."""
         self.ticked: Callable[[], None] | None = None
         """Called on the thread after each tick."""
         self.ended: Callable[[], None] | None = None
-        """Called on the thread at its end."""
+        """Called on the thread when it ends."""
         self.is_over = False
-        """True once the thread has no more to do, before `ended` is called."""
+        """True once the thread has no more work, which is before `ended` is called."""
         self._openers = dict(openers)
         self._added: deque[tuple[str, Opener]] = deque()
         self._numbers: dict[tuple[str, str], int] = {}
         self._ticks: deque[Tick] = deque(maxlen=ticks)
         self._sources: list[CounterSource] = []
         self._due_ns: dict[int, int] = {}
-        """{id of a source: when it is due}."""
+        """{id of a source: time at which its next sample is due}."""
         self._slow: set[int] = set()
         """Ids of sources whose last answer took longer than `_SLOW_NS`."""
         self._period_ns = 0
-        """0: `start` is awaited."""
+        """Time between two ticks; 0 before `start`."""
         # No Event: the handler of a signal that comes within its `set` could not call that again.
         self._wake = SimpleQueue[None]()
         self._stopping = False
@@ -97,7 +103,7 @@ class Sampler:
         self._thread.start()
 
     def start(self, hz: float) -> None:
-        """Sample so many times a second from now on. A sampler that runs changes its rate.
+        """Sample `hz` times a second from now on. A running sampler changes its rate.
 
         Raises:
             RuntimeError: no thread can be started.
@@ -108,12 +114,14 @@ class Sampler:
         self._wake.put(None)
 
     def add(self, name: str, opener: Opener) -> None:
-        """Open further sources now, and sample them until the next stop. From any thread."""
+        """Open further sources now, and sample them until the next stop. May be called from any thread."""
         self._added.append((name, opener))
         self._wake.put(None)
 
     def stop(self, timeout_s: float = _JOIN_S) -> bool:
-        """Take a last sample and end the thread. Return False if a source still holds it. Idempotent."""
+        """Take a last sample and end the thread. Return False if a source still blocks the thread.
+        Idempotent.
+        """
         self.end()
         thread = self._thread
         if thread is None or thread is threading.current_thread():
@@ -125,16 +133,18 @@ class Sampler:
         return not thread.is_alive()
 
     def end(self) -> None:
-        """Have the thread take a last sample and end, without waiting for it."""
+        """Let the thread take a last sample and end, without waiting for it."""
         self._stopping = True
         self._wake.put(None)
 
     def between(self, start_ns: int, end_ns: int) -> list[Tick]:
-        """Return the kept ticks after `start_ns`, up to `end_ns`, in order (CLOCK_MONOTONIC)."""
+        """Return the kept ticks after `start_ns` and up to `end_ns`, in order (CLOCK_MONOTONIC)."""
         return [tick for tick in tuple(self._ticks) if start_ns < tick.at_ns <= end_ns]
 
     def means(self, start_ns: int, end_ns: int) -> dict[Series, float]:
-        """Return the mean of each series that is no total over that time, of those with a sample in it."""
+        """Return the mean of each series, except totals, that has a sample in the time from `start_ns` to
+        `end_ns`.
+        """
         values: dict[int, list[float]] = defaultdict(list)
         for tick in self.between(start_ns, end_ns):
             for number, value in tick.values.items():
@@ -146,7 +156,7 @@ class Sampler:
         }
 
     def forget(self) -> None:
-        """Release in a forked child what the parent's thread holds there."""
+        """Close the sources in a forked child, which has no sampler thread."""
         self._close_sources()
 
     def _run(self) -> None:
@@ -180,7 +190,7 @@ class Sampler:
             self._wait(due_ns)
 
     def _wait(self, due_ns: int) -> None:
-        """Wait until then, or for a shorter period from now on, or for the end."""
+        """Wait until `due_ns`, or less long if the period becomes shorter or the sampler is ended."""
         while not self._stopping and (left_ns := min(due_ns - monotonic_ns(), self._period_ns)) > 0:
             try:
                 self._wake.get(timeout=left_ns / 1e9)

@@ -16,7 +16,7 @@ SELF = "self"
 RESULT = "result"
 """The first part of a path that begins with what the call returned."""
 MAX_NAME = 128
-"""Characters of an id or a tool's name."""
+"""Largest length of an id or a tool's name."""
 _LENGTH = "len("
 _OFFSET = re.compile(r"[+-]\d+$")
 
@@ -35,13 +35,13 @@ class Arguments:
         self._star = next((p.name for p in parameters if p.kind is kind.VAR_POSITIONAL), None)
         self._stars = next((p.name for p in parameters if p.kind is kind.VAR_KEYWORD), None)
         self._hidden = self._star is not None and not self._positions
-        """True for `wrapper(*args, **kwargs)` of a decorator that does not say what it wraps."""
+        """True for a decorator's `wrapper(*args, **kwargs)` that does not name the wrapped function."""
 
     def check(self, path: str, target: str, *, after: bool = False) -> None:
         """Raise `ConfigError` for a path that does not begin with an argument.
 
         Args:
-            after: It is read after the call, and may begin with the result.
+            after: True if the path is read after the call, and so may begin with the result.
         """
         first = _first_of(path)
         known = [*self._names, *filter(None, (self._star, self._stars)), *([SELF] if self._hidden else ())]
@@ -59,7 +59,7 @@ class Arguments:
             returned: The call's result as the only item; empty before the call.
 
         Raises:
-            LookupError: There is none.
+            LookupError: The path leads nowhere.
         """
         offset = _OFFSET.search(path)
         if offset is not None:
@@ -81,7 +81,7 @@ class Arguments:
         """Return the whole number at `path`, which may end in `+1`.
 
         Raises:
-            LookupError: There is none.
+            LookupError: The path leads to no whole number.
         """
         place, _, more = path.partition("+")
         value = self.read(place, args, kwargs)
@@ -107,7 +107,7 @@ class Arguments:
 
 
 class Condition(NamedTuple):
-    """Condition on a call: values that are equal, and values that are one object."""
+    """Condition on a call: some values equal given ones, or are the same object."""
 
     where: Mapping[str, object]
     same: dict[str, str]
@@ -124,11 +124,11 @@ class Condition(NamedTuple):
 
     @property
     def any_call(self) -> bool:
-        """True if every call meets it."""
+        """True if every call meets the condition."""
         return not (self.where or self.same)
 
     def holds(self, arguments: Arguments, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-        """Return whether a call meets it. A path that leads nowhere fails."""
+        """Return whether a call meets the condition. A path that leads nowhere makes it fail."""
         try:
             return all(
                 _equal(arguments.read(path, args, kwargs), value) for path, value in self.where.items()
@@ -141,7 +141,7 @@ class Condition(NamedTuple):
 
 
 def is_result(path: str) -> bool:
-    """Return whether a path begins with what the call returned."""
+    """Return whether a path begins with the result of the call."""
     return _first_of(path) == RESULT
 
 
@@ -153,7 +153,8 @@ def number_of(value: object) -> Number | None:
     """Return a number or a boolean, numpy's and torch's scalars too; None for None.
 
     Raises:
-        LookupError: It is something else. A tensor on a device is: reading it would wait for the device.
+        LookupError: `value` is something else, or a tensor on a device, whose reading would wait for the
+            device.
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value if type(value) in (bool, int, float, type(None)) else _plain(value)
@@ -168,11 +169,10 @@ def number_of(value: object) -> Number | None:
 
 
 def version_of(value: object) -> Number | None:
-    """Return a version of the weights: a number, the number that a text is, the first of a list, or of an
-    array the first that is not negative; the oldest of these, if it has several rows.
+    """Return a version of the weights.
 
-    Raises:
-        LookupError: It is something else.
+    The version is `value` itself as a number, or as a text of a number; the first item of a list; or the
+    first item of an array that is not negative (the oldest of these, if the array has several rows).
     """
     if isinstance(value, list | tuple):
         return version_of(value[0]) if value else None
@@ -182,9 +182,9 @@ def version_of(value: object) -> Number | None:
 
 
 def _oldest(versions: Any) -> Number | None:
-    """Return the version that an array of numpy or torch begins with, after tokens of no policy: -1 each.
+    """Return the first version in an array of numpy or torch, after the tokens of no policy, which are -1.
 
-    Rows may be padded behind their tokens.
+    Rows may be padded after their tokens.
     """
     if versions.ndim > 1:
         return min((row for row in map(_oldest, versions) if row is not None), default=None)
@@ -196,7 +196,7 @@ def name_of(value: object) -> str:
     """Return a text or a whole number as a name of at most 128 characters.
 
     Raises:
-        LookupError: It is something else, or empty.
+        LookupError: `value` is something else, or empty.
     """
     if isinstance(value, str):
         text = str(value)
@@ -211,17 +211,21 @@ def name_of(value: object) -> str:
 
 
 def names_of(value: object) -> list[str]:
-    """Return the names of a list or a one-dimensional array, or the only one, as `name_of` does."""
+    """Return the names in a list or a one-dimensional array, or the single name, as `name_of` does."""
     return [name_of(item) for item in _items(value)]
 
 
 def versions_of(value: object) -> list[Number | None]:
-    """Return the versions of a list or a one-dimensional array, or the only one, as `version_of` does."""
+    """Return the versions in a list or a one-dimensional array, or the single version, as `version_of`
+    does.
+    """
     return [version_of(item) for item in _items(value)]
 
 
 def texts_of(text: str, columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return `text` with the names at its paths, {path: names}: once for each, or for the longest list."""
+    """Return `text` once for each entry of the longest column, with each path replaced by its name in that
+    row.
+    """
     count = max(map(len, columns.values()), default=0)
     filled = [text] * count if all(columns.values()) else []
     for path, names in columns.items():
@@ -236,7 +240,7 @@ def _items(value: object) -> Sequence[object]:
 
 
 def _plain(value: object) -> Number:
-    """Return the number that an enumeration's member or a numpy.float64 is."""
+    """Return the plain number of an enumeration's member or a numpy.float64."""
     return int(value) if isinstance(value, int) else float(value)  # type: ignore[arg-type]  # a float then
 
 

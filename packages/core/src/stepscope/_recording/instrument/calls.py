@@ -1,6 +1,8 @@
-"""Calls that entries mean, by kind: the scope that a call of each opens, and the values that it leaves there.
+"""The calls of `instrument` entries, by kind: the scope that a call opens, and the values that it adds to the
+scope.
 
-A wrapper travels with a Ray class by value, and so does its closure: it holds importable things alone.
+A wrapper is pickled with a Ray class by value, closure included, so the closure holds only importable
+objects.
 """
 
 from __future__ import annotations
@@ -44,17 +46,18 @@ Kwargs: TypeAlias = dict[str, object]
 T = TypeVar("T")
 
 _ids = itertools.count()
-"""Numbers of the trajectories that have no id. One writer: `TrajectoryCalls`."""
+"""Numbers for trajectories without an id. One writer: `TrajectoryCalls`."""
 
 
 class Timing(NamedTuple):
-    """The record of a function's calls: one entry."""
+    """One entry: how the calls of a function are recorded."""
 
     role: str
     stage: str | None
     attrs: Attrs | None
     condition: Condition
-    """The calls that are meant. Of several timings of one function the first that holds is used."""
+    """The calls that the entry is for. If a function has several timings, the first one whose condition holds
+    is used."""
     kind: str = "span"
     # Paths to what a call says of itself.
     id: tuple[str, ...] = ()
@@ -68,17 +71,20 @@ class Timing(NamedTuple):
     """The name of an engine's adapter; None for other kinds."""
 
     def label(self, name: str) -> str:
-        """Return the `role/stage` of the spans of a function `name`, `*` for what a call decides."""
+        """Return the `role/stage` of the spans of a function `name`, with `*` for a part that each call
+        sets.
+        """
         return f"{self.role}/{'*' if self.tool else self.stage or name.rpartition('.')[2]}"
 
 
 class Calls:
-    """The calls that one entry means."""
+    """Recorder of the calls that one entry is for."""
 
     always: ClassVar[bool] = False
-    """True if they have a scope without a capture too: one that opens meanwhile then knows its place."""
+    """True if calls have a scope even without a capture, so that a capture that opens meanwhile knows their
+    place."""
     over = results.OVER
-    """Types of results that are over when they are returned."""
+    """Types of results that cannot go on after the return."""
 
     def __init__(self, fn: FunctionType, timing: Timing, target: str) -> None:
         self.timing = timing
@@ -87,7 +93,7 @@ class Calls:
         self.is_async = inspect.iscoroutinefunction(fn)
         self.arguments = Arguments(fn)
         self._logged: set[str] = set()
-        """Fields whose path led nowhere."""
+        """Fields whose paths led nowhere and were logged."""
         single = (timing.policy_version, timing.turn, timing.tool, timing.replica)
         texts = [path for text in (*timing.id, timing.engine or "") for path in paths_in(text)]
         for path in filter(None, (*texts, *single, *timing.values.values())):
@@ -95,7 +101,7 @@ class Calls:
 
     @uncompiled
     def enter(self, args: Args, kwargs: Kwargs) -> Scope:
-        """Open the scope of a call. Never raise: without one the call goes on unrecorded."""
+        """Open the scope of a call. Never raise: if opening fails, the call goes on unrecorded."""
         try:
             return self.open(args, kwargs)
         except RecursionError:
@@ -114,7 +120,9 @@ class Calls:
 
     @uncompiled
     def follow(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> object:
-        """Return what to return for a result that goes on, and ends the call; None if it is over."""
+        """Return the object to return in place of a result that goes on and ends the call later, or None if
+        the call is over.
+        """
         is_exclusive = results.is_exclusive(sys.getrefcount(result))
         if isinstance(result, (GeneratorType, AsyncGeneratorType)) and "generator" not in self._logged:
             self._logged.add("generator")
@@ -130,7 +138,7 @@ class Calls:
             return None
 
     def read(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
-        """Read the values of a call that has ended, which never raises."""
+        """Read the values of a call that has ended. Never raise."""
         try:
             if slot.active is not None:
                 self.returned(scope, args, kwargs, result)
@@ -144,7 +152,7 @@ class Calls:
         return OFF
 
     def returned(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
-        """Add the values that the entry reads."""
+        """Add the values that the entry reads after the call."""
         numbers = {
             name: self.number(f"values.{name}", path, args, kwargs, (result,))
             for name, path in self.timing.values.items()
@@ -159,11 +167,13 @@ class Calls:
     def number(
         self, field: str, path: str | None, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()
     ) -> Number | None:
-        """Return the number at a path. None if it leads nowhere or to None."""
+        """Return the number at a path, or None if the path leads nowhere or to None."""
         return None if path is None else self._read(field, path, number_of, args, kwargs, returned)
 
     def version(self, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()) -> int | None:
-        """Return the version of the weights, if this is the time to read it: before or after the call."""
+        """Return the version of the weights if the entry reads it at this time (before or after the call),
+        else None.
+        """
         path = self.timing.policy_version
         if path is None or is_result(path) != bool(returned):
             return None
@@ -239,7 +249,9 @@ class TrajectoryCalls(Calls):
         return f"{self.name}-{os.uname().nodename}-{os.getpid()}-{next(_ids)}"
 
     def _filled(self, text: str, args: Args, kwargs: Kwargs) -> str | None:
-        """Return the name at a path, or a text with the names at its paths. None if one leads nowhere."""
+        """Return the name at a path, or a text with its paths replaced by names, or None if a path leads
+        nowhere.
+        """
         filled = text if "{" in text else f"{{{text}}}"
         for path in paths_in(text):
             name = self._read("id", path, name_of, args, kwargs)
@@ -265,7 +277,9 @@ class TurnCalls(Calls):
 
 
 class ConsumeCalls(Calls):
-    """Calls that take trajectories for training: before the call, or after it if its result has them."""
+    """Calls that take trajectories for training. The ids are read before the call, or after it from the
+    result.
+    """
 
     def __init__(self, fn: FunctionType, timing: Timing, target: str) -> None:
         super().__init__(fn, timing, target)
@@ -294,7 +308,9 @@ class ConsumeCalls(Calls):
             session.consume(name, None, whole(versions[at % len(versions)]))
 
     def _ids(self, text: str, args: Args, kwargs: Kwargs, returned: tuple[object, ...]) -> list[str] | None:
-        """Return the names at a path, or a text with the names at its paths. None if one leads nowhere."""
+        """Return the names at a path, or texts with their paths replaced by names, or None if a path leads
+        nowhere.
+        """
         read = {path: self._read("id", path, names_of, args, kwargs, returned) for path in paths_in(text)}
         columns = {path: names for path, names in read.items() if names is not None}
         if len(columns) < len(read):
@@ -303,12 +319,12 @@ class ConsumeCalls(Calls):
 
 
 class EngineCalls(Calls):
-    """Calls after which there is an engine to record."""
+    """Calls that build, or return, an inference engine to record."""
 
     always = True
 
     def read(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
-        """Register the engines that the call has made. A path that leads to None means none."""
+        """Register the engines that the call has made. A path that leads to None means that there is none."""
         try:
             adapter = str(self.timing.adapter)
             engines = self._engines(args, kwargs, result)
@@ -343,7 +359,7 @@ _CALLS: dict[str, type[Calls]] = {
 }
 SPANS = ("span", "weight_sync", "tool")
 LAYERS = (("consume",), SPANS, ("turn",), ("trajectory",), ("engine",))
-"""Kinds of one layer stand for each other: a call is one of them. The first layer is the innermost."""
+"""Kinds by layer, the innermost layer first. A call is at most one of the kinds in each layer."""
 
 
 _CALL = """
@@ -373,12 +389,12 @@ _GOES_ON = """
 
 
 def is_always(timings: Iterable[Timing]) -> bool:
-    """Return whether their calls have a scope without a capture too."""
+    """Return whether calls of these timings have a scope even without a capture."""
     return any(_CALLS[timing.kind].always for timing in timings)
 
 
 def wrap(fn: FunctionType, timing: Timing, target: str) -> FunctionType:
-    """Return a function of `fn`'s kind whose calls are what `timing` says.
+    """Return a function of the same kind as `fn` whose calls are recorded as `timing` says.
 
     Raises:
         ConfigError: A path begins with no argument of `fn`.
@@ -398,7 +414,7 @@ def wrap(fn: FunctionType, timing: Timing, target: str) -> FunctionType:
 
 
 def joined(parts: list[list[str]]) -> list[str]:
-    """Return ids from their parts, of which those with one name belong to every id."""
+    """Return ids joined from their parts. A part with a single name belongs to every id."""
     count = min((len(part) for part in parts if len(part) != 1), default=1)
     return ["/".join(part[at % len(part)] for part in parts) for at in range(count)]
 

@@ -33,13 +33,16 @@ if TYPE_CHECKING:
 
 
 _config: ProfileConfig | None = None
-"""Configuration for engines that are built from now on; None to leave them alone. One writer: `watch`."""
+"""Configuration for engines that are built from now on, or None to leave these unchanged. One writer:
+`watch`."""
 _watched: set[str] = set()
 """Adapters whose library is patched at its import. One writer: `watch`."""
 
 
 def watch(config: ProfileConfig, adapters: Set[str]) -> None:
-    """Arm the engines of `adapters` that this process builds from now on, if `config` records engines."""
+    """Prepare the engines of `adapters` that this process builds from now on for their profilers, if `config`
+    records engines.
+    """
     global _config
     match = config.role("rollout")
     _config = config if adapters and match is not None and match[1].engine.profiler else None
@@ -83,13 +86,13 @@ def _armed(build: Callable[..., Any], factory: EngineFactory) -> Callable[..., A
 
 
 _applied: dict[str, Instrument] = {}
-"""Functions `module:name` that are instrumented because of a configuration. One writer: `apply`."""
+"""{`module:name`: handle} of functions that a configuration instruments. One writer: `apply`."""
 _entries: tuple[InstrumentConfig, ...] = ()
-"""The list that was applied. One writer: `apply`."""
+"""The `instrument` list that was applied last. One writer: `apply`."""
 _integrations: set[str] = set()
-"""Integrations that wait for their framework, or are imported. One writer: `integrate`."""
+"""Integrations that wait for the import of their framework, or are imported. One writer: `integrate`."""
 _adapters: set[str] = set()
-"""Adapters of the engines that the list names. One writer: `apply`."""
+"""Adapters of the engines that the applied list names. One writer: `apply`."""
 
 
 def apply(config: ProfileConfig, *, lenient: bool = False) -> None:
@@ -149,7 +152,7 @@ def _import_integration(name: str, framework: ModuleType) -> None:
 
 
 def note_absent() -> None:
-    """Log each listed module that this process, which has begun its first step, still cannot find."""
+    """Log each listed module that cannot be found. Called when this process begins its first step."""
     for handle in _applied.values():
         if handle.installed or handle.module in sys.modules or handle.origin:
             continue
@@ -160,7 +163,7 @@ def note_absent() -> None:
 
 
 def note_unreached() -> None:
-    """Log the listed functions that this process, which has begun its second step, has not come to."""
+    """Log the listed functions that were never called. Called when this process begins its second step."""
     unreached = [
         f"{_described(handle)} {_fate(handle)}"
         for handle in _applied.values()
@@ -171,12 +174,12 @@ def note_unreached() -> None:
 
 
 def _waits_here(handle: Instrument) -> bool:
-    """Return whether a function waits for an import, and no Ray worker is to make it instead."""
+    """Return whether a function waits for an import in this process, not in a Ray worker."""
     return not handle.installed and handle.module not in sys.modules and "ray" not in sys.modules
 
 
 def _is_uncalled(handle: Instrument) -> bool:
-    """Return whether a step's boundary, whose calls are counted, had none."""
+    """Return whether a function that bounds steps, whose calls are counted, had no call."""
     return handle.installed and handle.boundary is not None and calls[handle.target] == 0
 
 
@@ -200,7 +203,7 @@ def timed() -> dict[str, tuple[str, ...]]:
 
 
 def enter(part: ManifestPart) -> None:
-    """Enter what is recorded in this process, and what is not in effect here, into its manifest part.
+    """Add the functions recorded in this process, and the entries without effect, to its manifest part.
 
     A preset lists functions of several versions of its framework, and need not find them all.
     """
@@ -214,7 +217,7 @@ def enter(part: ManifestPart) -> None:
 
 
 def boundaries() -> list[str]:
-    """Return a line for each function that was to begin a step, with its fate in this process."""
+    """Return a line for each function that should have begun a step, with the reason why it did not."""
     fates = []
     elsewhere: set[str] = set()
     for entry in _entries:
@@ -265,7 +268,9 @@ def program() -> str | None:
 
 
 def _handles(entries: Iterable[InstrumentConfig], presets: Sequence[Preset]) -> Iterator[Instrument]:
-    """Return one handle per function. Earlier entries of a function come first, and presets come last."""
+    """Return one handle for each function. Its timings are in the order of the entries, those of presets
+    last.
+    """
     grouped: dict[str, tuple[str, list[InstrumentConfig]]] = {}
     for origin, entry in _flat(entries, presets):
         grouped.setdefault(_target(entry), (origin, []))[1].append(entry)
@@ -324,7 +329,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "weight_sync": ("trainer", "sync_weights"),
     "consume": ("*", CONSUME),
 }
-"""Kind -> the role and the stage of its spans; a None is the function's name."""
+"""{kind: (role, stage) of its spans}. A stage of None is the function's name."""
 
 
 def _timing(entry: InstrumentConfig) -> Timing:

@@ -1,6 +1,6 @@
 """Entries of a preset without the arguments that the installed version of its framework no longer has.
 
-An entry loses what such an argument would have told, a label say, and its calls are recorded all the same.
+An entry loses the values of such arguments, such as a label, and its calls are recorded without them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _ANY = Condition({}, {})
 
 
 class Fitted(NamedTuple):
-    """The entries of a function, without the paths that begin with none of its arguments."""
+    """The entries of a function, without the paths that begin with no argument of the function."""
 
     timings: tuple[Timing, ...]
     boundary: Boundary | None
     lost: dict[str, ConfigError]
-    """Path that begins with no argument -> the error that names the arguments."""
+    """{path that begins with no argument: error that names the arguments}."""
 
 
 def fitted(fn: FunctionType, timings: Sequence[Timing], boundary: Boundary | None, target: str) -> Fitted:
-    """Return the entries of `fn` without the paths that begin with none of its arguments."""
+    """Return the entries of `fn` without the paths that begin with no argument of `fn`."""
     paths = _Paths(Arguments(fn), target)
     made = [paths.kept(timing) for timing in timings if paths.gone(_all_in([timing.engine])) == []]
     known = [timing for timing in made if paths.gone(timing.condition.paths, after=False) == []]
@@ -44,7 +44,7 @@ def fitted(fn: FunctionType, timings: Sequence[Timing], boundary: Boundary | Non
 
 
 class _Paths:
-    """The paths of a function's entries, held to its arguments."""
+    """The paths of a function's entries, checked against its arguments."""
 
     def __init__(self, arguments: Arguments, target: str) -> None:
         self._arguments = arguments
@@ -52,11 +52,11 @@ class _Paths:
         self.lost: dict[str, ConfigError] = {}
 
     def gone(self, paths: Iterable[str], *, after: bool = True) -> list[str]:
-        """Return those that begin with no argument."""
+        """Return the paths that begin with no argument."""
         return [path for path in paths if not self._is_there(path, after)]
 
     def kept(self, timing: Timing) -> Timing:
-        """Return an entry without the paths that are gone. Its condition is left as it is."""
+        """Return an entry without the removed paths. Its condition is left unchanged."""
         return timing._replace(
             id=() if self.gone(_all_in(timing.id)) else timing.id,
             policy_version=self._one(timing.policy_version),
@@ -67,7 +67,7 @@ class _Paths:
         )
 
     def kept_boundary(self, boundary: Boundary) -> Boundary:
-        """Return a boundary without the paths that are gone. Its condition is left as it is."""
+        """Return a boundary without the removed paths. Its condition is left unchanged."""
         entry = boundary.entry
         left = msgspec.structs.replace(
             entry,
@@ -98,9 +98,10 @@ def _all_in(texts: Iterable[str | None]) -> list[str]:
 
 
 def _for_any_call(timings: Sequence[Timing]) -> Timing:
-    """Return the first of these entries, for any call: the calls of each cannot be told apart.
+    """Return the first of these entries for all calls, because the calls of each entry can no longer be told
+    apart.
 
-    It has no stage of its own if they have several.
+    The returned entry has no stage if the entries have several.
     """
     first = timings[0]._replace(condition=_ANY)
     labels = {(timing.role, timing.stage) for timing in timings}

@@ -16,10 +16,11 @@ _ABSENT = object()
 
 
 _sources: dict[str, tuple[FrameworkSettings, ListedSettings]] = {}
-"""Function that begins a step, `module:name` -> the framework, and its settings that are read. One writer:
+"""{`module:name` of a function that begins a step: (framework, its settings to read)}. One writer:
 `expect`."""
 _latest: int | None = None
-"""Id of the configuration that was read last, which no step changes. Writers: `expect`, `look`."""
+"""Id of the configuration object that was read last, because steps do not change it. Writers: `expect`,
+`look`."""
 
 
 def expect(presets: Iterable[Preset], installed: Callable[[str], str | None]) -> None:
@@ -37,7 +38,7 @@ def expect(presets: Iterable[Preset], installed: Callable[[str], str | None]) ->
 
 
 def look(target: str, arguments: Arguments, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    """Keep the settings that the function `target` of a framework was called with."""
+    """Keep the settings in the configuration that the framework's function `target` was called with."""
     global _latest
     if target not in _sources:
         return

@@ -1,10 +1,10 @@
 """A line at the end of a program in which no step began, or none of the selected ones.
 
-A preset that does not fit, or a function that the loop never calls, would otherwise capture nothing and say
-nothing. The process that `stepscope run` became speaks for the run. Without one, or if that is no Python
-program, each process speaks that read the configuration by itself: rank 0 of several, and no Ray worker. Each
-process adds to a file in the run's folder that a step began, was captured, or could not be: the process that
-speaks reads it.
+Without that line, a preset that does not fit, or a function that the loop never calls, would capture nothing
+silently. The process that `stepscope run` started logs the line. Without `stepscope run`, or if it starts no
+Python program, each process that read the configuration by itself does (only rank 0 of several ranks, and no
+Ray worker). Each process records in a file of the run's folder that a step began, was captured, or failed;
+the logging process reads that file.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _steps: list[int] = []
 _count = 0
 """Number of steps that began in this process. One writer: `reached`."""
 _added: set[str] = set()
-"""The first words of the lines that this process has added. One writer: `_add`."""
+"""First words of the lines that this process has added to the file. One writer: `_add`."""
 
 
 def watch(config: ProfileConfig) -> None:
-    """Check at the end of this process, which read `config` by itself, that a step began."""
+    """Check, when this process ends, that a step began. For a process that read `config` by itself."""
     global _config
     if _config is None:
         atexit.register(_at_exit, os.getpid())
@@ -48,7 +48,9 @@ def watch(config: ProfileConfig) -> None:
 
 
 def reached(config: ProfileConfig, step: int) -> None:
-    """Remember that a step begins, captured or not. Name what is not reached when the second one begins."""
+    """Record that a step begins, captured or not. When the second step begins, log functions that were never
+    called.
+    """
     global _count
     _count += 1
     if _count == 1:
@@ -60,12 +62,12 @@ def reached(config: ProfileConfig, step: int) -> None:
 
 
 def captured(config: ProfileConfig) -> None:
-    """Remember that a step is being captured."""
+    """Record that a step is being captured."""
     _add(config, layout.CAPTURED, "")
 
 
 def failed(error: BaseException, config: ProfileConfig | None = None) -> None:
-    """Remember why a selected step could not be captured, if it is the first failure of this process."""
+    """Record why a selected step could not be captured, if this is the first failure of this process."""
     if config is not None or _config is not None:
         _add(config or _config, layout.FAILED, failures.describe(error))
 
@@ -129,13 +131,13 @@ def _about_boundaries() -> str | None:
 
 
 def _ended_by() -> str | None:
-    """Return the exception that ended the program."""
+    """Return the exception that ended the program, as text, or None."""
     error: BaseException | None = getattr(sys, "last_value", None)
     return None if error is None else failures.describe(error)
 
 
 def _speaks() -> bool:
-    """Return whether this process speaks for its run."""
+    """Return whether this process is the one that logs the line for its run."""
     main = os.environ.get(MAIN, "")
     if main.endswith(_IS_PYTHON):
         return main == f"{os.getpid()}{_IS_PYTHON}"

@@ -28,9 +28,9 @@ from stepscope.files import switch
 
 _lock = threading.RLock()
 _instruments: dict[str, Instrument] = {}
-"""`module:name` -> handle that is installed, or waits for the import. One writer: this module."""
+"""{`module:name`: handle that is installed or waits for the import}. One writer: this module."""
 refusals: dict[str, str] = {}
-"""`module:name` -> reason why nothing is installed. One writer: this module."""
+"""{`module:name`: reason why nothing is installed}. One writer: this module."""
 missed: dict[str, str] = {}
 """Functions that presets name and this process lacks: {`instrument(...) of the preset ...`: reason}. One
 writer: `note_failure`."""
@@ -65,10 +65,10 @@ class Instrument:
         """`timings` without the paths that begin with no argument of the function."""
         self.boundary = boundary
         self.origin = origin
-        """Words for messages: the preset that it belongs to, if any."""
+        """The preset that the entry belongs to, in words for messages; empty if there is none."""
         self._patched: list[Patched] = []
         self._redirected: list[tuple[FunctionType, FunctionType, FunctionType]] = []
-        """(function that calls the original, the original, its replacement)."""
+        """(function that called the original, the original, its replacement)."""
 
     @property
     def installed(self) -> bool:
@@ -189,7 +189,9 @@ def note_failure(handle: Instrument, error: Exception) -> None:
 
 
 def _note_lost(handle: Instrument, path: str, error: ConfigError) -> None:
-    """Log what an entry of a preset cannot read here, as `note_failure` does. Its calls are recorded."""
+    """Log that an entry of a preset cannot read a path here, as `note_failure` does. The calls are still
+    recorded.
+    """
     place = f"{path!r} of instrument({handle.module!r}, {handle.name!r}){handle.origin}"
     missed[place] = failures.describe(error)
     failures.note(place, error, aloud=is_first())
@@ -222,11 +224,12 @@ def instrument(
 
 
 def place(handle: Instrument, *, early: bool = False) -> Instrument:
-    """Install `handle`, or let it wait for its module. Return the one that stands there if it is the same.
+    """Install `handle`, or let it wait for its module. If an equal handle is already installed, return that
+    one.
 
     Args:
-        early: `sys.path` is not complete yet (a program that starts, a Ray worker): a package that is not
-            found may come later.
+        early: True if `sys.path` is not complete yet (at program start, in a Ray worker), so that a package
+            that is not found may still appear.
 
     Raises:
         ConfigError: as `instrument`.
@@ -253,19 +256,21 @@ def place(handle: Instrument, *, early: bool = False) -> Instrument:
 
 
 def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
-    """Call `hook(module)` once `module` is imported; now, if it is."""
+    """Call `hook(module)` once `module` is imported, or at once if it already is."""
     import wrapt  # import time, as above
 
     wrapt.register_post_import_hook(hook, module)
 
 
 def same(one: Instrument, other: Instrument) -> bool:
-    """Return whether both time a function alike, with the same boundary."""
+    """Return whether both handles time the same function in the same way, with the same boundary."""
     return (one.timings, one.boundary) == (other.timings, other.boundary)
 
 
 def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> FunctionType:
-    """Return `fn`, recorded by the first of `timings` whose condition a call meets: all of one layer."""
+    """Return `fn` wrapped so that each call is recorded by the first of `timings` whose condition it meets.
+    All timings are of one layer.
+    """
     versions = [(timing.condition, calls.wrap(fn, timing, target)) for timing in timings]
     if versions[0][0].any_call:
         return versions[0][1]
@@ -321,8 +326,8 @@ def _name(thing: object) -> str:
 def _copies(cls: type, attribute: str) -> Iterator[tuple[type, FunctionType]]:
     """Yield the classes below `cls` that have a function `attribute` of their own, and that function.
 
-    `@ray.remote` makes a subclass and sets each method on it, decorated, inherited ones too: it goes on to
-    call what the class had then.
+    `@ray.remote` makes a subclass with a decorated copy of each method, also of inherited ones, so that the
+    subclass keeps calling the original functions.
     """
     subclasses: list[type] = type.__subclasses__(cls)
     for below in subclasses:
@@ -333,7 +338,9 @@ def _copies(cls: type, attribute: str) -> Iterator[tuple[type, FunctionType]]:
 
 
 def check_importable(module: str, *, early: bool = False) -> None:
-    """Raise ConfigError if `module` cannot be imported; `early`: only if its package lacks it."""
+    """Raise ConfigError if `module` cannot be imported. With `early`, only if its package is there and lacks
+    it.
+    """
     absent = absent_part(module)
     if absent is not None:
         package, _, below = absent.rpartition(".")
@@ -348,7 +355,7 @@ def check_importable(module: str, *, early: bool = False) -> None:
 
 
 def absent_part(module: str) -> str | None:
-    """Return the first part of a dotted module name that cannot be found, or None. Import nothing."""
+    """Return the first part of a dotted module name that cannot be found, or None. Imports nothing."""
     first, *rest = module.split(".")
     if not first:
         return module
@@ -376,7 +383,7 @@ def absent_part(module: str) -> str | None:
 
 
 def _missing(module: ModuleType, name: str, parent: object, path: Sequence[str]) -> ConfigError:
-    """Return the error for a name of which only `path` exists, which leads to `parent`."""
+    """Return the error for a dotted name that exists only up to `path`, which leads to `parent`."""
     keys = [key for key in dir(parent) if not key.startswith("__") and _can_be_timed(parent, key)]
     names = [".".join((*path, key)) for key in keys]
     near = closest(name, names)

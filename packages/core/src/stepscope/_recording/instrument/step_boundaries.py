@@ -1,4 +1,4 @@
-"""Steps of a loop that nobody edits: captures that open and close around, or between, calls in it.
+"""Steps of an unedited loop: captures that open and close around, or between, calls of its functions.
 
 A call `around` is one step. With `begin` a step starts when a call starts. With `end` it is over when a call
 returns or raises. With `next` one step is over and another starts when a call returns. A step also ends where
@@ -25,7 +25,7 @@ from stepscope.errors import CaptureError, ours
 
 
 class StepCapture(Protocol):
-    """The capture of one step, as boundaries open and close it."""
+    """The capture of one step, as step boundaries use it."""
 
     @property
     def blocks(self) -> bool:
@@ -38,24 +38,25 @@ class StepCapture(Protocol):
 
 
 OPENER = "stepscope._recording.capture.unedited"
-"""Its `new_capture` makes the captures. Imported by name when a step begins: captures import this room, and
-most processes begin no step.
+"""Module whose `new_capture` makes the captures. It is imported by name when a step begins, because captures
+import this package, and most processes begin no step.
 
 A Ray worker needs it too. It unpickles a wrapper with its class, and configures nothing itself.
 """
 
 
 class Boundary(NamedTuple):
-    """The meaning of one function's calls for steps."""
+    """The meaning that calls of one function have for steps."""
 
     entry: InstrumentConfig
     """An entry with `step`."""
     counts: bool
-    """True if each call of a `begin` without `number` begins a step: not beside a `next`, which counts."""
+    """True if each call of a `begin` without `number` begins a step; False beside a `next`, which counts the
+    steps."""
 
     @property
     def condition(self) -> Condition:
-        """The calls that are meant."""
+        """The condition of the calls that the entry is for."""
         return Condition(self.entry.where, self.entry.same)
 
 
@@ -65,13 +66,13 @@ class Step(NamedTuple):
     number: int
     capture: StepCapture | None
     is_around: bool
-    """True if the step is one call: boundaries inside that call are parts of the step."""
+    """True if the step is one call. Boundaries inside that call belong to the step."""
 
 
 _step: Step | None = None
-"""The step that this process' loop is in. One writer: this module."""
+"""The step that this process' loop is in now, or None. One writer: this module."""
 _next = 0
-"""The number of the next step that is counted."""
+"""Number of the next step, if steps are counted. One writer: this module."""
 calls: Counter[str] = Counter()
 """Number of calls of each boundary, `module:name`, in this process. One writer: `Call`."""
 
@@ -128,7 +129,9 @@ _GOES_ON = """
 
 @uncompiled
 def follow(call: Call, result: object) -> object:
-    """Return what to return for a coroutine, with whose end the call ends; None for another result."""
+    """Return a coroutine that ends the call when `result` (a coroutine) ends, or None for any other
+    result.
+    """
     is_exclusive = results.is_exclusive(sys.getrefcount(result))
     held = results.unbegun(result, is_exclusive, call.drop) if call.has_end or call.is_late else None
     if held is not None:
@@ -151,20 +154,20 @@ async def _to_its_end(held: results.Unbegun, call: Call) -> object:
 
 
 class Switch(NamedTuple):
-    """A capture to close, with the error that ended its step, and the one to open then."""
+    """A capture to close, the error that ended its step, and a capture to open after that."""
 
     close: StepCapture | None = None
     error: str | None = None
     open: StepCapture | None = None
     target: str = ""
-    """The function `module:name` whose call opens it."""
+    """`module:name` of the function whose call opens the new capture."""
 
 
 _NOTHING = Switch()
 
 
 class Call:
-    """One call of a boundary `target`, which is about to be made."""
+    """One call of a boundary function `target` that is about to run."""
 
     @uncompiled
     def __init__(
@@ -195,13 +198,13 @@ class Call:
         framework_settings.look(target, arguments, args, kwargs)
 
     def returned(self) -> Switch:
-        """Return the change that the call's return makes."""
+        """Return the change that follows when the call returns."""
         if self._kind == "next":
             return self._start()
         return _finish(None) if self._kind in ("around", "end") else _NOTHING
 
     def failed(self, error: BaseException) -> Switch:
-        """Return the change that the call's exception makes."""
+        """Return the change that follows when the call raises."""
         return _finish(failures.describe(error)) if self._kind in ("around", "end") else _NOTHING
 
     @property
@@ -210,7 +213,7 @@ class Call:
         return self._kind in ("around", "end", "next")
 
     def drop(self) -> None:
-        """End the step of a coroutine that nobody has awaited."""
+        """End the step of a coroutine that was dropped without being awaited."""
         if self.is_late:
             switch(self.before._replace(open=None))
         if self._kind == "around":
@@ -234,7 +237,7 @@ class Call:
             return finished
 
     def _is_within(self, step: Step, number: int | None) -> bool:
-        """Return whether a call of a `begin` belongs to the step that this process is in."""
+        """Return whether a call of a `begin` belongs to the step that this process is already in."""
         return not self._boundary.counts if number is None else number == step.number
 
     def _capture(self, number: int, closing: StepCapture | None) -> StepCapture | None:
@@ -247,7 +250,7 @@ class Call:
         return self._at(self._boundary.entry.workers) or None if "ray" in sys.modules else None
 
     def _at(self, paths: Mapping[str, str]) -> dict[str, object]:
-        """Return the values at `paths`, without those that are not there or empty."""
+        """Return the values at `paths`, without those that are missing or empty."""
         values = {}
         for name, path in paths.items():
             try:
@@ -260,9 +263,10 @@ class Call:
 
 
 def begin(call: Call) -> None:
-    """Make the change before a call of a plain function.
+    """Apply the change before a call of a plain function.
 
-    In a running event loop a change that would block it is left to the coroutine that the call may return.
+    In a running event loop, a change that would block the loop is left to the coroutine that the call may
+    return.
     """
     changed = (call.before.close, call.before.open)
     if in_event_loop() and any(capture is not None and capture.blocks for capture in changed):
@@ -272,7 +276,7 @@ def begin(call: Call) -> None:
 
 
 async def abegin(call: Call) -> None:
-    """Make the change before a call of a coroutine function."""
+    """Apply the change before a call of a coroutine function."""
     await aswitch(call.before)
 
 
@@ -304,7 +308,7 @@ async def aswitch(change: Switch) -> None:
 
 
 def _note(doing: str, error: Exception) -> None:
-    """Log a failure of ours, and keep it as the reason if the program ends without a captured step."""
+    """Log an internal failure, and keep it as the reason if the program ends without a captured step."""
     opener = sys.modules.get(OPENER)
     if opener is not None:  # None if the import of it is what failed
         opener.failed(error)

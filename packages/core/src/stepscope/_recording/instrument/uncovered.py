@@ -1,4 +1,4 @@
-"""Trainers that a preset does not cover: named once, and in the manifest."""
+"""Trainers that a preset does not cover: logged once, and named in the manifest."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from stepscope._recording.process import failures
 from stepscope.config.presets import Preset
 
 _presets: dict[str, Preset] = {}
-"""Function that gets the trainer as its first argument, `module:name` -> the preset that covers some. One
-writer: `expect`."""
+"""{`module:name` of a function whose first argument is the trainer: the preset for it}. One writer:
+`expect`."""
 _reasons: dict[type, str | None] = {}
-"""Class of a trainer that was seen -> why it is not covered; None if it is. One writer: `look`."""
+"""{class of a trainer that was seen: reason why it is not covered, or None if it is}. One writer: `look`."""
 
 
 def expect(presets: Iterable[Preset]) -> None:
-    """Take the trainers of these presets for the ones that are covered."""
+    """Set the trainers that these presets cover."""
     _presets.clear()
     _reasons.clear()
     for preset in presets:
@@ -24,7 +24,7 @@ def expect(presets: Iterable[Preset]) -> None:
 
 
 def look(target: str, args: tuple[object, ...]) -> None:
-    """Name the trainer that the function `target` was called with, if its preset does not cover it."""
+    """Log the trainer that the function `target` was called with if its preset does not cover it."""
     preset = _presets.get(target)
     if preset is None or not args or type(args[0]) in _reasons:
         return
@@ -40,7 +40,7 @@ def uncovered() -> dict[str, str]:
 
 
 def _is_covered(cls: type, preset: Preset, target: str) -> bool:
-    """Return whether the framework's class that `cls` is, or derives from first, is covered."""
+    """Return whether the preset covers the first class of the framework among the bases of `cls`."""
     # Of the framework, and of what it builds on.
     packages = (target.partition(".")[0], preset.distribution.replace("-", "_"))
     own = (base for base in cls.__mro__ if base.__module__.partition(".")[0] in packages)

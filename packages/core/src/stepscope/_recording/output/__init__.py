@@ -1,1 +1,1 @@
-"""Files that leave this process, other than spans."""
+"""Files other than spans that a process writes."""

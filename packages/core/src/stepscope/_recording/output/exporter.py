@@ -31,15 +31,15 @@ from stepscope.files.storage.temporary import temporary
 
 
 class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of an export: the artifact, whole and in place, or the error."""
+    """Outcome of an export: the artifact, complete and in place, or the error."""
 
     sidecar: Sidecar | None = None
-    """The record that was written beside the artifact."""
+    """The sidecar that was written beside the artifact."""
     error: str | None = None
     cost_ns: int
-    """Time of the job in its thread."""
+    """Duration of the job in its thread."""
     stall_ns: int = 0
-    """Time of `PendingArtifact.write` in it, which may have held the GIL."""
+    """Part of that duration in `PendingArtifact.write`, which may have held the GIL."""
 
     @property
     def artifact(self) -> Artifact | None:
@@ -54,13 +54,13 @@ class _Job(msgspec.Struct, kw_only=True, eq=False):
 
 
 class _Then(msgspec.Struct, eq=False):
-    """Work that follows all that was submitted before it."""
+    """Work that runs after everything that was submitted before it."""
 
     work: Callable[[], object]
 
 
 class Exporter:
-    """The exporter of one process. `submit` never raises for a disk's error: the result holds it."""
+    """The exporter of one process. A disk error is never raised by `submit` but stored in the result."""
 
     def __init__(self) -> None:
         self._queue: WorkQueue[_Job | _Then] = WorkQueue("stepscope-export", self._do, inline=True)
@@ -78,32 +78,35 @@ class Exporter:
         """Queue one recording.
 
         Args:
-            target: Its path, without `.gz`. Folders are created; a name that is taken gets a number.
-            describe: (size in bytes, final path) -> the sidecar to write beside it.
+            target: Path of the file, without `.gz`. Folders are created; a number is added to a name that
+                exists.
+            describe: Returns the sidecar, from the size in bytes and the final path.
             on_done: Called once, on the exporter's thread.
-            deferred: Wait for `drain`.
+            deferred: True to wait for `drain`.
         """
         job = _Job(pending=pending, target=target, describe=describe, on_done=on_done)
         self._queue.put(job, deferred=deferred)
 
     def then(self, work: Callable[[], object], *, deferred: bool) -> None:
-        """Call `work` on the exporter's thread after all that was submitted before, deferred as given."""
+        """Call `work` on the exporter's thread after everything that was submitted before. `deferred` as in
+        `submit`.
+        """
         self._queue.put(_Then(work), deferred=deferred)
 
     def drain(self, timeout_s: float) -> list[str]:
-        """Wait until all is written, deferred jobs too.
+        """Wait until everything is written, including deferred jobs.
 
         Returns:
-            File names that are unfinished after `timeout_s`. They go on in the background.
+            Names of the files that are unfinished after `timeout_s`. Their export goes on in the background.
         """
         return [job.target.name for job in self._queue.drain(timeout_s) if isinstance(job, _Job)]
 
     def unwritten(self) -> list[Path]:
-        """Return the targets that are under way or still to come."""
+        """Return the target paths of all unfinished jobs."""
         return [job.target for job in self._queue.unfinished() if isinstance(job, _Job)]
 
     def bytes_written(self, step: int) -> int:
-        """Return the size of one step's files that are in place."""
+        """Return the total size of one step's exported files, in bytes."""
         return self._written[step]
 
     def _do(self, job: _Job | _Then) -> None:
@@ -150,7 +153,9 @@ def _export(job: _Job) -> ExportResult:
 
 
 def _put(job: _Job, file: Path) -> Sidecar:
-    """Rename the finished file into place, then its sidecar. A disk refuses before that, if it does."""
+    """Rename the finished file into place, then its sidecar. A disk error occurs before the renaming, if at
+    all.
+    """
     stem = job.target.name.removesuffix(job.pending.suffix)
     final = free_path(job.target.parent, stem, file.name.removeprefix(stem))
     sidecar = job.describe(_size(file), final)
@@ -164,12 +169,12 @@ def _put(job: _Job, file: Path) -> Sidecar:
 
 
 def _size(file: Path) -> int:
-    """Return the size in bytes; of a folder, with all that is in it."""
+    """Return the size of a file, or of all files in a folder, in bytes."""
     return sum(path.stat().st_size for path in (file, *file.rglob("*")) if path.is_file())
 
 
 _exporter = Exporter()
-"""One writer: this module."""
+"""The exporter of this process. One writer: this module."""
 
 
 def exporter() -> Exporter:

@@ -1,7 +1,7 @@
 """Part of the manifest that belongs to this process, kept true on disk during a capture and after it.
 
-Everything that was promised stands in it from the moment it is promised, as `pending`, so that a process
-that dies leaves the truth behind.
+Every expected item is in it as `pending` from the beginning, so that the part is true even if the process
+dies.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class ManifestPart:
         self._part = part
         self._items: dict[str, Expectation] = {}
         self.told = False
-        """True if the problems of the capture were logged: later problems are logged one by one."""
+        """True if the capture's problems were logged. Later problems are then logged one by one."""
         self._pending: Counter[str] = Counter()
         self._on_disk: ProcessPart | None = None
         """The part as this process wrote it last."""
         self._cut: dict[str, str] = {}
-        """Name -> the budget that kept some of its windows from opening."""
+        """{name of an item: the budget that kept some of its windows from opening}."""
         self._lock = threading.RLock()  # a signal handler may write in the middle of a write
         self._folding = threading.RLock()  # the same, and the newest fold is to be the last one written
 
@@ -66,7 +66,7 @@ class ManifestPart:
             self.update(absent=self._part.absent + absent)
 
     def add_clocks(self, clocks: tuple[ClockOffset, ...]) -> None:
-        """Add newly measured offsets: several of one process give its drift."""
+        """Add newly measured clock offsets. Several offsets of one process give its drift."""
         with self._lock:
             self.update(clocks=self._part.clocks + clocks)
 
@@ -75,30 +75,34 @@ class ManifestPart:
             return self._items[name].state if name in self._items else None
 
     def spend(self, **ns: int) -> None:
-        """Add to the cost of profiling itself in this process: to fields of `OwnCost`."""
+        """Add to the measured cost of profiling in this process: `ns` are fields of `OwnCost`."""
         with self._lock:
             cost = self._part.cost
             total = {name: getattr(cost, name) + more for name, more in ns.items()}
             self.update(cost=msgspec.structs.replace(cost, **total))
 
     def expect(self, item: Expectation) -> None:
-        """Promise an item, or replace it."""
+        """Add an expected item, or replace it."""
         with self._lock:
             self._items[item.name] = item
 
     def skip(self, name: str, reason: str, *, kind: Kind) -> None:
-        """Record why an item is skipped, unless it is known: another call of a stage may have a recording."""
+        """Record why an item is skipped, unless it is already there: another call of a stage may have a
+        recording.
+        """
         with self._lock:
             if name not in self._items:
                 self.expect(Expectation(name=name, kind=kind, state="skipped", reason=reason))
 
     def lack(self, name: str, reason: str, *, kind: Kind) -> None:
-        """Record that an item was asked for and that nothing can provide it."""
+        """Record that an item was asked for and nothing can provide it."""
         with self._lock:
             self.expect(Expectation(name=name, kind=kind, state="missing", reason=reason))
 
     def cut(self, name: str, reason: str, *, kind: Kind) -> None:
-        """Record that a budget kept a window of an item closed: `missing`, or `partial` with artifacts."""
+        """Record that a budget kept a window of an item from opening: the item is `partial` if it has
+        artifacts, else `missing`.
+        """
         with self._lock:
             self._cut.setdefault(name, reason)
             old = self._items.get(name)
@@ -117,7 +121,7 @@ class ManifestPart:
             self.expect(msgspec.structs.replace(old, state=state, reason=reason, pending=pending))
 
     def export_begins(self, name: str, truncated: str | None, ignored: dict[str, str]) -> None:
-        """Record that an artifact of `name` is on its way to the disk."""
+        """Record that an artifact of the item `name` is being exported."""
         with self._lock:
             self._pending[name] += 1
             old = self._items.get(name, awaited(name, "trace", "exporting"))
@@ -133,7 +137,7 @@ class ManifestPart:
             )
 
     def export_ends(self, name: str, artifact: Artifact | None, error: str | None, cost_ns: int) -> None:
-        """Record the outcome of an export: the artifact, or the trouble with it."""
+        """Record the outcome of an export: the artifact, or the error."""
         with self._lock:
             self._pending[name] -= 1
             old = self._items[name]
@@ -149,7 +153,9 @@ class ManifestPart:
             self.write()
 
     def _end_exports(self, item: Expectation) -> None:
-        """Enter the outcome of an item at its last file. One that failed before is partial now."""
+        """Set the final state of an item after its last file. If an earlier file failed, the item is
+        `partial`.
+        """
         cut = self._cut.get(item.name) or item.truncated
         if item.state == "pending":
             item = msgspec.structs.replace(item, state="partial" if cut else "ok", reason=cut)
@@ -158,14 +164,16 @@ class ManifestPart:
         self.expect(msgspec.structs.replace(item, pending=None))
 
     def manifest(self, step: StepLayout) -> Manifest:
-        """Return the manifest of this moment, folded from the parts of all processes of the step."""
+        """Return the current manifest, folded from the parts of all processes of the step."""
         return self._fold(step, self._others(step))
 
     def _fold(self, step: StepLayout, others: Sequence[ProcessPart]) -> Manifest:
         return fold([*with_late_files(step, [self.record]), *others])
 
     def _others(self, step: StepLayout) -> list[ProcessPart]:
-        """Return the other processes' parts. This one's is in memory: a full disk cannot hide it."""
+        """Return the parts of the other processes. This process' part is taken from memory, since a full disk
+        may lack it.
+        """
         own, parts = self.record, part_files(step, but=self._path)[0].values()
         last = of_the_last([own, *(part for part in parts if part.run_id == own.run_id)])
         return [part for part in last if part is not own]
@@ -192,10 +200,10 @@ class ManifestPart:
             return manifest
 
     def fold(self, step: StepLayout) -> Manifest:
-        """Write `manifest.json` anew, and return it. Several threads do: after exports and commands, at a
-        wait, after a stop that took longer than its deadline.
+        """Write `manifest.json` again, and return the manifest.
 
-        A disk that refuses is noted.
+        May be called from several threads: after exports and commands, during a wait, and after a stop that
+        took longer than its deadline. A disk error is recorded and not raised.
         """
         with self._folding:
             manifest = self.manifest(step)

@@ -15,6 +15,6 @@ def in_event_loop() -> bool:
 
 
 def running_loop() -> AbstractEventLoop | None:
-    """Return the loop that runs on this thread; None if there is none."""
+    """Return the event loop that runs on this thread, or None."""
     asyncio = sys.modules.get("asyncio")
     return None if asyncio is None else asyncio._get_running_loop()

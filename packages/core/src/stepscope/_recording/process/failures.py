@@ -13,15 +13,15 @@ from types import ModuleType
 from stepscope.errors import StepscopeError, ours
 
 CANCELLED = "cancelled"
-"""The outcome of a span whose work was cancelled. Errors have the name of their type in front."""
+"""The outcome of a span whose work was cancelled. Other outcomes begin with the type of the error."""
 _ENDS = (GeneratorExit, StopIteration, StopAsyncIteration)
-"""Exceptions that end a generator or a loop."""
+"""Exceptions that end a generator or a loop normally."""
 _CANCELS = frozenset({"CancelledError", "Cancelled", "TaskCancelledError"})
 """Names of the exceptions that cancel: of asyncio and concurrent.futures, of trio, of Ray."""
 
 _lock = threading.RLock()  # a signal handler may note something in the middle of a note
 _noted: dict[str, tuple[str, int]] = {}
-"""Place -> (first failure, how often). One writer: `note`."""
+"""{place: (first failure, number of failures)}. One writer: `note`."""
 _warned: set[str] = set()
 """Reasons that were logged. One writer: `warn_once`."""
 
@@ -38,7 +38,7 @@ def _logging() -> ModuleType:
 
 
 def warn_once(reason: str) -> None:
-    """Log a warning for the user, unless this process has logged the same one."""
+    """Log a warning for the user, unless this process has logged the same text before."""
     if reason not in _warned:
         _warned.add(reason)
         warn("stepscope: %s", reason)
@@ -47,7 +47,7 @@ def warn_once(reason: str) -> None:
 def tell(message: str, *values: object) -> None:
     """Log a message for the user at INFO.
 
-    It is visible where no level is configured: a script without any set-up of logging shows warnings alone.
+    The message is visible even if no logging level is configured, when Python would show only warnings.
     """
     logging = _logging()
     logger = logging.getLogger("stepscope")
@@ -63,10 +63,10 @@ def tell(message: str, *values: object) -> None:
 
 
 def note(where: str, error: BaseException, *, aloud: bool = True) -> None:
-    """Record that our code failed at `where`, a noun phrase. Never raise outside tests.
+    """Record that stepscope's own code failed at `where` (a noun phrase). Never raises outside tests.
 
     Args:
-        aloud: Log a warning. False logs at DEBUG: another process says it.
+        aloud: True to log a warning; False to log at DEBUG, because another process logs the warning.
     """
     with _lock:
         first, count = _noted.get(where, (f"{type(error).__name__}: {error}", 0))
@@ -92,8 +92,8 @@ def describe(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException) -> str | None:
-    """Return what a span says of the exception that left it: None for an end on purpose, else a cancellation
-    (`CANCELLED`), else as `describe`.
+    """Return the outcome that a span records for the exception that left it: None for a normal end,
+    `CANCELLED` for a cancellation, else the text of `describe`.
     """
     if isinstance(error, _ENDS):
         return None
@@ -103,7 +103,7 @@ def outcome_of(error: BaseException) -> str | None:
 
 
 def take() -> dict[str, str]:
-    """Return the failures since the last call: {place: `first failure (times)`}."""
+    """Return the failures since the last call as {place: `first failure (times)`}."""
     with _lock:
         taken = {where: f"{first} ({count} times)" for where, (first, count) in _noted.items()}
         _noted.clear()

@@ -28,14 +28,15 @@ TABLE: dict[str, Callable[[], None] | None] = dict.fromkeys(
         "connection to Ray",
     )
 )
-"""Name -> function that forgets, in the order of the calls. None until its module is imported.
+"""{name: function that resets state}, in the order of the calls. None until its module is imported. One
+writer: `forgets`.
 
 One writer: `forgets`.
 """
 
 
 def forgets(name: str, forget: Callable[[], None]) -> None:
-    """Have `forget` called in every child of a fork, in its place in `TABLE`."""
+    """Register `forget` to be called in every forked child, at its place in `TABLE`."""
     if name not in TABLE:
         raise ValueError(f"{name!r} is not in fork.TABLE: {', '.join(TABLE)}. Fix: add it where it is due")
     TABLE[name] = forget

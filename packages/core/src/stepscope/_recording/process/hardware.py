@@ -17,7 +17,7 @@ _MODULES = (("torch", "cuda"), ("torch_npu", "npu"))
 
 
 def read_hardware(config: ThroughputConfig) -> Hardware:
-    """Return the device that this process computes on, and the configuration's figures. Raise nothing."""
+    """Return the device that this process computes on, with the configured figures. Raises nothing."""
     device = None
     try:
         device = next((bounded(str(module.get_device_name())) for _, module in initialised()), None)

@@ -18,8 +18,8 @@ def identify(
     actor_id: str | None = None,
     replica: int | None = None,
 ) -> ProcessInfo:
-    """Return this process. Its rank is the first of `rank`, STEPSCOPE_RANK, torch.distributed's, RANK and
-    `position` that is known, else None.
+    """Return this process. Its rank is the first known one of `rank`, STEPSCOPE_RANK, torch.distributed, RANK
+    and `position`, else None.
     """
     number, size, source = _rank(rank, position)
     return ProcessInfo(
@@ -56,10 +56,11 @@ def is_alone() -> bool:
 
 
 def place() -> tuple[int, int]:
-    """Return this process' rank among those that a launcher started with the same program, and their number.
+    """Return this process' rank among the processes that a launcher started with the same program, and their
+    number.
 
-    (0, 1) for a program that runs alone. Engines of a process may start torch.distributed in it for
-    themselves, as a group of one: the launcher's variables count then.
+    (0, 1) for a program that runs alone. If an engine in this process started torch.distributed as a group of
+    one, the launcher's variables count.
     """
     distributed = _torch_distributed()
     if distributed is not None and distributed[1] > 1:
@@ -87,7 +88,9 @@ def in_ray_worker() -> bool:
 
 
 def is_first() -> bool:
-    """Return whether this process logs what every process of its run would: the main one, or rank 0."""
+    """Return whether this process logs messages that concern every process of its run: the main one, or rank
+    0.
+    """
     rank = os.environ.get("RANK")
     if rank is not None:
         return rank == "0"

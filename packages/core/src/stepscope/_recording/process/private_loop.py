@@ -19,11 +19,11 @@ from stepscope.errors import ours
 T = TypeVar("T")
 
 _loop: asyncio.AbstractEventLoop | None = None
-"""Runs on a thread of its own. Writers: `_running`, and `forget` in a forked child."""
+"""The event loop, which runs on a thread of its own. Writers: `_running`, and `forget` in a forked child."""
 _lock = threading.RLock()
-"""Re-entrant: a signal's handler that closes a capture may interrupt `_running`."""
+"""Guards `_loop`. Re-entrant, because a signal's handler that closes a capture may interrupt `_running`."""
 _UNDO_S = 5.0
-"""Longest wait of an interrupted caller for its work to be cancelled."""
+"""Longest time that an interrupted caller waits for the cancellation of its work."""
 
 
 class Job(Generic[T]):
@@ -49,7 +49,7 @@ class Job(Generic[T]):
             self._task.cancel()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the work has ended. Return False if it has not, after `timeout_s`."""
+        """Wait until the work has ended. Return False if it has not ended after `timeout_s`."""
         waiting = threading.Lock()
         waiting.acquire()
         self._waiters.append(waiting.release)
@@ -112,7 +112,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def wait_on(job: Job[Any], timeout_s: float | None = None) -> BaseException | None:
-    """Wait until `job` is done, or for `timeout_s`. Return the first exception that interrupted this.
+    """Wait until `job` is done, or for `timeout_s`. Return the first exception that interrupted the wait.
 
     A second Ctrl-C ends the wait.
     """
@@ -164,8 +164,9 @@ async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
 def cancel_later(cancelled: asyncio.CancelledError) -> None:
     """Cancel the next wait of the running task, which raises another exception than its cancellation.
 
-    So neither is lost (asyncio's TaskGroup does the same from Python 3.13 on). Nothing is cancelled if the
-    code that cancelled is left by then, a timeout for example. Python 3.10 cannot tell, and loses it.
+    So neither exception is lost (asyncio's TaskGroup does the same from Python 3.13 on). Nothing is cancelled
+    if the code that cancelled (a timeout, for example) has been left by then. Python 3.10 cannot detect the
+    cancellation and loses it.
     """
     task: Any = asyncio.current_task()
     if not hasattr(task, "uncancel"):

@@ -8,14 +8,14 @@ from typing import Any
 from stepscope._recording.process import fork
 
 _of_the_parent: object = None
-"""Ray's worker object that this process has from before a fork. One writer: `_forget`."""
+"""Ray's worker object that this process inherited by a fork. One writer: `_forget`."""
 
 
 def connected() -> Any:
-    """Return Ray if this process can ask its cluster; None if not.
+    """Return the module `ray` if this process can query its cluster, else None.
 
-    A forked child cannot: a question on the connection that it shares with its parent hangs, and so do the
-    parent's own from then on.
+    A forked child cannot: a query on the connection that it shares with its parent hangs, and so do the
+    parent's own queries from then on.
     """
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():

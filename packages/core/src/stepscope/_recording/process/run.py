@@ -20,17 +20,16 @@ from stepscope.files.run import RunRecord
 from stepscope.files.storage.atomic import write_atomic
 
 _recorded: set[str] = set()
-"""Folders that have a `run.json` of this run. One writer: `record`."""
+"""Folders that already have a `run.json` of this run. One writer: `record`."""
 _ids: dict[str, str] = {}
 """The id of this run, under one key. `dict.setdefault` is atomic: a thread that listens for requests may ask
-beside the first capture. One writer: `run_id`.
-"""
+for the id at the same time as the first capture. One writer: `run_id`."""
 _prepared_in = 0
-"""Id of the process if it was prepared; a forked child was not. One writer: `mark_prepared`."""
+"""Id of the process that was prepared, or 0. A forked child was not prepared. One writer: `mark_prepared`."""
 
 
 def mark_prepared() -> None:
-    """Note that this process was prepared for its first captured step."""
+    """Record that this process was prepared for its first captured step."""
     global _prepared_in
     _prepared_in = os.getpid()
 
@@ -42,8 +41,8 @@ def is_prepared() -> bool:
 def run_id() -> str:
     """Return eight hex digits that all processes of one run share.
 
-    They are STEPSCOPE_RUN_ID, or the Ray job's, or agreed through torch.distributed's store, or this process'
-    own (its fleet then carries them to the workers).
+    They come from STEPSCOPE_RUN_ID, from the Ray job, from torch.distributed's store, or from this process
+    itself, which then sends them to its workers.
     """
     known = _ids.get("run")
     if known is None:
@@ -80,7 +79,9 @@ def _agreed(proposal: str) -> str:
 
 
 def record(config: ProfileConfig, versions: Callable[[], dict[str, str]]) -> None:
-    """Write `run.json` when this run has none yet. `versions` returns those of the installed packages."""
+    """Write `run.json` if this run has none yet. `versions` returns the versions of the installed
+    packages.
+    """
     if config.save_path in _recorded:
         return
     _recorded.add(config.save_path)

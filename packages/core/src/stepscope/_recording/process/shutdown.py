@@ -22,12 +22,12 @@ from stepscope.files.manifest.records import Ending
 EXIT_S = 60.0
 SIGTERM_S = 5.0
 GRACE_S = 2.0
-"""Time for the disk beyond the deadline for workers and engines."""
+"""Time for writing to the disk, beyond the deadline for workers and engines."""
 
 _closers: dict[str, tuple[int, Callable[[Ending, float], None]]] = {}
-"""Name -> (order, function that closes). One writer: `on_exit`."""
+"""{name: (order, function that closes)}. One writer: `on_exit`."""
 _is_installed = False
-"""True if `atexit` calls this. One writer: `install`."""
+"""True if an `atexit` function is registered. One writer: `install`."""
 _before: Callable[[int, FrameType | None], object] | int | None = None
 """The SIGTERM handler that was installed before ours."""
 
@@ -36,13 +36,15 @@ def on_exit(name: str, close: Callable[[Ending, float], None], order: int) -> No
     """Register `close(ending, deadline_s)`, which is called when a process that called `install` ends.
 
     Args:
-        order: The lowest is called first.
+        order: Functions with the lowest order are called first.
     """
     _closers[name] = order, close
 
 
 def install() -> None:
-    """Watch for the end of this process; for SIGTERM from the main thread alone (Python's rule)."""
+    """Watch for the end of this process. SIGTERM is watched only if called on the main thread (Python's
+    rule).
+    """
     global _is_installed, _before
     if not _is_installed:
         atexit.register(_at_exit)
@@ -75,7 +77,7 @@ def on_sigterm(number: int, frame: FrameType | None) -> None:
 
 
 def close_everything(ending: Ending, deadline_s: float) -> None:
-    """Close what is open in this process, and write its files."""
+    """Close everything that is open in this process, and write its files."""
     for name, (_, close) in sorted(_closers.items(), key=lambda item: item[1][0]):
         try:
             close(ending, deadline_s)

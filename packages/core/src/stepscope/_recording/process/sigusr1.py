@@ -1,7 +1,7 @@
 """Handler of SIGUSR1, which asks the receiving process for its next step.
 
-Until a handler stands, the signal ends a process (its default). So it is installed as early as this process
-is known to listen. Workers have it too: they open no captures, and the signal does not end them.
+Without a handler, the signal ends a process. So the handler is installed as soon as this process is known to
+listen. Workers have it too, so that the signal does not end them, although they open no captures.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from stepscope.config import ProfileConfig
 from stepscope.errors import ours
 
 _came = 0
-"""Number of signals that came. One writer: the handler."""
+"""Number of signals received. One writer: the handler."""
 _answered = 0
-"""Number of them that a captured step has answered. One writer: `take`."""
+"""Number of these signals that a captured step has answered. One writer: `take`."""
 
 
 def handle(config: ProfileConfig) -> None:
@@ -31,7 +31,7 @@ def handle(config: ProfileConfig) -> None:
 
 
 def pending() -> bool:
-    """Return whether a signal came that no captured step has answered."""
+    """Return whether a signal was received that no captured step has answered."""
     return _came != _answered
 
 
@@ -44,7 +44,9 @@ def take() -> bool:
 
 
 def _handled_from_c() -> bool:
-    """Return whether a handler is installed that Python does not know: faulthandler.register, a library's."""
+    """Return whether a handler is installed that Python does not know, such as faulthandler's or a
+    library's.
+    """
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as file:
             caught = next(line for line in file if line.startswith("SigCgt:"))

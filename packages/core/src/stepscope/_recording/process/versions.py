@@ -1,4 +1,4 @@
-"""Versions of Python and of the installed packages that matter to a trace's reader."""
+"""Versions of Python and of the installed packages that a reader of traces needs to know."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ class WorkQueue(Generic[J]):
 
     def __init__(self, name: str, work: Callable[[J], None], *, inline: bool = False) -> None:
         """Args:
-        name: Of the thread.
+        name: Name of the thread.
         work: Does one job. An exception ends the thread; the next job starts another one.
-        inline: `drain` does the jobs itself where no thread can be started.
+        inline: True if `drain` does the jobs itself when no thread can be started.
         """
         self._name = name
         self._work = work
@@ -55,7 +55,7 @@ class WorkQueue(Generic[J]):
         """Queue a job.
 
         Args:
-            deferred: It waits for `drain`, and later jobs may overtake it.
+            deferred: True if the job waits for `drain`. Later jobs may overtake it.
         """
         with self._changed:
             self._entries.append(_Entry(job, deferred))
@@ -63,7 +63,9 @@ class WorkQueue(Generic[J]):
             self._changed.notify_all()
 
     def end(self) -> None:
-        """End the thread once all jobs are done. A later job starts another one, which ends after it."""
+        """End the thread once all jobs are done. A later job starts a new thread, which ends after that
+        job.
+        """
         with self._changed:
             self._is_ended = True
             self._changed.notify_all()
@@ -72,7 +74,7 @@ class WorkQueue(Generic[J]):
         """Let deferred jobs begin, and wait until all jobs are done.
 
         Returns:
-            The jobs that are unfinished after `timeout_s`, the one under way first. They go on.
+            The jobs that are unfinished after `timeout_s`, the running one first. They are still done.
         """
         until = time.monotonic() + timeout_s
         with self._changed:
@@ -87,7 +89,7 @@ class WorkQueue(Generic[J]):
             return self._unfinished()
 
     def unfinished(self) -> list[J]:
-        """Return the jobs that are not done, the one under way first."""
+        """Return the jobs that are not done, the running one first."""
         with self._changed:
             return self._unfinished()
 
@@ -104,7 +106,7 @@ class WorkQueue(Generic[J]):
             raise
 
     def _await_job(self) -> bool:
-        """Wait for a job that is due. Return False if none is left and the thread is to end."""
+        """Wait for a job that is due. Return False if none is left and the thread should end."""
         with self._changed:
             self._changed.wait_for(self._has_due)
             if not self._entries:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 KEPT = 32
 """Number of steps that are kept before a captured one, and after it."""
 _WRITE_AT = (4, 16, KEPT)
-"""Numbers of steps after a capture at which they are written: a killed process loses few, few steps pay."""
+"""Numbers of steps after a capture at which the steps are written: few steps write, and a killed process
+loses few."""
 
 _loops: dict[tuple[str, str], _Loop] = {}
 """{(folder, role): loop}: a process may hold several loops."""
@@ -44,9 +45,9 @@ class _Loop:
 
     def __init__(self) -> None:
         self._steps: deque[UncapturedStep] = deque(maxlen=KEPT)
-        """Steps that are in no file yet."""
+        """Steps that are not written to a file yet."""
         self._begun = False
-        """True if a step of the loop is over, captured or not."""
+        """True if a step of the loop has ended, captured or not."""
         self._file: Path | None = None
         self._since = KEPT
         """Number of steps after the last capture; counted up to `KEPT`."""
@@ -86,7 +87,7 @@ def begin() -> Began | None:
 
 
 def end(began: Began, *, step: int, save_path: str, role: str) -> None:
-    """End an uncaptured step. It is left out if it overlapped a capture."""
+    """End an uncaptured step. It is discarded if it overlapped a capture."""
     began_ns, captures = began
     dur_ns = time.monotonic_ns() - began_ns
     if captures == activation.activations:

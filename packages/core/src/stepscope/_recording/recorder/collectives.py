@@ -1,7 +1,7 @@
 """Collectives of torch.distributed that have not completed here, from torch's own flight recorders.
 
-They are on where TORCH_FR_BUFFER_SIZE, before TORCH_NCCL_TRACE_BUFFER_SIZE, is not 0. NCCL has one, and
-in newer versions of torch gloo too.
+These recorders are on if TORCH_FR_BUFFER_SIZE (formerly TORCH_NCCL_TRACE_BUFFER_SIZE) is not 0. NCCL has one;
+in newer versions of torch, gloo has one too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import msgspec
 from stepscope.files.states import Collectives, PendingCollective, ProcessGroup
 
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""Functions of `torch._C._distributed_c10d`, of NCCL and of other backends."""
+"""Functions of `torch._C._distributed_c10d` that dump the recorders of NCCL and of other backends."""
 _COMPLETED = "completed"
 
 
 class _Entry(msgspec.Struct):
-    """A call, as `FlightRecorder.hpp` of torch writes it."""
+    """One call in torch's flight recorder, as `FlightRecorder.hpp` writes it."""
 
     process_group: tuple[str, str]
     profiling_name: str
@@ -44,7 +44,7 @@ class _Group(msgspec.Struct):
 
 
 class Dump(msgspec.Struct):
-    """Used part of a flight recorder's dump."""
+    """The parts of a flight recorder's dump that are used."""
 
     entries: list[_Entry] = []
     pg_config: dict[str, _Group] = {}
@@ -75,7 +75,7 @@ def joined(dumps: list[Dump], rank: int, ranks: dict[str, tuple[int, ...]]) -> C
     """Join the dumps of one process.
 
     Args:
-        ranks: {process group: its global ranks}, for groups of which the dumps do not say them.
+        ranks: {process group: its global ranks}, for groups whose ranks are not in the dumps.
     """
     groups = tuple(group for dump in dumps for group in _groups(dump, ranks))
     pending = [call for dump in dumps for call in _pending(dump)]
@@ -114,7 +114,7 @@ def _pending(dump: Dump) -> Iterator[PendingCollective]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of `[0, 1]`."""
+    """Return the numbers in a text such as `[0, 1]`."""
     with suppress(msgspec.DecodeError):
         return tuple(msgspec.json.decode(text or "[]", type=list[int]))
     return ()

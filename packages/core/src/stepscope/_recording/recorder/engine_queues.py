@@ -1,4 +1,4 @@
-"""Queues of the engines of this process: the counters that they have, between captures too."""
+"""Queues of the engines of this process: their counters, sampled between captures too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class EngineQueues:
         self._known: set[str] = set()
 
     def add(self, profiler: EngineProfiler) -> None:
-        """Sample an engine from now on, in its own process if that is another. Once for each replica."""
+        """Sample an engine from now on, in its own process if that is another one. Has no effect for a
+        replica that is already sampled.
+        """
         name = f"{_ENGINE}{profiler.replica or 0}"
         if name not in self._known:
             self._known.add(name)
@@ -41,7 +43,9 @@ class EngineQueues:
                 profiler.sample_apart()
 
     def watch(self) -> None:
-        """Add engines that `instrument` entries find from now on, and those that another process drives."""
+        """Also sample engines that `instrument` entries find from now on, and those driven by another
+        process.
+        """
         self._sampler.add("engines", lambda: [_Finder(self, self._config)])
 
 
@@ -50,7 +54,7 @@ def _sources(profiler: EngineProfiler) -> Iterable[CounterSource]:
 
 
 class _Slower(CounterSource):
-    """A source that is sampled less often."""
+    """A source that is sampled less often than the sampler ticks."""
 
     interval_s = SAMPLE_S
 
@@ -76,7 +80,7 @@ class _Finder(CounterSource):
         self._queues = queues
         self._config = config
         self._seen: set[int | str] = set()
-        """Ids of engines, or their URLs."""
+        """Ids of engine objects, and URLs of servers, that were already added."""
 
     def sample(self) -> Mapping[str, float]:
         for adapter, engine, replica in registered():
@@ -102,7 +106,7 @@ class _Finder(CounterSource):
 
 
 def engine_states(sampler: Sampler | None, now_ns: int) -> Iterator[EngineState]:
-    """Yield the states of the engines that a sampler has asked. `now_ns`: CLOCK_MONOTONIC."""
+    """Yield the states of the engines that a sampler samples, at `now_ns` (CLOCK_MONOTONIC)."""
     if sampler is None:
         return
     series = [item for item in tuple(sampler.series) if item.of.startswith(_ENGINE)]
@@ -115,7 +119,7 @@ def engine_states(sampler: Sampler | None, now_ns: int) -> Iterator[EngineState]
 
 
 def _state(name: str, numbers: Mapping[str, int], ticks: Sequence[Tick], now_ns: int) -> EngineState:
-    """Return the state of an engine. `ticks`: those with values of it, the last first."""
+    """Return the state of an engine from the ticks with values of it, the latest tick first."""
 
     def value(tick: Tick, counter: str) -> float | None:
         number = numbers.get(counter)

@@ -1,4 +1,4 @@
-"""Answers of libraries that may block, within a time."""
+"""Calls of libraries that may block, with a time limit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ T = TypeVar("T")
 
 
 def in_time(name: str, ask: Callable[[], T], seconds: float) -> T | None:
-    """Return what `ask` returns on a thread of its own; None if that takes longer, or fails.
+    """Call `ask` on a separate thread and return its result, or None if it fails or takes longer than
+    `seconds`.
 
     Args:
-        name: A noun phrase, for the log: a library that cannot answer is no failure.
+        name: A noun phrase for the log. A library without an answer is logged and is no failure.
     """
     answers: list[T] = []
 

@@ -1,4 +1,4 @@
-"""Flight recorder of this process: what opens spans between captures, and what writes them on a trigger."""
+"""Flight recorder of this process: it keeps spans between captures, and writes them upon a trigger."""
 
 from __future__ import annotations
 
@@ -51,16 +51,18 @@ if TYPE_CHECKING:
 
 
 MOST = 1000
-"""Calls that are asked for."""
+"""Largest number of calls that Ray is asked for."""
 _TIMEOUT_S = 2
 _ACTOR = slice(16, None)
-"""A task's id ends with the id of its actor (Ray's `id.h`)."""
+"""Part of a task's id that is the id of its actor (Ray's `id.h`)."""
 _NO_ACTOR = "f" * 24
-"""Begin of the actor's id in a task that is none of an actor's: the driver's, or a plain task."""
+"""First digits of the actor's id in a task that runs in no actor: the driver's, or a plain task."""
 
 
 def known_here(workers: bool) -> bool:
-    """Return whether this process asks Ray for all: it is a driver, or an actor that has workers."""
+    """Return whether this process may ask Ray for the calls of all actors: a driver, or an actor that has
+    workers.
+    """
     ray = ray_connection.connected()
     if ray is None:
         return False
@@ -108,20 +110,21 @@ def _calls(tasks: list[Any]) -> Iterator[RayCall]:
 
 _LOOK_S = 0.2
 _RAY_S = 1.0
-"""Longest wait for Ray, more of which may first be imported."""
+"""Longest wait for Ray's answer, and for the import of more of Ray."""
 _ORDER_S = 2.0
 """Longest wait of a terminated worker for an order: both sides look twice a second."""
 _DYING_S = 1.5
 """Longest wait for them in a process that is terminated: Ray ends its workers with it."""
 _WORKERS_S = 5.0
-"""Longest wait for the parts of workers, beyond the time in which they look."""
+"""Longest wait for the workers' parts of the manifest, beyond the time between their looks."""
 
 
 class Recorder:
     """Keeps the spans of this process' last steps.
 
-    A process that bounds steps (`begin_step`) decides what is written, and orders all others by a file in the
-    run's folder. A process that bounds none, a worker, writes by the times in the order.
+    A process that bounds steps (`begin_step`) decides what is written, and tells all others by an order,
+    which is a file in the run's folder. A worker, which bounds no steps, writes its spans of the times in the
+    order.
     """
 
     calls_attrs = False
@@ -150,24 +153,24 @@ class Recorder:
         self.workers: dict[str, str] = {}
         """{`ProcessInfo.key`: name} of the workers that record too."""
         self.is_told_of = False
-        """True if workers and engines have been asked to record too."""
+        """True if workers and engines have been asked to record as well."""
         self.clocks: list[ClockOffset] = []
-        """Clocks of the workers on other hosts against this process', by measurement."""
+        """Measured offsets of the wall clocks of workers on other hosts against this process' clock."""
         self.measure: Callable[[], Iterable[ClockOffset]] | None = None
-        """Measures them again, where workers answer at once."""
+        """Measures `clocks` again for workers that answer at once."""
         self.steps = Steps(config.recorder.keep_steps)
         self.tokens = StepTokens()
         self._fired: Counter[str] = Counter()
-        """Number of times that each trigger has written."""
+        """Number of writes that each trigger has caused."""
         self._work: WorkQueue[Callable[[], None]] = WorkQueue("stepscope-recorder", _do, inline=True)
         self._taking = threading.RLock()  # a signal's handler may fire in the middle of it
         self._has_obeyed = False
-        """True once an order came, after `ask_for_order` began."""
+        """True once an order came after `ask_for_order` began."""
         self._is_hurried = False
-        """True if the process ends: nobody waits for the workers' files."""
+        """True if the process is ending, so that it does not wait for the workers' files."""
 
     def sample(self) -> None:
-        """Begin to sample counters."""
+        """Start sampling counters."""
         if self.sampler is not None:
             try:
                 self.sampler.start(COUNTERS_HZ)
@@ -175,7 +178,7 @@ class Recorder:
                 failures.note("sampling counters for the flight recorder", error)
 
     def stop(self) -> None:
-        """Let go of what samples; of the spans and the thread that writes, once it has written."""
+        """Stop sampling. Release the spans and the writing thread once everything is written."""
         if self.sampler is not None:
             self.sampler.end()
         self._work.put(self.log.close)
@@ -192,7 +195,7 @@ class Recorder:
         mark_consumed(self.log, trajectory, begun, policy_version)
 
     def count_tokens(self, counts: Mapping[str, int]) -> None:
-        """See `ActiveSession`. Between two steps they belong to none."""
+        """See `ActiveSession`. Between two steps, the tokens are not counted."""
         mark(self.log, STEP_TOKENS, dict(counts))
         if self.steps.running is not None:
             self.tokens.add(counts)
@@ -202,17 +205,17 @@ class Recorder:
         self.tokens.add(counts)
 
     def advance(self) -> None:
-        """See `ActiveSession`. There is no profiler."""
+        """See `ActiveSession`. Does nothing, because no profiler runs."""
 
     # What the loop calls.
 
     def begin_step(self, number: int) -> RecordedStep:
-        """Begin a step of the loop in this process, which is not captured."""
+        """Begin a step of the loop that is not captured."""
         self.log.begin_step(number)
         return self.steps.begin(number, self.log.last_id)
 
     def end_step(self, step: RecordedStep, ending: Ending | None) -> str | None:
-        """End it. Return the trigger that it fired, if any."""
+        """End the step. Return the trigger that it fired, or None."""
         self.steps.end(step, ending)
         step.tokens = self.tokens.take()
         if self.process.rank in (None, 0):
@@ -233,7 +236,7 @@ class Recorder:
         """Add the line of a step that was captured.
 
         Args:
-            top_ns: Times of the spans at its top, by role and stage.
+            top_ns: Times of the step's top spans, by role and stage.
         """
         tokens = self.tokens.take()
         if self.process.rank in (None, 0):
@@ -249,7 +252,9 @@ class Recorder:
             self._work.put(partial(step_lines.append, self.layout.step_lines(self.run_id), line))
 
     def fire(self, trigger: str, reason: str) -> str | None:
-        """Write the last steps in the background, if the trigger may. Return the trigger if so."""
+        """Write the last steps in the background if the trigger may still write. Return the trigger if so,
+        else None.
+        """
         with self._taking:
             settings = self.config.recorder
             steps = [step for step in self.steps.last(settings.last) if not step.is_written]
@@ -264,14 +269,16 @@ class Recorder:
         return trigger
 
     def write_last(self, number: int) -> list[int]:
-        """Write the last steps that have ended, in the background. Return those that are new."""
+        """Write the last `number` ended steps in the background. Return the numbers of those not written
+        before.
+        """
         taken = self._take(self.steps.last(number, ended=True))
         if taken:
             self._order(taken, "request", "somebody asked for it")
         return [step.number for step in taken]
 
     def _take(self, steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-        """Return those of the steps that nobody writes yet: the caller does."""
+        """Mark the steps that are not written yet as taken, and return them: the caller writes them."""
         with self._taking:
             taken = [step for step in steps if not step.is_written]
             for step in taken:
@@ -299,14 +306,16 @@ class Recorder:
         self._has_obeyed = True
 
     def serve(self, order: Order) -> None:
-        """Order all to write the last steps, because a worker that is terminated asks for it."""
+        """Order all processes to write the last steps, upon the request of a worker that is being
+        terminated.
+        """
         if self.steps.running is not None:
             self.fire(order.trigger, order.reason)
 
     def ask_for_order(self, reason: str) -> None:
-        """Ask the process that bounds steps to order the last ones, and wait for that order.
+        """Ask the process that bounds steps for an order to write the last steps, and wait for that order.
 
-        A worker does so when it is terminated in the middle of a call: it knows no steps.
+        A worker calls this when it is terminated in the middle of a call, because it knows no steps.
         """
         if "signal" not in self.config.recorder.triggers or not self.log.open_spans():
             return
@@ -344,7 +353,8 @@ class Recorder:
         )
 
     def write_state(self, order_id: str) -> None:
-        """Write what this process does right now. On the calling thread: another one may hang.
+        """Write the current state of this process. Runs on the calling thread, because another thread may
+        hang.
 
         Raises:
             OSError: The file cannot be written.
@@ -361,27 +371,29 @@ class Recorder:
                 write_atomic(path, msgspec.json.encode(msgspec.structs.replace(state, ray_calls=calls)))
 
     def later(self, work: Callable[[], None]) -> None:
-        """Do some work in the background, after what was triggered before."""
+        """Queue work for the background thread, after everything that was triggered before."""
         self._work.put(work)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all is written. Return whether it is."""
+        """Wait until everything is written. Return False if it is not written after `timeout_s`."""
         self._is_hurried = True
         return not self._work.drain(timeout_s)
 
     # On the recorder's thread.
 
     def _write_line(self, step: RecordedStep, oldest_ns: int) -> None:
-        """Write the line of a step, and drop the spans of steps that were no longer kept at its end.
+        """Write the line of a step, and drop the spans that began before `oldest_ns`, the start of the oldest
+        step kept at its end.
 
-        Those that are kept by now may have begun later, and older ones may be in an order behind this.
+        The oldest step kept by now may have begun later, but an order that waits in the queue may still need
+        older spans.
         """
         line = step_lines.line_of(step, self._stages_of(step), self.sampler)
         step_lines.append(self.layout.step_lines(self.run_id), line)
         self.log.drop_before(oldest_ns)
 
     def _stages_of(self, step: RecordedStep) -> dict[str, float]:
-        """Return the stages of a step that is over. They are summed once."""
+        """Return {`role/stage`: seconds} of an ended step. They are summed once."""
         if step.stages is None:
             step.stages = step_lines.stages_of(step, self.log.since(step.after))
         return step.stages

@@ -13,22 +13,22 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.trace_context import SpanIds
 
 SPAN_BYTES = 400
-"""Memory of a span without attributes, its numbers and its place in the ring included, rounded up."""
+"""Memory of a span without attributes, including its numbers and its place in the ring, rounded up."""
 _TRIES = 10
-"""Copies that are begun before a ring counts as too busy: each ends early if a span opens meanwhile."""
+"""Number of attempts to copy a busy ring: an attempt fails if a span opens meanwhile."""
 
 
 class Copied(NamedTuple):
-    """The spans of a ring at one moment."""
+    """The spans of a ring, copied at one moment."""
 
     spans: list[Span]
     """The spans in the order of opening, which is nearly the order of their starts."""
     since_ns: int
-    """Every span that began later, up to this moment, is among them."""
+    """Every span that began after this time, up to the moment of the copy, is in `spans`."""
 
 
 class Ring(SpanMaker):
-    """The spans of this process, as live objects. The oldest go when there are too many."""
+    """The latest spans of this process, as live objects. The oldest are dropped when there are too many."""
 
     def __init__(
         self, *, process: ProcessInfo, run_id: str, memory_mb: int, redact: tuple[str, ...] = ()
@@ -36,9 +36,10 @@ class Ring(SpanMaker):
         limit = max(1, (memory_mb << 20) // SPAN_BYTES)
         self._spans: deque[Span] = deque(maxlen=limit)
         self._long: list[Span] = []
-        """Spans that still ran when their step was dropped. Used by one thread, the recorder's."""
+        """Spans that were still running when the spans of their step were dropped. Only the recorder's thread
+        uses this list."""
         self._dropped_ns = 0
-        """Time before which spans were dropped with their steps. Written by that thread."""
+        """Time before which spans were dropped with their steps. One writer: the recorder's thread."""
         self._run_id = run_id
         super().__init__(process=process, run_id=run_id, step=None, opened=self._spans.append, redact=redact)
 
@@ -54,15 +55,15 @@ class Ring(SpanMaker):
             return 0
 
     def begin_step(self, step: int) -> None:
-        """Have carriers and trace contexts name this step from now on."""
+        """Make carriers and trace contexts name this step from now on."""
         self.step = step
         self.trace = SpanIds(self._run_id, step, self.process.key)
 
     def copy(self) -> Copied:
-        """Return the spans of this moment.
+        """Return the spans in the ring at this moment.
 
         Raises:
-            RuntimeError: spans opened during every try.
+            RuntimeError: spans opened during every attempt.
         """
         for _ in range(_TRIES):
             dropped_ns = self._dropped_ns
@@ -87,7 +88,7 @@ class Ring(SpanMaker):
         return [span for span in self.copy().spans if span.end_ns is None]
 
     def drop_before(self, start_ns: int) -> None:
-        """Drop the spans that began earlier, but those that still run."""
+        """Drop the spans that began before `start_ns`, except those that still run."""
         self._long = [span for span in self._long if span.end_ns is None]
         self._dropped_ns = max(self._dropped_ns, start_ns)
         try:
@@ -99,7 +100,7 @@ class Ring(SpanMaker):
             pass
 
     def close(self) -> None:
-        """Let go of all spans."""
+        """Release all spans."""
         self.opened = not_kept
         self._spans.clear()
         self._long.clear()

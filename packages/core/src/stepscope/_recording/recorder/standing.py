@@ -1,4 +1,4 @@
-"""The flight recorder that stands in this process, if any."""
+"""The flight recorder of this process, if it has one, and the thread that watches for orders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.reading import read_record
 
 LONGEST_S = 0.5
-"""Longest time between two looks, each of which is one `stat`: who asks why nothing moves waits for it."""
+"""Longest time between two looks for orders. Each look is one `stat`; `stepscope why` waits for it."""
 
 
 class Watch:
@@ -29,17 +29,17 @@ class Watch:
         self._recorder = recorder
         self._folder = recorder.layout.orders
         self._seen: int | None = None
-        """Time of the folder's last change at the last look."""
+        """Modification time of the folder at the last look."""
         self._read: set[str] = set()
-        """Names of orders that were obeyed, or are from before."""
+        """Names of orders that were obeyed, or that are older than this process."""
         self._progress: tuple[int, int] = (0, 0)
-        """The number of the last span, and the number of those that ran, at the last look."""
+        """Number of the last span, and number of running spans, at the last look."""
         self._still_since = time.monotonic()
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="stepscope-recorder-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """End it."""
+        """End the thread."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -53,7 +53,7 @@ class Watch:
                 failures.note("watching for orders of the flight recorder", error)
 
     def _old_orders(self) -> Iterator[str]:
-        """Yield the orders from before this process began. Later ones are new, whatever the clock does."""
+        """Yield the orders from before this process began. All others are new, whatever the clock does."""
         before_s = time.time() - 1
         for path in self._folder.glob("[!.]*.json"):
             with suppress(OSError):
@@ -100,13 +100,13 @@ class Watch:
 
 
 _standing: Recorder | None = None
-"""Writers: `start`, `stop`, and `_forget` in a forked child."""
+"""The flight recorder of this process, or None. Writers: `start`, `stop`, and `_forget` in a forked child."""
 _watch: Watch | None = None
-"""Its thread; likewise."""
+"""The recorder's watching thread, or None. Writers as for `_standing`."""
 
 
 def standing() -> Recorder | None:
-    """Return this process' recorder; None while it is off."""
+    """Return this process' recorder, or None while it is off."""
     return _standing
 
 
@@ -131,7 +131,7 @@ def start(config: ProfileConfig, process: ProcessInfo, run_id: str, *, owner: bo
 
 
 def stop() -> None:
-    """Stop it. What it was told to write is written."""
+    """Stop the recorder. Everything that was triggered is still written."""
     global _standing, _watch
     activation.keep(None)
     if _watch is not None:
@@ -142,7 +142,7 @@ def stop() -> None:
 
 
 def _end(ending: Ending, deadline_s: float) -> None:
-    """Write what a signal triggers, and wait for all that was triggered."""
+    """Write the steps that a signal triggers, and wait until everything that was triggered is written."""
     recorder = _standing
     if recorder is None:
         return

@@ -19,14 +19,14 @@ from stepscope.files.storage.atomic import append_lines, write_atomic
 from stepscope.files.values import bounded
 
 MOST_BYTES = 4 << 20
-"""The older half of the file goes when it is larger: some 20,000 steps stay."""
+"""Size in bytes beyond which the older half of the file is removed: some 20,000 steps remain."""
 
 
 def stages_of(step: RecordedStep, spans: Sequence[Span]) -> dict[str, float]:
-    """Return {`role/stage`: seconds} of a step that is over.
+    """Return {`role/stage`: seconds} of an ended step.
 
     Args:
-        spans: Those that opened in it, and perhaps others.
+        spans: The spans that opened in the step, and perhaps others.
     """
     first_ns, last_ns = step.opened.mono_ns, step.opened.mono_ns + step.dur_ns
     took: dict[tuple[str, str], int] = defaultdict(int)
@@ -57,10 +57,10 @@ def seconds_of(took_ns: Mapping[tuple[str, str], int]) -> dict[str, float]:
 
 
 def line_of(step: RecordedStep, stages: dict[str, float], sampler: Sampler | None) -> StepLine:
-    """Return the line of a step that is over.
+    """Return the line of an ended step.
 
     Args:
-        sampler: Of the counters; None without any.
+        sampler: The sampler of the counters, or None.
     """
     first_ns, last_ns = step.opened.mono_ns, step.opened.mono_ns + step.dur_ns
     return StepLine(
@@ -75,7 +75,9 @@ def line_of(step: RecordedStep, stages: dict[str, float], sampler: Sampler | Non
 
 
 def _few(stages: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the longest stages, and the sum of the others: names may hold ids, and files are bounded."""
+    """Return the longest stages and the sum of the others, because names may hold ids and the file is
+    bounded.
+    """
     if len(stages) <= MOST_NAMES:
         return stages
     longest = heapq.nlargest(MOST_NAMES, stages, key=stages.__getitem__)
@@ -84,13 +86,13 @@ def _few(stages: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def _means(sampler: Sampler, first_ns: int, last_ns: int) -> dict[str, float]:
-    """Return the means of counters that are no totals, over the step; empty for one between two samples."""
+    """Return the means of counters, except totals, over the step. Empty for a step between two samples."""
     means = sampler.means(first_ns, last_ns)
     return {f"{series.name} {series.of}".strip(): mean for series, mean in means.items()}
 
 
 def append(path: Path, line: StepLine) -> None:
-    """Add a line to the file. A disk that refuses is noted."""
+    """Append a line to the file. A disk error is recorded and not raised."""
     try:
         if append_lines(path, [line]) > MOST_BYTES:
             _halve(path)

@@ -11,13 +11,13 @@ from stepscope.files.kinds import Stages, alike, same_length
 from stepscope.files.manifest.records import Ending
 
 COMPARED = 50
-"""Steps whose median a step is compared with."""
+"""Number of steps whose median a step is compared with."""
 ENOUGH = 3
-"""Steps of its kind with which a step is compared, and not with all."""
+"""Least number of earlier steps of the same kind; with fewer, a step is compared with all steps."""
 SHORTEST = 10
-"""A step is looked at if it is long beside the shortest tenth, which may be a kind of its own."""
+"""A step is examined if it is long compared with the shortest tenth, which may be a kind of its own."""
 FIRST = 10
-"""Steps at the beginning that are never slow: they warm up."""
+"""Number of steps at the beginning that are never called slow, because they warm up."""
 
 
 class RecordedStep:
@@ -28,22 +28,22 @@ class RecordedStep:
     def __init__(self, number: int, after: int) -> None:
         self.number = number
         self.after = after
-        """The number of the last span before it."""
+        """The number of the last span before the step."""
         self.opened: ClockAnchor = clock.read_anchor()
         self.closed: ClockAnchor | None = None
-        """None while it runs."""
+        """Clock reading at the step's end, or None while the step runs."""
         self.ending: Ending | None = None
-        """The cause of its early end."""
+        """The cause of the step's early end, or None."""
         self.is_written = False
-        """True if its folder is written, or about to be."""
+        """True if the step's folder is written, or about to be."""
         self.stages: dict[str, float] | None = None
-        """{`role/stage`: seconds}. None until they are summed."""
+        """{`role/stage`: seconds}, or None until they are summed."""
         self.tokens: dict[str, int] = {}
-        """Counted in it, by `step_tokens`."""
+        """Tokens counted in the step by `step_tokens`."""
 
     @property
     def dur_ns(self) -> int:
-        """The time that it took; up to now while it runs."""
+        """Duration of the step, up to now while it runs."""
         closed = clock.read_anchor() if self.closed is None else self.closed
         return closed.mono_ns - self.opened.mono_ns
 
@@ -55,22 +55,22 @@ class Steps:
         self._kept: deque[RecordedStep] = deque(maxlen=keep)
         self._before: deque[RecordedStep] = deque(maxlen=COMPARED)
         self._long: deque[RecordedStep] = deque(maxlen=COMPARED)
-        """Steps that were longer than usual, some of which were called slow."""
+        """Steps that were longer than usual, of which some were called slow."""
         self._seen = 0
 
     @property
     def running(self) -> RecordedStep | None:
-        """The step that has begun and not ended."""
+        """The step that has begun and not ended, or None."""
         last = self._kept[-1] if self._kept else None
         return last if last is not None and last.closed is None else None
 
     @property
     def oldest_ns(self) -> int:
-        """The time at which the oldest kept step began; 0 without any."""
+        """Start of the oldest kept step, or 0 if there is none."""
         return self._kept[0].opened.mono_ns if self._kept else 0
 
     def begin(self, number: int, after: int) -> RecordedStep:
-        """Begin a step. `after`: the number of the last span before it."""
+        """Begin a step. `after` is the number of the last span before it."""
         step = RecordedStep(number, after)
         self._kept.append(step)
         return step
@@ -81,15 +81,15 @@ class Steps:
     def slowness(
         self, step: RecordedStep, factor: float, stages_of: Callable[[RecordedStep], Stages]
     ) -> str | None:
-        """Compare a step that is over with those of its kind before it, and count it as one of them.
+        """Compare an ended step with earlier steps of its kind, and add it to these.
 
-        A step that is as long as a longer one of its kind before is not slow: its cause is known.
+        A step is not called slow if an earlier long step of its kind took as long.
 
         Args:
-            stages_of: Sums the stages of a step. It is called only for one that is longer than others.
+            stages_of: Sums the stages of a step. Called only for a step that is longer than others.
 
         Returns:
-            The reason for calling it slow; None if it is not.
+            The reason why the step is slow, or None if it is not.
         """
         before, self._seen, took_ns = list(self._before), self._seen + 1, step.dur_ns
         self._before.append(step)
@@ -117,13 +117,13 @@ class Steps:
         """Return the last steps, the oldest first.
 
         Args:
-            ended: Without the one that runs.
+            ended: True to leave out the running step.
         """
         return [step for step in self._kept if not ended or step.closed is not None][-number:]
 
 
 class StepTokens:
-    """Tokens of the step that runs, as `step_tokens` counts them here. Any thread may add."""
+    """Tokens of the running step, as counted by `step_tokens` in this process. Any thread may add."""
 
     def __init__(self) -> None:
         self._counts: deque[Mapping[str, int]] = deque()
@@ -132,7 +132,7 @@ class StepTokens:
         self._counts.append(counts)
 
     def take(self) -> dict[str, int]:
-        """Return the sums, and begin anew."""
+        """Return the sums, and start again from zero."""
         sums: Counter[str] = Counter()
         while self._counts:
             sums.update(self._counts.popleft())

@@ -1,4 +1,4 @@
-"""Steps written backwards: from the spans in memory to folders like those of captured steps."""
+"""Writes steps after the fact: from the spans in memory to folders like those of captured steps."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ from stepscope.files.states import ProcessState
 from stepscope.files.storage.atomic import write_atomic
 
 COUNTERS_HZ = 1.0
-"""Samples of counters in a second, between captures."""
+"""Samples of counters per second, between captures."""
 WHY = "the flight recorder keeps spans, and starts no profiler"
 STANDS_STILL = ("hang", "signal")
 """Triggers upon which a step says what each process did at that moment."""
 _BATCH = 500
-"""Spans that are encoded at a stretch: some 2 ms, after which other threads have the GIL for as long."""
+"""Number of spans that are encoded without a pause, in about 2 ms; then other threads get the GIL for as
+long."""
 
 
 class Window(NamedTuple):
-    """A step in this process' time."""
+    """A step on the clocks of this process."""
 
     step: int
     opened: ClockAnchor
     closed: ClockAnchor
     ending: Ending | None = None
-    """The cause of its early end."""
+    """The cause of the step's early end, or None."""
     running: bool = False
-    """True if it still runs."""
+    """True if the step still runs."""
 
 
 class Written(NamedTuple):
@@ -62,9 +63,10 @@ class Written(NamedTuple):
 
 
 def window_of(step: RecordedStep, now: ClockAnchor) -> Window:
-    """Return the window of a step of this process; one that still runs ends now.
+    """Return the window of a step of this process. If the step still runs, the window ends now.
 
-    Its times of day are by the present wall clock: it may have jumped since, and workers use theirs.
+    Its wall-clock times follow the present wall clock, as the workers' do, even if the clock has jumped
+    since.
     """
     running, opened, closed = step.closed is None, _by_now(step.opened, now), _by_now(step.closed or now, now)
     return Window(step.number, opened, closed, step.ending, running)
@@ -75,7 +77,7 @@ def _by_now(anchor: ClockAnchor, now: ClockAnchor) -> ClockAnchor:
 
 
 def windows_by_time(order: Order, process: ProcessInfo, now: ClockAnchor) -> list[Window]:
-    """Return the windows of an order in a process that knows no steps: by its wall clock."""
+    """Return the windows of an order in a process that knows no steps, by its wall clock."""
     ahead_ns = order.offsets_ns.get(process.key, 0)
 
     def at(orderer_ns: int) -> ClockAnchor:
@@ -90,7 +92,7 @@ def windows_by_time(order: Order, process: ProcessInfo, now: ClockAnchor) -> lis
 
 
 class StepWriter:
-    """Writes what this process recorded of the steps of one order."""
+    """Writes the recorded spans and counters of this process for the steps of one order."""
 
     def __init__(
         self,
@@ -117,13 +119,13 @@ class StepWriter:
         began: dict[str, str] | None = None,
         clocks: Sequence[ClockOffset] = (),
     ) -> list[Written]:
-        """Write the steps, one after the other. Trouble with the disk stands in the parts of the manifest.
+        """Write the steps, one after the other. Disk errors are recorded in the parts of the manifest.
 
         Args:
-            windows: In the order of time.
+            windows: The windows of the steps, in order of time.
             owner: Whether this process bounds the steps.
             began: {`ProcessInfo.key`: name} of the workers that record too.
-            clocks: Of workers on other hosts, as measured at any time.
+            clocks: Measured clocks of workers on other hosts.
         """
         if windows and self._order.trigger in STANDS_STILL:
             self._write_state(windows[-1])
@@ -151,7 +153,7 @@ class StepWriter:
             failures.note("writing what the process does, into a step of the flight recorder", error)
 
     def _copy(self) -> tuple[Copied, str | None]:
-        """Return the spans, and the reason why there are none if they could not be copied."""
+        """Return a copy of the spans, and the reason if they could not be copied."""
         try:
             return self._ring.copy(), None
         except ours(RuntimeError) as error:
@@ -237,7 +239,7 @@ class StepWriter:
         return b"".join(msgspec.json.encode(line) + b"\n" for line in (head, *sampler.series, *samples, end))
 
     def _file(self, window: Window, spans: Sequence[Span]) -> bytes:
-        """Return the content of the span file, and leave other threads half of the time meanwhile."""
+        """Return the content of the span file. Half of the time is left to other threads."""
         header = records.Header(
             step=window.step, run_id=self._order.run_id, process=self._ring.process, anchor=window.opened
         )
@@ -255,7 +257,7 @@ class StepWriter:
         return b"".join(text)
 
     def _outcome(self, window: Window, since_ns: int, lost: str | None) -> Expectation:
-        """Return the outcome of a step's spans, of which the copy holds those that began after `since_ns`."""
+        """Return the outcome of a step's spans. The copy holds all spans that began after `since_ns`."""
         if lost is not None:
             return Expectation(name="spans", kind="spans", state="failed", reason=lost)
         if since_ns <= window.opened.mono_ns:

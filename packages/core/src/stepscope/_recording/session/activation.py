@@ -17,7 +17,7 @@ from stepscope._recording.spans.slot import FlightRecorder
 from stepscope.files.manifest.records import Ending
 
 activations = 0
-"""Number of sessions that recorded this process so far. One writer: `activate`."""
+"""Number of sessions that have recorded this process. One writer: `activate`."""
 
 
 def activate(session: Session) -> None:
@@ -35,13 +35,13 @@ def activate(session: Session) -> None:
 
 
 def deactivate(session: Session) -> None:
-    """Switch recording off, if this session records."""
+    """Switch recording off if this session is the one that records."""
     if slot.active is session:
         slot.active = slot.recorder
 
 
 def keep(recorder: FlightRecorder | None) -> None:
-    """Have a flight recorder record whenever no session does, or None to disable it."""
+    """Set the flight recorder that is active between captures, or None to disable it."""
     keep_places()
     compiled.leave_to_python()
     resting = slot.session() is None
@@ -51,7 +51,7 @@ def keep(recorder: FlightRecorder | None) -> None:
 
 
 def hand_to_worker(claim: Claim, session: Session) -> None:
-    """Give a worker's session the claim, which is freed when its files are closed."""
+    """Give the claim to a worker's session; the claim is freed when the session's files are closed."""
     session.on_closed = claim.free
     claim.taker = session
 
@@ -63,7 +63,9 @@ def _end(ending: Ending, deadline_s: float) -> None:
 
 
 def _forget() -> None:
-    """Leave the span file, the profiler and the capture to the parent: the child is not recorded."""
+    """Leave the span file, the profiler and the capture to the parent, because a forked child is not
+    recorded.
+    """
     slot.active = slot.recorder = None
     claims.forget()
 

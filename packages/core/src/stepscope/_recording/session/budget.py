@@ -1,4 +1,4 @@
-"""Limits of a capture and of a run: watched during it, and checked before it."""
+"""Limits of a capture, watched while it is open, and of a run, checked before a capture."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from stepscope.errors import ours
 from stepscope.files.layout import RunLayout
 
 POLL_S = 0.5
-"""Interval between two looks at the memory of the process (20 us each)."""
+"""Interval between two measurements of the process' memory, which take 20 us each."""
 MB = 1 << 20
 
 
 class Watchdog:
-    """Watchdog of a capture: calls `expired(reason)` once, on its own thread, when a limit is reached."""
+    """Watchdog of a capture. Calls `expired(reason)` once, on its own thread, when a limit is reached."""
 
     def __init__(self, budget: BudgetConfig, expired: Callable[[str], None]) -> None:
         self._budget = budget
@@ -60,7 +60,7 @@ class Watchdog:
 
 
 def resident_mb() -> int | None:
-    """Return the resident memory of this process; None if the system does not report it."""
+    """Return the resident memory of this process in MB, or None if the system does not report it."""
     try:
         return int(ProcessMemory().sample()[""]) // MB
     except ours(OSError):
@@ -68,7 +68,7 @@ def resident_mb() -> int | None:
 
 
 def over_budget(config: ProfileConfig) -> str | None:
-    """Return the reason against another trace in the run's folder; None if there is room."""
+    """Return the reason why no further trace may be written into the run's folder, or None if one may."""
     run, budget = RunLayout(config.save_path), config.budget
     folder = run.root.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())

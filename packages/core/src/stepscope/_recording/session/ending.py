@@ -15,10 +15,11 @@ def begin_closing(
 ) -> tuple[Job[None], BaseException | None]:
     """Call `end_here` on this thread, then begin `close` on the private loop.
 
-    `end_here` is called once more if it is interrupted. A second interruption passes over what is left of it.
+    If `end_here` is interrupted, it is called once more. After a second interruption, the rest of it is
+    skipped.
 
     Returns:
-        The job of `close`, and what interrupted `end_here` first.
+        The job of `close`, and the exception that first interrupted `end_here`, or None.
     """
     interruption: BaseException | None = None
     for attempt in (end_here, end_here, _nothing):
@@ -33,10 +34,10 @@ def begin_closing(
 def closed(
     end_here: Callable[[], None], close: Callable[[], Coroutine[Any, Any, None]], timeout_s: float | None
 ) -> None:
-    """Close as `begin_closing` does, and wait for it, or for `timeout_s`.
+    """Close as `begin_closing` does, and wait until `close` has ended, or for `timeout_s`.
 
     Raises:
-        BaseException: what interrupted this first, or else the error of `close`.
+        BaseException: the first exception that interrupted the wait, or else the error of `close`.
     """
     job, interruption = begin_closing(end_here, close)
     interruption = private_loop.wait_on(job, timeout_s) or interruption

@@ -34,16 +34,17 @@ MOST_RECORDS = 100
 times.
 """
 ITEM = "CUDA out of memory"
-"""Its name in the manifest of a capture that was open."""
+"""Name of the record in the manifest of a capture that was open."""
 
 _numbers = itertools.count(1)
-"""The numbers of this process' files."""
+"""Numbers for this process' files."""
 _watch: _Watch | None = None
 """The watch of this process. Only `watch` sets it."""
 
 
 def watch(config: ProfileConfig, process: ProcessInfo, run_id: str, step: int | None) -> None:
-    """Keep a snapshot of each shortage from now on, if the configuration asks for it. Cheap to call again.
+    """Keep a snapshot of each out-of-memory error from now on, if the configuration asks for it. May be
+    called repeatedly.
 
     Args:
         step: The step that begins now, if this process knows it.
@@ -73,7 +74,7 @@ class _Watch:
         oom.watch(self.keep, options, _refused)
 
     def keep(self, shortage: Shortage, snapshot: Callable[[], object], history: bool) -> None:
-        """Args: snapshot: Takes a snapshot. It is slow, so it is called only for one that is kept."""
+        """Args: snapshot: Takes a snapshot. It is slow, so it is called only if the snapshot is kept."""
         try:
             self._keep(shortage, snapshot, history)
         except ours() as error:

@@ -39,12 +39,14 @@ if TYPE_CHECKING:
     from stepscope._recording.spans.wrapping import Declared
 
 OnArtifact: TypeAlias = Callable[[Path, Sidecar | None, ManifestPart], None]
-"""Called with a file in place, its sidecar (None to read the sidecar beside the file), and the manifest's
+"""Called for each file in place, with its sidecar (None if the sidecar is read from disk) and the manifest's
 part."""
 
 
 class Windows:
-    """Owner of the backend of one session. Its failures go to the manifest, never to the recorded code."""
+    """Owner of the backend of one session. Failures of the backend are recorded in the manifest and never
+    raised in the recorded code.
+    """
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class Windows:
         part = manifest_part.record
         self.discrete = config.mode == "discrete"
         self.running: str | None = None
-        """Name in the manifest of the window that is open now."""
+        """Name in the manifest of the window that is open now, or None."""
         self._backend = backend
         self._config = config
         self._layout = layout
@@ -67,7 +69,7 @@ class Windows:
         self._manifest_part = manifest_part
         self._on_artifact = on_artifact
         self._off: str | None = None
-        """The reason why no further window opens; None while windows may open."""
+        """Reason why no further window opens, or None while windows may open."""
         self._warned = False
         self._opened: ClockAnchor | None = None
         self._stage: str | None = None
@@ -76,7 +78,7 @@ class Windows:
         self._lock = threading.RLock()
 
     def open(self, stage: str | None, role: str) -> bool:
-        """Start the backend. False if it does not start; the manifest has the reason."""
+        """Start the backend. Return False if it does not start, with the reason in the manifest."""
         return undisturbed(partial(self._open, stage, role))
 
     def _open(self, stage: str | None, role: str) -> bool:
@@ -159,7 +161,9 @@ class Windows:
                     artifact.discard()
 
     def _enter_none(self, name: str, reason: str, discard: str | None) -> None:
-        """Enter a window without a recording, which is no failure if the recording is unwanted."""
+        """Record in the manifest a window without a recording. This is no failure if the recording is
+        discarded.
+        """
         if discard is None:
             self._manifest_part.fail(name, reason, kind="trace")
         else:
@@ -167,7 +171,7 @@ class Windows:
             self._manifest_part.expect(item)
 
     def finish(self, *, truncated: str | None = None, discard: str | None = None) -> None:
-        """Close the window for good: no stage that still runs opens another."""
+        """Close the window for good: stages that still run open no further window."""
         with self._lock:
             self._off = truncated or "the capture is closed"
             self.close(truncated=truncated, discard=discard)
@@ -208,7 +212,7 @@ class Windows:
         return span.__enter__()
 
     def mark(self, span: Span, is_async: bool) -> AbstractContextManager[None] | None:
-        """Open the backend's marker around a span; None if there is none to close."""
+        """Open the backend's marker around a span. Return the marker to close, or None if none was opened."""
         if self.running is None:
             return None
         try:  # an interrupted marker ends with the profiler's session
@@ -257,7 +261,7 @@ class Windows:
             failures.warn("stepscope: step %d %s", self._step, what)
 
     def _tell_late(self, name: str) -> None:
-        """Log a problem with a file after the capture has logged the earlier ones."""
+        """Log a problem with a file that occurred after the capture has logged the others."""
         if not self._manifest_part.told:
             return
         for item in self._manifest_part.record.expected:
@@ -328,12 +332,12 @@ class Windows:
 
 
 class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
-    """A span in a process that a profiler records: it stands in the profiler's trace too."""
+    """A span in a process that a profiler records. The profiler's trace shows the span too."""
 
     windows: Windows
     is_async: bool
     opens: bool = False
-    """True if this span is a stage with its own window (discrete mode)."""
+    """True if the span is a stage that opens its own window (discrete mode)."""
     marker: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Self:
@@ -378,7 +382,9 @@ class MarkedSpan(Span, gc=False, eq=False, kw_only=True):
             self.windows.unmark(marker)
 
     def _say_profiling(self, began_ns: int) -> None:
-        """Record that the profiler was started or stopped since `began_ns`, beside this span."""
+        """Record a span below this one for the time since `began_ns`, in which the profiler was started or
+        stopped.
+        """
         record(self.log, PROFILING, {"window": self.stage}, began_ns, time.monotonic_ns())
 
     def _ended(self, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""Decision whether the profiler records a process, and why. Pure: it depends on arguments alone."""
+"""Decision whether a profiler records a process, with the reason. Pure: it depends only on the arguments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from stepscope.files.sidecar import ProcessInfo
 
 
 class Decision(NamedTuple):
-    """Decision of what a process records in a captured step. Spans it records in any case."""
+    """Decision whether a profiler records a process in a captured step. Spans are recorded in any case."""
 
     record: bool
-    """The profiler (`tool`) records this process."""
+    """True if the profiler (`tool`) records this process."""
     reason: str
     """The reason, as a sentence for the manifest."""
 
@@ -21,8 +21,8 @@ class Decision(NamedTuple):
 def decide(config: ProfileConfig, *, role: str, rank: int | None, world_size: int | None = None) -> Decision:
     """Decide whether the profiler records the process with `role` and `rank` (None if unknown).
 
-    `first` asks for rank 0. A process whose rank is unknown cannot be told from the first one and records; in
-    a world of one its rank is 0.
+    `first` selects rank 0. A process of unknown rank may be the first one, so it records; in a world of one
+    its rank is 0.
     """
     match = config.role(role)
     if match is None:
@@ -38,7 +38,9 @@ def decide(config: ProfileConfig, *, role: str, rank: int | None, world_size: in
 def decide_process(
     config: ProfileConfig, *, roles: Sequence[str], rank: int | None, world_size: int | None = None
 ) -> Decision:
-    """Decide for a process that does the work of one or several roles: one selected role is enough."""
+    """Decide for a process that does the work of one or several roles. The process records if one role is
+    selected.
+    """
     decisions = {role: decide(config, role=role, rank=rank, world_size=world_size) for role in roles}
     if len(decisions) == 1:
         return decisions[roles[0]]
@@ -56,16 +58,16 @@ def may_record(config: ProfileConfig, decision: Decision) -> bool:
 
 
 def unreachable_ranks(config: ProfileConfig, role: str, world_size: int) -> tuple[int, ...]:
-    """Return the ranks that the config asks for and a role of `world_size` processes lacks, ascending."""
+    """Return the ranks that the configuration selects and that a role of `world_size` processes lacks,
+    ascending.
+    """
     match = config.role(role)
     ranks = match[1].ranks if match and match[1].profiler else ()
     return () if isinstance(ranks, str) else tuple(sorted(rank for rank in ranks if rank >= world_size))
 
 
 def missing_ranks(config: ProfileConfig, process: ProcessInfo) -> dict[str, str]:
-    """Return the ranks that the configuration asks for and no process has, by name. Rank 0 reports for
-    all.
-    """
+    """Return the selected ranks that no process has, as {name: reason}. Only rank 0 reports them."""
     if process.rank != 0 or process.world_size is None:
         return {}
     reason = f"no such rank: world_size is {process.world_size}"
@@ -74,7 +76,7 @@ def missing_ranks(config: ProfileConfig, process: ProcessInfo) -> dict[str, str]
 
 
 def is_shared(config: ProfileConfig, role: str) -> bool:
-    """Return whether the pattern of a role may cover others too, with more ranks than this one has."""
+    """Return whether the pattern of a role may also match roles with more ranks than this role has."""
     match = config.role(role)
     return match is not None and match[0] != role
 
@@ -82,10 +84,10 @@ def is_shared(config: ProfileConfig, role: str) -> bool:
 def unreachable_in_engines(
     config: ProfileConfig, role: str, sizes: Sequence[tuple[int, int | None]]
 ) -> dict[int, str]:
-    """Return the ranks that the config asks for and that no engine has: {rank: reason}.
+    """Return the selected ranks that no engine has, as {rank: reason}.
 
     Args:
-        sizes: Of each engine, its number and its world size. One that is unknown may have any rank.
+        sizes: Number and world size of each engine. An engine of unknown size may have any rank.
     """
     match = config.role(role)
     ranks = match[1].ranks if match else ()

@@ -1,9 +1,8 @@
 """One captured step in one process: its spans, its profiler windows, its part of the manifest.
 
-States: new -> open -> (truncated ->) closed. Files are opened and closed on the private loop, in the owner by
-`capture/work.py`, in a worker as `fanout/worker_side.py` asks. The profiler starts and stops on the recorded
-thread.
-Nothing here raises for a profiler's or a disk's trouble: the manifest has it, with its reason.
+States: new -> open -> (truncated ->) closed. Files are opened and closed on the private loop: in the owner by
+`capture/work.py`, in a worker by `fanout/worker_side.py`. The profiler starts and stops on the recorded
+thread. Failures of a profiler or a disk are not raised here but recorded in the manifest, with the reason.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _HAND_BACK_S = 1.0  # so long exports, and the record of what closing took, wait
 
 
 class Session:
-    """Made by `capture` (in the owner) or by `worker_side` (in a process that the owner's fleet reached)."""
+    """A captured step in this process. Made by `capture` in the owner, or by `worker_side` in a worker."""
 
     calls_attrs = True
 
@@ -75,9 +74,9 @@ class Session:
         on_artifact: OnArtifact | None = None,
     ) -> None:
         """Args:
-        spans_only: Why no profiler of ours is to start here, or None to let the configuration decide.
-        began_ns: When opening began (monotonic), or None for now.
-        on_artifact: Called once a file of its profiler is in place.
+        spans_only: Reason why no profiler starts here, or None to let the configuration decide.
+        began_ns: Monotonic time at which opening began, or None for now.
+        on_artifact: Called for each file of the session's profiler once it is in place.
         """
         self._began_ns = time.monotonic_ns() if began_ns is None else began_ns
         self.config = config
@@ -88,7 +87,8 @@ class Session:
         self.owner = owner
         self.layout = RunLayout(config.save_path).step(step)
         self.over_budget = cache(partial(budget.over_budget, config))
-        """`budget.over_budget`, as it was when it was first asked: it may walk through all of the run."""
+        """The first result of `budget.over_budget`, cached because it may walk through the folder of the
+        whole run."""
         self._decision = selection.decide_process(
             config, roles=roles, rank=process.rank, world_size=process.world_size
         )
@@ -99,7 +99,7 @@ class Session:
         numbers = itertools.count(1)
         number = next(n for n in numbers if not _exists(self.layout.part_of(process, run_id, n)))
         self.number = number
-        """Number of this capture among those of this step in this process."""
+        """Number of this capture among the captures of the same step in this process."""
         part = ProcessPart(
             run_id=run_id,
             step=step,
@@ -127,28 +127,29 @@ class Session:
         )
         self._counters = _counters_of(config, self.layout, self.log, self.manifest_part, number)
         self._replicas: set[str] = set()
-        """Engines whose counters are sampled."""
+        """Keys of the engines whose counters are sampled."""
         self.forks = 0
-        """Children forked while open: they record nothing, and the manifest says so."""
+        """Number of children forked while the session was open. They record nothing, and the manifest says
+        so."""
         self.switch_off: Callable[[Session], None] | None = None
-        """Takes this session out of the process' slot; set by the slot's writer."""
+        """Function that removes this session from the process' slot. Set by the slot's writer."""
         self._is_profiled = False
         self._windows: Windows | None = None
         self._watchdog: budget.Watchdog | None = None
         self.on_closed: Callable[[], None] | None = None
-        """Called when the files are closed."""
+        """Function called when the files are closed."""
         self._ended: ClockAnchor | None = None
-        """Time at which recording ended: at close, or earlier if it was truncated."""
+        """Clock reading at which recording ended: at the close, or earlier if it was truncated."""
         self._closing: ClockAnchor | None = None
-        """Time at which closing began."""
+        """Clock reading at which closing began."""
         self._hardware: Hardware | None = None
         self._is_awaited = False
-        """True if the exports wait for the caller's return."""
+        """True if the exports wait until the caller has returned from closing."""
         self._handed_back = threading.Event()
         self._closed = False
 
     def open_files(self) -> None:
-        """Do the part of opening that may run on any thread: folders and files."""
+        """Create the folders and files. This part of opening may run on any thread."""
         if self.config.export.when == "deferred":
             # What nobody has flushed since the last capture must not be written inside this one.
             exporter.exporter().drain(self.config.budget.export_seconds)
@@ -170,12 +171,12 @@ class Session:
         self.manifest_part.write()
 
     def prepare_profiler(self) -> None:
-        """Pay for the profiler library's one-off costs, if a profiler is to start."""
+        """Pay the one-off costs of the profiler's library, if a profiler will start."""
         if self._is_profiled:
             self._windows = self.log.observer = self._make_windows()
 
     def _no_profiler(self) -> str | None:
-        """Return why no profiler runs here; None when one does."""
+        """Return the reason why no profiler runs here, or None if one does."""
         if self._spans_only is not None:
             return self._spans_only
         if not selection.may_record(self.config, self._decision):
@@ -210,7 +211,7 @@ class Session:
             self._counters.open()
 
     def start_profiler(self) -> None:
-        """Do the part of opening that belongs on the thread whose work is recorded."""
+        """Start the profiler, on the thread whose work is recorded."""
         if self._windows is not None and not self._windows.discrete:
             self._windows.open(None, self.process.role)
         self.manifest_part.write()
@@ -220,14 +221,16 @@ class Session:
             self._watchdog.cancel()
 
     def sample_engine(self, profiler: EngineProfiler) -> None:
-        """Sample the counters of an engine until the capture ends here. Once for each replica."""
+        """Sample the counters of an engine until the capture ends here. A second call for the same replica
+        does nothing.
+        """
         name = f"replica {profiler.replica or 0}"
         if self._counters is not None and name not in self._replicas:
             self._replicas.add(name)
             self._counters.sampler.add(name, profiler.counters)
 
     def begin(self) -> None:
-        """End the opening: the step's time begins now. Waits for no disk."""
+        """End the opening: the step's time begins now. Does not wait for the disk."""
         if self._ended is not None:
             return
         anchor = clock.read_anchor()
@@ -239,22 +242,22 @@ class Session:
 
     @property
     def state(self) -> None:
-        """See `claims.Taker`."""
+        """Return None: a worker's session has no state of a capture. See `claims.Taker`."""
 
     def end_with_process(self, ending: Ending, deadline_s: float) -> None:
         """See `claims.Taker`."""
         self.finish(ending=ending, timeout_s=deadline_s + shutdown.GRACE_S)
 
     def disown(self) -> None:
-        """See `claims.Taker`. Nothing closes the session once it is neither active nor claimed."""
+        """See `claims.Taker`. A session that is neither active nor claimed is never closed."""
 
     def leave(self) -> None:
-        """Begin the closing: the step's time ends now, if it has not ended before. Idempotent."""
+        """Begin the closing: the step's time ends now, unless it has ended before. Idempotent."""
         if self._closing is None:
             self._closing = clock.read_anchor()
 
     def hand_back(self) -> None:
-        """End the closing: the caller goes on. Idempotent."""
+        """End the closing: the caller's code goes on from now. Idempotent."""
         if self._closing is not None and not self._handed_back.is_set():
             self.manifest_part.spend(stop_ns=time.monotonic_ns() - self._closing.mono_ns)
             self._handed_back.set()
@@ -265,7 +268,9 @@ class Session:
             time.sleep(_ANSWER_S)
 
     def write_cost(self) -> None:
-        """Have the part of the manifest written after `hand_back`: the writes before are what it measures."""
+        """Request that the manifest's part is written after `hand_back`, because earlier writes are part of
+        the measured cost.
+        """
         exporter.exporter().then(self._write_cost, deferred=False)
 
     def _write_cost(self) -> None:
@@ -273,7 +278,7 @@ class Session:
             self.manifest_part.write()
 
     def open(self) -> None:
-        """Open all files, in a process that has no workers and engines to start in between."""
+        """Open all files. For a process that starts no workers or engines in between."""
 
         async def opened() -> None:
             self.open_files()
@@ -284,7 +289,9 @@ class Session:
     def finish(
         self, *, ending: Ending | None = None, discard: str | None = None, timeout_s: float | None = None
     ) -> None:
-        """End and close the session, from any thread, and wait for that. Arguments as in `close`."""
+        """End and close the session, from any thread, and wait until it is closed. Arguments as in
+        `close`.
+        """
         if after(partial(self.finish, ending=ending, discard=discard, timeout_s=timeout_s)):
             return
 
@@ -295,12 +302,8 @@ class Session:
         _ending().closed(partial(self.end, discard=discard), close, timeout_s)
 
     def close(self, *, ending: Ending | None = None, discard: str | None = None) -> None:
-        """End the files, on the private loop. Idempotent. On the recorded thread `end` came first. The caller
-        writes the part of the manifest.
-
-        Args:
-            ending: Why the capture ended early; None if it did not.
-            discard: Why the recordings are unwanted; None to keep them.
+        """Close the files, on the private loop, after `end` was called on the recorded thread. Idempotent.
+        The caller writes the part of the manifest.
         """
         if self._closed:
             return
@@ -330,8 +333,8 @@ class Session:
             self.manifest_part.add_absent((_forked(forks),))
 
     def truncate(self, reason: str) -> None:
-        """End the recording early; what is there is kept and marked. The owner's capture stays open for its
-        owner.
+        """End the recording early and mark it as truncated. The capture itself stays open until its owner
+        closes it.
         """
         if self._ended is not None:
             return
@@ -349,7 +352,7 @@ class Session:
             self.manifest_part.write()
 
     def end(self, *, truncated: str | None = None, discard: str | None = None) -> None:
-        """End the recording, on the thread that is recorded if possible. Idempotent."""
+        """End the recording, if possible on the recorded thread. Idempotent."""
         if self._ended is None:
             self._ended = self._closing or clock.read_anchor()
         if self._hardware is None:  # here: a thread has a current device of its own
@@ -387,7 +390,7 @@ class Session:
 def _counters_of(
     config: ProfileConfig, layout: StepLayout, spans: SpanLog, part: ManifestPart, number: int
 ) -> CounterLog | None:
-    """Return the counters of a session; None without a rate (`counters: off`)."""
+    """Return the counters of a session, or None if their rate is 0 (`counters: off`)."""
     if not config.counters.hz:
         return None
     from stepscope._recording.counters.catalogue import openers  # import time: 15 ms
@@ -411,7 +414,9 @@ def _close_counters(log: CounterLog, part: ManifestPart, ended: ClockAnchor, dis
 
 
 def _outcome_of_counters(log: CounterLog, discard: str | None) -> Expectation:
-    """Return the entry. A counter that this machine lacks is a note on it, and no problem."""
+    """Return the manifest entry of the counters. A counter that this machine lacks is a note, not a
+    problem.
+    """
     notes = tuple(
         f"no counters of {source}: {reason}" for source, reason in sorted(log.sampler.absent.items())
     )

@@ -1,1 +1,1 @@
-"""Spans: what the code of a user touches while it runs."""
+"""Spans, and the functions by which user code records them."""

@@ -24,8 +24,8 @@ def trajectory(
 
     Args:
         trajectory_id: Unique within the run.
-        step: The step that consumes it, if another than the one being captured (async RL).
-        policy_version: Of the weights it was begun with.
+        step: The step that consumes the trajectory, if it is not the captured step (async RL).
+        policy_version: Version of the weights with which the trajectory begins.
         attrs: Further attributes of the span.
     """
     session = slot.active
@@ -79,10 +79,10 @@ def span(
 
     Args:
         stage: The work that is timed.
-        role: Who does it; the enclosing span's role, or the process', by default.
-        step: The step that owns the work, if another than the one being captured.
-        policy_version: Of the weights in use.
-        attrs: str, int, float, bool or None values. Others become text.
+        role: Role that does the work; by default the enclosing span's role, or the process'.
+        step: The step that owns the work, if it is not the captured step.
+        policy_version: Version of the weights in use.
+        attrs: Attributes: str, int, float, bool or None values. Other values are stored as text.
     """
     session = slot.active
     if session is None:

@@ -1,6 +1,6 @@
 """Carriers: the place of the running code, sent to another process or thread and attached there.
 
-The threads of `loop.run_in_executor` get it without one (`keep_places`).
+Threads of `loop.run_in_executor` get the place without a carrier (`keep_places`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 _KEEPS = "__stepscope_keeps_places__"
-"""The attribute of a `run_in_executor` that `keep_places` put there, and of whatever wraps it since."""
+"""The attribute that marks a `run_in_executor` that `keep_places` replaced, and any wrapper of it made
+since."""
 T = TypeVar("T")
 
 
@@ -32,7 +33,8 @@ class Carrier(TypedDict, total=False):
     """A place in one process' spans, as JSON-able data. Send it along and `attach` it on the other side."""
 
     process: str
-    """The process of `span`. Where no span is recorded, the process that made this: `host_pid123`."""
+    """`ProcessInfo.key` of the process of `span`. Without a recorded span, the process that made the carrier:
+    `host_pid123`."""
     span: int
     captured: int
     """The captured step whose files hold `span`."""
@@ -46,7 +48,9 @@ class Carrier(TypedDict, total=False):
 
 
 def carrier() -> Carrier | None:
-    """Return the place of this code, to be sent to another process or thread; None outside all scopes."""
+    """Return a carrier of the running code's place, to be sent to another process or thread; None outside all
+    scopes.
+    """
     scope = current.get()
     if scope is None:
         return None
@@ -76,9 +80,9 @@ def carrier() -> Carrier | None:
 def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
     """Return a context manager (`with` and `async with`) that puts spans below the carrier's span.
 
-    None is allowed and changes nothing, so a caller need not ask whether a capture is on. Unknown keys are
-    ignored: the other side may be newer. A mapping that holds another tracer's `traceparent` (the headers of
-    a request, say) is a carrier too.
+    None is allowed and changes nothing, so that callers need not check whether a capture is on. Unknown keys
+    are ignored: the other side may be newer. A mapping that holds another tracer's `traceparent` (the headers
+    of a request, say) is a carrier too.
 
     A method that `profile_step` times may attach a carrier in its body. The method's own span then hangs
     below the carrier's span too, if it is a top span and the same task or thread attaches.
@@ -110,9 +114,10 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
 
 
 def keep_places() -> None:
-    """Let calls in `loop.run_in_executor` have the place of the code that makes them, during a capture.
+    """Make functions called by `loop.run_in_executor` inherit the place of the calling code during a capture.
 
-    `asyncio.to_thread` copies the context, and this does not. A tool would leave its trajectory.
+    `asyncio.to_thread` copies the context, but `run_in_executor` does not: a tool that runs there would leave
+    its trajectory.
     """
     loops = [
         getattr(sys.modules.get(module), name, None)
@@ -162,7 +167,9 @@ def _recorded(scope: Scope | None) -> tuple[SpanLink | None, str | None]:
 
 
 def _is_ours(traceparent: str, link: SpanLink | None) -> bool:
-    """Return whether it comes from `carrier`. It is then passed on as it is: checking takes 2 us."""
+    """Return whether a `traceparent` was made by `carrier`; it is then passed on unchanged, because checking
+    takes 2 us.
+    """
     return link is not None and len(traceparent) <= MAX_TEXT
 
 
@@ -181,7 +188,8 @@ class Attached(Place):
     """The place of a carrier.
 
     A decorated method begins its span before its body attaches the carrier. If that span is a top span, it
-    hangs below the carrier's span (`Span.hang_below`), and what is attached hangs below the method's span.
+    becomes a child of the carrier's span (`Span.hang_below`), and spans recorded in the attached place become
+    children of the method's span.
     """
 
     __slots__ = ("_method", "_process")
@@ -208,6 +216,8 @@ class Attached(Place):
         return None if self._hangs_method() else self.context
 
     def _hangs_method(self) -> bool:
-        """Return whether the method hangs below the carrier's span, and what is attached below the method."""
+        """Return whether the method's span is a child of the carrier's span, and spans of the attached place
+        are its children.
+        """
         method = self._method
         return method is not None and method.caller is not NOWHERE and bool(self.link or self.context)

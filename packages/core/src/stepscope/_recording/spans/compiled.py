@@ -1,10 +1,9 @@
 """Code that torch.compile compiles, of which recorded functions may be part.
 
-A user's function stays in one graph with what surrounds it: the wrapper around it asks `recording` or
-`is_idle` first, for which torch compiles constants, and so nothing of ours is left. A capture neither
-recompiles such code nor stops it. Where the user's function breaks the graph, torch calls the wrapper as
-Python does, and then compiles each function that is called with a tensor: all but those that are
-`uncompiled`.
+A user's function stays in one graph with the surrounding code: its wrapper first calls `recording` or
+`is_idle`, for which torch compiles constants, so that the rest of the wrapper is compiled away. A capture
+neither recompiles such code nor stops it. If the user's function breaks the graph, torch calls the wrapper as
+Python does, and then compiles each function that is called with a tensor, except `uncompiled` ones.
 """
 
 from __future__ import annotations
@@ -19,18 +18,20 @@ from stepscope._recording.spans import slot
 from stepscope.errors import ours
 
 INLINED = "_torchdynamo_inline"
-"""The attribute of a function that names another one, for torch.compile to compile in its place.
+"""The attribute of a function that holds another function, which torch.compile compiles in its place.
 
 Not for methods: torch up to 2.14 then takes closure and defaults from the function in the class, and drops
 `self` where the graph breaks.
 """
 _uncompiled: set[CodeType] = set()
-"""Code that torch.compile leaves to Python. One writer: `uncompiled`."""
+"""Code objects that torch.compile leaves to Python. One writer: `uncompiled`."""
 F = TypeVar("F", bound=Callable[..., object])
 
 
 def compiled_as(value: object) -> Callable[[F], F]:
-    """Decorate a function without arguments, in place of which torch.compile compiles `value`."""
+    """Return a decorator of a function without arguments, in place of which torch.compile compiles the
+    constant `value`.
+    """
 
     def constant() -> object:
         return value
@@ -44,30 +45,32 @@ def compiled_as(value: object) -> Callable[[F], F]:
 
 @compiled_as(None)
 def recording() -> slot.ActiveSession | None:
-    """Return what records this process: `slot.active`, but None in compiled code."""
+    """Return the session or recorder that records this process (`slot.active`), but None in compiled code."""
     return slot.active
 
 
 @compiled_as(True)
 def is_idle() -> bool:
-    """Return whether nothing records this process, or the code that asks is compiled."""
+    """Return True if nothing records this process, or if the calling code is compiled."""
     return slot.active is None
 
 
 @compiled_as(True)
 def is_compiled() -> bool:
-    """Return whether the code that asks is compiled by torch.compile."""
+    """Return whether the calling code is compiled by torch.compile."""
     return False
 
 
 def uncompiled(fn: F) -> F:
-    """Have torch.compile leave a function of ours, and all that it calls, to Python."""
+    """Make torch.compile leave one of stepscope's functions, and all functions that it calls, to Python."""
     _uncompiled.add(cast(FunctionType, fn).__code__)
     return fn
 
 
 def leave_to_python() -> None:
-    """Tell torch, if it is imported, which code it does not compile. `torch._dynamo.reset()` forgets it."""
+    """Tell torch, if it is imported, which code not to compile. Must be repeated after
+    `torch._dynamo.reset()`.
+    """
     frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")
     if frames is None:
         return

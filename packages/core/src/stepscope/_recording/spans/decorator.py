@@ -1,4 +1,6 @@
-"""The decorator `profile_step`. It times a function during a capture, and else reads one slot per call."""
+"""The decorator `profile_step`. It times a function during a capture; otherwise it only reads one slot per
+call.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,16 @@ def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs 
     `@profile_step("actor")`, `@profile_step(role="actor", stage="update")`, or `@profile_step` alone.
 
     The result is a plain function of the same kind (sync, `async def`, generator, async generator) with the
-    same signature and metadata. On methods, and above or below @classmethod and @staticmethod; below
-    whatever else makes something that is no plain function (@ray.remote, @property). A generator is timed
-    per resumption. A plain function that returns a coroutine, a generator or an asyncio future is timed to
-    the end of that. Another awaitable is not followed. Below a decorator that looks at its caller, or hides
-    an `async def`, the function below it is timed.
-    A function that torch.compile makes part of a graph has no span there: put @profile_step above
-    @torch.compile.
+    same signature and metadata. It works on methods, and above or below @classmethod and @staticmethod. Put
+    it below decorators whose result is no plain function (@ray.remote, @property). A generator is timed per
+    resumption. A plain function that returns a coroutine, a generator or an asyncio future is timed until
+    that result ends. Other awaitables are not followed. If a decorator inspects its caller's frame, or hides
+    an `async def`, the function below that decorator is timed. A function that torch.compile makes part of a
+    graph has no span there: put @profile_step above @torch.compile.
 
     Args:
-        role: Who does the work: `actor`, `rollout`, `env`... Without it, the role of the enclosing span, else
-            that of the process: what the capture's `workers` calls its actor, or `worker`.
+        role: Role that does the work: `actor`, `rollout`, `env`... Without it, the role of the enclosing
+            span, else that of the process: its name in the capture's `workers`, or `worker`.
         stage: The work that is timed; the function's name by default.
         attrs: Attributes of each span: a mapping, or a function of the call's arguments that returns one or
             None. It is called only during a capture (for a generator, at each resumption). Its exceptions are
@@ -47,8 +48,8 @@ def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs 
 
     Raises:
         ConfigError: `role`, `stage` or `attrs` has another type.
-        TypeError: The decorator got something else than a Python function, or one that looks at the frame of
-            its caller. The message names the fix.
+        TypeError: The argument is not a Python function, or inspects the frame of its caller. The message
+            names the fix.
 
     With STEPSCOPE_DISABLE=1 every function is returned unchanged.
     """
@@ -67,7 +68,7 @@ def timed(target: object, *, role: str | None, stage: str | None, attrs: Attrs |
     """Return the replacement of `target`: a function, or a classmethod or staticmethod for one of those.
 
     Raises:
-        TypeError: It is something else, or looks at the frame of its caller.
+        TypeError: `target` is something else, or inspects the frame of its caller.
     """
     if isinstance(target, (classmethod, staticmethod)):
         inner = timed(target.__func__, role=role, stage=stage, attrs=attrs)

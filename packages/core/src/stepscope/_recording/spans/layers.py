@@ -1,8 +1,9 @@
-"""The place of a wrapper among the decorators of a function: where none of them notices it.
+"""The place of a wrapper among the decorators of a function: one at which no decorator notices the wrapper.
 
-A decorator may look at the frame of its caller. verl's `auto_await` returns a coroutine to a coroutine, and
-its result to anything else. Such a decorator is built anew around the wrapper: its caller is the one it had.
-So is a plain function above an `async def`: the coroutine that it returns tells nothing of the time it takes.
+A decorator may inspect the frame of its caller: verl's `auto_await` returns a coroutine if its caller is a
+coroutine, else the awaited result. Such a decorator is rebuilt around the wrapper, so that its caller stays
+the same. A plain function above an `async def` is rebuilt too, because the duration of its call is not that
+of the coroutine that it returns.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from types import CellType, CodeType, FunctionType
 from stepscope._recording.spans import wrapping
 
 _COMPILED = "_torchdynamo_orig_callable"
-"""An attribute of what torch.compile returns, whose function stays the one that it compiles."""
+"""The attribute of torch.compile's result that holds the function to compile."""
 _DEEPEST = 50
 _READ = 3
-"""Levels of calls inside the module of a decorator whose code is read with that of the decorator."""
+"""Depth of calls inside a decorator's module up to which code is inspected along with the decorator."""
 
 
 def placed(fn: FunctionType, wrap: Callable[[FunctionType], FunctionType]) -> FunctionType:
-    """Return `fn`, with `wrap` applied to it or below those of its decorators that would notice.
+    """Return `fn` with `wrap` applied, to `fn` itself or below those of its decorators that would notice the
+    wrapper.
 
     Raises:
-        TypeError: `fn` looks at the frame of its caller, and is no decorator with a function below it.
+        TypeError: `fn` inspects the frame of its caller, and is not a decorator with a function below it.
     """
     path = list(path_of(fn))
     places = (_coroutine_in(path), *range(len(path)))
@@ -43,7 +45,8 @@ def placed(fn: FunctionType, wrap: Callable[[FunctionType], FunctionType]) -> Fu
 
 
 def redirected(fn: FunctionType, old: FunctionType, new: FunctionType) -> bool:
-    """Make `fn`, or the decorator below it that calls `old`, call `new`. Return whether one did.
+    """Make `fn`, or the decorator below it that calls `old`, call `new` instead. Return False if no function
+    calls `old`.
 
     The function itself is changed, not copied: Ray holds `fn` in the class and in a table of methods, and
     pickles both by value. `old`, whose name now finds `new`, would go along with the globals of its module.
@@ -71,7 +74,7 @@ def path_of(fn: FunctionType) -> Iterator[FunctionType]:
 
 
 def _below(fn: FunctionType) -> FunctionType | None:
-    """Return the function that `fn` decorates. None if it decorates none, or does not show which."""
+    """Return the function that `fn` decorates, or None if there is none, or if `fn` does not show which."""
     if _COMPILED in vars(fn):
         return None
     held = _held(fn)
@@ -108,7 +111,7 @@ def _coroutine_in(path: list[FunctionType]) -> int:
 
 
 def _rebuilt(above: FunctionType, below: FunctionType, made: FunctionType) -> FunctionType:
-    """Return a wrapper that is a copy of `above`, which calls `made` where that called `below`."""
+    """Return a copy of the wrapper `above` that calls `made` in place of `below`."""
     copy = _holding(above, below, made)
     shown = vars(copy).get("__wrapped__")
     wrapping.wraps(above, copy, wrapping.declared(made))
@@ -131,7 +134,9 @@ def _holding(above: FunctionType, below: FunctionType, made: FunctionType) -> Fu
 
 
 def _looks_at_caller(path: list[FunctionType], at: int) -> bool:
-    """Return whether the function at an index looks at its caller. Those that a decorator calls count too."""
+    """Return whether the function at index `at` of `path` inspects its caller, or calls a function that
+    does.
+    """
     if at == len(path) - 1:
         return _looks(path[at].__code__, path[at].__globals__)
     return any(_looks(fn.__code__, fn.__globals__) for fn in _read(path[at], path[at + 1], _READ))
@@ -149,7 +154,7 @@ def _read(fn: FunctionType, below: FunctionType, levels: int) -> Iterator[Functi
 
 
 def _looks(code: CodeType, names: Mapping[str, object]) -> bool:
-    """Return whether code asks for another frame than its own."""
+    """Return whether code accesses another frame than its own."""
     if {"f_back", "getouterframes", "_getframemodulename"}.intersection(code.co_names):
         return True
     return bool({"_getframe", "stack"}.intersection(code.co_names)) and _asks(code, names)

@@ -28,7 +28,7 @@ def encoded(record: records.Header | records.End) -> bytes:
 def encoded_spans(batch: Sequence[Record]) -> tuple[bytes, int]:
     """Return the lines of spans, and the number of finished spans that have none.
 
-    All of them go through one call: in calls of their own, each takes twice as long.
+    All spans are encoded in one call, because separate calls take twice as long.
     """
     try:
         return _encoder.encode_lines(batch), 0
@@ -60,7 +60,7 @@ def _ascii(value: object) -> str:
 
 
 def record_of(span: Span, end_ns: int | None, file_step: int | None) -> Record:
-    """Return what is written of a span: an `Open` while it runs, a `Span` when it is over.
+    """Return the record of a span: an `Open` while the span runs, a `Span` after its end.
 
     Args:
         file_step: The step of the file.
@@ -95,7 +95,9 @@ def record_of(span: Span, end_ns: int | None, file_step: int | None) -> Record:
 
 
 def parent_of(span: Span) -> tuple[int | None, SpanLink | None, str | None]:
-    """Return the parent: its id in this file, a link to a span elsewhere, or a foreign `traceparent`."""
+    """Return the parent as (its id in this file, link to a span elsewhere, foreign `traceparent`), of which
+    at most one is not None.
+    """
     scope = span.caller if span.parent is None else span.parent
     while scope is not None:
         if scope.log is span.log:

@@ -36,9 +36,10 @@ OPEN_NS = 1_000_000_000
 """A span that is open for this long gets an `open` line. Sooner, a burst of short turns would cost two lines
 for each span."""
 FLUSH_NS = 10_000_000
-"""A flush stops after this long and takes at most 5 % of the GIL. A burst of spans is written after it."""
+"""A flush stops after this time, so that writing takes at most 5 % of the GIL. The rest of a burst is written
+later."""
 BATCH = 500
-"""Spans that are encoded and written at once: some 100 KB, which stay in the processor's cache."""
+"""Number of spans that are encoded and written at once: about 100 KB, which stay in the processor's cache."""
 
 
 class SpanLog(SpanMaker):
@@ -64,21 +65,21 @@ class SpanLog(SpanMaker):
         self.written = 0
         self.dropped = 0
         self.failed: str | None = None
-        """The reason why the file is not whole; None while it is."""
+        """Reason why the file is incomplete, or None."""
         self.top_ns: dict[tuple[str, str], int] = defaultdict(int)
-        """Times of the finished spans without any above them, by role and stage."""
+        """Sum of the times of finished top spans, by role and stage."""
         self._young: deque[Span] = deque()
-        """Spans that were open when they were looked at, the oldest first. Used by the writing thread alone,
-        as `_running`."""
+        """Spans that were open at the last look, the oldest first. Only the writing thread uses this list and
+        `_running`."""
         self._running: list[Span] = []
-        """Spans whose `open` line is written and whose end is awaited."""
+        """Spans whose `open` line is written and that have not ended."""
         self._run_id, self._step = run_id, step
         self._file: FileIO | None = None
         self._fd = -1
         """The descriptor of the file while it is open, else -1."""
         self._size = 0
         self._anchor: ClockAnchor | None = None
-        """The beginning of recording; None before it."""
+        """Clock reading at the beginning of recording, or None before it."""
         self._stop = threading.Event()
         self._writing = threading.Lock()
 
@@ -99,7 +100,7 @@ class SpanLog(SpanMaker):
             threading.Thread(target=self._run, name="stepscope-spans", daemon=True).start()
 
     def start(self, anchor: ClockAnchor) -> None:
-        """Begin recording at `anchor`. This waits for no disk: the thread writes the header."""
+        """Begin recording at `anchor`, without waiting for the disk: the thread writes the header."""
         self._anchor = anchor
 
     def open_spans(self) -> list[Span]:
@@ -107,11 +108,11 @@ class SpanLog(SpanMaker):
 
     @property
     def began(self) -> bool:
-        """True if the file has its header."""
+        """True if the header is written."""
         return self._size > 0
 
     def close(self, anchor: ClockAnchor, timeout_s: float = 5.0) -> None:
-        """Write the pending spans and the end line. A span that is open keeps its `open` line.
+        """Write the pending spans and the end line. Spans that are still open keep their `open` lines.
 
         A log that was never started leaves no file.
         """
@@ -141,7 +142,7 @@ class SpanLog(SpanMaker):
         self._running.clear()
 
     def _lost(self) -> str | None:
-        """Return the reason why nobody finds the written file; None if it is in its place."""
+        """Return the reason why the written file cannot be found, or None if it is in its place."""
         try:
             if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
                 return None
@@ -156,7 +157,7 @@ class SpanLog(SpanMaker):
                     self._write_pending(monotonic_ns() + FLUSH_NS)
 
     def _write_pending(self, until_ns: int | None = None) -> None:
-        """Write until `until_ns`, the youngest open spans excepted, or everything if `until_ns` is None."""
+        """Write spans until `until_ns`, except the youngest open ones; if `until_ns` is None, write all."""
         if self._anchor is None:
             return
         youngest_ns = monotonic_ns() - OPEN_NS if until_ns is not None else sys.maxsize
@@ -169,7 +170,7 @@ class SpanLog(SpanMaker):
             left -= BATCH
 
     def _write_batch(self, number: int, youngest_ns: int) -> None:
-        """Write the next spans, but not those that are open and began after `youngest_ns`."""
+        """Write the next `number` spans, except those that are open and began after `youngest_ns`."""
         batch: list[lines.Record] = []
         finished = 0
         for _ in range(number):
@@ -199,7 +200,7 @@ class SpanLog(SpanMaker):
         self._write(text, finished - lost)
 
     def _write(self, text: bytes, finished: int) -> None:
-        """Write lines, of which `finished` are the ends of spans."""
+        """Write lines that contain `finished` ends of spans."""
         if self._fd < 0:  # it could not be opened, which is logged
             self.dropped += finished
             return
@@ -212,7 +213,9 @@ class SpanLog(SpanMaker):
             failures.note("writing spans", error)
 
     def _look_again(self, youngest_ns: int) -> None:
-        """Put the spans that have ended since, or need their `open` line by now, to those to write."""
+        """Queue for writing the spans that have ended since the last look, or that now need an `open`
+        line.
+        """
         running, self._running = self._running, []
         for span in running:
             (self._running if span.end_ns is None else self._pending).append(span)
@@ -230,11 +233,13 @@ class SpanLog(SpanMaker):
 
 
 _cost_ns: int | None = None
-"""Cost of one span in this process, measured once. One writer: `span_cost_ns`."""
+"""CPU cost of one span in this process in ns, measured once. One writer: `span_cost_ns`."""
 
 
 def span_cost_ns(batches: int = 5, repeats: int = 50) -> int:
-    """Return the CPU ns of one span, the writing thread's work included: the best of a few batches."""
+    """Return the CPU ns of one span, including the writing thread's work: the lowest cost of a few
+    batches.
+    """
     global _cost_ns
     if _cost_ns is None:
         process = ProcessInfo(role="calibration", rank=None, world_size=None, host="", pid=0)

@@ -1,4 +1,4 @@
-"""Makers of spans: the part of a log that the recorded code calls."""
+"""Maker of spans: the part of a log that the recorded code calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _current, _enter = current.get, current.set
 
 
 class SpanObserver(Protocol):
-    """Maker of a log's spans where something else records them too: the windows of a profiler."""
+    """A replacement for a log's own methods that make spans, for another recorder of spans: a profiler's
+    windows.
+    """
 
     def new(
         self,
@@ -48,7 +50,7 @@ class SpanMaker:
     """Maker of the spans of one process."""
 
     step: int | None
-    """The step that its spans belong to, or None if this process was not told."""
+    """The step that the spans belong to, or None if this process was not told the step."""
 
     def __init__(
         self,
@@ -71,11 +73,11 @@ class SpanMaker:
         """The roles of all spans written so far. Only `lines.record_of` adds to them."""
         self.opened = opened
         self.observer: SpanObserver | None = None
-        """The profiler's windows, where a profiler records this process: its trace shows the spans too. For a
-        few spans at a time, the sampler of counters stands in front of it."""
+        """The profiler's windows, if a profiler records this process, so that its trace shows the spans too.
+        The sampler of counters takes this place for a few spans at a time."""
 
     def open_spans(self) -> list[Span]:
-        """Return the spans that have not ended, those that are known, the oldest first."""
+        """Return the known spans that have not ended, the oldest first."""
         return []
 
     def new(
@@ -104,12 +106,12 @@ class SpanMaker:
     ) -> Scope:
         """Open the span of a call of a decorated function, and return it. In discrete mode, open its window.
 
-        This is `new` and `__enter__` spelled out, and it keeps our failures away from the user's code, all in
-        one frame. It returns OFF if that fails: the call then goes on untimed.
+        This method is `new` and `__enter__` in one frame, and keeps internal failures away from the user's
+        code: it then returns OFF, and the call is not timed.
 
         Args:
             resumption: The index of the generator's resumption; None for a call.
-            first: Whether the capture sees this call or generator for the first time.
+            first: True if the capture has not seen this call or generator before.
         """
         span = None
         try:
@@ -146,7 +148,8 @@ class SpanMaker:
 
 
 def not_kept(span: Span) -> None:
-    """Stand for `opened` once a log is over.
+    """Replace `opened` once a log is closed, so that spans that are still referenced do not keep the log
+    alive.
 
-    Its spans name it, and the garbage collector sees no spans: it must let go of them.
+    The garbage collector does not see spans, so it could not free the log.
     """

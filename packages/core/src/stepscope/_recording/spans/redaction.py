@@ -12,11 +12,12 @@ from stepscope.files.values import AttrValue, attr_value
 
 MAX_KEY = 100
 MAX_COUNT = 64
-"""Attributes kept of a span. The attribute `attributes_left_out` counts the rest."""
+"""Largest number of attributes kept of a span. The attribute `attributes_left_out` counts the rest."""
 REDACTED = "[redacted]"
 
 hook: Callable[[str, AttrValue], AttrValue] | None = None
-"""Receives every attribute before it is written. One writer: `stepscope._recording.after.hooks`."""
+"""User function that gets every attribute before it is written, or None. One writer:
+`stepscope._recording.after.hooks`."""
 
 
 def written(attrs: Mapping[str, AttrValue], patterns: tuple[str, ...]) -> dict[str, AttrValue]:
@@ -39,7 +40,9 @@ def written(attrs: Mapping[str, AttrValue], patterns: tuple[str, ...]) -> dict[s
 
 
 def error_of(text: str | None, patterns: tuple[str, ...]) -> str | None:
-    """Return an exception's text, redacted as the attribute `error`: it may quote the user's data."""
+    """Return an exception's text, redacted like the attribute `error`, because it may quote the user's
+    data.
+    """
     if text is None or (not patterns and hook is None):
         return text
     kept = _redacted("error", text, patterns)

@@ -1,9 +1,9 @@
-"""Results that go on when their function has returned: a coroutine or a future of a plain function.
+"""Results that go on after their function has returned: a coroutine or a future of a plain function.
 
-`inspect` does not see such a function: an `async def` below a decorator, or a `def` that returns what another
-one makes. Its span ends when the result does. A coroutine is replaced by one that ends the span, but only if
-nobody else holds it, because it could be awaited elsewhere. A future stays what it is. Other awaitables, such
-as Ray's `ObjectRef`, cannot be followed: their span ends at the return.
+`inspect` does not recognise such a function: an `async def` below a decorator, or a `def` that returns
+another function's coroutine. Its span ends when the result ends. A coroutine is replaced by one that ends the
+span, but only if it has no other reference, because it could be awaited elsewhere. A future is not replaced.
+Other awaitables, such as Ray's `ObjectRef`, cannot be followed: their span ends at the return.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from asyncio import Future
 
 OVER = frozenset({NoneType, bool, int, float, str, bytes, tuple, list, dict, set, frozenset})
-"""Types of most results, which are over when they are returned: a quick look, before `follow`."""
+"""Types of most results, which are complete when they are returned. Checked before `follow`, because it is
+fast."""
 Ended: TypeAlias = Callable[[object], None]
 Coroutine: TypeAlias = "CoroutineType[Any, Any, Any]"
 
@@ -40,27 +41,29 @@ _ONE_HOLDER = _references_of_one_holder()
 
 
 def is_exclusive(references: int) -> bool:
-    """Return whether a method's caller alone holds an object, by the references that the method counts."""
+    """Return whether only the caller of a method holds an object, from the reference count that the method
+    sees.
+    """
     return references <= _ONE_HOLDER
 
 
 class Unbegun:
-    """A coroutine that has not begun. If what stands for it is dropped, it does not warn a second time."""
+    """A coroutine that has not begun. If its replacement is dropped, Python warns only once."""
 
     def __init__(self, coroutine: Coroutine, dropped: Callable[[], None]) -> None:
         """Args:
-        dropped: Called if it never begins.
+        dropped: Called if the coroutine is dropped without having begun.
         """
         self._coroutine: Coroutine | None = coroutine
         self._dropped = dropped
 
     def begin(self) -> Coroutine:
-        """Return the coroutine, to await it."""
+        """Return the coroutine, marked as begun, so that it can be awaited."""
         coroutine, self._coroutine = self._coroutine, None
         return cast(Coroutine, coroutine)
 
     def stand_in(self, made: Any) -> object:
-        """Return the coroutine `made`, which awaits this one, under its name."""
+        """Give `made`, a coroutine that awaits this one, the name of this one, and return it."""
         coroutine = cast(Coroutine, self._coroutine)
         made.__name__, made.__qualname__ = coroutine.__name__, coroutine.__qualname__
         return made
@@ -72,17 +75,18 @@ class Unbegun:
 
 
 def unbegun(result: object, is_exclusive: bool, dropped: Callable[[], None]) -> Unbegun | None:
-    """Return a result that may be replaced by a coroutine which awaits it. None if it is none."""
+    """Return the coroutine in `result` if it may be replaced by one that awaits it, else None."""
     if not (is_exclusive and isinstance(result, CoroutineType)):
         return None
     return Unbegun(result, dropped) if inspect.getcoroutinestate(result) == inspect.CORO_CREATED else None
 
 
 def follow(result: object, scope: Scope, is_exclusive: bool, ended: Ended | None = None) -> object:
-    """Return what to return for a result that goes on, so that `scope` ends with it; None if it is over.
+    """Return the object to return in place of a result that goes on, so that `scope` ends with it; None if
+    the result is complete.
 
     Args:
-        ended: Called with what the coroutine or future results in, in the scope. It must not raise.
+        ended: Called in the scope with the final result of the coroutine or future. It must not raise.
     """
     held = unbegun(result, is_exclusive, lambda: scope._ended(None))
     if held is not None:

@@ -6,8 +6,7 @@ copy the context. A bare `threading.Thread` starts without one (before Python 3.
 and `attach` it there.
 
 A scope is entered once, as in OpenTelemetry. Leaving it puts its parent back. The token of `ContextVar.set`
-would do so too, but nobody keeps it: the garbage collector would walk through one more object for each open
-scope.
+would do so too, but keeping it would give the garbage collector one more object for each open scope.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _current, _enter = current.get, current.set
 
 
 class _Left:
-    """An awaitable that waits for nothing."""
+    """An awaitable that is complete at once."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()
@@ -54,15 +53,15 @@ class Scope:
     turn: int | None = None
 
     log: object = None
-    """The log of a span; None in other scopes."""
+    """The log of a span, or None in other scopes."""
 
     if TYPE_CHECKING:
         entered: bool
-        """True once it was entered. Spans tell it by their start."""
+        """True once the scope was entered. A span derives this from its start."""
         parent: Scope | None
         resolved: Inherited | None
         turns: Iterator[int] | None
-        """Numbers of its turns that are counted, if it is a trajectory."""
+        """Counter of the turns without a given index, if the scope is a trajectory."""
     else:
         __slots__ = ()
 
@@ -92,7 +91,7 @@ class Scope:
             raise
 
     def hand_on(self) -> None:
-        """Leave the running task, but go on: the end comes with what the call returned, in any task."""
+        """Leave the running task without ending: the end comes later, with the call's result, in any task."""
         if _current() is self:
             _enter(self.parent)
 
@@ -109,7 +108,7 @@ class Scope:
             self.__exit__(kind, error, trace)
 
     def refuse_entry(self) -> Self:
-        """Note that this scope was entered before: its second block runs untimed."""
+        """Record that this scope was entered before. Its second block runs untimed."""
         name = getattr(self, "stage", "place")
         fix = "write span(...), trajectory(...), turn(...) or attach(...) in each `with`"
         error = CaptureError(f"{name!r} is entered a second time, and is one stretch of work. Fix: {fix}")
@@ -117,7 +116,7 @@ class Scope:
         return self
 
     def _leave(self, error: BaseException | None) -> None:
-        """Leave this scope and those inside of it, if the running task or thread is in it."""
+        """Leave this scope and the scopes inside it, if the running task or thread is in this scope."""
         scope = innermost = _current()
         while scope is not None and scope is not self:
             scope = scope.parent
@@ -131,10 +130,10 @@ class Scope:
         self._ended(error)
 
     def _ended(self, error: BaseException | None) -> None:
-        """Record the end, if this is a span."""
+        """Record the end of a span; do nothing for other scopes."""
 
     def _ended_elsewhere(self, error: BaseException | None) -> None:
-        """Record an end that is no end of this task's or thread's scopes."""
+        """Record the end of a span whose task or thread is not the running one, without leaving scopes."""
 
     def set(self, **attrs: AttrValue) -> None:
         """Add attributes to the span; do nothing without a capture."""
@@ -154,19 +153,25 @@ class Scope:
 
         Args:
             start_ns: Of this host's CLOCK_MONOTONIC, as `time.monotonic_ns()`.
-            end_ns: Likewise.
+            end_ns: The end, on the same clock.
         """
 
     def reference(self) -> SpanLink | None:
-        """Return the recorded span of this scope, named for other processes and steps; None without one."""
+        """Return the recorded span of this scope as a link for other processes and steps, or None if there is
+        none.
+        """
         return None
 
     def traceparent(self) -> str | None:
-        """Return the W3C trace context of the span that `reference` returns, or of another tracer's span."""
+        """Return the W3C trace context of the span in `reference`, or of another tracer's span; None if there
+        is neither.
+        """
         return None
 
     def hang_below(self, place: Place, process: str) -> bool:
-        """Return whether this is a span that hangs below the caller whose carrier its body attaches."""
+        """Make this a child of the caller's span if its body attached the caller's carrier. Return whether it
+        is one.
+        """
         return False
 
 
@@ -180,22 +185,22 @@ class Placing(TypedDict, total=False):
 
 
 class UncapturedTurn(Scope):
-    """A turn that nobody records, so that a capture that opens meanwhile still knows it.
+    """A turn outside of captures. If a capture opens during the turn, its spans still get the turn.
 
-    It has no `__init__`, as `Span`. `api.turn` makes it.
+    Like `Span` it has no `__init__`: `api.turn` sets its fields.
     """
 
     __slots__ = ("entered", "parent", "policy_version", "resolved", "turn")
 
 
 class UncapturedTrajectory(Scope):
-    """A trajectory that nobody records, as `UncapturedTurn`. `api.trajectory` makes it."""
+    """A trajectory outside of captures, like `UncapturedTurn`. `api.trajectory` makes it."""
 
     __slots__ = ("entered", "parent", "policy_version", "resolved", "step", "trajectory", "turns")
 
 
 class Place(Scope):
-    """A scope with a place that records nothing: an attached carrier, for example."""
+    """A scope that states a place but is not recorded itself, such as an attached carrier."""
 
     __slots__ = (
         "context", "entered", "link", "parent", "policy_version", "resolved", "step", "trajectory", "turn",
@@ -231,17 +236,17 @@ class Place(Scope):
         return self.context
 
     def caller(self) -> Place:
-        """Return the place alone, without the scope that it was entered in: spans are part of no cycle."""
+        """Return a copy of the place without its parent scope, so that spans are in no reference cycle."""
         return Place(link=self.link, context=self.context, trajectory=self.trajectory, turn=self.turn)
 
     def equals(self, other: Place) -> bool:
-        """Return whether the places are one caller's."""
+        """Return whether both places are the same caller's."""
         own = (self.link, self.context, self.trajectory, self.turn)
         return own == (other.link, other.context, other.trajectory, other.turn)
 
 
 NOWHERE = Place()
-"""The caller of a span that works for several callers."""
+"""Caller of a span whose body attached carriers of several callers."""
 
 Inherited: TypeAlias = "tuple[str | None, int | None, int | None, str | None, int | None]"
 """Role, step, policy version, trajectory and turn of a scope, those of the scopes above it included.
@@ -253,7 +258,9 @@ _NOTHING: Inherited = (None, None, None, None, None)
 
 
 def inherited(scope: Scope | None) -> Inherited:
-    """Return the fields that hold at `scope`, and keep them there: a child then looks at its parent alone."""
+    """Return the inherited fields of `scope`, and cache them there, so that a child only looks at its
+    parent.
+    """
     if scope is None:
         return _NOTHING
     fields = scope.resolved
@@ -265,7 +272,9 @@ def inherited(scope: Scope | None) -> Inherited:
 
 
 def _resolved(scope: Scope) -> Inherited:
-    """As `inherited`, where nobody has looked at the scopes above either: a chain may be long."""
+    """Return what `inherited` does when no scope above has a cache yet. The chain may be long, so this is a
+    loop.
+    """
     chain = [scope]
     while (parent := chain[-1].parent) is not None and parent.resolved is None:
         chain.append(parent)
@@ -295,7 +304,7 @@ class Mark:
     """A position in the scopes of a task or thread, to return to.
 
     Python looks for signals before the first line of `__exit__`. If a handler raises there, the scope stays
-    entered. Returning to a mark from before leaves it.
+    entered. Returning to an earlier mark leaves such a scope.
     """
 
     __slots__ = ("_scope", "_token")
@@ -305,7 +314,7 @@ class Mark:
         self._token: Token[Scope | None] | None = _enter(self._scope)
 
     def leave_inner(self) -> None:
-        """Leave the scopes that were entered since, in this task or thread and inside of the marked one."""
+        """Leave the scopes that this task or thread entered inside the marked one since the mark."""
         token, self._token = self._token, None
         scope = _current()
         if scope is self._scope:
@@ -321,13 +330,15 @@ class Mark:
 
 
 def role_at(scope: Scope | None) -> str | None:
-    """Return the role that holds at `scope`; None if no scope has one."""
+    """Return the role that applies at `scope`, or None if no scope sets one."""
     role, *_ = inherited(scope)
     return role
 
 
 def next_turn() -> int | None:
-    """Count a turn of the trajectory that the running task is in, from 0. None outside of trajectories."""
+    """Return the next turn number, from 0, of the trajectory that the running task is in; None outside of
+    trajectories.
+    """
     scope = current.get()
     while scope is not None and scope.trajectory is None:
         scope = scope.parent
@@ -339,7 +350,7 @@ def next_turn() -> int | None:
 
 
 class _Off(Scope):
-    """Shared stand-in for a span that is not recorded. It does nothing."""
+    """Shared replacement for a span that is not recorded. It does nothing."""
 
     __slots__ = ()
 
@@ -353,4 +364,4 @@ class _Off(Scope):
 
 
 OFF = _Off()
-"""The span without a capture, and of a call whose span could not be opened."""
+"""Shared span used without a capture, and for calls whose span could not be opened."""

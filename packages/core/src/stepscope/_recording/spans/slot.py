@@ -1,4 +1,5 @@
-"""Process-wide slot for what records this process: a capture's session, or the flight recorder between two.
+"""Process-wide slot that holds the recorder of this process: a capture's session, or the flight recorder
+between captures.
 
 Profilers are process-wide, so the slot is too. `_recording.session.activation` is its only writer. All others
 read it through the module (`slot.active`) and never import the name: cloudpickle copies a global by value,
@@ -30,7 +31,7 @@ class SpanFactory(Protocol):
         trajectory: str | None = None,
         turn: int | None = None,
     ) -> Scope:
-        """Return a span to enter once. The last four say more of its place."""
+        """Return a span to enter once. The last four parameters set the span's place."""
         ...
 
     def open_spans(self) -> Sequence[Scope]:
@@ -42,7 +43,7 @@ class ActiveSession(Protocol):
     """A session or the flight recorder, as the recorded code needs it."""
 
     calls_attrs: bool
-    """True if the `attrs` functions of `profile_step` are called: during a capture."""
+    """True if the `attrs` functions of `profile_step` are called, which is during captures."""
 
     @property
     def log(self) -> SpanFactory: ...
@@ -64,23 +65,23 @@ class ActiveSession(Protocol):
 
 
 class FlightRecorder(ActiveSession, Protocol):
-    """The flight recorder, as those that ask for its steps need it."""
+    """The flight recorder, as seen by code that requests its steps."""
 
     def write_last(self, number: int) -> list[int]:
         """Write the last steps that have ended, and return those that were not written before."""
         ...
 
     def note_tokens(self, counts: Mapping[str, int]) -> None:
-        """Add tokens to the line of the step that runs, while a capture records it."""
+        """Add tokens to the line of the step that runs, while a capture records that step."""
         ...
 
 
 active: ActiveSession | None = None
-"""None while nothing is recorded."""
+"""The session or flight recorder that records now, or None."""
 recorder: FlightRecorder | None = None
 """The flight recorder, which is active while no session is, or None if it is off."""
 
 
 def session() -> ActiveSession | None:
-    """Return the session of the capture that records this process; None without a capture."""
+    """Return the session of the capture that records this process, or None without a capture."""
     return None if active is recorder else active

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SpanSink(Protocol):
-    """The log of a span, as the span needs it."""
+    """The part of a log that its spans use."""
 
     process: ProcessInfo
     step: int | None
@@ -35,7 +35,7 @@ class SpanSink(Protocol):
     """Patterns of attributes whose values are not written."""
     trace: SpanIds
     roles: set[str]
-    """Roles of the spans that are written."""
+    """Roles of the spans written so far."""
     opened: Callable[[Span], None]
     """Called by a span when it opens."""
 
@@ -55,8 +55,9 @@ _current, _enter, _reset = current.get, current.set, current.reset
 class Span(msgspec.Struct, Scope, gc=False, eq=False):
     """One recorded stretch of code. `SpanMaker.new` makes it; `SpanMaker.begin` makes and enters it.
 
-    A struct, because the garbage collector would walk through all spans in flight again and again: in a loop
-    of 20,000 trajectories that takes more than all else here. So no span may be part of a cycle.
+    A struct without garbage collection, because the collector would walk through all open spans again and
+    again, which is the largest cost in a loop of 20,000 trajectories. So no span may be part of a reference
+    cycle.
     """
 
     log: SpanSink
@@ -71,13 +72,13 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
     thread: int = 0
     id: int = 0
     start_ns: int = 0
-    """0 until it is entered."""
+    """Start of the span (CLOCK_MONOTONIC), or 0 before it is entered."""
     end_ns: int | None = None
     error: str | None = None
     token: Token[Scope | None] | None = None
-    """Leaves a span at the top, and only in the task that entered it; None in other spans."""
+    """Token that leaves a top span, valid only in the task that entered the span; None in other spans."""
     caller: Place | None = None
-    """The caller's place above a span at the top (`hang_below`); None if no carrier was attached in it."""
+    """Place of the caller above a top span (`hang_below`), or None if no carrier was attached in the span."""
     resolved: Inherited | None = None
     turns: Iterator[int] | None = None
 
@@ -102,7 +103,7 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
             raise
 
     def not_entered(self, error: BaseException) -> None:
-        """Leave the span again: something was raised while it was entered."""
+        """Leave the span again, because an exception was raised while it was entered."""
         _enter(self.parent)
         self._ended(error)
 
@@ -160,13 +161,14 @@ class Span(msgspec.Struct, Scope, gc=False, eq=False):
         _append(self.log, stage, role, attrs, self, start_ns, max(start_ns, end_ns))
 
     def hang_below(self, place: Place, process: str) -> bool:
-        """Hang a span at the top below the caller whose carrier its body attaches, if it has no other place.
+        """Make a top span a child of the caller whose carrier its body attaches, unless it has another
+        caller.
 
-        Its end line states the caller: an `open` line may be on disk already. If the body attaches carriers
-        of several callers, the span hangs below none of them.
+        The caller is written in the end line, because an `open` line may be on disk already. If the body
+        attaches carriers of several callers, the span is a child of none of them.
 
         Args:
-            process: The process of the carrier, or the end of its name.
+            process: Name of the carrier's process, or the end of that name.
         """
         if self.token is None or self.log.process.key.endswith(process):
             return False
@@ -204,7 +206,7 @@ for _name in ("__delattr__", "__setattr__"):
 
 
 def mark(log: SpanSink, stage: str, attrs: Mapping[str, AttrValue] | None, **place: Unpack[Placing]) -> None:
-    """Record a span without length, below the one that runs."""
+    """Record a span without length as a child of the running span."""
     now_ns = monotonic_ns()
     record(log, stage, attrs, now_ns, now_ns, **place)
 
@@ -224,7 +226,7 @@ def record(
     end_ns: int,
     **place: Unpack[Placing],
 ) -> None:
-    """Record a span that is over, below the one that runs."""
+    """Record a finished span as a child of the running span."""
     _append(log, stage, None, attrs, _current(), start_ns, end_ns, **place)
 
 

@@ -1,8 +1,8 @@
 """Wrappers in place of functions, for `profile_step` and `instrument`, generated for the signature of each.
 
-Generated as dataclasses generate `__init__`: a `def wrapper(self, batch, *, lr)` that calls
-`fn(self, batch, lr=lr)` costs less than a `*args, **kwargs` closure while nothing is recorded, raises the
-user's TypeErrors where the user expects them, and has the code that others inspect: its arguments and kind.
+Generated as dataclasses generate `__init__`: a `def wrapper(self, batch, *, lr)` that calls `fn(self, batch,
+lr=lr)` costs less than a `*args, **kwargs` closure while nothing is recorded, raises the user's TypeErrors
+where the user expects them, and has a code object with the arguments and kind that other code inspects.
 
 The closure of a wrapper is pickled with it when its class travels by value (Ray): the function, the declared
 arguments, and the module `slot` and functions that read it, by reference. A name imported *from* that module
@@ -41,7 +41,7 @@ class Declared:
     off = OFF
     """The span of a generator while nothing is captured."""
     over = results.OVER
-    """Types of results that are over when they are returned."""
+    """Types of results that are complete when they are returned."""
 
     def __init__(self, role: str | None, stage: str, attrs: Attrs | None, is_async: bool) -> None:
         self.role = role
@@ -63,9 +63,10 @@ class Declared:
 
     @uncompiled
     def follow(self, span: Scope, result: object) -> object:
-        """Return what to return for a result that goes on, so that `span` ends with it; None if it is over.
+        """Return the object to return in place of a result that goes on, so that `span` ends with it; None if
+        the result is complete.
 
-        A generator is timed per resumption from here on, and `span`, that of the call, ends.
+        A generator is timed per resumption from here on, and `span`, which timed the call, ends.
         """
         is_exclusive = results.is_exclusive(sys.getrefcount(result))
         if span is OFF:
@@ -83,8 +84,9 @@ class Declared:
     def start(self, inner: AsyncGenerator[object, object]) -> Awaitable[object]:
         """Resume an async generator for the first time, hidden from the event loop.
 
-        At its end a loop closes all generators that it knows, at once. It knows the wrapper, which closes the
-        inner generator. Closed by both, the inner one would raise "already running".
+        When an event loop ends, it closes all generators that it knows at once. It knows the wrapper, which
+        closes the inner generator. If the loop closed the inner one as well, that would raise "already
+        running".
         """
         first_iteration = sys.get_asyncgen_hooks().firstiter
         sys.set_asyncgen_hooks(firstiter=None)
@@ -103,9 +105,9 @@ _Generator: TypeAlias = "GeneratorType[Any, Any, Any] | AsyncGeneratorType[Any, 
 class Attributes(dict[str, object]):
     """The `__dict__` of a wrapper. `functools.wraps` copies only the user's own attributes from it.
 
-    A copy of ours refers to functions that are pickled by value, with the globals of their module: Ray wraps
-    each method of an actor. A wrapper that is pickled by value itself keeps its attributes, because its
-    closure holds those functions anyway.
+    Copies of stepscope's attributes would refer to functions that are pickled by value, with the globals of
+    their module, since Ray wraps each method of an actor. A wrapper that is pickled by value itself keeps its
+    attributes, because its closure holds those functions anyway.
     """
 
     def keys(self) -> KeysView[str]:  # type: ignore[override] # typeshed's dict_keys cannot be made
@@ -135,17 +137,19 @@ def wraps(fn: FunctionType, wrapper: W, declared: Declared | None) -> W:
 
 
 def declared(member: object) -> Declared | None:
-    """Return the arguments of `profile_step` for a function or method, below whatever decorators."""
+    """Return the arguments of `profile_step` for a function or method, below any other decorators; None if
+    there are none.
+    """
     return cast("Declared | None", _nearest(member, _DECLARED))
 
 
 def mark_replacement(wrapper: Callable[..., object]) -> None:
-    """Note that `wrapper` stands in the place of a function that nobody decorated."""
+    """Mark `wrapper` as the replacement of a function that is not decorated with `profile_step`."""
     vars(wrapper)[_REPLACES] = True
 
 
 def is_replacement(member: object) -> bool:
-    """Return whether `instrument` put a function or method there, below whatever decorators."""
+    """Return whether `instrument` made this function or method, also below other decorators."""
     return _nearest(member, _REPLACES) is True
 
 
@@ -284,12 +288,14 @@ def wrap(fn: FunctionType, *, role: str | None, stage: str | None, attrs: Attrs 
 
 
 def calling(fn: FunctionType, template: str, goes_on: str, always: bool, **names: object) -> FunctionType:
-    """Return a function of `fn`'s kind and signature with another body. `fn` is no generator function.
+    """Return a function of the same kind and signature as `fn`, with another body. `fn` must be no generator
+    function.
 
     Args:
-        template: The source, as `_CALL`. It finds `__fn`, `__is_off`, and `names` after two underscores.
-        goes_on: The part of it that stands in plain functions alone: they may return a coroutine.
-        always: Whether it does something without a capture too, and so leaves out compiled code alone.
+        template: The source, like `_CALL`. Its globals are `__fn`, `__is_off`, and `names` with two
+            underscores in front.
+        goes_on: The part of the source that is used only for plain functions, which may return a coroutine.
+        always: True if the function is used without a capture too, and is skipped only in compiled code.
     """
     pieces = _ASYNC if inspect.iscoroutinefunction(fn) else {**_SYNC, "goes_on": goes_on}
     is_off = compiled.is_compiled if always else compiled.is_idle
@@ -340,7 +346,9 @@ class _Signature(NamedTuple):
 
     @classmethod
     def of(cls, code: CodeType) -> _Signature:
-        """Read the code: `inspect.signature` would return the claim of a decorator below us instead."""
+        """Read the signature from the code object, because `inspect.signature` would follow the claim of a
+        decorator below.
+        """
         taken = iter(code.co_varnames)
         args = [f"{name}, " for name in itertools.islice(taken, code.co_argcount)]
         only = list(itertools.islice(taken, code.co_kwonlyargcount))
@@ -361,12 +369,14 @@ class _Signature(NamedTuple):
 
 
 def _of(fn: FunctionType, template: str, **pieces: str) -> str:
-    """Fill in the signature of `fn`, and `pieces`."""
+    """Return the template with the signature of `fn`, and `pieces`, filled in."""
     return template.format(**_Signature.of(fn.__code__)._asdict(), **pieces)
 
 
 def _build(fn: FunctionType, source: str, names: Mapping[str, object]) -> FunctionType:
-    """Return the `wrapper` of the source, to be called as `fn`. It finds `names` after two underscores."""
+    """Return the function `wrapper` of the source, with the metadata of `fn`. Its globals are `names` with
+    two underscores in front.
+    """
     built = _factory(source, f"{fn.__module__}.{fn.__qualname__}", tuple(names))(*names.values())
     # With the function's own globals, where FastAPI and others look up annotations that are strings.
     code = built.__code__.replace(co_name=fn.__name__)
@@ -384,7 +394,7 @@ def _factory(source: str, name: str, names: tuple[str, ...]) -> Callable[..., Fu
 
 
 def _register(source: str, name: str) -> str:
-    """Put generated source where tracebacks, `inspect` and pdb find it. Return its file name there."""
+    """Register generated source so that tracebacks, `inspect` and pdb find it. Return its file name."""
     lines = source.splitlines(keepends=True)
     names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
     files = (f"<profile_step {name}>" for name in names)
@@ -393,6 +403,6 @@ def _register(source: str, name: str) -> str:
 
 
 def _cached(file: str, source: str, lines: list[str]) -> object:
-    """Return the lines under the name `file`, which are `lines` if there were none."""
+    """Return the lines registered under the name `file`, which become `lines` if there were none."""
     entry = linecache.cache.setdefault(file, (len(source), None, lines, file))
     return entry[2] if len(entry) == 4 else None

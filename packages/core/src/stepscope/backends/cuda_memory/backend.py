@@ -27,7 +27,7 @@ from stepscope.errors import BackendError, ProfilerBusyError, ours
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY
 
 _HISTORY = ProcessLock()
-"""The allocator has one history per process, which may run beside torch.profiler."""
+"""Lock of the allocator's history, of which a process has one. The history may run beside torch.profiler."""
 os.register_at_fork(after_in_child=_HISTORY.forget)
 
 _NOTHING = nullcontext()
@@ -42,7 +42,7 @@ class CudaMemoryBackend:
         self._config = config.cuda_memory
         self._window: Window | None = None
         self._has_begun = False
-        """The history of the window is on, or was about to start."""
+        """True if the history of the window is on, or was about to start."""
         self._ignored: dict[str, str] = {}
         self._at_oom: object | None = None
         self._ooms = 0
@@ -102,7 +102,9 @@ class CudaMemoryBackend:
         return _NOTHING
 
     def stop(self) -> list[PendingArtifact]:
-        """End the window and take its snapshot, since ending the history drops it. Files come later."""
+        """End the window and take its snapshot first, because ending the history drops it. Files are written
+        later.
+        """
         if self._window is None or _HISTORY.holder is None:
             self._window = None
             return []  # not started, or the child of a fork: the history belongs to the parent

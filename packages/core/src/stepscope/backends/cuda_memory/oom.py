@@ -29,15 +29,15 @@ class Shortage(NamedTuple):
 
 _attached = False
 _window: Callable[[Any], None] | None = None
-"""Taker of the open `cuda_memory` window, which gets the snapshot first. Set by `in_window`."""
+"""Function of the open `cuda_memory` window that gets the snapshot first, or None. Set by `in_window`."""
 _between: Callable[[Shortage, Callable[[], Any], bool], None] | None = None
-"""Taker outside of windows. Set by `watch`."""
+"""Function that gets out-of-memory errors outside of windows, or None. Set by `watch`."""
 _refused: Callable[[str], None] | None = None
-"""Receiver of the reason why no snapshot can be taken. Set by `watch`."""
+"""Function that gets the reason why no snapshot can be taken, or None. Set by `watch`."""
 _history: dict[str, object] | None = None
 """Options of the history between windows, or None for no history. Set by `watch`."""
 _running = False
-"""True while that history is on."""
+"""True while the history between windows is on."""
 _waiting: threading.Thread | None = None
 _lock = threading.Lock()
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _undisturbed: dict[int, list[Callable[[], object]]] = {}
-"""Thread -> calls to make at the end of its `undisturbed` work."""
+"""{thread: calls to make at the end of its `undisturbed` work}."""
 
 
 def undisturbed(work: Callable[[], T]) -> T:
@@ -31,7 +31,9 @@ def undisturbed(work: Callable[[], T]) -> T:
 
 
 def after(call: Callable[[], object]) -> bool:
-    """Have `call` made at the end of the work that must not be disturbed. False if this thread does none."""
+    """Delay `call` until the end of this thread's `undisturbed` work. Return False if the thread has no such
+    work.
+    """
     calls = _undisturbed.get(threading.get_ident())
     if calls is None:
         return False

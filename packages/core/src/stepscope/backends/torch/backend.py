@@ -54,7 +54,7 @@ def hook() -> None:
 
 
 def _before_another_session() -> None:
-    """End the open window, because other code opens a torch.profiler session on this thread."""
+    """End the open window, because other code is about to open a torch.profiler session on this thread."""
     window = torch_window.TorchWindow.current
     if window is None:
         return
@@ -71,7 +71,9 @@ def _before_another_session() -> None:
 
 
 def _at_exit() -> None:
-    """End an open window before the exit, where it would crash. A later stop() still gets its recording."""
+    """End an open window before the process exits, because torch would crash then. A later stop() still gets
+    its recording.
+    """
     window = torch_window.TorchWindow.current
     if window is not None:
         run_on(window.thread, window.end)
@@ -95,7 +97,7 @@ def _in_child() -> None:
 
 
 _LITTLE_MB = 256
-"""If torch could not write, a disk with less room than this is called full: few traces are larger."""
+"""If torch could not write a trace and the disk has less free room than this, the disk is called full."""
 _NOTHING = nullcontext()
 
 
@@ -132,7 +134,7 @@ class TorchBackend:
     def start(self, window: Window) -> None:
         """Begin recording. After `prepare`, this takes 0.3 ms on the main thread and 0.5 ms on another.
 
-        A window of all threads that follows another one begins up to 0.1 s later.
+        A window of all threads that follows another such window begins up to 0.1 s later.
         """
         self._held.refuse_second()
         recorder = self._make(
@@ -252,7 +254,9 @@ def _verify(path: Path) -> None:
 
 
 def _full(folder: Path) -> str:
-    """Return the clause of an error about the free room in `folder`, in which torch could not write."""
+    """Return the clause of an error that states the free room in `folder`, because torch could not write
+    there.
+    """
     try:
         disk = os.statvfs(folder)
     except ours(OSError) as error:

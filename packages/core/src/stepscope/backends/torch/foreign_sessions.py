@@ -26,7 +26,7 @@ _ours_on: int | None = None
 
 
 def watch(before_theirs: Callable[[], None]) -> None:
-    """Call `before_theirs()` on a thread of other code that is about to open a session.
+    """From now on, call `before_theirs()` on each thread of other code that is about to open a session.
 
     If it raises, the start of that session raises. Call `watch` once per process. It takes tens of ms: one
     pass over all objects, for sessions that are open already.
@@ -71,7 +71,7 @@ def ours() -> Iterator[None]:
 
 
 def busy() -> str | None:
-    """Name the session of other code that is open, or about to start; None if there is none."""
+    """Return the name of the open, or starting, session of other code; None if there is none."""
     if any(other.enabled and other.entered and other.kineto_results is None for other in list(_sessions)):
         return "a torch.profiler session that is not stepscope's is open (running or warming up)"
     if running(on_this_thread=True) or running(on_this_thread=False):
@@ -92,7 +92,7 @@ def running(on_this_thread: bool) -> bool:
 
 
 def clear_flag() -> None:
-    """Clear torch's flag after a failed start: torch sets it before it starts, and leaves it set."""
+    """Clear the flag that torch sets before a start and does not clear if the start fails."""
     from torch.autograd import profiler
 
     profiler._set_is_profiler_enabled(False)
@@ -101,8 +101,8 @@ def clear_flag() -> None:
 def forget() -> None:
     """Detach the session of the parent from the only thread of a forked child.
 
-    With `profile_memory` it would take about 150 bytes for each allocation. A stop would touch Kineto and
-    CUPTI. The end of the legacy profiler detaches a session of either profiler and does no more.
+    With `profile_memory`, the session would take about 150 bytes for each allocation. A stop would touch
+    Kineto and CUPTI. The end of the legacy profiler detaches a session of either profiler and does no more.
     """
     from torch._C import _autograd
 

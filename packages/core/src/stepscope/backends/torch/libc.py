@@ -14,7 +14,7 @@ def give_memory_back() -> None:
 
 
 def leave_without_destructors() -> None:
-    """Make exit() end the process with its status before any destructor registered so far runs.
+    """Make exit() end the process, with its status, without running the destructors registered so far.
 
     Python has finalised and flushed its output by then.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _COMPILER = "_inductor"
 _SWITCH = "TORCHINDUCTOR_CUDAGRAPHS"
-"""Environment variable of the switch."""
+"""Environment variable that sets the switch of the compiler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def _marker() -> Callable[[str], AbstractContextManager[None]]:
 
 
 def _activities(config: TorchConfig) -> tuple[dict[str, ProfilerActivity], dict[str, str]]:
-    """Return the activities of this machine by name, and for each other one the reason to ignore it."""
+    """Return {name: activity} of this machine, and {name: reason} for each activity that is ignored."""
     import torch
 
     kinds = torch.profiler.ProfilerActivity
@@ -141,7 +141,7 @@ def _switches(*, all_threads: bool, with_stack: bool) -> dict[str, bool]:
 
 
 class _WithoutCompiler:
-    """The module `torch`, to code that asks whether it has a compiler."""
+    """Replacement for the module `torch` that makes code believe that there is no compiler."""
 
     def __getattr__(self, name: str) -> object:
         if name == _COMPILER:

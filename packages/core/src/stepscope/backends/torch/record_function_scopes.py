@@ -25,13 +25,14 @@ T = TypeVar("T")
 _NOTED = "_stepscope_noted"
 """Marker attribute of a scope that is, or was, in `_open`."""
 _UNRECORDED = "_stepscope_unrecorded"
-"""Marker attribute of a function that `unrecorded` made."""
+"""Marker attribute of functions made by `unrecorded`."""
 _open: dict[int, Callable[[], None]] = {}
-"""Functions that end each scope. The code that takes one out calls it."""
+"""{id of an open scope: function that ends it}. The code that removes a function calls it."""
 _ended = 0
 """The number of times that all scopes were ended. One writer: `_end_all`."""
 _never_ending: list[object] = []
-"""Scopes whose session ended while they began. Kept, because a dropped one would end in the next session."""
+"""Scopes whose session ended while they began. Kept for ever, because a dropped scope would end in the next
+session."""
 _watching = threading.Lock()
 _watched = False
 
@@ -64,8 +65,8 @@ class Mark(AbstractContextManager[None]):
 def watch() -> None:
     """Make every torch.profiler session of this process end its open scopes before it stops.
 
-    If a session was dropped, they end before the next one begins. Costs a scope about 0.5 us of 15. Imports
-    torch.
+    If a session was dropped without a stop, its scopes end before the next session begins. Costs about 0.5 us
+    of a scope's 15. Imports torch.
     """
     global _watched
     with _watching:
@@ -82,7 +83,8 @@ def unrecorded(begin: Callable[P, T], when: Callable[..., bool] | None = None) -
     or dropped, perhaps in a later session. Imports torch.
 
     Args:
-        when: Called with the arguments of a call; true leaves that call unrecorded. None records every call.
+        when: Called with the arguments of each call. The call is unrecorded if it returns True. None leaves
+            every call unrecorded.
 
     Returns:
         `begin` itself if it is unrecorded already.

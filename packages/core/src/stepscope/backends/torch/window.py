@@ -29,7 +29,7 @@ kineto_has_started = False
 _OPERATORS_END_S = 0.1
 """Pause from the stop of a session of all threads to the next start. A tenth of it precedes the stop."""
 _all_threads_stopped = 0.0
-"""Monotonic time of the last stop of such a session. One writer: this module."""
+"""Monotonic time of the last stop of a session of all threads. One writer: this module."""
 _INTERRUPTED = "interrupted while it was being stopped"
 _parents: list[object] = []
 """The parent's profile, kept in a forked child: its destruction would touch the session."""
@@ -40,7 +40,7 @@ class Recorded:
     """The recording of one active phase."""
 
     profile: Profile | None
-    """None after it was written or discarded."""
+    """The profile, or None after it was written or discarded."""
     cycle: int
     truncated: str | None
 
@@ -80,9 +80,10 @@ class TorchWindow(ScheduledWindow[Recorded]):
         return self.only_thread is None or self.only_thread == threading.get_ident()
 
     def advance_in_backward(self) -> None:
-        """Count a mini-batch inside of a backward pass. From any thread.
+        """Count a mini-batch that ends inside of a backward pass. May be called from any thread.
 
-        No session can stop there (docs/torch-traps.md), so the next call outside of it walks the schedule.
+        No session can stop there (docs/torch-traps.md), so the next call outside of the backward pass
+        advances the schedule.
         """
         self._mini_batch += 1
         self._backward_call = (
@@ -156,7 +157,9 @@ class TorchWindow(ScheduledWindow[Recorded]):
         return profile
 
     def _record(self, truncated: str | None) -> None:
-        """Stop the profile and keep it. After a Ctrl-C it is still active, and a second call stops it."""
+        """Stop the profile and keep its recording. After a Ctrl-C the profile is still active, and a second
+        call stops it.
+        """
         profile = self._profile
         try:
             if profile is not None and foreign_sessions.running(self.only_thread is not None):
@@ -206,7 +209,9 @@ def forget() -> TorchWindow | None:
 
 
 def _started(profile: Profile) -> bool:
-    """Return whether torch has enabled it. A start may fail after that, and then the session must stop."""
+    """Return whether torch has enabled the profile. If a start fails after that, the session must be
+    stopped.
+    """
     session = profile.profiler
     return session is not None and session.profiling_start_time_ns != 0
 
@@ -232,7 +237,7 @@ def _stop_all_threads(profile: Profile) -> str | None:
 
 
 def _stop(profile: Profile) -> str | None:
-    """Stop the profile. Return the trouble if the device no longer answers, else None."""
+    """Stop the profile. Return the problem if the device no longer answers, else None."""
     try:
         profile.stop_trace()
     except ours() as error:

@@ -29,7 +29,7 @@ from stepscope.files.storage.processes import is_running
 from stepscope.files.storage.reading import decode, read_file
 
 _WORSE: tuple[State, ...] = ("skipped", "ok", "pending", "partial", "missing", "failed")
-"""States in ascending order of severity; the first does not count."""
+"""States in ascending order of severity; `skipped` does not count."""
 _LOST = (
     "it began, but its part of the manifest is not in this folder or cannot be read: its disk is full, its "
     "host does not share this folder, or the file was removed or damaged"
@@ -48,8 +48,8 @@ def part_files(
     """Return the parts as `read_parts` does, by path. Files that came late are in them.
 
     Args:
-        but: The path of a part that is not read, because the caller has it in memory.
-        as_written: Keep things that a dead process still owed as pending. Otherwise they are missing.
+        but: Path of a part to leave out, because the caller has it in memory.
+        as_written: True to keep pending items of dead processes as pending; else they become missing.
     """
     read = {path: _part(path) for path in _paths(step) if path != but}
     if not as_written:
@@ -72,7 +72,7 @@ def _paths(step: StepLayout) -> list[Path]:
 
 
 def _numbered(step: StepLayout, path: Path, part: ProcessPart) -> ProcessPart:
-    """Return the part with the number in its name: earlier versions wrote it nowhere else."""
+    """Return the part with the capture's number from its file name, where earlier versions kept it."""
     number = step.capture_of(path, part.process, part.run_id)
     return part if number == part.capture else msgspec.structs.replace(part, capture=number)
 
@@ -89,7 +89,7 @@ class _Head(msgspec.Struct):
 
 
 def _decoded(data: bytes) -> ProcessPart:
-    """Decode a part of a manifest; raise RecordError if it is none."""
+    """Decode a part of a manifest. Raise RecordError if the data holds something else."""
     version = decode(data, _Head).format
     if version == FORMAT:
         return decode(data, ProcessPart)
@@ -104,7 +104,7 @@ def _reread(path: Path, part: ProcessPart | str) -> ProcessPart | str:
 
 
 def expire_pending(part: ProcessPart) -> ProcessPart:
-    """Return the part; if its process is gone, pending things are missing."""
+    """Return the part. If its process is dead, pending items become missing."""
     if not _is_abandoned(part):
         return part
     return msgspec.structs.replace(part, expected=tuple(map(_lost, part.expected)))
@@ -149,10 +149,11 @@ T = TypeVar("T", bound=Taken)
 
 
 def of_the_last(taken: Sequence[T]) -> list[T]:
-    """Return what is of the last capture of a step, which may have been tried again. All is of one run.
+    """Return the items of the last capture of a step, which may have been captured several times in the run.
 
-    The last capture of each process counts. If the owner tried again, a worker counts only if it took part
-    again. On another host, the owner's measurement of its clock decides that; else its opening time does.
+    The last capture of each process counts. If the owner captured the step again, a worker counts only if it
+    took part again. For a worker on another host, the owner's measurement of its clock decides that; else its
+    opening time does.
     """
     last: dict[str, T] = {}
     for one in sorted(taken, key=lambda one: one.capture):
@@ -185,12 +186,12 @@ def _took_part(worker: Taken, owner: Taken, before: Taken) -> bool:
 def fold(parts: Sequence[ProcessPart]) -> Manifest:
     """Fold one run's parts of one step: the owner first, then by role, rank, host and pid.
 
-    Of a step that was captured again, the parts of the last capture count.
+    If the step was captured several times, only the parts of the last capture count.
 
-    A worker that began according to the owner, and has no part here, is missing.
+    A worker that began, according to the owner, and has no part here is missing.
 
     Raises:
-        RecordError: there is no part at all, or they are of several runs or steps.
+        RecordError: there are no parts, or they are of several runs or steps.
     """
     captures = {(part.run_id, part.step) for part in parts}
     if len(captures) != 1:

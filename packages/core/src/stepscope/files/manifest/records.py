@@ -20,24 +20,20 @@ FORMAT = 2
 """Format of the manifest and of its parts."""
 
 State: TypeAlias = Literal["ok", "pending", "partial", "missing", "failed", "skipped"]
-"""`pending`: promised, and not there yet. `missing` and `failed` are final, unless `Expectation.pending` is
-set, which means that files may still come.
-"""
+"""State of an expected item. `pending`: expected, and not there yet. `missing` and `failed` are final, unless
+`Expectation.pending` is set, which means that files may still come."""
 Kind: TypeAlias = Literal["spans", "counters", "trace", "engine", "fetch", "after", "selection", "memory"]
-"""The sort of thing that is expected: the span file; the file of counters; a recording of this process'
-profiler, or of an inference engine; files from another host; work after the capture (hooks, `finish`);
-something that the configuration selects; a CUDA out-of-memory snapshot.
-"""
+"""Kind of an expected item: the span file; the file of counters; a recording of this process' profiler, or of
+an inference engine; files from another host; work after the capture (hooks, `finish`); an item that the
+configuration selects; a CUDA out-of-memory snapshot."""
 Pending: TypeAlias = Literal["closing", "exporting", "fetching", "running", "late"]
-"""The event that a thing waits for: its process closes the capture; the file is written; it comes from its
-host; the program ends; the engine writes after the deadline of its stop.
-"""
+"""The event that a pending item waits for: its process closes the capture; the file is written; the file is
+fetched from its host; the program ends; the engine writes after the deadline of its stop."""
 EndedBy: TypeAlias = Literal["exception", "signal", "exit", "rollback"]
-"""The cause of an early end: an exception of the user's, SIGTERM, the end of the process, a capture whose
-opening failed.
-"""
+"""Cause of an early end: an exception of the user's, SIGTERM, the end of the process, or a capture whose
+opening failed."""
 OpenedBy: TypeAlias = Literal["program", "instrument"]
-"""The opener of captures: the program's code, or an `instrument` entry for a program that is not edited."""
+"""Opener of a capture: the program's code, or an `instrument` entry for a program that is not edited."""
 _TROUBLE = ("missing", "partial", "failed")
 
 AWAITED: dict[Pending, str] = {
@@ -47,11 +43,11 @@ AWAITED: dict[Pending, str] = {
     "running": "it has not run yet",
     "late": "its files may still come",
 }
-"""The reason, for people. Logic reads `Expectation.pending`."""
+"""{awaited event: reason as text}. Code reads `Expectation.pending` instead."""
 IDLE = "idle"
-"""Key in `ignored` of an engine without files that ran nothing to record. Nothing failed."""
+"""Key in `ignored` that says that an engine ran nothing, so that it has no files although nothing failed."""
 LATE = "late"
-"""Key in `ignored` of an engine whose files may come after its stop, with their sidecars."""
+"""Key in `ignored` that says that files of an engine may come after its stop, with their sidecars."""
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,12 +104,12 @@ def of_engine(
 
 
 def cut_short(artifacts: tuple[Artifact, ...]) -> str | None:
-    """Return the reason of an early end that other code caused while the engine served on."""
+    """Return the reason of an early end that other code caused while the engine went on serving."""
     return next((item.truncated for item in artifacts if item.ended == "others" and item.truncated), None)
 
 
 def awaited(name: str, kind: Kind, pending: Pending, *, truncated: str | None = None) -> Expectation:
-    """Return the expectation of a thing that is promised and not there yet."""
+    """Return the expectation of an item that is not there yet."""
     reason = AWAITED[pending]
     return Expectation(
         name=name, kind=kind, state="pending", pending=pending, reason=reason, truncated=truncated
@@ -132,28 +128,30 @@ class OwnCost(msgspec.Struct, frozen=True, kw_only=True):
     """The measured cost of profiling in this process, in ns."""
 
     start_ns: Int = 0
-    """Opening the capture here, from the call of `capture` to `opened`, with the wait for others."""
+    """Time for opening the capture in this process, from the call of `capture` to `opened`, including waits
+    for others."""
     stop_ns: Int = 0
-    """Closing it, from `closed` to the return to the caller."""
+    """Time for closing the capture in this process, from `closed` to the return to the caller."""
     inside_ns: Int = 0
-    """Between `opened` and `closed`: profilers started and stopped around stages (discrete mode)."""
+    """Time between `opened` and `closed` for starting and stopping profilers around stages (discrete
+    mode)."""
     export_ns: Int = 0
-    """Writing traces (in the background unless said otherwise)."""
+    """Time for writing traces (in the background unless said otherwise)."""
     counters_ns: Int = 0
     """CPU time of the thread that samples counters."""
     spans_ns: Int = 0
-    """Number of spans times the cost of one, calibrated in this process."""
+    """Number of spans times the cost of one span, measured in this process."""
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """The device of a process, and what the configuration says of FLOPs."""
+    """The device of a process, and the configured figures on FLOPs."""
 
     device: str | None = None
     """Name of the device on which torch computes, or None if torch has initialised none."""
     peak_tflops: float | None = None
-    """`throughput.device_peak_tflops`."""
+    """Configured `throughput.device_peak_tflops`, or None."""
     flops_per_token: float | None = None
-    """`throughput.flops_per_token`."""
+    """Configured `throughput.flops_per_token`, or None."""
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,7 +182,7 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     recorded: bool
     """True if a backend records this process (rank and role selection)."""
     why: str
-    """The reason of that decision."""
+    """Reason for the value of `recorded`."""
     profiled: bool = False
     """True if a profiler ran in this process, which slows it. An engine's own profiler does not count."""
     prepared: bool = False
@@ -201,11 +199,11 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     clocks: tuple[ClockOffset, ...] = ()
     """The other processes' clocks against this one's. Only the owner has them."""
     opened_by: OpenedBy = "program"
-    """Owner only."""
+    """Opener of the capture. Only the owner sets it."""
     absent: tuple[Absent, ...] = ()
-    """Owner only: expected participants without a part of their own."""
+    """Expected participants without a part of their own. Only the owner sets it."""
     began: dict[str, str] = {}
-    """{`ProcessInfo.key`: name} of the workers that began, each of which writes a part. Only the owner has
+    """{`ProcessInfo.key`: name} of the workers that began, each of which writes a part. Only the owner sets
     it."""
     ended_by: EndedBy | None = None
     """The event that ended the capture early; None if it ended normally or has not ended."""
@@ -214,19 +212,19 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     instrumented: dict[str, tuple[str, ...]] = {}
     """{`module:name`: `role/stage`s} of the functions that `instrument` replaced in this process."""
     recorder: Recorded | None = None
-    """The flight recorder's account of a step that it wrote from memory; None if the step was captured."""
+    """Event upon which the flight recorder wrote the step from memory, or None if the step was captured."""
     missed: dict[str, str] = {}
     """{place: reason} of the functions that a preset names and this process lacks. The owner logs them."""
 
 
 class Absent(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker or replica that took no part, or not to the end."""
+    """A worker or replica that took no part in the capture, or ended early."""
 
     name: str
     state: State
     reason: str
     process: str | None = None
-    """Its `ProcessInfo.key`, if it answered at first."""
+    """`ProcessInfo.key` of the worker, if it answered at first; else None."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,7 +239,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def opened_by(self) -> OpenedBy:
-        """The opener of the capture. If several opened it, an entry counts."""
+        """The opener of the capture. If several processes opened it, `instrument` takes precedence."""
         owners = [part.opened_by for part in self.processes if part.owner]
         return "instrument" if "instrument" in owners else "program"
 
@@ -261,15 +259,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Return a line for each expectation that is not there yet, with its reason.
 
         Args:
-            only: The awaited event of all that are listed; None for any.
-            but: Those that wait for this are left out.
+            only: List only items that wait for this event; None for all.
+            but: Leave out items that wait for this event.
         """
         return self._lines(
             lambda item: item.state == "pending" and item.pending != but and only in (None, item.pending)
         )
 
     def warnings(self) -> list[str]:
-        """Return a line for each thing that the configuration may have meant and that did not take part."""
+        """Return a line for each thing that the configuration may have been meant to record and that did not
+        take part.
+        """
         return self._lines(lambda item: (item.kind, item.state) == ("selection", "skipped"))
 
     def notes(self) -> list[str]:

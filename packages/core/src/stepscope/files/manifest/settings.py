@@ -1,6 +1,6 @@
 """Settings of a framework, or of an engine, that advice may name.
 
-Only settings that somebody listed are kept: a whole configuration may hold secrets
+Only listed settings are kept, because a whole configuration may hold secrets
 (docs/decisions/0035-settings-that-advice-names.md).
 """
 
@@ -42,7 +42,7 @@ Knob: TypeAlias = Literal[
     "trajectories",
     "weight_bucket",
 ]
-"""Things that a setting changes, whatever its name."""
+"""Effects that a setting may have, whatever its name."""
 KNOBS: Mapping[Knob, str] = {
     "agent_workers": "processes that run agents",
     "async_rollout": "the rollout of the next step runs beside the training",
@@ -73,7 +73,7 @@ KNOBS: Mapping[Knob, str] = {
     "trajectories": "trajectories or requests in flight",
     "weight_bucket": "size of the pieces in which weights move",
 }
-"""Knob -> what its setting is, for docs/reference/settings.md."""
+"""{knob: description of its setting}, for docs/reference/settings.md."""
 SWITCHES = frozenset(
     {
         "async_rollout",
@@ -89,7 +89,7 @@ SWITCHES = frozenset(
         "prefix_caching",
     }
 )
-"""Knobs that are on or off. The others are numbers, and `colocated` is a fact."""
+"""Knobs that are switches. The other knobs are numbers, except `colocated`, which is a fact."""
 Value: TypeAlias = bool | int | float | str | None
 Named: TypeAlias = tuple[str, Value] | tuple[str, Value, bool | str]
 """(name, value), or (name, value, the value that turns a switch on)."""
@@ -108,9 +108,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Its name in the framework: `actor_rollout_ref.rollout.max_num_seqs`."""
     value: bool | int | float | str | None = None
-    """The value; None if the setting is unset."""
+    """The present value, or None if the setting is unset."""
     better: bool | str | None = None
-    """The value that turns a switch on that is off, else None."""
+    """The value that turns a switch on, if the switch is off; else None."""
 
 
 class FrameworkSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,5 +119,6 @@ class FrameworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     framework: str
     version: str | None = None
     engine: bool = False
-    """True for an inference engine. A framework above it names the same things as its users set them."""
+    """True for an inference engine. A framework above the engine has settings for the same effects, under
+    users' names."""
     settings: tuple[Setting, ...] = ()

@@ -1,4 +1,4 @@
-"""Complete files or none: files of the output tree are written under a temporary name and renamed."""
+"""Files of the output tree, written under a temporary name and renamed, so that they are never incomplete."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from stepscope.errors import ours
 from stepscope.files.storage.temporary import temporary
 
 private = partial(os.open, mode=0o600)
-"""The `opener` of a new file that only its owner may read."""
+"""`opener` for a new file that only its owner may read."""
 PIECE = 4 << 20
-"""Bytes of one piece, which occupies its sender for some milliseconds."""
+"""Number of bytes of one piece; sending a piece takes some milliseconds."""
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -51,7 +51,8 @@ def append_whole(handle: int, size: int, data: bytes) -> int:
     """Append `data` to an open file of `size` bytes, which only the caller writes. Return its new size.
 
     Raises:
-        OSError: The disk is full, say. No half line stays behind: what was written before remains readable.
+        OSError: The file cannot be written, for example because the disk is full. No partial line remains, so
+            that earlier lines stay readable.
     """
     view = memoryview(data)
     try:
@@ -65,7 +66,7 @@ def append_whole(handle: int, size: int, data: bytes) -> int:
 
 
 def append_lines(path: Path, records: Iterable[object]) -> int:
-    """Append records to a file that may be new, a line of JSON for each. Return its new size.
+    """Append records as lines of JSON to a file, which is created if needed. Return its new size.
 
     Raises:
         OSError: The file cannot be written.
@@ -79,7 +80,8 @@ def append_lines(path: Path, records: Iterable[object]) -> int:
 
 
 def create_once(path: Path) -> bool:
-    """Create an empty file. Return False if it exists: of several processes, one creates it.
+    """Create an empty file. Return False if it already exists, so that only one of several processes gets
+    True.
 
     True as well if the file cannot be created.
     """

@@ -1,4 +1,4 @@
-"""Processes named in files of a run: the boot of their machine, and whether one still runs."""
+"""Processes that files of a run name: the boot of their machine, and a check whether one still runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safe reading of a run's files. Under a record's name there may be anything, of any size and kind."""
+"""Safe reading of a run's files. A file may hold anything, of any size, whatever its name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 from stepscope.errors import RecordError
 
 LONGEST_LINE = 4 << 20
-"""Largest length of a line in bytes. A longer one is no record; perhaps the file is no text."""
+"""Largest length of a line in bytes. A longer line is no record; the file may not be text at all."""
 MAX_BYTES = 64 << 20
 """The largest file that is read in one piece."""
 T = TypeVar("T")
@@ -91,7 +91,9 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
 
 
 def read_first(path: Path, kind: type[T]) -> T | None:
-    """Return the record in a file's first line; None if it is none, or the file cannot be read."""
+    """Return the record in a file's first line, or None if that line is no record, or the file cannot be
+    read.
+    """
     with suppress(OSError, RecordError, StopIteration), open_file(path) as file:
         return decode(next(lines_of(file))[0], kind)
     return None
@@ -101,14 +103,14 @@ def read_record(path: Path, kind: type[T]) -> T:
     """Return the one record that a JSON file holds.
 
     Raises:
-        OSError: it cannot be read.
-        RecordError: it holds something else; the message says what.
+        OSError: the file cannot be read.
+        RecordError: the file holds something else. The message says what.
     """
     return decode(read_file(path), kind)
 
 
 def read_records(paths: Iterable[Path], kind: type[T]) -> list[T]:
-    """Return the records of those files that can be read and hold one, in their order."""
+    """Return the records of the files that can be read and hold one, in the files' order."""
     records = []
     for path in paths:
         with suppress(OSError, RecordError):
@@ -117,10 +119,10 @@ def read_records(paths: Iterable[Path], kind: type[T]) -> list[T]:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Return the record that `data` is, as JSON.
+    """Return the record in `data`, which is JSON.
 
     Raises:
-        RecordError: it is something else; the message says what.
+        RecordError: `data` is something else. The message says what.
     """
     try:
         record: T = _decoder_of(kind).decode(data)
@@ -140,6 +142,6 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def renew_lock() -> None:
-    """Make the lock anew in the child of a fork: another thread of the parent may have held it."""
+    """Replace the lock in a forked child, because another thread of the parent may have held it."""
     global _making
     _making = Lock()

@@ -1,4 +1,4 @@
-"""Files of profilers on their way to their place: compressed, and under a name that nothing has."""
+"""Files of profilers on the way to their final place: compression, and unused names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from stepscope.files.layout import sidecar_of
 
 _BLOCK = 8 << 20
-"""Bytes of one compression call (6 ms). Each takes the GIL back from the training thread for a moment."""
+"""Number of bytes of one compression call (6 ms). After each call, the GIL is taken from the training thread
+for a moment."""
 
 
 def compress(file: Path) -> Path:
@@ -28,6 +29,6 @@ def compress(file: Path) -> Path:
 
 
 def free_path(folder: Path, stem: str, suffix: str) -> Path:
-    """Return the path of `<stem><suffix>` in `folder`, with a number after the stem if it is taken."""
+    """Return the path of `<stem><suffix>` in `folder`, with a number after the stem if the name is in use."""
     paths = (folder / f"{stem}{'' if number == 1 else f'-{number}'}{suffix}" for number in itertools.count(1))
     return next(path for path in paths if not path.exists() and not sidecar_of(path).exists())

@@ -27,7 +27,9 @@ def temporary(path: Path) -> Path:
 
 
 def remove_abandoned(folder: Path) -> list[Path]:
-    """Remove temporary files in `folder`, and below it, of dead processes of this machine."""
+    """Remove the temporary files of dead processes of this machine in and below `folder`. Return their
+    paths.
+    """
     if _place() is None:
         return []
     return [path for path in _abandoned(folder) if _remove(path)]

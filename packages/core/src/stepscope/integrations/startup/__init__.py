@@ -1,1 +1,1 @@
-"""The `sitecustomize` beside this, which `stepscope run` puts before every Python program that it starts."""
+"""The folder of the `sitecustomize` that `stepscope run` puts before every Python program that it starts."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def _run_the_one_behind() -> None:
-    """Run the `sitecustomize` that this one hides: a distribution's, or another tool's."""
+    """Run the `sitecustomize` that this one hides, which may be a distribution's or another tool's."""
     here = Path(__file__).resolve().parent
     behind = [folder for folder in sys.path if Path(folder or ".").resolve() != here]
     spec = PathFinder.find_spec("sitecustomize", behind)
