@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _LAZY = {"VllmProfiler": "stepscope_vllm._profiler", "VllmServer": "stepscope_vllm._server"}
-"""Loaded on first use: they import asyncio, and a worker needs the extension alone."""
+"""{name: module}, loaded on first use, because these import asyncio and a worker needs only the extension."""
 
 
 def __getattr__(name: str) -> object:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def doctor_rows() -> list[Row]:
-    """Return a row that names what switches vLLM's profiler on; none where vLLM is not installed."""
+    """Return a row on how to switch vLLM's profiler on, or no row if vLLM is not installed."""
     from stepscope_report.doctor import Row  # import time: for `stepscope doctor` alone
 
     if find_spec("vllm") is None:

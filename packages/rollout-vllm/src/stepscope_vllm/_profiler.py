@@ -21,23 +21,22 @@ from stepscope_vllm._driving.in_process import InProcessTarget
 from stepscope_vllm._engine_side import plugin
 
 _desks: WeakKeyDictionary[object, Desk] = WeakKeyDictionary()
-"""Engine -> its captures, because each capture makes a new profiler. One writer: `VllmProfiler`."""
+"""{engine: its captures}, because each capture makes a new profiler. One writer: `VllmProfiler`."""
 
 
 class VllmProfiler(ReplicaProfiler):
     """Profiler of one engine of this process: drives vLLM's own profiler in all of its workers.
 
-    It can be called from any event loop or thread. The engine is called on its own.
+    It can be called from any event loop or thread. The engine itself is called on its own loop or thread.
     """
 
     def __init__(self, engine: object, *, replica: int | None = None) -> None:
-        """
-        Args:
+        """Args:
             engine: An `AsyncLLM` or an `LLM`, built with `**engine_args(config, replica)`.
             replica: The replica's number; None for its position in `capture(engines=[...])`.
 
         Raises:
-            EngineError: it is neither.
+            EngineError: `engine` is neither.
         """
         if not discovery.is_engine(engine):
             kind = f"{type(engine).__module__}.{type(engine).__qualname__}"
@@ -75,7 +74,7 @@ class VllmProfiler(ReplicaProfiler):
         self._ignored = ascend_profiler.check(target.settings, target.environment)
 
     def counters(self) -> Sequence[CounterSource]:
-        """Return its counters. They are empty unless it was built with `disable_log_stats=False`."""
+        """Return the engine's counters. They are empty unless it was built with `disable_log_stats=False`."""
         engine = ref(self.engine)
 
         def read() -> dict[str, float]:

@@ -14,11 +14,12 @@ _STAMPS = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
 """Fields of `RequestStateStats`, in seconds of the engine core's monotonic clock; 0 if not reached."""
 
 _SLACK_S = 0.05
-"""The largest correction of the wall clock, between a request's arrival and its end, that is tolerated."""
+"""Largest difference, between a request's arrival and its end, by which the wall clock may have been
+corrected."""
 
 
 class TimedSpan(Protocol):
-    """Used part of what `span`, `turn` and `trajectory` return."""
+    """The part of the results of `span`, `turn` and `trajectory` that is used."""
 
     def set(self, **attrs: Fact) -> None: ...
 
@@ -28,13 +29,13 @@ class TimedSpan(Protocol):
 def record_request(span: TimedSpan, output: object) -> None:
     """Record on the span around a request how the engine spent its time.
 
-    The span gets `request_facts` as attributes. Below it come spans `queue`, `prefill` and `decode` of role
-    `rollout`, as the engine timed them.
+    The span gets `request_facts` as attributes. It also gets child spans `queue`, `prefill` and `decode` of
+    role `rollout`, with the engine's times.
 
     Args:
         span: The turn or span that made the request and waited for it, still open.
-        output: vLLM's `RequestOutput`, finished. There are only attributes and no spans if it has no
-            `metrics`, or if the engine core runs on another host, whose clock is another one.
+        output: vLLM's `RequestOutput`, finished. Only attributes are recorded if it has no `metrics`, or if
+            the engine core runs on another host, whose clock differs.
     """
     span.set(**request_facts(output))
     stamps = _stamps_here(getattr(output, "metrics", None))
@@ -43,7 +44,9 @@ def record_request(span: TimedSpan, output: object) -> None:
 
 
 def _stamps_here(stats: Any) -> list[float]:
-    """Return the times of a finished request on this process's monotonic clock; none of another clock."""
+    """Return the times of a finished request on this process' monotonic clock; empty if they are of another
+    clock.
+    """
     stamps = [float(getattr(stats, name, 0.0)) for name in _STAMPS]
     arrived = float(getattr(stats, "arrival_time", 0.0))  # the one that is on the wall clock, of this process
     now = time.monotonic()
@@ -53,7 +56,7 @@ def _stamps_here(stats: Any) -> list[float]:
 
 
 def request_facts(output: object) -> dict[str, str | int | float]:
-    """Return how one request spent its time, for the span around it: `span.set(**request_facts(output))`.
+    """Return the attributes that tell how one request spent its time: `span.set(**request_facts(output))`.
 
     Args:
         output: vLLM's `RequestOutput`, finished. It has `metrics` unless the engine was built with

@@ -26,16 +26,17 @@ from stepscope_vllm._versions import Dialect
 log = logging.getLogger("stepscope")
 
 _desks: dict[str, Desk] = {}
-"""Server -> its captures, for a loop that makes a new profiler for each. One writer: `VllmServer`."""
+"""{server: its captures}, because a loop may make a new profiler for each capture. One writer:
+`VllmServer`."""
 
 _warned: set[str] = set()
-"""Servers whose pipeline was warned of. One writer: `VllmServer.check`."""
+"""Servers whose pipelines were warned about. One writer: `VllmServer.check`."""
 
 
 class VllmServer(ReplicaProfiler):
     """Profiler of one `vllm serve`, driven by its routes /start_profile and /stop_profile.
 
-    vLLM does not guard these routes with its `--api-key`: keep its port from strangers.
+    vLLM does not protect these routes with its `--api-key`, so do not expose its port.
     """
 
     def __init__(
@@ -50,14 +51,13 @@ class VllmServer(ReplicaProfiler):
         data_parallel_size: int = 1,
         prefill_context_parallel_size: int = 1,
     ) -> None:
-        """
-        Args:
+        """Args:
             url: `http://host:port` of the server itself, not of a router (for that: `behind`).
             profile_dir: The server's `torch_profiler_dir`, as this process sees it, or None to ask the
                 server, which answers in development mode only (VLLM_SERVER_DEV_MODE=1).
             replica: The replica's number; None for its position in `capture(engines=[...])`.
             tensor_parallel_size, pipeline_parallel_size, data_parallel_size, prefill_context_parallel_size:
-                Those that it was served with.
+                The sizes that the server was started with.
             headers: Headers of every request.
 
         Raises:
@@ -75,7 +75,7 @@ class VllmServer(ReplicaProfiler):
         )
         self._folder = None if profile_dir is None else Path(profile_dir).absolute()
         self._below = False
-        """True if the server writes to `_folder` or a folder below; only its files show which."""
+        """True if the server writes to `_folder` or to a folder in it, which only its files will show."""
         self._direct = False
         """True if the server is known not to be a router."""
         self._version = "unknown"
@@ -90,12 +90,12 @@ class VllmServer(ReplicaProfiler):
         headers: Mapping[str, str] | None = None,
         **parallel: int,
     ) -> list[VllmServer]:
-        """Return one for each server behind a router, sorted by URL. Blocks.
+        """Return one profiler for each server behind a router, sorted by URL. Blocks.
 
         Args:
-            profile_dir: One folder: they write there or to folders in it (`replica0`, `replica1`... of
-                `server_args`), from vLLM 0.32 on, which names its files as it is told. Or that of each:
-                `{"http://host:port": "/a/folder"}`.
+            profile_dir: One folder, if all servers write there or to folders in it (`replica0`, `replica1`...
+                of `server_args`); this needs vLLM 0.32 or newer, whose file names a start can set. Or the
+                folder of each server: `{"http://host:port": "/a/folder"}`.
             parallel: `tensor_parallel_size` and the like, of each of them.
 
         Raises:
@@ -178,7 +178,7 @@ class VllmServer(ReplicaProfiler):
     # Questions to the server. These block.
 
     def _refuse_a_router(self) -> None:
-        """Raise EngineError for a router: it answers each question from another of its servers."""
+        """Raise EngineError for a router, because it passes each request to another of its servers."""
         if self._direct:
             return
         try:
@@ -208,7 +208,7 @@ class VllmServer(ReplicaProfiler):
         return str(version)
 
     def _ask_dialect(self) -> Dialect:
-        """Read it from the routes that the server documents, or else from its version."""
+        """Return the dialect from the routes that the server documents, else from its version."""
         answer = self._ask("/openapi.json")
         document = as_object(answer)
         if answer.status != 200 or "paths" not in document:

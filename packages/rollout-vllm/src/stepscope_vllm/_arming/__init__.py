@@ -1,1 +1,1 @@
-"""Engines made ready for captures while they are built."""
+"""Preparation of engines for captures, while they are built."""

@@ -17,9 +17,9 @@ from stepscope_vllm import _versions
 log = logging.getLogger("stepscope")
 EXTENSION = "stepscope_vllm.WorkerExtension"
 HIDDEN = ".vllm"
-"""Folder for traces of engines, in that of the run. Captures move traces out of it.
+"""Folder in the run's folder to which engines write traces. Captures move their traces out of it.
 
-A trace stays there if it belongs to no capture, or came too late for its own.
+A trace stays there if it belongs to no capture, or was written too late for its capture.
 """
 Value = str | int | float | bool | None
 _STACKS = (
@@ -40,9 +40,9 @@ def engine_args(
             `engine.extra` are fields of vLLM's `ProfilerConfig`. With `tool: nsys` the workers open CUDA
             profiler ranges.
         replica: Number of the replica. Each replica has a folder of its own.
-        extension: Whether to name `stepscope_vllm.WorkerExtension` as `worker_extension_cls`, so that every
+        extension: True to name `stepscope_vllm.WorkerExtension` as `worker_extension_cls`, so that every
             capture has its own folder and options, and a stop is short. Pass False if you need that argument
-            for a class of yours, and let that class inherit from `WorkerExtension`.
+            for your own class, and let that class inherit from `WorkerExtension`.
         installed: vLLM's version; None for the one that is installed here.
 
     Returns:
@@ -66,11 +66,10 @@ def engine_args(
 def server_args(config: ProfileConfig, replica: int = 0, *, installed: str | None = None) -> list[str]:
     """Return arguments for `vllm serve`, beside your own.
 
-    They are those of `engine_args` without the extension, because no route of a server in production reaches
-    it.
+    The result is that of `engine_args` without the extension, which no route of a production server reaches.
 
     Raises:
-        ConfigError: As for `engine_args`, or `tool` is nsys, which was never tried with a server.
+        ConfigError: As for `engine_args`; also if `tool` is nsys, which was never tried with a server.
     """
     if config.tool == "nsys":
         raise ConfigError(
@@ -136,7 +135,7 @@ def _extra(extra: Mapping[str, Value], release: str) -> Mapping[str, Value]:
 
 
 def _fields() -> frozenset[str] | None:
-    """Return the fields of the installed `ProfilerConfig`; None if this vLLM has none."""
+    """Return the fields of the installed `ProfilerConfig`, or None if this vLLM has no such class."""
     try:
         from vllm.config import ProfilerConfig
     except ImportError:

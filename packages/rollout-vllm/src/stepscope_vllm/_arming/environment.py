@@ -49,7 +49,7 @@ def engine_env(config: ProfileConfig, replica: int = 0, *, installed: str | None
 def engine_environment(config: ProfileConfig, replica: int = 0) -> Iterator[None]:
     """Set `engine_env` while an engine is built, and restore the environment, also if building fails.
 
-    The settings are remembered for each engine that is built meanwhile, because its captures need them.
+    The settings are remembered for each engine built inside the block, because its captures need them.
     """
     wanted = engine_env(config, replica)
     before = {name: os.environ.get(name) for name in wanted}

@@ -1,4 +1,5 @@
-"""Worker extensions of others, each joined with ours in one class, because vLLM takes a single name.
+"""Worker extensions of other packages, each joined with stepscope's in one class, because vLLM takes one
+name.
 
 `stepscope_vllm._arming.joined_extension.their:module:Class` is the class of both. It is made when a worker
 asks this module for it.
@@ -13,7 +14,7 @@ from stepscope_vllm._engine_side.extension import WorkerExtension
 
 
 def name_of(extension: str) -> str:
-    """Return the `worker_extension_cls` of the extension `their.module.Class` together with ours."""
+    """Return the `worker_extension_cls` that joins the extension `their.module.Class` with stepscope's."""
     if extension.startswith("stepscope_vllm."):
         return extension
     return f"{__name__}.{extension.replace('.', ':')}"

@@ -1,4 +1,4 @@
-"""Engines that an unedited program builds, made ready for captures."""
+"""Preparation for captures of the engines that an unedited program builds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from stepscope import ProfileConfig
 from stepscope_vllm._arming import arguments, joined_extension
 
 BUILDER = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
-"""Called for an LLM, an AsyncLLM and a server, before any of its processes starts."""
+"""Function that builds the configuration of an LLM, an AsyncLLM or a server, before any of its processes
+starts."""
 
 
 def folder_of(config: ProfileConfig) -> str:
@@ -18,7 +19,8 @@ def folder_of(config: ProfileConfig) -> str:
 
 
 def arm(config: ProfileConfig, settings: Any) -> None:
-    """Add the values of `engine_args` to `settings` (an `EngineArgs`). A profiler of the user's stays.
+    """Add the values of `engine_args` to `settings` (an `EngineArgs`). A profiler that the user has set is
+    kept.
 
     vLLM 0.12 and older are left alone, because they read the environment (`engine_environment`).
     """
@@ -40,5 +42,5 @@ def arm(config: ProfileConfig, settings: Any) -> None:
 
 
 def _is_chosen(profiler: Any, config: ProfileConfig) -> bool:
-    """Return whether somebody else has set a profiler. Several engines of a process may share the object."""
+    """Return whether other code has set a profiler. Several engines of a process may share the object."""
     return profiler.profiler is not None and profiler.torch_profiler_dir != folder_of(config)

@@ -1,6 +1,4 @@
-"""Collection of a recording's files: told apart from those of others, complete, moved, and published with
-ranks and sidecars.
-"""
+"""Collection of a recording's files: identified, complete, moved, and published with ranks and sidecars."""
 
 from __future__ import annotations
 
@@ -26,10 +24,10 @@ def collect(recording: Recording, late: Recording | None) -> list[Artifact]:
     """Publish the files of a recording that has ended.
 
     Args:
-        late: The recording before, if it got no files. Files that came since then are its own.
+        late: The previous recording, if it got no files. Files that were written since then belong to it.
 
     Raises:
-        EngineError: it did not begin, or its traces are missing or incomplete.
+        EngineError: the recording did not begin, or its traces are missing or incomplete.
     """
     started = recording.started
     if started is None:
@@ -46,7 +44,9 @@ def collect(recording: Recording, late: Recording | None) -> list[Artifact]:
 
 
 def files_of(recording: Recording, started: Started, late: Recording | None) -> set[str]:
-    """Return the names of a recording's files in the engine's folder; hand files of `late` to it."""
+    """Return the names of a recording's files in the engine's folder, and publish files that belong to
+    `late`.
+    """
     present = engine_folder.listed(started.folder)
     named = {name for name in present - recording.files_before if recording.is_named(name)}
     if started.aimed:
@@ -62,7 +62,7 @@ def files_of(recording: Recording, started: Started, late: Recording | None) -> 
 
 
 def has_ended(recording: Recording) -> bool:
-    """Return whether a trace of this recording is there already, before our stop."""
+    """Return whether the engine has written a trace of this recording before it was stopped."""
     started = recording.started
     if started is None or not (started.aimed or started.named):
         return False  # nothing tells its files from those that are late
@@ -92,7 +92,9 @@ def _expect_complete(folder: Path, files: set[str]) -> None:
 
 
 def _at_home(recording: Recording, started: Started, files: set[str]) -> Sequence[Path]:
-    """Move the files to the capture's folder if they are not there yet; return the paths of the traces."""
+    """Move the files to the capture's folder unless they are there already. Return the paths of the
+    traces.
+    """
     home, folder = Path(recording.capture.out_dir), recording.target.folder
     if not started.aimed:
         moved = engine_folder.move(files, started.folder, home, recording.prefix)
@@ -125,9 +127,9 @@ def publish_traces(recording: Recording, paths: Sequence[Path]) -> list[Artifact
 
 
 def adopt(recording: Recording, files: set[str], folder: Path) -> None:
-    """Publish files that came after the end of their capture had given them up.
+    """Publish files that were written after their capture ended without them.
 
-    The clock and the facts at that end say nothing about them.
+    The clock and the facts recorded at that end are not used for them.
     """
     moved = engine_folder.move(files, folder, Path(recording.capture.out_dir), recording.prefix)
     late = replace(recording, closed=None, facts_at_stop={})
@@ -183,9 +185,9 @@ def _note_absent_workers(recording: Recording, written: Sequence[Trace]) -> None
 
 
 def _ascend_options(recording: Recording, kept: Sequence[Trace]) -> dict[Path, dict[str, Option]]:
-    """Read the options of recordings of vllm-ascend, and note those that it did not honour.
+    """Read the options of recordings of vllm-ascend, and add the ones without effect to `ignored`.
 
-    Of a server, nothing else says that it is vllm-ascend's.
+    For a server, only these recordings show that it runs vllm-ascend.
     """
     options: dict[Path, dict[str, Option]] = {}
     for trace in kept:
@@ -207,7 +209,7 @@ def _options(recording: Recording, removed: set[int]) -> dict[str, Option]:
 
 
 def _left_aside(recording: Recording, removed: set[int], layout: Layout | None) -> list[int]:
-    """Return the unwanted global ranks of this engine, whether they wrote a file or not."""
+    """Return the unwanted global ranks of this engine, including ranks that wrote no file."""
     wanted = recording.capture.ranks
     if wanted is None or layout is None or layout.external:
         return sorted(removed)

@@ -1,4 +1,4 @@
-"""Files of captures that are over, which came when the process that had opened them was gone."""
+"""Files of ended captures that were written after the process that opened the capture had ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("stepscope")
 
 
 def bring_home(target: Target, capture: EngineCapture, folder: Path) -> None:
-    """Move files of captures that are over to their steps, with sidecars.
+    """Move files of ended captures to their steps' folders, with sidecars.
 
     Args:
         capture: A capture of the same engine, in the same run.
@@ -39,7 +39,7 @@ def bring_home(target: Target, capture: EngineCapture, folder: Path) -> None:
 
 
 def _late(capture: EngineCapture, folder: Path) -> Iterator[tuple[EngineCapture, set[str]]]:
-    """Yield each capture that is over, with its complete files."""
+    """Yield each ended capture with its complete files."""
     run = RunLayout(Path(capture.step_dir).parent)
     other = re.search(r"_replica\d+$", capture.name)  # tells it from those of other servers
     present = {name for name in engine_folder.listed(folder) if not names.is_recording(name)}
@@ -67,10 +67,10 @@ def _is_complete(path: Path) -> bool:
 
 
 def runs_that_are_over(parts: Sequence[ProcessPart]) -> set[str]:
-    """Return the runs whose one capture of the step is over.
+    """Return the runs whose only capture of the step has ended.
 
-    Where several processes opened a capture, each of them has a replica 0. A file's name does not tell them
-    apart, so it stays where it is.
+    If several processes opened a capture, each has a replica 0. A file's name does not tell them apart, so
+    such files are not moved.
     """
     owners: dict[str, list[ProcessPart]] = {}
     for part in parts:

@@ -16,7 +16,7 @@ _TORCH = {
     "record_shapes": "torch_profiler_record_shapes",
     "profile_memory": "torch_profiler_with_memory",
 }
-"""A capture's options -> vLLM's, which are fixed when the engine is built."""
+"""{option of a capture: option of vLLM that is fixed when the engine is built}."""
 _NEVER = {
     "by_stage": "vLLM records prefill and decode in one trace; its annotations tell them apart",
     "merge": "vLLM joins no traces; `stepscope merge` does",
@@ -78,9 +78,10 @@ def unable(
     """Return {option: reason} for the options of a capture that have no effect.
 
     Args:
-        settings: What the engine was built with; empty where it is not known (a server).
-        aimed: Whether the workers take each capture's options (our extension, or a worker in this process).
-        ascend: The engine's, where it is vllm-ascend's.
+        settings: Settings that the engine was built with; empty if unknown (a server).
+        aimed: True if the workers accept each capture's options (with stepscope's extension, or in this
+            process).
+        ascend: The engine's profiler if it is vllm-ascend's, else None.
 
     Raises:
         EngineError: `extra` has an option that no vLLM has.

@@ -1,4 +1,4 @@
-"""The end of a recording: its cause, and whether the recording has all that was asked for."""
+"""The end of a recording: its cause, and whether the recording is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepscope_vllm._files import engine_folder
 from stepscope_vllm._files.traces import Trace
 
 _SCHEDULES = ("wait_iterations", "warmup_iterations")
-"""Settings with which an engine begins and ends recordings by itself."""
+"""Settings by which an engine begins and ends recordings on its own."""
 
 
 class Ending(NamedTuple):
@@ -34,15 +34,15 @@ def ending_of(
     expired: str | None,
     certain: bool,
 ) -> Ending:
-    """Return who ended a trace.
+    """Return the cause of a trace's end.
 
     Args:
         recorded: Engine iterations in it, or None if it does not name them.
-        asked: How many were to be recorded, or None for all until the end of the capture.
-        early: Whether it ended before our stop.
+        asked: Number of iterations to record, or None for all until the end of the capture.
+        early: True if the trace ended before stepscope stopped the engine.
         ran: Engine iterations in the capture, by the engine's own counter, or None if nothing counts them.
-        expired: Reason why our stop came before the end of the capture, or None if it did not.
-        certain: Whether nothing but a stop or `asked` ends this engine's recordings.
+        expired: Reason why stepscope stopped the engine before the end of the capture, or None if it did not.
+        certain: True if only a stop, or `asked`, can end this engine's recordings.
     """
     if not early:
         note = None
@@ -64,19 +64,25 @@ def ending_of(
 
 
 def is_idle(reports: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the workers counted no iteration. A recording that begins later has no file then."""
+    """Return whether the workers counted no iteration; a recording that waits for an iteration then has no
+    file.
+    """
     counts = [worker.get("ran") for worker in reports]
     return bool(counts) and all(count == 0 for count in counts)
 
 
 def iterations(recording: Recording, trace: Trace) -> int | None:
-    """Return the engine iterations with a request in a trace; None if it does not name them."""
+    """Return the number of engine iterations with a request in a trace, or None if the trace does not name
+    them.
+    """
     passes = _passes(recording, trace)
     return None if passes is None else passes - trace.empty
 
 
 def _passes(recording: Recording, trace: Trace) -> int | None:
-    """Return the engine iterations in a trace, as vLLM counts them: with those that had no request."""
+    """Return the number of engine iterations in a trace as vLLM counts them, including those without a
+    request.
+    """
     if trace.frontend or trace.is_recording:
         return None
     named = _versions.names_iterations(recording.target.version)
@@ -84,7 +90,7 @@ def _passes(recording: Recording, trace: Trace) -> int | None:
 
 
 def ending(recording: Recording, trace: Trace) -> Ending:
-    """Return who ended a trace."""
+    """Return the cause of a trace's end."""
     stop_ns = None if recording.started is None else recording.stop_ns
     if trace.frontend or trace.is_recording or stop_ns is None:
         return Ending(None, recording.expired, None)
@@ -101,7 +107,9 @@ def ending(recording: Recording, trace: Trace) -> Ending:
 
 
 def stalls(recording: Recording, trace: Trace) -> tuple[Stall, ...]:
-    """Return the times at which the engine served nothing because of a trace."""
+    """Return the times in which the engine served nothing because its profiler started or wrote this
+    trace.
+    """
     if trace.frontend:
         return ()
     stamped = [
@@ -114,14 +122,16 @@ def stalls(recording: Recording, trace: Trace) -> tuple[Stall, ...]:
 
 
 def _is_certain(recording: Recording) -> bool:
-    """Return whether nothing but a stop, or the count that was asked for, ends this engine's recordings."""
+    """Return whether only a stop, or the requested count, can end this engine's recordings."""
     started, settings = recording.started, {**recording.target.settings, **recording.capture.extra}
     scheduled = any(settings.get(name) for name in _SCHEDULES)
     return started is not None and (started.aimed or started.named) and not scheduled
 
 
 def _ran(recording: Recording, trace: Trace) -> int | None:
-    """Return the iterations in the capture, as counted by the worker, or else by the server's metrics."""
+    """Return the iterations during the capture, as counted by the worker, else by the server's metrics; None
+    if unknown.
+    """
     start = recording.capture.iterations.start
     for worker in recording.target.reports:
         if worker.get("pid") == trace.pid and isinstance(ran := worker.get("ran"), int):

@@ -1,4 +1,4 @@
-"""One recording of an engine: state that is known from its start to the last of its files."""
+"""State of one recording of an engine, from its start to the last of its files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from stepscope_vllm._files.ranks import Layout
 
 @dataclass(kw_only=True)
 class Recording:
-    """State of one recording. Its session writes it; whoever publishes its files reads it."""
+    """State of one recording. Only its session changes it; code that publishes files reads it."""
 
     target: Target
     capture: EngineCapture
     ignored: dict[str, str]
     """{option or part that is absent: reason}"""
     started: Started | None = None
-    """None until it has begun."""
+    """Facts about the start, or None before the recording has begun."""
     files_before: set[str] = field(default_factory=set)
     """Names in the engine's folder before the start."""
     files_at_start: set[str] = field(default_factory=set)
@@ -32,27 +32,27 @@ class Recording:
     facts_at_start: Mapping[str, Option] = field(default_factory=dict)
     facts_at_stop: Mapping[str, Option] = field(default_factory=dict)
     expired: str | None = None
-    """Reason why our stop came before the end of the capture."""
+    """Reason why stepscope stopped the engine before the end of the capture, or None."""
     stop_ns: int | None = None
-    """Time of our stop; unix ns."""
+    """Time at which stepscope stopped the engine, in unix ns, or None."""
     is_early: bool = False
-    """A trace was there before our stop."""
+    """True if a trace existed before stepscope stopped the engine."""
     changed_ns: Mapping[str, int] = field(default_factory=dict)
-    """Times at which its files were complete where the engine wrote them (`engine_folder.changed_ns`)."""
+    """Times at which its files were complete in the engine's folder (`engine_folder.changed_ns`)."""
 
     @property
     def prefix(self) -> str:
-        """Return the beginning of its files' names."""
+        """Return the prefix of the names of its files."""
         return names.prefix_of(self.capture.name)
 
     @property
     def local_ranks(self) -> list[int] | None:
-        """Return the wanted ranks as its engine numbers them; None for all."""
+        """Return the wanted ranks in the engine's own numbering, or None for all."""
         return ranks.local_ranks(self.capture.ranks, self.target.layout, self.capture.replica)
 
     @property
     def iterations_asked(self) -> int | None:
-        """Return the engine iterations to be recorded, or None for all until the end of the capture."""
+        """Return the number of engine iterations to record, or None for all until the end of the capture."""
         return None if "iterations" in self.ignored else self.capture.iterations.count
 
     def is_named(self, name: str) -> bool:
@@ -60,7 +60,9 @@ class Recording:
         return name.startswith(f"{self.prefix}_")
 
     def workers_expected(self, layout: Layout) -> int:
-        """Return the number of workers that write. With our extension, workers of unwanted ranks do not."""
+        """Return the number of workers that write files. With stepscope's extension, workers of unwanted
+        ranks do not.
+        """
         local = self.local_ranks
         if self.started is None or not self.started.aimed or local is None:
             return layout.size

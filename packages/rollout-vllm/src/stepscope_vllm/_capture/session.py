@@ -1,8 +1,8 @@
 """The captures of one engine: one at a time, each from its start to its files.
 
-Life of a session: begun -> ending -> ended, or given up, which is ending without files. Everything happens on
-the work loop, so nothing depends on the caller. If it gives up, what it began is stopped. Files of a stop
-that took too long still reach their folder, with their sidecars.
+Life of a session: begun -> ending -> ended, or given up, which means ended without files. Everything runs on
+the work loop and so does not depend on the caller: if the caller gives up, its recording is stopped. Files of
+a stop that took too long still reach their folder, with their sidecars.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from stepscope_vllm._files import engine_folder
 
 
 class Desk:
-    """The captures of one engine. Outlives the profilers that are made for it, one for each capture."""
+    """The captures of one engine. Outlives the profilers, of which each capture makes a new one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.turn = asyncio.Lock()
-        """Held on the work loop during calls to the engine."""
+        """Lock that is held on the work loop during calls to the engine."""
         self.current: Session | None = None
-        """The running capture. Callers of any thread set it and take it back, under `lock`."""
+        """The running capture, or None. Callers on any thread change it, under `lock`."""
         self.owed: Recording | None = None
-        """The latest recording that got no files. Files that come late are its own."""
+        """The latest recording that got no files, or None. Files that are written late belong to it."""
 
     def take(self, session: Session) -> None:
         """Reserve the engine for a session. Raises EngineError while another one has it."""
@@ -44,7 +44,7 @@ class Desk:
             self.current = session
 
     def give_back(self) -> Session | None:
-        """Free the engine. Return the session that had it, if any."""
+        """Free the engine. Return its session, or None if it had none."""
         with self.lock:
             session, self.current = self.current, None
             return session
@@ -61,7 +61,7 @@ class Session:
         self._ending: Future[list[Artifact]] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.over = threading.Event()
-        """Set once somebody has begun to end it."""
+        """Set once the end of the session has begun."""
 
     async def begin(self) -> None:
         async with self._desk.turn:
@@ -78,12 +78,12 @@ class Session:
                 self._timer = asyncio.get_running_loop().call_later(capture.seconds, self._expire)
 
     def give_up(self) -> None:
-        """Stop what has begun, and remove its files: the caller that asked for it is gone."""
+        """Stop a recording that has begun and remove its files, because its caller has given up."""
         self._given_up = True
         work_loop.submit(self._undo())
 
     def end(self) -> Future[list[Artifact]]:
-        """Return its artifacts, once they are complete. They are the same for every caller."""
+        """Return the session's artifacts once they are complete. Every caller gets the same artifacts."""
         with self._desk.lock:
             if self._ending is None:
                 self._ending = work_loop.submit(self._end())
@@ -126,7 +126,9 @@ class Session:
         return failures
 
     def _files_before(self) -> set[str]:
-        """Return the names of files before the start, also those of this step's earlier captures."""
+        """Return the names of files from before the start, including those of this step's earlier
+        captures.
+        """
         folder = self._target.folder
         if folder is not None:
             late_files.bring_home(self._target, self.recording.capture, folder)
@@ -134,14 +136,16 @@ class Session:
 
 
 class ReplicaProfiler(EngineProfilerBase):
-    """Base of VllmProfiler and VllmServer: the profiler of one replica, whose captures are one desk's."""
+    """Base of VllmProfiler and VllmServer: the profiler of one replica, whose captures share one `Desk`."""
 
     def __init__(self, replica: int | None, desk: Desk) -> None:
         super().__init__(replica)
         self._desk = desk
 
     async def stop(self) -> list[Artifact]:
-        """Return the artifacts of the running capture. If this is cancelled, they still come, later."""
+        """Return the artifacts of the running capture. If this is cancelled, the files are still published
+        later.
+        """
         session = self._desk.give_back()
         if session is None:
             return []
@@ -150,7 +154,9 @@ class ReplicaProfiler(EngineProfilerBase):
         return artifacts
 
     async def _begin(self, target: Target, capture: EngineCapture, ignored: dict[str, str]) -> None:
-        """Return when every worker has begun. If cancelled or failed, nothing is left running."""
+        """Start a recording, and return when every worker has begun. If cancelled or failed, nothing is left
+        running.
+        """
         self._ignored = ignored
         session = Session(self._desk, target, capture, ignored)
         self._desk.take(session)

@@ -1,7 +1,7 @@
 """Options of vllm-ascend's own profiler, which a capture cannot change.
 
-vllm-ascend makes torch_npu's profiler from constants in its code, which differ between its releases. So they
-are read: before the run from the installed code, after it from each recording.
+vllm-ascend makes torch_npu's profiler from constants in its code, which differ between releases. So these are
+read from the installed code before the run, and from each recording after it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from stepscope_vllm._driving.facts import Fact
 
 log = logging.getLogger("stepscope")
 _told = False
-"""Set once it is logged. One writer: `check`."""
+"""True once the fixed options were logged. One writer: `check`."""
 PARTS = ("profiler/torch_npu_profiler.py", "worker/worker_v1.py", "worker/worker.py")
-"""Files that may make its profiler. The first that does counts (0.20 and later, up to 0.12, between)."""
+"""Files that may make vllm-ascend's profiler; the first one that does counts (releases from 0.20 on, up to
+0.12, between)."""
 _DEFAULTS = {
     "record_shapes": "False",
     "with_stack": "False",
@@ -45,7 +46,7 @@ _UNKNOWN = (
 
 
 class Ascend(NamedTuple):
-    """One vllm-ascend's profiler, or one recording of it."""
+    """The profiler of one vllm-ascend installation, or of one recording."""
 
     who: str
     arguments: Mapping[str, str]
@@ -55,7 +56,7 @@ class Ascend(NamedTuple):
     """True if this version reads VLLM_TORCH_PROFILER_DIR and has no `ProfilerConfig`."""
 
     def fixed(self) -> dict[str, str]:
-        """Return {option of `npu`: its value and the reason}, for options that no capture can set."""
+        """Return {option of `npu`: its value and the reason} for options that no capture can change."""
         given = self.arguments
         if not given:
             return {"npu": f"{self.who}: {_UNKNOWN}"}
@@ -93,9 +94,9 @@ def is_here() -> bool:
 
 @cache
 def installed() -> Ascend | None:
-    """Return the one of this environment; None where it is not installed.
+    """Return the profiler of this environment's vllm-ascend, or None if that is not installed.
 
-    Its code is read once in each process, and not imported.
+    The code is read once in each process, and not imported.
     """
     spec = find_spec("vllm_ascend")
     if spec is None or not spec.submodule_search_locations:
@@ -126,7 +127,7 @@ def of_source(package: Path, who: str) -> Ascend:
 
 
 def of_recording(folder: Path) -> Ascend | None:
-    """Return the options of one recording, as torch_npu noted them in it; None without such a note."""
+    """Return the options of one recording as torch_npu wrote them into it, or None if it has none."""
     for path in folder.glob("profiler_info*.json"):
         try:
             config = json.loads(path.read_bytes())["config"]
@@ -155,7 +156,7 @@ def options_of(recording: Ascend | None) -> dict[str, Fact]:
 
 
 def check(settings: Mapping[str, object], environment: Mapping[str, object]) -> dict[str, str]:
-    """Return {option: reason} for options that no capture of an engine of this environment can have.
+    """Return {option: reason} for options that have no effect in captures of this environment's engines.
 
     They are logged once in each process. The result is empty without vllm-ascend.
 
@@ -184,7 +185,9 @@ def check(settings: Mapping[str, object], environment: Mapping[str, object]) -> 
 
 
 def _arguments(module: ast.Module) -> dict[str, str]:
-    """Return the arguments of any call `profile(experimental_config=_ExperimentalConfig(...))`."""
+    """Return the arguments of the first call `profile(experimental_config=_ExperimentalConfig(...))` in the
+    code.
+    """
     calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
     arguments: dict[str, str] = {}
     for call in calls:
@@ -196,6 +199,6 @@ def _arguments(module: ast.Module) -> dict[str, str]:
 
 
 def _text(value: ast.expr) -> str:
-    """Return `Level1` of `torch_npu.profiler.ProfilerLevel.Level1`; of a setting, the whole expression."""
+    """Return `Level1` for `torch_npu.profiler.ProfilerLevel.Level1`, and any other expression as text."""
     text = ast.unparse(value)
     return text.rpartition(".")[2] if text.startswith("torch_npu.profiler.") and "(" not in text else text

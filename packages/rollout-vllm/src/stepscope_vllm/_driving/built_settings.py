@@ -1,4 +1,4 @@
-"""Settings of a profiler that an engine was built with, where the environment states them."""
+"""Settings of an engine's profiler that came from the environment when the engine was built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 CUDA_VARIABLE = "VLLM_TORCH_CUDA_PROFILE"
-"""Makes vLLM 0.11.1 to 0.12 open CUDA profiler ranges. Later ones have `ProfilerConfig(profiler="cuda")`."""
+"""Variable that makes vLLM 0.11.1 to 0.12 open CUDA profiler ranges. Later versions use
+`ProfilerConfig(profiler="cuda")`."""
 
 FOLDER_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
 
@@ -18,11 +19,12 @@ VARIABLES = {
     "torch_profiler_with_memory": "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY",
     "torch_profiler_with_flops": "VLLM_TORCH_PROFILER_WITH_FLOPS",
 }
-"""Settings before there was a `ProfilerConfig` (vLLM 0.12 and older); before 0.10.2 only the folder."""
+"""Variables for settings in vLLM 0.12 and older, which has no `ProfilerConfig`; before 0.10.2 only the
+folder."""
 
 
 _built_in: WeakKeyDictionary[object, Mapping[str, object]] = WeakKeyDictionary()
-"""Engine -> settings of its profiler. One writer: `building`."""
+"""{engine: settings of its profiler}. One writer: `building`."""
 
 
 @contextmanager
@@ -30,7 +32,7 @@ def building(owned: Callable[[], list[object]]) -> Iterator[None]:
     """Remember the settings of the environment for the engines that are built inside.
 
     Args:
-        owned: The engines that live in this process.
+        owned: Returns the engines that live in this process.
     """
     earlier = owned()
     yield
@@ -41,13 +43,15 @@ def building(owned: Callable[[], list[object]]) -> Iterator[None]:
 
 
 def settings_of(engine: object) -> Mapping[str, object]:
-    """Return the settings of the environment in which an engine was built; if unknown, those of now."""
+    """Return the settings from the environment in which an engine was built; if unknown, from the present
+    environment.
+    """
     known = _built_in.get(engine)
     return settings_of_environment() if known is None else known
 
 
 def settings_of_environment() -> dict[str, object]:
-    """Return the settings that the environment states now, under the names of `ProfilerConfig`."""
+    """Return the settings in the present environment, under the names of `ProfilerConfig`."""
     if os.environ.get(CUDA_VARIABLE) == "1":
         return {"profiler": "cuda"}
     folder = os.environ.get(FOLDER_VARIABLE)

@@ -15,11 +15,11 @@ _KINDS = {"AsyncLLM", "LLM"}
 
 
 _numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()
-"""Engine -> its position in the order of discovery, which stays. One writer: `owned`."""
+"""{engine: its constant position in the order of discovery}. One writer: `owned`."""
 
 
 def is_engine(value: object) -> bool:
-    """Return whether it is an `AsyncLLM` or an `LLM` (or of a class derived from one)."""
+    """Return whether `value` is an `AsyncLLM` or an `LLM`, or of a class derived from one."""
     return any(
         kind.__name__ in _KINDS and kind.__module__.partition(".")[0] == "vllm"
         for kind in type(value).__mro__
@@ -35,7 +35,7 @@ def owned() -> list[object]:
 
 
 def _kinds() -> set[type]:
-    """Return the engine classes that are imported, with those derived from them."""
+    """Return the imported engine classes, with the classes derived from these."""
     homes = (("vllm.v1.engine.async_llm", "AsyncLLM"), ("vllm.entrypoints.llm", "LLM"))
     loaded = [getattr(sys.modules.get(module), name, None) for module, name in homes]
     kinds = [kind for kind in loaded if isinstance(kind, type)]
@@ -54,8 +54,8 @@ def _instances(kinds: set[type]) -> list[object]:
 
 
 def _reachable() -> list[object]:
-    """Return the objects that running code can name: variables of all frames and of the script, and their
-    attributes.
+    """Return the objects that running code can name: variables of all frames and of the main script, and
+    their attributes.
     """
     frames = [frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top)]
     names = [frame.f_locals for frame in frames] + [vars(sys.modules["__main__"])]

@@ -19,7 +19,7 @@ TAKEN = (
 
 
 class EngineCalls:
-    """Calls to an `AsyncLLM` on its own event loop, or to an `LLM` on one thread of ours."""
+    """Calls to an `AsyncLLM` on its own event loop, or to an `LLM` on a thread of stepscope."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -30,13 +30,13 @@ class EngineCalls:
         self._home: asyncio.AbstractEventLoop | None = None
 
     def bind(self, caller: asyncio.AbstractEventLoop | None) -> None:
-        """Find the event loop of an AsyncLLM. One without a loop yet gets the caller's.
+        """Find the event loop of an AsyncLLM. An AsyncLLM without a loop gets the caller's.
 
         Args:
-            caller: The loop of the code that captures; None if that is synchronous.
+            caller: The event loop of the code that captures, or None for synchronous code.
 
         Raises:
-            EngineError: that loop has ended, or is not one for an engine.
+            EngineError: the loop has ended, or cannot be an engine's.
         """
         if not self.asynchronous:
             return
@@ -53,13 +53,13 @@ class EngineCalls:
             )
 
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """Return the event loop of an AsyncLLM; None before it was used."""
+        """Return the event loop of an AsyncLLM, or None before its first use."""
         resources = getattr(self.engine.engine_core, "resources", None)
         tasks = (self.engine.output_handler, getattr(resources, "output_queue_task", None))
         return next((task.get_loop() for task in tasks if task is not None), None)
 
     def dead(self) -> str | None:
-        """Return the reason why the engine will not answer any more; None while it lives."""
+        """Return the reason why the engine will never answer again, or None while it lives."""
         core = getattr(self.engine if self.asynchronous else self.engine.llm_engine, "engine_core", None)
         resources = getattr(core, "resources", None)
         if getattr(resources, "engine_dead", False) or (self.asynchronous and self.engine.errored):
@@ -70,7 +70,8 @@ class EngineCalls:
         """Call a method of the engine.
 
         Raises:
-            EngineError: the engine is dead or dies meanwhile; or the engine's own error, as text.
+            EngineError: the engine is dead or dies during the call, or raised an error, which is given as
+                text.
         """
         why = self.dead()
         if why is not None:
@@ -89,7 +90,7 @@ class EngineCalls:
             raise EngineError(f"{method}: {why or described(error)}") from error
 
     async def run(self, function: Callable[[], Any]) -> Any:
-        """Run a function where the engine is to be called; await its result for an AsyncLLM."""
+        """Run a function on the engine's loop or thread; for an AsyncLLM, await its result."""
         if not self.asynchronous:
             return await asyncio.wrap_future(self._thread.submit(function))
         if self._home is None:
@@ -102,7 +103,9 @@ class EngineCalls:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
 
     async def _death(self) -> str | None:
-        """Wait for the news that the engine is dead: a call fails a moment before it is known."""
+        """Wait for a moment until the engine is known to be dead, because a call fails before that is
+        known.
+        """
         for _ in range(10):
             why = self.dead()
             if why is not None:
@@ -112,7 +115,9 @@ class EngineCalls:
 
 
 def described(error: BaseException) -> str:
-    """Return one line about an engine's error; vLLM's own types may not exist where the text is read."""
+    """Return one line about an engine's error. vLLM's own exception types may not exist in the reading
+    process.
+    """
     text = " ".join(str(error).split())
     hint = ""
     if type(error).__name__ == "ProfilerAlreadyActiveError":

@@ -22,7 +22,7 @@ _METRICS = {
     "vllm:num_preemptions_total": "preemptions",
     "vllm:iteration_tokens_total_count": "iterations",
 }
-"""vLLM's Prometheus names -> ours."""
+"""{vLLM's Prometheus name: name in sidecars}."""
 _COUNTERS = {
     "vllm:num_requests_running": metrics.RUNNING,
     "vllm:num_requests_waiting": metrics.WAITING,
@@ -37,7 +37,7 @@ _COUNTERS = {
     "vllm:gpu_prefix_cache_queries_total": metrics.PREFIX_QUERIES,  # their names until vLLM 0.9
     "vllm:gpu_prefix_cache_hits_total": metrics.PREFIX_HITS,
 }
-"""vLLM's Prometheus names -> those of counters."""
+"""{vLLM's Prometheus name: name of the counter}."""
 SETTINGS: Mapping[Knob, tuple[str, str]] = {
     "cuda_graphs": ("model_config", "enforce_eager"),
     "data_parallel": ("parallel_config", "data_parallel_size"),
@@ -47,7 +47,7 @@ SETTINGS: Mapping[Knob, tuple[str, str]] = {
     "prefix_caching": ("cache_config", "enable_prefix_caching"),
     "tensor_parallel": ("parallel_config", "tensor_parallel_size"),
 }
-"""Knob -> (part of a `VllmConfig`, its field): also an argument of vLLM, of the same name."""
+"""{knob: (part of a `VllmConfig`, its field)}. The field is also the name of vLLM's argument."""
 
 
 def of_config(config: Any, world_size: int) -> dict[str, Fact]:
@@ -65,7 +65,9 @@ def of_config(config: Any, world_size: int) -> dict[str, Fact]:
 
 
 def settings_of(config: Any) -> dict[Knob, Named]:
-    """Read the settings that advice may name from a `VllmConfig`. Other versions lack some."""
+    """Read the settings that advice may name from a `VllmConfig`. Settings that this version lacks are left
+    out.
+    """
     settings: dict[Knob, Named] = {}
     for knob, (part, field) in SETTINGS.items():
         value = getattr(getattr(config, part, None), field, None)
@@ -83,7 +85,7 @@ def scheduler_here() -> dict[str, Fact]:
 def counters_here() -> dict[str, float]:
     """Read the counters of this process' engines; empty if they keep no statistics.
 
-    Only the metrics that are wanted are collected: all of them, with their histograms, take 10 ms.
+    Only the needed metrics are collected, because collecting all, with their histograms, takes 10 ms.
     """
     client = sys.modules.get("prometheus_client")
     if client is None:
@@ -93,7 +95,9 @@ def counters_here() -> dict[str, float]:
 
 
 def unfinished(engine: object) -> dict[str, float]:
-    """Read how many requests the front end of an engine has not answered; empty if it does not say."""
+    """Return the number of requests that an engine's front end has not answered; empty if the engine does not
+    show it.
+    """
     processor = getattr(getattr(engine, "llm_engine", engine), "output_processor", None)
     count = getattr(processor, "get_num_unfinished_requests", None)
     return {} if count is None else {metrics.UNFINISHED: float(count())}
@@ -111,7 +115,9 @@ def scheduler(page: str) -> dict[str, Fact]:
 
 
 def between(before: Mapping[str, Fact], after: Mapping[str, Fact]) -> dict[str, Fact]:
-    """Join both readings for a sidecar: `requests_running_at_start`, `requests_running_at_stop`..."""
+    """Join the readings at the start and at the stop for a sidecar: `requests_running_at_start`,
+    `requests_running_at_stop`...
+    """
     readings = (("at_start", before), ("at_stop", after))
     return {
         f"{name}_{when}": value

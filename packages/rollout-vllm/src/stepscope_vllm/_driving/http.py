@@ -21,7 +21,7 @@ from stepscope_vllm._versions import Dialect
 ASK_S = 10.0
 """The timeout of short requests: version, routes, metrics."""
 _START_S = 60.0
-"""A start is one round through the workers, which may be in a long prefill."""
+"""Timeout of a start, which waits for all workers, of which each may be in a long prefill."""
 BUILT = (
     'Fix: serve it with `--profiler-config \'{"profiler": "torch", "torch_profiler_dir": "/a/shared/folder", '
     '"torch_profiler_with_stack": false, "ignore_frontend": true}\'` (stepscope_vllm.server_args), or with '
@@ -52,7 +52,7 @@ class ServerTarget:
         self.reports: Sequence[Mapping[str, object]] = ()
         self.settings: Mapping[str, object] = {}
         self._frontends: set[str] = set()
-        """Traces of its API server from before the start."""
+        """Names of the API server's own traces from before the start."""
 
     def facts(self) -> dict[str, Option]:
         layout: dict[str, Option] = {"url": self._server.url}
@@ -106,17 +106,17 @@ class ServerTarget:
 
 
 def counters_of(server: Server) -> dict[str, float]:
-    """Ask a server for its counters.
+    """Return the counters of a server.
 
     Raises:
-        EngineError: it does not answer.
+        EngineError: the server does not answer.
     """
     answer = server.request_now("GET", "/metrics", timeout_s=ASK_S)
     return facts.counters(answer.body.decode(errors="replace"))
 
 
 def as_object(answer: Answer) -> dict[str, object]:
-    """Return the JSON object of an answer; empty if it holds none."""
+    """Return the JSON object in an answer; empty if the answer holds none."""
     try:
         value = msgspec.json.decode(answer.body)
     except msgspec.DecodeError:

@@ -21,13 +21,13 @@ from stepscope_vllm._files.ranks import Layout
 from stepscope_vllm._versions import Dialect
 
 _FRONTEND_STARTS_S = 0.5
-"""The wait for the AsyncLLM's own profiler, which a thread may be starting."""
+"""Longest wait for the start of the AsyncLLM's own profiler, which runs on another thread."""
 _FRONTEND_S = 60.0
-"""The wait for that profiler's trace; an event loop that has ended would never write it."""
+"""Longest wait for that profiler's trace; if the event loop has ended, the trace is never written."""
 
 
 class InProcessTarget:
-    """An `AsyncLLM` or an `LLM`. Calls to it come one at a time, from the work loop."""
+    """An `AsyncLLM` or an `LLM`. Its methods are called one at a time, from the work loop."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -36,7 +36,8 @@ class InProcessTarget:
         self.config: Any = engine.vllm_config if asynchronous else engine.llm_engine.vllm_config
         self.reports: Sequence[Mapping[str, Any]] = ()
         self._aimed: Path | None = None
-        """Folder of the capture at which the workers' profilers are aimed, until they are released."""
+        """Folder of the capture that the workers' profilers are set to write to, or None after their
+        release."""
 
     # Facts about it.
 
@@ -50,7 +51,9 @@ class InProcessTarget:
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """Return the settings of its `ProfilerConfig`; those of the environment for vLLM 0.12 and older."""
+        """Return the settings of the engine's `ProfilerConfig`; for vLLM 0.12 and older, those of the
+        environment.
+        """
         config = getattr(self.config, "profiler_config", None)
         return _versions.fields_of(config) if config is not None else self.environment
 
@@ -60,7 +63,7 @@ class InProcessTarget:
 
     @property
     def folder(self) -> Path:
-        """Return the folder that it writes to by default."""
+        """Return the folder that the engine writes to by default."""
         return Path(str(self.settings.get("torch_profiler_dir") or ""))
 
     @property
@@ -76,21 +79,23 @@ class InProcessTarget:
 
     @property
     def in_this_process(self) -> bool:
-        """Return whether its one worker lives here too (`LLM` with VLLM_ENABLE_V1_MULTIPROCESSING=0)."""
+        """Return whether the engine's only worker is in this process (`LLM` with
+        VLLM_ENABLE_V1_MULTIPROCESSING=0).
+        """
         if self.calls.asynchronous:
             return False
         core = getattr(self.engine.llm_engine, "engine_core", None)
         return type(core).__name__ == "InprocClient" and self.layout.size == 1
 
     def takes_aim(self) -> bool:
-        """Return whether its workers can be aimed at a folder, with options of its own.
+        """Return whether each capture can set the folder and the options of the workers' profilers.
 
-        Workers of vllm-ascend cannot, because they have another profiler.
+        This is not possible for workers of vllm-ascend, which have another profiler.
         """
         return not ascend_profiler.is_here() and (self.in_this_process or self.extended())
 
     def extended(self) -> bool:
-        """Return whether its workers have our extension."""
+        """Return whether the engine's workers have stepscope's extension."""
         name = str(getattr(self.config.parallel_config, "worker_extension_cls", "") or "")
         if not name:
             return False
@@ -147,7 +152,9 @@ class InProcessTarget:
         return {**await self._release(), **failures}
 
     async def _aim(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> bool:
-        """Aim the workers' profilers at a capture; return whether they can be aimed."""
+        """Set the workers' profilers to a capture's folder and options. Return False if that is not
+        possible.
+        """
         if self.settings.get("profiler") != "torch" or not self.takes_aim():
             return False
         here = self.in_this_process
@@ -168,7 +175,7 @@ class InProcessTarget:
         return True
 
     async def _release(self) -> dict[str, str]:
-        """Release the workers' profilers, and copy files from disks that are not seen here.
+        """Restore the workers' profilers, and copy files from disks that this process does not see.
 
         Returns:
             {part that failed: reason}
@@ -196,7 +203,7 @@ def _start_arguments(capture: EngineCapture, name: str, dialect: Dialect) -> dic
 def options_of(capture: EngineCapture, settings: Mapping[str, object]) -> dict[str, bool]:
     """Return the torch.profiler options of a capture, by torch's names.
 
-    Operations are counted as the engine was built to count them, unless the capture says otherwise.
+    Whether FLOPs are counted follows the engine's own setting, unless the capture sets it.
     """
     flops = "torch_profiler_with_flops"
     return {
@@ -208,9 +215,9 @@ def options_of(capture: EngineCapture, settings: Mapping[str, object]) -> dict[s
 
 
 def frontend_records(calls: EngineCalls) -> bool | None:
-    """Return whether the AsyncLLM's own profiler records; None where the engine has none, such as an LLM.
+    """Return whether the AsyncLLM's own profiler records, or None if the engine has none, such as an LLM.
 
-    It records the process in which the AsyncLLM lives.
+    That profiler records the process in which the AsyncLLM lives.
     """
     profiler = getattr(calls.engine, "profiler", None) if calls.asynchronous else None
     if profiler is None:
@@ -224,12 +231,12 @@ def frontend_records(calls: EngineCalls) -> bool | None:
 async def stop_frontend(calls: EngineCalls) -> str | None:
     """Stop the AsyncLLM's own profiler if it records, also when the engine is dead.
 
-    A process that leaves it running ends in a segmentation fault at its exit. So does one in which a
-    torch.profiler is stopped on another thread than it was started on; vLLM starts this one on a thread
+    If it is left running, the process crashes with a segmentation fault at its exit. The same happens if a
+    torch.profiler is stopped on another thread than the one that started it; vLLM starts this one on a thread
     of its event loop.
 
     Returns:
-        The reason if that failed. The other traces of the capture are still usable then.
+        The reason if the stop failed, else None. The other traces of the capture are usable in any case.
     """
     if not frontend_records(calls):
         return None

@@ -1,4 +1,4 @@
-"""Traces on disks of other hosts, which this process does not see."""
+"""Copies of traces from disks of other hosts, which this process does not see."""
 
 from __future__ import annotations
 

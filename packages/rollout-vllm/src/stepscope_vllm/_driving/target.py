@@ -1,4 +1,4 @@
-"""Engines as their captures see them: facts to ask for, and a profiler to start and stop."""
+"""Interface of an engine to its captures: its facts, and the start and stop of its profiler."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class Started(NamedTuple):
     folder: Path
     """Folder in which its files appear."""
     named: bool
-    """Their names begin with the capture's."""
+    """True if the names of the files begin with the capture's name."""
     aimed: bool
-    """They are written to the capture's folder (`extension.aim`)."""
+    """True if the files are written to the capture's folder (`extension.aim`)."""
     by_others: bool = False
-    """A tool above the engine (nsys) writes the recording, not vLLM."""
+    """True if another tool (nsys) writes the recording, not vLLM."""
 
 
 class Target(Protocol):
-    """Recorded engine: one of this process, or one behind HTTP."""
+    """An engine that can be recorded: one in this process, or one behind HTTP."""
 
     @property
     def version(self) -> str: ...
 
     @property
     def folder(self) -> Path | None:
-        """Folder that the engine writes to; None if unknown."""
+        """Folder that the engine writes to, or None if unknown."""
         ...
 
     @property
@@ -40,16 +40,16 @@ class Target(Protocol):
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """The settings that the engine was built with; empty where they are not known."""
+        """The settings that the engine was built with; empty if unknown."""
         ...
 
     @property
     def reports(self) -> Sequence[Mapping[str, Any]]:
-        """Reports of its workers after the latest stop (`WorkerExtension.stepscope_release`)."""
+        """Reports of the engine's workers after the latest stop (`WorkerExtension.stepscope_release`)."""
         ...
 
     def facts(self) -> dict[str, Option]:
-        """Return its layout and its metrics. May block."""
+        """Return the engine's layout and metrics. May block."""
         ...
 
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started: ...

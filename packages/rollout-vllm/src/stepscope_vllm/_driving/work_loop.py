@@ -1,7 +1,7 @@
-"""The event loop on which captures are opened and closed. It outlives those of all callers.
+"""The event loop on which captures are opened and closed. It outlives the event loops of all callers.
 
-A caller that gives up (a deadline, a cancelled task, a loop that ends) leaves its work running here. So
-whatever it began is still ended, in order.
+If a caller gives up (a deadline, a cancelled task, a loop that ends), its work goes on here, so that every
+recording that began is also ended.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _loop: asyncio.AbstractEventLoop | None = None
-"""Writers: `_running`, and a forked child."""
+"""The work loop, or None before its first use. Writers: `_running`, and a forked child."""
 _lock = threading.Lock()
-"""Held while the loop is made. One writer: a forked child."""
+"""Lock that is held while the loop is made. A forked child replaces it."""
 
 
 def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -29,7 +29,7 @@ def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 async def result_of(future: Future[T]) -> T:
-    """Return the result of `future`. If this is cancelled, the work goes on."""
+    """Return the result of `future`. If the waiting task is cancelled, the work goes on."""
     return await asyncio.shield(asyncio.wrap_future(future))
 
 

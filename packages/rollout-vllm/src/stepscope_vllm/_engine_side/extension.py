@@ -35,32 +35,33 @@ all_threads: bool          record the threads that did not start the profiler
 """
 
 PIECE = 8 << 20
-"""Bytes of a file that travel at once."""
+"""Number of bytes of a file that are sent in one piece."""
 
 
 class WorkerExtension:
     """Worker extension to name to the engine: `worker_extension_cls="stepscope_vllm.WorkerExtension"`.
 
-    If you have an extension of your own, inherit from both and name that class.
+    If you have your own extension, make a class that inherits from both, and name that class.
     """
 
     def stepscope_aim(self, spec: Spec) -> None:
-        """Aim the next recording as `spec` says."""
+        """Set the folder, the name and the options of the next recording."""
         aim(self, spec)
 
     def stepscope_release(self) -> dict[str, Any]:
-        """Restore the profiler after a stop, for others who start it themselves.
+        """Restore the profiler after a stop, for other code that starts it.
 
         Returns:
-            Its host and process, the files that it wrote, and the number of iterations that it ran since
-            `stepscope_aim`. Also the times at which its profiler started and wrote, when it served nothing.
+            The worker's host and process, the files that it wrote, and the number of iterations that it ran
+            since `stepscope_aim`. Also the times in which its profiler started or wrote, so that it served
+            nothing.
         """
         return release(self)
 
     def stepscope_read(self, path: str, offset: int) -> bytes | None:
         """Return a piece of a file of its last capture, for an engine that does not see this worker's disk.
 
-        It is empty at the end of the file, and None if the file is not this worker's.
+        The piece is empty at the end of the file, and None if the file is not this worker's.
         """
         worker: Any = self
         if path not in getattr(worker, "_stepscope_wrote", ()) or not os.path.exists(path):
@@ -71,7 +72,7 @@ class WorkerExtension:
 
 
 def aim(worker: Any, spec: Spec) -> None:
-    """Do the work of `WorkerExtension.stepscope_aim` for any worker of this process.
+    """Do the work of `WorkerExtension.stepscope_aim` for a worker of this process.
 
     Raises:
         RuntimeError: the worker is recording.
@@ -133,7 +134,7 @@ def _set_options(undo: ExitStack, wrapper: Any, settings: dict[str, Any]) -> Non
 
 
 def _skip_tables(undo: ExitStack, wrapper: Any) -> None:
-    """Leave out vLLM's tables. They take longer than the trace, and the report has more."""
+    """Skip vLLM's tables of operators, which take longer than the trace and contain less than the report."""
     for table in ("dump_cpu_time_total", "dump_device_time_total"):
         if hasattr(wrapper, table):
             _set(undo, wrapper, table, False)
@@ -142,7 +143,7 @@ def _skip_tables(undo: ExitStack, wrapper: Any) -> None:
 
 
 def _set_bounds(undo: ExitStack, wrapper: Any, spec: Spec) -> None:
-    """Set the engine iterations to record, for versions whose start does not take them."""
+    """Set the range of engine iterations to record, for versions whose start has no parameters for it."""
     if not hasattr(wrapper, "_default_max_iters") and hasattr(wrapper, "_max_iters"):
         _set(undo, wrapper, "_delay_iters", spec["delay"])
         _set(undo, wrapper, "_max_iters", spec["maximum"])
@@ -161,7 +162,8 @@ def release(worker: Any) -> dict[str, Any]:
 
 
 _DOING = {"_start": "starting", "_stop": "writing"}
-"""Methods of a `WorkerProfiler` (0.12 and later) in which its worker serves nothing."""
+"""{method of a `WorkerProfiler` (0.12 and later) during which the worker serves nothing: its name in
+reports}."""
 
 
 def _watch(worker: Any, wrapper: Any, undo: ExitStack) -> None:
@@ -194,7 +196,7 @@ def _timed(method: Callable[[], Any], doing: str, stalls: list[tuple[str, int, i
 
 
 def _wrapper(worker: Any, spec: Spec) -> Any:
-    """Return the worker's profiler. Make it now where vLLM would make it at the first start."""
+    """Return the worker's profiler. Make it now if vLLM would make it only at the first start."""
     if getattr(worker, "profiler", None) is None:
         from vllm.profiler import wrapper
 
@@ -227,7 +229,9 @@ def _dp(worker: Any) -> int:
 
 
 def _activities(wanted: list[str]) -> list[Any]:
-    """Return the activities that torch has here. If there are none, the worker keeps its own (an NPU's)."""
+    """Return the wanted activities that torch supports here. If there are none, the worker keeps its own (an
+    NPU's).
+    """
     from torch.profiler import ProfilerActivity, supported_activities
 
     named = [getattr(ProfilerActivity, name.upper(), None) for name in wanted]
@@ -235,12 +239,12 @@ def _activities(wanted: list[str]) -> list[Any]:
 
 
 def _set(undo: ExitStack, target: Any, name: str, value: Any) -> None:
-    """Set an attribute of vLLM's until `undo` is closed."""
+    """Set an attribute of an object of vLLM until `undo` is closed."""
     undo.callback(setattr, target, name, getattr(target, name, None))
     setattr(target, name, value)
 
 
 def _shadow(undo: ExitStack, target: Any, name: str, method: Callable[..., Any]) -> None:
-    """Put a method before that of the object's class until `undo` is closed."""
+    """Replace a method of an object until `undo` is closed."""
     setattr(target, name, method)
     undo.callback(vars(target).pop, name, None)

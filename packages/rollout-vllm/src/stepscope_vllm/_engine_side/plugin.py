@@ -33,9 +33,9 @@ OF_A_SERVER = (
 
 
 def load() -> None:
-    """Hide sends, unless stepscope is off.
+    """Hide sends from recordings, unless stepscope is switched off.
 
-    vLLM calls this in all of its processes, and our worker extension does so again, which changes nothing.
+    vLLM calls this in all of its processes. The worker extension calls it again, which has no further effect.
     """
     if switch.DISABLED:
         return
@@ -46,7 +46,7 @@ def load() -> None:
 def hide_sends() -> None:
     """Leave the sends of pipeline stages out of recordings.
 
-    It imports only modules that vLLM imports anyway.
+    This imports only modules that vLLM imports anyway.
     """
     group, name = _sending()
     send = getattr(group, name, None)
@@ -55,7 +55,9 @@ def hide_sends() -> None:
 
 
 def is_missing() -> bool:
-    """Return whether a pipeline of this process's vLLM leaves sends open, and nothing hides them."""
+    """Return whether this process' vLLM has a pipeline that leaves sends open without this plugin hiding
+    them.
+    """
     if _STATE not in sys.modules:
         return False
     group, name = _sending()
@@ -66,7 +68,7 @@ def is_missing() -> bool:
 def _sending() -> tuple[Any, str]:
     """Return the class that sends, and the name of its method that sends over gloo and does not wait.
 
-    The class is None where this version has it elsewhere.
+    The class is None if this version has it in another place.
     """
     from vllm.platforms import current_platform
 

@@ -14,7 +14,8 @@ TEMPORARY = ".part-"
 
 
 def probe(folder: Path) -> None:
-    """Make the folder and write in it once. Otherwise vLLM would report success although nothing is written.
+    """Make the folder and write a file in it. Without this check, vLLM would report success although nothing
+    is written.
 
     Raises:
         OSError: the folder cannot be made or written.
@@ -26,7 +27,7 @@ def probe(folder: Path) -> None:
 
 
 def drop(profile: object) -> None:
-    """Write nothing: the handler of a worker whose rank nobody asked for."""
+    """Discard a profile: the handler of a worker whose rank is not wanted."""
 
 
 def writer(folder: Path, stem: str, wrote: list[str], *, gzip: bool) -> Callable[[Any], None]:

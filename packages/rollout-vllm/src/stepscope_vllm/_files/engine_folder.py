@@ -1,4 +1,4 @@
-"""Folder that an engine writes to: its contents, and the way of a capture's files out of it."""
+"""Folder that an engine writes to: its contents, and the moving of a capture's files out of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def listed(folder: Path | None) -> set[str]:
 
 
 def holder(root: Path, prefix: str) -> Path:
-    """Return the folder that has files of this prefix, `root` or one in it. Without any, return `root`."""
+    """Return the folder that has files with this prefix: `root` or a folder in it. Return `root` if there are
+    none.
+    """
     try:
         folders = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir()]
     except OSError:
@@ -38,7 +40,9 @@ def of_frontends(folder: Path) -> set[str]:
 
 
 def changed_ns(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """Return when each trace was complete with its table: unix ns, by the stem of their names."""
+    """Return the time at which each trace and its table were complete: unix ns, by the stem of their
+    names.
+    """
     changed: dict[str, int] = {}
     for name in names:
         with suppress(OSError):
@@ -49,7 +53,7 @@ def changed_ns(folder: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def whole_ns(changed: Mapping[str, int], name: str) -> int | None:
-    """Return the time of one trace in `changed_ns`, also after `move` has renamed it."""
+    """Return the time of one trace in `changed_ns`, also after `move` has renamed the trace."""
     (own,) = stems_of(name)
     return max((ns for stem, ns in changed.items() if own.endswith(stem)), default=None)
 

@@ -16,7 +16,7 @@ _RANK = re.compile(r"(?:^|[_.-])rank[-_]?(\d+)(?=[._])")
 _DP = re.compile(r"(?:^|_)dp(\d+)(?=_)")
 
 _RECORDING = re.compile(r"_(\d+)_\d+_ascend_pt$")
-"""Name of a recording of vllm-ascend: a folder, and the pid in its name."""
+"""Name of a recording of vllm-ascend, which is a folder. The group is the pid."""
 
 _FRONTEND = ".async_llm."
 
@@ -24,13 +24,15 @@ _CAPTURE = re.compile(r"step_(\d{6,})_")
 """Beginning of a capture's name, and so of its files."""
 
 _PREFIX = 100
-"""Characters of a prefix: vLLM puts host, pid, rank and time behind it, and a file's name has 255."""
+"""Largest length of a prefix: vLLM appends host, pid, rank and time, and a file's name has at most 255
+characters."""
 
 
 def prefix_of(name: str) -> str:
     """Return a capture's name as vLLM takes it: 1 to 128 of `A-Za-z0-9._-`, the first a letter or a digit.
 
-    Of a name that cannot stay as it is, the end is a digest of all of it: no two captures share a prefix.
+    A name that has to be changed gets a digest of the whole name at its end, so that no two captures share a
+    prefix.
     """
     cleaned = re.sub(r"[^A-Za-z0-9._-]", "-", name)
     cleaned = cleaned if cleaned[:1].isalnum() else f"c{cleaned}"
@@ -41,7 +43,7 @@ def prefix_of(name: str) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of the capture that a file is named after; None for other names."""
+    """Return the step of the capture that a file is named after, or None for other names."""
     return _number(_CAPTURE.match(name))
 
 
@@ -50,7 +52,7 @@ def rank_of(name: str) -> int | None:
 
 
 def dp_of(name: str) -> int | None:
-    """Return the number of the data-parallel engine in a file's name; None if it has none."""
+    """Return the number of the data-parallel engine in a file's name, or None if it has none."""
     return _number(_DP.search(name))
 
 
@@ -64,17 +66,17 @@ def _number(match: re.Match[str] | None) -> int | None:
 
 
 def is_output(name: str) -> bool:
-    """Return whether a profiler wrote the file, and has finished its name."""
+    """Return whether a profiler wrote the file, under its final name."""
     return not name.startswith(TEMPORARY) and bool(is_trace(name) or _TABLE.search(name))
 
 
 def is_trace(name: str) -> bool:
-    """Return whether it is a trace of torch, or a recording of the Ascend profiler."""
+    """Return whether a file is a trace of torch, or a recording of the Ascend profiler."""
     return bool(_TRACE.search(name)) or is_recording(name)
 
 
 def is_frontend(name: str) -> bool:
-    """Return whether an API server or an AsyncLLM recorded itself in this trace."""
+    """Return whether a trace is one in which an API server or an AsyncLLM recorded itself."""
     return _FRONTEND in name
 
 
@@ -87,7 +89,7 @@ def is_recording(name: str) -> bool:
 
 
 def stems_of(name: str) -> tuple[str, ...]:
-    """Return the part that the names of a trace and of its table have in common."""
+    """Return the parts that the names of a trace and of its table have in common."""
     if table := re.fullmatch(r"profiler_out_(\d+)\.txt", name):  # up to 0.30
         return f"rank-{table[1]}", f"rank{table[1]}"
     return (re.sub(r"(?:\.\d+)?\.pt\.trace\.json(?:\.gz)?$|\.profiler_out\.txt$", "", name),)

@@ -13,19 +13,20 @@ from stepscope_vllm._files.traces import Trace
 
 
 class Layout(NamedTuple):
-    """Spread of one engine over GPUs."""
+    """The distribution of one engine over GPUs."""
 
     tp: int
     pp: int
     dp: int
     external: bool
-    """Its workers are processes of a larger torch.distributed job, each with an engine object of its own."""
+    """True if the workers are processes of a larger torch.distributed job, each with its own engine
+    object."""
     pcp: int = 1
-    """Prefill context parallel, between tp and pp."""
+    """Size of prefill context parallelism, an axis between tp and pp."""
 
     @property
     def engine(self) -> int:
-        """Return the number of workers of one of its data-parallel engines."""
+        """Return the number of workers of one data-parallel engine."""
         return self.tp * self.pcp * self.pp
 
     @property
@@ -34,7 +35,9 @@ class Layout(NamedTuple):
 
 
 def global_rank(trace: Trace, layout: Layout | None, replica: int) -> int | None:
-    """Return the global rank; None for a frontend, and if it is unknown or contradicts the layout."""
+    """Return the global rank of a trace; None for a front end, or if the rank is unknown or contradicts the
+    layout.
+    """
     if trace.frontend or trace.rank is None or layout is None:
         return None
     if layout.external:
@@ -65,7 +68,7 @@ def topology(trace: Trace, layout: Layout | None) -> dict[str, int] | None:
 
 
 def contradiction(trace: Trace, layout: Layout | None) -> str | None:
-    """Return the reason why a trace cannot be of an engine of this layout; None when it can."""
+    """Return the reason why a trace cannot be of an engine with this layout, or None if it can."""
     if trace.frontend or trace.rank is None or layout is None or layout.external:
         return None
     if _place(trace, trace.rank, layout) is not None:
@@ -81,7 +84,7 @@ def contradiction(trace: Trace, layout: Layout | None) -> str | None:
 def _place(trace: Trace, rank: int, layout: Layout) -> tuple[int, int | None] | None:
     """Return the rank in its data-parallel engine, and the number of that engine (None if unknown).
 
-    It is None as a whole if the layout contradicts the file.
+    Return None if the layout contradicts the file.
     """
     dp = trace.dp if layout.dp > 1 else 0
     if trace.world_size == layout.size and layout.dp > 1:
@@ -97,8 +100,8 @@ def _place(trace: Trace, rank: int, layout: Layout) -> tuple[int, int | None] | 
 def local_ranks(wanted: Collection[int] | None, layout: Layout | None, replica: int) -> list[int] | None:
     """Return the wanted ranks in a worker's own numbering; None for all.
 
-    It is also None if data-parallel engines share a numbering. Then all of them write, and the files of
-    unwanted ranks are left aside.
+    Return None also if data-parallel engines share a numbering. Then all of them write, and the files of
+    unwanted ranks are removed.
     """
     if wanted is None or layout is None or layout.dp > 1:
         return None

@@ -1,4 +1,4 @@
-"""Traces of one capture: complete files, and the facts that they state about themselves."""
+"""Traces of one capture: complete files, and the facts in them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ _HOST = re.compile(rb'"host_name":\s*"([^"\\]{1,255})"')
 _PID = re.compile(rb'"pid":\s*(\d+)')
 _TITLE = re.compile(r"(?:^|_)DP(\d+)(?:_|$)")
 _HEAD = 1 << 16
-"""Bytes of a trace in which everything but its events stands."""
+"""Number of bytes at the beginning of a trace that contain everything but its events."""
 _TAIL = 1 << 12
-"""Bytes behind the events, in which torch writes when it began and ended to record."""
+"""Number of bytes at the end of a trace that contain the times at which torch began and ended to record."""
 _ITERATION = b'"name": "execute_'
 _COPY = b'"cat": "gpu_user_annotation", '
-"""Bytes before the name of an annotation that stands in the trace a second time, at the times of the GPU."""
+"""Bytes before the name of an annotation that is a copy of another one, with the times of the GPU."""
 _EMPTY = re.compile(rb'"name": "execute_(?:\d+_)?context_0\([^"]*_generation_0\(')
-"""The name of an iteration without a request: engines run these behind the last one, or to keep step."""
+"""The name of an iteration without a request: engines run these after the last request, or to stay in
+step."""
 _AROUND = 256
-"""Bytes of an iteration's name, and before it, that one look takes in."""
+"""Number of bytes of an iteration's name and of the text before it that are inspected."""
 _WAIT_S = 10.0
-"""The wait for a file that still grows although its worker has answered (a slow shared disk)."""
+"""Longest wait for a file that still grows although its worker has answered (a slow shared disk)."""
 
 
 class Trace(NamedTuple):
-    """Facts that one file states about itself."""
+    """Facts in one file about itself."""
 
     path: Path
     frontend: bool
@@ -40,20 +41,21 @@ class Trace(NamedTuple):
     world_size: int | None
     """The size of that world."""
     dp: int | None
-    """Number of the replica's data-parallel engine that wrote it."""
+    """Number of the replica's data-parallel engine that wrote the file, or None if unknown."""
     pid: int | None
     host: str | None
-    """Host on which it was recorded, which may not be where it is published."""
+    """Host on which the file was recorded, or None. It may not be the host on which it is published."""
     window: tuple[int, int] | None = None
-    """Start and end of torch's recording: unix ns of that host."""
+    """Start and end of torch's recording in unix ns of that host, or None if unknown."""
     iterations: int = 0
-    """Engine iterations that it names, those without a request included, as vLLM counts them."""
+    """Number of engine iterations that the file names, including those without a request, as vLLM counts
+    them."""
     empty: int = 0
-    """Iterations without a request."""
+    """Number of iterations without a request."""
 
     @property
     def is_recording(self) -> bool:
-        """Return whether it is a recording of the Ascend profiler."""
+        """Return whether the file is a recording of the Ascend profiler."""
         return is_recording(self.path.name)
 
 
@@ -61,7 +63,7 @@ def wait_until_complete(paths: Iterable[Path]) -> None:
     """Wait until all traces are complete.
 
     Raises:
-        ValueError: one of them is still incomplete after 10 s.
+        ValueError: a trace is still incomplete after 10 s.
     """
     until = time.monotonic() + _WAIT_S
     for path in paths:
@@ -74,7 +76,7 @@ def wait_until_complete(paths: Iterable[Path]) -> None:
 
 
 def read(path: Path) -> Trace:
-    """Read the facts that a file states in its content, or else in its name."""
+    """Return the facts in a file's content, else in its name."""
     head, tail, iterations, empty = (b"", b"", 0, 0) if path.is_dir() else _scan(path)
     world, process = _STATED.search(head), _PID.search(head)
     pid = int(process[1]) if process else pid_of(path.name)
@@ -94,9 +96,10 @@ def read(path: Path) -> Trace:
 
 
 def _dp_of_process(pid: int | None) -> int | None:
-    """Return the data-parallel engine that the title of a process names (`VLLM::Worker_DP1_TP0`).
+    """Return the number of the data-parallel engine in the title of a process (`VLLM::Worker_DP1_TP0`), or
+    None.
 
-    For dense models vLLM writes it nowhere else.
+    For dense models vLLM writes the number nowhere else.
     """
     if pid is None:
         return None
@@ -109,7 +112,8 @@ def _dp_of_process(pid: int | None) -> int | None:
 
 
 def _scan(path: Path) -> tuple[bytes, bytes, int, int]:
-    """Return the head and the end of a trace, the number of iterations that it names, and of the empty ones.
+    """Return the head and the end of a trace, the number of iterations that it names, and the number of empty
+    ones.
 
     Takes 0.3 s for 150 MB of JSON.
     """
@@ -135,7 +139,7 @@ def _scan(path: Path) -> tuple[bytes, bytes, int, int]:
 def _names(text: bytes, first: int, until: int) -> Iterator[bytes]:
     """Yield the names of iterations that begin in a part of the text, with what follows them.
 
-    It uses `find`, because a pattern costs as much as unpacking the file.
+    The search uses `find`, because a regular expression costs as much as unpacking the file.
     """
     at = text.find(_ITERATION, first)
     while 0 <= at < until:
@@ -145,7 +149,7 @@ def _names(text: bytes, first: int, until: int) -> Iterator[bytes]:
 
 
 def unfinished(path: Path) -> str | None:
-    """Return the reason why a trace is incomplete; None if it is complete."""
+    """Return the reason why a trace is incomplete, or None if it is complete."""
     from isal import igzip
 
     if path.is_dir():
