@@ -27,9 +27,9 @@ from stepscope_sglang._driving.target import Target
 
 
 class SglangProfiler(ReplicaProfiler):
-    """Profiler of an `sglang.Engine` in this process, or of its TokenizerManager, as RL frameworks hold it.
+    """Profiler of an `sglang.Engine` in this process, or of the TokenizerManager that an RL framework uses.
 
-    The schedulers record themselves. Nothing of them runs here.
+    The schedulers are other processes, which record themselves.
     """
 
     def __init__(self, engine: Engine | TokenizerManager, *, replica: int | None = None) -> None:
@@ -43,7 +43,7 @@ class SglangProfiler(ReplicaProfiler):
 
     @property
     def facts(self) -> EngineFacts:
-        """Return its facts. Raises EngineError when the object is no engine of a known kind."""
+        """Return the engine's facts. Raises EngineError if the object is no engine of a known kind."""
         return self._target.facts()
 
     @property
@@ -51,7 +51,7 @@ class SglangProfiler(ReplicaProfiler):
         return self.facts.world_size
 
     def counters(self) -> Sequence[CounterSource]:
-        """Return its counters. They are empty unless it was built with `enable_metrics=True`."""
+        """Return the engine's counters. They are empty unless it was built with `enable_metrics=True`."""
         manager = weakref.ref(self._target.manager)
 
         def read() -> dict[str, float]:
@@ -100,7 +100,9 @@ class SglangFactory(EngineFactory):
         return _is(engine, "Engine", "sglang.srt.entrypoints.") or _is_manager(engine)
 
     def owned(self) -> Sequence[object]:
-        """Return the engines of this process; where there are none, TokenizerManagers (of a server in it)."""
+        """Return the engines of this process; if there are none, its TokenizerManagers (of a server in this
+        process).
+        """
         if "sglang.srt.managers.tokenizer_manager" not in sys.modules:
             return ()
         alive = [value for value in gc.get_objects() if self.recognises(value)]
@@ -129,6 +131,6 @@ def _is(engine: object, name: str, module: str) -> bool:
 
 
 def _order(engine: object) -> tuple[int, int]:
-    """Return a key by GPU and port, the same at every call."""
+    """Return a sort key from GPU and port, which is the same at every call."""
     args: Any = getattr(getattr(engine, "tokenizer_manager", engine), "server_args", None)
     return getattr(args, "base_gpu_id", None) or 0, getattr(args, "port", None) or 0

@@ -14,7 +14,8 @@ Fact: TypeAlias = str | int | float
 
 _PHASES = ("queue", "prefill", "decode")
 _SLACK_S = 0.05
-"""The largest correction of the wall clock, between a request's arrival and its end, that is tolerated."""
+"""Largest difference, between a request's arrival and its end, by which the wall clock may have been
+corrected."""
 
 _COUNTS = {
     "prompt_tokens": "prompt_tokens",
@@ -22,11 +23,11 @@ _COUNTS = {
     "completion_tokens": "output_tokens",
     "num_retractions": "preemptions",
 }
-"""SGLang's names -> ours, the same as those of other engines."""
+"""{SGLang's name: stepscope's name, which is the same for all engines}."""
 
 
 class TimedSpan(Protocol):
-    """Used part of what `span`, `turn` and `trajectory` return."""
+    """The part of the results of `span`, `turn` and `trajectory` that is used."""
 
     def set(self, **attrs: Fact) -> None: ...
 
@@ -36,13 +37,13 @@ class TimedSpan(Protocol):
 def record_request(span: TimedSpan, answer: Mapping[str, object]) -> None:
     """Record on the span around a request how the engine spent its time.
 
-    The span gets `request_facts` as attributes. Below it come spans `queue`, `prefill` and `decode` of role
-    `rollout`, as the engine timed them.
+    The span gets `request_facts` as attributes. It also gets child spans `queue`, `prefill` and `decode` of
+    role `rollout`, with the engine's times.
 
     Args:
         span: The turn or span that made the request and waited for it, still open.
-        answer: As for `request_facts`. From an engine without `enable_metrics`, or one whose wall clock is
-            not this host's, there are no spans, only attributes.
+        answer: As for `request_facts`. Without `enable_metrics`, or if the engine's wall clock is not this
+            host's, only attributes are recorded.
     """
     span.set(**request_facts(answer))
     stamps = _stamps_here(_meta_info(answer))
@@ -51,7 +52,7 @@ def record_request(span: TimedSpan, answer: Mapping[str, object]) -> None:
 
 
 def request_facts(answer: Mapping[str, object]) -> dict[str, Fact]:
-    """Return how one request spent its time, for the span around it: `turn.set(**request_facts(answer))`.
+    """Return the attributes that tell how one request spent its time: `turn.set(**request_facts(answer))`.
 
     Args:
         answer: The answer of `generate`, `async_generate` or POST /generate to one prompt, or its
@@ -95,10 +96,10 @@ def _warn_once(kind: str) -> None:
 
 
 def _stamps_here(info: Mapping[str, object]) -> list[int]:
-    """Return the times at which a request was queued, begun, had its first token, and was over.
+    """Return the times at which a request was queued, began, had its first token, and ended.
 
-    They are in ns of this host's monotonic clock. There are none if one is missing, or is not of this host's
-    wall clock.
+    The times are in ns of this host's monotonic clock. Empty if a time is missing, or does not fit this
+    host's wall clock.
     """
     names = ("request_received_ts", "forward_entry_time", "prefill_finished_time", "request_finished_ts")
     received, *stamps = (_number(info, name) for name in names)
@@ -113,7 +114,7 @@ def _stamps_here(info: Mapping[str, object]) -> list[int]:
 
 
 def _times(info: Mapping[str, object]) -> dict[str, float]:
-    """Return the times in s. Prefill lasts from its first forward pass to its first token."""
+    """Return the times in s. Prefill lasts from the request's first forward pass to its first token."""
     stamps = [
         _number(info, name) for name in ("forward_entry_time", "prefill_finished_time", "request_finished_ts")
     ]

@@ -17,14 +17,13 @@ from stepscope_sglang._driving.target import Target
 class SglangServer(ReplicaProfiler):
     """Profiler of an SGLang server, or of the several that make up one replica (prefill and decode servers).
 
-    The servers write the files, so they need a disk in common with this process.
+    The servers write the files, so they must share a disk with this process.
     """
 
     def __init__(self, *urls: str, api_key: str | None = None, replica: int | None = None) -> None:
-        """
-        Args:
-            urls: `http://host:port` of each server of the replica. Not that of a router.
-            api_key: Key that is sent as `Authorization: Bearer`; the admin key where the server has one.
+        """Args:
+            urls: `http://host:port` of each server of the replica, not of a router.
+            api_key: Key that is sent as `Authorization: Bearer`; the admin key if the server has one.
             replica: The replica's number; None for its position in `capture(engines=[...])`.
 
         Raises:
@@ -40,20 +39,20 @@ class SglangServer(ReplicaProfiler):
         """Return one replica for each server behind a router. Asks the router, and blocks.
 
         Raises:
-            EngineError: it does not name them.
+            EngineError: the router does not name its servers.
         """
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         return [cls(url, api_key=api_key) for url in workers_of(router, headers=headers)]
 
     @property
     def world_size(self) -> int | None:
-        """Return the sum of its servers' sizes; None until they were asked."""
+        """Return the sum of the servers' sizes, or None before they were requested."""
         known = [engine.known for engine in self._engines]
         sizes = [facts.world_size for facts in known if facts is not None]
         return sum(sizes) if len(sizes) == len(known) else None
 
     def counters(self) -> Sequence[CounterSource]:
-        """Return the counters of each of its servers."""
+        """Return the counters of all servers of the replica."""
         of, several = f"replica {self.replica or 0}", len(self._servers) > 1
         names = [f"{of} {server.url}" if several else of for server in self._servers]
         engines = zip(self._servers, names, strict=True)

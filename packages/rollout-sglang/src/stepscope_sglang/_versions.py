@@ -1,6 +1,6 @@
 """Version of SGLang, and the options of its profiler. The only module that compares versions.
 
-Read in the wheels of 0.5.3 to 0.5.23; `tests/test_wheels.py` reads them again.
+The versions were found in the wheels of 0.5.3 to 0.5.23; `tests/test_wheels.py` checks them.
 """
 
 from __future__ import annotations
@@ -32,25 +32,28 @@ SINCE = {
     "profile_id": "0.5.15",
     "detailed_annotations": "0.5.19",
 }
-"""Option of a start -> the first version that has it."""
+"""{option of a start: the first version that has it}."""
 
 XPU_SINCE = "0.5.10"
 PLUGINS_SINCE = "0.5.11"
-"""Schedulers load the entry points `sglang.srt.plugins`."""
+"""First version whose schedulers load the entry points `sglang.srt.plugins`."""
 STEPS_NAMED_SINCE = "0.5.11"
-"""Traces name forward passes: `step[EXTEND ...]`, `step[DECODE ...]`."""
+"""First version whose traces name forward passes: `step[EXTEND ...]`, `step[DECODE ...]`."""
 SCOPED_BATCHES_SINCE = "0.5.14"
-"""`run_batch`, in which a stage's profile ends and the next one begins, is a `record_function`."""
+"""First version in which `run_batch`, during which one stage's profile ends and the next begins, is a
+`record_function`."""
 DP_ATTENTION_SINCE = "0.5.10"
-"""Before, a start reaches one scheduler of several and is never answered."""
+"""First version with working starts under DP attention. Before, a start reaches one of several schedulers and
+is never answered."""
 DECODE_SERVER_BY_STAGE_SINCE = "0.5.21"
-"""Before, the placeholder batches of a decode server kill its scheduler while it tells stages apart."""
+"""First version with working captures by stage of a decode server. Before, its placeholder batches kill the
+scheduler."""
 MANY_CAPTURES = ("0.5.13", "0.5.17")
 """First and last version in which the fifth to fourteenth capture killed the scheduler (with torch 2.13)."""
 
 
 class Dialect(NamedTuple):
-    """Form of a start for one TokenizerManager."""
+    """The form of a start for one TokenizerManager."""
 
     as_object: bool
     """True if a start takes a `ProfileReq` (0.5.15 and later), False if it takes keywords."""
@@ -58,7 +61,7 @@ class Dialect(NamedTuple):
 
 
 def older(version: str | None, than: str) -> bool:
-    """Return whether `version` is below `than`; an unknown version is not."""
+    """Return whether `version` is below `than`. False for an unknown version."""
     return version is not None and bool(numbers(version)) and numbers(version) < numbers(than)
 
 
@@ -69,7 +72,7 @@ def may_crash_soon(version: str | None) -> bool:
 
 
 def installed() -> str | None:
-    """Return the version of the sglang of this process; None where it is not installed as a distribution."""
+    """Return the version of sglang in this process, or None if it is not installed as a distribution."""
     module = sys.modules.get("sglang")
     version = getattr(module, "__version__", None)
     if isinstance(version, str):
@@ -81,10 +84,10 @@ def installed() -> str | None:
 
 
 def check(version: str | None) -> None:
-    """Warn of an SGLang above the supported range.
+    """Warn of an SGLang version above the supported range.
 
     Raises:
-        EngineError: the version is below it.
+        EngineError: the version is below the range.
     """
     expect_supported(supported_by(ADAPTER), version)
 
@@ -93,7 +96,7 @@ def dialect_of(start_profile: Callable[..., object]) -> Dialect:
     """Read the dialect from the signature of `TokenizerManager.start_profile`.
 
     Raises:
-        EngineError: it is neither of the two that are known.
+        EngineError: the signature is neither of the two known ones.
     """
     names = frozenset(inspect.signature(start_profile).parameters)
     if "req" in names:
@@ -123,5 +126,7 @@ def fields_of(kind: object) -> frozenset[str]:
 
 
 def options_of(version: str | None) -> frozenset[str]:
-    """Return the options of a server of this version by `SINCE`, because it does not show its signature."""
+    """Return the options of a server of this version according to `SINCE`, because a server does not show its
+    signature.
+    """
     return frozenset(option for option, since in SINCE.items() if not older(version, since))

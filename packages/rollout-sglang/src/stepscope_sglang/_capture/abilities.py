@@ -1,6 +1,7 @@
-"""Abilities of an engine: the activities that its device can record, and captures that a scheduler survives.
+"""Abilities of an engine: the activities that its device can record, and the captures that its schedulers
+survive.
 
-Captures by stage and captures of pipelines may kill one.
+Captures by stage, and captures of pipelines, may kill a scheduler.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from stepscope_sglang._engine_side.states import (
 _TORCH = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU"}
 
 _FURTHER = ("CUDA_PROFILER", "RPD")
-"""Activities that are no part of torch.profiler, by `extra.activities`."""
+"""Activities of `extra.activities` that are not part of torch.profiler."""
 
 
 def recorded_activities(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str]) -> list[str]:
-    """Return the activities that the engine's device can record. Any other one would kill its scheduler.
+    """Return the activities that the engine's device can record. Any other activity would kill its scheduler.
 
     Args:
-        ignored: Receives the reasons for those that are left out.
+        ignored: Receives the reasons for the activities that are left out.
 
     Raises:
-        EngineError: none can be recorded, or `extra.activities` has one that cannot.
+        EngineError: no activity can be recorded, or `extra.activities` has one that cannot.
     """
     taken, reasons = [], []
     for activity in capture.activities:
@@ -97,7 +98,9 @@ def _further(capture: EngineCapture, facts: EngineFacts) -> list[str]:
 
 
 def lacks_plugin(facts: EngineFacts, states: Sequence[object]) -> bool:
-    """Return whether captures may kill schedulers of this pipeline, which have not loaded our plugin."""
+    """Return whether captures may kill schedulers of this pipeline, because they have not loaded the
+    plugin.
+    """
     return facts.pp > 1 and not all_show(states, SENDS_QUIET)
 
 
@@ -121,7 +124,7 @@ def _what_pipelines_take(facts: EngineFacts, states: Sequence[object]) -> str:
 
 
 def stages_end_in_scopes(facts: EngineFacts) -> bool:
-    """Return whether SGLang stops one stage's profile and starts the next inside of a scope.
+    """Return whether SGLang stops one stage's profile and starts the next one inside of an open scope.
 
     That scope is a `record_function`, or that of a send between pipeline ranks.
     """
@@ -129,7 +132,7 @@ def stages_end_in_scopes(facts: EngineFacts) -> bool:
 
 
 def why_no_stages(facts: EngineFacts, states: Sequence[object]) -> str | None:
-    """Return the reason why stages cannot be told apart; None if they can."""
+    """Return the reason why captures by stage are not possible, or None if they are."""
     if facts.speculative:
         return "with speculative decoding SGLang's stages do not end, or kill the scheduler"
     since = _versions.DECODE_SERVER_BY_STAGE_SINCE

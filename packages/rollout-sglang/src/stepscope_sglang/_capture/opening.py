@@ -1,4 +1,4 @@
-"""The opening of a recording: checks of its engine, the request to it, and whether that came in time."""
+"""The opening of a recording: checks of the engine, the start request, and whether that arrived in time."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from stepscope_sglang._files.capture_folder import CaptureFolder
 
 log = logging.getLogger("stepscope")
 _warned: set[str] = set()
-"""Logged warnings. One writer: `warn`."""
+"""Warnings that were logged. One writer: `warn`."""
 
 
 def check_facts(facts: EngineFacts) -> None:
-    """Raise EngineError for an engine that cannot be recorded at all; warn of one that may die."""
+    """Raise EngineError for an engine that cannot be recorded at all. Warn of an engine that may die."""
     _versions.check(facts.version)
     expect_first_profiler(facts, ())
     if facts.device == "npu":
@@ -51,10 +51,11 @@ def check_facts(facts: EngineFacts) -> None:
 
 
 def check_options(capture: EngineCapture, facts: EngineFacts) -> dict[str, str]:
-    """Return the options of a capture that have no effect on an engine whose schedulers show all they can.
+    """Return the options of a capture that have no effect, for an engine whose schedulers show their whole
+    state.
 
     Raises:
-        EngineError: such an engine cannot record this either, and why.
+        EngineError: even such an engine cannot record this capture. The message has the reason.
     """
     return plan(capture, facts, ({COUNT: 0, SCOPES_END: True, SENDS_QUIET: True},)).ignored
 
@@ -67,10 +68,10 @@ def warn(text: str) -> None:
 
 
 def prepared(target: Target, capture: EngineCapture, label: str | None) -> Recording:
-    """Plan a recording. Nothing is armed yet, and its folder is not made.
+    """Plan a recording, without starting the profiler or making the folder.
 
     Raises:
-        EngineError: the engine cannot record this at all, and why.
+        EngineError: the engine cannot record this capture. The message has the reason.
     """
     facts = target.facts()
     states = _states(target, capture, facts)
@@ -90,7 +91,7 @@ def prepared(target: Target, capture: EngineCapture, label: str | None) -> Recor
 
 
 def _states(target: Target, capture: EngineCapture, facts: EngineFacts) -> Sequence[object]:
-    """Ask the schedulers for their states, where a plan depends on them."""
+    """Return the states of the schedulers, if the plan depends on them; else empty."""
     later = capture.iterations.start > 0 and not capture.by_stage
     by_stage = capture.by_stage and stages_end_in_scopes(facts)
     if not (later or by_stage or facts.pp > 1):
@@ -104,7 +105,7 @@ def _states(target: Target, capture: EngineCapture, facts: EngineFacts) -> Seque
 
 
 def note_late_start(recording: Recording, target: Target) -> None:
-    """Note if the engine has already passed the iteration at which recording was to begin."""
+    """Add a note if the engine has already passed the iteration at which recording should begin."""
     first = recording.plan.request["start_step"]
     try:
         begun = max(counts_in(target.states()), default=0)

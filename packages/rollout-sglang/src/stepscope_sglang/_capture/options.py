@@ -1,10 +1,10 @@
 """Options of a capture, turned into a request to SGLang: applied, reported, or refused.
 
-Whatever would kill or corrupt an engine is refused here. Nothing here has effects.
+Options that would kill or corrupt an engine are refused here. Functions here have no effects.
 
 Every capture is armed for the next forward pass and never started at once: `start_step` is 1, which SGLang
-raises to "the next". So a profile that somebody else has running is an error and is not replaced in silence.
-Time in which the scheduler waits for work is not recorded. And `num_steps` counts right in every version:
+raises to "the next". So a profile that other code is running gives an error and is not replaced silently.
+Time in which the scheduler waits for work is not recorded. And `num_steps` is correct in every version: if
 started at once, versions before 0.5.16 record one pass too few.
 """
 
@@ -29,7 +29,7 @@ from stepscope_sglang._engine_side.states import (
 UNBOUNDED = 1 << 30
 """The `num_steps` of a capture by stage without a count.
 
-Without a number the next forward pass kills the scheduler.
+Without any number, the next forward pass kills the scheduler.
 """
 _STAGES_BEGIN = "by stage SGLang records from the first pass of each stage on"
 _OURS = {
@@ -42,21 +42,22 @@ _OURS = {
     "profile_id": "nothing: it names the files of a capture",
     "req_type": "nothing: it tells a start from a stop",
 }
-"""SGLang's option -> our option that sets it."""
+"""{option of SGLang: option of stepscope that sets it}."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Request for an engine, and the options left out of it."""
+    """Request to an engine, and the options that are left out of it."""
 
     request: dict[str, object]
-    """Without `output_dir`."""
+    """Fields of the request, without `output_dir`."""
     start: int
-    """Iterations that are left out first; 0 by stage, where none can be."""
+    """Number of iterations to skip first; 0 for a capture by stage, which cannot skip any."""
     count: int | None
-    """Iterations after which the engine stops by itself; in each stage, where these are told apart."""
+    """Number of iterations after which the engine stops by itself (of each stage, for a capture by stage);
+    None without limit."""
     by_stage: bool
     merged: bool
-    """SGLang writes one more file, of all ranks."""
+    """True if SGLang also writes one file with all ranks."""
     ignored: dict[str, str]
     """{option of the capture: reason why it is left out}"""
 
@@ -65,11 +66,11 @@ def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = 
     """Plan the request for an engine.
 
     Args:
-        states: State of each data-parallel scheduler. It is used by stage, and where `iterations.start` is
-            above 0.
+        states: State of each data-parallel scheduler, used for captures by stage, and if `iterations.start`
+            is above 0.
 
     Raises:
-        EngineError: the engine cannot record this at all, and why.
+        EngineError: the engine cannot record this capture. The message has the reason.
     """
     expect_first_profiler(facts, states)
     ignored: dict[str, str] = {}
@@ -139,7 +140,7 @@ def _window(
 
 
 def _count(states: Sequence[object], start: int) -> int:
-    """Return the number of forward passes begun before: SGLang takes an absolute one."""
+    """Return the number of the first forward pass to record, because SGLang expects an absolute number."""
     passes = counts_in(states)
     if not passes:
         raise EngineError(
@@ -155,7 +156,7 @@ def _count(states: Sequence[object], start: int) -> int:
 
 
 def _passed(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str]) -> dict[str, object]:
-    """Return the options of `extra` that are passed on. The engine's start must know each of them."""
+    """Return the options of `extra` that are passed on, which are parameters of the engine's start."""
     passed: dict[str, object] = {}
     for option, value in capture.extra.items():
         if option == "activities":
@@ -179,7 +180,7 @@ def _passed(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str])
 def _expect_usable(option: str, value: object) -> None:
     """Raise EngineError for a value that SGLang accepts and then fails with.
 
-    SGLang accepts any value. Its scheduler dies of a wrong one later, or starts at once.
+    SGLang accepts any value. With a wrong one, its scheduler later dies, or starts recording at once.
     """
     allowed: str | None = None
     if option == "start_step" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

@@ -1,6 +1,7 @@
-"""The end of a recording, read from its files: its cause, and whether it has all that was asked for.
+"""The end of a recording, read from its files: its cause, and whether the recording is complete.
 
-SGLang does not tell the cause. A stop after it has stopped, and one before it has begun, get the same answer.
+SGLang does not report the cause: a stop after the end of a recording, and one before its start, get the same
+answer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _ONE_AT_A_TIME = "SGLang ends the recording of prefill when decoding begins"
 
 
 def has_stopped_by_itself(recording: Recording) -> bool:
-    """Return whether every file that SGLang writes when it stops by itself is there and complete."""
+    """Return whether all files that SGLang writes when it stops by itself are there and complete."""
     files, world_size = recording.files(), recording.facts.world_size
     stages: tuple[Stage | None, ...] = ("prefill", "decode") if recording.plan.by_stage else (None,)
     for stage in stages:
@@ -30,10 +31,10 @@ def has_stopped_by_itself(recording: Recording) -> bool:
 
 
 def state_before_stop(recording: Recording) -> State:
-    """Return the state of a recording that had ended before our stop.
+    """Return the state of a recording that had ended before stepscope stopped it.
 
-    Of several data-parallel schedulers only the first one's answer is known, and the others may have run
-    fewer passes.
+    If there are several data-parallel schedulers, only the first one's answer is known; the others may have
+    run fewer passes.
     """
     files = recording.files()
     if not files:
@@ -52,7 +53,7 @@ def state_before_stop(recording: Recording) -> State:
 
 
 def is_disarmed(recording: Recording) -> bool:
-    """Return whether nothing is armed in the engine any more."""
+    """Return whether the engine has neither a running recording nor one that waits for its start."""
     if recording.state == "unused" or recording.facts.dp > 1:
         return False
     stages = {file.name.stage for file in recording.files()}
@@ -60,14 +61,14 @@ def is_disarmed(recording: Recording) -> bool:
 
 
 def ended_by(recording: Recording) -> Ended | None:
-    """Return the cause of its end; None if it is not known."""
+    """Return the cause of the recording's end, or None if unknown."""
     if recording.failure is not None or recording.state not in _ENDED:
         return None
     return "budget" if recording.expired else _ENDED[recording.state]
 
 
 def why_truncated(recording: Recording, content: Content) -> str | None:
-    """Return the reason why a file ends before the capture, although the engine went on; otherwise None."""
+    """Return the reason why a file ends before the capture although the engine went on, or None."""
     if not content.complete:
         return "SGLang did not finish writing it"
     if recording.state != "by others":
@@ -80,9 +81,9 @@ def why_truncated(recording: Recording, content: Content) -> str | None:
 
 
 def note(recording: Recording, content: Content, stage: Stage | None) -> str | None:
-    """Return a note about a file that has all that it could have; None if there is nothing to add.
+    """Return a note about a complete file, or None.
 
-    Fewer iterations than asked for are noted in `ignored` where more of them ran.
+    If more iterations ran than were recorded, that is in `ignored` instead.
     """
     if recording.state == "by others":
         over = _passes_since(recording, content) == 0
@@ -114,7 +115,9 @@ def _note_of_fewer(
 
 
 def stalls(recording: Recording, path: Path, content: Content) -> tuple[Stall, ...]:
-    """Return the times at which the engine served nothing because of a trace."""
+    """Return the times in which the engine served nothing because its profiler started or wrote this
+    trace.
+    """
     stamped = [
         Stall(start_ns=stamp.start_ns, end_ns=stamp.end_ns, doing=stamp.doing, source="stamps")
         for stamp in recording.stamps()
@@ -131,14 +134,15 @@ def _stopped_by_others(recording: Recording, content: Content) -> str:
 
 
 def _passes_since(recording: Recording, content: Content) -> int | None:
-    """Return the forward passes after the end of a file's recording, or None if nothing counts them."""
+    """Return the number of forward passes after the end of a file's recording, or None if unknown."""
     counts = counts_in(recording.states)
     stamps = [stamp for stamp in recording.stamps() if stamp.doing == "writing" and stamp.pid == content.pid]
     return counts[0] - stamps[-1].passes if len(counts) == 1 and stamps else None
 
 
 def _passes_of(recording: Recording, stage: Stage | None) -> int | None:
-    """Return the passes of a stage in the capture, by the engine's own counter, or None if it is not
-    shown."""
+    """Return the number of passes of a stage during the capture, by the engine's own counter, or None if it
+    shows none.
+    """
     shown = [stages for stages in stages_in(recording.states) if stages is not None]
     return shown[0].get(stage) if stage is not None and len(shown) == 1 else None

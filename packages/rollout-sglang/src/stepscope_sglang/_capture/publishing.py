@@ -1,4 +1,4 @@
-"""Artifacts of one recording: its files with ranks and sidecars, in the folder of its capture."""
+"""Artifacts of one recording: its files, with ranks and sidecars, in the capture's folder."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def publish_files(recording: Recording, *, complete_only: bool) -> list[Artifact
     """Publish the files of a recording that has ended.
 
     Args:
-        complete_only: Leave incomplete files where they are: a rank may still write them.
+        complete_only: True to leave out incomplete files, which a rank may still be writing.
 
     Raises:
-        EngineError: nothing was recorded, and why.
+        EngineError: nothing was recorded. The message has the reason.
     """
     folder = recording.folder
     files = [file for file in recording.files() if not complete_only or folder.is_complete(file)]
@@ -44,7 +44,9 @@ def publish_files(recording: Recording, *, complete_only: bool) -> list[Artifact
 
 
 def publish_late(recording: Recording, *, wanted: bool) -> bool:
-    """Publish files that came since the end, or remove them; return whether more may still come."""
+    """Publish files that were written since the end, or remove them if they are unwanted. Return whether more
+    may come.
+    """
     recording.ignored.pop(LATE, None)
     folder = recording.folder
     files = [file for file in recording.files() if folder.is_complete(file)]
@@ -78,7 +80,7 @@ def _why_nothing(recording: Recording) -> str:
 
 
 def _is_wanted(recording: Recording, name: TraceName, content: Content) -> bool:
-    """Return whether a file is of a rank that was asked for. A file that names no rank is kept."""
+    """Return whether a file is of a wanted rank. A file whose name has no rank is wanted."""
     ranks = recording.capture.ranks
     if ranks is None or name.kind == "merged_trace":
         return True
@@ -98,7 +100,7 @@ def _rank(recording: Recording, name: TraceName, content: Content) -> int | None
 def rank_of(name: TraceName, content: Content, facts: EngineFacts, replica: int) -> int | None:
     """Return the global rank of the GPU.
 
-    It is None if the name leaves out an axis that the engine has, or contradicts the content.
+    Return None if the name lacks an axis that the engine has, or contradicts the content.
 
     SGLang numbers its processes pp-major, `pp * tp_size + tp`, in each data-parallel copy of the model; with
     attention data-parallel the dp ranks are among the tp ranks.
@@ -126,7 +128,7 @@ def _note_absent_ranks(recording: Recording, files: list[File]) -> None:
 
 
 def _stage(recording: Recording, file: File, content: Content, files: list[File]) -> Stage | None:
-    """Return the stage by name, unless the content says otherwise.
+    """Return the stage in a file's name, unless its content shows another one.
 
     When requests come and go, SGLang closes the decode trace under the name of the prefill one.
     """
@@ -177,7 +179,7 @@ def _take(recording: Recording, file: File, content: Content, stage: Stage | Non
 
 
 def _final_path(recording: Recording, name: str) -> Path:
-    """Return a path in the capture's folder that no earlier capture has taken."""
+    """Return a path in the capture's folder that no earlier capture uses."""
     stem, folder = safe(recording.capture.name), recording.folder.path
     name = name if name.startswith(stem) else f"{stem}_{name}"
     name = name if recording.label is None else f"{safe(recording.label)}_{name}"

@@ -1,4 +1,4 @@
-"""One recording of an engine: state that is known from its start to the last of its files."""
+"""State of one recording of an engine, from its start to the last of its files."""
 
 from __future__ import annotations
 
@@ -28,31 +28,32 @@ A recording leaves `armed` once, for one of the others.
 
 @dataclass(kw_only=True)
 class Recording:
-    """State of one recording. Its session writes it; whoever publishes its files reads it."""
+    """State of one recording. Only its session changes it; code that publishes files reads it."""
 
     capture: EngineCapture
     label: str | None
-    """Tells this engine's files from those of other engines of the replica; None if it is the only one."""
+    """Text that tells this engine's files from those of other engines of the replica; None if there is only
+    one engine."""
     remote: bool
-    """The engine is not below this process."""
+    """True if the engine is not a child of this process."""
     facts: EngineFacts
     plan: Plan
     folder: CaptureFolder
     ignored: dict[str, str]
     """{option or part that is absent: reason}"""
     passes_before: tuple[int, ...]
-    """Forward passes that its schedulers had begun before, where they were asked."""
+    """Number of forward passes that each scheduler had begun before the start; empty if unknown."""
     state: State = "armed"
     expired: str | None = None
-    """Reason why our stop came before the end of the capture."""
+    """Reason why stepscope stopped the engine before the end of the capture, or None."""
     failure: str | None = None
-    """Reason why the engine may still be writing, or never will again."""
+    """Reason why the engine may still be writing, or will never write again; None if it stopped normally."""
     opened: ClockAnchor | None = None
     closed: ClockAnchor | None = None
     states: Sequence[object] = ()
-    """States of its schedulers after the end."""
+    """States of the schedulers after the end."""
     published: list[TraceName] = field(default_factory=list)
-    """Names of the files that were handled so far."""
+    """Names of the files that were published so far."""
 
     @property
     def is_bounded(self) -> bool:
@@ -67,10 +68,10 @@ class Recording:
         return self.plan.start == 0 or counts_in(self.states) == self.passes_before
 
     def files(self) -> list[File]:
-        """Return its files; after a failure, those that are complete."""
+        """Return the recording's files; after a failure, only the complete ones."""
         files = self.folder.files()
         return files if self.failure is None else [file for file in files if self.folder.is_complete(file)]
 
     def stamps(self) -> list[Stamp]:
-        """Return the times at which its schedulers' profilers started and wrote."""
+        """Return the times at which the schedulers' profilers started and wrote."""
         return stamps_in(self.states, str(self.folder.path))

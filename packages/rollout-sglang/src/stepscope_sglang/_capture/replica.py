@@ -1,4 +1,4 @@
-"""A replica as captures see it: the profiler that SglangProfiler and SglangServer share."""
+"""The profiler of a replica: the common part of SglangProfiler and SglangServer."""
 
 from __future__ import annotations
 
@@ -79,21 +79,21 @@ class ReplicaProfiler(EngineProfilerBase, ABC):
 
     @abstractmethod
     def _targets(self) -> Sequence[tuple[Target, str | None]]:
-        """Return its engines, with labels if there are several."""
+        """Return the replica's engines, with labels if there are several."""
 
     def _facts(self) -> Iterator[EngineFacts]:
-        """Yield the facts of its engines. May block."""
+        """Yield the facts of the replica's engines. May block."""
         return (target.facts() for target, _ in self._targets())
 
     def _waited_for(self, capture: EngineCapture) -> AbstractContextManager[None]:
-        """Return the context in which the caller waits for work on the thread."""
+        """Return a context manager in which the caller waits for work on the profiler's thread."""
         return nullcontext()
 
     def _prepare(self) -> None:  # only some kinds have to
-        """Prepare a start, on the event loop of the caller."""
+        """Prepare a start on the caller's event loop, if the kind of engine needs that."""
 
     def _later(self, work: Callable[[], None]) -> None:
-        """Submit `work` to the thread, once the engine can be reached."""
+        """Submit `work` to the profiler's thread once the engine can be reached."""
         self._thread.submit(work)
 
     # On the thread.

@@ -1,11 +1,11 @@
 """One capture on one engine, from the start of its profiler to the files that are left, however it ends.
 
-SGLang cannot be disarmed. What is left armed would begin with a later forward pass and never end. So wherever
-something may be armed, a recording is started and stopped at once, which clears it.
+A start that waits for its forward pass cannot be cancelled in SGLang: it would begin later and never end. So
+if such a start may be waiting, a recording is started and stopped at once, which replaces it.
 
-The answer to a stop is the first pipeline rank's. The other ranks write after it, and die if their folder is
-gone by then. So no folder is removed before the whole pipeline has written, and none after a stop that
-failed. What comes into it later is published by the next capture of this process, or at its end.
+A stop is answered by the first pipeline rank. The other ranks write after that, and die if their folder is
+gone. So no folder is removed before the whole pipeline has written, and none after a stop that failed. Files
+that are written later are published by the next capture of this process, or at its end.
 """
 
 from __future__ import annotations
@@ -30,44 +30,45 @@ from stepscope_sglang._files.capture_folder import CaptureFolder, File, wait_unt
 
 log = logging.getLogger("stepscope")
 _owed: deque[Session] = deque(maxlen=16)
-"""Sessions whose files may still come: their stops failed, or not all ranks of a pipeline wrote in time.
+"""Sessions whose files may still come, because their stops failed, or not all ranks of a pipeline wrote in
+time. Writers: `owe` and `hand_in_late`, under `_entering`.
 
 Writers: `owe` and `hand_in_late`, under `_entering`.
 """
 _entering = threading.RLock()
 _PATIENCE_S = (5.0, 30.0)
-"""Time for a file to become complete once SGLang says it is: here, and on a disk that is shared."""
+"""Longest wait for a complete file after SGLang has reported it: on a local disk, and on a shared disk."""
 _PIPELINE_S = 300.0
-"""Time that the later ranks of a pipeline may write after the first one's answer."""
+"""Longest wait for the later ranks of a pipeline after the first rank's answer."""
 _SCRAP: Mapping[str, object] = {"activities": ["CPU"], "with_stack": False, "record_shapes": False}
-"""The recording that clears what is armed."""
+"""The short recording that replaces a start that waits."""
 
 
 class Session:
     """A capture of one engine. All methods run on one thread."""
 
     def __init__(self, target: Target, recording: Recording) -> None:
-        """
-        Args:
-            recording: As `opening.prepared` plans it.
+        """Args:
+        recording: A recording planned by `opening.prepared`.
         """
         self.target = target
         self.recording = recording
         self.patience_s = _PATIENCE_S[target.remote]
         self.unstopped = False
-        """The engine may still record for it: its stop failed, and no start was accepted since."""
+        """True if the engine may still record for this session: its stop failed, and no start was accepted
+        since."""
         self._unwanted = False
         """True if the capture was given up; its files are then deleted."""
         self._left = False
-        """A rank may still write, and dies if it finds no folder."""
+        """True if a rank may still write, which would die if it found no folder."""
 
     # The start.
 
     def open(self) -> None:
-        """Arm the engine's profiler.
+        """Start the engine's profiler, which records from the next forward pass on.
 
         Raises:
-            EngineError: it was refused, here or by the engine. Nothing is armed then.
+            EngineError: the start was refused, here or by the engine. Nothing will be recorded.
         """
         recording = self.recording
         recording.folder.make(open_to_all=recording.remote)
@@ -99,7 +100,7 @@ class Session:
         """Repeat a stop that failed: the engine still records for this session.
 
         Args:
-            target: The engine, as the session that starts now reaches it.
+            target: The engine, as the session that starts now calls it.
         """
         recording = self.recording
         try:
@@ -115,7 +116,7 @@ class Session:
     # The end.
 
     def expire(self, reason: str) -> None:
-        """End the recording before the capture does."""
+        """End the recording before the end of the capture."""
         recording = self.recording
         if recording.state == "armed":
             recording.expired = reason
@@ -125,7 +126,7 @@ class Session:
                 self._fail(error)
 
     def end(self) -> None:
-        """Stop the engine's recording, and disarm it."""
+        """Stop the engine's recording, and make sure that no start is left waiting."""
         recording = self.recording
         if recording.state != "armed":
             return
@@ -147,10 +148,10 @@ class Session:
             self._disarm()
 
     def close(self) -> list[Artifact]:
-        """Return the artifacts, once complete. Of an engine that fails at its stop, those that are.
+        """Return the complete artifacts. If the engine fails at its stop, return those that are complete.
 
         Raises:
-            EngineError: nothing was recorded, and why.
+            EngineError: nothing was recorded. The message has the reason.
         """
         recording = self.recording
         try:
@@ -171,10 +172,10 @@ class Session:
                 owe(self)
 
     def drop(self) -> None:
-        """End the recording and leave nothing of it.
+        """End the recording and delete its files.
 
         Raises:
-            EngineError: its stop failed. It is kept then, like one that was closed.
+            EngineError: the stop failed. The session is then kept for late files, like one that was closed.
         """
         self._unwanted = True
         try:
@@ -192,7 +193,7 @@ class Session:
                 owe(self)
 
     def hand_in(self) -> bool:
-        """Publish files that came since the close; return whether more may still come."""
+        """Publish files that were written since the close. Return whether more may come."""
         recording = self.recording
         self._left = publish_late(recording, wanted=not self._unwanted)
         if not self._left:
@@ -205,7 +206,7 @@ class Session:
         self.unstopped = True
 
     def _disarm(self) -> None:
-        """Clear whatever is still armed."""
+        """Replace any start that still waits in the engine by a short recording, which is stopped."""
         recording = self.recording
         if outcome.is_disarmed(recording):
             return
@@ -227,7 +228,7 @@ class Session:
                 scrap.remove()
 
     def _wait(self) -> None:
-        """Wait until the files are complete or time is up: a shared disk may lag."""
+        """Wait until the files are complete or the time is up, because a shared disk may lag."""
         recording = self.recording
         if recording.state == "unused" and not recording.files():  # nor did a pass begin it behind our stop
             self._left = False
@@ -239,13 +240,13 @@ class Session:
         self._await_pipeline(recording.folder, recording.files)
 
     def _await_pipeline(self, folder: CaptureFolder, files: Callable[[], list[File]]) -> None:
-        """Wait for the later ranks of a pipeline, which hear of a stop after the first one's answer."""
+        """Wait for the later ranks of a pipeline, which stop after the first rank has answered."""
         pp = self.recording.facts.pp
         if pp > 1:
             self._left = not wait_until(lambda: folder.are_of_all_ranks(files(), pp), _PIPELINE_S)
 
     def _ask_schedulers(self) -> None:
-        """Ask for their times and counts. Without our plugin they show neither."""
+        """Request the schedulers' times and counts, which they show only with the plugin."""
         recording = self.recording
         if not _versions.older(recording.facts.version, _versions.PLUGINS_SINCE):
             with suppress(Exception):  # of any library: what is not shown is derived from the files
@@ -257,7 +258,7 @@ class Session:
 
 
 def owe(session: Session) -> None:
-    """Keep a session, so that the next capture or the end of this process publishes its files."""
+    """Keep a session, whose files the next capture, or the end of this process, publishes."""
     with _entering:
         if not _owed:
             atexit.unregister(hand_in_late)
@@ -271,7 +272,9 @@ def owed_by(engine: object) -> list[Session]:
 
 
 def hand_in_late() -> None:
-    """Publish files that came after their captures. An error of one session does not stop the others."""
+    """Publish files that were written after the end of their captures. An error of one session does not stop
+    the others.
+    """
     with _entering:
         for session in tuple(_owed):
             try:

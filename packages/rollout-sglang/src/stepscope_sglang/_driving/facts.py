@@ -1,4 +1,4 @@
-"""Facts of one SGLang engine: its version, its device, its parallel layout; and its counters."""
+"""Facts of one SGLang engine: its version, its device, its parallel layout, and its counters."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SETTINGS: Mapping[Knob, tuple[str, bool]] = {
     "prefix_caching": ("disable_radix_cache", False),
     "tensor_parallel": ("tp_size", True),
 }
-"""Knob -> (field of `ServerArgs`, the value that turns it on)."""
+"""{knob: (field of `ServerArgs`, value that turns it on)}."""
 
 
 _ASK_S = 10.0
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-"""The variable with the folder in which SGLang's processes keep their metrics. SGLang sets it."""
+"""Variable, set by SGLang, with the folder in which its processes keep their metrics."""
 _NAMES = {
     "sglang:num_running_reqs": metrics.RUNNING,
     "sglang:num_queue_reqs": metrics.WAITING,
@@ -45,7 +45,7 @@ _NAMES = {
     "sglang_token_usage": KV_CACHE,
     "sglang_cache_hit_rate": metrics.HITS,
 }
-"""Names on the page `/metrics`, and below them those of `/v1/loads` -> those of counters."""
+"""{name on the page `/metrics`, then names in `/v1/loads`: name of the counter}."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,20 +53,20 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str | None
     options: frozenset[str]
-    """Options that a start of its profiler takes."""
+    """Options that a start of the engine's profiler accepts."""
     device: str
     tp: int
     dp: int
     pp: int
     dp_attention: bool
-    """The data-parallel ranks share the GPUs of the tensor-parallel ones."""
+    """True if the data-parallel ranks share the GPUs of the tensor-parallel ranks."""
     sleep_on_idle: bool
-    """Otherwise an idle scheduler spins, and every turn is recorded."""
+    """True if an idle scheduler sleeps; otherwise it spins, and every turn is recorded."""
     speculative: bool
     disaggregation: str | None
-    """`prefill` or `decode` for a server that does only this."""
+    """`prefill` or `decode` for a server that does only one of these; else None."""
     metrics: bool
-    """Answers carry times."""
+    """True if the engine's answers contain times."""
     forced_off: frozenset[str] = frozenset()
     """Options that the engine's environment switches off."""
     profile_v2: bool = False
@@ -99,7 +99,7 @@ def facts_of(
     profile_v2: bool = False,
     rpd: bool | None = None,
 ) -> EngineFacts:
-    """Read the facts from an engine's resolved `ServerArgs`, and name its settings for advice."""
+    """Return the facts in an engine's resolved `ServerArgs`, and name its settings for advice."""
     name_settings("sglang", settings_of(settings), version=version, engine=True)
     mode = settings.get("disaggregation_mode")
     return EngineFacts(
@@ -121,7 +121,7 @@ def facts_of(
 
 
 def settings_of(settings: Mapping[str, object]) -> dict[Knob, Named]:
-    """Return the settings that advice may name. Other versions lack some."""
+    """Return the settings that advice may name. Settings that this version lacks are left out."""
     named: dict[Knob, Named] = {}
     for knob, (field, better) in SETTINGS.items():
         value = settings.get(field)
@@ -136,7 +136,7 @@ def _size(settings: Mapping[str, object], name: str) -> int:
 
 
 def counters(page: str) -> dict[str, float]:
-    """Read the counters from a page. SGLang looks up every prompt token in its prefix cache."""
+    """Return the counters on a page. Every prompt token counts as looked up in SGLang's prefix cache."""
     values = metrics.read_page(page, _NAMES)
     if metrics.PROMPT_TOKENS in values and metrics.PREFIX_HITS in values:
         values[metrics.PREFIX_QUERIES] = values[metrics.PROMPT_TOKENS]
@@ -155,10 +155,10 @@ def counters_here() -> dict[str, float]:
 
 
 def counters_of(server: Server) -> dict[str, float]:
-    """Ask a server for its counters, also one that was launched without `--enable-metrics`.
+    """Return the counters of a server, even if it was started without `--enable-metrics`.
 
     Raises:
-        EngineError: it does not answer.
+        EngineError: the server does not answer.
     """
     answer = server.request_now("GET", "/metrics", timeout_s=_ASK_S)
     if answer.status != 200:

@@ -17,17 +17,18 @@ from stepscope_sglang._engine_side.states import rpd_in, v2_in
 _ASK_S = 10.0
 
 _REPLY_S = 600.0
-"""A stop is answered when the files are written; the server does nothing else meanwhile (108 s were seen)."""
+"""Timeout of a stop, which is answered when the files are written; the server does nothing else meanwhile
+(108 s were seen)."""
 
 _NO_REASON = (b"", b"Internal Server Error")
-"""SGLang's texts of a 500, in all versions that we ran."""
+"""Texts of SGLang's answers with status 500 that give no reason, in all versions that were run."""
 
 
 class ServerTarget:
     """One SGLang server.
 
-    SGLang answers 500, without a reason, both when it refuses and when it fails. If an answer gives a reason
-    (a proxy, a newer version), that reason counts.
+    SGLang answers 500, without a reason, both when it refuses a request and when it fails. If an answer gives
+    a reason (a proxy's, or a newer version's), the reason is used.
     """
 
     remote = True
@@ -36,7 +37,7 @@ class ServerTarget:
         self._server = server
         self.engine: object = server.url
         self.known: EngineFacts | None = None
-        """Its facts, once they were asked for."""
+        """The server's facts, or None before they were requested."""
 
     def facts(self) -> EngineFacts:
         if self.known is None:
@@ -82,9 +83,10 @@ class ServerTarget:
             ) from error
 
     def _refuse_router(self) -> None:
-        """Raise EngineError if this is a router.
+        """Raise EngineError if the server is a router.
 
-        It answers `/get_server_info` like a server, and passes no profiling on (sglang_router 0.3.2: 404).
+        A router answers `/get_server_info` like a server, and does not pass on requests for profiling
+        (sglang_router 0.3.2: 404).
         """
         try:
             behind = workers_of(self._server.url, headers=self._server.headers, timeout_s=_ASK_S)
@@ -99,7 +101,7 @@ class ServerTarget:
         """Raise an error unless the answer is 200.
 
         Args:
-            usual: The reason for which SGLang usually refuses this, for a 500 that gives none.
+            usual: The usual reason for a refusal, for a 500 without a reason.
         """
         if answer.status == 500:
             unsaid = answer.body in _NO_REASON

@@ -1,9 +1,9 @@
 """The target of a capture that is an engine of this process.
 
-It is reached through its TokenizerManager, which belongs to the event loop that used it first. Called on
-another loop, it sends the request and never gets the answer. A call that is cancelled on its way wedges every
-later one (up to 0.5.15) or gets them wrong answers (later). So calls run on that loop, and a thread waits for
-each of them to the end.
+The engine is called through its TokenizerManager, which belongs to the event loop that used it first. On
+another loop, a call sends its request and never gets the answer. After a cancelled call, every later call
+hangs (up to 0.5.15) or gets a wrong answer (later versions). So calls run on that loop, and a thread waits
+for the end of each call.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from stepscope_sglang._driving.target import EngineDiedError, refusal
 from stepscope_sglang._engine_side.states import RPD_LIBRARY, profile_v2
 
 _LOOK_S = 0.5
-"""Interval at which a wait for an answer looks whether the engine still lives."""
+"""Interval at which a wait for an answer checks whether the engine still lives."""
 
 
 _MOMENT_S = 0.05
-"""Time for which a loop of a caller that waits for us is run at once."""
+"""Time for which the event loop of a waiting caller is run at once."""
 _SWITCHES = ("SGLANG_PROFILE_WITH_STACK", "SGLANG_PROFILE_RECORD_SHAPES")
 _settings: WeakKeyDictionary[object, Mapping[str, object]] = WeakKeyDictionary()
 """Cache of `settings_of`, its only writer."""
 
 
 class TokenizerManager(Protocol):
-    """Used part of sglang's TokenizerManager."""
+    """The part of sglang's TokenizerManager that is used."""
 
     server_args: Any
 
@@ -46,14 +46,14 @@ class TokenizerManager(Protocol):
 
 
 class Engine(Protocol):
-    """Used part of `sglang.Engine`."""
+    """The part of `sglang.Engine` that is used."""
 
     @property
     def tokenizer_manager(self) -> TokenizerManager: ...
 
 
 class InProcessTarget:
-    """An `sglang.Engine`, or the TokenizerManager of one."""
+    """An `sglang.Engine`, or its TokenizerManager."""
 
     remote = False
 
@@ -65,7 +65,7 @@ class InProcessTarget:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._facts: EngineFacts | None = None
         self.waited_until = 0.0
-        """Time on the monotonic clock until which a caller waits for us, and leaves the loop to us."""
+        """Monotonic time until which a caller waits for stepscope and does not run the event loop itself."""
 
     def facts(self) -> EngineFacts:
         if self._facts is None:
@@ -90,8 +90,8 @@ class InProcessTarget:
         """Find the loop that owns the TokenizerManager.
 
         Args:
-            running: The loop of whoever starts a capture, who will own a TokenizerManager that nobody has
-                used yet. None for a loop of stepscope's, which stands in for synchronous code.
+            running: The loop of the code that starts a capture, which will own a TokenizerManager that was
+                never used. None for synchronous code.
 
         Raises:
             EngineError: no loop is known.
@@ -125,7 +125,8 @@ class InProcessTarget:
     def when_it_runs(self, then: Callable[[], None]) -> None:
         """Call `then` as soon as the owning loop runs.
 
-        Synchronous code runs it only while it generates, and fails if we run it ourselves at that moment.
+        Synchronous code runs that loop only while it generates, and fails if stepscope runs the loop at that
+        moment.
         """
         loop = self._loop
         if loop is None or loop.is_closed():
@@ -184,8 +185,8 @@ def _lives(pid: int) -> bool:
 def settings_of(manager: Any) -> Mapping[str, object]:
     """Return the resolved arguments of a TokenizerManager.
 
-    Newer versions keep them apart from the given ones. Resolving 500 of them takes 5 ms of CPU, so it is done
-    once. Those that a capture needs never change.
+    Newer versions keep the resolved arguments apart from the given ones. Resolving 500 arguments takes 5 ms
+    of CPU, so the result is cached; the arguments that a capture needs never change.
     """
     known = _settings.get(manager)
     if known is None:
@@ -195,15 +196,15 @@ def settings_of(manager: Any) -> Mapping[str, object]:
 
 
 def switched_off() -> frozenset[str]:
-    """Return the variables of this process's environment that switch an option of the profiler off."""
+    """Return the environment variables of this process that switch an option of the profiler off."""
     off = ("0", "false", "no", "n")
     return frozenset(name for name in _SWITCHES if os.environ.get(name, "").lower() in off)
 
 
 def run_for_a_moment(loop: asyncio.AbstractEventLoop, answer: Future[object]) -> bool:
-    """Run the loop for a moment, or until the answer is there. Return False if somebody else runs it.
+    """Run the loop for a moment, or until the answer is there. Return False if the loop is already running.
 
-    It is only a moment, because the loop is the caller's: as soon as the caller stops waiting, it needs it.
+    Only for a moment, because the loop belongs to the caller, who needs it as soon as the wait ends.
     """
     if loop.is_running():
         return False

@@ -1,4 +1,4 @@
-"""Engines as their captures see them: facts to ask for, and a profiler to start and stop."""
+"""Interface of an engine to its captures: its facts, and the start and stop of its profiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepscope_sglang._driving.facts import EngineFacts
 
 
 class EngineDiedError(EngineError):
-    """The engine has died: it writes nothing any more."""
+    """The engine has died, so it writes no more files."""
 
 
 class RefusedError(EngineError):
@@ -23,25 +23,28 @@ class AlreadyRecordingError(RefusedError):
 
 
 ALREADY_RECORDING = "already in progress"
-"""SGLang's own words, in its refusals of a start while its profiler runs."""
+"""SGLang's own words when it refuses a start because its profiler runs."""
 
 
 def refusal(message: str, reason: str) -> RefusedError:
-    """Return the error with `message` for a request that SGLang refused for `reason`, in its own words."""
+    """Return the error `message` for a request that SGLang refused for `reason`, which is in SGLang's
+    words.
+    """
     kind = AlreadyRecordingError if ALREADY_RECORDING in reason else RefusedError
     return kind(message)
 
 
 class Target(Protocol):
-    """Recorded engine: one of this process, or one behind HTTP.
+    """An engine that can be recorded: one in this process, or one behind HTTP.
 
-    Its calls block, on the thread of the profiler that owns it.
+    Its methods block. They are called on the thread of the profiler that owns the target.
     """
 
     remote: bool
-    """The engine is not below this process: perhaps another user's, perhaps on another host."""
+    """True if the engine is not a child of this process: it may belong to another user, or run on another
+    host."""
     engine: object
-    """Equal for two targets of one engine."""
+    """Identity of the engine: two targets of the same engine have equal values."""
 
     def facts(self) -> EngineFacts: ...
 
@@ -50,7 +53,7 @@ class Target(Protocol):
         ...
 
     def stop(self) -> None:
-        """Stop the profiler; return when the files are written.
+        """Stop the profiler, and return when the files are written.
 
         Raises:
             RefusedError: nothing is being recorded.
@@ -58,9 +61,9 @@ class Target(Protocol):
         ...
 
     def states(self, patience_s: float = math.inf) -> Sequence[object]:
-        """Return the state of each data-parallel scheduler; empty where none shows it.
+        """Return the state of each data-parallel scheduler; empty if the schedulers do not show it.
 
         Raises:
-            EngineError: the engine cannot be reached, or not within `patience_s`.
+            EngineError: the engine does not answer within `patience_s`.
         """
         ...

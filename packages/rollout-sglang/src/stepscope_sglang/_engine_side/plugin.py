@@ -56,18 +56,18 @@ _METHODS: Mapping[str, Doing] = {
     "stop_profile": "writing",
 }
 _stamps: deque[dict[str, object]] = deque(maxlen=64)
-"""The value of `RECORDINGS`. One writer: `_timed`."""
+"""Times of the profiler that are shown under the key `RECORDINGS`. One writer: `_timed`."""
 _profiler: weakref.ref[Any] | None = None
-"""The object that started or stopped last. One writer: `_timed`."""
+"""The object whose profiler started or stopped last, or None. One writer: `_timed`."""
 _quiet = False
-"""Value shown as `SENDS_QUIET`. One writer: `_hide_sends`."""
+"""Value that is shown under the key `SENDS_QUIET`. One writer: `_hide_sends`."""
 
 
 def load() -> None:
     """Register the hooks. SGLang calls this in each of its processes.
 
-    It does so only where the scheduler is imported: in schedulers, and in the process that makes the engine.
-    A hook imports its target, which would cost the other processes seconds.
+    The hooks are registered only in processes that import the scheduler: schedulers, and the process that
+    makes the engine. A hook imports its target, which would take seconds in the other processes.
     """
     if switch.DISABLED or _SCHEDULER not in sys.modules:
         return
@@ -83,7 +83,8 @@ def load() -> None:
 def begin(*_: object, **__: object) -> None:
     """Hide sends and time profilers, before a scheduler is made.
 
-    The process that makes the engine makes no scheduler, so its trainer's sends stay in its recordings.
+    The process that makes the engine makes no scheduler, so that its trainer's sends remain in its
+    recordings.
     """
     with suppress(Exception):  # another torch may have it elsewhere, and the scheduler would die
         _hide_sends()
@@ -92,9 +93,9 @@ def begin(*_: object, **__: object) -> None:
 
 
 def _hide_sends() -> None:
-    """Leave sends over gloo out of all sessions.
+    """Leave sends over gloo out of all recordings.
 
-    Pipeline ranks wait for them in their next pass, which may be in another session.
+    Pipeline ranks wait for a send in their next pass, which may be in another recording.
     """
     global _quiet
     from torch.distributed import ProcessGroup
@@ -159,7 +160,7 @@ def _is_over_gloo(group: object, *args: Any, **kwargs: Any) -> bool:
 
 
 def show(answer: Any, scheduler: Any, *_: object) -> None:
-    """Add the state of this plugin to a scheduler's answer, and its count where SGLang has not done so."""
+    """Add the plugin's state to a scheduler's answer, with the count of passes if SGLang has not added it."""
     with suppress(Exception):  # another version may keep it elsewhere, and the scheduler would die
         answer.internal_state.update(_of_this_process())
         answer.internal_state[RECORDINGS] = list(_stamps)

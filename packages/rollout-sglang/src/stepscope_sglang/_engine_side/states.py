@@ -1,6 +1,6 @@
-"""State that schedulers show of themselves: the keys of our plugin, and their values.
+"""State in the answers of schedulers: the keys that the plugin adds, and their values.
 
-SGLang asks its schedulers for an internal state. Our plugin (`plugin`) adds to their answers.
+SGLang requests an internal state from its schedulers. The plugin (`plugin`) adds to their answers.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ Doing: TypeAlias = Literal["starting", "writing"]
 
 
 RPD_LIBRARY = "rpdTracerControl"
-"""The module that the activity RPD takes."""
+"""The module that the activity RPD needs."""
 
 COUNT = "forward_ct"
-"""The key of the number of forward passes in the internal state; the name is SGLang's."""
+"""Key of the number of forward passes in the internal state; SGLang's own name."""
 
 SCOPES_END = "stepscope_scopes_end"
-"""The key that says that scopes end with the profile in which they began."""
+"""Key that is true if scopes end with the profile in which they began."""
 
 SENDS_QUIET = "stepscope_sends_quiet"
-"""The key that says that a message from one pipeline rank to the next opens no scope."""
+"""Key that is true if a message from one pipeline rank to the next opens no scope."""
 
 VERSION = "stepscope_version"
-"""The key of this package's version in the scheduler's environment."""
+"""Key of this package's version in the scheduler's environment."""
 
 PROFILE_V2 = "stepscope_profile_v2"
-"""The key that says that the scheduler runs SGLang's second profiler, whose stop kills the scheduler."""
+"""Key that is true if the scheduler runs SGLang's second profiler, whose stop kills the scheduler."""
 
 RPD = "stepscope_rpd"
-"""The key that says that the library of the activity RPD is installed."""
+"""Key that is true if the library of the activity RPD is installed."""
 
 RECORDINGS = "stepscope_recordings"
-"""The key of the latest `Stamp`s, one for each time that the profiler started or wrote."""
+"""Key of the latest `Stamp`s, one for each time that the profiler started or wrote."""
 
 STAGES = "stepscope_stages"
-"""The key of the numbers of prefill and decode passes since the latest capture by stage began."""
+"""Key of the numbers of prefill and decode passes since the latest capture by stage began."""
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """One time that a scheduler's profiler started or wrote; the scheduler served nothing meanwhile."""
+    """One start or write of a scheduler's profiler, during which the scheduler served nothing."""
 
     folder: str
-    """The folder of the recording: each capture has its own."""
+    """Folder of the recording, which is different for each capture."""
     pid: int
     doing: Doing
     start_ns: int
     end_ns: int
     passes: int
-    """Forward passes that the scheduler had begun by then."""
+    """Number of forward passes that the scheduler had begun by then."""
 
 
 def own_version() -> str:
@@ -67,7 +67,7 @@ def profile_v2() -> bool:
 
 
 def counts_in(states: Sequence[object]) -> tuple[int, ...]:
-    """Return the count of each data-parallel scheduler. Empty if one does not show it."""
+    """Return the count of each data-parallel scheduler; empty if a scheduler does not show its count."""
     counts = _shown(states, COUNT)
     return tuple(count for count in counts if isinstance(count, int)) if None not in counts else ()
 
@@ -83,12 +83,14 @@ def stamps_in(states: Sequence[object], folder: str) -> list[Stamp]:
 
 
 def stages_in(states: Sequence[object]) -> list[Mapping[str, int] | None]:
-    """Return passes by stage of each data-parallel scheduler, or None if it does not show them."""
+    """Return the passes by stage of each data-parallel scheduler, or None for a scheduler that does not show
+    them.
+    """
     return [shown if isinstance(shown, dict) else None for shown in _shown(states, STAGES)]
 
 
 def all_show(states: Sequence[object], name: str) -> bool:
-    """Return whether `SCOPES_END` or `SENDS_QUIET` is true in every data-parallel scheduler."""
+    """Return whether `SCOPES_END` or `SENDS_QUIET` (as `name`) is true in every data-parallel scheduler."""
     values = _shown(states, name)
     return bool(values) and all(values)
 
@@ -99,13 +101,13 @@ def v2_in(states: Sequence[object]) -> bool:
 
 
 def rpd_in(states: Sequence[object]) -> bool | None:
-    """Return whether every scheduler has the library of RPD, or None if one does not say."""
+    """Return whether every scheduler has the library of RPD, or None if a scheduler does not tell."""
     libraries = _shown(states, RPD)
     return all(libraries) if libraries and None not in libraries else None
 
 
 def why_not_shown(states: Sequence[object]) -> str:
-    """Return two sentences on schedulers that do not show the state of our plugin: the cause and the fix."""
+    """Return two sentences about schedulers that do not show the plugin's state: the cause and the fix."""
     plugins = zip(_shown(states, COUNT), _shown(states, VERSION), strict=True)
     older = [version or "without a version" for count, version in plugins if count is not None]
     if not older:

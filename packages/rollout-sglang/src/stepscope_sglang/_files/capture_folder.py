@@ -1,4 +1,4 @@
-"""Folder to which SGLang writes one capture: its files, and whether they are complete."""
+"""Folder to which SGLang writes one capture, its files, and whether the files are complete."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ class File(NamedTuple):
 
     @property
     def is_trace(self) -> bool:
-        """Return whether it is the trace of one rank."""
+        """Return whether the file is the trace of one rank."""
         return self.name.kind == "torch_trace"
 
 
 class CaptureFolder:
-    """Folder of one capture. Files are read once, and again when they have changed."""
+    """Folder of one capture. A file is read once, and read again if it has changed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._contents: dict[Path, tuple[tuple[int, int], Content]] = {}
 
     def make(self, *, open_to_all: bool) -> None:
-        """Make the folder, and write in it once: where SGLang cannot, its scheduler dies at the stop.
+        """Make the folder, and check that it can be written: if SGLang cannot write, its scheduler dies at
+        the stop.
 
         Raises:
-            EngineError: that cannot be done.
+            EngineError: the folder cannot be made or written.
         """
         probe = self.path / "probe"
         try:
@@ -67,7 +68,7 @@ class CaptureFolder:
         return [File(path, name) for path, name in named if name is not None]
 
     def content(self, file: File) -> Content:
-        """Return the facts in a file's content. A memory snapshot counts as complete, without being read."""
+        """Return the facts in a file's content. A memory snapshot counts as complete without being read."""
         if file.name.kind == "cuda_memory_snapshot":
             return Content(complete=True)
         status = file.path.stat()
@@ -85,14 +86,16 @@ class CaptureFolder:
         return all(self.is_complete(file) for file in files if file.is_trace)
 
     def are_of_all_ranks(self, files: Sequence[File], pp: int) -> bool:
-        """Return whether all pipeline ranks wrote the files that one of them wrote."""
+        """Return whether all pipeline ranks have written the files that any one of them has written."""
         names = [file.name for file in files if file.is_trace]
         ranks = Counter((name.topology.get("tp"), name.topology.get("dp"), name.stage) for name in names)
         return all(count >= pp for count in ranks.values()) and self.traces_are_complete(files)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Return whether the condition came true in time: writers answer before the last byte is on the disk."""
+    """Wait until the condition is true, and return False after `seconds`: writers answer before the last byte
+    is on the disk.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -32,19 +32,19 @@ _STAGES: dict[str, Stage] = {
 }
 _CHUNK = 1 << 20
 _HEAD = 1 << 16
-"""Bytes before the events, with the list of process groups in it."""
+"""Number of bytes before the events, in which the list of process groups is."""
 _TAIL = 1 << 12
-"""Bytes behind the events, in which torch writes when it began and ended to record."""
+"""Number of bytes after the events, in which torch writes the times at which it began and ended to record."""
 _LONGEST = 64
-"""Bytes of the longest text that is looked for, at a name and before it."""
+"""Number of bytes of the longest text that is searched for at a name and before it."""
 _DISTRIBUTED = re.compile(rb'"distributedInfo":.*?"rank": (\d+), "world_size": (\d+)', re.DOTALL)
 _PID = re.compile(rb'"process_name",[^{}]*?"pid": (\d+)')
 _STEP = b'"name": "step['
 _COPY = b'"cat": "gpu_user_annotation", '
-"""Bytes before `_STEP` if the pass stands in the trace a second time, at the times of the GPU."""
+"""Bytes before `_STEP` in an entry that is a copy of another one, with the times of the GPU."""
 _PREFILL = b"EXTEND", b"MIXED", b"SPLIT_PREFILL", b"DLLM_EXTEND"
 _DECODE = b"DECODE", b"TARGET_VERIFY", b"VERIFY"
-"""Words after `_STEP`."""
+"""Words after `_STEP` that mean a decode pass."""
 
 
 class TraceName(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,17 +56,17 @@ class TraceName(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Content(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts in a trace."""
+    """Facts in a trace's content."""
 
     complete: bool
     rank: int | None = None
     """The rank in the process group of the schedulers; each data-parallel scheduler has its own group."""
     pid: int | None = None
     prefills: int = 0
-    """Forward passes, where the engine names them (0.5.11 and later)."""
+    """Number of prefill passes, if the engine names passes (0.5.11 and later)."""
     decodes: int = 0
     window: tuple[int, int] | None = None
-    """Start and end of torch's recording: unix ns of the scheduler's host."""
+    """Start and end of torch's recording in unix ns of the scheduler's host, or None if unknown."""
 
     @property
     def passes(self) -> int:
@@ -74,7 +74,7 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_name(name: str) -> TraceName | None:
-    """Read the facts in a file's name; None if SGLang's profiler did not write it."""
+    """Return the facts in a file's name, or None if SGLang's profiler did not write the file."""
     if name.startswith("merged-") and name.endswith(".trace.json.gz"):
         return TraceName(kind="merged_trace", topology={}, stage=None)
     match = _NAME.search(name)
@@ -87,7 +87,7 @@ def parse_name(name: str) -> TraceName | None:
 
 
 def read(path: Path) -> Content:
-    """Read a trace from end to end (0.3 s for 150 MB of JSON). Its content never raises an error."""
+    """Read a trace from end to end (0.3 s for 150 MB of JSON). No content raises an error."""
     from isal import igzip
 
     head, tail, end, first, complete = b"", b"", b"", 0, False
@@ -122,7 +122,7 @@ def read(path: Path) -> Content:
 def _steps(text: bytes, first: int, limit: int) -> Counter[Stage]:
     """Count the forward passes whose names begin from `first` on, and before `limit`.
 
-    It uses `find`, because a pattern costs as much as unpacking the file.
+    The search uses `find`, because a regular expression costs as much as unpacking the file.
     """
     counts: Counter[Stage] = Counter()
     at = text.find(_STEP, first)
