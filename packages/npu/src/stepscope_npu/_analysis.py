@@ -1,8 +1,8 @@
 """Offline analysis of a recording by `torch_npu.profiler`, in a separate process.
 
-In the profiled process it would disturb the training: it takes minutes, and changes the start method of
-`multiprocessing`. In a daemon, such as a worker of vLLM, it refuses to run. The process here is no daemon,
-and it has a deadline.
+In the profiled process, the analysis would disturb the training: it takes minutes, and changes the start
+method of `multiprocessing`. In a daemon, such as a worker of vLLM, it refuses to run. The separate process is
+no daemon, and has a deadline.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ def analyse(folder: Path, *, timeout_s: float, export: str | None = None) -> lis
 
     Args:
         folder: A recording; its name ends in `_ascend_pt`.
-        export: `text` or `db`, or None to keep what was recorded. The oldest versions of torch_npu ignore it.
+        export: `text` or `db`, or None for the format in the recording. The oldest versions of torch_npu
+            ignore it.
 
     Returns:
         The files that a timeline reads.
 
     Raises:
-        BackendError: it failed, or took longer than `timeout_s`. The message has its last output.
+        BackendError: the analysis failed, or took longer than `timeout_s`. The message has its last output.
     """
     files = analysed(folder)
     if files:
@@ -118,7 +119,9 @@ def advise(folder: Path, timeout_s: float) -> list[str]:
 
 
 def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:
-    """Run a command. Return its exit code and last lines; None if it was killed with its children."""
+    """Run a command. Return its exit code, or None if it was killed with its children, and its last lines of
+    output.
+    """
     # Without torch's autoload: it imports torch_npu at a moment when a broken CANN hides its own message.
     env = {name: value for name, value in os.environ.items() if name not in MSPROF_VARIABLES}
     env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"

@@ -27,8 +27,8 @@ _NOTHING = nullcontext()
 class NpuBackend:
     """Recorder of this process and its NPU with torch_npu.profiler.
 
-    A window holds the operators of the thread that opens it alone. Device data and the markers of spans are
-    of the whole process.
+    A window records the operators of only the thread that opens it, but the device data and the markers of
+    spans of the whole process.
     """
 
     name = "npu"
@@ -101,7 +101,9 @@ class NpuBackend:
         )
 
     def _join_operators(self, window: NpuWindow) -> None:
-        """Record the operators of this thread, even if the window, and so torch_npu, is on another one."""
+        """Record the operators of this thread, even if the window, and so torch_npu's recording, belongs to
+        another thread.
+        """
         why = None
         if not window.thread.is_current():
             why = _operators.join(window.options.torch_npu, window.options.flags)
@@ -167,7 +169,8 @@ class NpuBackend:
 
 
 def sglang_profiler() -> str | None:
-    """Describe SGLang's change of torch's profiler in this process, or its failure; None if there is none.
+    """Return a description of SGLang's change to torch's profiler in this process, or of its failure; None if
+    there is none.
 
     On an NPU, the import of SGLang replaces `torch.profiler.profile` by torch_npu's, and
     `ProfilerActivity.CPU` and `.CUDA` by torch_npu's activities. That breaks torch's own profiler, so

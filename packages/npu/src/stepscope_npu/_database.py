@@ -20,7 +20,7 @@ from stepscope_report.timeline.readers import Event, Flow, Instant, Notes, Origi
 BACKWARDS = "events that end before they begin"
 NO_TIME = "events without a time"
 _NAMES = 100_000
-"""The number of names that are kept in memory; others are looked up again."""
+"""Largest number of names that are cached. Other names are looked up again."""
 _API_TYPES = {50001: "cpu_op", 50002: "queue", 50003: "python_function", 50004: "user_annotation"}
 _MARKS = (0, 3)
 """Values of `MSTX_EVENTS.eventType` for marks; 1 and 2 are ranges."""
@@ -28,14 +28,14 @@ _Key: TypeAlias = tuple[str, object, object]
 
 
 class Database:
-    """An open database. `correction_ns` is added to its times, unless CANN recorded any of them."""
+    """An open database. `correction_ns` is added to its times, unless they contain times of CANN."""
 
     def __init__(self, path: Path, notes: Notes, correction_ns: int, origin: Origin) -> None:
         self._notes = notes
         self._tracks: dict[_Key, int] = {}
         self._names: dict[int, str] = {}
         self._device = 0
-        """Device of communication, where the file has no column for it."""
+        """Number of the device for communication, if the file has no column for it."""
         with ExitStack() as failing:
             try:
                 self._database = failing.enter_context(closing(_connect(path)))
@@ -135,7 +135,8 @@ class Database:
                 yield self._flow(key, start, connection, "end")
 
     def _listed_elsewhere(self) -> set[str]:
-        """Return the categories of which another table has everything. No other task is of them.
+        """Return the categories that have their own table, so that no task outside of that table gets one of
+        them.
 
         HCCL's kernels that wait have the task type `AI_CORE` too, and torch_npu counts only operators as
         computing. COMMUNICATION_OP has each collective once, TASK each of its dozens of parts.
@@ -156,7 +157,9 @@ class Database:
             yield self._slice(key, self._name(name), start, dur, "communication")
 
     def _completed(self, origin: Origin) -> Origin:
-        """Return the origin with the host and the rank that the file names, and take over the only device."""
+        """Return the origin completed with the host and the rank that the file names, and store the file's
+        only device.
+        """
         host = self._first("HOST_INFO", "hostName")
         rank, device = self._first("RANK_DEVICE_MAP", "rankId"), self._first("RANK_DEVICE_MAP", "deviceId")
         self._device = device if isinstance(device, int) and device >= 0 else 0
@@ -180,7 +183,7 @@ class Database:
             yield self._slice(key, "GC", start, dur, "GC")
 
     def _rows(self, table: str, *wanted: str) -> Iterator[Any]:
-        """Yield (start, duration, the wanted columns) by start. An absent column is None."""
+        """Yield (start, duration, the wanted columns), ordered by start. An absent column is None."""
         has = self._columns.get(table, frozenset())
         if not {"startNs", "endNs"} <= has:
             if table in self._columns:
@@ -199,7 +202,7 @@ class Database:
                 yield (row[0] + self._shift_ns, row[1] - row[0], *row[2:])
 
     def _linked(self) -> dict[int, int]:
-        """Return {connection: start of its first call}, for calls that ran something on a device."""
+        """Return {connection: start of its first call} for calls that started work on a device."""
         for table in ("CANN_API", "TASK"):
             if not {"startNs", "connectionId"} <= self._columns.get(table, frozenset()):
                 return {}

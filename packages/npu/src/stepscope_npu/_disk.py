@@ -25,9 +25,9 @@ class Look(NamedTuple):
 
     folder: Path | None
     lacking: str | None
-    """The missing part, with the reason."""
+    """The missing part, with the reason, or None if nothing is missing."""
     failed: str | None
-    """The reason why it is no recording at all."""
+    """The reason why the folder is no recording at all, or None if it is one."""
 
 
 def look(parent: Path, *, records_device: bool, errors: Sequence[str] = ()) -> Look:
@@ -59,7 +59,7 @@ def make_folder(above: Path) -> Path:
     """Make a new folder below `above` for one recording.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     for _ in range(100):
         # The exporter may remove `above` with its last recording, at any moment.
@@ -91,7 +91,7 @@ def remove(parent: Path) -> None:
 
 
 def cann_version(folder: Path) -> str | None:
-    """Return the version of CANN in the recording; None if it has none."""
+    """Return the version of CANN in the recording, or None if it states none."""
     for path in folder.glob("profiler_info*.json"):
         try:
             info = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Rows of `stepscope doctor` about Ascend NPUs: the state of this machine, and its meaning."""
+"""Rows of `stepscope doctor` about Ascend NPUs: the state of this machine, and what it means."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ print(torch_npu.npu.is_available(), torch_npu.npu.device_count(), sep="|")
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """The state of this machine, found without an import of torch_npu into this process."""
+    """The state of this machine, found without importing torch_npu into this process."""
 
     torch_npu: str | None
-    """The version, or None if it is not installed."""
+    """Version of torch_npu, or None if it is not installed."""
     autoloads: bool = False
-    """True if `import torch` imports it too."""
+    """True if `import torch` imports torch_npu too."""
     environ: Mapping[str, str] = field(default_factory=dict)
     imported: str | None = None
     """`True|8`: availability and number of NPUs, or None if the import failed."""
     message: str = ""
-    """The last line of output of an import that failed."""
+    """Last line of output of a failed import."""
     cann: Path | None = None
-    """CANN's folder."""
+    """Folder of CANN, or None if it was not found."""
     msprof: str | None = None
     msprof_analyze: bool = False
 
 
 def rows() -> list[Row]:
-    """Return the rows of this machine. The entry point."""
+    """Return the rows about this machine. This is the entry point."""
     return rows_of(look())
 
 
 def rows_of(seen: Seen) -> list[Row]:
-    """Return the rows of a state. Pure."""
+    """Return the rows about a state. Pure."""
     if seen.torch_npu is None:
         return [
             Row(subject="torch_npu", state="absent", found="not installed; only `tool: npu` needs it"),
@@ -91,7 +91,9 @@ def _msprof(seen: Seen) -> Row:
 
 
 def cann_version(folder: Path) -> str | None:
-    """Return the version in one of CANN's own files (torch_npu reads the first kind); None if absent."""
+    """Return the version in one of CANN's own files (torch_npu reads the first kind), or None if it has
+    none.
+    """
     kinds = ("ascend_*_install.info", "*version.info")
     for path in [path for kind in kinds for path in sorted(folder.rglob(kind))[:20]]:
         for line in path.read_text(errors="replace").splitlines():
@@ -102,7 +104,9 @@ def cann_version(folder: Path) -> str | None:
 
 
 def look() -> Seen:
-    """Inspect this machine. Import torch_npu in a separate process, because that fails in many ways."""
+    """Return the state of this machine. torch_npu is imported in a separate process, because its import fails
+    in many ways.
+    """
     installed = _version("torch-npu")
     if installed is None:
         return Seen(torch_npu=None)

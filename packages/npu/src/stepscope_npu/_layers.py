@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 def layer_category(task_type: object) -> str | None:
-    """Return the category of a device task; None if it computes and copies nothing (events, waits)."""
+    """Return the category of a device task, or None for a task without computation or copies (events,
+    waits).
+    """
     kind = str(task_type).upper()
     if any(word in kind for word in ("MEMCPY", "SDMA", "PCIE_DMA")):
         return "gpu_memcpy"

@@ -21,19 +21,21 @@ class Ranges:
         return Range(self, message)
 
     def start(self, message: str) -> int:
-        """Open a range and return its number; 0 if nothing records it."""
+        """Open a range and return its number, or 0 if no profiler records it."""
         number = self._mstx.range_start(message) or 0
         if number:
             self._open[number] = None
         return int(number)
 
     def end(self, number: int) -> None:
-        """Close a range. Do nothing if it is closed already, for example by the end of the window."""
+        """Close a range. Do nothing if it was closed already, for example by the end of the window."""
         if self._open.pop(number, 0) is None:
             self._mstx.range_end(number)
 
     def end_all(self) -> None:
-        """Close all ranges before the recording stops, where open ones are lost. Newest first: they nest."""
+        """Close all ranges before the recording stops, because it loses open ones. The newest is closed
+        first, since ranges nest.
+        """
         for number in reversed(list(self._open)):
             self.end(number)
 

@@ -1,4 +1,4 @@
-"""Operators of the thread that opens a window, if the recording is on another thread.
+"""Operators of the thread that opens a window, if the recording belongs to another thread.
 
 torch_npu records the operators of the thread that starts it, and of threads that call
 `enable_profiler_in_child_thread` (absent in the oldest versions). Its counterpart `disable_...` leaves the

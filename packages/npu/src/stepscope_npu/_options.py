@@ -19,7 +19,7 @@ _FLAGS = {
     "module": "with_modules",
     "stack": "with_stack",
 }
-"""Contents by the argument of `torch_npu.profiler.profile` that turns them on."""
+"""{argument of `torch_npu.profiler.profile`: contents that it turns on}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,8 @@ class Options:
 
     torch_npu: TorchNpu
     make_profile: Callable[..., Any]
-    """`torch_npu.profiler.profile` without `schedule` and `on_trace_ready`. It makes the NPU context, so call
-    it once the device is set.
-    """
+    """Makes a `torch_npu.profiler.profile` without `schedule` and `on_trace_ready`. The call makes the NPU
+    context, so call it after the device is set."""
     flags: Mapping[str, bool]
     """Arguments of `profile` for the details of each operator."""
     records_device: bool
@@ -81,7 +80,8 @@ def resolve(config: NpuConfig, torch_npu: TorchNpu) -> Options:
 def _refuse_database(torch_npu: TorchNpu) -> None:
     """Raise `BackendError` before the run if this torch_npu would refuse the export `db`.
 
-    The oldest versions ask CANN's msprof for it, and make no profile if it is absent or does not know `db`.
+    The oldest versions check CANN's msprof for `db`, and make no profile if msprof is absent or does not know
+    `db`.
     """
     manager = getattr(torch_npu.interface, "CannPackageManager", None)
     ask = getattr(manager, "cann_package_support_export_db", None)
@@ -99,7 +99,7 @@ def _refuse_database(torch_npu: TorchNpu) -> None:
 
 
 def _experimental(config: NpuConfig, torch_npu: TorchNpu, ignored: dict[str, str]) -> dict[str, Any]:
-    """Return arguments that this version's `_ExperimentalConfig` has."""
+    """Return the arguments that this version's `_ExperimentalConfig` accepts."""
     mstx = "mstx" if "mstx" in torch_npu.arguments else "msprof_tx"
     arguments: dict[str, Any] = {
         "profiler_level": torch_npu.choices("ProfilerLevel")[_LEVELS[config.level]],
@@ -132,7 +132,9 @@ def _aic_metrics(config: NpuConfig, torch_npu: TorchNpu) -> Any:
 
 
 def _domains(config: NpuConfig, torch_npu: TorchNpu, ignored: dict[str, str]) -> dict[str, list[str]]:
-    """Return the arguments for mstx domains. Keep the default one, which has the markers of spans."""
+    """Return the arguments for mstx domains. The default domain is always kept, because it has the markers of
+    spans.
+    """
     if not config.markers:
         return {}
     if config.domains_include:

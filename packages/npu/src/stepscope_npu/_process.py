@@ -1,4 +1,4 @@
-"""Hooks of the Ascend profiler in the process: recordings of other code, exit, and forked children."""
+"""Hooks of the Ascend profiler in the process, for recordings of other code, exits, and forked children."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def _before_another_of_torch_npu(torch_npu: TorchNpu) -> None:
 
 
 def _before_another(torch_npu: TorchNpu, profiler: str) -> bool:
-    """End the open window, because other code starts a profiler here. Return whether there was one."""
+    """End the open window, because other code starts a profiler in this process. Return whether a window was
+    open.
+    """
     window = _window.NpuWindow.current
     if window is not None:
         _end(window, profiler)

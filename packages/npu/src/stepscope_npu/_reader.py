@@ -21,7 +21,7 @@ _RANK = re.compile(rf"{_INFO}_(\d+)\.json")
 _DATABASES = "ascend_pytorch_profiler*.db"
 _OF_MSPROF = re.compile(r"msprof_\d+\.db")
 _PID = re.compile(rf"_(\d+)_\d{{17}}{SUFFIX}$")
-"""`host_PID_20250101120000123_ascend_pt`."""
+"""Name of a recording, `host_PID_20250101120000123_ascend_pt`. The group is the pid."""
 
 
 class TraceViewReader:
@@ -30,7 +30,7 @@ class TraceViewReader:
     name = "npu trace_view"
 
     def claims(self, file: FoundFile) -> Claim | None:
-        """Claim every file of a recording. No reader needs its other files."""
+        """Claim every file of a recording. Files that no reader needs are claimed without being read."""
         if file.path.name == "trace_view.json":
             return Claim()
         folder = recording_of(file.path)
@@ -74,13 +74,13 @@ class DatabaseReader:
 
 
 def recording_of(path: Path) -> Path | None:
-    """Return the recording that a file lies in."""
+    """Return the recording that a file is in, or None."""
     return next((folder for folder in path.parents if folder.name.endswith(SUFFIX)), None)
 
 
 def origin_of(path: Path) -> Origin:
-    """Return what the names in a recording say of its process: `profiler_info_RANK.json`, and the pid in the
-    folder's name.
+    """Return the process that the names in a recording state: the rank in `profiler_info_RANK.json`, and the
+    pid in the folder's name.
     """
     folder = recording_of(path)
     if folder is None:
@@ -102,8 +102,8 @@ def correction_ns(file: FoundFile) -> int:
 
     torch_npu times host events by CLOCK_MONOTONIC_RAW. If CANN has left no reading of both clocks, the
     analysis uses the difference of CLOCK_REALTIME and CLOCK_MONOTONIC instead. MONOTONIC has drifted away
-    from RAW since boot (by 250 ms in one run). The sidecar holds all three clocks. 0: no correction is
-    needed, or none is known.
+    from RAW since boot (by 250 ms in one run). The sidecar holds all three clocks. The result is 0 if no
+    correction is needed, or if none is known.
     """
     folder = recording_of(file.path)
     opened = None if file.sidecar is None else file.sidecar.opened
@@ -118,7 +118,7 @@ def correction_ns(file: FoundFile) -> int:
 
 
 def _end_info(folder: Path) -> int | None:
-    """Return the difference that the analysis used, in ns."""
+    """Return the difference of clocks, in ns, that the analysis used; None if it is unknown."""
     for path in folder.glob(f"{_INFO}*.json"):
         try:
             info = json.loads(read_file(path))["end_info"]

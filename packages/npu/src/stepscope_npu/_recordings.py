@@ -1,8 +1,8 @@
 """All recordings of torch_npu in this process, watched at their calls into C++.
 
-torch_npu shows neither a recording that runs nor one that failed. Two of them silently share one CANN
-recording and one output folder, and errors inside of `start` and `stop` are printed and dropped. So this
-module wraps, once per process, the five functions by which `torch_npu.profiler.profiler_interface` calls C++.
+torch_npu shows neither running recordings nor failed ones. Two recordings silently share one CANN recording
+and one output folder, and errors inside of `start` and `stop` are printed and dropped. So this module wraps,
+once per process, the five functions by which `torch_npu.profiler.profiler_interface` calls C++.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from stepscope_npu._versions import TorchNpu
 
 _CALLS = ("_init_profiler", "_warmup_profiler", "_start_profiler", "_stop_profiler", "_finalize_profiler")
 _PATH_FIELDS = ("_dir_path", "_worker_name", "_export_only_mode")
-"""Fields that a handler sets."""
+"""Fields of torch_npu's output folder that a handler sets."""
 _MADE_IN = "_prof_path"
-"""The folder of the last recording. The destructor of a `_KinetoProfile` deletes it in export-only mode."""
+"""Field with the folder of the last recording. The destructor of a `_KinetoProfile` deletes that folder in
+export-only mode."""
 
 _ours_on: int | None = None
-"""The thread that drives a recording of stepscope. One writer: `ours`."""
+"""The thread that is driving a recording of stepscope, or None. One writer: `ours`."""
 theirs_open = False
 """True while a recording of other code is open. One writer: the watched calls."""
 
 
 class Calls:
-    """The C++ calls of one recording of stepscope, and their errors."""
+    """Record of the C++ calls of one recording of stepscope, and of their errors."""
 
     def __init__(self) -> None:
         self.made: set[str] = set()
@@ -38,7 +39,7 @@ _calls = Calls()
 
 
 def watch(torch_npu: TorchNpu, before_theirs: Callable[[], None]) -> None:
-    """Call `before_theirs()` on a thread of other code that is about to open a recording.
+    """From now on, call `before_theirs()` on each thread of other code that is about to open a recording.
 
     Call `watch` once per process.
     """
@@ -86,17 +87,17 @@ def ours(calls: Calls) -> Iterator[None]:
 
 
 def busy(torch_npu: TorchNpu) -> str | None:
-    """Return the reason why no recording can start; None if it can."""
+    """Return the reason why no recording can start now, or None if one can."""
     if theirs_open or _paths(torch_npu).is_prof_inited:
         return "a torch_npu.profiler recording that is not stepscope's is open (running or warming up)"
     return None
 
 
 class OutputFolder:
-    """torch_npu's one output folder, which the newest handler owns for every recording.
+    """torch_npu's only output folder, which the newest handler sets for every recording.
 
-    A window takes it for a moment and gives it back. So a profiler that the user has made but not started
-    still writes to the user's folder.
+    A window sets the folder for a moment and restores it afterwards, so that a profiler that the user has
+    made but not started still writes to the user's folder.
     """
 
     def __init__(self, torch_npu: TorchNpu) -> None:
@@ -105,11 +106,15 @@ class OutputFolder:
         self._ours: dict[str, object] = {}
 
     def taken(self) -> None:
-        """Note the values of stepscope's handler."""
+        """Remember the values that stepscope's handler has set, so that `give_back` can tell them from later
+        ones.
+        """
         self._ours = self._now()
 
     def give_back(self) -> None:
-        """Restore the previous values after the recording. Clear torch_npu's mark, which an error leaves."""
+        """Restore the previous values after the recording. Also clear torch_npu's mark, which remains set
+        after an error.
+        """
         self._paths.is_prof_inited = False
         if self._now() == self._ours:  # otherwise other code has made a handler since
             vars(self._paths).update(self._before)
@@ -120,7 +125,9 @@ class OutputFolder:
 
 
 def keep_open_for_theirs(torch_npu: TorchNpu) -> None:
-    """Set torch_npu's mark again, which the end of stepscope's recording cleared for a foreign one."""
+    """Set torch_npu's mark again for a recording of other code, after the end of stepscope's recording
+    cleared it.
+    """
     _paths(torch_npu).is_prof_inited = True
 
 

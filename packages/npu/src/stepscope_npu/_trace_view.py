@@ -59,7 +59,7 @@ _entry = msgspec.json.Decoder(Entry).decode
 
 
 class TraceView:
-    """An open `trace_view.json`. `correction_ns` is added to its times, unless it holds data of CANN."""
+    """An open `trace_view.json`. `correction_ns` is added to its times, unless they contain times of CANN."""
 
     def __init__(self, path: Path, notes: Notes, correction_ns: int, origin: Origin) -> None:
         self._path = path
@@ -143,7 +143,7 @@ class TraceView:
         )  # fmt: skip
 
     def _is_range(self, entry: Entry) -> bool:
-        """Return whether an entry is of the layer of mstx ranges, which has the name of the program."""
+        """Return whether an entry is in the layer of mstx ranges, which is named after the program."""
         return self._layers.get(entry.pid) not in _LAYERS and "event_type" in (entry.args or {})
 
     def _event(self, entry: Entry, at_ns: int) -> Event | None:
@@ -185,7 +185,7 @@ class TraceView:
 
 
 def _hardware_category(name: str, task_type: object) -> str | None:
-    """Return the category of a task, by its type. MindIE's tasks have none: they are kernels."""
+    """Return the category of a task from its type. Tasks of MindIE have no type and count as kernels."""
     if task_type is None:
         return "kernel"
     category = layer_category(task_type)
@@ -194,7 +194,7 @@ def _hardware_category(name: str, task_type: object) -> str | None:
 
 
 def _runs(layer: str, thread: str) -> bool:
-    """Return whether a track has the work of a device. `Plane N` has the parts of what its group has."""
+    """Return whether a track shows work of a device. A `Plane N` only repeats parts of its group."""
     return layer == "Ascend Hardware" or (
         layer in ("Communication", "HCCL") and not thread.lower().startswith("plane")
     )

@@ -1,4 +1,4 @@
-"""Features of the installed torch_npu, by its signatures and never by its version number.
+"""Features of the installed torch_npu, found by its signatures and never by its version number.
 
 Wheels named `X.Y.Z.postN` carry back-ports: 2.1.0.post17 has features that 2.4.0 lacks.
 """
@@ -15,7 +15,8 @@ from stepscope.config import INSTALL_TORCH_NPU
 from stepscope.errors import BackendError, ours
 
 MSPROF_VARIABLES = ("PROFILING_MODE", "PROFILER_SAMPLECONFIG")
-"""Variables that `msprof` sets for its process. It owns the device's profiler, and torch_npu's is inert."""
+"""Variables that `msprof` sets for its process. msprof then owns the device's profiler, and torch_npu's does
+nothing."""
 SOURCE_CANN = "source CANN's set_env.sh (often /usr/local/Ascend/ascend-toolkit/set_env.sh)"
 
 
@@ -46,7 +47,8 @@ def load() -> TorchNpu:
     """Import torch_npu.
 
     Raises:
-        BackendError: it is not installed, does not import, finds no NPU, or msprof profiles this process.
+        BackendError: torch_npu is not installed, cannot be imported, or finds no NPU; or msprof profiles this
+            process.
     """
     try:
         import torch
