@@ -92,6 +92,44 @@ def test_growth_beyond_the_limit_but_within_noise_passes() -> None:
     assert (noisy.changed, noisy.failed, noisy.source) == (False, False, "unprofiled")
 
 
+def noisy_run(seconds: float, number: int, seed: int, spread: float = 0.1) -> GateSteps:
+    draw = random.Random(seed)
+    return steps(1.0, noise=[seconds * draw.lognormvariate(0, spread) for _ in range(number)])
+
+
+def test_with_the_steps_that_it_asks_for_the_gate_can_tell() -> None:
+    limit = Limit(STEP, 0.05)
+    few = [check(noisy_run(1.0, 15, seed), noisy_run(1.0, 15, seed + 100), limit) for seed in range(20)]
+    undecided = [one for one in few if one.undecided]
+    assert len(undecided) > 10
+    assert not any(one.failed for one in undecided)
+    needed = max(one.needed_steps or 0 for one in undecided)
+    assert 15 < needed < 2000
+    for seed in range(5):
+        equal = check(noisy_run(1.0, needed, seed), noisy_run(1.0, needed, seed + 100), limit)
+        slower = check(noisy_run(1.0, needed, seed), noisy_run(1.1, needed, seed + 100), limit)
+        assert (equal.undecided, equal.needed_steps, equal.failed) == (False, None, False)
+        assert (slower.undecided, slower.failed) == (False, True)
+
+
+def test_steps_that_cannot_tell_have_an_exit_code_on_request(tmp_path: Path, command: Command) -> None:
+    for name, seed in (("a", 3), ("b", 4)):
+        draw = random.Random(seed)
+        layout = RunLayout(a_run(tmp_path / name))
+        lines = [
+            StepLine(step=number, start_ns=number * MS, dur_ns=int(draw.lognormvariate(0, 0.2) * 1e9))
+            for number in range(12)
+        ]
+        layout.step_lines("run1").write_bytes(b"\n".join(map(msgspec.json.encode, lines)) + b"\n")
+    gate = ["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--fail-above", "5%"]
+    (step,) = command(*gate, "--json").json["gate"]["checks"]
+    assert (step["undecided"], step["failed"]) == (True, False)
+    shown = command(*gate, "--require-verdict", "--junit", tmp_path / "gate.xml", code=5).out
+    assert f"needs about {step['needed_steps']:,} steps" in " ".join(shown.split())
+    suite = ElementTree.parse(tmp_path / "gate.xml").getroot()[0]
+    assert (suite.get("skipped"), suite.get("failures")) == ("1", "0")
+
+
 def test_one_step_is_compared_with_the_noise_of_the_steps_beside_it() -> None:
     a, b = (steps(value, noise=around(1.0, seed=at), whole=False) for at, value in enumerate((1.0, 1.3)))
     slower = check(a, b, Limit(STEP, 0.05))
@@ -248,6 +286,7 @@ def test_uncaptured_steps_of_the_slowest_owner_are_compared(
     [
         (["--stage", "a/*"], "--stage is 'a/*'; allowed: only with a limit"),
         (["--junit", "x.xml"], "--junit is 'x.xml'; allowed: only with a limit"),
+        (["--require-verdict"], "--require-verdict is 'given'; allowed: only with a limit"),
         (["--steps-a", "7"], "allowed: captured steps: 2"),
         (["--steps-b", "x"], "--steps-b is 'x'"),
     ],

@@ -43,14 +43,19 @@ def render_gate(gate: Gate) -> RenderableType:
 
 
 def gate_markdown(gate: Gate) -> str:
-    title = f"**stepscope: {'failed' if gate.failed else 'passed'}**"
+    verdict = "failed" if gate.failed else "cannot tell" if gate.undecided else "passed"
+    title = f"**stepscope: {verdict}**"
     return f"{title}\n\n{markdown_table(COLUMNS, [_row(check) for check in gate.checks])}\n\n{_note(gate)}"
 
 
 def gate_junit(gate: Gate) -> bytes:
     """Return JUnit XML: a test case for each limit."""
-    failures = sum(check.failed for check in gate.checks)
-    attributes = {"name": "stepscope diff", "tests": str(len(gate.checks)), "failures": str(failures)}
+    attributes = {
+        "name": "stepscope diff",
+        "tests": str(len(gate.checks)),
+        "failures": str(sum(check.failed for check in gate.checks)),
+        "skipped": str(sum(check.undecided for check in gate.checks)),
+    }
     suites = ElementTree.Element("testsuites")
     suite = ElementTree.SubElement(suites, "testsuite", attributes)
     for check in gate.checks:
@@ -59,6 +64,8 @@ def gate_junit(gate: Gate) -> bytes:
         )
         if check.failed:
             ElementTree.SubElement(case, "failure", {"message": say_check(check)})
+        elif check.undecided:
+            ElementTree.SubElement(case, "skipped", {"message": say_check(check)})
         ElementTree.SubElement(case, "system-out").text = say_check(check)
     ElementTree.indent(suites)
     document: bytes = ElementTree.tostring(suites, encoding="utf-8", xml_declaration=True)
@@ -90,6 +97,8 @@ def _row(check: Check) -> tuple[str, ...]:
 def _verdict(check: Check) -> str:
     if check.failed:
         return "fails"
+    if check.undecided:
+        return f"cannot tell: needs about {check.needed_steps:,} steps a side"
     return "passes: no change" if check.changed is False else "passes"
 
 
@@ -99,7 +108,21 @@ def _note(gate: Gate) -> str:
         "steps: of A and B; those of runs without a profiler, if there are enough."
     )
     missing = any(check.interval is None for check in gate.checks)
-    return f"{note}\n{NO_INTERVAL}" if missing else note
+    if missing:
+        note += f"\n{NO_INTERVAL}"
+    if undecided := [check for check in gate.checks if check.undecided]:
+        note += f"\n{_more_steps(undecided)}"
+    return note
+
+
+def _more_steps(undecided: Sequence[Check]) -> str:
+    """Return the fastest way to the steps that a verdict needs."""
+    text = "cannot tell: both no change and one beyond the limit are within the interval. "
+    if any(check.source == "captured" for check in undecided):
+        return (
+            text + "Set record: spans in both runs: then every step counts, and not the captured ones alone."
+        )
+    return text + "Let both runs take more steps, or raise the limit."
 
 
 def _percent(part: float) -> str:
@@ -139,6 +162,10 @@ def diff(
         list[str] | None,
         typer.Option(metavar="ROLE/STAGE", help="A pattern of stages, each with its --fail-above, in order."),
     ] = None,
+    require_verdict: Annotated[
+        bool,
+        typer.Option("--require-verdict", help="With --fail-above: exit with 5 if the steps cannot tell."),
+    ] = False,
     kernels: Annotated[
         bool,
         typer.Option(
@@ -152,7 +179,7 @@ def diff(
     json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns, of the gate in s.")] = False,
 ) -> None:
     """Show what changed from A to B, stage by stage. Of a run, the mean of its captured steps is compared."""
-    limits = _limits(fail_above or (), stage or (), junit)
+    limits = _limits(fail_above or (), stage or (), junit, require_verdict=require_verdict)
     if json and markdown:
         raise typer.BadParameter("--markdown goes without --json")
     one = read_side("--steps-a", a, run_a, steps_a, gated=bool(limits), kernels=kernels)
@@ -172,6 +199,8 @@ def diff(
         junit.write_bytes(gate_junit(gate))
     if gate is not None and gate.failed:
         raise typer.Exit(Exit.ERROR)
+    if gate is not None and gate.undecided and require_verdict:
+        raise typer.Exit(Exit.UNDECIDED)
     raise typer.Exit(Exit.OK if _sound(one, other) else Exit.INCOMPLETE)
 
 
@@ -190,11 +219,15 @@ def compare_sides(one: Side, other: Side, limits: Sequence[Limit]) -> tuple[Diff
     return change, gate
 
 
-def _limits(fail_above: Sequence[str], stages: Sequence[str], junit: Path | None) -> list[Limit]:
+def _limits(
+    fail_above: Sequence[str], stages: Sequence[str], junit: Path | None, *, require_verdict: bool
+) -> list[Limit]:
     if fail_above:
         return parse_limits(fail_above, stages)
-    if stages or junit is not None:
-        option, value = ("--stage", stages[0]) if stages else ("--junit", str(junit))
+    given = [("--stage", one) for one in stages[:1]]
+    given += [("--junit", str(junit))] if junit is not None else []
+    given += [("--require-verdict", "given")] if require_verdict else []
+    for option, value in given:
         raise ConfigError(option, value, "only with a limit", "add --fail-above 5%")
     return []
 

@@ -17,6 +17,8 @@ class Exit(IntEnum):
     """The command worked, but a part of the data is missing, broken or was left out."""
     UNCAPTURED = 4
     """`run --require-capture`: the program succeeded, and no step of it was captured."""
+    UNDECIDED = 5
+    """`diff --require-verdict`: nothing failed, and the steps are too few or too uneven to tell."""
 
 
 class CommandError(Exception):

@@ -49,11 +49,17 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     changed: bool | None
     """True if zero lies outside of the interval, or None without an interval."""
     failed: bool
+    undecided: bool = False
+    """True if the interval holds both zero and a change beyond the limit, so that these steps cannot tell."""
+    needed_steps: int | None = None
+    """Steps per side from which the interval is about as narrow as the limit; None unless undecided."""
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[Check, ...]
     failed: bool
+    undecided: bool = False
+    """True if nothing failed, and the steps cannot tell for at least one limit."""
 
 
 def check_gate(a: GateSteps, b: GateSteps, limits: Sequence[Limit], seed: int = 0) -> Gate:
@@ -74,7 +80,10 @@ def check_gate(a: GateSteps, b: GateSteps, limits: Sequence[Limit], seed: int = 
     stages = sorted(a.stages() | b.stages())
     most = {stage: limit.most for limit in limits for stage in _matching(limit.stage, stages)}
     checks = tuple(_check(stage, limit, a, b, len(most), seed) for stage, limit in most.items())
-    return Gate(checks=checks, failed=any(check.failed for check in checks))
+    failed = any(check.failed for check in checks)
+    return Gate(
+        checks=checks, failed=failed, undecided=not failed and any(check.undecided for check in checks)
+    )
 
 
 def _matching(pattern: str, stages: Sequence[str]) -> Iterator[str]:
@@ -96,6 +105,7 @@ def _check(stage: str, limit: float, a: GateSteps, b: GateSteps, checks: int, se
     interval = change_interval(one, other, comparisons=checks, seed=seed)
     changed = None if interval is None else interval[0] > 0 or interval[1] < 0
     grown = sum(other.values) > 0 if change is None else change > limit
+    undecided = interval is not None and limit > 0 and interval[0] <= 0 and interval[1] > limit
     return Check(
         stage=stage,
         limit=limit,
@@ -108,7 +118,19 @@ def _check(stage: str, limit: float, a: GateSteps, b: GateSteps, checks: int, se
         source=source,
         changed=changed,
         failed=grown and changed is not False,
+        undecided=undecided,
+        needed_steps=_needed(interval, limit, len(one.values), len(other.values)) if undecided else None,
     )
+
+
+def _needed(interval: Interval | None, limit: float, a_steps: int, b_steps: int) -> int | None:
+    """Return the steps per side with which the interval is no wider than the limit, so that it cannot hold
+    both zero and the limit. Its width falls with the square root of the steps.
+    """
+    if interval is None:
+        return None
+    width = math.log1p(interval[1]) - math.log1p(interval[0])
+    return math.ceil(min(a_steps, b_steps) * (width / math.log1p(limit)) ** 2)
 
 
 def _samples(stage: str, a: GateSteps, b: GateSteps) -> tuple[Source, Sample, Sample]:
