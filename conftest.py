@@ -52,7 +52,7 @@ ENGINES = {
     "mcp",
 }
 """And what else has an environment of its own for its tests."""
-OPTIONAL = {"torch", "ray", "numpy", "opencensus", *ENGINES}  # opencensus: of ray[default]
+OPTIONAL = {"torch", "ray", "numpy", "uvloop", "opencensus", *ENGINES}  # opencensus: of ray[default]
 ABSENT = {name for name in OPTIONAL if find_spec(name) is None}
 
 

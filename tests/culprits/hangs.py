@@ -336,6 +336,11 @@ class Hang(NamedTuple):
     environment: Mapping[str, str] = MappingProxyType({})
 
 
+def _on_uvloop(name: str, program: str, call: str, where: str, first: str) -> Hang:
+    program = "import uvloop\n" + program.replace("asyncio.run(", "uvloop.run(")
+    return Hang(f"{name}, uvloop", program, "trainer_", call, where, first, needs="uvloop")
+
+
 def _gather(how: str) -> Hang:
     program = GATHER.replace("asyncio.WAIT", f"asyncio.{how}")
     return Hang(f"tasks awaited by {how.split('(')[0]}", program, "trainer_", "env search", "search at ")
@@ -365,6 +370,8 @@ HANGS = [
         "event loop blocked by a callback", CALLBACK, "trainer_", "", "export at ",
         "Blocks its event loop",
     ),
+    _on_uvloop("tool that never returns", TOOL, "env search", "search at ", "Waits for no other call"),
+    _on_uvloop("blocked event loop", BLOCKED, "reward score", "score at ", "Blocks its event loop"),
     Hang("deadlocked locks", LOCKS, "trainer_", "actor update", "update at "),
     Hang("full queue", FULL_QUEUE, "trainer_", "actor update", "train at "),
     _gather("gather(*tasks)"),

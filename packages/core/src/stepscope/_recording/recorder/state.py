@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias, cast
@@ -282,15 +281,17 @@ def _callbacks() -> dict[int, tuple[FrameType, int]]:
     """
     found = {}
     for ident, stack in sys._current_frames().items():
-        frames = list(_outwards(stack))
-        for frame, outer in pairwise(frames):
+        inner: FrameType | None = None
+        for frame in _outwards(stack):
             code = frame.f_code
             if code.co_name == "_run" and code.co_filename.endswith("asyncio/events.py"):
                 found[ident] = frame, 0
                 break
-            if not _RUNS_LOOP.isdisjoint(outer.f_code.co_names) and code.co_name not in _RUNS_LOOP:
-                found[ident] = stack, stack.f_lasti
+            if not _RUNS_LOOP.isdisjoint(code.co_names):
+                if inner is not None and inner.f_code.co_name not in _RUNS_LOOP:
+                    found[ident] = stack, stack.f_lasti
                 break
+            inner = frame
     return found
 
 
