@@ -19,6 +19,8 @@ from typing_extensions import Buffer
 from tests.tree import ROOT
 
 FOLDER = ROOT / ".downloads"
+SOURCE_ALONE = ("--no-deps", "--only-binary=:all:", "--ignore-requires-python")
+"""Words for pip: what is only read may be for another Python than this one."""
 
 
 def wheel(requirement: str, *options: str) -> Path:
@@ -31,7 +33,7 @@ def wheel(requirement: str, *options: str) -> Path:
     folder = FOLDER / requirement.replace("==", "-")
     with locked(folder):
         if not (folder / ".complete").exists():
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+            command = [sys.executable, "-m", "pip", "download", "--quiet", *SOURCE_ALONE]
             done = subprocess.run(
                 [*command, "--dest", str(folder), *options, requirement], capture_output=True, text=True
             )
@@ -73,17 +75,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _address(requirement: str, *options: str) -> str:
     """Return the wheel's address by pip. Raise OSError with the last line of its output."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--dry-run",
-        "--ignore-installed",
-        "--no-deps",
-        "--quiet",
-    ]
-    command += ["--only-binary=:all:", "--report", "-", "--target", str(FOLDER / "nowhere"), *options]
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    command += [*SOURCE_ALONE, "--report", "-", "--target", str(FOLDER / "nowhere"), *options]
     done = subprocess.run([*command, requirement], capture_output=True, text=True)
     if done.returncode:
         raise OSError(done.stderr.strip().splitlines()[-1])

@@ -16,7 +16,7 @@ from stepscope_sglang._capture import session
 
 @pytest.fixture(autouse=True)
 def _requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "real" not in request.path.parts:
+    if request.path.parent.name != "real":
         monkeypatch.setattr(_versions, "profile_request", lambda: ProfileReq)
     monkeypatch.setattr(session, "_owed", deque(maxlen=16))
 
