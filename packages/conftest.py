@@ -15,6 +15,8 @@ import pytest
 if TYPE_CHECKING:
     from packages.report.tests.commands import Command
 
+pytest.register_assert_rewrite("packages.core.tests.verl_cpu.steps")
+
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:

@@ -12,10 +12,9 @@ import pytest
 from packages.core.tests.on_cpu.runs import CAPTURED, Step
 from packages.core.tests.verl_cpu.launch import IN_ORDER, train
 from packages.core.tests.verl_cpu.runs import Training, captured_training
+from packages.core.tests.verl_cpu.steps import TRAJECTORIES
 
 verl = pytest.importorskip("verl")
-TRAJECTORIES = 4 * 4
-"""Prompts of a step, times responses to each."""
 RENAMED = """
 instrument:
   - {preset: verl}
