@@ -125,6 +125,10 @@ BOUNDARIES: dict[str, tuple[list[Entry], str, Callable[[Any], object], Steps]] =
         [AROUND], "every:1", lambda loop: (trained(2)(loop), loop.update()), {0: ["update"], 1: ["update"]}
     ),
     "steps that are not selected are counted": ([AROUND], "2", trained(4), {2: ["update"]}),
+    "a call at either end is also a span of the step": (
+        [BEGIN, {**LOG, "name": "Loop.before"}, END, {**LOG, "name": "Loop.after"}],
+        "every:1", lambda loop: loop.fit(1), {10: ["before", "update", "after"]},
+    ),
     "a path says the number": ([{**AROUND, "number": "step"}], "every:1", trained(1), {7: ["update"]}),
     "a path and a sum": ([{**AROUND, "number": "step+1"}], "every:1", trained(1), {8: ["update"]}),
     "a path from self": (
