@@ -101,15 +101,16 @@ class NewestEnvironment(EngineEnvironment):
     @property
     def version(self) -> str:
         """The version of the distribution that is installed."""
-        return said(
-            self.python, f"from importlib.metadata import version as v; print(v({self.distribution!r}))"
-        )
+        return self.version_in(self)
+
+    def version_in(self, environment: Environment) -> str:
+        script = f"from importlib.metadata import version as v; print(v({self.distribution!r}))"
+        return said(environment.python, script)
 
     def fill_over(self, under: Environment) -> None:
         self.see(under)
-        before = self.version
         self.upgrade(self.distribution, *(["--no-deps"] if self.alone else []))
-        if self.alone and self.version != before:
+        if self.alone and self.version != self.version_in(under):
             pins = f"""
 from importlib.metadata import requires
 for line in requires({self.distribution!r}) or ():
@@ -117,8 +118,9 @@ for line in requires({self.distribution!r}) or ():
     if name.strip() == "torch" and equals:
         print(f"torch=={{version.strip()}}")
 """
+            is_cpu = (self.recipe / "cpu_torch.txt").exists()
             for pin in said(self.python, pins).splitlines()[:1]:
-                self.upgrade(pin)
+                self.upgrade(f"{pin.removesuffix('.*')}+cpu" if is_cpu else pin)
         self.finish(under)
 
     def upgrade(self, requirement: str, *options: str) -> None:

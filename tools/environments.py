@@ -23,6 +23,10 @@ EXTRAS = {"core": "[cli]"}
 
 # What pip prints when it fails, and what that means. The first that matches is shown.
 ADVICE = (
+    (
+        r"No matching distribution found for torch==\S+\+cpu",
+        "the index has no CPU build of that torch: see PIP_EXTRA_INDEX_URL in CONTRIBUTING.md",
+    ),
     (r"No space left|Errno 28", "the disk is full (3 GB are needed, 8 GB with the CUDA build of torch)"),
     (r"No matching distribution found for torch", "there is no such torch for this Python: use 3.10 to 3.14"),
     (

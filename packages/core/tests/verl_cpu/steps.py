@@ -1,4 +1,4 @@
-"""What holds for the captured steps of verl's default trainer, whatever engine generates."""
+"""Tests of the captured steps of verl's default trainer, whatever engine generates."""
 
 from __future__ import annotations
 
