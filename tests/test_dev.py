@@ -43,7 +43,9 @@ def environment(checkout: Path) -> Environment:
     """Return a finished environment in that checkout, with this Python in place of its own."""
     environment = Environment(checkout / ".venv", ("dev",))
     (environment.folder / "bin").mkdir(parents=True)
-    Path(environment.python).symlink_to(sys.executable)
+    # Not a link: beside this pyvenv.cfg that is a Python without this one's packages, such as pip.
+    Path(environment.python).write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    Path(environment.python).chmod(0o755)
     (environment.folder / "pyvenv.cfg").write_text("version = 3.11.7\n")
     environment.stamp.write_text(environment.fingerprint())
     return environment
