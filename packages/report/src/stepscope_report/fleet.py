@@ -55,7 +55,7 @@ COLUMNS: Mapping[Group, tuple[Column, ...]] = {
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    """`GPU 3 of node-a`, `replica 0`; `actor 0, cuda:0` where only torch counts."""
+    """`GPU 3 of node-a`, `replica 0`; or `actor 0, cuda:0` if only torch samples the device."""
     values: dict[str, float]
     """{title of a column: mean over the last seconds}."""
 

@@ -48,9 +48,10 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stages: dict[str, float] = {}
     """{`role/stage`: seconds} of the spans at the top of the process that bounds steps."""
     counters: dict[str, float] = {}
-    """{name: mean} of the counters of that process and its host; empty for a step shorter than a second."""
+    """{name: mean} of the counters of the process that bounds steps, and of its host; empty for a step
+    shorter than a second."""
     tokens: dict[str, int] = {}
-    """{`rollout` or `train`: tokens} that `step_tokens` counted in that process."""
+    """{`rollout` or `train`: tokens} that `step_tokens` counted in the process that bounds steps."""
     captured: bool = False
     """True if the step has a folder with traces of its profilers."""
     error: str | None = None

@@ -60,7 +60,7 @@ def _changes(role: str, evidence: Evidence) -> tuple[SettingChange, ...]:
 
 
 def uneven_profiling(evidence: Evidence) -> Advice | None:
-    """Advise if a process would be a straggler, had a profiler recorded the others as well."""
+    """Advise if a process would be a straggler if a profiler had recorded the others as well."""
     gaps = [
         gap
         for stage in _comparable(evidence)
@@ -97,7 +97,7 @@ def uneven_profiling(evidence: Evidence) -> Advice | None:
 
 
 class _Gap(NamedTuple):
-    """The excess of one process over those it is compared with, in one stage."""
+    """The excess of one process over the processes that it is compared with, in one stage."""
 
     stage: Stage
     slowest: Share
@@ -132,7 +132,9 @@ def _gap_to_unprofiled(stage: Stage) -> _Gap:
 
 
 def _cut_off(stage: Stage, evidence: Evidence) -> bool:
-    """Return whether a recording that ended early cut off calls of the stage. These do not compare."""
+    """Return whether a recording that ended early cut off calls of the stage, so that its processes cannot be
+    compared.
+    """
     if any(
         (span.role, span.stage) == (stage.role, stage.stage) and span.process in evidence.cut
         for span in evidence.health.open_spans

@@ -1,4 +1,4 @@
-"""Advice that counters give: event loops, the garbage collector, idle devices, full KV caches."""
+"""Advice based on counters: event loops, the garbage collector, idle devices, full KV caches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stepscope_report.formatting import count, duration
 from stepscope_report.sections.counters import CounterRow
 
 COLLECTING = 5
-"""Percent of the step in the garbage collector."""
+"""Advice is given if the garbage collector takes this percentage of the step."""
 
 
 def _rows(evidence: Evidence, name: str) -> Sequence[CounterRow]:

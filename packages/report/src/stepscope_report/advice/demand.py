@@ -1,4 +1,4 @@
-"""Demand of a step for engines and tools at once: the numbers that settings limit."""
+"""The demand of a step for engines and tools at once, for settings that limit these numbers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from stepscope_report.timeline import Timeline
 from stepscope_report.whatif.limits import peak
 
 FULL = 95
-"""Percent of a KV cache."""
+"""A KV cache counts as full from this percentage on."""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """Demand of one step. A number is None where nothing recorded says it."""
+    """Demand of one step. A number is None if nothing recorded tells it."""
 
     fitting_requests: int | None = None
-    """Requests that ran in a replica while its KV cache was full: of its samples the median, of replicas the
-    least."""
+    """Number of requests that ran in a replica while its KV cache was full: the median of its samples, and
+    the least of the replicas."""
     requests_at_once: int | None = None
-    """Requests that a replica ran or let wait, at most."""
+    """Largest number of requests that a replica ran or let wait."""
     tools_at_once: int | None = None
-    """Tools that ran or waited, at most."""
+    """Largest number of tools that ran or waited."""
 
 
 def step_demand(timeline: Timeline) -> Demand:

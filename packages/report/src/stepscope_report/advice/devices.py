@@ -45,8 +45,8 @@ def memory_nearly_full(evidence: Evidence) -> Advice | None:
 
 
 def collectives(evidence: Evidence) -> Advice | None:
-    """Advise if a process spent a tenth of its busy time, and 2 % of the step, in collectives that nothing
-    hides. Those that moved weights are for the advice on weight syncs.
+    """Advise if a process spent a tenth of its busy time, and 2 % of the step, in collectives without
+    computation at the same time. Collectives that moved weights belong to the advice on weight syncs.
     """
     spent = ((max(0, (row.collective_ns or 0) - _syncing_ns(row, evidence)), row) for row in evidence.idle)
     collective_ns, worst = max(spent, key=lambda pair: pair[0], default=(0, None))
@@ -100,7 +100,9 @@ def _side(process: str, evidence: Evidence) -> str:
 
 
 def _has_unprofiled_peers(evidence: Evidence, role: str) -> bool:
-    """Return whether processes of this role have no trace, which would tell when they entered collectives."""
+    """Return whether processes of this role have no trace, so that it is unknown when they entered
+    collectives.
+    """
     profiled = {row.name for row in evidence.health.processes if row.profiled}
     return any(row.role == role and row.process not in profiled for row in evidence.idle)
 

@@ -1,4 +1,4 @@
-"""The figures that rules of advice look at, and the advice that they give."""
+"""The figures that rules of advice use, and the advice that they give."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from stepscope_report.whatif.prediction import WhatIf, no_saving
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a step that rules look at. Shares are of the step without opening and closing the
-    capture.
+    """The figures of a step that rules use. Shares are of the step without the capture's opening and
+    closing.
     """
 
     breakdown: Breakdown
@@ -50,12 +50,13 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     health: Health
     profiling: Profiling = Profiling()
     cut: frozenset[str] = frozenset()
-    """Names of processes whose recording ended before their work did: it ended calls that went on."""
+    """Names of processes whose recording ended before their work did, so that some of their calls were cut
+    off."""
     over_budget: frozenset[str] = frozenset()
     """The profilers that a budget ended."""
     demand: Demand = Demand()
     settings: Settings = {}
-    """Empty: no framework is known."""
+    """Settings of the framework at hand; empty if no framework is known."""
     what_if: WhatIf = no_saving
     names: ManyNames | None = None
     """The limit on stage names that was reached; None if each stage and role has a row."""
@@ -71,22 +72,22 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
-    """Its name: stable, for scripts."""
+    """Name of the rule, which does not change, for scripts."""
     kind: Literal["alarm", "hint"] = "hint"
     """`alarm`: something is wrong, or the numbers mislead. `hint`: time could be saved."""
     what: str
     because: tuple[str, ...]
-    """The numbers that it rests on."""
+    """The numbers that the advice is based on."""
     do: str
     saves_ns: int | None = None
     """An upper bound of what the step would be shorter by if the cause took no time and everything else kept
     its duration and order. None if unknown."""
     settings: tuple[SettingChange, ...] = ()
-    """Settings of the framework at hand to change. Empty: none is known."""
+    """Settings of the framework at hand to change; empty if none is known."""
 
 
 def is_unedited(evidence: Evidence) -> bool:
-    """Return whether the reader can change the configuration alone, and no code."""
+    """Return whether the reader can change only the configuration, and no code."""
     return evidence.health.opened_by == "instrument"
 
 

@@ -1,4 +1,4 @@
-"""Advice on the trajectories that the others wait for, by what they did for longer."""
+"""Advice on the trajectories that the others wait for, by the work that took longer in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stepscope_report.sections.long_tail import LongTail
 from stepscope_report.spans import GENERATES
 
 ENOUGH = 3
-"""Trajectories from which on the last one can be told from the others."""
+"""Least number of trajectories with which the last one can be told from the others."""
 
 _Kind: TypeAlias = Literal["tool", "queue", "generation", "reward", "later", "other"]
 

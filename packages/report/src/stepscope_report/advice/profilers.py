@@ -1,4 +1,4 @@
-"""Advice on the cost of profilers, inside the step and beside it."""
+"""Advice on the cost of profilers, inside the step and outside of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stepscope_report.sections.baseline import ENOUGH
 from stepscope_report.sections.health import Health, ProcessRow
 
 LARGE_TRACE = 100_000
-"""Events from which on a trace is a likely reason why closing took long."""
+"""A trace with at least this many events is a likely reason for a long closing."""
 
 _STALLED = (
     "Engines write after the step if neither iterations.count nor by_stage is set, and write less with a "
@@ -66,7 +66,7 @@ def _slowed(evidence: Evidence) -> str:
 
 
 def _less(evidence: Evidence, process: str | None = None) -> list[str]:
-    """Return the ways to record less that fit what was recorded. A schedule needs an edited program.
+    """Return the ways to record less that apply to what was recorded. A schedule needs an edited program.
 
     Args:
         process: The process, or the replica, that the advice names; None if it is about the whole step.
@@ -91,7 +91,7 @@ def _recorded(evidence: Evidence, process: str | None) -> list[Profiled]:
 def is_stalled(evidence: Evidence) -> bool:
     """Return whether engines stood still for a tenth of the step, because their own profilers wrote.
 
-    They may have, if no span says for which engine its work waited.
+    True also if they may have stood still, because no span names the engine that its work waited for.
     """
     return evidence.breakdown.stalled_most_ns * 10 >= max(evidence.breakdown.window_ns, 1)
 
@@ -110,7 +110,9 @@ def _stalled(evidence: Evidence) -> Advice | None:
 
 
 def _stood_still(evidence: Evidence, took_ns: int | None = None) -> tuple[str, ...]:
-    """Return how long engines stood still, and how long the step, which took `took_ns`, took without that."""
+    """Return how long engines stood still, and how long the step (which took `took_ns`) took without that
+    time.
+    """
     sure_ns, most_ns = evidence.breakdown.stalled_ns, evidence.breakdown.stalled_most_ns
     without = "" if took_ns is None else f". Without that it took {duration(took_ns - sure_ns)}"
     sure = f"engines served nothing for {share_of_step(sure_ns, evidence)}: their profilers wrote{without}"
@@ -122,7 +124,7 @@ def _stood_still(evidence: Evidence, took_ns: int | None = None) -> tuple[str, .
 
 
 def _write_less(evidence: Evidence) -> str:
-    """Return what to do if engines write within the step."""
+    """Return the advice for engines that write their traces within the step."""
     if _knows_who_stalled(evidence):
         return f"trust the other lines; the line `profiler` holds the cost. {_STALLED}"
     return (
@@ -165,7 +167,7 @@ def profiler_cost(evidence: Evidence) -> Advice | None:
 def _name_slowest(worst: ProcessRow, health: Health) -> list[str]:
     """Return how long a process took to open and close.
 
-    For the owner, which waits for others, also name the slowest of these.
+    The owner waits for the other processes, so for the owner also name the slowest of these.
     """
     if worst.cost is None:
         return []
@@ -206,8 +208,8 @@ def _make_cheaper(evidence: Evidence, worst: ProcessRow | None, whose: str | Non
 
 
 def _slowest_to_record(health: Health, wall_ns: int) -> ProcessRow | None:
-    """Return a worker that explains half of the time that the owner spent, because the owner waits for it;
-    else the owner.
+    """Return a worker that explains half of the time that the owner spent, because the owner waits for the
+    worker; else return the owner.
     """
     costs = [(row.cost.start_ns + row.cost.stop_ns, row) for row in health.processes if row.cost is not None]
     workers = [pair for pair in costs if not pair[1].owner and pair[0] * 2 >= wall_ns]

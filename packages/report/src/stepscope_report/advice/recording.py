@@ -1,4 +1,4 @@
-"""Advice on what a recording lacks, and on what makes its numbers mislead."""
+"""Advice on missing parts of a recording, and on parts that make its numbers mislead."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import GENERATES, MOVES_WEIGHTS, ROLLOUT
 
 _NAME = 60
-"""Characters of a name in advice."""
+"""Length to which a name is cut in advice."""
 
 
 def never_ended(evidence: Evidence) -> Advice | None:
-    """Advise on calls of a process that never closed its capture, else on those that went on when theirs
-    closed.
+    """Advise on calls of processes that never closed their capture, else on calls that were still open when
+    their process closed its own.
 
-    Calls that a budget cut off do not count; a process that hangs is ended by SIGTERM.
+    Calls that a budget cut off do not count. A process that hangs is ended by SIGTERM.
     """
     spans = [span for span in evidence.health.open_spans if span.process not in evidence.over_budget]
     if not spans:
@@ -85,7 +85,9 @@ def ids_in_names(evidence: Evidence) -> Advice | None:
 
 
 def shared_number(evidence: Evidence) -> Advice | None:
-    """Advise if several processes that served different trajectories at once state one replica's number."""
+    """Advise if several processes that served different trajectories at the same time have the same replica
+    number.
+    """
     engine = next((engine for engine in evidence.engines if engine.rivals), None)
     if engine is None:
         return None
@@ -114,7 +116,7 @@ def dropped(evidence: Evidence) -> Advice | None:
 
 
 def no_rollout(evidence: Evidence) -> Advice | None:
-    """Advise if nobody recorded the rollout of a step of RL."""
+    """Advise if no process recorded the rollout of a step of RL."""
     if evidence.engines:
         return None
     work = [stage for stage in evidence.stages if not stage.waits]
@@ -146,7 +148,7 @@ def _of_rl(stage: Stage) -> bool:
 
 
 def blind_spot(evidence: Evidence) -> Advice | None:
-    """Advise if a tenth of the step is in no span."""
+    """Advise if a tenth of the step is outside of all spans."""
     line = next(line for line in evidence.breakdown.lines if line.kind == "unaccounted")
     if line.wall_ns * 10 < evidence.breakdown.window_ns:
         return None

@@ -1,7 +1,7 @@
 """Remedies of rules as settings: what to change, from which value to which, and what it saves.
 
-`REMEDIES` says which rule turns which knobs. The manifest of a step says what the framework at hand calls
-each, and its present value. A value is suggested only if a measured number gives it, else a direction.
+`REMEDIES` lists the knobs that each rule turns. The manifest of a step has the framework's name and present
+value of each knob. A value is suggested only if a measured number gives it; else only a direction is.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.prediction import Saving
 
 _MULTIPLE = 8
-"""Suggested numbers of requests from twice this number on are multiples of it."""
+"""Suggested numbers of requests are rounded to multiples of this number, from twice the number on."""
 _MOST_MEMORY = 0.95
 _CUT_TAIL = Options(cut_tail="p90")
-"""The rule `long-tail` is about the last tenth of the trajectories."""
+"""What-if change for the rule `long-tail`, which is about the last tenth of the trajectories."""
 
 
 class Case(NamedTuple):
-    """The step that is advised on."""
+    """The step for which advice is given."""
 
     evidence: Evidence
     process: str | None
-    """The process that the advice is about."""
+    """The process that the advice is about, or None."""
 
     def number(self, knob: Knob) -> float | None:
-        """Return the present value of a setting. None if it is unknown, or no number."""
+        """Return the present value of a setting, or None if it is unknown or not a number."""
         located = self.evidence.settings.get(knob)
         value = None if located is None else located.setting.value
         return value if isinstance(value, (int, float)) else None
@@ -48,18 +48,19 @@ class Remedy(NamedTuple):
     knob: Knob
     direction: Direction
     value: Callable[[Case, Setting], float | None] = lambda case, setting: None
-    """Returns the value that measured numbers give. If it is not in the direction, the setting is not the
-    cause."""
+    """Returns the value that measured numbers give, or None. If the value is not in the knob's direction, the
+    setting is not the cause."""
     options: Options | Callable[[Case, float], Options | None] | None = None
-    """The change of what-if that this one is, or a function that returns it for the suggested value."""
+    """The what-if change that corresponds to this remedy, or a function that returns it for the suggested
+    value; None if there is none."""
     applies: Callable[[Case], bool] = lambda case: True
 
 
 def changes(rule: str, evidence: Evidence, process: str | None = None) -> tuple[SettingChange, ...]:
-    """Return the settings to change upon a rule.
+    """Return the settings to change when a rule applies.
 
     Args:
-        rule: One of `REMEDIES`; upon others there are none.
+        rule: One of `REMEDIES`. For other rules, the result is empty.
         process: The process that the advice is about, for settings of memory.
     """
     case = Case(evidence, process)
@@ -68,7 +69,7 @@ def changes(rule: str, evidence: Evidence, process: str | None = None) -> tuple[
 
 
 def _change(remedy: Remedy, case: Case) -> SettingChange | None:
-    """Return the change. None if the setting is unknown, or is not the cause."""
+    """Return the change, or None if the setting is unknown or is not the cause."""
     located = case.evidence.settings.get(remedy.knob)
     if located is None or not remedy.applies(case):
         return None
@@ -117,7 +118,9 @@ def _requests_that_fit(case: Case, setting: Setting) -> int | None:
 
 
 def _requests_at_once(case: Case, setting: Setting) -> int | None:
-    """Return the requests that a replica had at once, as far as its KV cache holds them."""
+    """Return the largest number of requests that a replica had at once, as far as its KV cache holds them;
+    None if unknown.
+    """
     wanted, present = case.evidence.demand.requests_at_once, setting.value
     if wanted is None or not _has_one_engine(case):
         return None
@@ -130,7 +133,9 @@ def _requests_at_once(case: Case, setting: Setting) -> int | None:
 
 
 def _has_one_engine(case: Case) -> bool:
-    """Return whether a limit of an engine is one of its replica: counters are sums over its engines."""
+    """Return whether each replica has one engine, because the limit is of an engine and counters are sums
+    over a replica's engines.
+    """
     return (case.number("data_parallel") or 1) == 1
 
 
@@ -144,13 +149,13 @@ def _one_engine_more(case: Case, setting: Setting) -> float | None:
 
 
 def _a_ninth_more(case: Case, setting: Setting) -> int | None:
-    """Return a number of prompts of which nine tenths are a batch."""
+    """Return a number of prompts of which nine tenths make a batch."""
     batch = case.number("rollout_batch")
     return None if batch is None else ceil(batch * 10 / 9)
 
 
 def _twice(case: Case, setting: Setting) -> int | None:
-    """Return the double if the device of the process has memory for the double of its peak."""
+    """Return twice the present value if the memory of the process' device can hold twice its peak."""
     part = _part_of_memory(case)
     fits = isinstance(setting.value, int) and part is not None and 2 * part <= _MOST_MEMORY
     return 2 * int(setting.value or 0) if fits else None
@@ -161,7 +166,7 @@ def _half(case: Case, setting: Setting) -> int | None:
 
 
 def _part_of_memory(case: Case) -> float | None:
-    """Return the part of its device that the process reserved at most."""
+    """Return the largest part of its device's memory that the process reserved."""
     rows = [row for row in case.evidence.memory if row.process == case.process]
     return max((row.reserved_bytes / row.capacity_bytes for row in rows if row.capacity_bytes), default=None)
 
@@ -175,7 +180,9 @@ def _tool_pool(case: Case, suggested: float) -> Options | None:
 
 
 def _cut_tail_alone(case: Case, suggested: float) -> Options | None:
-    """Return it unless it takes another setting to begin more trajectories than a batch has."""
+    """Return the change `_CUT_TAIL`, or None if beginning more trajectories than a batch has needs another
+    setting.
+    """
     return None if "oversampling" in case.evidence.settings else _CUT_TAIL
 
 
@@ -257,4 +264,4 @@ REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
         Remedy("weight_bucket", "higher"),
     ),
 }
-"""Rule, with its case -> the knobs that it turns."""
+"""{rule, with its case: the knobs that it turns}."""

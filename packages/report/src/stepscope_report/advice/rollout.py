@@ -1,4 +1,4 @@
-"""Advice on the rollout: queues, tools, engines, and weights on their way to these."""
+"""Advice on the rollout: queues, tools, engines, and the transfer of weights to the engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import GENERATES, MOVES_WEIGHTS, TRANSFER, is_tool
 
 NAMED = 3
-"""Stages that a sentence names."""
+"""Number of stages that a sentence names."""
 _QUEUE = "requests wait for a place in the engine"
 _SHORTEN_QUEUE = (
     "more replicas, or more requests at once in each (vLLM: max_num_seqs, SGLang: max_running_requests)"
@@ -28,8 +28,8 @@ _SHORTEN_QUEUE = (
 def queueing(evidence: Evidence) -> Advice | None:
     """Advise if requests queued for a fifth of the trajectories' time, while no engine wrote traces.
 
-    Without spans of queues, advise if by its counters a fifth of an engine's requests waited on average, and
-    its KV cache had room.
+    Without spans of queues, advise if an engine's counters show that a fifth of its requests waited on
+    average while its KV cache had room.
     """
     if is_stalled(evidence):
         return None
@@ -141,8 +141,8 @@ def _in_trajectories(
 def prefill_alone(evidence: Evidence) -> Advice | None:
     """Advise if an engine read prompts, and wrote no token, for a quarter of its time.
 
-    A recording of less than half of the rollout does not show that: its first passes read prompts, and
-    `by_stage` records as many of each kind.
+    A recording of less than half of the rollout is not used, because its first passes read prompts, and
+    `by_stage` records the same number of passes of each kind.
     """
     rows = [
         row
@@ -168,7 +168,8 @@ def prefill_alone(evidence: Evidence) -> Advice | None:
 
 
 def _prefill_ns(engines: Sequence[Engine]) -> int:
-    """Return the time in which any replica read prompts, also beside tokens, to one stretch of its load.
+    """Return the time in which any replica read prompts, even if it also wrote tokens, projected on one
+    stretch of its load.
 
     A request that goes from one replica to another waits for the prefill of both.
     """
@@ -220,7 +221,7 @@ def _shares(parts: Sequence[PathPart], between_ns: int) -> Iterator[str]:
 
 
 def _stays_in_its_process(evidence: Evidence) -> bool:
-    """Return whether each process that moves weights generates too, with no engine beside it."""
+    """Return whether each process that moves weights also generates, without a separate engine."""
     if evidence.profiling.given:
         return False
     moves, generates = set[str](), set[str]()
@@ -234,8 +235,8 @@ def _stays_in_its_process(evidence: Evidence) -> bool:
 
 
 def vain_wait(evidence: Evidence) -> Advice | None:
-    """Advise if a process waited for 5 % of the step or more while nobody was busy who could have ended the
-    wait.
+    """Advise if a process waited for 5 % of the step or more while no process was busy that could have ended
+    the wait.
     """
     worst = max(evidence.vain_waits, key=lambda wait: wait.vain_ns, default=None)
     if worst is None or worst.vain_ns * 20 < evidence.breakdown.window_ns:

@@ -1,6 +1,6 @@
-"""The rules of advice as one list. A rule speaks only if the report's figures support it.
+"""The rules of advice as one list. A rule gives advice only if the report's figures support it.
 
-A rule is a pure function of the figures. It names its numbers, and an upper bound of what it saves.
+A rule is a pure function of the figures. Its advice names the numbers, and an upper bound of the saving.
 """
 
 from __future__ import annotations

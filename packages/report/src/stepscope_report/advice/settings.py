@@ -1,4 +1,4 @@
-"""Settings of the framework at hand: what a step recorded of them, and a change that advice suggests."""
+"""Settings of the framework at hand: those that a step recorded, and changes that advice suggests."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
     """The framework's version, as recorded."""
     setting: str
     present: bool | int | float | str | None = None
-    """The present value; None if it is unset, or differs between processes."""
+    """The present value, or None if it is unset or differs between processes."""
     suggested: bool | int | float | str | None = None
     """The suggested value; None if no measurement gives one."""
     direction: Direction
-    """`on`: it is a switch."""
+    """The direction of the change; `on` turns a switch on."""
     predicted_saving_ns: int | None = None
-    """The step's saving, predicted by what-if. None if what-if cannot make this change,
-    refuses it, or predicts no saving."""
+    """Saving per step that what-if predicts, or None if what-if cannot make this change, refuses it, or
+    predicts no saving."""
     error_ns: int | None = None
-    """Half of the interval of 95 % around the prediction, to its farther end."""
+    """Half of the interval of 95 % around the prediction: the distance to its farther end."""
 
 
 class Located(NamedTuple):
@@ -39,11 +39,13 @@ class Located(NamedTuple):
 
 
 Settings: TypeAlias = Mapping[str, Located]
-"""{knob: the setting and where it stands}."""
+"""{knob: its setting, with the framework or engine that has it}."""
 
 
 def step_settings(manifest: Manifest | None) -> Settings:
-    """Return the settings that the processes of a step recorded: of a framework rather than of its engine."""
+    """Return the settings that the processes of a step recorded. For a knob that a framework and its engine
+    both have, return the framework's.
+    """
     parts = () if manifest is None else sorted(manifest.processes, key=lambda part: not part.owner)
     recorded = [framework for part in parts for framework in part.settings]
     located: dict[str, Located] = {}

@@ -1,4 +1,4 @@
-"""`stepscope analyse`: makes raw recordings readable, where their profiler's own tools are."""
+"""`stepscope analyse`: makes raw recordings readable, on a machine that has their profiler's own tools."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class DemoResult:
     save_path: Path
     """Absolute."""
     rewards: tuple[float, ...]
-    """Mean of each step, between 0 and 1."""
+    """Mean reward of each step, between 0 and 1."""
     captured: tuple[int, ...]
     """The steps that were captured."""
     seconds: float

@@ -49,7 +49,7 @@ class Digest(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
 
     format: int = FORMAT
     made_by: tuple[str, ...]
-    """Versions of the packages that decide what is read."""
+    """Versions of the packages whose code decides which content is read."""
     files: tuple[str, ...]
     """Relative to the step's folder."""
     stamps: Stamps

@@ -1,4 +1,4 @@
-"""Requests to capture one step, and to close its capture. Checks of what a user writes there."""
+"""Requests to capture one step, and to close its capture, with checks of the user's arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stepscope.files.manifest.records import Ending, OpenedBy
 
 
 class Asked(NamedTuple):
-    """A step to capture, and who takes part."""
+    """A step to capture, with its workers and engines."""
 
     step: int
     config: ProfileConfig
@@ -22,25 +22,25 @@ class Asked(NamedTuple):
     role: str
     rank: int | None
     names_workers: bool
-    """True if `workers` was passed, even an empty one."""
+    """True if `workers` was passed, even if it was empty."""
     on_request: bool
-    """True if the step was requested while the run went on."""
+    """True if the step was requested during the run."""
     opened_by: OpenedBy
 
 
 class Closing(NamedTuple):
-    """A call that closes a capture."""
+    """The arguments of a close of a capture."""
 
     ending: Ending | None = None
     """The cause of an early end; None if the capture ends normally."""
     deadline_s: float | None = None
     """The time limit for each worker and engine, or None for `budget.fanout_seconds`."""
     discard: str | None = None
-    """The reason why the recording is unwanted; None to keep it."""
+    """The reason why the recording is unwanted, or None to keep it."""
 
 
 def step_of(value: object) -> int:
-    """Return the number of a step: an int, or an integer of numpy or torch."""
+    """Return the number of a step from an int, or from an integer of numpy or torch."""
     step = _whole(value)
     if step is None:
         raise ConfigError(
@@ -50,7 +50,7 @@ def step_of(value: object) -> int:
 
 
 def rank_of(value: object) -> int | None:
-    """Return a rank, as `step_of`; None stands for itself."""
+    """Return a rank, converted as in `step_of`; None stays None."""
     if value is None:
         return None
     rank = _whole(value)
@@ -61,7 +61,7 @@ def rank_of(value: object) -> int | None:
 
 
 def check_asked(call: str, role: object, config: object, workers: object) -> None:
-    """Raise `ConfigError` for a role or a configuration that the function `call` cannot take."""
+    """Raise `ConfigError` for a role or a configuration that the function `call` does not accept."""
     _check_role(f"{call}(role)", role)
     if workers is not None and isinstance(workers, Mapping):
         for name in workers:
@@ -74,7 +74,8 @@ def check_asked(call: str, role: object, config: object, workers: object) -> Non
 
 _ROLE = re.compile(r"[\w.:/-]{1,500}")
 _checked: str | None = None
-"""The role that was checked last: a loop names one role at each step. One writer: `_check_role`."""
+"""The role that was checked last, because a loop passes the same role at each step. One writer:
+`_check_role`."""
 
 
 def _check_role(field: str, role: object) -> None:

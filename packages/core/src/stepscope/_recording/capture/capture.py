@@ -1,6 +1,6 @@
 """Captures: one step recorded in this process, its workers and its engines.
 
-For a step that is not selected, all of it is a no-op.
+For a step that is not selected, every method is a no-op.
 """
 
 from __future__ import annotations
@@ -55,19 +55,20 @@ def capture(
     """Record one step, if the configuration selects it: `with`, `async with`, or `open()` and `close()`.
 
     Args:
-        step: Global number of the step, 0 or more. An integer of numpy or torch is taken too.
+        step: Global number of the step, 0 or more; also an integer of numpy or torch.
         workers: Processes to record too: a Ray actor handle, a sequence of them in rank order, or
-            {role: handles}. Nothing has to be added to their classes. An empty one says that there are none.
+            {role: handles}. Nothing has to be added to their classes. An empty sequence means that there are
+            no workers.
         engines: Inference engines to record too: `EngineProfiler`s, or engine objects that an installed
             adapter knows; an adapter's name, such as "vllm", stands for its engines in this process. In their
             order they are replicas 0, 1, 2...
-        config: Instead of what `configure` and the environment say.
+        config: Configuration to use in place of that of `configure` and the environment.
         role: This process' own role.
-        rank: This process' own rank. Else STEPSCOPE_RANK, torch.distributed's, or RANK.
+        rank: This process' own rank; None for that of STEPSCOPE_RANK, torch.distributed, or RANK.
 
     Raises:
         ConfigError: at once, for wrong arguments or a wrong configuration. Workers and engines are checked at
-            the first call, selected or not. What is wrong with them later is logged, and the run goes on.
+            the first call, selected or not. Later errors with them are logged, and the run goes on.
         EngineError: likewise, for an engine that no installed adapter knows.
         CaptureOpenError: on opening, while another capture is open in this process.
         CaptureError: on opening inside a running event loop without `async`, with workers or engines.
@@ -114,27 +115,29 @@ class Capture:
             step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by
         )
         self._mark: Mark | None = None
-        """The scope in which it was opened, while it is open."""
+        """The scope in which the capture was opened, while it is open; else None."""
         self._began: baseline.Began | None = None
-        """Of a step that is not selected, between its opening and its closing."""
+        """Start of a step that is not selected, between its opening and its closing; else None."""
         self._end_kept: Callable[[object], None] | None = None
-        """Ends such a step in the flight recorder, if that is on."""
+        """Function that ends an unselected step in the flight recorder; None if the recorder is off."""
         self._life: Lifecycle | None = None
-        """None for a step that is not selected."""
+        """The life of the capture, or None for a step that is not selected."""
         if self.selected:
             self._life = _lifecycle().Lifecycle(self._asked, taker=self)
         self._spent_ns = time.monotonic_ns() - began_ns
-        """Time spent on making it."""
+        """Time spent on making this object."""
 
     @property
     def result(self) -> CaptureResult:
-        """The capture's result; once it is open, or for a step that is not selected at any time."""
+        """The capture's result: available once it is open, and at any time for a step that is not
+        selected.
+        """
         result = None if self._life is None else self._life.result
         return CaptureResult(self.step) if result is None else result
 
     @property
     def state(self) -> str:
-        """One of new, opening, open, closing and closed; new for a step that is not selected."""
+        """One of new, opening, open, closing and closed. Always new for a step that is not selected."""
         return "new" if self._life is None else self._life.state
 
     def open(self) -> Self:
@@ -152,7 +155,9 @@ class Capture:
         return self
 
     async def aopen(self) -> Self:
-        """As `open`, without blocking the event loop. Cancelled, it rolls back first."""
+        """Open the capture without blocking the event loop. If this is cancelled, the opening is undone
+        first.
+        """
         self._mark = Mark()
         if self._life is None:
             self._begin_unselected()
@@ -163,12 +168,12 @@ class Capture:
         return self
 
     def close(self, error: str | None = None, deadline_s: float | None = None) -> None:
-        """Close the capture. Idempotent; what a task is closing is left to it. Trouble of our own goes to
-        the manifest and is not raised.
+        """Close the capture. Idempotent: a capture that a task is already closing is left to that task.
+        Internal failures are recorded in the manifest and not raised.
 
         Args:
-            error: Why it ended, if not normally.
-            deadline_s: For each worker and engine, instead of `budget.fanout_seconds`.
+            error: Reason of an early end, or None for a normal end.
+            deadline_s: Time limit for each worker and engine, or None for `budget.fanout_seconds`.
         """
         self._leave_scopes()
         if self._life is None:
@@ -179,8 +184,8 @@ class Capture:
     async def aclose(self, error: str | None = None) -> None:
         """As `close`, without blocking the event loop.
 
-        A cancellation does not interrupt it. It is raised when closing ends, or at the task's next await if
-        `error` is given: that goes up first.
+        A cancellation does not interrupt the closing. It is raised when the closing ends; if `error` is
+        given, at the task's next await, so that the error is raised first.
         """
         await self._aclose(error)
 
@@ -201,7 +206,9 @@ class Capture:
             self._life.close(Closing(ending, deadline_s), timeout_s=deadline_s + shutdown.GRACE_S)
 
     def disown(self) -> None:
-        """See `claims.Taker`. The child may leave the block too, by `exit()` say, and must close nothing."""
+        """See `claims.Taker`. A forked child that leaves the `with` block too, for example by `exit()`, must
+        close nothing.
+        """
         if self._life is not None:
             self._life.disown()
 
@@ -228,24 +235,28 @@ class Capture:
         await self._aclose(error)
 
     def _leave_scopes(self) -> None:
-        """Leave the scopes of the step that an exception of a signal's handler kept from being left."""
+        """Leave the scopes of the step that are still entered because an exception of a signal's handler
+        interrupted their exit.
+        """
         mark, self._mark = self._mark, None
         if mark is not None:
             mark.leave_inner()
 
     def _stand(self) -> None:
-        """Start the flight recorder, which lists captured steps too."""
+        """Start the flight recorder, which writes lines for captured steps too."""
         if self.config.record != "off" and self.state == "new":
             _kept_steps().stand(self._asked)
 
     def _begin_unselected(self) -> None:
-        """Begin a step that no capture records: its duration counts, and the flight recorder may keep it."""
+        """Begin a step that no capture records. Its duration is kept, and the flight recorder may keep its
+        spans.
+        """
         self._began = baseline.begin()
         if self._began is not None and self.config.record != "off":
             self._end_kept = _kept_steps().begin(self._asked)
 
     def _end_unselected(self, error: object) -> None:
-        """End it. A step that an exception cut short compares with no other."""
+        """End a step that no capture records. If an exception ended it, it is not compared with others."""
         began, self._began = self._began, None
         end_kept, self._end_kept = self._end_kept, None
         if began is not None and error is None:
@@ -269,14 +280,16 @@ def _lifecycle() -> ModuleType:
 
 
 _checked: deque[tuple[ProfileConfig, bool, bool]] = deque(maxlen=8)
-"""Configurations whose first capture was made, and whether it was given workers, and engines. One writer:
+"""Configurations whose first capture was checked, and whether it had workers and engines. One writer:
 `_check_first`."""
 
 
 def _check_first(config: ProfileConfig, workers: object, engines: object) -> bool:
-    """Check everything that can be wrong about a run's captures at its first, selected or not. True for it.
+    """Check everything that can be wrong with a run's captures at the first one, selected or not. Return True
+    for the first capture.
 
-    A run that selects no steps is checked when it is asked for one: the capture then goes on without them.
+    A run that selects no steps is checked at its first requested step; wrong workers or engines are then left
+    out.
 
     Raises:
         ConfigError: as `capture`.

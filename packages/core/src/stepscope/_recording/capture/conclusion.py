@@ -1,4 +1,4 @@
-"""End of a capture: all that follows from its manifest, which is folded once."""
+"""End of a capture: everything that is derived from its manifest, which is folded once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _is_torch_explained = False
 
 
 def conclude(asked: Asked, session: Session, participants: Participants | None) -> Manifest:
-    """Write the manifest, tell of problems, and remove steps that the budget leaves no room for."""
+    """Write the manifest, log problems, and remove steps for which the budget has no room."""
     manifest = _write(session, partial(_enter_omissions, asked, session, participants))
     if asked.on_request:
         is_apart = participants is not None and bool(participants.apart)
@@ -57,13 +57,15 @@ def _write(session: Session, enter: Callable[[Sequence[ProcessPart]], None]) -> 
 
 
 def tell_asker(asked: Asked, reason: str | None) -> None:
-    """Answer a request for the step: the reason why its capture is not whole, if it is not."""
+    """Answer the request for the step with the reason why its capture is incomplete, or None if it is
+    complete.
+    """
     if asked.on_request:
         on_demand.tell_outcome(asked.step, reason)
 
 
 def tell_summary(session: Session, files: CapturedFiles, manifest: Manifest) -> None:
-    """Log one line about a captured step. Of ranks that capture by themselves, the last to close does."""
+    """Log one line about a captured step. If each rank captures by itself, the last one to close logs it."""
     if outcome.is_open_elsewhere(manifest.processes, session.process):
         return
     has_peers = any(outcome.is_peer(part, session.process) for part in manifest.processes)
@@ -76,7 +78,7 @@ def tell_summary(session: Session, files: CapturedFiles, manifest: Manifest) -> 
 def _enter_omissions(
     asked: Asked, session: Session, participants: Participants | None, parts: Sequence[ProcessPart]
 ) -> None:
-    """Enter what was asked for and did not take part."""
+    """Add the expected participants that took no part to the manifest."""
     manifest_part = session.manifest_part
     omissions.tell_missed(parts)
     if manifest_part.record.absent or manifest_part.state(omissions.WORKERS) is not None:
@@ -86,9 +88,9 @@ def _enter_omissions(
 
 
 def _knows_all(session: Session, participants: Participants | None, parts: Sequence[ProcessPart]) -> bool:
-    """Return whether the parts of all that take part are here.
+    """Return whether the parts of all participants are here.
 
-    Of the ranks of a launcher, the last one to close has them.
+    If a launcher's ranks capture by themselves, only the last one to close has all parts.
     """
     if participants is not None:
         return not participants.apart
@@ -100,7 +102,9 @@ def _knows_all(session: Session, participants: Participants | None, parts: Seque
 
 
 def _about_torch() -> str:
-    """Return words about the lines that torch's profiler printed at its start; none after the first time."""
+    """Return an explanation of the lines that torch's profiler printed at its start; empty after the first
+    time.
+    """
     global _is_torch_explained
     torch_window = sys.modules.get("stepscope.backends.torch.window")
     if _is_torch_explained or torch_window is None or not torch_window.kineto_has_started:

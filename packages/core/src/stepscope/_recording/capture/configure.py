@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 _configured: ProfileConfig | None = None
 """Configuration that `configure` set, or that was read from the environment. One writer: this module."""
 _checked: dict[tuple[int, bool], ProfileConfig] = {}
-"""Checked configurations by identity. They are kept alive: an identity is reused once its object is gone."""
+"""Checked configurations by identity. The objects are kept alive, because the identity of a deleted object is
+reused."""
 _MOST_PLACED = 64
 _placed: dict[int, tuple[ProfileConfig, ProfileConfig]] = {}
-"""{identity of a configuration with a relative `save_path`: that configuration, and the same with an absolute
-`save_path`}. Only `placed` changes it."""
+"""{identity of a configuration with a relative `save_path`: (that configuration, its copy with an absolute
+`save_path`)}. One writer: `placed`."""
 
 
 def configure(
     source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None = None,
     **settings: Unpack[Settings],
 ) -> ProfileConfig:
-    """Set this process' configuration, for every later `capture` that is given none.
+    """Set this process' configuration for every later `capture` without a `config`.
 
     Args:
         source: A YAML or JSON file, or a mapping of the same content; or a ready `ProfileConfig`, which is
@@ -47,8 +48,8 @@ def configure(
 
     Raises:
         ConfigError: A value is wrong, a tool is missing or the folder is not writable. The message names the
-            field, its value, the allowed ones and the fix. With STEPSCOPE_DISABLE=1 that is a warning, and
-            what is returned are the defaults.
+            field, its value, the allowed ones and the fix. With STEPSCOPE_DISABLE=1 this is a warning, and
+            the defaults are returned.
     """
     global _configured
     if switch.DISABLED:
@@ -64,9 +65,9 @@ def configure(
 
 
 def placed(config: ProfileConfig) -> ProfileConfig:
-    """Return the configuration with an absolute `save_path`, the same one each time.
+    """Return the configuration with an absolute `save_path`: the same object at each call.
 
-    A program that changes its working directory later stays one run in one folder.
+    So a program that later changes its working directory is still one run in one folder.
     """
     if os.path.isabs(config.save_path):
         return config
@@ -81,7 +82,9 @@ def placed(config: ProfileConfig) -> ProfileConfig:
 def _unchecked(
     source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None, settings: Settings
 ) -> ProfileConfig:
-    """Return the configuration as far as it can be resolved, for code that reads it while all is off."""
+    """Return the configuration with all settings that can be resolved, for code that reads it while stepscope
+    is off.
+    """
     try:
         return resolve(source, None, **settings)
     except ConfigError as error:
@@ -109,11 +112,11 @@ def current() -> ProfileConfig:
 
 
 def start_up(config: ProfileConfig | None = None) -> None:
-    """Take a configuration while the program starts, before it imports what is instrumented.
+    """Set the configuration while the program starts, before it imports modules that are instrumented.
 
     Args:
-        config: That of another process of the run; None for the environment's. A configuration that this
-            process has already stays.
+        config: Configuration of another process of the run, or None for that of the environment. Has no
+            effect if this process is already configured.
     """
     global _configured
     if _configured is None and not switch.DISABLED:
@@ -122,17 +125,19 @@ def start_up(config: ProfileConfig | None = None) -> None:
 
 
 def instrument(config: ProfileConfig, *, lenient: bool = False) -> None:
-    """Put the `instrument` list of a configuration into effect, as `instrument.configured` says."""
+    """Instrument the functions in the `instrument` list of a configuration, as described in
+    `instrument.configured`.
+    """
     if config.instrument or "stepscope._recording.instrument.configured" in sys.modules:
         configured.apply(config, lenient=lenient)
         no_step.watch(config)
 
 
 def check(config: ProfileConfig, *, on_ray: bool) -> None:
-    """Check everything about a configuration that can be wrong on this machine, once per configuration.
+    """Check everything in a configuration that can be wrong on this machine, once for each configuration.
 
     Raises:
-        ConfigError: see `configure`.
+        ConfigError: as in `configure`.
     """
     if (id(config), on_ray) in _checked:
         return

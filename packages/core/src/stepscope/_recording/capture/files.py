@@ -1,4 +1,4 @@
-"""Files of one capture, written by all of its processes."""
+"""Files of one capture, which all of its processes write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CapturedFiles:
-    """The owner's view of them. Its methods block, and may be called from any thread."""
+    """The files of a capture, as its owner sees them. Methods block, and may be called from any thread."""
 
     def __init__(self, session: Session, participants: Participants | None) -> None:
         self.session = session
@@ -26,23 +26,23 @@ class CapturedFiles:
 
     @property
     def apart(self) -> list[str]:
-        """Workers whose files are fetched once the capture is closed: their hosts share no folder with this
-        one.
+        """Names of the workers whose files are fetched after the close, because their hosts do not share this
+        folder.
         """
         return [] if self._participants is None else self._participants.apart
 
     def manifest(self) -> Manifest:
-        """Return the manifest of this moment, folded from the processes' parts."""
+        """Return the current manifest, folded from the processes' parts."""
         return self.session.manifest_part.manifest(self.session.layout)
 
     def fold(self) -> None:
-        """Write `manifest.json` anew. A disk that refuses is noted."""
+        """Write `manifest.json` again. A disk error is recorded and not raised."""
         self.session.manifest_part.fold(self.session.layout)
 
     def unfinished(self) -> bool:
-        """Return whether another process, a worker or a peer of torchrun's, still records or writes.
+        """Return whether another process (a worker, or another rank of torchrun) still records or writes.
 
-        It is read off the disk, because a call would hold up a busy one.
+        The answer is read from the disk, because a call would have to wait for a busy process.
         """
         own = self.session.manifest_part.record
         lost = {absent.process for absent in own.absent}
@@ -62,9 +62,9 @@ class CapturedFiles:
             pause()
 
     def gather(self, left_s: Callable[[], float]) -> None:
-        """Fetch the files of workers that are apart.
+        """Fetch the files of the workers in `apart`.
 
-        A second call, during the first or after it, fetches the rest.
+        A second call, during or after the first one, fetches the remaining files.
         """
         participants = self._participants
         if participants is None or participants.fleet is None or not participants.apart:

@@ -1,4 +1,4 @@
-"""Steps that the flight recorder keeps, in the process that bounds them."""
+"""Steps that the flight recorder keeps, in the process that bounds steps."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from stepscope.files.manifest.records import Ending
 from stepscope.files.requests import Request, change_requests
 
 MEASURING_S = 1.0
-"""Longest wait for workers whose clocks are compared again, when a step is written."""
+"""Longest wait for workers whose clocks are measured again when a step is written."""
 _EXPIRES_NS = 3600 * 10**9
-"""Life of the request for the step after a slow one."""
+"""Lifetime of the request to capture the step after a slow one."""
 
 
 def begin(asked: Asked) -> Callable[[object], None] | None:
-    """Begin a step.
+    """Begin a step in the flight recorder.
 
     Returns:
-        The function that ends it, given the exception that left it, or its description; None if none did.
-        None if the recorder could not be started, which is logged.
+        A function that ends the step. Its argument is the exception that ended the step, its description, or
+        None. None is returned if the recorder could not be started, which is logged.
     """
     recorder = standing.standing()
     if recorder is None or recorder.config is not asked.config:
@@ -63,13 +63,15 @@ def _end(recorder: Recorder, step: RecordedStep, error: object) -> None:
 
 
 def stand(asked: Asked) -> None:
-    """Have a recorder stand before a step is captured: the step has a line too, even if it is the first."""
+    """Start the recorder before a step is captured, so that the step gets a line even if it is the first
+    one.
+    """
     if standing.standing() is None:
         _start(asked)
 
 
 def _start(asked: Asked) -> Recorder | None:
-    """Start the recorder of this process. None if it could not be started, which is logged."""
+    """Start the recorder of this process and return it. None if it could not be started, which is logged."""
     try:
         process = identify(asked.role, rank=asked.rank)
         recorder = standing.start(asked.config, process, run.run_id(), owner=True)
@@ -82,7 +84,7 @@ def _start(asked: Asked) -> Recorder | None:
 
 
 def _tell(recorder: Recorder, workers: object, engines: object) -> None:
-    """Start a recorder in each worker, note which of them record, and sample the engines."""
+    """Start a recorder in each worker, remember which workers record, and sample the engines."""
     request = PrepareRequest(config=recorder.config, run_id=recorder.run_id, record_only=True)
     try:
         others = Participants(workers, _profilers(engines))
@@ -108,7 +110,9 @@ def _tell(recorder: Recorder, workers: object, engines: object) -> None:
     recorder.clocks += [clock for clock in _clocks(outcomes) if here not in clock.process]
 
     def measure() -> Sequence[ClockOffset]:
-        """Ask again: who is busy does not answer in time, and is placed by earlier measurements."""
+        """Measure the workers' clocks again. A busy worker does not answer in time; its earlier measurements
+        are used then.
+        """
         try:
             return _clocks(private_loop.run(fleet.prepare(request, MEASURING_S)))
         except ours() as error:
@@ -119,7 +123,7 @@ def _tell(recorder: Recorder, workers: object, engines: object) -> None:
 
 
 def _profilers(engines: object) -> list[EngineProfiler] | None:
-    """Return the profilers of the engines. None, which is logged, if one of them cannot be taken."""
+    """Return the profilers of the engines, or None, which is logged, if an engine is not supported."""
     try:
         return None if engines is None else profilers_of(engines)
     except ours() as error:
@@ -132,7 +136,7 @@ def _clocks(outcomes: Sequence[WorkerOutcome]) -> list[ClockOffset]:
 
 
 def _capture_next(config: ProfileConfig, step: int) -> None:
-    """Ask for the profilers in the steps after a slow one."""
+    """Request captures with the profilers for the steps after a slow one."""
     if not config.control.requests:
         failures.warn_once("recorder.then_capture does nothing: control.requests is false")
         return

@@ -1,9 +1,9 @@
 """Life of one captured step: new -> opening -> open -> closing -> closed.
 
-`CaptureWork` opens and closes on the private loop. The caller waits for it, and does here what belongs to its
-own thread: it starts and stops the profiler, and switches recording on and off. An exception that interrupts
-the caller (a Ctrl-C, an alarm) undoes an opening, and is raised once that is done. A closing goes on to its
-end before it is raised.
+`CaptureWork` opens and closes on the private loop. The caller waits for this work, and itself does the parts
+that belong to its own thread: it starts and stops the profiler, and switches recording on and off. If an
+exception (a Ctrl-C, an alarm) interrupts the caller during an opening, the opening is undone before the
+exception is raised; during a closing, the closing is completed first.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ T = TypeVar("T")
 
 
 class Lifecycle:
-    """Opens and closes one capture."""
+    """The opening and closing of one capture."""
 
     def __init__(self, asked: Asked, taker: Taker) -> None:
         """Args: taker: The holder of the claim on the process."""
         self._asked = asked
         self._taker = taker
         self._work: CaptureWork | None = None
-        """None until it opens, and in a forked child."""
+        """The work of the capture; None before it opens, and in a forked child."""
         self._closing_on: asyncio.AbstractEventLoop | None = None
-        """Loop of the task that closes this; None if there is none."""
+        """Event loop of the task that is closing the capture, or None if no task is."""
 
     @property
     def state(self) -> str:
@@ -59,7 +59,7 @@ class Lifecycle:
         return None if self._work is None else self._work.result
 
     def open(self, began_ns: int) -> None:
-        """Open, on the thread whose work is recorded."""
+        """Open the capture, on the thread whose work is recorded."""
         work = self._take_process(began_ns)
         if work is None:
             return
@@ -74,7 +74,9 @@ class Lifecycle:
             self._fail(error, closing.discard)
 
     async def aopen(self, began_ns: int) -> None:
-        """As `open`, without blocking the event loop. Cancelled, it rolls back first."""
+        """Open the capture without blocking the event loop. If this is cancelled, the opening is undone
+        first.
+        """
         work = self._take_process(began_ns)
         if work is None:
             return
@@ -91,13 +93,13 @@ class Lifecycle:
                 raise cancelled from None
 
     def _take_process(self, began_ns: int) -> CaptureWork | None:
-        """Claim this process for this capture. Nothing is written or started by it.
+        """Claim this process for this capture, without writing or starting anything.
 
         Returns:
-            The work of the capture; None if it cannot be done, for a reason that is noted.
+            The work of the capture, or None if the capture is not possible, for a recorded reason.
 
         Raises:
-            CaptureError: another capture has the process, or this one was used.
+            CaptureError: another capture has claimed the process, or this capture was used before.
         """
         asked = self._asked
         if self.state != "new":
@@ -137,14 +139,16 @@ class Lifecycle:
 
     @staticmethod
     def _undo(work: CaptureWork, error: BaseException) -> Closing:
-        """Return how to close what an error kept from being opened."""
+        """Return the arguments for closing after an error interrupted the opening."""
         if work.state in ("closing", "closed") and not is_users(error):
             return Closing()  # a signal's handler, or another thread, closed this: the error comes of that
         reason = f"opening failed: {describe(error)}"
         return Closing(Ending("rollback", reason), discard=reason)
 
     def _fail(self, error: BaseException, reason: str | None) -> None:
-        """Note or raise the error of an opening. None is closed on purpose, and is no error."""
+        """Record or raise the error of an opening. `reason` is None if other code closed the capture on
+        purpose, which is no error.
+        """
         if reason is None:
             return
         conclusion.tell_asker(self._asked, reason)
@@ -155,16 +159,18 @@ class Lifecycle:
         failures.note("opening a capture", error)
 
     def leave(self) -> None:
-        """Read the clock at which the step ends, before all else that closing does."""
+        """Read the clock at which the step ends, before any other part of closing."""
         if self.session is not None and self.state in ("opening", "open"):
             self.session.leave()
 
     def is_left_to_a_task(self) -> bool:
-        """Return whether a task of this thread's event loop closes this: to wait for it would block it."""
+        """Return whether a task of this thread's event loop is closing the capture, so that a wait would
+        block that task.
+        """
         return self._closing_on is not None and self._closing_on is running_loop()
 
     def close(self, closing: Closing, timeout_s: float | None = None) -> None:
-        """Close, and wait until that is done, or for `timeout_s`.
+        """Close the capture, and wait until it is closed, or for `timeout_s`.
 
         A signal's handler that calls this while its thread starts or stops the profiler is not waited for:
         this happens after that.
@@ -179,7 +185,7 @@ class Lifecycle:
             self._hand_back(work)
 
     async def aclose(self, closing: Closing) -> asyncio.CancelledError | None:
-        """Close without blocking the event loop. Return the cancellation that came meanwhile."""
+        """Close without blocking the event loop. Return the cancellation that arrived meanwhile, or None."""
         work = self._work
         if work is None:
             return None
@@ -199,7 +205,7 @@ class Lifecycle:
         return cancelled
 
     def disown(self) -> None:
-        """Leave it to the parent, in the child of a fork."""
+        """Leave the capture to the parent, in a forked child."""
         if self._work is not None:
             self._work = CaptureWork(self._asked, None, Claim(self._asked.step), 0)
             self._work.state = "closed"
@@ -213,16 +219,17 @@ class Lifecycle:
 
     @staticmethod
     def _hand_back(work: CaptureWork) -> None:
-        """Read the clock at which closing ends, after all else that it does."""
+        """Read the clock at which closing ends, after every other part of closing."""
         if work.session is not None and work.state == "closed":
             work.session.hand_back()
 
     @staticmethod
     def raise_cancellation(cancelled: asyncio.CancelledError, *, now: bool) -> None:
-        """Raise the cancellation that came while a capture closed.
+        """Raise the cancellation that arrived while a capture was being closed.
 
         Args:
-            now: False if another error goes up, which it would replace. It is raised at the task's next wait.
+            now: False if another error is being raised, which the cancellation would replace. It is then
+                raised at the task's next wait.
         """
         if now:
             raise cancelled
@@ -230,14 +237,16 @@ class Lifecycle:
 
 
 def _result(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work` on the private loop. An interruption is raised at once."""
+    """Return the result of `work` on the private loop. An exception that interrupts the wait is raised at
+    once.
+    """
     job = private_loop.submit(work)
     job.wait()
     return job.result()
 
 
 async def _aresult(work: Coroutine[Any, Any, T]) -> T:
-    """As `_result`, without blocking the event loop."""
+    """Return the result of `work` as `_result` does, without blocking the event loop."""
     loop = opened_on.set(running_loop())
     try:
         job = private_loop.submit(work)

@@ -1,4 +1,6 @@
-"""Things that a capture lacks and its user should know: workers it was not given, roles that nobody has."""
+"""Omissions that a capture's user should know of: workers that were not passed, and roles that no process
+has.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +19,29 @@ from stepscope.errors import ours
 from stepscope.files.manifest.records import OpenedBy, ProcessPart
 
 WORKERS, PROFILER = "workers", "profiler"
-"""Their names in the manifest."""
+"""Names of these omissions in the manifest."""
 
 _prepared = False
-"""True if `prepare` was given workers in this process. One writer: `workers_prepared`."""
+"""True if `prepare` was called with workers in this process. One writer: `workers_prepared`."""
 
 
 def none_meant(group: object) -> bool:
-    """Return whether `workers={}` or `workers=[]` was written: there are to be none."""
+    """Return whether `workers={}` or `workers=[]` was passed, which means that there are no workers."""
     return isinstance(group, Mapping | Sequence) and not isinstance(group, str) and not group
 
 
 def workers_prepared() -> None:
-    """`prepare` was given workers here, so every capture is expected to be given them."""
+    """Record that `prepare` was called with workers here, so that every capture is expected to get
+    workers.
+    """
     global _prepared
     _prepared = True
 
 
 def enter_missing_workers(manifest_part: ManifestPart, *, engines: bool, opened_by: OpenedBy) -> None:
-    """Enter that a capture that names no workers probably lacks them, if something says so."""
+    """Record a warning if this capture was given no workers, and something shows that the run probably has
+    workers.
+    """
     reason = _missing_workers(engines=engines, opened_by=opened_by)
     if reason is not None:
         failures.warn_once(reason)
@@ -73,7 +79,9 @@ def _missing_workers(*, engines: bool, opened_by: OpenedBy) -> str | None:
 def enter_unmatched(
     manifest_part: ManifestPart, config: ProfileConfig, parts: Sequence[ProcessPart], *, engines: bool
 ) -> None:
-    """Enter roles of the configuration that match nothing in a whole capture, and that no profiler ran."""
+    """Record roles of the configuration that match nothing in a complete capture, and the reason if no
+    profiler ran.
+    """
     roles = {role for part in parts for role in (part.process.role, *part.roles)}
     unmatched = unmatched_roles(config.roles, roles | {"rollout"} if engines else roles, "in this capture")
     for pattern, reason in unmatched.items():
@@ -89,9 +97,10 @@ def enter_unmatched(
 
 
 def tell_missed(parts: Iterable[ProcessPart]) -> None:
-    """Log what presets name and a process lacks, once a name, if no process has logged it.
+    """Log the functions that presets name and a process lacks, once for each function, unless another process
+    has logged them.
 
-    The main process and rank 0 have logged what they lack themselves.
+    The main process and rank 0 have already logged their own.
     """
     if os.environ.get("RANK", "0") != "0":
         return
@@ -103,11 +112,11 @@ def tell_missed(parts: Iterable[ProcessPart]) -> None:
 
 
 def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], where: str) -> dict[str, str]:
-    """Patterns of the configuration that match none of the roles: {pattern: what to say}. None of the
-    defaults, which nobody wrote, and none that asks for spans alone.
+    """Return {pattern: message} for patterns of the configuration that match none of the roles. Default
+    patterns, and patterns that ask for spans alone, are left out.
 
     Args:
-        where: Behind "roles", whose they are: `in this capture`.
+        where: Words that follow "roles" in the message: `in this capture`.
     """
     if patterns == DEFAULT_ROLES:
         return {}
@@ -123,7 +132,9 @@ def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], wh
 
 
 def no_profiler(config: ProfileConfig, parts: Iterable[ProcessPart]) -> str | None:
-    """Return why no profiler and no engine recorded anything, though some role is to be profiled."""
+    """Return the reason why no profiler and no engine recorded anything although some role is to be profiled;
+    else None.
+    """
     items = [item for part in parts for item in part.expected if item.kind in ("trace", "engine")]
     wanted = any(role.profiler for role in config.roles.values())
     if not wanted or any(item.state != "skipped" for item in items):
@@ -136,7 +147,7 @@ def no_profiler(config: ProfileConfig, parts: Iterable[ProcessPart]) -> str | No
 
 
 def _is_left_out(config: ProfileConfig, part: ProcessPart) -> bool:
-    """Return whether a process is not profiled because of its rank, where other ranks of its role are."""
+    """Return whether a process is not profiled because of its rank, although other ranks of its role are."""
     rank, size = part.process.rank, part.process.world_size
     matches = (config.role(role) for role in (part.process.role, *part.roles))
     is_profiled = any(match is not None and match[1].profiler for match in matches)

@@ -1,9 +1,9 @@
-"""Captures on demand: a request in the run's folder, or a signal, makes a step selected that was not.
+"""Captures on demand: a request in the run's folder, or a signal, selects a further step.
 
-`control.json` is looked at when a step begins (one `stat`), and by a thread in between, so that the asker
-learns within seconds that the run has heard. Only a process that opens captures listens; its workers and
-engines take part as in any other capture. Whatever a request holds, nothing raises in the training loop: the
-answer says why it was refused.
+`control.json` is checked when a step begins (one `stat`), and by a thread in between, so that a request is
+answered within seconds. Only processes that open captures listen; their workers and engines take part as in
+any other capture. No request can raise an error in the training loop: the answer gives the reason if it is
+refused.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from stepscope.files.requests import (
 from stepscope.files.sidecar import ProcessInfo
 
 _listener: Listener | None = None
-"""The listener of this process. Only `_listening` sets it."""
+"""The listener of this process, or None. One writer: `_listening`."""
 
 
 def apply(config: ProfileConfig, request: Request, step: int) -> ProfileConfig:
-    """Return `config` for the requested step.
+    """Return `config` with the changes of the request, for the requested step.
 
     Raises:
-        ConfigError: the request names what does not exist.
+        ConfigError: the request has a value that does not exist.
     """
     changes: dict[str, object] = {"steps": [step]}
     if request.tool is not None:
@@ -69,14 +69,15 @@ class Listener:
         self._layout = RunLayout(config.save_path)
         self._control = os.fspath(self._layout.control)
         self._step: int | None = None
-        """The latest that has begun."""
+        """The latest step that has begun, or None."""
         self._lock = threading.RLock()  # a signal's handler may come in the middle of a look
         self._seen: tuple[int, int] | None = None
-        """The file's time and size at the last look."""
+        """Modification time and size of the file at the last check, or None."""
         self._requests: list[Request] = []
         self._claimed: dict[str, int] = {}
         self._answers: dict[str, Answer] = {}
-        """{request id: answer}. Replaced as a whole, never changed: a signal handler may run in between."""
+        """{request id: answer}. Always replaced as a whole, because a signal's handler may read it at any
+        time."""
         self._itself = Listening(
             host=process.host,
             pid=process.pid,
@@ -91,11 +92,11 @@ class Listener:
         threading.Thread(target=self._poll, name="stepscope-requests", daemon=True).start()
 
     def wanted(self, config: ProfileConfig, step: int, *, alone: bool) -> ProfileConfig | None:
-        """Return the configuration of the request for `step`; None if nobody asks for it.
+        """Return the configuration of the request for `step`, or None if there is no such request.
 
         Args:
-            alone: Whether this process decides alone when `next` is. Others that open captures of their own
-                hear of it within their next step, so it is the one after this.
+            alone: True if this process alone decides which step is `next`. If other ranks open their own
+                captures, these learn of the request during their next step, so `next` is the step after that.
         """
         self._step = step
         if self._nothing_asked():
@@ -119,7 +120,7 @@ class Listener:
             }
 
     def write_last(self, why: str) -> None:
-        """Write the answers for the case that no other step begins. A process may survive SIGTERM."""
+        """Write the answers for the case that no further step begins. A process may survive SIGTERM."""
         with self._lock:
             self._look()
             answers = {
@@ -133,7 +134,9 @@ class Listener:
         self._stop.set()
 
     def _nothing_asked(self) -> bool:
-        """Return whether there is no request: no file now or at the last look, no signal. Takes no lock."""
+        """Return whether there is no request: neither a file, now or at the last check, nor a signal. Takes
+        no lock.
+        """
         if self._requests or self._seen is not None or sigusr1.pending():
             return False
         return not os.access(self._control, os.F_OK)
@@ -157,7 +160,7 @@ class Listener:
         return chosen
 
     def _is_for(self, request: Request, step: int, alone: bool) -> bool:
-        """Return whether `request` asks for `step`; answer it if all of its steps are in the past."""
+        """Return whether `request` is for `step`. If all of its steps are in the past, answer it."""
         answer = self._answers[request.id]
         if step in answer.steps:
             return False
@@ -195,7 +198,7 @@ class Listener:
             _write_last(self, "its process went on in another run's folder")
 
     def _look(self) -> None:
-        """Read `control.json` if it has changed, and answer new requests. No content of it raises."""
+        """Read `control.json` if it has changed, and answer new requests. No content of the file raises."""
         seen = _stamp(self._control)
         if seen == self._seen:
             return
@@ -218,8 +221,8 @@ class Listener:
         self._answers = {**self._answers, request.id: answer}
 
     def _write(self, last: dict[str, Answer] | None = None, ended_ns: int | None = None) -> None:
-        """Write on the thread that polls, because nothing is written where a step begins. The run's folder is
-        made for it: an asker has no other sign of the run.
+        """Write the answers on the polling thread, because nothing is written while a step begins. The run's
+        folder is created if needed, because its files are the only sign of the run.
         """
         answers = self._answers if last is None else last
         record = msgspec.structs.replace(
@@ -231,7 +234,7 @@ class Listener:
 
 
 def _first_answer(request: Request) -> Answer:
-    """Return the answer to a new request. One for steps that are over is obeyed at once."""
+    """Return the answer to a new request. A request for past steps is carried out at once."""
     if time.time_ns() > request.expires_ns:
         return Answer(state="expired", reason="it had expired")
     if request.last is None:
@@ -251,7 +254,7 @@ def _first_answer(request: Request) -> Answer:
 def wanted(
     config: ProfileConfig, step: int, role: str, rank: int | None, *, alone: bool
 ) -> ProfileConfig | None:
-    """Return `Listener.wanted` of this process' listener. Never raise."""
+    """Return the result of `Listener.wanted` of this process' listener. Never raise."""
     if switch.DISABLED or not config.control.requests:
         return None
     try:
@@ -262,9 +265,7 @@ def wanted(
 
 
 def _listening(config: ProfileConfig, role: str, rank: int | None) -> Listener:
-    """Return this process' listener at the run in `config.save_path`. One that listened elsewhere is
-    closed.
-    """
+    """Return the listener for the run in `config.save_path`. A listener for another folder is closed."""
     global _listener
     standing = _listener
     if standing is None or standing.save_path != config.save_path:
@@ -281,19 +282,21 @@ def listens_here(save_path: str) -> bool:
 
 
 def tell_others(step: int, others: dict[str, str]) -> None:
-    """Note the answers of workers and replicas to the capture of a requested step."""
+    """Record the answers of workers and replicas to the capture of a requested step."""
     if _listener is not None:
         _listener.amend(step, others=others)
 
 
 def tell_outcome(step: int, reason: str | None) -> None:
-    """Note the end of a requested capture; `reason`: the failure, or why it holds nothing."""
+    """Record the end of a requested capture. `reason` is the failure, or why the capture is empty; else
+    None.
+    """
     if _listener is not None and reason is not None:
         _listener.amend(step, reason=f"step {step}: {reason}")
 
 
 def end(why: str) -> None:
-    """Answer the requests that the end of the process leaves open."""
+    """Answer the open requests at the end of the process."""
     if _listener is not None:
         _write_last(_listener, f"{why} before such a step began")
 
@@ -321,7 +324,9 @@ def _stamp(path: str) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=MAX_REQUESTS)
 def _ranges(steps: str) -> tuple[StepRange, ...]:
-    """Return the steps of a request; read once, since one for a far step stands at every step until then."""
+    """Return the steps of a request. Cached, because a request for a far step is checked at every step until
+    then.
+    """
     return ProfileConfig.from_mapping({"steps": steps}).steps
 
 

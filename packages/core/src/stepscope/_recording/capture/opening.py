@@ -1,4 +1,4 @@
-"""First part of opening a capture: the claim on the process, a session for it, and the errors that go up."""
+"""First part of opening a capture: the claim on the process, its session, and the errors that are raised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def make_session(asked: Asked, participants: Participants | None, began_ns: int) -> Session:
-    """Return the session of this process, with its other processes joined to it."""
+    """Return the session of this process, joined with the sessions of the other participants."""
     session = Session(
         config=asked.config,
         step=asked.step,
@@ -42,7 +42,7 @@ def make_session(asked: Asked, participants: Participants | None, began_ns: int)
 
 
 def refusal(step: int, other: Claim) -> str:
-    """Return why a capture of `step` may not open while another claim holds this process."""
+    """Return the reason why a capture of `step` may not open while another claim holds this process."""
     state = None if other.taker is None else other.taker.state
     if state is None:
         return (
@@ -56,8 +56,9 @@ def refusal(step: int, other: Claim) -> str:
 
 
 def is_for_the_user(error: BaseException, asked: Asked) -> bool:
-    """Return whether an error of opening goes up: a slip in the arguments, or the user's own.
+    """Return whether an error of opening is raised to the user: a wrong argument, or an exception of the
+    user's own.
 
-    Trouble of ours or of the disk does not stop a run; nor does a configuration that a request brought.
+    Internal failures, disk errors, and a wrong configuration from a request do not stop a run.
     """
     return isinstance(error, CaptureError) or is_users(error)

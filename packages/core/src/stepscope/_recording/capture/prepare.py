@@ -1,7 +1,8 @@
 """prepare(): checks and one-off costs before the first step.
 
-Without it the first captured step does both: its body is not slower for it, but the run waits some seconds
-before it. torch.profiler's first start in a process takes 1.2 to 2.5 s, more on a busy machine.
+Without prepare(), both happen before the first captured step, which delays the run by some seconds but does
+not slow the step itself. torch.profiler's first start in a process takes 1.2 to 2.5 s, more on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def prepare(
     config: ProfileConfig | None = None,
     role: str = "trainer",
 ) -> None:
-    """Check this process, its workers and its engines, and start each profiler once for nothing.
+    """Check this process, its workers and its engines, and start each profiler once to pay its one-off costs.
 
-    Call it once, after the workers are placed. It takes what `capture` takes. If the configuration
-    selects no steps, it prepares for requests, and problems are warnings and not raised; with
-    `control.requests` false too it does nothing.
+    Call it once, after the workers are placed, with the arguments of `capture`. If the configuration selects
+    no steps, it prepares for requests, and problems are logged as warnings; with `control.requests` false too
+    it does nothing.
 
     Raises:
         ConfigError: as `capture` on opening.
@@ -66,7 +67,7 @@ async def aprepare(
     config: ProfileConfig | None = None,
     role: str = "trainer",
 ) -> None:
-    """As `prepare`, without blocking the event loop."""
+    """Prepare as `prepare` does, without blocking the event loop."""
     if switch.DISABLED:
         return
     check_asked("aprepare", role, config, workers)
@@ -90,7 +91,7 @@ async def _prepare(
     role: str,
     alone: PrepareAnswer | None,
 ) -> None:
-    """Args: alone: The outcome of preparing this process; None if it is not prepared yet."""
+    """Args: alone: The outcome of preparing this process, or None if it is not prepared yet."""
     run.mark_prepared()
     workers = None if omissions.none_meant(workers) else workers
     if workers is not None:
@@ -108,9 +109,9 @@ async def _prepare(
 
 
 def before_first_step(config: ProfileConfig, workers: object, engines: object, role: str) -> None:
-    """Prepare an unedited program, once: it has no line that could call `prepare`.
+    """Prepare an unedited program, once, because its code does not call `prepare`.
 
-    Trouble is logged. Without selected steps nothing is prepared, as no step may ever be asked for.
+    Problems are logged. Without selected steps nothing is prepared, because a step may never be requested.
     """
     if not is_due(config):
         return
@@ -130,7 +131,7 @@ def _wait_for(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def abefore_first_step(config: ProfileConfig, workers: object, engines: object, role: str) -> None:
-    """As `before_first_step`, without blocking the event loop."""
+    """Prepare as `before_first_step` does, without blocking the event loop."""
     if not is_due(config):
         return
     with _logged():
@@ -155,5 +156,5 @@ def _logged() -> Iterator[None]:
 
 
 def is_due(config: ProfileConfig) -> bool:
-    """Return whether an unedited program is still to be prepared."""
+    """Return whether an unedited program has not been prepared yet."""
     return bool(config.steps) and not run.is_prepared()

@@ -1,4 +1,4 @@
-"""Checks before the first step: every process and engine of a run, with one start of its profiler."""
+"""Checks before the first step of every process and engine of a run, with one start of each profiler."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from stepscope.engines.own_thread import own_thread
 from stepscope.errors import CaptureError, ours
 
 STARTING_S = 300.0
-"""Longest wait for the answer of a worker or an engine before the run: it may still be loading its model."""
+"""Longest wait before the run for the answer of a worker or an engine, which may still be loading its
+model."""
 PATIENCE_S = 5.0
-"""Longest time for which an unedited program is held, once. A worker that has not answered by then, since it
-is busy or still starting, prepares when it can, and no later than in its first captured step."""
+"""Longest time for which an unedited program is held, once. A worker without an answer by then, because it is
+busy or still starting, prepares later, at the latest in its first captured step."""
 _FACTS = {"activities", "artifacts", "version"}
-"""Notes of an engine about each capture, whatever the user set: the default activities name devices that an
-engine may lack."""
+"""Notes that an engine gives for each capture, whatever the user set: the default activities, for example,
+include devices that the engine may lack."""
 
 
 async def make_ready(
@@ -43,15 +44,15 @@ async def make_ready(
     """Check and warm up this process, its workers and its engines.
 
     Args:
-        edited: The program calls `prepare` itself: it declares its roles, and nothing is at work yet. In one
-            that nobody edits, roles come with the modules that it imports. It is held for `PATIENCE_S` at
-            most, and a worker or an engine that has not answered by then is no problem.
-        alone: The outcome of preparing this process; None if it is not prepared yet.
+        edited: True if the program calls `prepare` itself, so that its roles are declared and no worker is
+            busy yet. An unedited program declares roles as it imports modules. It is held for at most
+            `PATIENCE_S`, and a worker or an engine without an answer by then is no problem.
+        alone: The outcome of preparing this process, or None if it is not prepared yet.
 
     Raises:
         ConfigError: as a capture on opening.
         EngineError: as a capture on opening.
-        CaptureError: all that is wrong.
+        CaptureError: a process or an engine cannot record. The message lists all problems.
     """
     participants = Participants(workers, engines)
     configure.check(config, on_ray=participants.fleet is not None)
@@ -104,9 +105,10 @@ async def _workers(
 async def _engine(
     engine: EngineProfiler, config: ProfileConfig, deadline_s: float
 ) -> tuple[str | None, bool]:
-    """Return why the profiler of an engine cannot work, and whether that is only that no answer came in time.
+    """Return (reason why the profiler of an engine cannot work, or None; True if the reason is only that no
+    answer came in time).
 
-    Warn of options that have no effect on it.
+    Warn of options that have no effect on the engine.
     """
 
     def check() -> Mapping[str, str]:

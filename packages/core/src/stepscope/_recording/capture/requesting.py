@@ -1,4 +1,4 @@
-"""The asking side of captures on demand: a request in the run's folder. `on_demand` is the other side."""
+"""Requests for captures on demand, in the run's folder. `on_demand` answers them."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def request_capture(
     next_run: bool = False,
     last: int | None = None,
 ) -> str:
-    """Ask a run, this one or another, to capture steps that its configuration does not select.
+    """Request that a run, this one or another, captures steps that its configuration does not select.
 
-    What `stepscope trigger` does. The run hears it when its next step begins.
+    This is the function behind `stepscope trigger`. The run sees the request when its next step begins.
 
     Args:
         steps: `next`, or steps as the configuration spells them: `17`, `20:40:10`.
         roles: A role or a glob in which the profiler runs, or None to keep the configuration.
         ranks: `all`, `first`, `0,8-15`, a rank or several, or None to keep the configuration.
-        tool: Instead of the configured one.
-        seconds: Instead of `budget.seconds`.
-        expires_s: Forgotten if no step has begun by then.
+        tool: Profiler to use, or None for the configured one.
+        seconds: Replacement for `budget.seconds`, or None.
+        expires_s: Time after which the request is dropped if none of its steps has begun.
         save_path: The run's folder, or None for the folder in this process' configuration.
-        next_run: Ask also if nobody listens there: the next run in that folder hears it.
-        last: Write that many of the steps that are over instead, from the flight recorder (`record: spans`).
+        next_run: True to make the request even if no run listens in that folder, for its next run.
+        last: Number of past steps to write from the flight recorder (`record: spans`), in place of a capture.
 
     Returns:
         The request's id; `stepscope trigger list RUN` shows the answers to it. With STEPSCOPE_DISABLE=1
@@ -89,14 +89,14 @@ def request_capture(
 
 
 def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool, of_the_past: bool) -> list[str] | None:
-    """Return the ids of the runs that listen in a folder; None for the next one.
+    """Return the ids of the runs that listen in a folder, or None for the next run in it.
 
     Args:
-        own: It is this process' run too, which need not listen yet.
-        of_the_past: Steps that are over are asked for, which a next run does not have.
+        own: True if the folder is that of this process' run, which need not listen yet.
+        of_the_past: True if past steps are requested, which a next run does not have.
 
     Raises:
-        CaptureError: nobody listens, and the request is not for the next run.
+        CaptureError: no run listens, and the request is not for the next run.
     """
     known = read_listening(layout)
     living = [process for process in known if not has_ended(process)]
@@ -118,5 +118,7 @@ def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool, of_the_pa
 
 
 def _living(standing: list[Request]) -> list[Request]:
-    """Return the requests that did not end over a day ago: somebody may still read their answers."""
+    """Return the requests that ended less than a day ago or are open, because their answers may still be
+    read.
+    """
     return [request for request in standing if request.expires_ns > time.time_ns() - _DAY_NS]

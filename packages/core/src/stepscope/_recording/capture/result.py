@@ -22,8 +22,8 @@ _POLL_S = 0.2
 
 
 class CaptureResult:
-    """`captured` is False for a step that was not selected; then there is nothing to wait for and nothing
-    missing.
+    """The outcome of a capture. `captured` is False for a step that was not selected; nothing is then awaited
+    or missing.
     """
 
     def __init__(self, step: int, files: CapturedFiles | None = None) -> None:
@@ -38,17 +38,19 @@ class CaptureResult:
 
     @property
     def path(self) -> Path | None:
-        """The step's folder; None for a step that was not captured."""
+        """The step's folder, or None for a step that was not captured."""
         return None if self._files is None else self._files.session.layout.root
 
     def manifest(self) -> Manifest | None:
-        """Return the manifest of this moment, folded from the processes' parts; None for a step that was not
+        """Return the current manifest, folded from the processes' parts, or None for a step that was not
         captured.
         """
         return None if self._files is None else self._files.manifest()
 
     def problems(self) -> list[str]:
-        """Return a line for each thing that is missing, partial or failed. What is pending does not count."""
+        """Return a line for each expected item that is missing, partial or failed. Pending items do not
+        count.
+        """
         manifest = self.manifest()
         return [] if manifest is None else manifest.problems()
 
@@ -68,7 +70,7 @@ class CaptureResult:
         Deferred exports begin now. Blocks: from a coroutine, `await asyncio.to_thread(result.wait)`.
 
         Returns:
-            The manifest of that moment: unfinished things are pending in it.
+            The manifest at the end of the wait. Unfinished items are pending in it.
         """
         files = self._files
         if files is None:
@@ -86,11 +88,11 @@ class CaptureResult:
         return files.manifest()
 
     def raise_for_missing(self, timeout_s: float | None = None) -> None:
-        """Wait as `wait` does, then raise if anything that was promised is not there.
+        """Wait as `wait` does, then raise if any expected item is not there.
 
         Raises:
             MissingArtifactsError: lists every expectation that is missing, partial, failed or still pending,
-                with its reason. A `finish.command` that has not run yet is none of them.
+                with its reason. A `finish.command` that has not run yet does not count.
         """
         manifest = self.wait(timeout_s)
         problems = [] if manifest is None else manifest.problems() + manifest.awaited(but="running")
@@ -102,9 +104,10 @@ def on_capture(hook: CaptureHook) -> CaptureHook:
     """Call `hook(cap.result)` after each capture that this process opened, once its own files are written
     or given up.
 
-    Its workers may still be writing theirs then: `result.wait()` waits for them. Otherwise as `on_artifact`.
+    Workers may still be writing their files then: `result.wait()` waits for these. Otherwise as
+    `on_artifact`.
 
     Raises:
-        ConfigError: it cannot be called, or is an `async def`, which nobody would await.
+        ConfigError: `hook` is not callable, or is an `async def`, which would never be awaited.
     """
     return hooks.registered(hook, "on_capture", pipeline.capture_hooks)

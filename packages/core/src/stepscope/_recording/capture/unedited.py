@@ -63,7 +63,8 @@ def new_capture(
 ) -> UneditedCapture | None:
     """Return a capture of step `number`, to open.
 
-    None while another capture than `closing` records this process: the user's, or that of a worker's owner.
+    Return None while a capture other than `closing` records this process: the user's, or that of a worker's
+    owner.
     """
     other = opened()
     if other is None and slot.session() is not None:
@@ -76,7 +77,7 @@ def new_capture(
 
 
 def _engines(groups: Mapping[str, object]) -> UneditedEngines | None:
-    """Return the engines of this step. None if there are none, or none is to be recorded."""
+    """Return the engines of this step, or None if there are none, or if none is to be recorded."""
     config = configure.current()
     match = config.role("rollout")
     if match is None or not match[1].engine.profiler or not (groups or instrumented_engines.registered()):

@@ -1,7 +1,8 @@
 """Work of one capture: everything but the profiler's window, which belongs to the recorded thread.
 
-It runs on the private loop alone: one thread, in the order of the calls. So it needs no lock, no signal
-interrupts it, and a second call to close joins the first. Opening that fails is undone by `close`, too.
+The work runs only on the private loop: on one thread, in the order of the calls. So it needs no lock, no
+signal interrupts it, and a second call of `close` joins the first one. `close` also undoes an opening that
+failed.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from stepscope.errors import ours
 from stepscope.files.manifest.records import Manifest
 
 _CANCEL_S = 5.0
-"""Longest wait for a cancelled opening to end."""
+"""Longest wait for the end of a cancelled opening."""
 
 
 class CaptureWork:
-    """Opens and closes the session of one capture, its workers and its engines."""
+    """The opening and closing of one capture's session, workers and engines."""
 
     def __init__(self, asked: Asked, participants: Participants | None, claim: Claim, began_ns: int) -> None:
         self.state: Literal["new", "opening", "open", "closing", "closed"] = "opening"
         self.session: Session | None = None
         self.result: CaptureResult | None = None
-        """None until there is a session, and in a forked child."""
+        """The result; None before there is a session, and in a forked child."""
         self._asked = asked
         self._participants = participants
         self._claim = claim
@@ -45,7 +46,7 @@ class CaptureWork:
         """Manifest at the close of the capture."""
         self._opening: asyncio.Task[object] | None = None
         self._stopping: asyncio.Task[None] | None = None
-        """Task that tells the workers and engines to stop."""
+        """Task that stops the workers and engines, or None."""
         self._closing: asyncio.Task[None] | None = None
 
     @property
@@ -76,7 +77,9 @@ class CaptureWork:
         session.open_logs()
 
     async def tell(self, closing: Closing) -> None:
-        """Begin to stop the workers and engines. An opening that still starts them is cancelled first."""
+        """Begin to stop the workers and engines. An opening that is still starting them is cancelled
+        first.
+        """
         if self.state in ("opening", "open"):
             self.state = "closing"
         opening = self._opening
@@ -87,7 +90,9 @@ class CaptureWork:
             self._stopping = asyncio.ensure_future(self._stop(self._participants, self.session, closing))
 
     async def close(self, closing: Closing) -> None:
-        """Close everything. A call during another one joins it, and may shorten its wait for others."""
+        """Close everything. A call during another one joins that call, and may shorten its wait for other
+        processes.
+        """
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close(closing))
         elif self._stopping is not None and closing.deadline_s is not None:  # the process ends
@@ -132,7 +137,7 @@ class CaptureWork:
         session.close(ending=closing.ending, discard=closing.discard)
 
     def _conclude(self, session: Session, closing: Closing) -> None:
-        """Write the manifest as it stands now, and act on it. Files that come later fold it again."""
+        """Write the current manifest, and act on it. When later files arrive, it is folded again."""
         session.write_cost()  # before the chores, which read it; what the exporter does follows the close
         if closing.discard is None:
             self._manifest = conclusion.conclude(self._asked, session, self._participants)
@@ -140,7 +145,7 @@ class CaptureWork:
             conclusion.discard(self._asked, session, closing.discard)
 
     def _release(self, session: Session, closing: Closing) -> None:
-        """Free the process for the next capture, and queue the work that follows this one."""
+        """Free the process for the next capture, and queue the work after this one."""
         self._claim.free()
         pipeline.fold_when_written(session)
         if self._manifest is not None and self._files is not None:
@@ -149,7 +154,7 @@ class CaptureWork:
 
 
 def _noted(error: BaseException) -> BaseException | None:
-    """Note an error of closing. Return it if a test wants it raised."""
+    """Record an error of closing. Return the error if a test wants it to be raised, else None."""
     try:
         failures.note("closing a capture", error)
     except BaseException as raised:

@@ -1,6 +1,6 @@
 """The other processes of a capture: Ray workers and inference engines.
 
-The way of a stop to a Ray worker: `Participants.stop` here, `ray_fleet.RayFleet.stop` and
-`ray_worker.Worker.stop`, then in the worker's process `in_actor.stop_here` and `worker_side.stop_worker`. A
-start takes the same way.
+A stop of a Ray worker calls `Participants.stop`, `ray_fleet.RayFleet.stop` and `ray_worker.Worker.stop` in
+this process, then `in_actor.stop_here` and `worker_side.stop_worker` in the worker's. A start takes the same
+path.
 """

@@ -32,8 +32,9 @@ class HasActors(Protocol):
 WorkerGroup: TypeAlias = (
     WorkerHandle | Sequence[WorkerHandle] | Mapping[int, WorkerHandle] | HasWorkers | HasActors
 )
-"""Workers of one role: a handle, handles in rank order, handles by number, or an object that keeps them."""
+"""Workers of one role: a handle, handles in rank order, {number: handle}, or an object that keeps handles."""
 Workers: TypeAlias = WorkerGroup | Mapping[str, object]
 """Workers of one role, or {role: workers}. mypy reads `{"a": [x], "b": x}` as a mapping to objects."""
 Engines: TypeAlias = EngineProfiler | str | Sequence[object] | object
-"""An engine of an installed adapter, its profiler, an adapter's name, or several in replica order."""
+"""One engine of an installed adapter, its profiler, an adapter's name, or several of these in replica
+order."""

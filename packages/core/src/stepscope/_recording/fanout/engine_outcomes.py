@@ -1,4 +1,4 @@
-"""Outcomes of the replicas of one capture in the manifest, in time and late."""
+"""Outcomes of one capture's replicas in the manifest, both in time and late."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class EngineOutcomes:
         self._layout = layout
         self._manifest_part = manifest_part
         self._elsewhere: set[str] = set()
-        """Labels of engines that announced files which were not here: they may yet be fetched."""
+        """Labels of engines that announced files which are not on this host and may still be fetched."""
 
     def look_again(self) -> None:
-        """Enter files that were not here at the stop, and have been fetched since."""
+        """Record the files that were not here at the stop and have been fetched since."""
         for item in self._manifest_part.record.expected:
             if item.name in self._elsewhere:
                 reason = self._not_here(item.artifacts) or cut_short(item.artifacts)
@@ -67,7 +67,9 @@ class EngineOutcomes:
                 pipeline.artifact_done(path, None, self._manifest_part)
 
     def enter_late_stop(self, label: str, stopped: asyncio.Future[list[Artifact]]) -> None:
-        """Enter the outcome of a stop that ended after its deadline, and write this part and the manifest."""
+        """Record the outcome of a stop that ended after its deadline, and write this part and the
+        manifest.
+        """
         try:
             artifacts = stopped.result()
         except ours() as error:
@@ -98,8 +100,8 @@ class EngineOutcomes:
         return of_engine(label, artifacts, ignored, trouble, pending)
 
     def _not_here(self, artifacts: Sequence[Artifact]) -> str | None:
-        """Return the absent files and the place to look: a host may have a disk of its own at that path.
-        None if all are here.
+        """Return a reason that names the absent files and the place to look (a host's own disk may have the
+        same path), or None if all files are here.
         """
         absent = [artifact for artifact in artifacts if not (self._layout.root / artifact.path).exists()]
         if not absent:

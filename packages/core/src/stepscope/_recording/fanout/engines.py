@@ -1,4 +1,6 @@
-"""The inference engines of one capture: started and stopped at once, each with its own deadline."""
+"""The inference engines of one capture, which are started and stopped concurrently, each with its own
+deadline.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,10 @@ ROLE = "rollout"
 _LONG_STOP_S = 108.0
 """The longest stop that users have reported."""
 _GRACE_S = 1.0
-"""Longest wait for a stop that was told to end."""
+"""Longest wait for a cancelled stop to end."""
 _late_stops: set[asyncio.Future[list[Artifact]]] = set()
-"""Stops past their deadline, on the private loop. Writers: `EngineGroup`, each stop at its end, and a forked
-child.
-"""
+"""Stops that passed their deadline, on the private loop. Writers: `EngineGroup`, each stop at its end, and a
+forked child."""
 
 
 def warn_of_long_stops(config: ProfileConfig) -> None:
@@ -58,8 +59,8 @@ class EngineGroup:
         self.outcomes = EngineOutcomes(session.layout, session.manifest_part)
 
     async def start(self, deadline_s: float) -> None:
-        """Start the selected replicas concurrently. One that fails or hangs costs its deadline and nothing
-        else.
+        """Start the selected replicas concurrently. A replica that fails or hangs delays this by at most its
+        deadline.
         """
         self._say_unreachable_ranks()
         selected = [profiler for profiler in self._profilers if self._selects(profiler)]
@@ -78,7 +79,7 @@ class EngineGroup:
         await asyncio.gather(*(self._start(profiler, deadline_s) for profiler in selected))
 
     async def stop(self, deadline_s: float) -> None:
-        """Stop the replicas that started, concurrently. If cancelled, it leaves the others to a second
+        """Stop the replicas that started, concurrently. If cancelled, the remaining ones are left to a second
         call.
         """
         await asyncio.gather(*(self._stop(profiler, deadline_s) for profiler in tuple(self._started)))
@@ -132,7 +133,7 @@ class EngineGroup:
     def _await_late(
         self, label: str, stopping: asyncio.Future[list[Artifact]], deadline_s: float, started: bool
     ) -> None:
-        """Let a stop go on after its deadline. The adapter writes files and sidecars in any case."""
+        """Let a stop go on after its deadline. The adapter writes its files and sidecars in any case."""
 
         def ended(stopped: asyncio.Future[list[Artifact]]) -> None:
             _late_stops.discard(stopped)
@@ -167,7 +168,8 @@ class EngineGroup:
 
 
 def check_capture(config: ProfileConfig, profiler: EngineProfiler, run_id: str) -> Mapping[str, str]:
-    """Return the options without effect on captures of a replica; none if it takes no part. May block.
+    """Return {option: reason} for options without effect on captures of a replica; empty if it takes no part.
+    May block.
 
     Raises:
         EngineError: the replica cannot record such captures at all.
@@ -217,7 +219,7 @@ async def _give_up_late_stops() -> None:
 
 
 def _heard(stopped: asyncio.Future[list[Artifact]]) -> None:
-    """Fetch the error of a stop, which asyncio would otherwise complain about."""
+    """Retrieve the error of a stop, because asyncio would otherwise log that it was never retrieved."""
     if stopped.done() and not stopped.cancelled():
         stopped.exception()
 
@@ -236,7 +238,7 @@ def _why(verb: str, error: BaseException, deadline_s: float) -> str:
 
 
 def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:
-    """Return the reason why a replica takes no part; None if it does.
+    """Return the reason why a replica takes no part, or None if it does.
 
     Replica r of size n owns global ranks [r*n, (r+1)*n).
     """
@@ -260,7 +262,7 @@ def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:
 
 
 def _number(profiler: EngineProfiler) -> int:
-    """Return the replica's number. `profilers_of` made sure that there is one."""
+    """Return the replica's number, which `profilers_of` has set."""
     return 0 if profiler.replica is None else profiler.replica
 
 

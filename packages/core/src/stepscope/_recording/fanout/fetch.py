@@ -1,7 +1,7 @@
 """Transfer of recordings from hosts that share no folder with the owner.
 
-A worker that does not see the owner's part of the manifest when its capture opens is *apart*. Once its files
-are whole they are fetched in pieces, through the same calls that started it: its part of the manifest comes
+A worker that does not see the owner's part of the manifest when its capture opens is *apart*. Its complete
+files are fetched in pieces, through the same kind of calls that started it. Its part of the manifest comes
 last, so a process whose part is here has all of its files here.
 """
 
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from stepscope._recording.session.session import Session
 
 _KEPT = 256
-"""Captures whose files a worker keeps to be fetched: more than any line of finish work holds. An owner that
-died asks for none and releases none.
-"""
+"""Largest number of captures whose files a worker keeps to be fetched: more than any queue of finish work
+holds. A dead owner neither fetches nor releases files."""
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +42,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
 _sessions: dict[str, Session] = {}
 """{capture id: session}, the oldest first. Only `keep` and `release` change it."""
 _given_up: deque[str] = deque(maxlen=_KEPT)
-"""Captures beyond that limit. One writer: `keep`."""
+"""Ids of captures that were dropped because of that limit. One writer: `keep`."""
 
 
 def keep(session: Session) -> None:
@@ -56,7 +55,7 @@ def keep(session: Session) -> None:
 
 
 def release(capture_id: str) -> None:
-    """Forget a capture: the owner has all of its files, or wants none."""
+    """Forget a capture, because the owner has all of its files or does not want them."""
     _sessions.pop(capture_id, None)
 
 
@@ -64,10 +63,10 @@ def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
     """Return the files that this process, and an engine on its host, wrote. Its manifest part is last.
 
     Args:
-        engine_files: Paths in the step's folder, as the engine named them; what is not there is left out.
+        engine_files: Paths in the step's folder, as the engine named them. Missing files are left out.
 
     Returns:
-        Without the part where the disk does not have it and does not take it now; `Home.is_part` tells.
+        The files. The part is missing if it could not be written to the disk; see `Home.is_part`.
 
     Raises:
         EngineError: this process knows of no such capture, or has not closed it.
@@ -95,7 +94,7 @@ def piece_of(capture_id: str, path: str, offset: int) -> bytes:
     """Return at most `PIECE` bytes of a file of a capture, from `offset` on.
 
     Raises:
-        EngineError: this process knows of no such capture.
+        EngineError: this process does not know the capture.
         OSError: the file cannot be read.
     """
     with _within(_session(capture_id).layout, path).open("rb") as file:
@@ -113,7 +112,7 @@ def _session(capture_id: str) -> Session:
 
 
 def _below(path: Path) -> Iterator[Path]:
-    """Return the files of an artifact, which may be a folder."""
+    """Yield the files of an artifact, which may be a folder."""
     if not path.is_dir():
         yield path
         return
@@ -125,7 +124,7 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 class Home:
-    """The owner's folder of one step, where fetched files are put in place whole."""
+    """The owner's folder of one step, where fetched files are put once they are complete."""
 
     def __init__(self, layout: StepLayout, config: ProfileConfig) -> None:
         self._layout = layout
@@ -136,15 +135,15 @@ class Home:
         return _within(self._layout, path)
 
     def is_part(self, file: Remote) -> bool:
-        """Return whether it is a process' part of the manifest."""
+        """Return whether a file is a process' part of the manifest."""
         return self.path_of(file.path).parent == self._layout.processes
 
     def begin(self, file: Remote) -> Arrival | str | None:
-        """Begin to receive a file. Blocks.
+        """Begin receiving a file. Blocks.
 
         Returns:
-            Why a trace is left where it is; None if the file is here by now, on a shared disk that was slow
-            to show it.
+            The arrival; or the reason why a trace is not fetched; or None if the file has appeared here
+            meanwhile, on a slow shared disk.
         """
         path = self.path_of(file.path)
         if path.exists():
@@ -154,10 +153,10 @@ class Home:
 
 
 def _within(layout: StepLayout, path: str) -> Path:
-    """`path` below the step's folder.
+    """Return the absolute path of `path` in the step's folder.
 
     Raises:
-        EngineError: it leads out of it.
+        EngineError: `path` leads out of the step's folder.
     """
     root = layout.root.resolve()
     target = (root / path).resolve()

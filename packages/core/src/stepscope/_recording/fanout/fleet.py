@@ -1,4 +1,4 @@
-"""Contract of a fleet: captures fanned out to worker processes. Implemented in `ray_fleet`."""
+"""Contract of a fleet, which sends captures to worker processes. Implemented in `ray_fleet`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class WorkerOutcome:
     name: str
     """The name in messages: `actor[3]`, with the actor id."""
     state: State
-    """`ok`, or what the manifest should say of a worker that did not answer well."""
+    """`ok`, or the state that the manifest records for a worker that failed."""
     reason: str | None = None
     late: bool = False
-    """True if it failed because no answer came before the deadline: the worker may be busy or starting."""
+    """True if the failure is that no answer came before the deadline: the worker may be busy or starting."""
     process: str | None = None
-    """`ProcessInfo.key`, once the worker has said it."""
+    """`ProcessInfo.key` of the worker, or None if it has not answered yet."""
     clock: ClockOffset | None = None
     roles: tuple[str, ...] = ()
-    """After `prepare`: the roles that it does the work of."""
+    """Result of `prepare`: the roles whose work the worker does."""
     warnings: tuple[str, ...] = ()
-    """After `prepare`: what the configuration asks for and nobody has."""
+    """Result of `prepare`: lines on configured things that no process has."""
     apart: bool = False
-    """After `start`: it writes to a folder that this process does not see."""
+    """Result of `start`: True if the worker writes to a folder that this process does not see."""
 
 
 class Fleet(Protocol):
@@ -43,43 +43,47 @@ class Fleet(Protocol):
         ...
 
     async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Open the capture on all workers at once. One outcome each; one worker's trouble is never an
-        exception.
+        """Open the capture on all workers at once. Return one outcome for each; a worker's failure never
+        raises.
 
-        When cancelled, workers that were asked to start are told to stop before the cancellation goes on.
+        If this is cancelled, workers that were asked to start are stopped before the cancellation is raised.
         """
         ...
 
     async def stop(self, request: StopRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Close it at once on all workers that began, or may have. One outcome each."""
+        """Close the capture at once on all workers that began, or may have begun. Return one outcome for
+        each.
+        """
         ...
 
     async def drain(self, timeout_s: float) -> list[WorkerOutcome]:
-        """Wait until the workers have written their files; `failed` with what is unfinished at the
-        deadline.
+        """Wait until the workers have written their files. An outcome is `failed`, with the unfinished files,
+        at the deadline.
         """
         ...
 
     async def gather(
         self, capture_id: str, engine_files: dict[str, list[str]], home: Home, left_s: Callable[[], float]
     ) -> list[WorkerOutcome]:
-        """Fetch the files of the workers that are apart, until `left_s` says that no time is left. One
-        outcome each.
+        """Fetch the files of the workers that are apart, until `left_s` returns 0. Return one outcome for
+        each.
 
         Args:
-            engine_files: {host: paths in the step's folder} of what engines wrote there.
+            engine_files: {host: paths in the step's folder} of files that engines wrote there.
         """
         ...
 
     def release(self, capture_id: str) -> None:
-        """All files of the capture are here: the workers need not keep them to be fetched. Waits for
-        nobody.
+        """Tell the workers, without waiting, that all files of the capture are here, so that they need not
+        keep them.
         """
         ...
 
 
 def not_workers(group: object, role: object) -> ConfigError:
-    """Return the error for what is no worker, given as `capture(workers=group)` or {role: group}."""
+    """Return the error for a value that is not a worker, given as `capture(workers=group)` or {role:
+    group}.
+    """
     is_empty = group is None or (isinstance(group, Sized) and not len(group))
     item = group[0] if isinstance(group, Sequence) and group else group
     kind = type(item).__qualname__

@@ -1,4 +1,4 @@
-"""Profilers of the engines that a capture was given, numbered by replica."""
+"""Profilers of the engines that were passed to a capture, numbered by replica."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from stepscope.errors import ConfigError, EngineError
 def profilers_of(engines: object) -> list[EngineProfiler]:
     """Return one profiler per replica, numbered in the order given.
 
-    Processes that a launcher started (torchrun) number theirs one after the other: each has engines of its
-    own, unless several hold a replica together.
+    Processes that a launcher (torchrun) started number their engines consecutively: each has its own engines,
+    unless several processes hold a replica together.
 
     Args:
         engines: As `capture` takes them; the name of an adapter stands for the engines of its kind in this
             process.
 
     Raises:
-        ConfigError: two have the same replica number, a name stands for nothing, or one is a Ray actor.
-        EngineError: no installed adapter knows one of them.
+        ConfigError: two engines have the same replica number, a name stands for no engine, or an engine is a
+            Ray actor.
+        EngineError: no installed adapter recognises one of the engines.
     """
     items = list(engines) if isinstance(engines, Sequence) and not isinstance(engines, str) else [engines]
     given = [engine for item in items for engine in (_owned(item) if isinstance(item, str) else [item])]

@@ -26,14 +26,15 @@ from stepscope.files.storage.processes import boot_id
 T = TypeVar("T")
 
 _turn = threading.Lock()
-"""Serializes preparing, starts and stops: threaded and async actors run calls side by side, in any order."""
+"""Lock for preparing, starts and stops, because threaded and async actors run calls concurrently, in any
+order."""
 
 
 def start_here(instance: object, request: StartRequest, expires_ns: int) -> tuple[StartAnswer, str | None]:
     """Open the capture in this process.
 
     Args:
-        expires_ns: End of the wait for this start, on this machine's wall clock.
+        expires_ns: Time on this machine's wall clock after which the start must not happen.
 
     Returns:
         The answer, and the id of this machine's boot.
@@ -59,8 +60,8 @@ def prepare_here(instance: object, request: PrepareRequest) -> PrepareAnswer:
 def renew_methods(instance: object) -> None:
     """Let calls from other processes reach methods that were instrumented after the actor was made.
 
-    Ray (2.60: `FunctionActorManager.load_actor_class`) keeps the functions that the class had then, each in a
-    closure, and never looks at the class again.
+    Ray (2.60: `FunctionActorManager.load_actor_class`) keeps the functions that the class had when the actor
+    was made, each in a closure, and never reads the class again.
     """
     try:
         import ray

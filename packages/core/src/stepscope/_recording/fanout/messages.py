@@ -10,17 +10,17 @@ from stepscope.files.sidecar import ProcessInfo
 
 
 class WorkerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks a worker for something. The same for all workers, but for what says which of them it is."""
+    """A request to a worker. It is the same for all workers, except the fields that identify the worker."""
 
     run_id: str
     config: ProfileConfig
     role: str | None = None
-    """The role; None to find it by the decorated methods of the worker's class, or else use `worker`."""
+    """The role, or None to use the role of the decorated methods of the worker's class, else `worker`."""
     position: int | None = None
-    """Index among the workers given: the rank, where nothing better says."""
+    """Index among the given workers, which is the rank if nothing better is known; None if unknown."""
     world_size: int | None = None
     replica: int | None = None
-    """Number of the inference replica that the worker belongs to, if any."""
+    """Number of the inference replica that the worker belongs to, or None."""
 
 
 class StartRequest(WorkerRequest, frozen=True, kw_only=True):
@@ -29,17 +29,18 @@ class StartRequest(WorkerRequest, frozen=True, kw_only=True):
     capture_id: str
     step: int
     spans_only: str | None = None
-    """Reason why no profiler of ours starts there, or None to let the configuration decide."""
+    """Reason why no profiler starts there, or None to let the configuration decide."""
     owner_part: str | None = None
-    """The file name of the owner's part of the manifest: who does not see it shares no folder with it."""
+    """File name of the owner's part of the manifest. A worker that does not see this file shares no folder
+    with the owner."""
 
 
 class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
     process: ProcessInfo
     refused: str | None = None
-    """Reason why no session was opened; None when one was."""
+    """Reason why no session was opened, or None if one was."""
     off: bool = False
-    """The refusal is on purpose: stepscope is off in this process."""
+    """True if the refusal is intended, because stepscope is off in this process."""
     apart: bool = False
     """True if this process writes to a folder that the owner does not see."""
 
@@ -47,24 +48,24 @@ class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True):
     capture_id: str
     ending: Ending | None = None
-    """Reason why the capture ended early on the owner's side."""
+    """Reason why the capture ended early on the owner's side, or None."""
     discard: str | None = None
-    """Reason to discard the recording (the worker started too late); None to keep it."""
+    """Reason to discard the recording (the worker started too late), or None to keep it."""
 
 
 class PrepareRequest(WorkerRequest, frozen=True, kw_only=True):
-    """Makes a worker ready for captures to come."""
+    """A request to get a worker ready for later captures."""
 
     record_only: bool = False
-    """Start the flight recorder alone: no profiler is tried."""
+    """True to start only the flight recorder, without trying a profiler."""
 
 
 class PrepareAnswer(msgspec.Struct, frozen=True, kw_only=True):
     roles: tuple[str, ...]
-    """All roles that the worker does the work of, its own first."""
+    """All roles whose work the worker does, its own role first."""
     problem: str | None = None
-    """Reason why its profiler cannot work."""
+    """Reason why the worker's profiler cannot work, or None."""
     warnings: tuple[str, ...] = ()
-    """A line for each thing that the configuration asks for and nobody has."""
+    """A line for each configured thing that no process has."""
     recorder: ProcessInfo | None = None
-    """The process, if its flight recorder records."""
+    """The worker's identity, if its flight recorder records; else None."""

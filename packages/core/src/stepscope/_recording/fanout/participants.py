@@ -1,4 +1,4 @@
-"""The other processes of a capture: its workers and its engines, started and stopped all at once."""
+"""The other processes of a capture: its workers and its engines, started and stopped concurrently."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ T = TypeVar("T")
 
 
 class Participants:
-    """Workers and engines of one capture. Outcomes go into the manifest, and no failure is raised."""
+    """Workers and engines of one capture. Their outcomes are recorded in the manifest, and no failure is
+    raised.
+    """
 
     _session: Session
-    """Of the owner. Set by `join`, and so is `_group`."""
+    """The owner's session. `join` sets this field and `_group`."""
     _group: EngineGroup
 
     def __init__(self, workers: object, engines: object, *, checked: bool = False) -> None:
-        """
-        Args:
-            checked: The run's first capture has checked them: what is wrong now is entered, and not raised.
+        """Args:
+            checked: True if the run's first capture has checked these arguments. An error is then recorded,
+                not raised.
 
         Raises:
-            ConfigError, EngineError: nothing installed knows a worker or an engine.
+            ConfigError, EngineError: a worker or an engine is of an unknown kind.
         """
         self._checked = checked
         self._wrong: dict[str, str] = {}
-        """{argument: the reason why it is left out}."""
+        """{argument: reason why it is left out}."""
         self.profilers = self._taken("engines", partial(profilers_of, engines), engines is not None) or []
         recorded = {
             profiler.replica or 0: profiler.workers for profiler in self.profilers if profiler.workers
@@ -50,11 +52,12 @@ class Participants:
         is_fleet = workers is not None or bool(recorded)
         self.fleet = self._taken("workers", partial(load_fleet, workers, recorded), is_fleet)
         self.apart: list[str] = []
-        """Workers whose files are to be fetched: they write to a folder that this process does not see."""
+        """Names of workers whose files have to be fetched, because they write to a folder that this process
+        does not see."""
         self._released = False
 
     def _taken(self, argument: str, take: Callable[[], T], is_given: bool) -> T | None:
-        """Return what `take` makes of an argument; None if there is none, or it is left out."""
+        """Return the result of `take` for an argument, or None if the argument is not given, or left out."""
         try:
             return take() if is_given else None
         except ours(ConfigError, EngineError) as error:
@@ -64,7 +67,7 @@ class Participants:
             return None
 
     def join(self, session: Session) -> None:
-        """Connect workers and engines to the owner's session. Enter what is left out."""
+        """Connect workers and engines to the owner's session. Record those that are left out."""
         for argument, reason in self._wrong.items():
             session.manifest_part.fail(
                 argument, reason, kind="engine" if argument == "engines" else "selection"
@@ -74,12 +77,12 @@ class Participants:
         self._session, self._group = session, EngineGroup(self.profilers, session)
 
     async def start(self) -> None:
-        """Start all, and return once each has begun, failed, or used up its deadline."""
+        """Start all participants, and return once each has begun, failed, or used up its deadline."""
         deadline_s = self._session.config.budget.fanout_seconds
         await asyncio.gather(self._start_workers(deadline_s), self._group.start(deadline_s))
 
     async def stop(self, request: StopRequest, deadline_s: float) -> None:
-        """Stop all that began, that may have begun, or that answered too late."""
+        """Stop all participants that began, may have begun, or answered too late."""
         await asyncio.gather(self._stop_workers(request, deadline_s), self._group.stop(deadline_s))
 
     async def gather(self, left_s: Callable[[], float]) -> None:
@@ -107,7 +110,9 @@ class Participants:
         self._release(home)
 
     def _release(self, home: Home) -> None:
-        """Let the workers forget the capture once all is here, and no engine's files may still come."""
+        """Let the workers forget the capture, once all files are here and no engine's files may still
+        come.
+        """
         manifest_part = self._session.manifest_part
         (part,) = with_late_files(self._session.layout, [manifest_part.record])
         items = part.expected

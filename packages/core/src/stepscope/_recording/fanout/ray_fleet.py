@@ -1,8 +1,8 @@
-"""Captures fanned out to Ray actors, whose classes stay as they are.
+"""Captures sent to Ray actors, whose classes need no change.
 
-All workers are called at once, each with its own deadline. A start expires at the deadline by the worker's
-clock, so that nothing happens late in a worker that was busy. The first call only asks for that clock, unless
-the worker is known to be on this machine.
+All workers are called at once, each with its own deadline. A start expires at the deadline on the worker's
+clock, so that a busy worker does not start late. The first call only reads that clock, unless the worker is
+known to be on this machine.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def load_fleet(workers: object, engine_workers: Mapping[int, Sequence[object]] |
     """Return the fleet of `workers`.
 
     Args:
-        workers: What was given to `capture(workers=)`; None for nothing.
-        engine_workers: By replica, workers that an engine's own profiler records: they record spans only.
+        workers: The argument of `capture(workers=)`, or None.
+        engine_workers: {replica: workers that an engine's own profiler records}. These record only spans.
 
     Raises:
         ConfigError: these are no workers.
@@ -48,13 +48,13 @@ def load_fleet(workers: object, engine_workers: Mapping[int, Sequence[object]] |
 def fleet_of(
     workers: object, engine_workers: Mapping[int, Sequence[object]] | None = None
 ) -> RayFleet | None:
-    """Return the fleet of `workers` and `engine_workers`; None when they are not Ray's.
+    """Return the fleet of `workers` and `engine_workers`, or None if these are not Ray's.
 
     Args:
         workers: An actor handle, a sequence of them in rank order, a {number: handle}, an object that keeps
             one of these in `workers`, or {role: any of these}; None for nothing. An actor that is given twice
-            takes part once, in its first place.
-        engine_workers: Actors that the profiler of an engine records, by replica. They record spans only,
+            takes part once, at its first position.
+        engine_workers: Actors that the profiler of an engine records, by replica. These record only spans,
             under their role in `workers`, else `rollout`.
 
     Raises:
@@ -131,7 +131,7 @@ class RayFleet:
 
 
 def _handles(group: object) -> list[ActorHandle[Any]] | None:
-    """Return the actor handles in `group`, in order; None when it is something else."""
+    """Return the actor handles in `group`, in order, or None if it is something else."""
     from ray.actor import ActorHandle
 
     if isinstance(group, ActorHandle):

@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=WorkerRequest)
 
 _EXCHANGES = 3
-"""Small exchanges after a start or stop, to compare clocks: the shortest one counts."""
+"""Number of short exchanges after a start or stop, by which clocks are compared: the fastest one counts."""
 _CLOCK_S = 0.1
-"""Deadline of all exchanges: a worker that is busy again is not waited for."""
+"""Deadline of all these exchanges: a worker that has become busy is not waited for."""
 
 
 _here: set[str] = set()
-"""Actors that were on this machine when last asked: their wall clock is ours. One writer: `Worker`."""
+"""Ids of actors that were on this machine at their last answer, so that their wall clock is this one. One
+writer: `Worker`."""
 
 
 class Begun(NamedTuple):
@@ -57,10 +58,10 @@ class Worker:
         self.name = f"{role or 'worker'}[{position}] {_brief(actor)}"
         self.begun: Begun | None = None
         self.in_doubt = False
-        """True if its start was cancelled on the way: only a stop tells whether it began."""
+        """True if the worker's start was cancelled before its answer, so that it may have begun."""
         self.spans_only: str | None = None
         self.replica: int | None = None
-        """Number of the inference replica that it belongs to."""
+        """Number of the inference replica that the worker belongs to, or None."""
         self._role = role
         self._position = position
         self._world_size = world_size
@@ -84,7 +85,7 @@ class Worker:
         return await self._with_clock(outcome)
 
     def _addressed(self, request: R) -> R:
-        """Return the request with what says which of the workers this is."""
+        """Return the request with the fields that identify this worker."""
         return msgspec.structs.replace(
             request,
             role=self._role or request.role,
@@ -94,7 +95,7 @@ class Worker:
         )
 
     def take_back(self, capture_id: str, reason: str) -> None:
-        """End the capture that the worker began, or has yet to begin."""
+        """End the capture that the worker has begun, or may still begin."""
         self.begun = None
         self._line.tell(in_actor.stop_here, StopRequest(capture_id=capture_id, discard=reason))
 
@@ -127,7 +128,7 @@ class Worker:
     async def _fetch(
         self, capture_id: str, engine_files: list[str], home: Home, left_s: Callable[[], float]
     ) -> str | None:
-        """Return the reason why a file was left on its host; None if all are here."""
+        """Return the reason why a file was left on its host, or None if all files are here."""
         unwritten = ["everything"]
         while unwritten and left_s() > 0:  # short waits: the time left may shrink
             unwritten = await asyncio.wait_for(
@@ -220,13 +221,17 @@ class Worker:
             return self._outcome("failed", f"{what}: {error}")
 
     async def _with_clock(self, outcome: WorkerOutcome) -> WorkerOutcome:
-        """Add the worker's clock to its outcome. A worker that answered in time never fails for it."""
+        """Add the worker's clock to its outcome. A worker that answered in time never fails because of
+        this.
+        """
         if self.begun is None or outcome.state != "ok":
             return outcome
         return await self._compared(outcome, self.begun.process.key, self.begun.here)
 
     async def _compared(self, outcome: WorkerOutcome, process: str, here: bool) -> WorkerOutcome:
-        """Add the clock of a process to the worker's outcome. `here`: it runs on this machine."""
+        """Add the clock of a process to the worker's outcome. `here` is True if the process is on this
+        machine.
+        """
         now_ns, now_mono_ns = time.time_ns(), time.monotonic_ns()
         estimate: Estimate | None = Estimate(0, 0, now_ns)
         if not here:
@@ -254,6 +259,6 @@ class Worker:
 
 
 def _brief(actor: ActorHandle[Any]) -> str:
-    """`Actor(ClassName, 0123abcd)`."""
+    """Return `Actor(ClassName, 0123abcd)`."""
     kind, _, number = repr(actor).rstrip(")").partition(", ")
     return f"{kind}, {number[:8]})"

@@ -1,4 +1,4 @@
-"""Engines of a program that nobody edits: those that its `instrument` entries lead to or have found."""
+"""Engines of an unedited program, which its `instrument` entries find."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _ASK_S = 5.0
-"""Longest wait for an actor to say its engine's number."""
+"""Longest wait for an actor's answer with the numbers of its engines."""
 _answers: dict[str, Instrumented] = {}
-"""Id of an actor -> its engines, once it has said some that live there. One writer: `UneditedEngines`.
-
-No handles: an actor ends when the last one is gone.
-"""
+"""{id of an actor: its engines}, once it has answered with any. Handles are not kept, because an actor ends
+when its last handle is deleted. One writer: `UneditedEngines`."""
 
 
 class UnusableEngine(EngineProfilerBase):
@@ -49,21 +47,21 @@ class UnusableEngine(EngineProfilerBase):
 
 
 class UneditedEngines:
-    """Profilers of the engines of one step: `profilers`, for its capture."""
+    """Profilers of the engines of one step. A capture uses `profilers`."""
 
     def __init__(self, groups: Mapping[str, object], config: ProfileConfig) -> None:
         """Read the groups of engines.
 
         Args:
             groups: {adapter: engines, URLs of servers, or Ray actors that hold an engine}. An actor that may
-                hold an engine of either kind stands under both adapters.
+                hold an engine of either kind is listed under both adapters.
         """
         self._config = config
         self.profilers: list[EngineProfiler] = []
         self._rollouts: list[tuple[str, RayRollout]] = []
-        """The rollouts whose actors are still to be asked."""
+        """The rollouts whose actors have not been queried yet."""
         self._known: set[object] = set()
-        """Addresses of the engines that are taken: each is recorded once."""
+        """Addresses of the engines that are already in `profilers`: each engine is recorded once."""
         for adapter, engine, replica in registered():
             self._add(adapter, engine, replica)
         usable = {
@@ -75,7 +73,9 @@ class UneditedEngines:
                     self._add(adapter, item, None)
 
     def number(self) -> None:
-        """Give each engine the framework's number of it, or all of them their position. Blocks."""
+        """Give each engine the framework's number of it; if one is unknown, give all of them their position.
+        Blocks.
+        """
         if self._rollouts:
             private_loop.run(self.anumber())
         else:
@@ -119,7 +119,7 @@ class UneditedEngines:
         return answer
 
     def _take(self, adapter: str, rollout: RayRollout, answer: Instrumented) -> None:
-        """Give `rollout` its number, or put the engines in its place that its actor names."""
+        """Set the number of `rollout`, or replace it by the engines that its actor names."""
         for other in answer.keys() - installed().keys():
             _warn_of_absent(other)
         engines = answer.get(adapter, [])

@@ -1,8 +1,8 @@
-"""Worker's side of a fanned-out capture: plain functions that a fleet runs inside the worker process.
+"""The worker's side of a capture: plain functions that a fleet runs inside the worker process.
 
 A worker holds at most one session. Requests carry the capture's id: a start is refused if its capture was
-already stopped, because the worker was busy past its deadline. A stop for a capture that is not open answers
-so and does nothing.
+already stopped, because the worker was busy past its deadline. A stop for a capture that is not open does
+nothing, and its answer says so.
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ from stepscope.files.manifest.records import Ending
 from stepscope.files.sidecar import ProcessInfo
 
 _stopped: set[str] = set()
-"""Captures whose stop came before their start was over. Writers: `stop_worker`, and `start_worker`, which
-takes them out.
-"""
+"""Ids of captures whose stop came before the end of their start. Writers: `stop_worker`, and `start_worker`,
+which removes them."""
 _OFF = f"{switch.VARIABLE} is set in this process"
 _OVER = "the capture was over before it began here"
 
 
 def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
-    """Open the capture in this process. Runs in the worker, and never raises for what is wrong there."""
+    """Open the capture in this process. Runs in the worker, and never raises for a failure there."""
     began_ns = time.monotonic_ns()
     process, roles = _joined(request, instance)
     if switch.DISABLED:
@@ -117,7 +116,7 @@ def _begin(session: Session) -> None:
 
 
 def _sample_engines(session: Session) -> None:
-    """Sample the engines of this process that the capture drives, also those that begin later."""
+    """Sample the engines of this process that the capture drives, including engines that begin later."""
     reference = weakref.ref(session)
 
     def join(profiler: EngineProfiler) -> None:
@@ -132,7 +131,8 @@ def stop_worker(request: StopRequest) -> bool:
     """Close the capture in this process. Runs in the worker.
 
     Returns:
-        False if it was not open here: the process is new (a restarted actor), or never heard of it.
+        False if the capture was not open here: the process is new (a restarted actor), or never got the
+        start.
     """
     if request.discard is not None:
         fetch.release(request.capture_id)
@@ -150,7 +150,7 @@ def stop_worker(request: StopRequest) -> bool:
 
 
 def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareAnswer:
-    """Pay the profiler's one-off costs, if it will record this process. Runs in the worker."""
+    """Pay the profiler's one-off costs if it will record this process. Runs in the worker."""
     config = request.config
     process, roles = _joined(request, instance)
     if switch.DISABLED:
@@ -173,10 +173,10 @@ def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareA
 
 
 def _joined(request: WorkerRequest, instance: object) -> tuple[ProcessInfo, tuple[str, ...]]:
-    """Put the configuration into effect in this process, in the class of `instance` too.
+    """Apply the configuration in this process, also to the class of `instance`.
 
     Returns:
-        This process, and all roles that it does the work of, its own first.
+        This process, and all roles whose work it does, its own role first.
     """
     config = request.config
     if not switch.DISABLED:
@@ -198,7 +198,9 @@ def _joined(request: WorkerRequest, instance: object) -> tuple[ProcessInfo, tupl
 
 
 def _record(request: WorkerRequest, process: ProcessInfo) -> ProcessInfo | None:
-    """Start the flight recorder of this worker, if it is on. Return the process then."""
+    """Start the flight recorder of this worker if it is on. Return the process if it was started, else
+    None.
+    """
     if request.config.record == "off":
         return None
     standing.start(request.config, process, request.run_id)

@@ -1,7 +1,7 @@
-"""Python runs this first of all in the processes that `stepscope run` started, and those that they start.
+"""Code that Python runs first in every process that `stepscope run` starts, and in their child processes.
 
-The folder stands at the front of PYTHONPATH there. It takes the configuration's `instrument` list, so that a
-framework is patched while it is imported. Nothing here may keep a program from starting.
+The folder is at the front of PYTHONPATH in these processes. The code reads the configuration's `instrument`
+list, so that a framework is patched while it is imported. No failure here may keep a program from starting.
 """
 
 from __future__ import annotations

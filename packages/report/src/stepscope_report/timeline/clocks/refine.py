@@ -295,7 +295,9 @@ class _Search:
     def search(
         self, matches: Sequence[tuple[Kind, Series | Refused, Series | Refused]], notes: list[str]
     ) -> Lead | None:
-        """Cut the bands kind by kind, the surest first. A kind that contradicts the others is left out."""
+        """Narrow the bands by the collectives of each kind, the most exact kind first. A kind that
+        contradicts the earlier ones is left out.
+        """
         bands: list[Band] = []
         for kind, theirs, ours in sorted(matches, key=_unsure):
             pairs = match(theirs, ours)

@@ -108,7 +108,7 @@ class _Needle(NamedTuple):
     written: bytes
     final: bytes
     kind: int = 0
-    """`_OF_ID`, or the pid of the mark."""
+    """Kind of the value: `_OF_ID`, or the pid that the needle's mark stands for."""
     marked: bytes = b""
     """The replacement until the batch is proven. Needles of times have none."""
 
