@@ -82,6 +82,7 @@ def test_a_caller_who_gave_up_a_stop_finds_the_engines_loop_free(tmp_path: Path)
     loop.run_until_complete(generate_while_it_ends())
     profiler._thread.submit(lambda: None).result()
     assert manager.asked == ["start", "stop"]
+    loop.run_until_complete(manager.generate(3))  # it may have been asked for its states, too late
     loop.close()
 
 
