@@ -247,6 +247,6 @@ def test_a_replica_that_waits_for_its_own_profiler_is_not_busy(tmp_path: Path) -
     stalled, serving = (row for row in idle_times(load_step(folder.write())) if row.role == "rollout")
     assert (stalled.busy_ns, stalled.idle_ns) == (45 * MS, 65 * MS)
     assert [(cause.kind, cause.wall_ns // MS) for cause in stalled.causes] == [
-        ("own profiler", 55), ("unaccounted", 10),
+        ("own profiler", 55), ("not known", 10),
     ]  # fmt: skip
     assert serving.busy_ns == 100 * MS

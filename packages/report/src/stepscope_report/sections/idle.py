@@ -17,6 +17,7 @@ import msgspec
 from stepscope.files.spans import SERVED
 from stepscope_report.accounting import Interval, Label, Pair, bits_of, common_ns, union_ns, walk
 from stepscope_report.block import Block, TextTable
+from stepscope_report.cause import StepPath, step_path
 from stepscope_report.charts.marks import pick_of_each
 from stepscope_report.division import intervals_of
 from stepscope_report.formatting import LISTED, count, duration, percent_of, say_profiled, starred
@@ -29,23 +30,24 @@ from stepscope_report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is
 from stepscope_report.stragglers import matched_calls
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import EngineStall, Span, Timeline, TraceActivity
+from stepscope_report.timeline.critical_path import Piece
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
     from stepscope_report.section import Page
 
 IdleKind: TypeAlias = Literal[
-    "rollout", "weight sync", "slowest rank", "other work", "own profiler", "unaccounted"
+    "rollout", "weight sync", "slowest rank", "other work", "own profiler", "not known"
 ]
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """A probable cause of idle time: the work of other processes during it."""
+    """A cause of idle time: what the step waited for meanwhile, by its critical path."""
 
     kind: IdleKind
     """Kind of the cause. `slowest rank`: others of the same role still ran a stage that this process ran too.
-    `own profiler`: the engine of this replica served nothing while its profiler wrote. `unaccounted`: no
-    recorded process did anything but wait."""
+    `own profiler`: the engine of this replica served nothing while its profiler wrote. `not known`: nothing
+    recorded says what the step waited for."""
     role: str | None
     stage: str | None
     wall_ns: int
@@ -83,26 +85,27 @@ class _Work(NamedTuple):
     later: bool
     """True if a later step consumes the work."""
     owner: bool
-    runner: str
-    """The role of the process that does the work."""
-    label: Label
 
 
 _Awaited: TypeAlias = "tuple[str, Label] | None"
-"""(role of the process that works, what it does), or None if no recorded process works."""
+"""(role of the process that works, what it does), or None if that is not known. The only owner has no role
+here: it has no peers."""
 
 
 _Kind: TypeAlias = tuple[int, _Work]
 """(process, its work): the meaning of one bit of a mask."""
 
 
-def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Idle]:
+def idle_times(
+    timeline: Timeline, activities: Sequence[TraceActivity] = (), path: StepPath | None = None
+) -> Table[Idle]:
     """Return a row for each aligned process, in the timeline's order.
 
     Args:
         activities: The contents of the step's traces, for the time in collectives and in passes of engines.
+        path: The path of the timeline, or None to find it.
     """
-    shift = _Shift(timeline, _engine_work(timeline, activities))
+    shift = _Shift(step_path(timeline) if path is None else path, _engine_work(timeline, activities))
     idle, stalled = shift.run(), shift.stalled_ns
     ran: dict[int, set[Label]] = defaultdict(set)
     for span in timeline.spans:
@@ -150,7 +153,7 @@ def _causes(idle: Mapping[_Awaited, int], role: str, ran: set[Label], stalled_ns
 
 def _kind(awaited: _Awaited, role: str, ran: set[Label]) -> IdleKind:
     if awaited is None:
-        return "unaccounted"
+        return "not known"
     runner, label = awaited
     if MOVES_WEIGHTS.search(label[1]):
         return "weight sync"
@@ -160,34 +163,32 @@ def _kind(awaited: _Awaited, role: str, ran: set[Label]) -> IdleKind:
 
 
 class _Shift:
-    """Walks over the step once, and picks at each instant what the idle processes of each role most likely
-    wait for.
-    """
+    """Walks over the step once: at each instant, idle processes wait for what is on the critical path."""
 
-    def __init__(self, timeline: Timeline, engines: Mapping[int, Sequence[Pair]]) -> None:
+    def __init__(self, path: StepPath, engines: Mapping[int, Sequence[Pair]]) -> None:
         """Args:
         engines: The stretches in which the engine of a process ran, by process.
         """
+        timeline = path.graph.timeline
+        self._path = path
         self._timeline = timeline
         self._engines = engines
-        self._roles = sorted({process.info.role for process in timeline.processes})
         self._owners = [index for index, process in enumerate(timeline.processes) if process.owner]
         self._runs = Counter[int]()
-        """Number of working leaves in each process."""
+        """Leaves that work, by process."""
         self._runs_now = Counter[int]()
-        """Number of these leaves that work for this step."""
-        self._labels = Counter[_Work]()
-        """Number of leaves by the work that they do."""
+        """The number of these trajectories that belong to this step."""
         self._workers = self._workers_now = 0
-        """Numbers of working leaves outside the owner: all, and those that work for this step."""
-        self._waited: dict[str, Counter[_Awaited]] = {role: Counter() for role in self._roles}
-        """Time for which a role's idle processes waited for each label, since the window's start."""
-        self._chosen: dict[frozenset[_Work], dict[str, _Awaited]] = {}
+        """Leaves that work and are not the owner's; of these, those for this step."""
+        self._piece = 0
+        """The piece of the path that goes on."""
+        self._waited = Counter[_Awaited]()
+        """Time for which idle processes waited for each label, since the window's start."""
         self._since: dict[int, Counter[_Awaited]] = {}
-        """{idle process: `_waited` of its role when it became idle}."""
+        """{idle process: `_waited` when it became idle}."""
         self._stalls = _stalls_of_processes(timeline)
         self.stalled_ns = Counter[int]()
-        """{process: time in which it seemed busy while its engine's profiler wrote}."""
+        """{process: the time in which it seemed busy while its engine's profiler wrote}."""
 
     def run(self) -> list[Counter[_Awaited]]:
         """Return the idle time of each process, by what the process waited for."""
@@ -210,16 +211,17 @@ class _Shift:
             transfer = transfers.get(start_ns, None if before & spans else transfer)
             before = mask
             self._stall(start_ns, end_ns)
-            all_await = self._awaited() if mask & spans else dict.fromkeys(self._roles, transfer)
-            for role, awaited in all_await.items():
-                self._waited[role][awaited] += end_ns - start_ns
+            if mask & spans or transfer is None:
+                self._wait(start_ns, end_ns)
+            else:
+                self._waited[transfer] += end_ns - start_ns
         for index in list(self._since):
             self._end(index, idle)
         return idle
 
     def _kind_of(self, span: Span) -> _Kind:
         process, later = self._timeline.processes[span.process], self._timeline.leaves(span)
-        work = _Work(span.waits, later, process.owner, process.info.role, label_of(span))
+        work = _Work(span.waits, later, process.owner)
         return span.process, work
 
     def _transfers(self, intervals: Sequence[Interval]) -> dict[int, _Awaited]:
@@ -249,9 +251,6 @@ class _Shift:
                 touched.add(kind)
                 continue
             process, work = kind
-            self._labels[work] += sign
-            if not self._labels[work]:
-                del self._labels[work]
             if not work.waiting:
                 self._runs[process] += sign
                 self._runs_now[process] += sign * (not work.later)
@@ -275,13 +274,12 @@ class _Shift:
 
     def _begin(self, index: int) -> None:
         if index not in self._since:
-            self._since[index] = Counter(self._waited[self._timeline.processes[index].info.role])
+            self._since[index] = Counter(self._waited)
 
     def _end(self, index: int, idle: Sequence[Counter[_Awaited]]) -> None:
         since = self._since.pop(index, None)
         if since is not None:
-            now = self._waited[self._timeline.processes[index].info.role]
-            idle[index].update({awaited: ns - since[awaited] for awaited, ns in now.items()})
+            idle[index].update({awaited: ns - since[awaited] for awaited, ns in self._waited.items()})
 
     def _stall(self, start_ns: int, end_ns: int) -> None:
         for index, stalls in self._stalls.items():
@@ -290,12 +288,28 @@ class _Shift:
                     max(0, min(stall.end_ns, end_ns) - max(stall.start_ns, start_ns)) for stall in stalls
                 )
 
-    def _awaited(self) -> dict[str, _Awaited]:
-        """Return what idle processes of each role wait for now."""
-        running = frozenset(self._labels)
-        if running not in self._chosen:
-            self._chosen[running] = {role: _likeliest(running, role) for role in self._roles}
-        return self._chosen[running]
+    def _wait(self, start_ns: int, end_ns: int) -> None:
+        """Add the pieces of the path in a stretch of time. Stretches come in order."""
+        pieces = self._path.pieces
+        while start_ns < end_ns:
+            while self._piece < len(pieces) and pieces[self._piece].end_ns <= start_ns:
+                self._piece += 1
+            until_ns, awaited = end_ns, None
+            if self._piece < len(pieces):
+                piece = pieces[self._piece]
+                until_ns, awaited = min(end_ns, piece.end_ns), self._awaited(piece)
+            self._waited[awaited] += until_ns - start_ns
+            start_ns = until_ns
+
+    def _awaited(self, piece: Piece) -> _Awaited:
+        graph = self._path.graph
+        span = graph.span_of(piece.node)
+        queues = piece.kind == "wait" and span is not None and span.stage == "queue"
+        if span is None or not (piece.kind == "work" or queues):
+            return None  # no process waits for one that waits, but in an engine
+        process = self._timeline.processes[span.process]
+        alone = process.owner and len(self._owners) == 1
+        return "" if alone else process.info.role, label_of(span)
 
 
 def _engine_work(timeline: Timeline, activities: Sequence[TraceActivity]) -> dict[int, list[Pair]]:
@@ -320,25 +334,6 @@ def _stalls_of_processes(timeline: Timeline) -> dict[int, list[EngineStall]]:
             if own:
                 stalls[index] = own
     return stalls
-
-
-def _likeliest(running: Iterable[_Work], role: str) -> _Awaited:
-    """Return the running work that an idle process of a role most likely waits for.
-
-    The order is: moving weights, work of the same role, the rollout, other workers, the owner. Work for a
-    later step comes last, except for roles that do such work themselves. A process that waits is never
-    awaited.
-    """
-
-    def rank(work: _Work) -> tuple[bool, bool, bool, bool, bool, Label, bool, str]:
-        own, label = work.label[0] == role, work.label
-        moves = MOVES_WEIGHTS.search(label[1]) is not None
-        later = work.later and role not in ROLLOUT
-        outside, other = label[0] not in ROLLOUT, work.runner != role
-        return later, not moves, work.owner, not own, outside, label, other, work.runner
-
-    first = min((work for work in running if not work.waiting), key=rank, default=None)
-    return None if first is None else (first.runner, first.label)
 
 
 def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
@@ -412,7 +407,7 @@ def idle_blocks(rows: Sequence[Idle], report: StepReport) -> Iterator[Block]:
         return
     roles = grouped(rows, lambda row: row.role).values()
     shown = rows if len(rows) <= LISTED else [max(own, key=lambda row: row.idle_ns) for own in roles]
-    note = "Likely causes: what others did while the process did nothing. In collectives: by its trace."
+    note = "By what was on the critical path meanwhile. In collectives: by its trace."
     if len(shown) < len(rows):
         note = f"Of each role the most idle of {count(len(rows), 'process')}. {note}"
     note = f"{note} {say_profiled(*(row.profiled for row in shown))}".rstrip()
@@ -473,8 +468,8 @@ def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
     collectives = any(row.collective_ns is not None for row in shown)
     cells = [_row(row, window_ns, collectives) for row in shown]
     note = (
-        "The likely cause is what others did while a process did nothing. slowest rank: others of its role "
-        "were still in a stage that it has a part in."
+        "By what was on the critical path while a process did nothing. slowest rank: another of its role was "
+        "in a stage that it has a part in."
     )
     if collectives:
         note += " In collectives: of its busy time, by its trace, with no computation beside it."
@@ -512,7 +507,7 @@ def _class(kind: str) -> str:
 IDLE = Section(
     name="idle",
     title="Idle",
-    compute=lambda sources: idle_times(sources.timeline, sources.activities),
+    compute=lambda sources: idle_times(sources.timeline, sources.activities, sources.path),
     terminal=idle_blocks,
     html=draw_idle,
     page=OVERVIEW,
