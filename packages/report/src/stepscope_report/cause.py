@@ -1,4 +1,4 @@
-"""Culprits of a slow step: what took longer than the same elsewhere, and what the step would be shorter by.
+"""Culprits of a slow step: calls that took longer than similar calls, and the time that each costs the step.
 
 A process is compared with the others of its role, a call of a tool with the others of its kind, and the last
 trajectories with the others. Every saving is a replay of the critical path.
@@ -38,45 +38,47 @@ CauseKind: TypeAlias = Literal[
     "unexplained",
 ]
 LEAST = 50
-"""A straggler counts from one part in so many of the step on."""
+"""A straggler counts if it costs at least one part in this many of the step."""
 LEAST_OF_CALLS = 20
-"""The same for tools, trajectories and stages, whose times vary by nature."""
+"""A tool, a trajectory or a stage, whose times vary by nature, counts if it costs at least one part in this
+many of the step."""
 ENOUGH = 3
-"""Trajectories from which on the last one can be told from the others."""
+"""Least number of trajectories with which the last one can be told from the others."""
 _LONG = 3
-"""A tool's call is long from so many times the median of its kind on."""
+"""A tool's call is long if it takes at least this many times the median of its kind."""
 _OWN = frozenset({"trajectory", "turn", PROFILING})
-"""Stages whose own time is no work."""
+"""Stages whose own time is not work."""
 
 
 class Suspect(NamedTuple):
-    """Something that took longer than the same elsewhere."""
+    """Calls, a rank or a process that took longer than similar ones."""
 
     kind: CauseKind
     ns: int | None
-    """Time that the step would be shorter by without it. None if nothing tells whether the step waited."""
+    """Time by which the step would be shorter without the excess, or None if it is unknown whether the step
+    waited."""
     longer_ns: int
-    """Time by which it was longer itself."""
+    """Time by which the suspect itself was longer."""
     label: Label | None = None
-    """Role and stage; of a tool, with its name. None for what no span says."""
+    """Role and stage (for a tool, with its name), or None if no span names the cause."""
     process: int | None = None
-    """Index in `Timeline.processes`."""
+    """Index in `Timeline.processes`, or None."""
     took_ns: int | None = None
     usual_ns: int | None = None
-    """The time that it usually takes, by `beside`."""
+    """The usual time of the same work, taken from what `beside` names; None if unknown."""
     beside: str = ""
-    """The things that it is compared with, for people."""
+    """Words for the steps, processes or calls that `usual_ns` comes from."""
     trajectory: str | None = None
     turn: int | None = None
     evidence: tuple[str, ...] = ()
     awaited_in: Label | None = None
-    """The stage in which others waited for it."""
+    """The stage in which other ranks waited for the suspect, or None."""
     nodes: tuple[int, ...] = ()
-    """Its calls."""
+    """The suspect's calls."""
 
 
 class StepPath(NamedTuple):
-    """The order of a step, what it waited for, and its replay."""
+    """The order of a step's calls, its critical path, and its replay."""
 
     graph: StepGraph
     pieces: Sequence[Piece]
@@ -93,20 +95,23 @@ class Work(NamedTuple):
 
     nodes: list[int]
     own_ns: int
-    """The sum of their times, without calls below them and without waiting for ranks that came later."""
+    """Sum of the calls' own times, without calls below them and without waits for ranks that entered
+    later."""
     tokens: int | None
-    """The sum of their attributes `tokens`; None if a call has none."""
+    """Sum of the calls' attributes `tokens`, or None if a call has none."""
 
 
 Works: TypeAlias = Mapping[Label, Mapping[int, Work]]
 
 
 def suspects_of(path: StepPath, cut: Set[str] = frozenset(), *, tail: bool = True) -> list[Suspect]:
-    """Return what took longer than its like in the same step, the largest saving first.
+    """Return the calls, ranks and processes that took longer than similar ones in the same step, the largest
+    saving first.
 
     Args:
         cut: Names of processes whose recording ended before their work did.
-        tail: Whether the last trajectories compare with the others: no profiler slowed them alone.
+        tail: True if the last trajectories may be compared with the others, because no profiler slowed only
+            them.
     """
     return _Lineup(path, cut).run(tail=tail)
 
@@ -133,7 +138,7 @@ class _Lineup:
         return ranked([one for one in (*late, *slow, *calls) if self._counts(one)])
 
     def _counts(self, suspect: Suspect) -> bool:
-        """Return whether the step is known to be shorter without it, or this is not known."""
+        """Return whether the step would be shorter without the suspect, or whether that is unknown."""
         return suspect.ns is None or suspect.ns * LEAST >= self._window_ns
 
     def _own(self, node: int) -> int:
@@ -179,7 +184,7 @@ class _Lineup:
     # Ranks for which others waited.
 
     def _late(self) -> Iterator[Suspect]:
-        """Yield the ranks that came late to where ranks meet, with the stage in which they were late."""
+        """Yield the ranks that were late where ranks meet, with the stage that made them late."""
         graph, spans = self._graph, self._timeline.spans
         found: dict[tuple[int, Label | None, Label], list[_Lateness]] = defaultdict(list)
         met_ns: dict[int, int] = {}
@@ -189,7 +194,7 @@ class _Lineup:
                 if graph.start_ns[node] < graph.end_ns[node] and not spans[node].waits:
                     calls[spans[node].process].append(node)
         at = Counter[int]()
-        """{process: calls of it that ended before a meeting that is dealt with}."""
+        """{process: number of its calls that ended before the present meeting}."""
         for members in sorted(graph.meetings, key=lambda members: graph.end_ns[members[0]]):
             stretches: dict[int, dict[Label, list[int]]] = {}
             for member in members:
@@ -233,7 +238,9 @@ class _Lineup:
     def _lateness(
         self, last: int, members: Sequence[int], stretches: Mapping[int, Mapping[Label, Sequence[int]]]
     ) -> _Lateness:
-        """Return by how much a rank came later than the others, and the stage in which it was longer."""
+        """Return the time by which a rank was later than the others, and the stage in which it took
+        longer.
+        """
         graph, own = self._graph, stretches[last]
         others = [member for member in members if member != last]
         late_ns = graph.start_ns[last] - middle(graph.start_ns[member] for member in others)
@@ -258,7 +265,7 @@ class _Lineup:
         )
 
     def _is_uneven(self, nodes: Sequence[int], others: Sequence[Sequence[int]]) -> bool:
-        """Return whether calls have more tokens than the others', and take no longer for each."""
+        """Return whether calls have more tokens than those of the others, and no more time for each token."""
         one, rest = self._work(list(nodes)), [self._work(list(other)) for other in others if other]
         usual = middle(work.tokens or 0 for work in rest) if rest else 0
         if not one.tokens or not usual or one.tokens * 4 < usual * 5:
@@ -294,7 +301,7 @@ class _Lineup:
     ) -> Suspect | None:
         """Return the slowest process of a stage if it is slower by a quarter than the median of the others.
 
-        By the time of a token, where all calls state their tokens.
+        If all calls state their tokens, processes are compared by the time for each token.
         """
         kind: CauseKind
         usual_ns: Callable[[Work], int]
@@ -349,7 +356,9 @@ class _Lineup:
         return (work.own_ns - usual) * LEAST >= self._window_ns and work.own_ns * 4 >= usual * 5
 
     def _say_work(self, slowest: int, slow: Sequence[int], compared: Mapping[int, Work]) -> Iterator[str]:
-        """Yield its calls and tokens beside the others': more work, or slower work."""
+        """Yield the number of calls and tokens beside those of the others, which tells more work from slower
+        work.
+        """
         others = [work for process, work in compared.items() if process != slowest]
         work = compared[slowest]
         if work.tokens and all(other.tokens for other in others):
@@ -384,7 +393,9 @@ class _Lineup:
         return self._timeline.spans[node].dur_ns or 0
 
     def _slow_server(self, label: Label, by_process: Mapping[int, Work]) -> Suspect | None:
-        """Return the process whose typical call is longer by a quarter than the others'."""
+        """Return the process whose typical call is a quarter longer than that of the other processes, or
+        None.
+        """
         if len(by_process) < 2:
             return None
         each = {process: middle(map(self._took_ns, work.nodes)) for process, work in by_process.items()}
@@ -422,8 +433,8 @@ class _Lineup:
     # Trajectories.
 
     def _late_trajectories(self) -> Iterator[Suspect]:
-        """Yield the last tenth of the trajectories if the others waited for 15 % of the rollout, by what the
-        last of them did for longer than the others.
+        """Yield the last tenth of the trajectories if the others waited for 15 % of the rollout, with the
+        stage that took longer in the last one.
         """
         timeline, graph = self._timeline, self._graph
         roots = [
@@ -491,7 +502,9 @@ class _Lineup:
     def _longest_part(
         self, trajectory: str | None, others: Sequence[str | None]
     ) -> tuple[Label | None, int, int]:
-        """Return the stage that a trajectory has more of than the others, its time, and the usual one."""
+        """Return the stage with the largest excess in a trajectory over the others, its time there, and its
+        usual time. The stage is None if no stage has an excess.
+        """
         times: dict[str | None, Counter[Label]] = {name: Counter() for name in (trajectory, *others)}
         for node, span in enumerate(self._timeline.spans):
             if span.trajectory in times and span.stage != PROFILING:
@@ -503,20 +516,23 @@ class _Lineup:
         return label, times[trajectory][label], usual[label]
 
     def _saves(self, cuts: Mapping[int, int]) -> int | None:
-        """Return what the step would be shorter by with shorter calls. None if none of them takes part."""
+        """Return the time that the step would lose with shorter calls, or None if the replay has none of the
+        calls.
+        """
         if not any(self._replay.has(node) for node in cuts):
             return None
         return self._replay.saves_by_ns(cuts)
 
     def _others(self, process: int, among: Iterator[int] | Mapping[int, object]) -> str:
-        """Return `trainer 0`, or `the others` if there are several."""
+        """Return the name of the only other process, or `the others` if there are several."""
         others = set(among) - {process}
         return self._timeline.processes[others.pop()].name if len(others) == 1 else "the others"
 
 
 def _slowest(candidates: Mapping[int, Work], compared: Mapping[int, Work]) -> tuple[int, float | None]:
-    """Return the slowest process by the time of a token, and the time that others take for one. Without
-    tokens, by the sum of its calls, and None.
+    """Return the slowest process by the time for each token, and the other processes' time for a token.
+
+    Without tokens, return the process with the largest sum of calls, and None.
     """
     if not all(work.tokens for work in compared.values()):
         return max(candidates, key=lambda process: compared[process].own_ns), None
@@ -527,7 +543,7 @@ def _slowest(candidates: Mapping[int, Work], compared: Mapping[int, Work]) -> tu
 
 
 def _at(each_ns: float) -> Callable[[Work], int]:
-    """Return the time of a process' tokens at a time for each."""
+    """Return a function that gives the time of a process' tokens at `each_ns` for each token."""
     return lambda work: round(each_ns * (work.tokens or 0))
 
 
@@ -538,7 +554,7 @@ class _Lateness(NamedTuple):
     members: tuple[int, ...]
     late_ns: int
     label: Label | None
-    """The stage in which it was longer than the others. None if it was late in no call."""
+    """The stage in which the rank took longer than the others, or None if it was late outside of calls."""
     took_ns: int
     usual_ns: int
     cuts_ns: Mapping[int, int]
@@ -551,7 +567,7 @@ def ranked(suspects: Sequence[Suspect]) -> list[Suspect]:
 
 
 def _waited_ns(graph: StepGraph) -> dict[int, int]:
-    """Return for how long calls waited for the last of those that end together with them."""
+    """Return for each call of a meeting how long it waited for the last one to begin."""
     return {
         node: max(0, min(graph.start_ns[graph.last_of[node]], graph.end_ns[node]) - graph.start_ns[node])
         for members in graph.meetings
@@ -569,9 +585,10 @@ def _is_cut(timeline: Timeline, by_process: Mapping[int, Sequence[int]], cut: Se
 def _alike(
     timeline: Timeline, by_process: Mapping[int, Work]
 ) -> list[tuple[Mapping[int, Work], Mapping[int, Work]]]:
-    """Return the processes of a stage that a straggler may be among, and those that it is compared with.
+    """Return pairs of (processes of a stage that may be stragglers, processes that they are compared with).
 
-    If a profiler recorded some, these are compared with each other. So are the others; a single one with all.
+    Profiled processes are compared with each other, and so are the others; a single process without a
+    profiler is compared with all.
     """
     profiled = {p: work for p, work in by_process.items() if timeline.processes[p].profiled}
     others = {p: work for p, work in by_process.items() if p not in profiled}

@@ -1,4 +1,4 @@
-"""Other captured steps of a run, read for the comparison with a step that took longer than they."""
+"""Other captured steps of a run, read for the comparison with a step that took longer."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from stepscope_report.spans import ToolNames, few_names
 from stepscope_report.timeline import Timeline, load_step
 
 _BESIDE = 4
-"""Captured steps whose length is looked at, the nearest ones."""
+"""Number of the nearest captured steps whose length is compared."""
 _READ = 2
-"""Steps whose spans are read."""
+"""Number of these steps whose spans are read."""
 
 
 class NearStep(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a captured step, by stage. Tools with names are apart."""
+    """The figures of a captured step, by stage. Tools with different names are separate stages."""
 
     step: int
     wall_ns: int
     stages: Mapping[str, float]
-    """{`role/stage`: seconds} of the spans at the top of its owner."""
+    """{`role/stage`: seconds} of the top spans of the step's owner."""
     path_ns: Mapping[Label, int]
-    """Own time on the critical path."""
+    """Own time of each stage on the critical path."""
     call_ns: Mapping[Label, int]
-    """The median time of a call."""
+    """Median time of a call of each stage."""
 
 
 def near_step(path: StepPath) -> NearStep:
-    """Return the figures of a step by which others are compared with it."""
+    """Return the figures of a step that are compared with those of other steps."""
     timeline, graph = path.graph.timeline, path.graph
     names = ToolNames(timeline)
     path_ns, calls = Counter[Label](), defaultdict[Label, list[int]](list)
@@ -60,7 +60,7 @@ def near_step(path: StepPath) -> NearStep:
 
 
 def top_stages(timeline: Timeline) -> dict[str, float]:
-    """Return {`role/stage`: seconds} of the spans at the top of the owner, as the recorder's lines do."""
+    """Return {`role/stage`: seconds} of the owner's top spans, as in the recorder's lines."""
     stages = Counter[str]()
     for span in timeline.spans:
         is_top = span.parent is None or timeline.spans[span.parent].process != span.process
@@ -70,23 +70,25 @@ def top_stages(timeline: Timeline) -> dict[str, float]:
 
 
 class Neighbours:
-    """The captured steps of runs. What is read of them is kept for the next one."""
+    """The captured steps of runs. Figures that were read are cached for later steps."""
 
     def __init__(self) -> None:
         self._walls: dict[tuple[Path, str], int | None] = {}
         self._read: dict[tuple[Path, str], NearStep | None] = {}
 
     def of(self, folder: Path, timeline: Timeline) -> Sequence[NearStep]:
-        """Return the nearest captured steps of a step's kind, if it took longer than they.
+        """Return the nearest captured steps of the same kind, if the step took longer than these; else empty.
 
-        The spans of others are read for such a step alone.
+        Spans of other steps are read only in that case.
         """
         stages = top_stages(timeline)
         read = (self._step(root, timeline.run_id) for root in self.shorter(folder, timeline)[:_READ])
         return tuple(step for step in read if step is not None and alike(step.stages, stages))
 
     def shorter(self, folder: Path, timeline: Timeline) -> list[Path]:
-        """Return the folders of near captured steps that took less. Empty if most of them took as long."""
+        """Return the folders of near captured steps that took less time; empty if most of them took as
+        long.
+        """
         run = RunLayout(folder.absolute().parent)
         others = sorted(
             (number for number in run.steps() if number != timeline.step),
@@ -98,7 +100,9 @@ class Neighbours:
         return shorter if timeline.window.closed and len(shorter) * 2 >= len(walls) else []
 
     def _wall_ns(self, root: Path, run_id: str) -> int | None:
-        """Return the length of a step by its manifest. None for one of another run, or without an end."""
+        """Return the length of a step from its manifest, or None if the step is of another run, or ended
+        early.
+        """
         if (root, run_id) not in self._walls:
             layout = StepLayout(root)
             whole = read_records([layout.manifest], Manifest)
@@ -124,5 +128,5 @@ class Neighbours:
 
 
 def is_longer(ns: int, usual_ns: int) -> bool:
-    """Return whether a step took longer than usual by a tenth."""
+    """Return whether a step took at least a tenth longer than usual."""
     return ns * 10 >= usual_ns * 11

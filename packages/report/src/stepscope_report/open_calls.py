@@ -1,4 +1,4 @@
-"""Open calls of one process, by what runs them, and of Ray's actors, by who called them."""
+"""Open calls of one process, by what runs them, and open calls of Ray's actors, by their callers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from stepscope_report.waiting import Wait, is_polling, wait_of
 
 _RUNNING = "RUNNING"
 _MOST = 8
-"""Calls of one actor that are listed."""
+"""Largest number of calls of one actor that are listed."""
 
 
 class Process:
-    """One process' state, by the numbers of its spans, tasks and threads."""
+    """The state of one process, with its spans, tasks and threads by number."""
 
     def __init__(self, state: ProcessState) -> None:
         self.state = state
@@ -24,7 +24,7 @@ class Process:
         self.tasks = {task.id: task for task in state.tasks}
         self.threads = {thread.id: thread for thread in state.threads}
         self.below: dict[int, list[int]] = defaultdict(list)
-        """{span: spans directly below it}."""
+        """{span: its direct children}."""
         self.tasks_of: dict[int | None, list[Task]] = defaultdict(list)
         for span in state.spans:
             if span.parent is not None:
@@ -43,12 +43,12 @@ class Process:
         return found
 
     def calls(self) -> Iterator[OpenSpan]:
-        """Yield the innermost spans, and those that block an event loop."""
+        """Yield the innermost spans, and the spans that block an event loop."""
         holders = set(self.blocked.values())
         yield from (s for s in self.state.spans if s.span not in self.below or s.span in holders)
 
     def leaves(self, tops: Iterable[int]) -> Iterator[int]:
-        """Yield the innermost spans below some spans."""
+        """Yield the innermost spans below the spans `tops`."""
         rest = list(tops)
         while rest:
             top = rest.pop()
@@ -58,8 +58,10 @@ class Process:
                 yield top
 
     def frames(self, span: OpenSpan) -> tuple[Sequence[Frame], Wait | None]:
-        """Return the stack of a span, and what it waits for: of the task that runs in it, else of its thread
-        unless that only runs an event loop, or another task.
+        """Return the stack of a span, and the target of its wait (None if it works).
+
+        The stack is that of the task that runs in the span, else of the span's thread, unless that thread
+        only runs an event loop or another task.
         """
         thread = self.threads.get(span.thread)
         tasks = self.tasks_of[span.span]
@@ -76,7 +78,7 @@ class Process:
         return thread.frames, wait_of(thread.frames)
 
     def _awaited(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        """Yield the tasks that some tasks wait for, over others too, which wait for none themselves."""
+        """Yield the tasks at the end of each chain of waits that begins at `tasks`."""
         rest, seen = list(tasks), set[int]()
         while rest:
             task = rest.pop()
@@ -88,13 +90,15 @@ class Process:
                     yield task
 
     def awaited_spans(self, span: OpenSpan) -> set[int]:
-        """Return the spans of other calls that the tasks of a span wait for."""
+        """Return the spans of other calls that the tasks of a span wait for, directly or through other
+        tasks.
+        """
         spans = {task.span for task in self._awaited(self.tasks_of[span.span])}
         return {number for number in spans if number is not None and number != span.span}
 
     def line(self, span: int) -> Iterator[int]:
-        """Yield a span and those above it, up to one with several below it: each of these is a wait of its
-        own.
+        """Yield a span and the spans above it, up to a span with several children, each of which is a wait of
+        its own.
         """
         at: int | None = span
         while at is not None and at in self.spans:
@@ -105,7 +109,7 @@ class Process:
 
 
 class RayCalls:
-    """Open calls by actor. `asker` is the key of the process that asked Ray, the driver as a rule."""
+    """Open calls by actor. `asker` is the state of the process that queried Ray, usually the driver."""
 
     def __init__(self, states: Sequence[ProcessState]) -> None:
         self.asker: ProcessState | None = next((state for state in states if state.ray_calls), None)
@@ -119,7 +123,9 @@ class RayCalls:
                 self._called[call.caller].add(call.actor)
 
     def elsewhere(self) -> dict[str, list[RayCall]]:
-        """Return {actor: calls that it runs} of those that do not record; those that wait if it runs none."""
+        """Return {actor that does not record: the calls that it runs, or its waiting calls if it runs
+        none}.
+        """
         return {
             actor: ([call for call in calls if call.state == _RUNNING] or calls)[:_MOST]
             for actor, calls in self._of.items()
@@ -127,7 +133,7 @@ class RayCalls:
         }
 
     def called_by(self, process: str) -> set[str]:
-        """Return the processes, or actors, whose calls a process waits for.
+        """Return the keys of processes, or ids of actors, whose calls a process waits for.
 
         Args:
             process: `ProcessInfo.key`, or the id of an actor that does not record.

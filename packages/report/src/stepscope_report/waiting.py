@@ -1,4 +1,4 @@
-"""Calls in the answer to `stepscope why`: what processes, engines and Ray actors are in."""
+"""Calls in the answer to `stepscope why`: those of processes, engines and Ray actors."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ _LIBRARY = re.compile(
     r"/lib(64)?/python3\.\d+t?/|\b(site|dist)-packages/|/stepscope/|^<frozen|^<profile_step"
 )
 _INNERMOST = 4
-"""Frames of a library that say what a stack waits in. Those further out may be of what runs it."""
+"""Number of innermost frames that are checked for a wait. Frames further out may belong to the code that runs
+the call."""
 _COLLECTIVES = re.compile(
     r"torch/distributed/(distributed_c10d|c10d_logger|rendezvous|_functional_collectives)"
 )
 """An innermost frame of these files is a collective, in which a process waits for others."""
 _ENGINES = ("/vllm/", "/sglang/")
 _CLIENTS = ("/httpx/", "/aiohttp/", "/openai/", "/requests/", "/http/client.py", "/urllib/")
-"""Frames in these files are calls of an engine; a client's only in the role `rollout`."""
+"""Files whose frames are calls of an engine; a client's frames only in the role `rollout`."""
 Wait: TypeAlias = Literal["ray", "process", "thread", "task"]
-"""The target of a wait: Ray, a process that this one started, or another thread or task of it."""
+"""Target of a wait: Ray, a process that this one started, or another thread or task of this process."""
 _WAITS: dict[Wait, tuple[str, ...]] = {
     "ray": ("/ray/_private/worker.py",),
     "process": ("/subprocess.py", "/multiprocessing/"),
     "thread": ("/threading.py", "/queue.py", "/concurrent/futures/_base.py"),
 }
-"""Files of the innermost frames of calls that wait."""
+"""Files whose frames, as the innermost ones, show that a call waits."""
 _SKIPPED = ("_wrapper", "wrapper", "inner", "_call_impl")
-"""Functions of torch.distributed that say nothing of the collective."""
+"""Functions of torch.distributed that do not name the collective."""
 
 
 def is_polling(thread: Thread) -> bool:
@@ -90,7 +91,7 @@ def _inner(frames: Sequence[Frame]) -> Iterable[Frame]:
 
 
 def wait_of(frames: Sequence[Frame]) -> Wait | None:
-    """Return what a stack waits for; None if it works, as far as its frames tell."""
+    """Return the target of a stack's wait, or None if its frames show no wait."""
     inner = list(_inner(frames))
     for wait, files in _WAITS.items():
         if any(file in frame.file for frame in inner for file in files):
@@ -105,50 +106,52 @@ def asks_engine(frames: Sequence[Frame], role: str) -> bool:
 
 
 STUCK_NS = 10 * 10**9
-"""An engine with requests and without a token for so long comes before other work."""
+"""An engine that has had requests and made no token for this long comes before other work."""
 
 
 Kind: TypeAlias = Literal["call", "engine", "actor", "process"]
-"""`call`: a span. `engine`: an engine's queue, named by `stage`; its age is the time without a token.
-`actor`: a method of a Ray actor that does not record. `process`: one that is in no call, or does not answer.
-"""
+"""Kind of a call. `call`: a span. `engine`: an engine's queue, named by `stage`, whose age is the time
+without a token. `actor`: a method of a Ray actor that does not record. `process`: a process that is in no
+call, or does not answer."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One call that goes on: a span that has not ended and has none below it in its process."""
+    """A call that goes on: a span that has not ended and has no children in its process, or another
+    `kind`.
+    """
 
     kind: Kind = "call"
     process: str
-    """`ProcessInfo.key`."""
+    """`ProcessInfo.key` of the call's process."""
     span: int = 0
-    """0 for other kinds than `call`."""
+    """Number of the span, or 0 for kinds other than `call`."""
     role: str
     stage: str
     began_ns: int = 0
-    """Unix ns."""
+    """Start of the call in unix ns, or 0 if unknown."""
     age_ns: int
     trajectory: str | None = None
     turn: int | None = None
     where: str
-    """`lock.acquire, from forward at model.py:214`; empty if nothing tells."""
+    """The place that the call is in: `lock.acquire, from forward at model.py:214`; empty if unknown."""
     collective: str | None = None
-    """The collective that it is in."""
+    """The collective that the call is in, or None."""
     group: str | None = None
-    """Its process group, by torch's flight recorder."""
+    """The collective's process group, from torch's flight recorder, or None."""
     number: int | None = None
-    """Its number in that group."""
+    """Number of the collective in that group, or None."""
     missing: tuple[int, ...] = ()
-    """Ranks that have not entered it."""
+    """Ranks that have not entered the collective."""
     waits: bool = False
-    """Its stage only waits."""
+    """True if the call's stage only waits."""
     wait: Wait | None = None
-    """The target of its wait, by its stack; None if it works."""
+    """Target of the call's wait, from its stack, or None if it works."""
     blocks: bool = False
-    """True if it holds up the event loop that it runs on."""
+    """True if the call blocks the event loop that it runs on."""
     alike: int = 0
-    """Younger calls of the same stage at the same place that are not listed."""
+    """Number of younger calls of the same stage at the same place that are not listed."""
     waits_for: tuple[int, ...] = ()
-    """Indices in `Why.calls`."""
+    """Indices in `Why.calls` of the calls that this one waits for."""
 
 
 def engine_call(state: ProcessState, engine: EngineState) -> Call:
@@ -198,7 +201,7 @@ def remote_call(task: RayCall) -> Call:
 
 
 def _missing(call: Call) -> str:
-    """Return ` (7 of default_pg, without rank 3)`, as far as it is known."""
+    """Return ` (7 of default_pg, without rank 3)`, or the known parts of that."""
     number = "" if call.number is None else f"{call.number} "
     group = "" if call.group is None else f"{number}of {call.group}"
     ranks = few([str(rank) for rank in call.missing], 8)
@@ -227,7 +230,7 @@ def say_call(call: Call) -> str:
 
 
 class Entered:
-    """The collectives that the ranks of each role have entered, as torch's flight recorders tell.
+    """The collectives that the ranks of each role have entered, from torch's flight recorders.
 
     Peers have the same role: a run may have several jobs of torch.distributed, whose groups have the same
     names.
@@ -235,7 +238,7 @@ class Entered:
 
     def __init__(self, states: Sequence[ProcessState]) -> None:
         self._last: dict[tuple[str, str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
-        """{(role, group, its ranks): {rank: number of the last one that it entered}}."""
+        """{(role, group, its ranks): {rank: number of the last collective that it entered}}."""
         self._missing: dict[tuple[str, str, tuple[int, ...], int], tuple[int, ...]] = {}
         for state in states:
             known = state.collectives
@@ -243,8 +246,8 @@ class Entered:
                 self._last[state.process.role, group.name, group.ranks][rank_of(state) or 0] = group.entered
 
     def awaited(self, state: ProcessState) -> tuple[PendingCollective | None, tuple[int, ...]]:
-        """Return the oldest open collective of a process, and the ranks that have not entered it: those that
-        do not answer, too.
+        """Return the oldest open collective of a process, or None, and the ranks that have not entered it,
+        including ranks that do not answer.
         """
         own = state.collectives
         if own is None or not own.pending:

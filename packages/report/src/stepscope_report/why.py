@@ -1,4 +1,4 @@
-"""Calls that wait for others, from the states of processes at one moment, and those that do not."""
+"""Calls that wait for other calls, and calls that do not, from the states of processes at one moment."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from stepscope_report.waiting import (
 
 _NO_ANSWER = "no answer"
 _CIRCLE = 4
-"""Calls that wait for each other which are named."""
+"""Largest number of named calls that wait for each other."""
 _EDGES = 50
-"""Calls, the oldest, that one is taken to wait for where only its stack tells that it waits."""
+"""Largest number of calls, the oldest ones, that a call is taken to wait for if only its stack shows the
+wait."""
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,23 +45,24 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     calls: tuple[Call, ...]
     """The calls of all processes, the longest first."""
     culprits: tuple[int, ...]
-    """Indices of the calls that wait for no other, or for each other alone, the most likely one first."""
+    """Indices of the calls that wait for no other call, or only for each other, the most likely culprit
+    first."""
     circle: int = 0
-    """Number of the first culprits that wait for each other, or 0 if the first one waits for none."""
+    """Number of the first culprits that wait for each other, or 0 if the first one waits for no call."""
     held: int = 0
-    """Calls that wait for the first culprit, over others too."""
+    """Number of calls that wait for the first culprit, directly or through others."""
     idle: tuple[str, ...]
-    """Processes in no call, with what their main thread does."""
+    """Processes in no call, with the place of their main thread."""
     engines: tuple[str, ...]
     """Engines and their queues."""
     silent: tuple[str, ...]
-    """Workers without an answer."""
+    """Workers that did not answer."""
     beside: tuple[str, ...] = ()
-    """Other threads in the process of the first culprit: one of them may hold what it waits for."""
+    """Other threads in the process of the first culprit, one of which may hold what the culprit waits for."""
 
 
 def why(states: Sequence[ProcessState], fates: Mapping[str, str] | None = None) -> Why:
-    """Join the states of processes, by carriers and by what their stacks wait for.
+    """Join the states of processes, by carriers and by the waits in their stacks.
 
     Args:
         states: At least one.
@@ -113,7 +115,7 @@ def say_held(states: Sequence[ProcessState]) -> str:
 
 
 class _Answer:
-    """The calls of all processes, and which waits for which."""
+    """The calls of all processes, and the calls that each one waits for."""
 
     def __init__(self, states: Sequence[ProcessState], fates: Mapping[str, str]) -> None:
         self.states = states
@@ -124,17 +126,17 @@ class _Answer:
         self._fates = fates
         self._ray = RayCalls(states)
         self._links: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
-        """{(process, span): spans of other processes below it}."""
+        """{(process, span): its child spans in other processes}."""
         for state in states:
             for span in state.spans:
                 if span.link is not None:
                     self._links[span.link.process, span.link.span].append((state.process.key, span.span))
         self._stacks: dict[tuple[str, int], Sequence[Frame]] = {}
         self._unlinked: dict[str, list[int]] = {}
-        """{process: calls of its workers that nobody is known to wait for}."""
+        """{process: calls of its workers that no known call waits for}."""
         self._entered = Entered(states)
         self._peers: dict[str, dict[int, ProcessState]] = defaultdict(dict)
-        """{role: {rank: its process}}."""
+        """{role: {rank: state of its process}}."""
         for state in states:
             rank = rank_of(state)
             if rank is not None:
@@ -143,14 +145,14 @@ class _Answer:
         found.sort(key=lambda call: -call.age_ns)
         self.calls = found
         self._inside: dict[tuple[str, str, Frame | None], set[int | None]] = defaultdict(set)
-        """{(role, collective, place that called it): ranks in it}."""
+        """{(role, collective, frame that called it): ranks in it}."""
         for call in found:
             if call.collective is not None:
                 self._inside[self._site(call)].add(rank_of(self.processes[call.process].state))
         self._lacked: dict[tuple[str, str, Frame | None], tuple[int, ...]] = {}
         self._at = {(call.process, call.span): at for at, call in enumerate(found)}
         self._of: dict[str, list[int]] = defaultdict(list)
-        """{process: indices of its spans' calls}."""
+        """{process: indices of its calls}."""
         for at, call in enumerate(found):
             self._of[call.process].append(at)
         self._spans_end = len(found)
@@ -195,7 +197,7 @@ class _Answer:
         return len(self.calls) - 1
 
     def _engine_calls(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield the engines of each process that holds some that have something to do."""
+        """Yield (process, indices of its engines that have work) for each process with engines."""
         for process in self.processes.values():
             engines = process.state.engines
             if engines:
@@ -204,7 +206,7 @@ class _Answer:
                 yield process.key, [self._add(engine_call(process.state, engine)) for engine in loaded]
 
     def _asks(self, process: Process, span: OpenSpan) -> bool:
-        """Return whether a span asks an engine, in its own stack or in a task that it began."""
+        """Return whether a span waits for an engine, by its own stack or by that of a task of it."""
         stacks = (self._stacks[process.key, span.span], *(t.frames for t in process.tasks_of[span.span]))
         return any(asks_engine(frames, span.role) for frames in stacks)
 
@@ -213,7 +215,9 @@ class _Answer:
             yield actor, [self._add(remote_call(call)) for call in calls]
 
     def _loop_holders(self) -> Iterator[tuple[tuple[str, int], int]]:
-        """Yield what holds each blocked event loop: a call, or code outside of any."""
+        """Yield ((process, thread), index of the call, or of the code outside of calls, that blocks the
+        thread's event loop).
+        """
         for process in self.processes.values():
             for thread, span in process.blocked.items():
                 if span is not None:
@@ -244,7 +248,7 @@ class _Answer:
         return known - {at}
 
     def _below(self, process: Process, span: OpenSpan) -> set[int]:
-        """Return the calls below a span in other processes, and those that its tasks wait for."""
+        """Return the calls below a span in other processes, and the calls that its tasks wait for."""
         ends = {(process.key, leaf) for leaf in process.leaves(process.awaited_spans(span))}
         for own in process.line(span.span):
             for key, top in self._links.get((process.key, own), ()):
@@ -263,15 +267,15 @@ class _Answer:
             yield from islice(others, _EDGES)
 
     def _waited_for_by_ray(self, call: Call) -> set[int]:
-        """Return the calls of actors that a process, or an actor, waits for, as Ray knows them."""
+        """Return the calls of actors that a call waits for, according to Ray."""
         if call.kind not in ("call", "actor"):
             return set()
         called = self._ray.called_by(call.process)
         return {at for key in called for at in (*self._of.get(key, ()), *self._actors.get(key, ()))}
 
     def _workers(self, call: Call, process: Process) -> Iterator[int]:
-        """Yield the calls that Ray's workers began later, and that nobody is known to wait for; else the
-        workers without an answer.
+        """Yield the calls of Ray's workers that began later than this one and that no known call waits for;
+        if there are none, yield the workers without an answer.
         """
         workers = process.state.workers.keys() or {
             key for key, other in self.processes.items() if other.state.process.actor_id
@@ -287,7 +291,7 @@ class _Answer:
         return any(process.spans[own].link is not None for own in process.line(self.calls[at].span))
 
     def _missing_peers(self, call: Call, state: ProcessState) -> Iterator[int]:
-        """Yield what the ranks do that a collective lacks. Fill the ranks in."""
+        """Set the ranks that are missing in a collective, and yield the calls of these ranks."""
         peers = self._peers[state.process.role]
         missing = call.missing or self._lacks(call, state)
         at = self._at[call.process, call.span]
@@ -301,8 +305,8 @@ class _Answer:
                 yield from self._of[other.process.key] or [self._idle(other)]
 
     def _lacks(self, call: Call, state: ProcessState) -> tuple[int, ...]:
-        """Return the ranks of the role that are not in a collective, called at the same place; if all are
-        that answer, those that do not answer.
+        """Return the ranks of the role that are not in the collective called at the same place; if all
+        answering ranks are, return the ranks that do not answer.
         """
         site, peers = self._site(call), self._peers[state.process.role]
         if site not in self._lacked:
@@ -312,7 +316,7 @@ class _Answer:
         return self._lacked[site]
 
     def _site(self, call: Call) -> tuple[str, str, Frame | None]:
-        """Return a collective, and the innermost frame outside of torch."""
+        """Return (role, collective, innermost frame outside of torch) of a call."""
         frames = self._stacks[call.process, call.span]
         caller = next((frame for frame in frames if "/torch/" not in frame.file), None)
         return self.processes[call.process].state.process.role, call.collective or "", caller
@@ -339,8 +343,8 @@ class _Answer:
             yield msgspec.structs.replace(call, waits_for=tuple(sorted(edges)))
 
     def culprits(self) -> tuple[list[int], int, int]:
-        """Return the calls that wait for none, or for each other alone, the most likely one first; the number
-        of the first ones if they wait for each other; and how many calls wait for the first.
+        """Return (calls that wait for no call or only for each other, the most likely culprit first; number
+        of the first ones if they wait for each other, else 0; number of calls that wait for the first).
         """
         self.edges += [set() for _ in self.calls[len(self.edges) :]]
         groups = [
@@ -359,9 +363,9 @@ class _Answer:
         return found, circle, self._held(groups[0]) if groups else 0
 
     def _rank(self, at: int, awaited: set[int]) -> tuple[bool, int, bool, bool, int]:
-        """Return the place of a culprit: engines that stand still, then work, then tasks that wait, then
-        other waits and engines at work, and last collectives that lack nobody. Before others those that the
-        step waits for, and then those that any call waits for.
+        """Return the sort key of a culprit: stuck engines, then work, then waiting tasks, then other waits
+        and working engines, and last collectives without missing ranks. Within each, calls that the step
+        waits for come first, then calls that any call waits for.
         """
         call = self.calls[at]
         works = call.wait in (None, "process") and not call.waits and call.kind != "engine"
@@ -375,7 +379,7 @@ class _Answer:
         return self._reached([at for key in owners for at in self._of[key]], self.edges)
 
     def _held(self, culprits: Sequence[int]) -> int:
-        """Return the number of calls that wait for some, over others too."""
+        """Return the number of calls that wait for `culprits`, directly or through others."""
         behind: list[set[int]] = [set() for _ in self.calls]
         for at, edges in enumerate(self.edges):
             for edge in edges:
@@ -393,7 +397,7 @@ class _Answer:
         return seen
 
     def beside(self, culprit: int) -> Iterator[str]:
-        """Yield the threads of a call's process that run code of the user's outside of any call."""
+        """Yield the threads of a call's process that run the user's code outside of calls."""
         call = self.calls[culprit]
         process = self.processes.get(call.process)
         if process is None or call.kind != "call":

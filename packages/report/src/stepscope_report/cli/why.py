@@ -36,9 +36,9 @@ from stepscope_report.why import why as join
 
 POLL_S = 0.1
 _QUIET_S = 1.0
-"""Time after an answer in which the next one comes, where any does."""
+"""Longest time between two answers after which no further answer is expected."""
 _LOOKS_S = 0.7
-"""Time in which every process has looked for the order. Those that expect no other may answer first."""
+"""Time in which every process has seen the order. Processes that expect no other may answer before that."""
 
 
 def why(
@@ -65,7 +65,9 @@ def why(
 
 
 def ask(layout: RunLayout, wait_s: float) -> list[ProcessState]:
-    """Return the states of all processes that answer in time; stop at once when the expected ones have."""
+    """Return the states of all processes that answer in time. Stop at once when all expected ones have
+    answered.
+    """
     order_id = os.urandom(4).hex()
     order = Order(run_id="", trigger=WHY, reason="stepscope why", made_ns=time.time_ns(), steps=())
     path = layout.order(WHY, order_id)
@@ -96,8 +98,8 @@ def _is_all(states: Sequence[ProcessState]) -> bool:
 
 
 def fates(states: Sequence[ProcessState]) -> dict[str, str]:
-    """Return {key: what became of it} of the workers without an answer that ran on this host and cannot
-    answer.
+    """Return {key: what is known of it} for workers without an answer that ran on this host and cannot answer
+    any more.
     """
     known = {state.process.key for state in states}
     workers = {key for state in states for key in state.workers} - known
@@ -132,7 +134,7 @@ def _usual(layout: RunLayout, step: int | None) -> str:
 
 
 def say_median(compared: int, steps: int) -> str:
-    """Return `median of the last 50`, or `median of 12 of its kind`, of a run with so many steps."""
+    """Return `median of the last 50`, or `median of 12 of its kind`, for a run with `steps` steps."""
     every = compared == min(steps, COMPARED)
     return f"median of the last {compared}" if every else f"median of {compared} of its kind"
 
@@ -141,7 +143,7 @@ def render(answer: Why, usual: str) -> Iterator[RenderableType]:
     """Yield the answer for a terminal.
 
     Args:
-        usual: Words on how long other steps took.
+        usual: Words for the time that other steps took.
     """
     step = "No step runs" if answer.step_age_ns is None else f"Step {answer.step} runs"
     age = "" if answer.step_age_ns is None else f" for {duration(answer.step_age_ns)}{usual}"
@@ -179,7 +181,9 @@ def _waiting(answer: Why) -> Iterator[str]:
 
 
 def _show_last_step(run: Path, json: bool) -> None:
-    """Show what the last step on disk says of its end. Always raise the command's end."""
+    """Show the records of the last step on disk on its end. Always raises the exception that ends the
+    command.
+    """
     chosen = steps_of_run(RunLayout(run).steps())
     number, layout = max(chosen.steps.items(), default=(0, None))
     timeline = None

@@ -24,11 +24,11 @@ from stepscope_report.spans import MOVES_WEIGHTS, ToolNames, is_tool
 from stepscope_report.timeline import Timeline
 
 OTHERS = 4
-"""Further causes that are kept."""
+"""Largest number of further causes that are kept."""
 
 
 class CauseProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """The process in which something was slow."""
+    """The process in which the slow calls were."""
 
     name: str
     role: str
@@ -37,22 +37,22 @@ class CauseProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OtherCause(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that took longer than the same elsewhere."""
+    """Calls, a rank or a process that took longer than similar ones."""
 
     kind: CauseKind
     ns: int | None
-    """Time that the step would be shorter by without it: a replay of the critical path. None if nothing tells
-    whether the step waited for it."""
+    """Time by which the step would be shorter without the excess, from a replay of the critical path. None if
+    it is unknown whether the step waited."""
     longer_ns: int
-    """Time by which it was longer itself."""
+    """Time by which the slow part itself was longer."""
     took_ns: int | None
-    """Its own time; None for what no span says."""
+    """Time of the slow part, or None if no span measures it."""
     usual_ns: int | None
-    """The time of the same elsewhere, as the sentence says where."""
+    """The usual time of the same work; the sentence names its source. None if unknown."""
     process: CauseProcess | None
     role: str | None
     stage: str | None
-    """The stage; of a tool, its name."""
+    """The stage, or the name of a tool."""
     trajectory: str | None
     turn: int | None
     sentence: str
@@ -63,19 +63,19 @@ class Cause(OtherCause, frozen=True, kw_only=True):
     """The cause of a slow step."""
 
     others: tuple[OtherCause, ...] = ()
-    """The next causes. Savings do not add up."""
+    """The next causes. Their savings do not add up."""
 
 
 class Explained(NamedTuple):
-    """The suspects of a step, and its neighbours."""
+    """The suspects of a step, and the steps that it was compared with."""
 
     suspects: Sequence[Suspect]
     unexplained_ns: int | None
-    """The part of its excess that no stage explains. None if there is nothing to compare it with."""
+    """Part of the step's excess that no stage explains, or None if there is no step to compare with."""
     usual_ns: int | None
     excess_ns: int | None
     steps: Sequence[int]
-    """The neighbours."""
+    """Numbers of the steps that it was compared with."""
 
 
 def explain(
@@ -86,12 +86,12 @@ def explain(
     near: Sequence[NearStep] = (),
     profiler_ns: int = 0,
 ) -> Explained:
-    """Return what took longer than its like in this step, or than in the steps beside it.
+    """Return the suspects of a step, compared with similar calls in the step and with the neighbouring steps.
 
     Args:
-        suspects: Of the step alone.
-        baseline: Its uncaptured neighbours.
-        near: Captured neighbours.
+        suspects: Suspects found within the step alone.
+        baseline: Neighbouring steps that were not captured.
+        near: Neighbouring steps that were captured.
         profiler_ns: Time that profilers took inside the step.
     """
     window_ns = max(1, timeline.window.wall_ns)
@@ -106,7 +106,7 @@ def explain(
         return Explained(ranked(found), max(0, excess_ns), usual_ns, excess_ns, steps)
     grown = list(_grown(path, near) if near else _grown_at_the_top(timeline, baseline))
     within = [] if near else found
-    """Causes that are known to be none in the neighbours, as far as anybody can tell."""
+    """Suspects within the step, unless captured neighbours could show them too."""
     explained_ns = max([sum(one.longer_ns for one in grown), *(one.ns or 0 for one in within)])
     found += [one for one in grown if not _is_known(one, found, within)]
     unexplained_ns = max(0, excess_ns - explained_ns)
@@ -137,13 +137,15 @@ def _is_unusual(window_ns: int, baseline: Baseline | None, near: Sequence[NearSt
 
 
 def _is_known(grown: Suspect, found: Sequence[Suspect], within: Sequence[Suspect]) -> bool:
-    """Return whether a stage is a cause already, or one within the step explains half of its growth."""
+    """Return whether a grown stage is already a suspect, or a suspect within the step explains half of its
+    growth.
+    """
     half = any((one.ns or 0) * 2 >= grown.longer_ns for one in within)
     return half or any(one.label == grown.label for one in found)
 
 
 def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
-    """Yield the stages that take more of the critical path than in the neighbours."""
+    """Yield the stages that take more of the critical path than in the neighbouring steps."""
     timeline, graph = path.graph.timeline, path.graph
     own, names = near_step(path), ToolNames(timeline)
     steps = numbers(step.step for step in near)
@@ -186,7 +188,7 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
 
 
 def _grown_at_the_top(timeline: Timeline, baseline: Baseline | None) -> Iterator[Suspect]:
-    """Yield the stages at the top of the owner that took longer than in the recorder's lines."""
+    """Yield the stages of the owner's top spans that took longer than in the recorder's lines."""
     used = [step for step in comparable(timeline.uncaptured) if step.stages and step.step != timeline.step]
     if not used or baseline is None:
         return
@@ -211,7 +213,7 @@ def _kind_of(label: Label, *, waits: bool = False) -> CauseKind:
 
 
 def step_cause(timeline: Timeline, explained: Explained) -> Cause | None:
-    """Return the cause of a slow step. None if nothing is out of the ordinary."""
+    """Return the cause of a slow step, or None if nothing in it is unusual."""
     if not explained.suspects:
         return None
     names = ToolNames(timeline)
@@ -255,7 +257,7 @@ def _say_length(timeline: Timeline, explained: Explained) -> str:
 
 
 def _say(timeline: Timeline, suspect: Suspect) -> str:
-    """Return what was slow, beside what, and where."""
+    """Return the clause that names the slow part, the usual time and the place."""
     if suspect.kind == "profiler":
         return f"profilers took {duration(suspect.ns)} of it"
     if suspect.kind in ("gc", "event-loop") and suspect.process is not None:
@@ -299,7 +301,7 @@ def _where(timeline: Timeline, suspect: Suspect) -> str:
 
 
 def _waited(suspect: Suspect) -> str:
-    """Return what the step would be shorter by, where that is not the time itself."""
+    """Return the clause on the time that the step would save, if that differs from the excess itself."""
     if suspect.ns is None:
         return "; whether the step waited for it is not known"
     met = suspect.label is not None and suspect.awaited_in is not None
@@ -333,7 +335,9 @@ def _suspects(sources: Sources) -> list[Suspect]:
 
 
 def _stopped(path: StepPath, counters: Counters | None) -> Iterator[Suspect]:
-    """Yield the processes on the critical path whose event loop, or whose code, stood still."""
+    """Yield the processes on the critical path whose event loop was blocked, or which the garbage collector
+    stopped.
+    """
     if counters is None:
         return
     timeline = path.graph.timeline

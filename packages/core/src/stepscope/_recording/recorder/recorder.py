@@ -114,7 +114,8 @@ _RAY_S = 1.0
 _ORDER_S = 2.0
 """Longest wait of a terminated worker for an order: both sides look twice a second."""
 _DYING_S = 1.5
-"""Longest wait for them in a process that is terminated: Ray ends its workers with it."""
+"""Longest wait for the workers' parts in a process that is terminated, because Ray then ends its workers
+too."""
 _WORKERS_S = 5.0
 """Longest wait for the workers' parts of the manifest, beyond the time between their looks."""
 
@@ -337,7 +338,7 @@ class Recorder:
             time.sleep(_LOOK_S / 4)
 
     def state(self) -> ProcessState:
-        """Return what this process does right now."""
+        """Return the current state of this process."""
         running, session = self.steps.running, slot.session()
         logs = [self.log.open_spans()]
         if session is not None:
@@ -434,10 +435,10 @@ class Recorder:
         return StepWriter(self.log, self.sampler, self.config, order, self.state)
 
     def _fold(self, written: Sequence[Written], hurried_s: float) -> None:
-        """Write the manifests, and once more when the workers' parts are there.
+        """Write the manifests, and write them again when the workers' parts have arrived.
 
         Args:
-            hurried_s: Longest wait for them if this process ends.
+            hurried_s: Longest wait for the workers' parts if this process is ending.
         """
         began = time.monotonic()
         until = began + 2 * self.config.control.poll_seconds + _WORKERS_S

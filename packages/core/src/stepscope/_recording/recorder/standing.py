@@ -111,7 +111,7 @@ def standing() -> Recorder | None:
 
 
 def start(config: ProfileConfig, process: ProcessInfo, run_id: str, *, owner: bool = False) -> Recorder:
-    """Start this process' recorder, or return the one that stands for the same folder and run.
+    """Start this process' recorder, or return the running one for the same folder and run.
 
     Args:
         owner: Whether this process bounds steps.

@@ -1,4 +1,6 @@
-"""Phases of mini-batches under a `ScheduleConfig`. Pure; counts as `torch.profiler.schedule` does."""
+"""Phases of mini-batches under a `ScheduleConfig`. Pure: mini-batches are counted as in
+`torch.profiler.schedule`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def first_active(schedule: ScheduleConfig) -> int:
 
 
 def cut_short(schedule: ScheduleConfig, mini_batch: int, at: str) -> str:
-    """Explain why a recording that ends at `mini_batch` is incomplete. `at`: the key of the schedule."""
+    """Explain why a recording that ends at `mini_batch` is incomplete. `at` is the schedule's key in the
+    configuration.
+    """
     length = schedule.wait + schedule.warmup + schedule.active
     done = (mini_batch - first_active(schedule)) % length
     return f"{at}: the window ended after {done} of {schedule.active} active mini-batches"

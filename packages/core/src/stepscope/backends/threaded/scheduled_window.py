@@ -1,4 +1,4 @@
-"""A window of a profiler that a `ScheduleConfig` switches on and off: its start, its end and what it keeps.
+"""A window of a profiler that a `ScheduleConfig` switches on and off: its start, its end and its recordings.
 
 Phases follow the schedule: off -> warmup -> active -> off, again and again. Without a schedule, a window is
 active from start to end.
@@ -31,7 +31,8 @@ class ScheduledWindow(ABC, Generic[CutT]):
     """One window. `begin`, `advance` and `end` run on its thread, one at a time, so it needs no lock."""
 
     current: ClassVar[Any] = None
-    """The window of a class that records this process. Writers: `begin`, `_give_back`, a forked child."""
+    """The window of this class that records the process, or None. Writers: `begin`, `_give_back`, a forked
+    child."""
 
     def __init__(
         self,
@@ -43,8 +44,8 @@ class ScheduledWindow(ABC, Generic[CutT]):
         about: Mapping[str, object],
     ) -> None:
         """Args:
-        key: Of the schedule in the configuration.
-        about: Metadata of its recordings.
+        key: The schedule's key in the configuration.
+        about: Metadata of the window's recordings.
         """
         self.name = name
         self.thread = thread
@@ -58,13 +59,13 @@ class ScheduledWindow(ABC, Generic[CutT]):
         self._recorded: deque[CutT] = deque()
         """Recordings that wait to be taken."""
         self._lost: str | None = None
-        """The reason why there is none, or why the last one is not whole."""
+        """The reason why there is no recording, or why the last one is incomplete; None if all is well."""
 
     def take(self) -> list[CutT]:
-        """Take all recordings, once. From any thread.
+        """Remove and return all recordings. May be called from any thread.
 
         Raises:
-            BackendError: there is none; the message has the reason.
+            BackendError: there is no recording. The message has the reason.
         """
         recordings = []
         while self._recorded:
@@ -109,7 +110,9 @@ class ScheduledWindow(ABC, Generic[CutT]):
 
     @abstractmethod
     def end(self, truncated: str | None = None) -> None:
-        """End recording for good and keep the recording so far. `truncated`: the reason for an early end."""
+        """End recording for good and keep the recording so far. `truncated` is the reason for an early end,
+        or None.
+        """
 
     @abstractmethod
     def _go_to(self, to: Place) -> None:

@@ -1,7 +1,8 @@
-"""The life of a window that belongs to a thread: one at a time, stopped from any thread, never leaked.
+"""The life of a window that belongs to a thread: there is one at a time, any thread can stop it, and it is
+always ended.
 
-The window itself holds the profiler (`torch.window`). This module guards its start, brings its stop to its
-thread, and keeps the window if that thread does not answer.
+The window itself holds the profiler (`torch.window`). This module guards the start, runs the stop on the
+window's thread, and keeps the window if that thread does not answer.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Late:
         """Wait until the window has ended.
 
         Raises:
-            BackendError: it has not ended in time; the message closes with `fix`.
+            BackendError: the window has not ended in time. The message ends with `fix`.
         """
         try:
             ended = self._task.wait(patience_s)
@@ -63,7 +64,7 @@ class Late:
 
 
 class HeldWindow(Generic[WindowT]):
-    """The window of one backend, if it has one. A backend that is dropped while it records ends it."""
+    """The window of one backend, or None. If a backend is dropped while it records, its window is ended."""
 
     def __init__(self, backend: str) -> None:
         self.window: WindowT | None = None
@@ -76,8 +77,8 @@ class HeldWindow(Generic[WindowT]):
             raise ProfilerBusyError(f"{self.window.name} was not stopped. Fix: stop() before start()")
 
     def begin(self, window: WindowT) -> None:
-        """Start `window` on its thread. If that fails, no window is held. After a Ctrl-C it is, because it
-        has begun or waits in its thread's queue: `end` ends it.
+        """Start `window` on its thread. If the start fails, no window is held. After a Ctrl-C the window is
+        held, because it has begun or waits in its thread's queue, and `end` ends it.
         """
         self.window = window
         try:
@@ -121,7 +122,7 @@ def begin_on_thread(window: ThreadWindow) -> None:
     """Start `window` on its thread.
 
     Raises:
-        BackendError: its thread is busy. The window will not start later either.
+        BackendError: the window's thread is busy. The window will not start later either.
     """
     task = run_on(window.thread, window.begin, begin_s=BEGIN_S)
     if not task.done:
@@ -130,7 +131,7 @@ def begin_on_thread(window: ThreadWindow) -> None:
 
 
 def end_on_thread(window: ThreadWindow) -> None:
-    """End `window` on its thread, begun or not. A Ctrl-C is raised after the window has ended."""
+    """End `window` on its thread, even if it has not begun. A Ctrl-C is raised after the window has ended."""
     try:
         run_on(window.thread, window.end)
     except BaseException as error:

@@ -1,6 +1,8 @@
-"""Work on a profiler that no close may come into: what a signal's handler closes meanwhile waits for its end.
+"""Work on a profiler that must not be interrupted by a close: a close by a signal's handler is delayed until
+the work has ended.
 
-The handler would wait for another thread, and that perhaps for the work itself, or for a lock that it holds.
+Otherwise the handler would wait for another thread, which may wait for the work itself, or for a lock that
+the work holds.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ _undisturbed: dict[int, list[Callable[[], object]]] = {}
 
 
 def undisturbed(work: Callable[[], T]) -> T:
-    """Call `work`. What a signal's handler closes meanwhile on this thread is closed after it by `after`."""
+    """Call `work`. A close by a signal's handler on this thread is delayed by `after` until `work` has
+    ended.
+    """
     thread = threading.get_ident()
     if thread in _undisturbed:
         return work()

@@ -64,7 +64,7 @@ class Task:
         self._work = None
 
     def wait(self, begin_s: float) -> bool:
-        """Wait `begin_s` for the task to begin, and then until it ends. False: it has not begun.
+        """Wait up to `begin_s` for the task to begin, then until it ends. Return False if it has not begun.
 
         Raises:
             BaseException: the exception of the work. A KeyboardInterrupt also interrupts the main thread.
@@ -90,11 +90,13 @@ class WindowThread(Protocol):
     def is_current(self) -> bool: ...
 
     def submit(self, work: Callable[[], None]) -> Task:
-        """Queue `work` and return at once. On the thread itself it runs first, unless another task runs."""
+        """Queue `work` and return at once. If called on the thread itself, `work` runs before this returns,
+        unless another task is running.
+        """
 
 
 class MainThread:
-    """The interpreter's main thread."""
+    """The interpreter's main thread, as a thread for windows."""
 
     all_threads = False
 
@@ -102,7 +104,7 @@ class MainThread:
         self._tasks: deque[Task] = deque()
         self._busy = False
         self._retries = False
-        """True while a thread waits to try again."""
+        """True while a thread waits to retry a task."""
         # This attribute keeps it alive: the interpreter holds a bare pointer to it.
         self._pending_call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._on_pending_call)
 
@@ -124,7 +126,7 @@ class MainThread:
         return task
 
     def forget(self) -> None:
-        """Drop all tasks in the child of a fork, which may have begun inside of a task of the parent."""
+        """Drop all tasks in a forked child; the fork may have happened inside of a task of the parent."""
         self._tasks, self._busy, self._retries = deque(), False, False
 
     def _on_pending_call(self, _: int | None) -> int:
@@ -188,7 +190,7 @@ class OwnerThread:
             self._tasks.get().run()
 
     def forget(self) -> None:
-        """Reset in the child of a fork, which has no such thread."""
+        """Reset in a forked child, which does not have the thread."""
         self._tasks, self._thread, self._started = SimpleQueue(), None, threading.Lock()
 
 
@@ -199,7 +201,7 @@ os.register_at_fork(after_in_child=OWNER.forget)
 
 
 def _raise_on_main(error: BaseException) -> None:
-    """Raise a copy of an error on the main thread soon: ctypes drops what its pending call raises."""
+    """Raise a copy of an error on the main thread soon, because ctypes drops an error of its pending call."""
     kind = type(error)
     copy = type(kind.__name__, (kind,), {"__init__": lambda self: kind.__init__(self, *error.args)})
 
@@ -224,11 +226,12 @@ def thread_for_window(all_threads: bool) -> WindowThread:
 
 
 def run_on(thread: WindowThread, work: Callable[[], None], begin_s: float = ANSWER_S) -> Task:
-    """Run `work` on `thread`. Wait at most `begin_s` for its begin, and then for its end.
+    """Run `work` on `thread`. Wait at most `begin_s` until it begins, then until it ends.
 
     Returns:
-        The task. It is not `done` if it has not begun: the thread does not answer, or the caller is a signal
-        handler that interrupted another task of this thread. It then runs later, unless it is cancelled.
+        The task. It is not `done` if it has not begun, because the thread does not answer, or the caller is a
+        signal handler that interrupted another task of this thread. It then runs later, unless it is
+        cancelled.
 
     Raises:
         BaseException: the exception of the work.
