@@ -45,6 +45,8 @@ _BITE_S = 0.002
 """Work at a stretch, after which other threads have the interpreter for as long."""
 _NEXT_LOG = 1 << 40
 """The distance between the numbers of spans of two logs."""
+_RUNNERS = (("run_forever", "base_events.py"), ("run", "runners.py"))
+"""Methods of asyncio whose `self` is a loop that runs, or has one."""
 _RUNS_LOOP = frozenset({"run_until_complete", "run_forever"})
 """Methods of an event loop that show no frame of their own where it is written in C, as uvloop is."""
 
@@ -303,7 +305,13 @@ def _running() -> dict[int, int]:
 
 
 def _loops() -> list[Any]:
-    """Return the event loops that run in the threads of this process, of those that are written in Python."""
+    """Return the event loops that run in the threads of this process: those of asyncio, and those in C that
+    `asyncio.run` runs.
+    """
     frames = (frame for stack in sys._current_frames().values() for frame in _outwards(stack))
-    runs = (frame for frame in frames if frame.f_code.co_name == "run_forever")
-    return [frame.f_locals["self"] for frame in runs if frame.f_code.co_filename.endswith("base_events.py")]
+    runs = [
+        frame for frame in frames if (frame.f_code.co_name, Path(frame.f_code.co_filename).name) in _RUNNERS
+    ]
+    return list(
+        {getattr(runner, "_loop", runner) for frame in runs if (runner := frame.f_locals.get("self"))}
+    )
