@@ -19,6 +19,7 @@ from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.recorder import WHY, Order, StepLine, read_step_lines, recorded_runs
 from stepscope.files.run import steps_of_run
+from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.reading import read_records
@@ -80,7 +81,8 @@ def ask(layout: RunLayout, wait_s: float) -> list[ProcessState]:
             states = _read(folder)
             if len(states) > answered:
                 answered, last = len(states), now
-            if now > began + _LOOKS_S and (_is_all(states) or (states and now > last + _QUIET_S)):
+            is_quiet = bool(states) and now > last + _QUIET_S and not any(state.more for state in states)
+            if now > began + _LOOKS_S and (is_quiet or _is_all(states)):
                 break
     states = _read(folder)
     path.unlink(missing_ok=True)
@@ -94,7 +96,18 @@ def _read(folder: Path) -> list[ProcessState]:
 
 def _is_all(states: Sequence[ProcessState]) -> bool:
     known = {state.process.key for state in states} | fates(states).keys()
-    return bool(known) and all(known >= state.workers.keys() and not state.more for state in states)
+    ranks = {(state.process.role, state.process.rank) for state in states}
+    return bool(known) and all(
+        known >= state.workers.keys()
+        and not state.more
+        and all((state.process.role, rank) in ranks for rank in _world(state.process))
+        for state in states
+    )
+
+
+def _world(process: ProcessInfo) -> range:
+    """Return the ranks that answer beside a process."""
+    return range(0 if process.rank is None else process.world_size or 0)
 
 
 def fates(states: Sequence[ProcessState]) -> dict[str, str]:
