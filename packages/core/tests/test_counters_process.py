@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -83,6 +85,39 @@ def test_the_pauses_of_the_collector_are_as_long_as_collections_take() -> None:
     finally:
         share.close()
     assert len(gc.callbacks) == before
+
+
+class Alarm(Exception):
+    pass
+
+
+def test_no_exception_of_a_signals_handler_is_lost_in_the_collector() -> None:
+    """Python ignores what is raised in a callback of the collector, so no code of ours may run there."""
+    fired = caught = 0
+
+    def ring(*_: object) -> None:
+        nonlocal fired
+        fired += 1
+        raise Alarm
+
+    share, longest = garbage()
+    previous = signal.signal(signal.SIGALRM, ring)
+    draw = random.Random(0)
+    try:
+        for _ in range(2000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 3e-5))
+                for _ in range(10):
+                    gc.collect(0)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Alarm:
+                caught += 1
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+        share.sample()
+        assert longest.sample()[""] > 0
+        share.close()
+    assert fired == caught > 500
 
 
 @pytest.mark.slow

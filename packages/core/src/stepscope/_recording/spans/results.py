@@ -47,7 +47,14 @@ def is_exclusive(references: int) -> bool:
     return references <= _ONE_HOLDER
 
 
-class Unbegun:
+class Begun:
+    """An `Unbegun` that has begun.
+
+    It has no `__del__`: Python would ignore an exception that a signal's handler raises there.
+    """
+
+
+class Unbegun(Begun):
     """A coroutine that has not begun. If its replacement is dropped, Python warns only once."""
 
     def __init__(self, coroutine: Coroutine, dropped: Callable[[], None]) -> None:
@@ -60,6 +67,7 @@ class Unbegun:
     def begin(self) -> Coroutine:
         """Return the coroutine, marked as begun, so that it can be awaited."""
         coroutine, self._coroutine = self._coroutine, None
+        self.__class__ = Begun  # type: ignore[assignment]
         return cast(Coroutine, coroutine)
 
     def stand_in(self, made: Any) -> object:
