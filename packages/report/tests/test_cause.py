@@ -15,6 +15,7 @@ from packages.report.tests.commands import Command
 from packages.report.tests.steps import MS, close, printed
 from stepscope.files.layout import RunLayout
 from stepscope.files.recorder import StepLine
+from stepscope.files.values import AttrValue
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.brief import brief_text, step_brief
@@ -44,17 +45,17 @@ def cause_of(folder: StepFolder) -> Cause:
 
 
 def ranks(
-    root: Path, number: int, work_ms: Callable[[int], int], *, host: Callable[[int], str] = lambda _: "a"
+    root: Path, number: int, work_ms: Callable[[int], int], *, attrs: dict[str, AttrValue] | None = None
 ) -> StepFolder:
     """Ranks that each capture the step for themselves: they work in `forward`, and meet in `all_reduce`."""
     folder = StepFolder(root)
-    trainers = [folder.process("trainer", rank, owner=True, host=host(rank)) for rank in range(number)]
+    trainers = [folder.process("trainer", rank, owner=True, host="a") for rank in range(number)]
     at_ms = 5
     for _ in range(3):
         met_ms = at_ms + max(map(work_ms, range(number))) + 2
         for rank, trainer in enumerate(trainers):
             trainer.span("forward", at_ms * MS, (at_ms + work_ms(rank)) * MS)
-            trainer.span("all_reduce", (at_ms + work_ms(rank)) * MS, met_ms * MS)
+            trainer.span("all_reduce", (at_ms + work_ms(rank)) * MS, met_ms * MS, attrs=attrs)
         at_ms = met_ms + 1
     close(folder, (at_ms + 5) * MS)
     return folder
@@ -62,11 +63,12 @@ def ranks(
 
 @pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("attrs", [None, {"wait": True}])
 def test_a_rank_for_which_others_wait_in_a_collective_is_named_with_its_stage(
-    tmp_path: Path, number: int, late: int
+    tmp_path: Path, number: int, late: int, attrs: dict[str, AttrValue] | None
 ) -> None:
     """Those that wait are longer in `all_reduce`, by as much: 3 x 180 ms."""
-    cause = cause_of(ranks(tmp_path, number, lambda rank: 280 if rank == late else 100))
+    cause = cause_of(ranks(tmp_path, number, lambda rank: 280 if rank == late else 100, attrs=attrs))
     assert cause.process is not None
     assert (cause.kind, cause.process.rank, cause.process.host) == ("late-rank", late, "a")
     assert (cause.role, cause.stage) == ("trainer", "forward")

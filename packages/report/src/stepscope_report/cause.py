@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from stepscope.files.spans import PROFILING
 from stepscope_report.accounting import Label, clipped, union_ns
-from stepscope_report.formatting import duration, middle
+from stepscope_report.formatting import count, duration, middle
 from stepscope_report.spans import ToolNames, is_tool, replica_of, whole
 from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.critical_path import Piece, Replay, critical_path
@@ -365,10 +365,8 @@ class _Lineup:
             yield f"{work.tokens:,} tokens, the others {middle(other.tokens or 0 for other in others):,}"
         calls = middle(len(other.nodes) for other in others)
         each_ns = sum(other.own_ns for other in others) // max(1, sum(len(other.nodes) for other in others))
-        yield (
-            f"{len(work.nodes):,} calls of {duration(work.own_ns // len(work.nodes))} on average, the others "
-            f"{calls:,} of {duration(each_ns)}"
-        )
+        own = f"{count(len(work.nodes), 'call')} of {duration(work.own_ns // len(work.nodes))}"
+        yield f"{own} on average, the others {calls:,} of {duration(each_ns)}"
         names = [self._timeline.processes[process].name for process in slow if process != slowest]
         if names:
             yield f"so it is with {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"

@@ -343,7 +343,7 @@ class _Builder:
         calls: dict[Label, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for node, span in enumerate(self._spans):
             leaf = node not in self._kids and node not in self._clusters
-            if self._caller[node] != NOBODY and leaf and not span.waits and span.role not in ROLLOUT:
+            if self._caller[node] != NOBODY and leaf and span.role not in ROLLOUT:
                 calls[_label(span)][span.process].append(node)
         for by_process in calls.values():
             numbers = {len(nodes) for nodes in by_process.values()}
