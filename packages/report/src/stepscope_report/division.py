@@ -34,7 +34,7 @@ class Work(NamedTuple):
 
 
 def work_of(timeline: Timeline, indices: Sequence[int], names: ToolNames | None = None) -> Work:
-    """Return some of the spans as intervals. With `names`, tools are told apart."""
+    """Return the spans at `indices` as intervals. With `names`, each tool is a separate kind."""
 
     def kind_of(span: Span) -> tuple[Label, int, ReplicaKey | None]:
         own = label_of(span) if names is None else names.label_of(span)

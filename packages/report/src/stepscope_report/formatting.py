@@ -19,7 +19,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 def duration(ns: int | None) -> str:
-    """Return three digits and a unit: `1.23 s`, `456 ms`, `5 ns`, `0`; `-` for what is not known."""
+    """Return three digits and a unit: `1.23 s`, `456 ms`, `5 ns`, `0`; or `-` for None."""
     if ns is None:
         return "-"
     for size, unit in _UNITS:

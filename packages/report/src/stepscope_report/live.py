@@ -166,7 +166,9 @@ def _lanes(states: Sequence[ProcessState]) -> list[Lane]:
 
 
 def _left_out(states: Sequence[ProcessState]) -> int:
-    """Return the number of trajectories whose spans the states leave out, as they stand where others do."""
+    """Return the number of trajectories that the states leave out, because others are at the same place in
+    the code.
+    """
     return sum(span.alike for state in states for span in state.spans if span.trajectory is not None)
 
 

@@ -56,11 +56,12 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[str, ...]
     """The ids of all runs that left something in the step's folder."""
     opened_ns: int
-    """The capture's opening, unix ns."""
+    """Unix time in ns at which the capture opened."""
     cause: Cause | None = None
     """The culprit that the step waited for and that took longer than its like; None if nothing did."""
     unexplained_ns: int | None = None
-    """The part of what it took longer than its neighbours that no stage explains; None without any."""
+    """Part of the step's excess over its neighbours that no stage explains, or None if it has no
+    neighbours."""
     advice: tuple[Advice, ...]
     """Advice: alarms first, then the largest possible saving."""
     breakdown: Breakdown

@@ -88,7 +88,7 @@ _Key = tuple[str, ReplicaKey]
 
 
 def find_replicas(timeline: Timeline, activities: Sequence[TraceActivity]) -> list[Replica]:
-    """Return what is known of each replica, numbered ones first."""
+    """Return the known facts about each replica, numbered replicas first."""
     return _Search(timeline, activities).run()
 
 

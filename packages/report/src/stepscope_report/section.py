@@ -61,7 +61,7 @@ class StepFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file of a step, or a folder of its files, for a page to point to."""
 
     path: str
-    """Relative to the page, with `/` between its parts."""
+    """Path relative to the page, with `/` between its parts."""
     what: str
     """A description for people."""
     bytes: int

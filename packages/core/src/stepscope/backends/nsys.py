@@ -224,7 +224,7 @@ class NsysBackend:
 
 
 class _RefusedError(BackendError):
-    """Error for a refusal: nsys answered that it cannot do what was asked."""
+    """Refusal by nsys to do the requested work."""
 
 
 _last: subprocess.Popen[bytes] | None = None

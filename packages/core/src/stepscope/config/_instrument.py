@@ -62,7 +62,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def parse_paths(value: object, field: str) -> tuple[str, ...]:
-    """Return the paths of a list, or of a text that is one path."""
+    """Return the paths in a list, or in a text that is a single path."""
     if value is None:
         return ()
     paths = tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -121,7 +121,7 @@ class NsysConfig(Section, frozen=True, kw_only=True):
     _at: ClassVar[str] = "nsys"
 
     trace: tuple[NsysTrace, ...] = ("cuda", "nvtx")
-    """Its `--trace`. Spans are markers only with `nvtx`. `osrt` and `python-gil` cost most."""
+    """Value of nsys' `--trace`. Spans are markers only with `nvtx`. `osrt` and `python-gil` cost most."""
     report_seconds: Seconds = 120
     """Longest time that nsys may take to write a window's report, while the training goes on."""
     extra: dict[str, str] = msgspec.field(default_factory=dict)
@@ -143,7 +143,7 @@ class CountersConfig(Section, frozen=True, kw_only=True):
     _at: ClassVar[str] = "counters"
 
     hz: Annotated[float, msgspec.Meta(ge=0, le=100)] = 10
-    """Samples in a second while a capture is open, in every process of it. 0: none."""
+    """Samples per second while a capture is open, in every process of the capture; 0 for no counters."""
 
 
 class ThroughputConfig(Section, frozen=True, kw_only=True):

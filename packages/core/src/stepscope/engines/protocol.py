@@ -38,9 +38,10 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     """The id of the run that captures. It goes into the sidecars."""
     out_dir: str
-    """Absolute; `<step>/traces/rollout/replica<n>`. Create it where you write: that may be another host."""
+    """Absolute path of the folder `<step>/traces/rollout/replica<n>`. Create it on the host that writes,
+    which may be another one."""
     step_dir: str
-    """Absolute; `Artifact.path` is relative to it."""
+    """Absolute path of the step's folder, which `Artifact.path` is relative to."""
     name: str
     """Profile name or prefix: distinct for each capture of a run."""
     replica: int
@@ -135,7 +136,7 @@ class EngineProfiler(Protocol):
     async def stop(self) -> list[Artifact]:
         """Stop recording. Return the files, complete on disk, with ranks known or None.
 
-        A stop that is cancelled may go on by itself. Readers find what it writes by the sidecars.
+        A stop that is cancelled may go on by itself. Readers find its files by their sidecars.
         """
 
     def counters(self) -> Sequence[CounterSource]:

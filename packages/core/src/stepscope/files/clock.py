@@ -47,13 +47,13 @@ class Exchange(NamedTuple):
     """One request and response, stamped with the wall clocks of both sides, in unix ns (as in NTP)."""
 
     sent_ns: int
-    """Our clock, before the request left."""
+    """Time on our clock before the request left."""
     heard_ns: int
-    """Their clock, when the request arrived."""
+    """Time on their clock when the request arrived."""
     answered_ns: int
-    """Their clock, when the response left."""
+    """Time on their clock when the response left."""
     received_ns: int
-    """Our clock, when the response arrived."""
+    """Time on our clock when the response arrived."""
 
     @property
     def round_trip_ns(self) -> int:

@@ -46,7 +46,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
     """A stretch in which an engine served nothing, because its own profiler started or wrote its file."""
 
     start_ns: Int
-    """Unix ns by the clock of the artifact's host, as `end_ns`."""
+    """Start of the stall in unix ns, on the clock of the artifact's host; `end_ns` likewise."""
     end_ns: Int
     doing: Literal["starting", "writing"]
     source: Literal["stamps", "file"]
@@ -59,7 +59,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     """One complete file of a backend or an engine, with its sidecar beside it as `<path>.meta.json`."""
 
     path: str
-    """Relative to the step folder."""
+    """Path of the file, relative to the step's folder."""
     kind: str
     """Kind of the file, which decides on its reader: `torch_trace`, `cuda_memory_snapshot`,
     `vllm_trace`..."""

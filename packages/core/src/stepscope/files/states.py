@@ -61,7 +61,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     """One asyncio task that is not done."""
 
     id: Int
-    """Its number in the process."""
+    """Number of the task in the process."""
     name: str
     frames: tuple[Frame, ...]
     """The frames of its coroutines, the innermost first."""

@@ -24,7 +24,7 @@ class UncapturedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     step: Int
     start_ns: Int
-    """Unix ns, on the clock of the process that recorded it."""
+    """Start of the step in unix ns, on the clock of the process that recorded it."""
     dur_ns: Int
     """Duration by its monotonic clock."""
     first: bool = False

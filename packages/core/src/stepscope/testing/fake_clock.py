@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 START_NS = 1_000_000_000
 WALL_NS = 1_750_000_000_000_000_000
-"""Unix ns that the wall clock shows at START_NS."""
+"""Time of the wall clock, in unix ns, at START_NS."""
 
 
 class FakeClock:

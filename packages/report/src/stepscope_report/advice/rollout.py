@@ -111,8 +111,8 @@ def _in_trajectories(
     do: str,
     saves_ns: int | None,
 ) -> Advice | None:
-    """Advise if stages are a fifth of the trajectories' time in sum, or more, and could save 2 % of the
-    step, or it is not known what they could.
+    """Advise if stages take a fifth of the trajectories' time in sum, and could save 2 % of the step, or
+    their saving is unknown.
     """
     tail = evidence.long_tail
     whole_ns = sum(stage.total_ns for stage in evidence.stages if stage.stage == "trajectory")

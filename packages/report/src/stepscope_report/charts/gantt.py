@@ -198,7 +198,7 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
     open: bool
     """True if no end of the trajectory was recorded."""
     marks: tuple[Mark, ...]
-    """Its work and its waits, one stage at a time, the most specific one."""
+    """Work and waits of the trajectory, one stage at a time: the most specific one."""
 
 
 class Lanes(msgspec.Struct, frozen=True, kw_only=True):

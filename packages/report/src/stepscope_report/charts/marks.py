@@ -79,10 +79,10 @@ def join_near(marks: Iterable[Mark], gap_ns: int) -> list[Mark]:
 
 
 def runs(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int) -> list[Mark]:
-    """Return what ran at each instant from `start_ns` to `end_ns` (unix ns): of the leaves, work before
-    waiting.
+    """Return the stage that ran at each instant from `start_ns` to `end_ns` (unix ns), as marks.
 
-    One stage at a time: where several remain, the first by name. Gaps are where nothing ran.
+    Of the running leaves, work comes before waiting, then the first stage by name. If nothing ran, there is a
+    gap.
     """
     zero_ns = timeline.window.start_ns
     work = work_of(timeline, indices)

@@ -60,7 +60,8 @@ app.command(cls=Command)(mcp)
 app.command(cls=Command)(doctor)
 
 BROKEN_PIPE = 141
-"""Exit code of a command whose reader ended first: that of a shell's command that SIGPIPE ends."""
+"""Exit code if the reader of the output ended first (`| head`): the same as of a shell command that SIGPIPE
+ends."""
 _RESOLVE = frozenset(("run", "validate"))
 """Commands to which an unknown variable is an error: they resolve the configuration."""
 _with_traceback = False
@@ -90,7 +91,9 @@ def options(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code. Output that nobody reads (`| head`) ends it."""
+    """Run the command and return its exit code. If the reader of its output ends (`| head`), the command ends
+    too.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may hold what the encoding lacks

@@ -22,7 +22,7 @@ LOOKS = {
     "red": ("FAILS", "bold red"),
     "absent": ("-", "dim"),
 }
-"""State -> its word, which is read where there are no colours, and its colour."""
+"""{state: (word that is shown even without colours, colour)}."""
 
 
 class Examined(msgspec.Struct, frozen=True, kw_only=True):

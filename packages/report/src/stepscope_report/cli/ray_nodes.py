@@ -102,7 +102,7 @@ class RayNodes(NearFiles):
         self.elsewhere: dict[Path, int] = {}
 
     def add_step(self, layout: StepLayout) -> None:
-        """Find the files of a step on all nodes, and fetch what is small and missing here.
+        """Find the files of a step on all nodes, and fetch the small files that are missing here.
 
         Raises:
             RecordError: a node has another version of stepscope, or none.

@@ -23,7 +23,7 @@ from rich.segment import Segment
 from stepscope_report.formatting import visible
 
 WIDTH = 100
-"""Columns where nothing says how many there are: a pipe, a file."""
+"""Width in columns if the output has none, as for a pipe or a file."""
 _BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
 _EXACT = (1 << 53) - 1
 """Largest whole number that JavaScript, whose numbers are all floats, reads without loss."""

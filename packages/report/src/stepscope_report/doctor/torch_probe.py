@@ -1,7 +1,7 @@
 """Probe of torch in a process of its own, because importing it takes seconds and may crash.
 
-Run as a program it prints one JSON object. What it starts is a profiler window around one small operation, on
-the device too where there is one.
+Run as a program it prints one JSON object. The program runs a profiler window around one small operation,
+also on the device if there is one.
 """
 
 from __future__ import annotations

@@ -97,12 +97,13 @@ class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
     stages: Table[PathStage]
     """The stages on the path, the longest own time first."""
     weights: PathGroup | None
-    """The calls that move weights; None if none is on the path."""
+    """The calls that move weights, or None if the path has none."""
     tools_save_ns: int | None = None
     """Time that the step would be shorter by, at most, without its tools: without waits in trajectories too,
     which may wait for the tools of others. None without tools, or if nothing tells whether it waited."""
     queues_save_ns: int | None = None
-    """The same without the waits of the rollout."""
+    """Upper bound of the time that the step would be shorter by without the waits of the rollout; None if
+    unknown."""
     segments: Table[Segment]
     """The segments from the start of the step to its end."""
 

@@ -175,11 +175,11 @@ class _Shift:
         self._engines = engines
         self._owners = [index for index, process in enumerate(timeline.processes) if process.owner]
         self._runs = Counter[int]()
-        """Leaves that work, by process."""
+        """Number of working leaves in each process."""
         self._runs_now = Counter[int]()
-        """The number of these trajectories that belong to this step."""
+        """Number of these leaves that work for this step."""
         self._workers = self._workers_now = 0
-        """Leaves that work and are not the owner's; of these, those for this step."""
+        """Numbers of working leaves outside the owner: all, and those that work for this step."""
         self._piece = 0
         """The piece of the path that goes on."""
         self._waited = Counter[_Awaited]()
@@ -188,7 +188,7 @@ class _Shift:
         """{idle process: `_waited` when it became idle}."""
         self._stalls = _stalls_of_processes(timeline)
         self.stalled_ns = Counter[int]()
-        """{process: the time in which it seemed busy while its engine's profiler wrote}."""
+        """{process: time in which it seemed busy while its engine's profiler wrote}."""
 
     def run(self) -> list[Counter[_Awaited]]:
         """Return the idle time of each process, by what the process waited for."""

@@ -174,7 +174,7 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that served trajectories and that a profiler slowed while it did not record others of their
     role. Their trajectories took longer because of that."""
     last_profiled: int = 0
-    """Number of trajectories of the last tenth that they served."""
+    """Number of trajectories of the last tenth that these processes served."""
     cancelled: int = 0
     """The number of cancelled trajectories. No other number here counts them."""
     cancelled_after_ns: int = 0

@@ -45,7 +45,7 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     per_s: float
     """Tokens per second of the step's time."""
     active_ns: int | None
-    """Time in which any process was in this phase, or None if no span says it."""
+    """Time in which any process was in this phase, or None if no span tells."""
     active_per_s: float | None
     """Tokens per second of the active time."""
     devices: int | None

@@ -1,6 +1,6 @@
-"""Digests: what was read of a step's traces, kept so that the next reading need not open them.
+"""Digests: contents of a step's traces, kept so that the next reading need not open the traces.
 
-The first reading makes them, not the exporter: that is a thread of the training process, and reading a trace
+The first reader makes them, not the exporter, which is a thread of the training process: reading a trace
 holds the GIL. A digest counts only for the same files, read by the same version.
 """
 
@@ -51,7 +51,7 @@ class Digest(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
     made_by: tuple[str, ...]
     """Versions of the packages whose code decides which content is read."""
     files: tuple[str, ...]
-    """Relative to the step's folder."""
+    """Paths of the files, relative to the step's folder."""
     stamps: Stamps
     content: _T
 

@@ -168,7 +168,7 @@ class FileProblem(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a file that could not be used. The rest of the file was used."""
 
     file: str
-    """Relative to the step's folder."""
+    """Path of the file, relative to the step's folder."""
     what: str
     lines: int | None = None
     """Number of affected lines, or None for the whole file."""
@@ -214,7 +214,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     uncaptured: tuple[UncapturedStep, ...] = ()
     """Nearest recorded steps of the same loop that were not captured, in the order of their starts."""
     metrics: dict[str, float] = {}
-    """Numbers that the trainer logged of the step, under its own names. Empty: it logged none here."""
+    """Numbers that the trainer logged for the step, under its own names. Empty if it logged none here."""
     states: tuple[ProcessState, ...] = ()
     """The states of processes when a hang or a signal had the flight recorder write the step."""
 

@@ -377,7 +377,7 @@ class _Running:
         self._starts = [start_ns[node] for node in ordered]
         self._ends = sorted(end_ns[node] for node in ordered)
         self._latest: list[int] = []
-        """For each index, the call that ends last among the calls up to it."""
+        """The call that ends last among all calls up to each index."""
         for node in ordered:
             longer = self._latest and end_ns[self._latest[-1]] > end_ns[node]
             self._latest.append(self._latest[-1] if longer else node)

@@ -31,7 +31,7 @@ from stepscope_report.whatif.model import Call
 _SINGLE = 4
 """Up to this number of requests, each number has its own rate."""
 _WIDTH = 1.5
-"""Above that number, a bin ends at its start times this factor."""
+"""A bin of more than `_SINGLE` requests ends at its start times this factor."""
 
 
 def edges(most: int) -> list[int]:

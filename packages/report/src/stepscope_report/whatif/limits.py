@@ -43,8 +43,8 @@ def _changes(pairs: Iterable[_Pair]) -> list[_Pair]:
 def tool_pool(trajectories: Sequence[Trajectory]) -> tuple[int | None, tuple[Trajectory, ...]]:
     """Return the size of the pool of tools, and the trajectories without their waits in front of a tool.
 
-    A tool waits inside of its span, where a span below says it, or in front of it: a gap counts as far as
-    all places were taken up to its end. Without waits there is no pool.
+    A tool waits inside of its span, if a span below shows that, or before it: the part of a gap in which all
+    places were taken up to the gap's end counts as a wait. Without waits there is no pool.
     """
     tools = [call for trajectory in trajectories for call in trajectory.calls() if call.kind == "tool"]
     worked = [(call.start_ns + call.wait_ns, call.end_ns) for call in tools]

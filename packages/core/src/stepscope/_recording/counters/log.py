@@ -132,7 +132,7 @@ class CounterLog:
             failures.note("writing counters", error)
 
     def _write(self, file: FileIO) -> None:
-        """Write to the file what it lacks: the header, series, and ticks."""
+        """Write the parts that the file does not have yet: the header, series, and ticks."""
         if not self._size:
             self._append(file, [self._head])
         ticks = self.sampler.between(self._until_ns, monotonic_ns())

@@ -1,7 +1,7 @@
 """Sampler thread: asks sources for their values at a fixed rate, and keeps the latest in a bounded ring.
 
-Sources are opened, sampled and closed on this thread alone, so what they import costs the recorded code
-nothing but the GIL.
+Sources are opened, sampled and closed only on this thread, so their imports cost the recorded code nothing
+but the GIL.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The function `instrument`: it times functions of code that nobody edits, as `profile_step` would."""
+"""The function `instrument`, which times functions of unedited code as `profile_step` would."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ _LOOK_S = 0.2
 _RAY_S = 1.0
 """Longest wait for Ray's answer, and for the import of more of Ray."""
 _ORDER_S = 2.0
-"""Longest wait of a terminated worker for an order: both sides look twice a second."""
+"""Longest time that a terminated worker waits for an order: both sides look twice a second."""
 _DYING_S = 1.5
 """Longest wait for the workers' parts in a process that is terminated, because Ray then ends its workers
 too."""

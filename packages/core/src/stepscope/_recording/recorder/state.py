@@ -1,7 +1,7 @@
 """State of this process: its open spans, the stacks of its threads, and the coroutines of its tasks.
 
-All of it is made on the thread that watches for orders, while the user's threads run on. Of calls that stand
-at the same place it holds a few: 20,000 trajectories may be in flight.
+The state is made on the thread that watches for orders, while the user's threads run on. If many calls are at
+the same place, the state holds only some of them, because 20,000 trajectories may be in flight.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from stepscope.files.states import RECENT_NS, CounterNow, OpenSpan, ProcessState
 from stepscope.files.values import bounded
 
 MOST = 1000
-"""Innermost spans that a state holds at most, and tasks beside theirs: it is read by people."""
+"""Largest number of innermost spans in a state, and of tasks in addition to the spans' own: people read
+it."""
 ALIKE = 50
-"""Of those at one place, the oldest."""
+"""Largest number of calls at one place in a state, the oldest ones."""
 _BLOCKED_S = 0.1
-"""An event loop that takes longer for one callback is blocked."""
+"""An event loop counts as blocked if one callback takes longer than this."""
 _ASK_S = 0.5
 """Longest wait for a library that may block."""
 _BITE_S = 0.002
-"""Work at a stretch, after which other threads have the interpreter for as long."""
+"""Time of work without a pause; after that, other threads get the interpreter for as long."""
 _NEXT_LOG = 1 << 40
 """The distance between the numbers of spans of two logs."""
 _RUNNERS = (("run_forever", "base_events.py"), ("run", "runners.py"))
@@ -51,7 +52,7 @@ _RUNS_LOOP = frozenset({"run_until_complete", "run_forever"})
 """Methods of an event loop that show no frame of their own where it is written in C, as uvloop is."""
 
 Group: TypeAlias = "tuple[str, str | None, Place]"
-"""Stage, role and place of calls that are alike."""
+"""Stage, role and place of calls that count as alike."""
 
 
 def state_of(
@@ -67,8 +68,8 @@ def state_of(
     """Return the state of this process now.
 
     Args:
-        logs: The spans that have not ended, of each log. Other processes know those of the first one.
-        sampler: Of its counters; None without any.
+        logs: The spans of each log that have not ended. Other processes refer to spans of the first log.
+        sampler: The sampler of its counters, or None.
     """
     began, callbacks = time.monotonic(), _callbacks()
     now_ns = time.monotonic_ns()
@@ -93,7 +94,7 @@ def state_of(
 
 
 class _Calls:
-    """The open spans of this process and its tasks, of which those that are kept become records."""
+    """The open spans and the tasks of this process. Some are selected and become records."""
 
     def __init__(self, logs: Sequence[list[Span]]) -> None:
         self._spans = sorted((span for log in logs for span in log), key=lambda span: span.start_ns)
@@ -102,11 +103,11 @@ class _Calls:
         self._numbers: dict[int, int] = {}
         """{id of a kept span: its number in the state}."""
         self._task_of: dict[int, Any] = {}
-        """{id of a span: its first task}."""
+        """{id of a span: the first task in it}."""
         self._groups: dict[int, Group] = {}
-        """{id of a span: where it stands}, of the spans of tasks."""
+        """{id of a span: the group that it belongs to}, for spans of tasks."""
         self._rest: list[Any] = []
-        """Tasks in no span, and those that run in the span of another one."""
+        """Tasks outside of spans, and further tasks in a span that already has one."""
         self._pause_at = time.monotonic() + _BITE_S
 
     def read(self, now_ns: int) -> tuple[tuple[OpenSpan, ...], tuple[Task, ...]]:
@@ -126,14 +127,16 @@ class _Calls:
             yield work(item)
 
     def _pause(self) -> None:
-        """Leave other threads half of the time."""
+        """Sleep from time to time, so that other threads get half of the time."""
         if time.monotonic() > self._pause_at:
             time.sleep(_BITE_S)
             self._pause_at = time.monotonic() + _BITE_S
 
     def _read_tasks(self) -> None:
-        """Sort all tasks by span. Nothing that the garbage collector counts is kept for each: it would look
-        at all of the user's objects, on this thread and with the interpreter's lock.
+        """Assign all tasks to their spans.
+
+        No object that the garbage collector tracks is kept for each task, because a collection would scan all
+        of the user's objects, on this thread and with the interpreter's lock.
         """
         beside: Counter[Group] = Counter()
         known: dict[Group, Group] = {}
@@ -152,8 +155,8 @@ class _Calls:
                 self._rest.append(task)
 
     def _leaves(self) -> tuple[list[Span], dict[int, int]]:
-        """Return the innermost spans, the oldest of each place, and {id of a span: those like it that are
-        left out}.
+        """Return the innermost spans, the oldest of each place, and {id of a span: number of similar spans
+        that are left out}.
         """
         above, open_ = set[int](), list[Span]()
         for span in self._spans:
@@ -179,7 +182,7 @@ class _Calls:
         return kept, {id(span): counts[group] - shown[group] for group, span in first.items()}
 
     def _with_those_above(self, leaves: Sequence[Span]) -> list[Span]:
-        """Return spans and the open ones that they are in, and give them their numbers."""
+        """Return spans with the open spans above them, and assign their numbers."""
         kept: dict[int, Span] = {}
         for leaf in leaves:
             span: Span | None = leaf
@@ -212,7 +215,7 @@ class _Calls:
 
 
 def _parent_of(span: Span) -> Span | None:
-    """Return the open span above in the same log."""
+    """Return the next open span above in the same log, or None."""
     scope = span.parent
     while scope is not None and (scope.log is not span.log or cast(Span, scope).end_ns is not None):
         scope = scope.parent
@@ -231,7 +234,7 @@ def _counters(sampler: Sampler, now_ns: int) -> Iterator[CounterNow]:
 
 
 def _ancestors() -> Iterator[int]:
-    """Yield the ids of the processes above this one, the nearest first."""
+    """Yield the ids of the parent processes, the nearest first."""
     pid = os.getppid()
     while pid > 1:
         yield pid
@@ -242,7 +245,7 @@ def _ancestors() -> Iterator[int]:
 
 
 def _threads(before: dict[int, tuple[FrameType, int]]) -> Iterator[Thread]:
-    """Yield the threads. `before`: callbacks of event loops that ran a while ago."""
+    """Yield the threads. `before` holds the callbacks that event loops ran a moment ago."""
     stacks, now = sys._current_frames(), _callbacks()
     running = _running() if now else {}
     for thread in threading.enumerate():
@@ -264,7 +267,7 @@ def _threads(before: dict[int, tuple[FrameType, int]]) -> Iterator[Thread]:
 
 
 def _interrupted(stack: FrameType | None) -> FrameType | None:
-    """Return the stack that a SIGTERM interrupted, if its handler runs on it; else the stack."""
+    """Return the stack that SIGTERM interrupted if its handler is on this stack; else the stack itself."""
     handler = next((frame for frame in _outwards(stack) if frame.f_code is on_sigterm.__code__), None)
     return stack if handler is None else handler.f_back
 
@@ -276,10 +279,10 @@ def _outwards(stack: FrameType | None) -> Iterator[FrameType]:
 
 
 def _callbacks() -> dict[int, tuple[FrameType, int]]:
-    """Return {thread: frame of the callback that its event loop runs, and where it stands}.
+    """Return {thread: (frame of the callback that its event loop runs, position in it)}.
 
-    A frame is made for each callback. In a loop that is written in C there is none: the frame is of what the
-    loop called, a coroutine perhaps, and counts with the place at which the thread stands.
+    Each callback has its own frame. A loop that is written in C has no such frame: then the innermost frame
+    is used, with the position in it.
     """
     found = {}
     for ident, stack in sys._current_frames().items():
@@ -298,7 +301,7 @@ def _callbacks() -> dict[int, tuple[FrameType, int]]:
 
 
 def _running() -> dict[int, int]:
-    """Return {id of a task that runs now: id of the frame of its coroutine}."""
+    """Return {id of a running task: id of the frame of its coroutine}."""
     every = tasks.all_tasks(_loops())
     current = (tasks.current_task(loop) for loop in {task.get_loop() for task in every})
     return {id(task): id(getattr(task.get_coro(), "cr_frame", None)) for task in current if task is not None}

@@ -78,7 +78,8 @@ def carrier() -> Carrier | None:
 
 
 def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
-    """Return a context manager (`with` and `async with`) that puts spans below the carrier's span.
+    """Return a context manager (`with` and `async with`) in which new spans become children of the carrier's
+    span.
 
     None is allowed and changes nothing, so that callers need not check whether a capture is on. Unknown keys
     are ignored: the other side may be newer. A mapping that holds another tracer's `traceparent` (the headers

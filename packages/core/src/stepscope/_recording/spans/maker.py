@@ -50,7 +50,7 @@ class SpanMaker:
     """Maker of the spans of one process."""
 
     step: int | None
-    """The step that the spans belong to, or None if this process was not told the step."""
+    """The step that the spans belong to, or None if this process does not know the step."""
 
     def __init__(
         self,

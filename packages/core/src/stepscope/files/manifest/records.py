@@ -178,7 +178,7 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """Number of this capture among those of the step in this process (a retried step)."""
     opened: ClockAnchor
     closed: ClockAnchor | None = None
-    """None until the process has closed its capture."""
+    """Clock reading at the close of the capture, or None before it."""
     recorded: bool
     """True if a backend records this process (rank and role selection)."""
     why: str

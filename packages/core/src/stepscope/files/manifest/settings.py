@@ -106,7 +106,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     knob: str
     """One of `KNOBS`."""
     name: str
-    """Its name in the framework: `actor_rollout_ref.rollout.max_num_seqs`."""
+    """Name of the setting in the framework: `actor_rollout_ref.rollout.max_num_seqs`."""
     value: bool | int | float | str | None = None
     """The present value, or None if the setting is unset."""
     better: bool | str | None = None

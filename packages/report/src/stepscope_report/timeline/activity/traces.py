@@ -220,7 +220,7 @@ class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
     """One trace: its process, its content and its place in the step."""
 
     file: str
-    """Relative to the step's folder."""
+    """Path of the file, relative to the step's folder."""
     name: str
     """Name of the process, the same as in the timeline if it left spans: `actor 0`, `rollout replica 1`."""
     info: ProcessInfo
@@ -253,7 +253,7 @@ class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of one snapshot, with its process."""
 
     file: str
-    """Relative to the step's folder."""
+    """Path of the file, relative to the step's folder."""
     process: int
     """Index in `Timeline.processes`."""
     stage: str | None
@@ -309,7 +309,7 @@ class _Placed(NamedTuple):
     content: TraceContent
     row: Row
     base_ns: int
-    """Unix ns of its host at which the times of the content begin."""
+    """Unix time in ns on the process' host at which the times of the content begin."""
 
 
 def place_traces(

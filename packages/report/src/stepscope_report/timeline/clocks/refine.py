@@ -96,7 +96,7 @@ class Clock(msgspec.Struct, eq=False):
 
     host: str
     owner: bool
-    """Reference of the other hosts; it needs no samples."""
+    """True if this is the owner's clock, to which the others are aligned. It needs no samples."""
     processes: list[int]
     """Indices of the sources on this host."""
     first_ns: int

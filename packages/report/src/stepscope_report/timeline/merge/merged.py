@@ -57,7 +57,7 @@ class Merged(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     run_id: str
     base_ns: int
-    """Unix ns on the owner's clock: an event's time is this + `ts` * 1000."""
+    """Origin of the times in unix ns on the owner's clock: an event's time is this + `ts` * 1000."""
     window_ns: tuple[int, int]
     """Start and end of the step in unix ns."""
     rows: tuple[MergedRow, ...]

@@ -30,7 +30,7 @@ class RowTrace(NamedTuple):
 
     path: Path
     name: str
-    """Relative to the step's folder."""
+    """Path of the trace, relative to the step's folder."""
     number: int
     """Number among all traces of the step, the prefix of its ids. A row's first trace has the row's place."""
     base_ns: int | None

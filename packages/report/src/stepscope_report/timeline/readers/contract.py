@@ -31,7 +31,7 @@ class FoundFile:
 
     path: Path
     name: str
-    """Relative to the step's folder, with `/`."""
+    """Path of the file, relative to the step's folder, with `/`."""
     sidecar: Sidecar | None = None
     """Its own sidecar, else that of a parent folder, or of the file beside it that it was made from
     (`x.nsys-rep` for `x.sqlite`), or None if the process that wrote it is unknown."""

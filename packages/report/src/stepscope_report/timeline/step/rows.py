@@ -19,7 +19,7 @@ ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "
 MARGIN_NS = 3_600_000_000_000
 """Largest plausible distance of a time from the step's window: an hour."""
 _SECOND_NS = 1_000_000_000
-"""Smallest distance behind the window at which rows without a place in it begin."""
+"""Rows without a place in the step begin at least this long after its end."""
 _BASE_NS = 1000 * _SECOND_NS
 """Distance between stepscope's own bases in ns. Times since 1970 then keep their last digits of seconds, so
 that one replacement fits more events."""

@@ -30,7 +30,7 @@ _SNAPSHOTS = ("cuda_memory_snapshot", "cuda_memory_oom_snapshot")
 class TraceFile(NamedTuple):
     path: Path
     name: str
-    """Relative to the step's folder."""
+    """Path of the trace, relative to the step's folder."""
     sidecar: Sidecar | None
     reader: Reader | None = None
     """The reader of the file; None for a Chrome trace."""
