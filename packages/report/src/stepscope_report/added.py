@@ -92,7 +92,7 @@ def _blocks(value: object) -> tuple[Block, ...]:
     """Return the computed blocks, checked to the last cell.
 
     Raises:
-        msgspec.ValidationError: `value` is no block, and no blocks.
+        msgspec.ValidationError: `value` is neither a block nor a sequence of blocks.
     """
     several = value if isinstance(value, Iterable) else (value,)
     return msgspec.convert([msgspec.to_builtins(block) for block in several], tuple[Block, ...])

@@ -13,7 +13,7 @@ RECENT_NS = 10_000_000_000
 
 
 class OpenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """A span that has not ended. Innermost ones come before those that they are in."""
+    """A span that has not ended. In a state, children come before their parents."""
 
     span: Int
     parent: Int | None = None
@@ -26,11 +26,11 @@ class OpenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     trajectory: str | None = None
     turn: Int | None = None
     thread: Int
-    """Native id of the thread that opened it."""
+    """Native id of the thread that opened the span."""
     waits: bool = False
-    """True if its stage only waits."""
+    """True if the stage of the span only waits."""
     alike: Int = 0
-    """Younger innermost spans of the same stage at the same place that the state leaves out."""
+    """Number of younger innermost spans of the same stage at the same place that the state leaves out."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -52,9 +52,9 @@ class Thread(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     in_loop: bool = False
     """True if the innermost frame runs an event loop."""
     blocks: bool = False
-    """True if the event loop that it runs has been in one callback for 0.1 s."""
+    """True if the thread's event loop has been in one callback for 0.1 s."""
     task: Int | None = None
-    """The task that it runs, in which its innermost frames are."""
+    """Number of the task that runs in the thread, which has the innermost frames; None if no task runs."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -68,9 +68,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     awaits: str
     """The object that the innermost coroutine awaits, as text: `ObjectRef` of Ray."""
     span: Int | None = None
-    """The innermost span of the task. A task that began inside of a span is in it too."""
+    """Number of the innermost span of the task, or None. A task that began inside of a span belongs to that
+    span."""
     awaited: tuple[Int, ...] = ()
-    """The tasks that it waits for."""
+    """Numbers of the tasks that the task waits for."""
 
 
 class CounterNow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -161,15 +162,15 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     workers: dict[str, str] = {}
     """{`ProcessInfo.key`: name} of the workers that this process expects to answer."""
     ancestors: tuple[Int, ...] = ()
-    """Ids of the processes that started it, the nearest first."""
+    """Ids of the parent processes, the nearest first."""
     spans: tuple[OpenSpan, ...]
     threads: tuple[Thread, ...]
     tasks: tuple[Task, ...]
     counters: tuple[CounterNow, ...] = ()
     engines: tuple[EngineState, ...] = ()
-    """The engines that this process holds or asks over HTTP."""
+    """The engines that this process holds or queries over HTTP."""
     collectives: Collectives | None = None
     ray_calls: tuple[RayCall, ...] = ()
-    """The calls of all actors of the job, as the driver knows them from Ray."""
+    """The calls of all actors of the job, from Ray, in the driver's state."""
     more: bool = False
     """True if a second state with Ray's calls follows."""

@@ -56,7 +56,9 @@ def report_plain(
 
 
 def expect_traces(paths: Sequence[Path]) -> None:
-    """Raise `CommandError` for a path that does not exist, or is stepscope's own among others."""
+    """Raise `CommandError` for a path that does not exist, or for a run or step of stepscope among other
+    traces.
+    """
     for path in paths:
         if not path.exists():
             raise CommandError(f"{path} does not exist")

@@ -154,7 +154,7 @@ def waiting(title: str) -> Iterator[None]:
 
 
 class _SafeConsole(Console):
-    """A console that shows control characters of the text as escapes. Colours are rich's own and pass."""
+    """A console that shows control characters of the text as escapes, except rich's own codes for colours."""
 
     def on_broken_pipe(self) -> NoReturn:
         raise BrokenPipeError  # `app.run` ends the command

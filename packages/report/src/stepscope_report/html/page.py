@@ -78,7 +78,7 @@ def draw_section(name: str, title: str, blocks: Iterable[Block]) -> Iterator[Htm
 
 
 def draw(block: Block, heading: str = "") -> Html:
-    """Return a block as a page shows it. A title that is the heading above it is left out."""
+    """Return a block as a page shows it. Its title is left out if the heading above is the same."""
     if isinstance(block, Paragraph):
         return tag("p", block.text, class_="said")
     if isinstance(block, Listing):

@@ -78,8 +78,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     mixed_ns: int
     """Time in which the replica did both: in one pass, or in several data-parallel engines."""
     held_ns: int | None
-    """Time in which the replica had requests and ran no pass (source `requests`: all of them waited). For a
-    replica that ran nothing, by its own counter of unfinished requests."""
+    """Time in which the replica had requests and ran no pass (source `requests`: time in which all requests
+    waited). If the replica ran nothing, its own counter of unfinished requests is used."""
     paused_ns: int | None
     """Remaining time in which the engine was paused, asleep, or loading weights, by spans."""
     writing_ns: int | None

@@ -173,6 +173,9 @@ def version_of(value: object) -> Number | None:
 
     The version is `value` itself as a number, or as a text of a number; the first item of a list; or the
     first item of an array that is not negative (the oldest of these, if the array has several rows).
+
+    Raises:
+        LookupError: `value` is something else.
     """
     if isinstance(value, list | tuple):
         return version_of(value[0]) if value else None

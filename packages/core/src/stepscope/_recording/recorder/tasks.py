@@ -1,4 +1,4 @@
-"""Asyncio tasks of this process: the spans that they run in, where they stand, and what they wait for."""
+"""Asyncio tasks of this process: the spans that they run in, their position in the code, and their waits."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from stepscope.files.states import Frame, Task
 from stepscope.files.values import MAX_TEXT, bounded
 
 DEPTH = 40
-"""Frames of a stack that a state holds, the innermost."""
+"""Number of frames of a stack that a state holds, the innermost ones."""
 _TRIES = 10
 _WRAPPERS = ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper", "anext_awaitable")
-"""Types of awaited objects that name what they wrap to the garbage collector alone, first."""
+"""Types of awaited objects that show the object that they wrap only to the garbage collector, as the first
+referent."""
 _FRAMES = ("cr_frame", "ag_frame", "gi_frame")
 _AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
 _HOLDERS = {"_wait": "fs", "wait_for": "fut", "__aexit__": "self"}
-"""The variable that holds the awaited futures in functions of asyncio that await a bare future."""
+"""{function of asyncio that awaits a bare future: variable that holds the futures it stands for}."""
 
 Place: TypeAlias = "tuple[CodeType, int] | None"
 """The innermost code of a task, and its line."""
 
 
 def all_tasks(loops: Iterable[Any]) -> list[Any]:
-    """Return the tasks of all event loops, as they are known to Python: ended ones too.
+    """Return the tasks of all event loops that Python knows, including ended ones.
 
     Args:
-        loops: Event loops that are known otherwise. Python 3.14 has no list of the tasks of all.
+        loops: Event loops that were found otherwise, because Python 3.14 has no list of all tasks.
     """
     module: Any = sys.modules.get("asyncio.tasks")
     if module is None:
@@ -91,7 +92,7 @@ def task_of(task: Any, number: Callable[[Span], int | None]) -> Task:
     """Return the state of a task.
 
     Args:
-        number: Returns the number of a span in the state, or None if it has none.
+        number: Returns the number of a span in the state, or None if the state does not have the span.
     """
     chain = list(_chain(task.get_coro()))
     awaits = "" if not chain or chain[-1][1] is None else f"{type(chain[-1][1]).__name__}"[:MAX_TEXT]
@@ -119,7 +120,7 @@ def frame_of(frame: FrameType) -> Frame:
 
 
 def _chain(coroutine: Any) -> Iterator[tuple[FrameType, Any]]:
-    """Yield the frames of a coroutine and of those that it awaits, each with what it awaits, the outermost
+    """Yield (frame, object that it awaits) for a coroutine and the coroutines that it awaits, the outermost
     first.
     """
     awaited = coroutine
@@ -138,7 +139,7 @@ def _chain(coroutine: Any) -> Iterator[tuple[FrameType, Any]]:
 def _source_of(waiter: Any) -> Any:
     """Return the future that ends `waiter`, if `asyncio.wrap_future` or `asyncio.shield` made it; else None.
 
-    They keep it in a callback alone.
+    Both keep that future only in a callback.
     """
     for callback, *_ in getattr(waiter, "_callbacks", None) or ():
         for cell in getattr(callback, "__closure__", None) or ():
@@ -153,16 +154,18 @@ def _source_of(waiter: Any) -> Any:
 
 
 def _is_threads(source: object) -> bool:
-    """Return whether this is a future of `concurrent.futures`, which a thread, a process or Ray ends."""
+    """Return whether an object is a future of `concurrent.futures`, which a thread, a process or Ray
+    completes.
+    """
     return hasattr(source, "set_running_or_notify_cancel")
 
 
 def _awaited(waiter: Any, frame: FrameType | None) -> Iterator[Any]:
-    """Yield the tasks that are not done of those that a task waits for.
+    """Yield the unfinished tasks that a task waits for.
 
     Args:
-        waiter: The future that wakes it.
-        frame: Its innermost one.
+        waiter: The future that wakes the task.
+        frame: The task's innermost frame.
     """
     found: Iterable[Any] = [waiter]
     if frame is not None and "asyncio" in frame.f_code.co_filename:

@@ -37,7 +37,7 @@ COUNTERS_HZ = 1.0
 """Samples of counters per second, between captures."""
 WHY = "the flight recorder keeps spans, and starts no profiler"
 STANDS_STILL = ("hang", "signal")
-"""Triggers upon which a step says what each process did at that moment."""
+"""Triggers upon which the written step also gets the state of each process."""
 _BATCH = 500
 """Number of spans that are encoded without a pause, in about 2 ms; then other threads get the GIL for as
 long."""
@@ -103,7 +103,7 @@ class StepWriter:
         state: Callable[[], ProcessState],
     ) -> None:
         """Args:
-        state: Returns what this process does now.
+        state: Returns the present state of this process.
         """
         self._ring = ring
         self._state = state
@@ -144,7 +144,7 @@ class StepWriter:
         ]
 
     def _write_state(self, window: Window) -> None:
-        """Write what this process does now into the last step, the one that a hang or a signal ends."""
+        """Write the present state of this process into the last step, which a hang or a signal ends."""
         layout = RunLayout(self._config.save_path).step(window.step)
         path = layout.state_of(self._ring.process, self._order.run_id)
         try:

@@ -304,6 +304,10 @@ class Session:
     def close(self, *, ending: Ending | None = None, discard: str | None = None) -> None:
         """Close the files, on the private loop, after `end` was called on the recorded thread. Idempotent.
         The caller writes the part of the manifest.
+
+        Args:
+            ending: Reason of an early end, or None.
+            discard: Reason why the recordings are unwanted, or None to keep them.
         """
         if self._closed:
             return

@@ -157,7 +157,7 @@ def _watch_scopes() -> None:
 
 
 def _watch_sessions() -> None:
-    """Patch the last Python functions before C++: until they run, scopes may still open."""
+    """Patch the last Python functions before C++, because scopes may still open until these run."""
     from torch.autograd import profiler
 
     for name in ("_prepare_profiler", "_enable_profiler", "_disable_profiler"):

@@ -213,7 +213,8 @@ class Reading:
         self.ran = Cover()
         self.devices: dict[int | str, dict[Work, Cover]] = defaultdict(lambda: defaultdict(Cover))
         self.collectives: dict[str, array[float]] = defaultdict(lambda: array("d"))
-        """Start and end of each call in turn. Lists would scatter the memory with floats that stay."""
+        """Alternating start and end of each call, in arrays, because lists of floats would fragment the
+        memory."""
         self.grouped: dict[tuple[str, str], tuple[array[float], array[int]]] = defaultdict(
             lambda: (array("d"), array("q"))
         )

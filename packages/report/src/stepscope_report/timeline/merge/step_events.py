@@ -136,7 +136,7 @@ class Drawn:
             }  # fmt: skip
 
     def stalls(self, row: Row, tracks: Tracks) -> Iterator[Event]:
-        """Yield a span for each time that the row's engine served nothing for its own profiler."""
+        """Yield a span for each time in which the row's engine served nothing because of its own profiler."""
         replica = row.info.replica
         if replica is None or replica in self._stalled or row.unaligned is not None:
             return

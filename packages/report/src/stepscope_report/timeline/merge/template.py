@@ -258,7 +258,9 @@ class _Threads(NamedTuple):
 
 
 class _EachTime(NamedTuple):
-    """A change of each time by itself. All times have `digits` digits; all or none have three decimals."""
+    """A change that is applied to each time separately. All times have `digits` digits; all or none have
+    three decimals.
+    """
 
     place: Place
     colon: bytes

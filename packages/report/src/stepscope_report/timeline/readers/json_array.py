@@ -151,8 +151,8 @@ class Elements(Generic[T]):
         """Add the sound elements of a part to `found`, by its strings and brackets.
 
         Args:
-            bound: The end of the part. Events follow, unless it is the end of the text.
-            limit: The farthest end that is looked for.
+            bound: The end of the part. Events follow, unless this is the end of the text.
+            limit: The offset before which an element has to end.
 
         Returns:
             The offset at which to continue, and the offset up to which the text was searched.
@@ -201,7 +201,7 @@ class Elements(Generic[T]):
         return _sound(_deeper(part), raw_elements) is not None
 
     def _checked(self, element: bytes) -> bytes:
-        """Return the element, repaired if that makes it sound, or nothing."""
+        """Return the element, repaired if that makes it sound JSON, else empty bytes."""
         if self._is_sound(element):
             return element
         mended = mend(element)

@@ -90,8 +90,8 @@ def axis_of(timeline: Timeline, bases: Iterable[int] = ()) -> Axis:
     """Return the axis that most traces use already, so that their times need no change.
 
     Args:
-        bases: Bases of the step's traces. Our own base replaces a base at whose distance from the step a
-            viewer cannot show every ns (`_EXACT`), and one behind the step's start.
+        bases: Bases of the step's traces. A base is replaced by stepscope's own if it is after the step's
+            start, or so far away that a viewer cannot show every ns (`_EXACT`).
     """
     start_ns = timeline.window.start_ns - MARGIN_NS
     end_ns = timeline.window.end_ns + MARGIN_NS
