@@ -83,6 +83,12 @@ def test_no_advice_names_a_rank_that_waits(tmp_path: Path) -> None:
     assert advice.saves_ns == report.cause.ns == 540 * MS
 
 
+def test_no_line_of_a_brief_says_of_a_rank_that_waits_that_it_is_slow(tmp_path: Path) -> None:
+    brief = brief_text(step_brief(reported(ranks(tmp_path, 2, lambda rank: 280 if rank else 100))))
+    assert "trainer 1 is slower" in brief
+    assert not [line for line in brief.splitlines() if "trainer 0 busy" in line or "trainer 0 is" in line]
+
+
 def test_a_rank_that_is_late_in_no_call_began_late(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     trainers = [folder.process("trainer", rank, owner=True) for rank in range(2)]

@@ -77,7 +77,7 @@ CAUSES: dict[Callable[[Path], StepReport], tuple[str, ...]] = {
     slow_tool: ("tool search", "[slow-tools]"),
     straggler_rank: (
         "actor 2 is slower than the others in actor update_actor",
-        "Least balanced: actor update_actor, actor 2 busy for 900 ms, 1.80 times the median of 4 processes",
+        "actor update_actor took 900 ms (the others: 500 ms), on actor 2",
     ),
     long_tail: ("the step waits for its slowest trajectories", "Slowest trajectory: t7", "decode 2.70 s"),
     full_kv_cache: ("the KV cache of replica 0 is full", "7 preemptions", "max_num_seqs"),
@@ -158,8 +158,8 @@ def test_options_that_exclude_each_other_are_refused(tmp_path: Path, options: li
     assert run(["report", str(a_run(tmp_path)), *options]) == 2
 
 
-def test_an_imbalance_below_a_hundredth_of_the_step_is_no_finding(tmp_path: Path) -> None:
-    for slow_ms, told in ((10, False), (40, True)):
+def test_a_process_that_is_slower_by_less_than_a_fiftieth_of_the_step_is_not_named(tmp_path: Path) -> None:
+    for slow_ms, told in ((40, False), (52, True)):
         folder = StepFolder(tmp_path, step=slow_ms)
         owner = folder.process("trainer", owner=True)
         owner.span("train", 0, 2000 * MS)
@@ -169,4 +169,4 @@ def test_an_imbalance_below_a_hundredth_of_the_step_is_no_finding(tmp_path: Path
             worker.span("reward", 0, (slow_ms if rank == 3 else 2) * MS)
             worker.close(2000 * MS)
         report = step_report(load_step(folder.write()))
-        assert ("balanced: actor reward" in brief_text(step_brief(report))) == told
+        assert ("actor reward took 52.0 ms" in brief_text(step_brief(report))) == told

@@ -33,7 +33,6 @@ from stepscope_report.sections.health import (
 )
 from stepscope_report.sections.idle import say_causes
 from stepscope_report.sections.long_tail import slow_cells, tail_sentences, waits
-from stepscope_report.sections.stages import Stage
 
 FLOOR = 100
 """A finding is shown if its time is at least one part in this many of the step (1 %)."""
@@ -218,8 +217,8 @@ def _remark(advice: Advice, window_ns: int) -> Iterator[str]:
 
 def _findings(report: StepReport) -> Iterator[str]:
     floor_ns = report.breakdown.window_ns / FLOOR
-    if uneven := [stage for stage in report.stages if _is_uneven(stage) and _lost_ns(stage) >= floor_ns]:
-        yield _say_uneven(max(uneven, key=_lost_ns))
+    if report.cause is not None:
+        yield from (f"Also: {other.sentence}" for other in report.cause.others[:2])
     if report.long_tail is not None:
         yield from islice(tail_sentences(report.long_tail), 1)
         for slow in report.long_tail.worst[:1]:
@@ -232,22 +231,6 @@ def _findings(report: StepReport) -> Iterator[str]:
         share = percent_of(row.idle_ns, report.breakdown.window_ns)
         causes = f"; it probably waited for {say_causes(row)}" if row.causes else ""
         yield f"Most idle: {row.process}, {duration(row.idle_ns)}, {share} %{causes}"
-
-
-def _is_uneven(stage: Stage) -> bool:
-    return not (stage.waits or stage.uneven or stage.imbalance is None or stage.imbalance <= 1.1)
-
-
-def _lost_ns(stage: Stage) -> float:
-    return max(share.busy_ns for share in stage.processes) * (1 - 1 / (stage.imbalance or 1))
-
-
-def _say_uneven(stage: Stage) -> str:
-    most_ns = max(share.busy_ns for share in stage.processes)
-    return (
-        f"Least balanced: {stage.role} {stage.title}, {stage.slowest} busy for {duration(most_ns)}, "
-        f"{stage.imbalance:.2f} times the median of {count(len(stage.processes), 'process')}"
-    )
 
 
 def engine_lines(engines: Sequence[Engine]) -> Iterator[str]:
