@@ -374,7 +374,7 @@ def test_traces_that_stay_on_their_hosts_are_read_there(
         stdout=subprocess.PIPE,
         text=True,
     )
-    wait_for(partial(reads_on, other))
+    wait_for(partial(reads_on, other, trace.name))
     lose(other)
     answer, _ = reading.communicate(timeout=120)
     assert reading.returncode == 3
@@ -411,12 +411,14 @@ def pids_on(host: Host) -> list[int]:
     return pids
 
 
-def reads_on(host: Host) -> bool:
-    """Return whether an actor on this host reads a trace."""
+def reads_on(host: Host, name: str) -> bool:
+    """Return whether a process on this host has the file of that name open."""
     for pid in pids_on(host):
         with suppress(OSError):
-            if b"Reader.call" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return True
+            for opened in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    if os.readlink(opened).endswith(f"/{name}"):
+                        return True
     return False
 
 

@@ -13,12 +13,15 @@ from typer.testing import CliRunner
 
 from packages.report.tests import golden
 from packages.report.tests.test_merge_rows import step
+from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
 from stepscope_report.cli.app import app
 from stepscope_report.timeline import load_step, load_traces
 from stepscope_report.timeline.processes import Lost, NodeLostError, results
 
 pytest.importorskip("ray")
+
+from ray.exceptions import ActorUnavailableError  # isort: skip
 
 from stepscope_report.cli.ray_nodes import RayNodes, connected  # isort: skip
 
@@ -72,6 +75,13 @@ def test_a_call_whose_actor_dies_is_done_again_once(nodes: RayNodes, tmp_path: P
     (lost,) = results(nodes, die, [""], [[]])
     assert isinstance(lost, Lost)
     assert "Ray node" in lost.why
+
+
+def test_a_node_that_dies_before_it_has_answered_is_lost(nodes: RayNodes) -> None:
+    node = nodes._nodes[0]
+    node._listed = False
+    assert isinstance(node._failure(ActorUnavailableError("no connection", b"1" * 16)), NodeLostError)
+    assert isinstance(node._failure(ModuleNotFoundError("stepscope")), RecordError)
 
 
 def test_an_error_of_a_call_is_raised_here(nodes: RayNodes) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorUnavailableError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stepscope.errors import RecordError
@@ -237,7 +237,7 @@ class _Node:
             self.lost = True
             return NodeLostError(f"on the Ray node {self.name}: it died")
         why = str(error).strip().splitlines()[-1]
-        if self._listed:
+        if self._listed or isinstance(error, ActorUnavailableError):  # Ray has not noticed yet
             return NodeLostError(f"on the Ray node {self.name}: {why}")
         fix = f"install stepscope {version('stepscope')} there"
         return RecordError(f"the Ray node {self.name} cannot run stepscope ({why}): {fix}")
