@@ -35,7 +35,7 @@ class Column(NamedTuple):
     title: str
     unit: str
     names: tuple[str, ...]
-    """The names of its counters."""
+    """The names of the column's counters."""
     lowest_is_worst: bool = False
 
 

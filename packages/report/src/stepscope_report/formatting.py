@@ -59,7 +59,7 @@ def tenths(part: int, total: int) -> int:
 
 
 def middle(values: Iterable[int]) -> int:
-    """Return the median, of an even number of values the mean of the middle two."""
+    """Return the median; for an even number of values, the mean of the middle two."""
     return round(statistics.median(values))
 
 

@@ -215,7 +215,7 @@ class OpenRun(Briefed):
         """Return the report of each step that can be read.
 
         Raises:
-            RecordError: none of them can.
+            RecordError: no step can be read.
         """
         return [step.report() for step in self._readable().values()]
 
@@ -228,7 +228,7 @@ class OpenRun(Briefed):
         """Return the longest step of those that can be read.
 
         Raises:
-            RecordError: none of them can.
+            RecordError: no step can be read.
         """
         return max(self._readable().values(), key=lambda step: step.report().breakdown.window_ns)
 

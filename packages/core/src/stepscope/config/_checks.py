@@ -19,7 +19,7 @@ def check_save_path(config: ProfileConfig, *, on_ray: bool) -> None:
     """Make sure that this process can write `save_path`, by writing a file that is removed.
 
     Raises:
-        ConfigError: it cannot, or the path is relative and the run is on Ray.
+        ConfigError: the folder cannot be written, or the path is relative and the run is on Ray.
     """
     path = Path(config.save_path)
     if on_ray and not path.is_absolute():
@@ -37,7 +37,7 @@ def check_tool(config: ProfileConfig) -> None:
     """Make sure that a backend is registered as `tool`. Loads none.
 
     Raises:
-        ConfigError: none is; names those that are, and how to add one.
+        ConfigError: no such backend is registered. The error names the registered ones, and how to add one.
     """
     from importlib.metadata import entry_points  # 15 ms, once per run
 
@@ -68,7 +68,7 @@ def check_program(config: ProfileConfig, command: Sequence[str]) -> None:
     """Make sure that no `instrument` entry names the program of `command`: it is run and not imported.
 
     Raises:
-        ConfigError: one does.
+        ConfigError: an entry names the program.
     """
     words = list(command)
     script = next((word for word in words if word.endswith(".py")), None)
@@ -85,7 +85,7 @@ def check_recorder(config: ProfileConfig) -> None:
     """Make sure that the recorder of `tool` is installed here: nsys, torch_npu. A driver may lack it.
 
     Raises:
-        ConfigError: it is not; names what to install.
+        ConfigError: the recorder is not installed. The error names what to install.
     """
     import shutil
 
@@ -102,7 +102,7 @@ def check_finish(config: ProfileConfig) -> None:
     """Make sure that packages for `finish.report_to` are installed. Loads none.
 
     Raises:
-        ConfigError: it is not; names what to install.
+        ConfigError: a package is not installed. The error names what to install.
     """
     for name in config.finish.report_to:
         _check_writer(name)

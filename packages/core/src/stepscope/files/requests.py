@@ -103,7 +103,7 @@ def read_requests(path: Path) -> list[Request]:
     """Return the requests in a `control.json`; none if it does not exist.
 
     Raises:
-        RecordError: it is too large, half-written, or holds anything but requests.
+        RecordError: the file is too large, half-written, or holds anything but requests.
     """
     try:
         data = read_file(path, MAX_BYTES)

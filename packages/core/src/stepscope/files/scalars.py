@@ -52,7 +52,7 @@ def read_metrics(step: StepLayout, run_id: str) -> dict[str, float]:
 
     Raises:
         OSError: The file cannot be read.
-        RecordError: It holds something else.
+        RecordError: The file holds something else.
     """
     try:
         return read_record(step.metrics(run_id), StepMetrics).values

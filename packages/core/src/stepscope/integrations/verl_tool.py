@@ -91,7 +91,7 @@ def read_config(config: DictConfig) -> ProfileConfig:
 
 
 def _as_torch(tree: Any) -> Any:
-    """Return the tree with the tool's blocks as blocks of the tool `torch`."""
+    """Return the tree in which the tool's blocks are replaced by equal blocks of the tool `torch`."""
     if not isinstance(tree, dict):
         return tree
     block = {**tree, **_AS_TORCH} if tree.get("tool") == TOOL else tree

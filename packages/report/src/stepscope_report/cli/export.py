@@ -84,7 +84,7 @@ def load_pyarrow() -> Any:
     """Return the package `pyarrow`.
 
     Raises:
-        CommandError: it cannot be imported.
+        CommandError: `pyarrow` cannot be imported.
     """
     try:
         import pyarrow.parquet

@@ -27,7 +27,7 @@ def find_run(path: Path) -> dict[int, StepLayout]:
     """Return the captured steps of a run, by number.
 
     Raises:
-        CommandError: it is no run or holds no captured step. The message names its content.
+        CommandError: `path` is no run, or holds no captured step. The message names its content.
     """
     layout = RunLayout(path)
     steps = layout.steps()

@@ -199,7 +199,7 @@ class _Node:
         """Add the files that the node lists, and start its actors.
 
         Raises:
-            RecordError: it has another version of stepscope.
+            RecordError: the node has another version of stepscope.
         """
         if listing.version != (here := version("stepscope")):
             raise RecordError(

@@ -32,7 +32,7 @@ from stepscope_report.timeline.step.counters import latest_counters
 
 BARS = " ▁▂▃▄▅▆▇█"
 _WRITTEN = 5
-"""Steps on disk that are listed, the last."""
+"""Number of the latest steps on disk that are listed."""
 
 
 def watch(

@@ -174,7 +174,7 @@ def replica_class(engine: str) -> type:
     """Return `RolloutReplica`, or the class that the package of `engine` has for the demo.
 
     Raises:
-        StepscopeError: none has one.
+        StepscopeError: no installed package has such a class.
     """
     if engine == "torch":
         return RolloutReplica

@@ -18,7 +18,7 @@ from stepscope_report.doctor import torch_probe
 from stepscope_report.doctor.machine import DAMAGED, Row, absent, amber, damaged, green, installed, red
 
 INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
-"""Set for a process by the tools that record it from outside."""
+"""Variables that the tools which record a process from outside set in its environment."""
 DRIVER = "/proc/driver/nvidia/version"
 """There where NVIDIA's driver is loaded."""
 OLDEST_RAY = (2, 47)

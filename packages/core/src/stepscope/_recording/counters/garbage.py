@@ -31,7 +31,7 @@ class _Pauses:
         gc.callbacks.append(self._called)
 
     def read(self) -> None:
-        """Add the runs that have ended since the last call."""
+        """Add the collector's runs that have ended since the last call."""
         while self._read + 3 in self._times:
             began_ns, _, ended_ns, _ = (self._times.pop(self._read + place) for place in range(4))
             self._read += 4

@@ -1,1 +1,1 @@
-"""Code that cannot be edited: patches, and the steps they mark."""
+"""Recording of code that is not edited: patched functions, and the steps that their calls bound."""

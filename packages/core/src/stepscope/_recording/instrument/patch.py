@@ -97,15 +97,17 @@ class Instrument:
         """Replace the function in its module, which is imported.
 
         Raises:
-            ConfigError: It does not exist, or is timed already.
-            TypeError: It is not a Python function.
+            ConfigError: The function does not exist, or is timed already.
+            TypeError: The attribute is not a Python function.
         """
         parent, attribute = parent_of(module, self.name)
         self._replace(parent, attribute)
         refusals.pop(self.target, None)
 
     def install_on(self, cls: type) -> None:
-        """Replace the method in the class of a live object that left its module: a Ray actor."""
+        """Replace the method in the class of a live object, such as a Ray actor, whose class is a copy of the
+        module's.
+        """
         attribute = self.name.rpartition(".")[2]
         for owner in reversed(cls.__mro__):
             member = vars(owner).get(attribute)
@@ -214,7 +216,7 @@ def instrument(
     Raises:
         ConfigError: No such module or name (the message lists the names), it is timed already, or an argument
             is wrong.
-        TypeError: It is not a Python function.
+        TypeError: The named object is not a Python function.
 
     A wrong name in a module that is imported later is logged then; the import succeeds. With
     STEPSCOPE_DISABLE=1 nothing is ever replaced.

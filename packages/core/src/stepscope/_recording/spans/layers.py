@@ -64,7 +64,7 @@ def redirected(fn: FunctionType, old: FunctionType, new: FunctionType) -> bool:
 
 
 def path_of(fn: FunctionType) -> Iterator[FunctionType]:
-    """Yield a function and those below it, of which each is called by the one before."""
+    """Yield a function, then the function that each yielded one calls below it."""
     below: FunctionType | None = fn
     for _ in range(_DEEPEST):
         if below is None:

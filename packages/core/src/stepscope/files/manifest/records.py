@@ -197,7 +197,7 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     settings: tuple[FrameworkSettings, ...] = ()
     """Settings of this process' frameworks and engines that advice may name."""
     clocks: tuple[ClockOffset, ...] = ()
-    """The other processes' clocks against this one's. Only the owner has them."""
+    """Offsets of the other processes' clocks against this one's. Only the owner has them."""
     opened_by: OpenedBy = "program"
     """Opener of the capture. Only the owner sets it."""
     absent: tuple[Absent, ...] = ()

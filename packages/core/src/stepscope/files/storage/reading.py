@@ -28,7 +28,7 @@ def open_file(path: Path) -> BinaryIO:
     """Open a regular file. A pipe would never answer, and a device would never end.
 
     Raises:
-        OSError: it cannot be opened, or is something else.
+        OSError: the file cannot be opened, or is not a regular file.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -60,8 +60,8 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        OSError: it cannot be read.
-        RecordError: it is larger than `max_bytes`.
+        OSError: the file cannot be read.
+        RecordError: the file is larger than `max_bytes`.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size  # without it each small file gets a buffer of `max_bytes`

@@ -230,8 +230,8 @@ def merge_plain(
     """Write one timeline of traces that stepscope did not write: files, and folders that hold them.
 
     Raises:
-        RecordError: none of them holds an event of a trace.
-        ConfigError: none has one of the selected roles.
+        RecordError: no file holds an event of a trace.
+        ConfigError: no trace has one of the selected roles.
         OSError: the file cannot be written.
     """
     keep_memory()

@@ -70,7 +70,7 @@ class Rewriter:
         """Return the events of an array, without its brackets. The text is empty if none is left.
 
         Raises:
-            DecodeError: it is no JSON.
+            DecodeError: the array is no JSON.
         """
         done: tuple[Text, int] | None = self._repeated(array) if self._repeating else None
         if done is None and not _ends_apart(array):

@@ -99,7 +99,7 @@ def read_plain(
     """Return the traces in files and folders as one step. Writes nothing.
 
     Raises:
-        RecordError: none of them holds an event of a trace.
+        RecordError: no file holds an event of a trace.
     """
     root = _root(paths)
     below = _found(paths, root)
