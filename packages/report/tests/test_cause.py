@@ -313,8 +313,24 @@ def test_a_stage_that_grew_is_found_in_the_recorders_lines(tmp_path: Path) -> No
     assert report.unexplained_ns == 0
 
 
+def test_a_stage_that_a_profiler_may_have_slowed_is_told_with_that_doubt(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.profiled = True
+    driver.span("update", 0, 1000 * MS)
+    close(folder, 1000 * MS)
+    lines(folder, 600, {"trainer/update": 0.6})
+    report = reported(folder)
+    assert report.cause is not None
+    assert report.cause.sentence.endswith("(600 ms in 7 steps near it, without profilers)")
+    (advice,) = (advice for advice in report.advice if advice.rule == "not-typical")
+    assert "it is not the capture" not in advice.do
+
+
 def test_a_tool_that_slept_in_one_step_is_not_billed_to_the_capture(tmp_path: Path) -> None:
     folder = tools(tmp_path, ("t2", 1, 800))
+    for process in folder.processes:
+        process.profiled = True
     lines(folder, 370, {"trainer/rollout": 0.152, "trainer/update": 0.2})
     report = reported(folder)
     assert report.cause is not None
@@ -322,6 +338,8 @@ def test_a_tool_that_slept_in_one_step_is_not_billed_to_the_capture(tmp_path: Pa
     assert "780 ms longer than usual" in report.cause.sentence
     assert report.baseline is not None
     assert report.baseline.cost_ns == 0, "opening and closing took no time"
+    (advice,) = (advice for advice in report.advice if advice.rule == "not-typical")
+    assert advice.do.endswith("it is not the capture")
 
 
 def test_ls_says_why_a_step_was_slow(tmp_path: Path, command: Command) -> None:

@@ -38,9 +38,12 @@ def not_typical(evidence: Evidence) -> Advice | None:
     because = [f"{duration(took_ns)}; {count(len(baseline.steps), 'uncaptured step')} near it: {usual}"]
     if stalled_ns:
         because += _stood_still(evidence, took_ns)
-    why_slow = (
-        _write_less(evidence) if stalled_ns and stalled_ns * 2 >= baseline.excess_ns else _slowed(evidence)
-    )
+    if stalled_ns and stalled_ns * 2 >= baseline.excess_ns:
+        why_slow = _write_less(evidence)
+    elif _has_a_cause(evidence, baseline.excess_ns):
+        why_slow = "see its cause, in the first line: it is not the capture"
+    else:
+        why_slow = _slowed(evidence)
     return Advice(
         rule="not-typical",
         kind="alarm",
@@ -48,6 +51,13 @@ def not_typical(evidence: Evidence) -> Advice | None:
         because=tuple(because),
         do=why_slow if slow else "capture another step: this one had less to do",
     )
+
+
+def _has_a_cause(evidence: Evidence, excess_ns: int) -> bool:
+    """Return whether something that is longer than its like in this step explains half of an excess. A
+    profiler slows all alike.
+    """
+    return any((cause.ns or 0) * 2 >= excess_ns for cause in evidence.causes)
 
 
 def _slowed(evidence: Evidence) -> str:

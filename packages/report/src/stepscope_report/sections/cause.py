@@ -192,6 +192,8 @@ def _grown_at_the_top(timeline: Timeline, baseline: Baseline | None) -> Iterator
     used = [step for step in comparable(timeline.uncaptured) if step.stages and step.step != timeline.step]
     if not used or baseline is None:
         return
+    profiled = any(process.profiled for process in timeline.processes)
+    without = ", without profilers" if profiled else ""
     for name, seconds in top_stages(timeline).items():
         usual_ns = middle(round(step.stages.get(name, 0.0) * 1e9) for step in used)
         took_ns = round(seconds * 1e9)
@@ -200,7 +202,7 @@ def _grown_at_the_top(timeline: Timeline, baseline: Baseline | None) -> Iterator
         if longer_ns * LEAST_OF_CALLS >= timeline.window.wall_ns:
             yield Suspect(
                 _kind_of((role, stage)), longer_ns, longer_ns, (role, stage), 0, took_ns, usual_ns,
-                f"in {count(len(used), 'step')} near it",
+                f"in {count(len(used), 'step')} near it{without}",
             )  # fmt: skip
 
 
