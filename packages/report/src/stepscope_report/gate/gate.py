@@ -134,8 +134,8 @@ def _needed(interval: Interval | None, limit: float, a_steps: int, b_steps: int)
 
 
 def _samples(stage: str, a: GateSteps, b: GateSteps) -> tuple[Source, Sample, Sample]:
-    """Return the steps to compare: those without a profiler if whole runs are compared and have enough, else
-    the captured ones.
+    """Return the steps to compare: those without a profiler if both sides are whole runs with enough of them,
+    or if a side has no captured steps; else the captured ones.
     """
     quiet_a, quiet_b = a.unprofiled(stage), b.unprofiled(stage)
     enough = min(len(quiet_a), len(quiet_b)) >= ENOUGH

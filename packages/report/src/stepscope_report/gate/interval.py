@@ -79,8 +79,8 @@ def _studentised(a: Sequence[float], b: Sequence[float], tail: float, draw: rand
 
 
 def _of_noise(a: Sample, b: Sample, tail: float, draw: random.Random) -> Interval:
-    """Return the interval of changes that chance gives: by how much two draws of other steps, as many per
-    side, differ.
+    """Return the interval of the relative change, as wide as chance alone makes two draws of other steps, as
+    many per side, differ.
     """
     ratio = math.log(_mean(b.values) / _mean(a.values))
     differences = sorted(_noise_of(b, draw) - _noise_of(a, draw) for _ in range(RESAMPLES))
@@ -93,7 +93,7 @@ def _of_noise(a: Sample, b: Sample, tail: float, draw: random.Random) -> Interva
 def _noise_of(sample: Sample, draw: random.Random) -> float:
     """Return the relative distance between the mean of randomly drawn steps and the mean of all steps.
 
-    The step that was changed is not among the drawn ones and lies a little further out.
+    A step that is not in `noise` lies a little further from that mean, hence the square root.
     """
     steps = draw.choices(sample.noise, k=len(sample.values))
     return (_mean(steps) / _mean(sample.noise) - 1) * math.sqrt(1 + 1 / len(sample.noise))

@@ -16,12 +16,11 @@ from stepscope_report.whatif.model import Call, Phase, Trajectory
 _QUEUED = 0.02
 """Tools, or requests, are taken to queue if their waits are at least this part of their work."""
 _FULL = 0.9
-"""A replica has a limit if it serves its largest number of requests for this part of the time with a
-queue."""
+"""A replica has a limit if it serves the same number of requests for this part of the time with a queue."""
 _HANDED_ON = 0.9
 """The driver has a limit if this part of the later trajectories start as others end."""
 _HAND_OVER_NS = 2_000_000
-"""A place that is free for less than this was handed on to the next trajectory."""
+"""A place that is free for less than this counts as handed on to the next call or trajectory."""
 
 _Pair = tuple[int, int]
 """(start, end)."""
