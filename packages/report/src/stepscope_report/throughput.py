@@ -144,7 +144,7 @@ def _named(number: int, names: set[str]) -> Devices:
 
 
 def together(devices: Sequence[Devices]) -> Devices:
-    """Return the sum. The name is None if the devices have several names."""
+    """Return the sum of the devices. The name is None if they have several names."""
     names, units = {own.name for own in devices}, [own.unit for own in devices]
     (name, *others) = names
     return Devices(sum(own.number for own in devices), units[0], None if others else name)

@@ -218,7 +218,7 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
 
 
 def _rows_of(point: EntryPoint, tool: str) -> Iterator[Row]:
-    """Yield a package's rows. What the configured `tool` needs and nobody installed is red."""
+    """Yield a package's rows. A row for a missing part that the configured `tool` needs is red."""
     for row in point.load()():
         if (tool, row.subject, row.state) == ("npu", "torch_npu", "absent"):
             yield red(row.subject, "not installed, and `tool` is npu", INSTALL_TORCH_NPU)

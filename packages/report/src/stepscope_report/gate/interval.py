@@ -16,7 +16,8 @@ from typing import NamedTuple, TypeAlias
 ENOUGH = 5
 """Least number of steps per side for an interval from these steps."""
 NOISE = 20
-"""Least number of other steps per side for an interval of fewer than `ENOUGH`."""
+"""Least number of other steps per side; with fewer, and fewer than `ENOUGH` compared steps, there is no
+interval."""
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 """The confidence of all changes of one comparison together (Bonferroni)."""

@@ -81,7 +81,8 @@ _hooks, _commands = _new_queues()
 
 
 def promise(session: Session, *, alone: bool) -> None:
-    """Add the work after a capture that opens to its manifest, and start the threads for that work.
+    """Record the work that follows a capture in its manifest while it opens, and start the threads for that
+    work.
 
     Args:
         alone: True if the capture has neither workers nor engines: other ranks may have opened their own.

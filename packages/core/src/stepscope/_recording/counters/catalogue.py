@@ -67,7 +67,9 @@ class _Host:
         return lambda: opener() if self.claim.taken else ()
 
     def installed(self, point: EntryPoint) -> Iterable[CounterSource]:
-        """Return the sources of another package; those of the host for the process that has the right."""
+        """Return the sources of another package. Sources of the host are left out unless this process has the
+        right.
+        """
         try:
             sources: Iterable[CounterSource] = point.load()()
         except ours() as error:

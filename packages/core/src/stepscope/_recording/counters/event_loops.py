@@ -57,7 +57,7 @@ class LoopFinder(SpanObserver):
             self._log.observer = self
 
     def leave(self) -> None:
-        """Ask no more spans."""
+        """Stop asking spans for their event loop."""
         if self._log.observer is self:
             self._log.observer = self._behind
 

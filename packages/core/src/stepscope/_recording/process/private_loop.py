@@ -29,7 +29,8 @@ _UNDO_S = 5.0
 class Job(Generic[T]):
     """Work on the loop, and its outcome.
 
-    It has no lock, unlike a Future: a handler may wait for the loop in the middle of a wait for the loop.
+    Unlike a Future it has no lock, because a signal's handler may begin a wait in the middle of another wait
+    on the same thread.
     """
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:

@@ -33,7 +33,7 @@ class Iteration(msgspec.Struct, gc=False):
     start_us: float
     dur_us: float
     prefills: int
-    """The counts of `Requests`, in this field and those below."""
+    """Number of requests as in `Requests`; the fields below likewise."""
     decodes: int
     prefill_tokens: int | None
     mixed: bool = False

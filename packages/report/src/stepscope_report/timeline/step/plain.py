@@ -78,7 +78,7 @@ def has_traces(path: Path) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    """Return whether a folder is a step's, a run's or one of runs, or lies inside a step."""
+    """Return whether a folder is a step's or a run's, contains runs, or lies inside a step."""
     layout = RunLayout(path)
     if path.is_file():
         return False
