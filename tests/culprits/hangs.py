@@ -310,6 +310,7 @@ prepare(workers={"actor": actors})
 with capture(1, workers={"actor": actors}):
     pids = ray.get([a.warm_up.remote() for a in actors])
 with capture(2, workers={"actor": actors}), span("next_batch", role="trainer"):
+    time.sleep(3)  # until both record
     os.kill(pids[1], 9)
     time.sleep(1)
     ready()

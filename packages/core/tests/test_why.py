@@ -218,6 +218,11 @@ def test_nobody_answers_in_a_run_without_a_recorder(tmp_path: Path, command: Com
     assert "record: spans" in command("why", tmp_path, "--wait", "0.2", code=3).err
 
 
+def test_a_run_without_run_json_is_known_by_its_lines_of_steps(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "steps_feed0002.jsonl").write_text('{"step":1,"start_ns":1,"dur_ns":1}\n')
+    assert "if it ended" in " ".join(command("why", tmp_path, "--wait", "0.1", code=3).err.split())
+
+
 def test_a_folder_that_is_none_is_an_error(tmp_path: Path) -> None:
     assert run(["why", str(tmp_path / "no")]) == 2
 
@@ -245,5 +250,7 @@ def test_a_run_that_does_not_answer_is_told_what_it_lacks(
     config = ProfileConfig.from_mapping(settings)
     with capture(1, config=config):
         pass
+    recorder = standing.standing()
+    assert recorder is None or recorder.drain(20), "its thread writes run.json"
     standing.stop()
     assert fix in " ".join(command("why", tmp_path, "--wait", "0.1", code=3).err.split())

@@ -222,6 +222,8 @@ def _show_last_step(run: Path, json: bool) -> None:
 def _fix(layout: RunLayout) -> str:
     records = [record for file in layout.runs() if (record := read_run(file)) is not None]
     newest = max(records, key=lambda record: record.started_ns, default=None)
-    if newest is not None and newest.config.get("record") == "spans":
+    # A run that was killed at once has no `run.json`, and only the recorder writes lines of steps.
+    is_on = bool(recorded_runs(layout.root)) if newest is None else newest.config.get("record") == "spans"
+    if is_on:
         return "if it ended, look at the program's log; if not, its hosts may not share this folder"
     return "record: spans, in the run's configuration; or look at the program's log"

@@ -85,7 +85,7 @@ def place_of(task: Any) -> Place:
     frame = None
     for frame, _ in _chain(task.get_coro()):  # noqa: B007 - the last one counts
         pass
-    return None if frame is None else (frame.f_code, frame.f_lineno)
+    return None if frame is None else (frame.f_code, frame.f_lineno or 0)
 
 
 def task_of(task: Any, number: Callable[[Span], int | None]) -> Task:
@@ -116,7 +116,9 @@ def task_of(task: Any, number: Callable[[Span], int | None]) -> Task:
 
 
 def frame_of(frame: FrameType) -> Frame:
-    return Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return Frame(
+        frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name
+    )  # None in made-up frames
 
 
 def _chain(coroutine: Any) -> Iterator[tuple[FrameType, Any]]:
