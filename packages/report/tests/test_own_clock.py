@@ -19,7 +19,8 @@ from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope._recording.output import exporter
 from stepscope.errors import StepscopeError
 from stepscope.files.layout import RunLayout
-from stepscope_report.sections.breakdown import Breakdown, step_breakdown
+from stepscope_report import step_report
+from stepscope_report.sections.breakdown import Breakdown, account_table, step_breakdown
 from stepscope_report.timeline import load_step
 
 pytestmark = pytest.mark.slow
@@ -282,3 +283,23 @@ def test_a_program_that_ends_after_its_step_records_all_of_the_closing(tmp_path:
     )
     account = step_breakdown(load_step(RunLayout(tmp_path).step(0).root))
     assert account.closing_ns == pytest.approx(int(ran.stdout), abs=5 * MS)
+
+
+def test_the_time_between_steps_is_that_of_the_loops_own_clock(tmp_path: Path) -> None:
+    config = ProfileConfig(save_path=tmp_path / "run", steps="4", roles={"*": {"profiler": "off"}})
+    began, ended = dict[int, float](), dict[int, float]()
+    for step in range(8):
+        time.sleep(0.05 if step != 4 else 0.12)
+        began[step] = time.perf_counter()
+        with capture(step, config=config), span("train"):
+            time.sleep(0.1)
+        ended[step] = time.perf_counter()
+    between = sorted(began[step + 1] - ended[step] for step in (1, 2, 5, 6))
+    report = step_report(load_step(RunLayout(tmp_path / "run").step(4).root))
+    baseline = report.baseline
+    assert baseline is not None
+    assert baseline.between_ns == pytest.approx(1e9 * (between[1] + between[2]) / 2, abs=3e6)
+    assert baseline.before_ns == pytest.approx(1e9 * (began[4] - ended[3]), abs=3e6)
+    (advice,) = [one for one in report.advice if one.rule == "between-steps"]
+    assert advice.saves_ns == baseline.between_ns
+    assert ("", "+ between steps") in [row[:2] for row in account_table(report.breakdown, 1).rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -59,6 +60,8 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that have ended."""
     durations_ns: tuple[int, ...]
     """The durations of the last steps, the latest last."""
+    between_ns: int | None
+    """Median time between two of these steps; None if no two follow each other."""
     median_ns: int | None
     """The median of the last steps that are of the kind of the step that runs. None if there is none."""
     compared: int
@@ -97,10 +100,16 @@ def live(
     owner = next((state for state in states if state.step_age_ns is not None), None)
     running = None if owner is None else owner.step
     usual = usual_ns(last, running)
+    between = [
+        max(0, after.start_ns - line.start_ns - line.dur_ns)
+        for line, after in pairwise(last)
+        if after.step == line.step + 1
+    ]
     flights = sorted(_flights(states), key=lambda flight: -flight.age_ns)
     return Live(
         steps=len(lines),
         durations_ns=tuple(line.dur_ns for line in last),
+        between_ns=middle(between) if between else None,
         median_ns=middle(usual) if usual else None,
         compared=len(usual),
         running=running,

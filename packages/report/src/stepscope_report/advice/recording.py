@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepscope_report.advice.evidence import Advice, Evidence, is_unedited, share_of_step
-from stepscope_report.formatting import count, duration, few
+from stepscope_report.formatting import count, duration, few, percent_of
 from stepscope_report.gaps import name_gap
 from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import GENERATES, MOVES_WEIGHTS, ROLLOUT
@@ -67,6 +67,28 @@ def unaligned(evidence: Evidence) -> Advice | None:
             if is_unedited(evidence)
             else "give these processes to capture(workers=...), which measures their clocks"
         ),
+    )
+
+
+def between_steps(evidence: Evidence) -> Advice | None:
+    """Advise if more than a tenth of the loop's time passes between its steps."""
+    baseline = evidence.baseline
+    if baseline is None or baseline.between_ns is None:
+        return None
+    ns = baseline.between_ns
+    period_ns = ns + baseline.p50_ns
+    if ns * 10 <= period_ns:
+        return None
+    before = "" if baseline.before_ns is None else f"; {duration(baseline.before_ns)} before this one"
+    return Advice(
+        rule="between-steps",
+        what="the loop spends much time between its steps, which is in no step's account",
+        because=(f"{duration(ns)} (median), {percent_of(ns, period_ns)} of the period{before}",),
+        do=(
+            "open the step before data loading, evaluation and checkpoints, with a span for each; then load "
+            "the next batch beside the step"
+        ),
+        saves_ns=ns,
     )
 
 

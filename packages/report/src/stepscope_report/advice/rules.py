@@ -20,6 +20,7 @@ from stepscope_report.advice.evidence import Advice, Evidence
 from stepscope_report.advice.long_tail import long_tail
 from stepscope_report.advice.profilers import not_typical, profiler_cost
 from stepscope_report.advice.recording import (
+    between_steps,
     blind_spot,
     dropped,
     ids_in_names,
@@ -60,6 +61,7 @@ RULES: Sequence[Rule] = (
     garbage_collection,
     idle_device_of_tools,
     full_kv_cache,
+    between_steps,
     no_rollout,
     ids_in_names,
     shared_number,

@@ -21,6 +21,7 @@ from stepscope_report.cli.exits import Exit
 from stepscope_report.cli.find import find_numbered
 from stepscope_report.formatting import duration, middle, moment, size
 from stepscope_report.near import Neighbours, is_longer
+from stepscope_report.sections.baseline import between_near
 from stepscope_report.sections.cause import Cause, cause_of
 from stepscope_report.sections.health import step_health
 from stepscope_report.terminal.layout import listing, table
@@ -43,6 +44,8 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     """The duration of the step; None if its owner left nothing, or never closed the capture."""
     uncaptured_ns: int | None
     """The median of the steps near it that were not captured, or None if none is known."""
+    between_ns: int | None
+    """The median time between two of these steps; None if no two follow each other."""
     processes: int
     artifacts: int
     bytes: int
@@ -121,6 +124,7 @@ def _empty_row(step: int, size_bytes: int, why: str) -> StepRow:
         opened_ns=None,
         wall_ns=None,
         uncaptured_ns=None,
+        between_ns=None,
         processes=0,
         artifacts=0,
         bytes=size_bytes,
@@ -142,6 +146,7 @@ def _row(step: int, timeline: Timeline, size_bytes: int) -> StepRow:
         opened_ns=None if owner is None else timeline.window.start_ns,
         wall_ns=timeline.window.wall_ns if timeline.window.closed else None,
         uncaptured_ns=middle(step.dur_ns for step in used) if used else None,
+        between_ns=between_near(timeline),
         processes=len(timeline.processes),
         artifacts=sum(len(item.artifacts) for part in parts for item in part.expected),
         bytes=size_bytes,
@@ -156,7 +161,8 @@ def _row(step: int, timeline: Timeline, size_bytes: int) -> StepRow:
 
 def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
     columns = (
-        ">step", ">run", "state", ">opened, UTC", ">took", ">uncaptured", ">processes", ">files", ">size",
+        ">step", ">run", "state", ">opened, UTC", ">took", ">uncaptured", ">between", ">processes", ">files",
+        ">size",
     )  # fmt: skip
     yield table(str(run), columns, map(_cells, rows))
     lists = {
@@ -205,6 +211,7 @@ def _cells(row: StepRow) -> tuple[str, ...]:
         "-" if row.opened_ns is None else moment(row.opened_ns).removesuffix(" UTC"),
         duration(row.wall_ns),
         duration(row.uncaptured_ns),
+        duration(row.between_ns),
         str(row.processes),
         str(row.artifacts),
         size(row.bytes),

@@ -135,6 +135,8 @@ def render(layout: RunLayout, view: Live) -> Iterator[RenderableType]:
     if view.tokens_per_s:
         rates = (f"{kind} {rate:,.0f}" for kind, rate in sorted(view.tokens_per_s.items()))
         yield Text(f"  tokens/s of the last step: {', '.join(rates)}")
+    if view.between_ns is not None and view.between_ns * 100 >= (view.median_ns or 0):
+        yield Text(f"  between two steps: {duration(view.between_ns)} (median)")
     if view.stages:
         rows = [(item.stage, f"{item.last_s:.2f} s", f"{item.median_s:.2f} s") for item in view.stages[:8]]
         yield table("Stages of the driver", ("stage", ">last step", ">median"), rows)

@@ -46,6 +46,11 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     excess_ns: int | None
     """Time of the captured one beyond their median: what its cause took, the profiler, and chance.
     None if its capture ended before the step did."""
+    between_ns: int | None
+    """Median time from the end of one of these steps to the start of the next: data loading, evaluation, or
+    the framework's own work. None if no two of them follow each other."""
+    before_ns: int | None
+    """Time from the end of the step before to the opening of this capture; None if that step is unknown."""
     cost_ns: int | None
     """The cost of the capture: opening and closing it, and profilers inside the step. None for a step
     that the flight recorder wrote, because nothing opened."""
@@ -67,6 +72,8 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
     )
     whole = _whole(timeline)
     return Baseline(
+        between_ns=between_near(timeline),
+        before_ns=_before(timeline, breakdown),
         steps=tuple(step.step for step in used),
         alike=used[0].alike,
         min_ns=took[0],
@@ -78,6 +85,23 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
         excess_ns=breakdown.window_ns - p50_ns if whole else None,
         cost_ns=_cost_ns(breakdown) if recorder is None else None,
     )
+
+
+def between_near(timeline: Timeline) -> int | None:
+    """Return the median time between two uncaptured steps near this one; None if no two follow each other."""
+    near = {step.step: step for step in timeline.uncaptured if step.step != timeline.step}
+    between = [
+        max(0, near[number + 1].start_ns - step.start_ns - step.dur_ns)
+        for number, step in near.items()
+        if number + 1 in near and not step.warm_up
+    ]
+    return middle(between) if between else None
+
+
+def _before(timeline: Timeline, breakdown: Breakdown) -> int | None:
+    last = next((step for step in timeline.uncaptured if step.step == timeline.step - 1), None)
+    opened_ns = timeline.window.start_ns - breakdown.opening_ns
+    return None if last is None else max(0, opened_ns - last.start_ns - last.dur_ns)
 
 
 def _cost_ns(breakdown: Breakdown) -> int:
@@ -119,11 +143,24 @@ def say_beside(baseline: Baseline | None) -> str:
     text = f"This one: {by}, {_rank(baseline)}"
     if baseline.cost_ns is not None and baseline.cost_ns > 0:
         text += f". Opening, closing and profilers took {duration(baseline.cost_ns)}"
+    if say_between(baseline):
+        text += f". {say_between(baseline)}"
     if len(baseline.steps) < ENOUGH:
         text += f". {_few(len(baseline.steps))} too few for a comparison"
     if baseline.next_ns is not None:
         text += f". The step after it took {duration(baseline.next_ns)}"
     return text
+
+
+def say_between(baseline: Baseline | None) -> str:
+    """Return the time between two steps, in no step's account; empty below 1 % of the step."""
+    if baseline is None or baseline.between_ns is None:
+        return ""
+    ns, before_ns = baseline.between_ns, baseline.before_ns
+    if max(ns, before_ns or 0) * 100 < baseline.p50_ns:
+        return ""
+    own = "" if before_ns is None else f", {duration(before_ns)} before this one"
+    return f"Between two steps pass {duration(ns)} (median){own}"
 
 
 def _few(steps: int) -> str:

@@ -163,21 +163,35 @@ def _other(kind: LineKind, ns: int) -> Line:
     return Line(kind=kind, wall_ns=ns, alone_ns=ns, active_ns=ns)
 
 
+BETWEEN = "+ between steps"
+"""The line below the account: the time from the end of a step to the start of the next."""
 BESIDE = "+ opening, closing"
 """The line below the account: what the capture took before the step and after it."""
 
 
 def breakdown_blocks(breakdown: Breakdown, report: StepReport) -> Iterator[Block]:
     """Yield the account, its gaps, and the stages that ran at the same time."""
-    yield account_table(breakdown)
+    yield account_table(breakdown, between_ns(report))
     if gaps := gap_table(breakdown):
         yield gaps
     if breakdown.overlaps:
         yield overlap_table(breakdown, LISTED // 2)
 
 
-def account_table(breakdown: Breakdown) -> TextTable:
-    """Return the share of each stage. The lines add up to the step."""
+def between_ns(report: StepReport) -> int | None:
+    """Return the time between two steps if it is 1 % of the step or more."""
+    baseline = report.baseline
+    if baseline is None or baseline.between_ns is None or baseline.between_ns * 100 < baseline.p50_ns:
+        return None
+    return baseline.between_ns
+
+
+def account_table(breakdown: Breakdown, between_ns: int | None = None) -> TextTable:
+    """Return the share of each stage. The lines add up to the step.
+
+    Args:
+        between_ns: Time between two steps, shown below the step.
+    """
     shares = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)
     whole_ns, small = breakdown.window_ns, smaller_stages(breakdown)
     rows: list[tuple[str, ...]] = []
@@ -191,6 +205,8 @@ def account_table(breakdown: Breakdown) -> TextTable:
             small = []
         rows.append(_account_row(line, share))
     rows.append(("", "step", duration(whole_ns), percent_of(whole_ns, whole_ns), "", ""))
+    if between_ns is not None:
+        rows.append(("", BETWEEN, duration(between_ns), "", "", ""))
     note = "alone: not shared with other stages. active: how long it went on at all, billed to it or not."
     beside_ns = breakdown.opening_ns + breakdown.closing_ns
     if beside_ns:
@@ -296,7 +312,7 @@ def smaller_stages(breakdown: Breakdown) -> list[Line]:
 
 def draw_breakdown(breakdown: Breakdown, page: Page) -> Iterable[Html]:
     """Return the account as bars, the longest first."""
-    return (account_bars(breakdown, page.colours),)
+    return (account_bars(breakdown, page.colours, between_ns(page.report)),)
 
 
 def draw_when(page: Page) -> Html:
@@ -306,7 +322,7 @@ def draw_when(page: Page) -> Html:
     return gantt(chart, page.colours, path)
 
 
-def account_bars(breakdown: Breakdown, colours: Colours) -> Html:
+def account_bars(breakdown: Breakdown, colours: Colours, between_ns: int | None = None) -> Html:
     """Return the account: a bar for each stage of 0.1 % or more, the longest first, and one for the rest."""
     whole_ns = breakdown.window_ns
     shares = percents([line.wall_ns for line in breakdown.lines], whole_ns)
@@ -323,6 +339,8 @@ def account_bars(breakdown: Breakdown, colours: Colours) -> Html:
         rows.append(_row(line, share, longest_ns, colours))
     total_ns = sum(line.wall_ns for line in breakdown.lines)
     rows.append((tag("b", "step"), "", tag("b", percent_of(total_ns, whole_ns)), duration(total_ns), "", ""))
+    if between_ns is not None:
+        rows.append((BETWEEN, "", "", duration(between_ns), "", ""))
     beside_ns = breakdown.opening_ns + breakdown.closing_ns
     if beside_ns:
         rows.append((BESIDE, "", "", duration(beside_ns), "", ""))

@@ -13,7 +13,13 @@ from stepscope_report.model import StepReport
 from stepscope_report.report import SECTIONS
 from stepscope_report.sections.advice import advice_blocks
 from stepscope_report.sections.baseline import say_beside, say_usual
-from stepscope_report.sections.breakdown import BESIDE, OVERVIEW_NOTES, account_table, overview_cells
+from stepscope_report.sections.breakdown import (
+    BESIDE,
+    OVERVIEW_NOTES,
+    account_table,
+    between_ns,
+    overview_cells,
+)
 from stepscope_report.sections.health import (
     say_again,
     say_ended,
@@ -33,7 +39,7 @@ def render(report: StepReport) -> Group:
 def render_short(report: StepReport) -> Group:
     """Return the duration of one step, what to do first, and where its time went."""
     first = advice_blocks(report.advice[:1], report)
-    return Group(_head(report), *map(draw, (*first, account_table(report.breakdown))))
+    return Group(_head(report), *map(draw, (*first, account_table(report.breakdown, between_ns(report)))))
 
 
 def render_overview(reports: Sequence[StepReport]) -> RenderableType:
