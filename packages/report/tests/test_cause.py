@@ -10,16 +10,19 @@ from typing import get_args
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from packages.report.tests.commands import Command
 from packages.report.tests.steps import MS, close, printed
+from packages.report.tests.test_critical_path import span, step
 from stepscope.files.layout import RunLayout
 from stepscope.files.recorder import StepLine
 from stepscope.files.values import AttrValue
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.brief import brief_text, step_brief
-from stepscope_report.cause import CauseKind
+from stepscope_report.cause import CauseKind, step_path, suspects_of
 from stepscope_report.html.step_page import render_step
 from stepscope_report.near import Neighbours
 from stepscope_report.sections.cause import Cause
@@ -242,8 +245,8 @@ def seen(folder: StepFolder) -> StepReport:
 
 def test_a_tool_that_is_slow_in_all_calls_is_compared_with_the_steps_before(tmp_path: Path) -> None:
     """The calls of a trajectory take 2 x 150 ms, and took 2 x 20 ms."""
-    for step in (4, 5):
-        tools(tmp_path, step=step).write()
+    for number in (4, 5):
+        tools(tmp_path, step=number).write()
     report = seen(tools(tmp_path, step=6, others_ms=150))
     cause = report.cause
     assert cause is not None
@@ -256,8 +259,8 @@ def test_a_tool_that_is_slow_in_all_calls_is_compared_with_the_steps_before(tmp_
 
 def test_what_is_as_long_in_the_steps_before_is_not_why_a_step_is_longer(tmp_path: Path) -> None:
     """One call always takes 300 ms more; in the last step, the update takes 400 ms more."""
-    for step in (4, 5):
-        tools(tmp_path, ("t2", 1, 320), step=step).write()
+    for number in (4, 5):
+        tools(tmp_path, ("t2", 1, 320), step=number).write()
     folder = tools(tmp_path, ("t2", 1, 320), step=6)
     folder.processes[0].span("update", 662 * MS, 1062 * MS)
     close(folder, 1070 * MS)
@@ -268,8 +271,8 @@ def test_what_is_as_long_in_the_steps_before_is_not_why_a_step_is_longer(tmp_pat
 
 
 def test_what_no_stage_explains_is_said(tmp_path: Path) -> None:
-    for step in (4, 5):
-        tools(tmp_path, step=step).write()
+    for number in (4, 5):
+        tools(tmp_path, step=number).write()
     folder = tools(tmp_path, step=6)
     close(folder, 1370 * MS)
     report = seen(folder)
@@ -343,8 +346,8 @@ def test_a_tool_that_slept_in_one_step_is_not_billed_to_the_capture(tmp_path: Pa
 
 
 def test_ls_says_why_a_step_was_slow(tmp_path: Path, command: Command) -> None:
-    for step in (4, 5):
-        tools(tmp_path, step=step).write()
+    for number in (4, 5):
+        tools(tmp_path, step=number).write()
     tools(tmp_path, step=6, others_ms=150).write()
     rows = command("ls", tmp_path, "--json").json
     assert [row["cause"] and row["cause"]["kind"] for row in rows] == [None, None, "slow-tool"]
@@ -376,3 +379,36 @@ def test_a_collector_that_stops_the_process_that_the_step_waits_for_is_named(tmp
     close(folder, 1000 * MS)
     cause = cause_of(folder)
     assert (cause.kind, cause.ns) == ("gc", 300 * MS)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 4), st.sampled_from(["a", "tool", "trajectory", "all_reduce"]), st.integers(0, 20),
+            st.integers(0, 20), st.sampled_from(["r", "env", "rollout"]), st.sampled_from([None, 0, 10]),
+        ),
+        max_size=20,
+    )
+)  # fmt: skip
+def test_any_step_has_causes_that_save_no_more_than_the_step(
+    calls: list[tuple[int, str, int, int, str, int | None]],
+) -> None:
+    spans = [
+        span(where, stage, start * MS, (start + took) * MS, role=role, trajectory=f"t{where}")
+        for where, stage, start, took, role, _ in calls
+    ]
+    for made, (*_, tokens) in zip(spans, calls, strict=True):
+        made.attrs = None if tokens is None else {"tokens": tokens}
+    timeline = step(40 * MS, sorted(spans, key=lambda one: (one.process, one.start_ns)))
+    for suspect in suspects_of(step_path(timeline)):
+        assert suspect.ns is None or 0 < suspect.ns <= 40 * MS
+        assert suspect.longer_ns > 0
+
+
+def test_a_stage_that_most_ranks_leave_at_once_divides_by_nothing(tmp_path: Path) -> None:
+    folder, actors = called(tmp_path, [400, 400, 400])
+    actors[0].span("check", 420 * MS, 430 * MS)
+    for actor in actors[1:]:
+        actor.span("check", 420 * MS, 420 * MS)
+    cause = reported(folder).cause
+    assert cause is None or (cause.process is not None and cause.process.rank == 0)

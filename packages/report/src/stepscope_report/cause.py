@@ -249,7 +249,7 @@ class _Lineup:
         }
         longer_ns = {label: self._sum(nodes) - usual_ns[label] for label, nodes in own.items()}
         label = max(longer_ns, key=lambda label: longer_ns[label], default=None)
-        if label is None or longer_ns[label] * 2 < late_ns:
+        if label is None or longer_ns[label] <= 0 or longer_ns[label] * 2 < late_ns:
             return _Lateness(last, tuple(members), late_ns, None, 0, 0, {})
         took_ns = self._sum(own[label])
         share = min(longer_ns[label], late_ns) / took_ns
@@ -328,7 +328,11 @@ class _Lineup:
             return None
         slow = [slowest]
         if kind != "uneven-batch":
-            slow += (process for process, one in others.items() if one.own_ns * 4 >= usual_ns(one) * 5)
+            slow += (
+                process
+                for process, one in others.items()
+                if one.own_ns > usual_ns(one) and one.own_ns * 4 >= usual_ns(one) * 5
+            )
             host = self._timeline.processes[slowest].info.host
             of_host = {p for p in compared if self._timeline.processes[p].info.host == host}
             if len(slow) > 1 and of_host == set(slow) and len(of_host) < len(compared):
