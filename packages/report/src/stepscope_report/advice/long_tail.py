@@ -49,10 +49,12 @@ def long_tail(evidence: Evidence) -> Advice | None:
     if cause is None:
         return None
     kind = _kind(cause)
+    facts = _tail_facts(tail, tail.held_ns, tail.rollout_ns)
+    said = [line for line in cause.evidence if not facts[0].startswith(line)]
     return Advice(
         rule="long-tail",
         what="the step waits for its slowest trajectories",
-        because=(*_tail_facts(tail, tail.held_ns, tail.rollout_ns), cause.sentence, *cause.evidence),
+        because=(*facts, cause.sentence, *said),
         do=_REMEDIES[kind],
         saves_ns=cause.ns,
         settings=changes(f"long-tail: {kind}", evidence),
