@@ -350,8 +350,8 @@ def _gather(how: str) -> Hang:
 HANGS = [
     Hang("late rank", RANKS, "actor_rank2_", "actor update", "load_batch at ", ranks=4, needs="torch"),
     Hang(
-        "late rank, torch's recorder on", RANKS, "actor_rank2_", "actor update", "load_batch at ", ranks=4,
-        needs="torch", environment={"TORCH_FR_BUFFER_SIZE": "200"},
+        "late rank, torch's recorder off", RANKS, "actor_rank2_", "actor update", "load_batch at ", ranks=4,
+        needs="torch", environment={"TORCH_FR_BUFFER_SIZE": "0"},
     ),
     Hang(
         "rank that skips a collective", SKIPPED, "actor_rank1_", "actor save", "save at ",
