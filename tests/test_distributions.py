@@ -192,5 +192,5 @@ def test_the_index_is_told_where_the_project_is_and_who_may_use_it(package: Path
     assert table["authors"] == core["authors"]
     assert table["classifiers"] == core["classifiers"]
     pythons = [line.rpartition(" ")[2] for line in table["classifiers"] if ":: 3." in line]
-    assert pythons == ["3.10", "3.11", "3.12", "3.13"]
+    assert pythons == ["3.10", "3.11", "3.12", "3.13", "3.14"]
     assert {"rl", "rlhf", "grpo", "profiler", "perfetto"} <= set(table["keywords"])
