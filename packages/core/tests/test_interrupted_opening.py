@@ -32,7 +32,7 @@ from stepscope._recording.session.profiler_windows import Windows
 from stepscope._recording.spans import slot
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.protocol import Backend
-from stepscope.backends.threaded.undisturbed import after
+from stepscope.backends.threaded.undisturbed import postponed
 from stepscope.backends.torch import foreign_sessions
 from stepscope.backends.torch.backend import TorchBackend
 from stepscope.files.clock import ClockAnchor
@@ -214,7 +214,7 @@ def test_a_signal_at_any_moment_of_a_profilers_start_and_stop_leaves_it_off(
         windows = Windows(kind(config), config, RunLayout(tmp_path).step(1), manifest_part, None)
         finish = partial(windows.finish, discard="closed")
         # A capture's close does the same in a handler: it does not disturb the start or stop of a profiler.
-        signal = Signal(number, lambda finish=finish: handler(lambda: after(finish) or finish()))  # type: ignore[misc]  # mypy
+        signal = Signal(number, lambda finish=finish: handler(lambda: postponed(finish) or finish()))  # type: ignore[misc]  # mypy
         with under(signal):
             windows.open(None, "actor")
             windows.finish(discard="over")

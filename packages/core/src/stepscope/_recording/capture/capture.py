@@ -179,7 +179,7 @@ class Capture:
         if self._life is None:
             self._end_unselected(error)
         elif not self._life.is_left_to_a_task():
-            self._life.close(Closing(_raised(error), deadline_s))
+            self._life.close(Closing(_ending_of(error), deadline_s))
 
     async def aclose(self, error: str | None = None) -> None:
         """As `close`, without blocking the event loop.
@@ -196,7 +196,7 @@ class Capture:
             return
         self._life.leave()  # before all else
         self._leave_scopes()
-        cancelled = await self._life.aclose(Closing(_raised(error)))
+        cancelled = await self._life.aclose(Closing(_ending_of(error)))
         if cancelled is not None and not isinstance(error, type(cancelled)):
             self._life.raise_cancellation(cancelled, now=error is None)
 
@@ -224,7 +224,7 @@ class Capture:
             return
         self._life.leave()  # before all else
         self._leave_scopes()
-        self._life.close(Closing(_raised(error)))
+        self._life.close(Closing(_ending_of(error)))
 
     async def __aenter__(self) -> Self:
         return await self.aopen()
@@ -312,7 +312,7 @@ def _kept_steps() -> ModuleType:
     return kept_steps
 
 
-def _raised(error: BaseException | str | None) -> Ending | None:
+def _ending_of(error: BaseException | str | None) -> Ending | None:
     if error is None:
         return None
     return Ending("exception", error if isinstance(error, str) else describe(error))

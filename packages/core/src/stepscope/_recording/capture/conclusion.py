@@ -1,4 +1,4 @@
-"""End of a capture: everything that is derived from its manifest, which is folded once."""
+"""End of a capture: everything that is derived from its manifest. The exporter folds that again later."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Life of one captured step: new -> opening -> open -> closing -> closed.
 
 `CaptureWork` opens and closes on the private loop. The caller waits for this work, and itself does the parts
-that belong to its own thread: it starts and stops the profiler, and switches recording on and off. If an
+that belong to its own thread: it starts and stops the profiler (unless that has a thread of its own), and
+switches recording on and off. If an
 exception (a Ctrl-C, an alarm) interrupts the caller during an opening, the opening is undone before the
 exception is raised; during a closing, the closing is completed first.
 """
@@ -23,10 +24,11 @@ from stepscope._recording.instrument import no_step
 from stepscope._recording.process import failures, private_loop
 from stepscope._recording.process.event_loop import running_loop
 from stepscope._recording.process.failures import describe
-from stepscope._recording.session import activation, ending
+from stepscope._recording.session import activation
 from stepscope._recording.session.claims import Claim, Taker
+from stepscope._recording.session.closing import begin_closing, close_and_wait
 from stepscope._recording.session.session import Session
-from stepscope.backends.threaded.undisturbed import after, undisturbed
+from stepscope.backends.threaded.undisturbed import postponed, undisturbed
 from stepscope.engines.own_thread import opened_on, own_thread
 from stepscope.errors import CaptureError, CaptureOpenError, is_users
 from stepscope.files.manifest.records import Ending
@@ -172,15 +174,15 @@ class Lifecycle:
     def close(self, closing: Closing, timeout_s: float | None = None) -> None:
         """Close the capture, and wait until it is closed, or for `timeout_s`.
 
-        A signal's handler that calls this while its thread starts or stops the profiler is not waited for:
-        this happens after that.
+        In a signal's handler that interrupted a start or stop of the profiler on this thread, it returns at
+        once; the capture is closed after that start or stop.
         """
         work = self._work
-        if work is None or after(partial(self.close, closing, timeout_s)):
+        if work is None or postponed(partial(self.close, closing, timeout_s)):
             return
         self.leave()
         try:
-            ending.closed(partial(self._end, work, closing), partial(work.close, closing), timeout_s)
+            close_and_wait(partial(self._end, work, closing), partial(work.close, closing), timeout_s)
         finally:
             self._hand_back(work)
 
@@ -192,9 +194,7 @@ class Lifecycle:
         self.leave()
         self._closing_on = running_loop()
         try:
-            job, interruption = ending.begin_closing(
-                partial(self._end, work, closing), partial(work.close, closing)
-            )
+            job, interruption = begin_closing(partial(self._end, work, closing), partial(work.close, closing))
             cancelled = await private_loop.uninterrupted(job)
         finally:
             self._closing_on = None
@@ -213,7 +213,7 @@ class Lifecycle:
     def _end(self, work: CaptureWork, closing: Closing) -> None:
         """Do the part of closing that belongs to the caller's thread. Idempotent."""
         if work.has_others:  # they stop while the profiler here does
-            private_loop.submit(work.tell(closing))
+            private_loop.submit(work.begin_stopping(closing))
         if work.session is not None:
             work.session.end(discard=closing.discard)
 

@@ -1,5 +1,8 @@
 """Work of one capture: everything but the profiler's window, which belongs to the recorded thread.
 
+Closing is four stages: close this process' files, wait for the workers and engines, write the manifest, and
+free the process for the next capture.
+
 The work runs only on the private loop: on one thread, in the order of the calls. So it needs no lock, no
 signal interrupts it, and a second call of `close` joins the first one. `close` also undoes an opening that
 failed.
@@ -8,7 +11,7 @@ failed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from stepscope._recording.after import pipeline
@@ -76,7 +79,7 @@ class CaptureWork:
         pipeline.promise(session, alone=participants is None)
         session.open_logs()
 
-    async def tell(self, closing: Closing) -> None:
+    async def begin_stopping(self, closing: Closing) -> None:
         """Begin to stop the workers and engines. An opening that is still starting them is cancelled
         first.
         """
@@ -100,27 +103,27 @@ class CaptureWork:
         await asyncio.shield(self._closing)
 
     async def _close(self, closing: Closing) -> None:
-        await self.tell(closing)
+        await self.begin_stopping(closing)
         session = self.session
         if session is None:  # nothing was begun: it may be opened once more
             self._claim.free()
             self.state = "new"
             return
-        stages: tuple[Callable[[Session, Closing], None], ...] = (
+        stages: tuple[Callable[[Session, Closing], Awaitable[None] | None], ...] = (
             self._close_session,
+            self._await_others,
             self._conclude,
             self._release,
         )
         trouble: BaseException | None = None
         for stage in stages:
             try:
-                stage(session, closing)
-                if stage == self._close_session and self._stopping is not None:
-                    session.manifest_part.write()
-                    await asyncio.wait({self._stopping})
+                waiting = stage(session, closing)
+                if waiting is not None:
+                    await waiting
             except BaseException as error:  # SystemExit of a user's function too: the thread is ours
                 trouble = trouble or _noted(error)
-        self._claim.free()
+        self._claim.free()  # if `_release` failed before it did this
         self.state = "closed"
         if trouble is not None:
             raise trouble
@@ -135,6 +138,12 @@ class CaptureWork:
 
     def _close_session(self, session: Session, closing: Closing) -> None:
         session.close(ending=closing.ending, discard=closing.discard)
+
+    async def _await_others(self, session: Session, closing: Closing) -> None:
+        """Wait until the workers and engines have stopped, or their time is over."""
+        if self._stopping is not None:
+            session.manifest_part.write()
+            await asyncio.wait({self._stopping})
 
     def _conclude(self, session: Session, closing: Closing) -> None:
         """Write the current manifest, and act on it. When later files arrive, it is folded again."""

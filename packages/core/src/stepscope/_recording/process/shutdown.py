@@ -15,7 +15,7 @@ from functools import partial
 from types import FrameType
 
 from stepscope._recording.process import failures
-from stepscope.backends.threaded.undisturbed import after
+from stepscope.backends.threaded.undisturbed import postponed
 from stepscope.errors import ours
 from stepscope.files.manifest.records import Ending
 
@@ -65,7 +65,7 @@ def _at_exit() -> None:
 
 
 def on_sigterm(number: int, frame: FrameType | None) -> None:
-    if after(partial(on_sigterm, number, frame)):
+    if postponed(partial(on_sigterm, number, frame)):
         return
     close_everything(Ending("signal", "the process was terminated (SIGTERM)"), SIGTERM_S)
     if callable(_before):

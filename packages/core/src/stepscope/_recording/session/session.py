@@ -1,8 +1,11 @@
 """One captured step in one process: its spans, its profiler windows, its part of the manifest.
 
-States: new -> open -> (truncated ->) closed. Files are opened and closed on the private loop: in the owner by
-`capture/work.py`, in a worker by `fanout/worker_side.py`. The profiler starts and stops on the recorded
-thread. Failures of a profiler or a disk are not raised here but recorded in the manifest, with the reason.
+In the order of the calls: `open_files`, `begin` (the step's time begins), `leave` (it ends), `end` (the
+profiler stops, on the recorded thread), `close` (the files, on the private loop), `hand_back` (the
+caller's code goes on). `finish` is `end` and `close`, for a worker and for the end of the process.
+The owner's calls come from `capture/`, a worker's from `fanout/worker_side.py`.
+
+Failures of a profiler or a disk are not raised here but recorded in the manifest, with the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from stepscope._recording.spans import redaction
 from stepscope._recording.spans.log import SpanLog, span_cost_ns
 from stepscope._recording.spans.span import mark, mark_consumed
 from stepscope.backends import load_backend
-from stepscope.backends.threaded.undisturbed import after
+from stepscope.backends.threaded.undisturbed import postponed
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler, settings
 from stepscope.errors import BackendError, ours
@@ -284,7 +287,7 @@ class Session:
             self.open_files()
             self.open_logs()
 
-        _ending().private_loop.run(opened())
+        _loop_side().private_loop.run(opened())
 
     def finish(
         self, *, ending: Ending | None = None, discard: str | None = None, timeout_s: float | None = None
@@ -292,14 +295,14 @@ class Session:
         """End and close the session, from any thread, and wait until it is closed. Arguments as in
         `close`.
         """
-        if after(partial(self.finish, ending=ending, discard=discard, timeout_s=timeout_s)):
+        if postponed(partial(self.finish, ending=ending, discard=discard, timeout_s=timeout_s)):
             return
 
         async def close() -> None:
             self.close(ending=ending, discard=discard)
             self.manifest_part.write()
 
-        _ending().closed(partial(self.end, discard=discard), close, timeout_s)
+        _loop_side().close_and_wait(partial(self.end, discard=discard), close, timeout_s)
 
     def close(self, *, ending: Ending | None = None, discard: str | None = None) -> None:
         """Close the files, on the private loop, after `end` was called on the recorded thread. Idempotent.
@@ -346,7 +349,7 @@ class Session:
         began = time.monotonic_ns()
         self.end(truncated=reason)
         self.manifest_part.spend(stop_ns=time.monotonic_ns() - began)
-        _ending().private_loop.submit(self._mark_truncated(reason))
+        _loop_side().private_loop.submit(self._mark_truncated(reason))
         if not self.owner:
             self.finish()  # nobody may ever come to do it: the owner is perhaps gone
 
@@ -467,10 +470,10 @@ def _outcome_of_spans(log: SpanLog, part: ManifestPart, limit: int, discard: str
     return Expectation(name="spans", kind="spans", state="ok")
 
 
-def _ending() -> ModuleType:
-    from stepscope._recording.session import ending  # import time: asyncio
+def _loop_side() -> ModuleType:
+    from stepscope._recording.session import closing  # import time: asyncio
 
-    return ending
+    return closing
 
 
 def _exists(path: Path) -> bool:

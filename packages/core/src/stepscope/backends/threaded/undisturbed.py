@@ -18,7 +18,7 @@ _undisturbed: dict[int, list[Callable[[], object]]] = {}
 
 
 def undisturbed(work: Callable[[], T]) -> T:
-    """Call `work`. A close by a signal's handler on this thread is delayed by `after` until `work` has
+    """Call `work`. A close by a signal's handler on this thread is delayed by `postponed` until `work` has
     ended.
     """
     thread = threading.get_ident()
@@ -34,9 +34,9 @@ def undisturbed(work: Callable[[], T]) -> T:
             call()
 
 
-def after(call: Callable[[], object]) -> bool:
-    """Delay `call` until the end of this thread's `undisturbed` work. Return False if the thread has no such
-    work.
+def postponed(call: Callable[[], object]) -> bool:
+    """Postpone `call` to the end of this thread's `undisturbed` work, and return True. Return False, and do
+    nothing, if the thread has no such work.
     """
     calls = _undisturbed.get(threading.get_ident())
     if calls is None:

@@ -31,7 +31,7 @@ def begin_closing(
     raise interruption or RuntimeError("unreachable")
 
 
-def closed(
+def close_and_wait(
     end_here: Callable[[], None], close: Callable[[], Coroutine[Any, Any, None]], timeout_s: float | None
 ) -> None:
     """Close as `begin_closing` does, and wait until `close` has ended, or for `timeout_s`.
