@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from itertools import count
 
 import pytest
 
+from stepscope._recording.counters import catalogue
 from stepscope._recording.counters import sampler as sampler_module
 from stepscope._recording.counters.sampler import AbsentError, Sampler
 from stepscope.backends.counters import CounterSource
@@ -145,6 +148,36 @@ def test_values_that_json_has_not_are_left_out() -> None:
     run(sampler, source)
     assert [series.of for series in sampler.series] == ["a", "b", "c"]
     assert sampler.between(0, 1 << 62)[0].values == {2: 1.235}
+
+
+class Small(Ticks):
+    def sample(self) -> Mapping[str, float]:
+        super().sample()
+        return {"rate": Decimal("0.0000234567"), "float": array("f", [0.1])[0]}  # type: ignore[dict-item]
+
+
+def test_small_values_keep_four_digits_and_numbers_of_any_type_are_written() -> None:
+    source = Small()
+    sampler = Sampler({"own": lambda: [source]})
+    run(sampler, source)
+    assert sampler.between(0, 1 << 62)[0].values == {0: 2.346e-05, 1: 0.1}
+    assert sampler.means(0, 1 << 62)[sampler.series[0]] == 2.346e-05
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("name", None, "text"),
+        ("unit", 3, "text"),
+        ("kind", "gauge", "level, interval"),
+        ("scope", "", "host"),
+    ],
+)
+def test_a_wrong_field_of_an_installed_counter_is_named(field: str, value: object, allowed: str) -> None:
+    source = Ticks()
+    setattr(source, field, value)
+    with pytest.raises(AbsentError, match=f"Ticks.{field} is {value!r}; allowed: .*{allowed}"):
+        catalogue._checked(source)
 
 
 def test_series_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

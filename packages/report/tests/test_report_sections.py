@@ -54,6 +54,8 @@ count = Section(
     terminal=say_count, html=draw_count, page=0,
 )
 undrawn = Section(name="u", title="Undrawn", compute=count_spans, html=fail_to_draw)
+short = Section(name="s", title="Short", compute=lambda sources: TextTable("s", ("a", "b"), (("1",),)))
+unescaped = Section(name="e", title="E", compute=count_spans, html=lambda value, page: ["<script>"])
 """
 
 
@@ -64,7 +66,17 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     metadata = site / "toy_sections-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-sections\nVersion: 1.0\n")
-    names = ("spans", "broken", "numbers", "no_section", "not_there", "count", "undrawn")
+    names = (
+        "spans",
+        "broken",
+        "numbers",
+        "no_section",
+        "not_there",
+        "count",
+        "undrawn",
+        "short",
+        "unescaped",
+    )
     points = "\n".join(f"toy-{name} = toy_sections:{name}" for name in names)
     (metadata / "entry_points.txt").write_text(f"[stepscope.report_sections]\n{points}\n")
     (site / "toy_sections.py").write_text(TOY)
@@ -116,6 +128,7 @@ def test_a_section_that_fails_is_noted_and_breaks_nothing(tmp_path: Path) -> Non
         "section toy-no_section failed: TypeError: toy_sections:no_section is a int, and no Section",
         "section toy-not_there failed: AttributeError",
         "section toy-numbers failed: ValidationError",
+        "section toy-short failed: ValueError: row 0 of the table s has 1 cell for 2 columns",
     ):
         assert note in text
         assert note in page
@@ -135,6 +148,7 @@ def test_a_section_of_another_package_draws_itself_as_those_inside_do(tmp_path: 
     added = {section["name"]: section for section in json.loads(msgspec.json.encode(report))["added"]}
     assert added["toy-count"]["value"] == {"spans": number}
     assert "section toy-undrawn failed: ZeroDivisionError" in page
+    assert "section toy-unescaped failed: TypeError: html returned str" in page
     assert added["toy-undrawn"]["failed"] is None
 
 

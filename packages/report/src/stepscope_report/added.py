@@ -29,7 +29,8 @@ from typing import Any
 
 import msgspec
 
-from stepscope_report.block import Block
+from stepscope_report.block import Block, TextTable
+from stepscope_report.formatting import count
 from stepscope_report.html.markup import Html
 from stepscope_report.html.page import draw_section
 from stepscope_report.model import AddedSection, StepReport
@@ -56,10 +57,18 @@ def pages_of(page: Page) -> Iterator[tuple[int, list[Html]]]:
             try:
                 section = _load(points[added.name])
                 rank = section.page
-                drawn = None if section.html is None else list(section.html(added.value, page))
+                drawn = None if section.html is None else _markup(section.html(added.value, page))
             except Exception as error:
                 added = msgspec.structs.replace(added, failed=f"{type(error).__name__}: {error}")
         yield rank, drawn or list(draw_section(added.name, added.title, added.blocks()))
+
+
+def _markup(drawn: Iterable[Html]) -> list[Html]:
+    parts = list(drawn)
+    for part in parts:
+        if not isinstance(part, Html):
+            raise TypeError(f"html returned {type(part).__name__}; allowed: Html, as `tag` returns it")
+    return parts
 
 
 def _points() -> list[EntryPoint]:
@@ -93,6 +102,13 @@ def _blocks(value: object) -> tuple[Block, ...]:
 
     Raises:
         msgspec.ValidationError: `value` is neither a block nor a sequence of blocks.
+        ValueError: a row of a table has more or fewer cells than the table has columns.
     """
     several = value if isinstance(value, Iterable) else (value,)
-    return msgspec.convert([msgspec.to_builtins(block) for block in several], tuple[Block, ...])
+    blocks = msgspec.convert([msgspec.to_builtins(block) for block in several], tuple[Block, ...])
+    for block in (block for block in blocks if isinstance(block, TextTable)):
+        for number, row in enumerate(block.rows):
+            if len(row) != len(block.columns):
+                cells, columns = count(len(row), "cell"), count(len(block.columns), "column")
+                raise ValueError(f"row {number} of the table {block.title} has {cells} for {columns}")
+    return blocks

@@ -80,7 +80,10 @@ def users_loop() -> asyncio.AbstractEventLoop | None:
     opened = opened_on.get()
     if opened is not None or is_ours(threading.current_thread()):
         return opened
-    return asyncio.get_running_loop()
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _settle(future: Future[T], work: Callable[[], T]) -> None:

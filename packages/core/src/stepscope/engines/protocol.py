@@ -263,7 +263,17 @@ def load_engine(name: str) -> EngineFactory:
             f"no profiler for engine {name!r}; installed: {', '.join(sorted(adapters)) or 'none'}. "
             f"Fix: install the adapter: {ADAPTERS}"
         )
-    return cast(EngineFactory, adapters[name].load())
+    return _loaded(adapters[name])
+
+
+def _loaded(point: EntryPoint) -> EngineFactory:
+    factory = point.load()
+    if isinstance(factory, type):
+        raise EngineError(
+            f"the entry point {point.name} = {point.value!r} in stepscope.engines names a class; allowed: an "
+            f"object. Fix: name an instance, as FACTORY = {factory.__name__}()"
+        )
+    return cast(EngineFactory, factory)
 
 
 def recognise(engine: object, replica: int) -> EngineProfiler:
@@ -283,7 +293,7 @@ def recognise(engine: object, replica: int) -> EngineProfiler:
         return engine
     points = sorted(installed().values(), key=lambda point: _order(point, engine))
     for point in points:
-        factory = cast(EngineFactory, point.load())
+        factory = _loaded(point)
         if factory.recognises(engine):
             return factory(engine, replica)
     installed.cache_clear()

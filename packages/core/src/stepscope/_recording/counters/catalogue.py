@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache, cached_property, partial
 from importlib.metadata import EntryPoint, entry_points
+from typing import get_args
 
 from stepscope._recording.counters.allocators import allocators
 from stepscope._recording.counters.dcmi import ascend_npus
@@ -19,6 +20,7 @@ from stepscope._recording.process.failures import describe
 from stepscope._recording.spans.maker import SpanMaker
 from stepscope.backends.counters import CounterSource
 from stepscope.errors import ours
+from stepscope.files.counters import CounterKind, CounterScope
 
 
 def openers(log: SpanMaker, step_folder: str, *, owner: bool) -> dict[str, Opener]:
@@ -74,4 +76,20 @@ class _Host:
             sources: Iterable[CounterSource] = point.load()()
         except ours() as error:
             raise AbsentError(describe(error)) from error
-        return [source for source in sources if source.scope != "host" or self.claim.taken]
+        checked = list(map(_checked, sources))
+        return [source for source in checked if source.scope != "host" or self.claim.taken]
+
+
+_ALLOWED = {"kind": get_args(CounterKind), "scope": get_args(CounterScope)}
+
+
+def _checked(source: CounterSource) -> CounterSource:
+    """Return a counter of another package. Raise AbsentError if one of its fields is wrong."""
+    named = f"{type(source).__module__}.{type(source).__qualname__}"
+    for field in ("name", "unit", "kind", "scope"):
+        value = getattr(source, field, None)
+        allowed = _ALLOWED.get(field)
+        if not isinstance(value, str) or (allowed is not None and value not in allowed):
+            expected = "text" if allowed is None else ", ".join(allowed)
+            raise AbsentError(f"{named}.{field} is {value!r}; allowed: {expected}")
+    return source

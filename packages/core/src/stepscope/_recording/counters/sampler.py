@@ -33,6 +33,11 @@ _SLOW_NS = 50_000_000
 end."""
 
 
+def rounded(value: float) -> float:
+    """Return a value with three digits after the point, or with four digits if it is below 1."""
+    return round(value, 3) if abs(value) >= 1 else float(f"{value:.4g}")
+
+
 class AbsentError(Exception):
     """Raised if a source cannot be sampled here. The message is the reason; this is no failure of
     stepscope.
@@ -150,7 +155,7 @@ class Sampler:
             for number, value in tick.values.items():
                 values[number].append(value)
         return {
-            series: round(sum(own) / len(own), 3)
+            series: rounded(sum(own) / len(own))
             for series in self.series
             if series.how != "total" and (own := values.get(series.series))
         }
@@ -258,9 +263,10 @@ class Sampler:
         try:
             sampled = source.sample()
             (self._slow.add if monotonic_ns() - began_ns > _SLOW_NS else self._slow.discard)(id(source))
-            numbers = ((self._number(source, of), value) for of, value in sampled.items())
+            # float: numpy's numbers are no JSON
+            numbers = ((self._number(source, of), float(value)) for of, value in sampled.items())
             return {
-                number: round(value, 3)
+                number: rounded(value)
                 for number, value in numbers
                 if number is not None and math.isfinite(value)
             }
