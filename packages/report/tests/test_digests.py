@@ -113,6 +113,29 @@ def test_a_digest_that_cannot_be_used_is_made_again(step: Path, change: Callable
     assert {path: path.read_bytes() for path in kept(step)} == whole
 
 
+@pytest.mark.parametrize("group", ["stepscope.readers", "stepscope.iterations"])
+def test_a_package_that_reads_files_makes_digests_again(
+    step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
+    reported(step)
+    before = {path: path.read_bytes() for path in kept(step)}
+    metadata = tmp_path / "site" / "own_reader-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own-reader\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{group}]\nown = own_reader:make\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    digests._versions.cache_clear()
+    try:
+        reported(step)
+        after = {path: path.read_bytes() for path in kept(step)}
+        assert before.keys() == after.keys()
+        assert all(before[path] != after[path] for path in before)
+        assert b"own-reader 1.0" in unpacked(next(iter(after.values())))
+    finally:
+        monkeypatch.undo()
+        digests._versions.cache_clear()
+
+
 def test_a_folder_of_another_user_gets_no_digest(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = step.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)

@@ -19,7 +19,7 @@ from packages.report.tests.traces import add_trace, event, kernel, op
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.temporary import remove_abandoned
 from stepscope.testing.steps import StepFolder
-from stepscope_report.timeline import Selection, merge_bytes, merge_step
+from stepscope_report.timeline import Selection, bytes_to_read, merge_step
 from stepscope_report.timeline.merge.tracks import Tracks
 from stepscope_report.timeline.merge.write import TimelineFile
 from stepscope_report.timeline.step.rows import Row
@@ -57,7 +57,7 @@ def test_two_merges_write_the_same_bytes(tmp_path: Path) -> None:
     read: list[int] = []
     first = merge_step(path, on_read=read.append)
     before = (path / "timeline.json.gz").read_bytes()
-    assert sum(read) == merge_bytes(path)
+    assert sum(read) == bytes_to_read(path)
     assert merge_step(path) == first
     assert (path / "timeline.json.gz").read_bytes() == before
 

@@ -24,7 +24,7 @@ from stepscope_report.report import step_report
 from stepscope_report.sections.health import NOT_COMPLETE
 from stepscope_report.sections.stages import Share, Stage
 from stepscope_report.terminal.layout import listing
-from stepscope_report.timeline import Merged, Selection, load_step, merge_bytes, merge_step
+from stepscope_report.timeline import Merged, Selection, bytes_to_read, load_step, merge_step
 from stepscope_report.timeline.merge.merge import merge_plain
 from stepscope_report.timeline.step.plain import plain_bytes
 
@@ -93,7 +93,7 @@ def merge(
         if ray is not None:
             _fetch(ray, StepLayout(step_path))
         target = output or StepLayout(step_path).timeline
-        total, write = merge_bytes(step_path), partial(merge_step, step_path, run_id=run, to=target)
+        total, write = bytes_to_read(step_path), partial(merge_step, step_path, run_id=run, to=target)
     with screen.progress("merging", total) as done:
         merged = write(selection=selection, on_read=done)
     if json:

@@ -29,7 +29,7 @@ from stepscope_report.near import Neighbours
 from stepscope_report.terminal.diff import render_changes
 from stepscope_report.terminal.layout import draw, markdown_table
 from stepscope_report.terminal.text import render, render_overview, render_short
-from stepscope_report.timeline import Timeline, Traces, load_step, load_traces, merge_bytes, span_bytes
+from stepscope_report.timeline import Timeline, Traces, bytes_to_read, load_step, load_traces, span_bytes
 
 SAMPLE = Path("outputs/sample")
 """Folder of the sample run, unless one is named."""
@@ -221,7 +221,7 @@ def read_reports(
     Raises:
         CommandError: nothing could be made of any of them.
     """
-    measure = merge_bytes if traces else span_bytes
+    measure = bytes_to_read if traces else span_bytes
     what = "reading spans and traces" if traces else "reading spans"
     processes = readers(jobs if traces else 1, ray, steps, lambda: sum(measure(step.root) for step in steps))
     with processes as (executor, total), screen.progress(what, total) as done:

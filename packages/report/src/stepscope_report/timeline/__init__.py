@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stepscope_report.timeline.activity.content import Requests
     from stepscope_report.timeline.activity.traces import TraceActivity, Traces, load_traces
-    from stepscope_report.timeline.merge.merge import merge_bytes, merge_step
+    from stepscope_report.timeline.merge.merge import bytes_to_read, merge_step
     from stepscope_report.timeline.merge.merged import Merged, MergedFile, MergedRow
     from stepscope_report.timeline.model import (
         Alignment,
@@ -48,9 +48,9 @@ __all__ = [
     "TraceActivity",
     "Traces",
     "Window",
+    "bytes_to_read",
     "load_step",
     "load_traces",
-    "merge_bytes",
     "merge_step",
     "span_bytes",
 ]
@@ -59,7 +59,7 @@ _WHERE = {
     "activity.content": ("Requests",),
     "activity.traces": ("TraceActivity", "Traces", "load_traces"),
     "step.load": ("load_step", "span_bytes"),
-    "merge.merge": ("merge_bytes", "merge_step"),
+    "merge.merge": ("bytes_to_read", "merge_step"),
     "merge.merged": ("Merged", "MergedFile", "MergedRow"),
     "model": (
         "Alignment",

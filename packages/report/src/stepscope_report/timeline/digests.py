@@ -21,6 +21,7 @@ from stepscope.files.layout import StepLayout
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.reading import MAX_BYTES, open_file, read_file
 from stepscope_report.timeline.activity.event_names import GROUP
+from stepscope_report.timeline.readers.installed import GROUP as READERS
 
 FORMAT = 3
 """Version of the digests' content. Raise it when something else is read from the same trace."""
@@ -76,7 +77,7 @@ class Digests:
             digest = msgspec.json.decode(unpacked(packed), type=cast(Any, Digest)[kind])
         except Exception:  # whatever is wrong with it, the traces are there
             return None
-        valid = digest.format == FORMAT and digest.made_by == _readers() and digest.stamps
+        valid = digest.format == FORMAT and digest.made_by == _versions() and digest.stamps
         return digest.content if valid and digest.stamps == self.stamps(paths) else None
 
     def stamps(self, paths: Iterable[Path]) -> Stamps:
@@ -93,7 +94,7 @@ class Digests:
         if before != self.stamps(paths):
             return
         names = tuple(os.fsencode(name).decode(errors="replace") for name in self._names(paths))
-        digest = Digest(made_by=_readers(), files=names, stamps=before, content=content)
+        digest = Digest(made_by=_versions(), files=names, stamps=before, content=content)
         with suppress(OSError):  # a full disk, or a read-only one: the next reading reads
             write_atomic(self._path(paths, of), packed(msgspec.json.encode(digest)))
 
@@ -131,8 +132,9 @@ def unpacked(data: bytes) -> bytes:
 
 
 @cache
-def _readers() -> tuple[str, ...]:
-    points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+def _versions() -> tuple[str, ...]:
+    """Return the packages that read traces and recordings, with their versions."""
+    points = sorted((*entry_points(group=GROUP), *entry_points(group=READERS)), key=lambda point: point.name)
     names = dict.fromkeys(("stepscope", *(point.dist.name for point in points if point.dist is not None)))
     return tuple(f"{name} {_version(name)}" for name in names)
 

@@ -154,6 +154,8 @@ _Us: TypeAlias = Annotated[float, msgspec.Meta(ge=-_FARTHEST_US, le=_FARTHEST_US
 
 
 class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
+    """A slice (phase X) of a Chrome trace. Of a device event, `pid` is the device's number."""
+
     name: str = ""
     cat: str = ""
     pid: int | str = 0
@@ -210,11 +212,11 @@ class Reading:
         self.operators: dict[str, Operator] = {}
         """{`operator_key`: operator}."""
         self.kernels: dict[str, Kernel] = {}
-        self.ran = Cover()
+        self.operators_ran = Cover()
         self.devices: dict[int | str, dict[Work, Cover]] = defaultdict(lambda: defaultdict(Cover))
         self.collectives: dict[str, array[float]] = defaultdict(lambda: array("d"))
-        """Alternating start and end of each call, in arrays, because lists of floats would fragment the
-        memory."""
+        """{name of a device's kernel, or of a CPU's call, as `gloo:all_reduce`: times}. The times are the
+        start and the end of each call in turn, in arrays, because lists of floats would fragment memory."""
         self.grouped: dict[tuple[str, str], tuple[array[float], array[int]]] = defaultdict(
             lambda: (array("d"), array("q"))
         )
@@ -306,9 +308,9 @@ class Reading:
             above_end, above = still[-1]
             above.below_us += dur if end <= above_end else above_end - start
             if above.outer:
-                self.ran.add(start, end)
+                self.operators_ran.add(start, end)
         elif not operator.outer:
-            self.ran.add(start, end)
+            self.operators_ran.add(start, end)
         still.append((end, operator))
 
     def _kernel(self, event: Complete) -> None:
@@ -351,7 +353,7 @@ class Reading:
         for nesting in self._threads.values():
             for start, minus_dur, key in nesting.later or ():
                 self._nest(nesting.open, key, start, -minus_dur)
-        ran = self.ran.stretches()
+        ran = self.operators_ran.stretches()
         if ran:
             self.seen(ran.first, ran.last)
         devices = [_device(key, covers) for key, covers in sorted(self.devices.items(), key=_by_name)]

@@ -1,4 +1,5 @@
-"""Placement of one process' monotonic times on the wall clock of the capture's owner.
+"""Placement of one process' monotonic times, those of spans, on the wall clock of the capture's owner. Traces
+have wall-clock times, which `step.rows.offset_at` places.
 
 An uncertainty covers everything that the samples allow: each steady drift up to `DRIFT_PPM` that fits them,
 and each jump of a wall clock that the anchors at its opening and closing show.

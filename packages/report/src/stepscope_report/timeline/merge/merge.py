@@ -183,7 +183,7 @@ _RESERVE = 1 << 16
 """Number of bytes of the size limit that are reserved for the metadata at the end."""
 
 
-def merge_bytes(path: str | os.PathLike[str]) -> int:
+def bytes_to_read(path: str | os.PathLike[str]) -> int:
     """Return the number of bytes that `merge_step` will read."""
     return span_bytes(path) + trace_bytes(StepLayout(path))
 

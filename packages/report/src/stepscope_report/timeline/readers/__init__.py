@@ -1,4 +1,7 @@
-"""Readers of the files in a step's folder, and the contract for further ones (`stepscope.readers`)."""
+"""Readers of files as events, and the contract for further ones (`stepscope.readers`).
+
+`chrome` splits the JSON of Chrome traces; `timeline.activity.content_reader` makes numbers of their events.
+"""
 
 from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import chrome_events

@@ -12,9 +12,9 @@ from stepscope.files.storage.reading import open_file
 
 BLOCK = 1 << 17
 """Number of bytes of a block. The block, its changed copy and its events as objects fit into a core's cache
-together. igzip takes a sixth longer with blocks of half the size.
+together.
 
-igzip takes a sixth longer for such a text in blocks of half the size.
+igzip takes a sixth longer with blocks of half the size.
 """
 _STEP = 1 << 12
 _KEPT = 8 << 20

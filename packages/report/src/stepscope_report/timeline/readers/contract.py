@@ -1,8 +1,8 @@
 """Contract of readers of other files than Chrome traces: the entry points `stepscope.readers`.
 
-An entry point names a class (or function) that is called without arguments and gives a `Reader`. The merge
-asks every reader about every file below a step's `traces`; the first that claims one reads it. If a reader
-raises, its file is left out and the error is listed; the merge goes on.
+An entry point names a class (or function) that is called without arguments and gives a `Reader`. Merges
+and reports ask every reader about every file below a step's `traces`; the first that claims one reads it. If
+a reader raises, its file is left out and the error is listed, and the others are read.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """False if the file is not read by any reader."""
     why: str | None = None
     """Reason why it is not read, with the fix if there is one; listed with the left-out files. None if the
-    file
-    holds nothing for a timeline and is not listed."""
+    file holds nothing for a timeline and is not listed."""
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Rows of a merged timeline: one for each process, with the clock of its recordings."""
+"""Rows of processes, with the clocks of their traces and recordings, for merges and for reports."""
 
 from __future__ import annotations
 
@@ -201,11 +201,11 @@ def clock_of(host: str, processes: Sequence[Process]) -> Process | None:
 def offset_at(process: Process, wall_ns: int) -> int:
     """Return the lead of the process' wall clock over the owner's when it showed `wall_ns`."""
     clock = process.clock
-    opened_ns = process.opened_ns + clock.offset_ns
+    opened_wall_ns = process.opened_ns + clock.offset_ns
     if process.closed_ns is None or clock.offset_ns == clock.closing_offset_ns:
         return clock.offset_ns
-    lasted_ns = process.closed_ns + clock.closing_offset_ns - opened_ns
-    since_ns = min(max(wall_ns - opened_ns, 0), lasted_ns)
+    lasted_ns = process.closed_ns + clock.closing_offset_ns - opened_wall_ns
+    since_ns = min(max(wall_ns - opened_wall_ns, 0), lasted_ns)
     return clock.offset_ns + since_ns * (clock.closing_offset_ns - clock.offset_ns) // max(lasted_ns, 1)
 
 
