@@ -33,12 +33,12 @@ READS_THE_REPORT = {"_report", "__main__"}
 TABLES = {
     *(
         "accounting",
-        "cause",
         "division",
         "gaps",
         "event_loops",
         "replicas",
         "stragglers",
+        "suspects",
         "profiling",
         "spans",
         "table",

@@ -22,10 +22,10 @@ from stepscope.files.values import AttrValue
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.brief import brief_text, step_brief
-from stepscope_report.cause import CauseKind, step_path, suspects_of
 from stepscope_report.html.step_page import render_step
 from stepscope_report.near import Neighbours
 from stepscope_report.sections.cause import Cause
+from stepscope_report.suspects import CauseKind, step_path, suspects_of
 from stepscope_report.timeline import load_step
 
 

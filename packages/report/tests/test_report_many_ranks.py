@@ -16,7 +16,7 @@ from stepscope_report.html.step_page import render_step
 from stepscope_report.model import StepReport
 from stepscope_report.sections.counters import BARS
 from stepscope_report.sections.counters import ROWS as COUNTERS
-from stepscope_report.sections.traces import DRAWN, trace_blocks
+from stepscope_report.sections.operators import DRAWN, trace_blocks
 from stepscope_report.timeline import Timeline, load_step, load_traces
 
 MS = 1_000_000

@@ -3,10 +3,10 @@
 `open` reads a run, and `step_report` makes the tables of a step. A name is imported when it is first asked
 for.
 
-From a trace to a number on the page: `timeline.step.traces` finds the files,
-`timeline.activity.content_reader` reads each into a `TraceContent`, and `sections.traces` adds those up and
-draws them. `report` lists the sections, and `cli.pages` writes the page. The other sections begin at the
-timeline's spans.
+From a trace to a number on the page: `timeline.step.trace_files` finds the files,
+`timeline.activity.content_reader` reads each into a `TraceContent`, and `sections.operators` adds those up
+and draws them. `report` lists the sections, and `cli.pages` writes the page. The other sections begin at
+the timeline's spans.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ if TYPE_CHECKING:
         Wait,
         step_long_tail,
     )
-    from stepscope_report.sections.stages import Share, Stage, stage_times
-    from stepscope_report.sections.staleness import Lag, Staleness, StaleTrajectory, step_staleness
-    from stepscope_report.sections.traces import (
+    from stepscope_report.sections.operators import (
         DeviceRow,
         MemoryRow,
         NoDevice,
@@ -61,6 +59,8 @@ if TYPE_CHECKING:
         operator_times,
         trace_tables,
     )
+    from stepscope_report.sections.stages import Share, Stage, stage_times
+    from stepscope_report.sections.staleness import Lag, Staleness, StaleTrajectory, step_staleness
     from stepscope_report.sections.vain_waits import VainWait, waits_in_vain
     from stepscope_report.table import Rows, Table
 

@@ -18,10 +18,10 @@ from stepscope_report.sections.engines import Engine, Phaseless
 from stepscope_report.sections.health import Health
 from stepscope_report.sections.idle import Idle
 from stepscope_report.sections.long_tail import LongTail
+from stepscope_report.sections.operators import TraceTables
 from stepscope_report.sections.stages import Stage
 from stepscope_report.sections.staleness import Staleness
 from stepscope_report.sections.throughput import Throughput
-from stepscope_report.sections.traces import TraceTables
 from stepscope_report.sections.vain_waits import VainWait
 from stepscope_report.sections.weight_sync import WeightSync
 

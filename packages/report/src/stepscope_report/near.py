@@ -14,9 +14,9 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.storage.reading import read_records
 from stepscope_report.accounting import Label
-from stepscope_report.cause import StepPath, step_path
 from stepscope_report.formatting import middle
 from stepscope_report.spans import ToolNames, few_names
+from stepscope_report.suspects import StepPath, step_path
 from stepscope_report.timeline import Timeline, load_step
 
 _BESIDE = 4

@@ -21,8 +21,8 @@ from stepscope_report.report import step_report
 from stepscope_report.section import Page, Section
 from stepscope_report.sections.engines import ENGINES, Engine
 from stepscope_report.sections.health import ProcessRow, clock_notes
+from stepscope_report.sections.operators import TRACES, TraceTables, device_lines, on_device, on_host, short
 from stepscope_report.sections.throughput import THROUGHPUT, Throughput
-from stepscope_report.sections.traces import TRACES, TraceTables, device_lines, on_device, on_host, short
 from stepscope_report.timeline.activity.traces import place_traces
 from stepscope_report.timeline.step.plain import PlainStep
 

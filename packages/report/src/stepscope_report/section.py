@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 import msgspec
 
 from stepscope_report.block import Block
-from stepscope_report.cause import StepPath, step_path
 from stepscope_report.html.markup import Html
 from stepscope_report.html.page import draw_section
 from stepscope_report.spans import few_names
+from stepscope_report.suspects import StepPath, step_path
 from stepscope_report.timeline import Timeline, TraceActivity, Traces
 
 if TYPE_CHECKING:

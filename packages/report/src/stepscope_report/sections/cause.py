@@ -11,7 +11,6 @@ import msgspec
 from stepscope.files.counters import GC
 from stepscope.files.uncaptured import comparable
 from stepscope_report.accounting import Label
-from stepscope_report.cause import LEAST_OF_CALLS, CauseKind, StepPath, Suspect, ranked, suspects_of
 from stepscope_report.formatting import count, duration, middle, numbers
 from stepscope_report.near import NearStep, is_longer, near_step, top_stages
 from stepscope_report.section import Section, Sources
@@ -21,6 +20,7 @@ from stepscope_report.sections.counters import COUNTERS, Counters
 from stepscope_report.sections.health import cut_processes
 from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.spans import MOVES_WEIGHTS, ToolNames, is_tool
+from stepscope_report.suspects import LEAST_OF_CALLS, CauseKind, StepPath, Suspect, ranked, suspects_of
 from stepscope_report.timeline import Timeline
 
 OTHERS = 4

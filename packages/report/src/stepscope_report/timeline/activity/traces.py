@@ -35,7 +35,7 @@ from stepscope_report.timeline.readers.contract import FoundFile, Origin, Reader
 from stepscope_report.timeline.readers.installed import Readers, failure_noted, undeclared
 from stepscope_report.timeline.step.recorded import Recorded
 from stepscope_report.timeline.step.rows import Row, Rows, axis_of, offset_at
-from stepscope_report.timeline.step.traces import StepFiles, TraceFile, find_traces
+from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile, find_traces
 
 
 class TracePart(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,7 +33,7 @@ from stepscope_report.timeline.step.counters import counters_of
 from stepscope_report.timeline.step.foreign import add_foreign
 from stepscope_report.timeline.step.profilers import profiled_keys, replicas_of, stalls_of
 from stepscope_report.timeline.step.rows import names_of
-from stepscope_report.timeline.step.traces import GONE, find_traces, lost_files
+from stepscope_report.timeline.step.trace_files import GONE, find_traces, lost_files
 from stepscope_report.timeline.step.tree import parents_of, shared_numbers
 
 

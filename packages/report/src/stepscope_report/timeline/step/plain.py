@@ -34,7 +34,7 @@ from stepscope_report.timeline.readers.installed import Readers
 from stepscope_report.timeline.sources import Source
 from stepscope_report.timeline.step.load import align_without_owner, process_of, window_of
 from stepscope_report.timeline.step.rows import names_of
-from stepscope_report.timeline.step.traces import StepFiles, TraceFile
+from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile
 
 _SUFFIXES = (".json", ".json.gz")
 _OTHERS = (".sqlite", ".ncu-rep", ".pickle")

@@ -12,7 +12,7 @@ import msgspec
 from stepscope.files.sidecar import ProcessInfo
 from stepscope_report.timeline.model import Process, Timeline
 from stepscope_report.timeline.readers.chrome import TraceFields
-from stepscope_report.timeline.step.traces import TraceFile
+from stepscope_report.timeline.step.trace_files import TraceFile
 
 ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")
 """Roles in the order of their rows, from the top. Other roles follow by name."""
