@@ -1,0 +1,81 @@
+"""Recordings of real Ascend 910B devices, against the answers of Ascend's own analysis in their folders.
+
+They come from the repository Ascend/msinsight and are not part of this project. A checkout without the folder
+`shared/data/ascend` beside it leaves these tests out.
+"""
+
+from __future__ import annotations
+
+import csv
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from stepscope_report.accounting import union_ns
+from stepscope_report.timeline.activity.event_names import work_of
+from stepscope_report.timeline.readers import FoundFile, Notes, Slice
+from stepscope_report.timeline.readers.installed import Readers
+from stepscope_report.timeline.step.plain import read_plain
+from tests.tree import ROOT
+
+DATA = ROOT.parent / "shared" / "data" / "ascend"
+RECORDINGS = [
+    DATA / kind / f"rank{rank}_ascend_pt" for kind in ("db_level0", "text_level0") for rank in (0, 1)
+]
+
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"no recordings of an Ascend 910B in {DATA}")
+
+
+def answers(folder: Path) -> Mapping[str, float]:
+    """Return {name: us} of Ascend's own analysis, with the names of its table."""
+    output = folder / "ASCEND_PROFILER_OUTPUT"
+    if (output / "analysis.db").exists():
+        with closing(
+            sqlite3.connect(f"file:{output / 'analysis.db'}?mode=ro&immutable=1", uri=True)
+        ) as database:
+            cursor = database.execute("SELECT * FROM StepTraceTime")
+            names = [column[0] for column in cursor.description]
+            return dict(zip(names, cursor.fetchone(), strict=True))
+    with open(output / "step_trace_time.csv", newline="") as file:
+        (row,) = csv.DictReader(file)
+    short = {
+        name.lower().replace("(not overlapped)", "_not_overlapped"): value for name, value in row.items()
+    }
+    return {name: float(value) for name, value in short.items() if value}
+
+
+@pytest.mark.parametrize("folder", RECORDINGS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
+def test_computing_and_communication_are_those_of_ascends_analysis(folder: Path) -> None:
+    said = answers(folder)
+    contents = [content.content for group in read_plain([folder]).contents for content in group]
+    (device,) = [device for content in contents for device in content.devices]
+    assert device.compute_us == pytest.approx(said["computing"], rel=0.01)
+    assert device.communication_us == pytest.approx(said["communication"], rel=0.01)
+    assert device.exposed_us == pytest.approx(said["communication_not_overlapped"], rel=0.01)
+    assert device.communication_us - device.exposed_us == pytest.approx(said["overlapped"], rel=0.01)
+
+
+@pytest.mark.parametrize("folder", RECORDINGS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
+def test_free_time_between_the_first_and_the_last_work_is_that_of_ascends_analysis(folder: Path) -> None:
+    """Ascend counts from the first to the last computation or collective; copies are no work there."""
+    work = sorted((event.start_ns, event.start_ns + event.dur_ns) for event in _work(folder))
+    span_ns = max(end for _, end in work) - work[0][0]
+    assert (span_ns - union_ns(work)) / 1000 == pytest.approx(answers(folder)["free"], rel=0.01)
+
+
+def _work(folder: Path) -> Iterator[Slice]:
+    readers = Readers()
+    for path in sorted((folder / "ASCEND_PROFILER_OUTPUT").iterdir()):
+        file = FoundFile(path=path, name=path.name)
+        reader, claim = readers.claim(file)
+        if reader is None or claim is None or not claim.read:
+            continue
+        with closing(reader.open(file, Notes())) as recording:
+            for event in recording.events():
+                if not isinstance(event, Slice) or event.category not in ("kernel", "communication"):
+                    continue
+                if work_of(event.category, event.name) != "memory":
+                    yield event
