@@ -118,8 +118,12 @@ def test_a_slow_step_holds_what_its_actors_did(
     step_of(config, 0, actors, (0.01, 0.01))
     while min(ray.get([actor.recorded.remote() for actor in actors])) < 0:
         time.sleep(0.02)  # they are told in the background
+    took_s = [0.2]
     for number in range(1, 14):
-        step_of(config, number, actors, (0.02, 1.0 if number == 12 else 0.02))
+        began_s = time.perf_counter()
+        # Longer than any step that a busy machine made slow.
+        step_of(config, number, actors, (0.02, 5 * max(took_s) if number == 12 else 0.02))
+        took_s.append(time.perf_counter() - began_s)
     assert len(calls) == 2, "each actor is told once, and not once a step"
     drained()
     layout = RunLayout(tmp_path)

@@ -80,9 +80,9 @@ def test_the_wait_for_verls_poll_is_not_blamed_on_anybody(step: Step) -> None:
 
 def test_advice_blames_nobody_for_what_did_not_happen(training: Training, step: Step) -> None:
     # The actor's update runs on its event loop, and nothing waits for the loop; agent loops start slowly, and
-    # run late on a busy machine.
+    # run late on a busy machine, where a weight sync may take a twentieth of the step.
     assert "cannot work" not in training.output
-    allowed = {"vain-wait", "profiler-cost", "long-tail", "late-event-loop"}
+    allowed = {"vain-wait", "profiler-cost", "long-tail", "late-event-loop", "weight-sync"}
     assert {advice["rule"] for advice in step.report["advice"]} <= allowed
     for advice in step.report["advice"]:
         if "actor 0 took longest" in " ".join(advice["because"]):
