@@ -148,3 +148,22 @@ def test_a_report_says_whether_spans_made_ranges(spans: int, monkeypatch: pytest
         assert artifact.discard is not None
         artifact.discard()
         assert artifact.options[NSYS_RANGES] == bool(count)
+
+
+@pytest.mark.usefixtures("idle_nsys")
+@pytest.mark.parametrize(("late_s", "spans", "partial"), [(0.0, 1, True), (0.0, 0, False), (60.0, 1, False)])
+def test_a_start_that_the_process_did_not_answer_in_time_is_told(
+    late_s: float, spans: int, partial: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = nsys.Markers(lambda name: name, lambda number: None)
+    monkeypatch.setattr(nsys, "markers", lambda: made)
+    monkeypatch.setattr(nsys, "LATE_S", late_s)
+    backend = NsysBackend(ProfileConfig(nsys={"trace": ["nvtx"]}))
+    backend.start(WINDOW)
+    for _ in range(spans):
+        with backend.range(SpanInfo(role="actor", stage="update", span=1, is_async=False)):
+            pass
+    (artifact,) = backend.stop()
+    assert artifact.discard is not None
+    artifact.discard()
+    assert ("nsys start took" in str(artifact.lacking)) == partial

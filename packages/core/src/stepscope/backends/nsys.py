@@ -37,6 +37,8 @@ _INJECTED = ("LD_PRELOAD", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 """Variables that load nsys into a process. nsys itself must start without them."""
 _ANSWER_S = 30.0
 """Longest wait for an answer of nsys, which usually takes between 10 ms and 0.7 s."""
+LATE_S = 5.0
+"""Time after which `nsys start` goes on without the process that it shall record, seen in 2023.4.4."""
 _HOLD_S = 10.0
 """Longest time for which the training is held until a recording has stopped, or the last report is
 written."""
@@ -113,6 +115,8 @@ class NsysBackend:
         """Folder of the window's report and of what `nsys stop` prints; empty between windows."""
         self._has_ranges = False
         """True if spans of the window have made NVTX ranges."""
+        self._start_s = 0.0
+        """Duration of `nsys start` of the window, in seconds."""
         self._starting: subprocess.Popen[bytes] | None = None
         self._stopping: subprocess.Popen[bytes] | None = None
 
@@ -146,8 +150,10 @@ class NsysBackend:
             self._folder = Path(tempfile.mkdtemp(prefix="stepscope-nsys-"))
             extra = {name: value for name, value in self._config.extra.items() if name.startswith(_OF_START)}
             options = {"sample": "none", "cpuctxsw": "none", **extra, "output": str(self._folder / "report")}
+            began_s = time.monotonic()
             self._starting = _popen("start", *_words(options))
             _finish(self._starting, "start")
+            self._start_s = time.monotonic() - began_s
         except ours() as error:
             _remove(self._folder)
             self._give_back()
@@ -190,7 +196,13 @@ class NsysBackend:
         folder, stopping, seconds = self._folder, self._stopping, self._config.report_seconds
         has_ranges = self._has_ranges
         self._give_back()
-        lacking = markers() if "nvtx" in self._config.trace else None
+        library = markers() if "nvtx" in self._config.trace else None
+        lacking = library if isinstance(library, str) else None
+        if lacking is None and has_ranges and self._start_s > LATE_S:
+            lacking = (
+                f"nsys start took {self._start_s:.1f} s: nsys waits {LATE_S:g} s for a busy process, and "
+                "then lacks the ranges that begin before the process answers"
+            )
 
         def write(path: Path) -> None:
             shutil.move(_report(stopping, folder, seconds), path)
@@ -208,7 +220,7 @@ class NsysBackend:
                 write=write,
                 discard=discard,
                 compress=False,
-                lacking=lacking if isinstance(lacking, str) else None,
+                lacking=lacking,
                 options={"trace": ",".join(self._config.trace), NSYS_RANGES: has_ranges},
             )
         ]
