@@ -313,7 +313,7 @@ def _waited(suspect: Suspect) -> str:
         longer.append(suspect.took_ns - suspect.usual_ns)
     if any(abs(suspect.ns - ns) * 10 <= ns for ns in longer):
         return waited
-    return f"{waited}; without that the step were {duration(suspect.ns)} shorter"
+    return f"{waited}; without that the step would be {duration(suspect.ns)} shorter"
 
 
 def _explained(sources: Sources) -> Explained:
