@@ -159,7 +159,7 @@ _WHERE = {
     "sections.long_tail": "Bubble Extreme Hold LongTail SlowTrajectory Spread Wait step_long_tail",
     "sections.stages": "Share Stage stage_times",
     "sections.staleness": "Lag Staleness StaleTrajectory step_staleness",
-    "sections.traces": "DeviceRow MemoryRow NoDevice OperatorRow TraceRow TraceTables device_usage "
+    "sections.operators": "DeviceRow MemoryRow NoDevice OperatorRow TraceRow TraceTables device_usage "
     "memory_peaks missing_devices operator_times trace_tables",
     "sections.vain_waits": "VainWait waits_in_vain",
 }
