@@ -15,6 +15,12 @@ from stepscope_report.timeline import load_step
 
 pytest.importorskip("verl")
 
+NEVER_TRUE = {
+    *("never-ended", "unaligned", "dropped", "straggler", "uneven-profiling", "collectives", "slow-tools"),
+    *("idle-while-tools-run", "full-kv-cache", "ids-in-names", "shared-number", "no-rollout", "blind-spot"),
+}
+"""Rules of advice whose reason does not exist in this training, on a machine of any speed."""
+
 
 @pytest.fixture(scope="session")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
@@ -79,11 +85,11 @@ def test_the_wait_for_verls_poll_is_not_blamed_on_anybody(step: Step) -> None:
 
 
 def test_advice_blames_nobody_for_what_did_not_happen(training: Training, step: Step) -> None:
-    # The actor's update runs on its event loop, and nothing waits for the loop; agent loops start slowly, and
-    # run late on a busy machine, where a weight sync may take a twentieth of the step.
+    # The actor's update runs on its event loop, and nothing waits for the loop. Times depend on the machine,
+    # so that advice on them may be right; of this run's processes, files and tool no complaint is.
     assert "cannot work" not in training.output
-    allowed = {"vain-wait", "profiler-cost", "long-tail", "late-event-loop", "weight-sync"}
-    assert {advice["rule"] for advice in step.report["advice"]} <= allowed
+    told = {advice["rule"]: advice["because"] for advice in step.report["advice"]}
+    assert not NEVER_TRUE & told.keys(), told
     for advice in step.report["advice"]:
         if "actor 0 took longest" in " ".join(advice["because"]):
             assert "engine" not in advice["do"]

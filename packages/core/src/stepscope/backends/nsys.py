@@ -47,6 +47,8 @@ _SHARED = (
     "the nsys session of this process records already: `nsys profile` records the whole run, or another "
     "process of the session has a window, whose report holds this process too"
 )
+_BUSY = "not allowed in this state"
+"""Part of what nsys answers while another process starts or stops a recording of the session."""
 _FIX_SESSION = (
     "Fix: raise nsys.report_seconds if reports are large; if nsys hangs, end its agent (`nsys sessions list`)"
 )
@@ -157,7 +159,7 @@ class NsysBackend:
         except ours() as error:
             _remove(self._folder)
             self._give_back()
-            if isinstance(error, _RefusedError) and _state() == "Collection":
+            if isinstance(error, _RefusedError) and (_BUSY in str(error) or _state() == "Collection"):
                 raise BackendError(f"{_SHARED}. Fix: `nsys launch` once for each recorded process") from error
             if not isinstance(error, BackendError):
                 raise BackendError(f"the nsys window did not start: {error}") from error
