@@ -90,5 +90,5 @@ def is_ray(node: ast.Import | ast.ImportFrom) -> bool:
 
 def test_imports_inside_functions_are_few_and_there_for_import_time() -> None:
     late = sorted(set(imports_inside_functions()))
-    assert len(late) <= 15, "\n".join(late)
+    assert len(late) <= 18, "\n".join(late)
     assert not [line for line in late if not re.search("#.*import time", line)]

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from packages.core.tests.compiled import compiled, run_with
+from stepscope._recording.counters import catalogue
 from stepscope._recording.counters import nvml as nvml_module
 from stepscope._recording.counters.allocators import allocators
-from stepscope._recording.counters.dcmi import ascend_npus
 from stepscope._recording.counters.nvml import nvidia_gpus
 from stepscope._recording.counters.sampler import AbsentError
 from stepscope._recording.process import hardware
@@ -227,10 +227,10 @@ def test_a_library_with_the_functions_of_dcmi_gives_every_counter(tmp_path: Path
 
 def test_npus_are_looked_for_where_torch_npu_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
-    assert list(ascend_npus()) == []
+    assert list(catalogue._ascend_npus()) == []
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
     with pytest.raises(AbsentError, match="npu-smi, cannot be"):
-        list(ascend_npus())
+        list(catalogue._ascend_npus())
 
 
 def stats(allocated: int, reserved: int) -> dict[str, int]:

@@ -49,7 +49,7 @@ def adapters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     here = EntryPoint("fake", f"{__name__}:factory", "stepscope.engines")
     broken = EntryPoint("aaa", "no.such.module:factory", "stepscope.engines")
     monkeypatch.setattr(EntryPoint, "load", lambda point: factory if point.name == "fake" else 1 / 0)
-    monkeypatch.setattr(protocol, "entry_points", lambda group: EntryPoints([broken, here]))
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: EntryPoints([broken, here]))
     monkeypatch.setattr(FakeEngine, "__module__", "fake.engine")
     monkeypatch.setattr(f"{__name__}.LIVE", [])
     installed.cache_clear()
@@ -63,7 +63,7 @@ def test_adapters_are_looked_for_once_and_again_after_a_miss(monkeypatch: pytest
     with pytest.raises(EngineError, match="engine 'later'"):
         load_engine("later")
     later = EntryPoint("later", f"{__name__}:factory", "stepscope.engines")
-    monkeypatch.setattr(protocol, "entry_points", lambda group: EntryPoints([later]))
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: EntryPoints([later]))
     assert list(installed()) == ["later"]
 
 

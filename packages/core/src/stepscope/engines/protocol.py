@@ -8,8 +8,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import msgspec
 
@@ -17,6 +16,9 @@ from stepscope.backends.counters import CounterSource
 from stepscope.config import ProfileConfig
 from stepscope.errors import EngineError, ours
 from stepscope.files.sidecar import Artifact
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ADAPTERS = "pip install 'stepscope[vllm]', 'stepscope[sglang]', or the package that brings it"
 """Fix for a missing adapter, quoted in errors."""
@@ -234,6 +236,8 @@ def installed() -> dict[str, EntryPoint]:
     """Return the installed adapters by name. Cached until a name is not found, because reading the metadata
     of every package takes 10 ms of CPU where an engine is installed.
     """
+    from importlib.metadata import entry_points  # slow to import
+
     return {point.name: point for point in entry_points(group="stepscope.engines")}
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from functools import cache, cached_property, partial
-from importlib.metadata import EntryPoint, entry_points
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from stepscope._recording.counters.allocators import allocators
-from stepscope._recording.counters.dcmi import ascend_npus
 from stepscope._recording.counters.event_loops import EventLoops
 from stepscope._recording.counters.garbage import garbage
 from stepscope._recording.counters.host_load import HostClaim, host_load
@@ -21,6 +20,9 @@ from stepscope._recording.spans.maker import SpanMaker
 from stepscope.backends.counters import CounterSource
 from stepscope.errors import ours
 from stepscope.files.counters import CounterKind, CounterScope
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 def openers(log: SpanMaker, step_folder: str, *, owner: bool) -> dict[str, Opener]:
@@ -43,7 +45,7 @@ def openers(log: SpanMaker, step_folder: str, *, owner: bool) -> dict[str, Opene
     return sources | {
         "the host": lambda: host_load(host.claim),
         "NVIDIA GPUs": host.only(nvidia_gpus),
-        "Ascend NPUs": host.only(ascend_npus),
+        "Ascend NPUs": host.only(_ascend_npus),
         **{f"stepscope.counters {point.name!r}": partial(host.installed, point) for point in _installed()},
     }
 
@@ -51,7 +53,18 @@ def openers(log: SpanMaker, step_folder: str, *, owner: bool) -> dict[str, Opene
 @cache
 def _installed() -> tuple[EntryPoint, ...]:
     """Return the openers of other packages, by name."""
+    from importlib.metadata import entry_points  # import time: 15 ms
+
     return tuple(sorted(entry_points(group="stepscope.counters"), key=lambda point: point.name))
+
+
+def _ascend_npus() -> Iterable[CounterSource]:
+    """Return the counters of this host's NPUs; nothing in a process that has not loaded torch_npu."""
+    if "torch_npu" not in sys.modules:
+        return ()
+    from stepscope._recording.counters.dcmi import ascend_npus  # import time: ctypes
+
+    return ascend_npus()
 
 
 class _Host:

@@ -7,7 +7,6 @@ on hardware: a test compiles a library with the same functions.
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -102,13 +101,11 @@ def _library() -> ctypes.CDLL:
 
 
 def ascend_npus() -> Iterator[CounterSource]:
-    """Yield the counters of this host's NPUs. Nothing in a process that has not loaded torch_npu.
+    """Yield the counters of this host's NPUs.
 
     Raises:
         AbsentError: the library is not there, or refuses.
     """
-    if "torch_npu" not in sys.modules:
-        return
     try:
         dcmi = _Dcmi(_library())
         chips = dcmi.chips()

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from stepscope._recording.instrument.patch import Instrument, parent_of, when_im
 from stepscope._recording.instrument.step_boundaries import Boundary, calls
 from stepscope._recording.process import failures
 from stepscope._recording.process.identity import is_first
+from stepscope._recording.process.versions import installed_version
 from stepscope.config import InstrumentConfig, ProfileConfig
 from stepscope.config.presets import Preset, read_preset
 from stepscope.errors import ConfigError, ours
@@ -116,7 +116,7 @@ def _apply(config: ProfileConfig, lenient: bool) -> None:
     presets = _presets(config.instrument, lenient)
     wanted = {handle.target: handle for handle in _handles(config.instrument, presets)}
     uncovered.expect(presets)
-    framework_settings.expect(presets, _installed)
+    framework_settings.expect(presets, installed_version)
     integrate(presets)
     for key in [key for key in _applied if key not in wanted]:
         _applied.pop(key).remove()
@@ -224,7 +224,7 @@ def boundaries() -> list[str]:
         if entry.step not in (None, "end") and _target(entry) not in _applied:
             fates.append(f"{_target(entry)} (step: {entry.step}) could not be patched: see the log")
         elif entry.preset is not None:
-            preset = read_preset(entry.preset, _installed)
+            preset = read_preset(entry.preset, installed_version)
             if not _is_here(preset):
                 fates.append(f"the preset {entry.preset!r}: the framework is not installed in {sys.prefix}")
                 elsewhere.update(map(_target, preset.entries))
@@ -296,7 +296,7 @@ def _flat(
 
 
 def _presets(entries: Iterable[InstrumentConfig], lenient: bool) -> list[Preset]:
-    presets = [read_preset(entry.preset, _installed) for entry in entries if entry.preset is not None]
+    presets = [read_preset(entry.preset, installed_version) for entry in entries if entry.preset is not None]
     for preset in presets:
         if not (lenient or _is_here(preset)):
             allowed = f"a framework that is installed in {sys.prefix}"
@@ -310,16 +310,9 @@ def _is_here(preset: Preset) -> bool:
 
 
 def _origin(preset: Preset) -> str:
-    installed = _installed(preset.distribution)
+    installed = installed_version(preset.distribution)
     here = f"{installed} is installed" if installed else "none is installed"
     return f" of the preset {preset.name!r}, written for {preset.distribution} {preset.tested} ({here} here)"
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 _NAMES: dict[str, tuple[str, str | None]] = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +125,8 @@ def _refused(reason: str) -> None:
 
 
 def _write(file: Path, snapshot: object) -> None:
+    import pickle  # import time: 5 ms
+
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     passing = temporary(file)
     try:

@@ -19,6 +19,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
+from stepscope._recording.counters.catalogue import openers
 from stepscope._recording.counters.log import CounterLog
 from stepscope._recording.counters.sampler import Sampler
 from stepscope._recording.output import exporter
@@ -400,8 +401,6 @@ def _counters_of(
     """Return the counters of a session, or None if their rate is 0 (`counters: off`)."""
     if not config.counters.hz:
         return None
-    from stepscope._recording.counters.catalogue import openers  # import time: 15 ms
-
     record = part.record
     return CounterLog(
         layout.counters_of(record.process, record.run_id, number),

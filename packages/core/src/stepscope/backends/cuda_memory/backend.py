@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import pickle
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -168,6 +167,8 @@ class CudaMemoryBackend:
         kept = [snapshot]
 
         def write(path: Path) -> None:
+            import pickle  # slow to import
+
             with path.open("wb") as file:
                 pickle.dump(kept.pop(), file)
 
