@@ -28,7 +28,7 @@ from tools.bump import bump
 from tools.engine_environments import engines, left_to_request, newest, not_possible, unasked
 from tools.engine_tests import engines_beside, other_pythons, test_engines, test_newest, test_on
 from tools.environments import BENCH, DEV, RELEASE
-from tools.processes import run, say, succeeds
+from tools.processes import run, run_tests, say, succeeds
 from tools.repository import PACKAGES, ROOT
 
 PYTEST = ("-m", "pytest", "--slow")
@@ -98,22 +98,10 @@ def test_everything(options: list[str], real: bool) -> bool:
 def test_in_two(python: str, options: list[str]) -> bool:
     """Run the tests in two processes that share the files, in order. Run those that fail again, alone.
 
-    A test that only other work on the machine delayed passes then, and is named. Where a process died, none
-    is run again: pytest-xdist would run the test that killed it nine times more, and does not run all others.
+    Where a process died, pytest-xdist would run the test that killed it nine times more, and not all others.
     """
-    before = len(processes.FAILED)
     in_two = ("-n2", "--max-worker-restart=0", "--dist=loadfile", "--no-loadscope-reorder")
-    if run(python, *PYTEST, *in_two, *options):
-        return True
-    delayed = processes.FAILED[before + 1 :]
-    if any("a process of the tests died" in line for line in delayed):
-        return False
-    del processes.FAILED[before:]
-    if not run(python, *PYTEST, "--last-failed", "--last-failed-no-failures=none", *options):
-        return False
-    for test in delayed:
-        say(f"PASSED ONLY ALONE: {test.strip()}")
-    return True
+    return run_tests(python, *PYTEST, *in_two, *options, again=(python, *PYTEST, *options))
 
 
 def left_out(real: bool) -> list[str]:

@@ -16,7 +16,7 @@ from typing import IO
 from tools import processes, repository
 from tools.engine_environments import NEWEST, EngineEnvironment, engines, newest_released, unasked
 from tools.environments import Environment
-from tools.processes import run, say, stop
+from tools.processes import run, run_tests, say, stop
 
 
 @contextmanager
@@ -85,7 +85,9 @@ def test_engine(environment: EngineEnvironment, options: Sequence[str]) -> bool:
     except SystemExit as reason:  # no network, or no such engine for this machine: the others still run
         say(f"NOT RUN: the tests on {environment.recipe.name}. {reason}")
         return False
-    return run(python, "-m", "pytest", *map(str, environment.tests), *options, PYTHONPATH=quick_start())
+    failed = ("-o", f"cache_dir={environment.folder / 'pytest'}")  # other tests keep theirs meanwhile
+    command = (python, "-m", "pytest", *map(str, environment.tests), *options, *failed)
+    return run_tests(*command, again=command, PYTHONPATH=quick_start())
 
 
 def test_newest(arguments: Sequence[str]) -> bool:

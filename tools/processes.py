@@ -55,6 +55,26 @@ def run(*command: str, **variables: str) -> bool:
     return code == 0
 
 
+def run_tests(*command: str, again: Sequence[str], **variables: str) -> bool:
+    """Run pytest, and the tests that failed once more, by the command `again`. Return whether all passed.
+
+    A test that something on the machine delayed passes then, and is named. Where a process of the tests died,
+    none is run again.
+    """
+    before = len(FAILED)
+    if run(*command, **variables):
+        return True
+    failed = FAILED[before + 1 :]
+    if not failed or any("a process of the tests died" in line for line in failed):
+        return False
+    del FAILED[before:]
+    if not run(*again, "--last-failed", "--last-failed-no-failures=none", **variables):
+        return False
+    for test in failed:
+        say(f"PASSED ONLY WHEN RUN AGAIN: {test.strip()}")
+    return True
+
+
 def stop(process: subprocess.Popen[str] | subprocess.Popen[bytes], send: Callable[[int], None]) -> None:
     """End `process` if it still runs. `send` signals it, or it and all that it started."""
     if process.poll() is None:

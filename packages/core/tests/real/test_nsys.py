@@ -1,7 +1,7 @@
 """The nsys backend under a real Nsight Systems, without a GPU: NVTX ranges are recorded, CUDA is not.
 
-Each run of nsys has a deadline, and a failed one is repeated. On a busy machine about one window in a
-hundred has a report without its ranges, and one start of nsys in sixty fails.
+Each run of nsys has a deadline. On a busy machine about one window in a hundred has a report without its
+ranges, and one start of nsys in sixty fails: such a test passes when `dev.py test` runs it again.
 
 `nsys start` waits 5 s until the process records, and then succeeds all the same: a range that begins before
 is in no report. It was seen with a process that was stopped for 5.6 s and more. After up to 5.2 s, and
@@ -20,9 +20,7 @@ import sqlite3
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
-from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -126,22 +124,6 @@ def captured(folder: Path) -> Path:
     return folder
 
 
-def repeated(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test once more, in a folder of its own, if it fails."""
-
-    @wraps(test)
-    def run(tmp_path: Path, **fixtures: object) -> None:
-        try:
-            test(tmp_path, **fixtures)
-        except AssertionError as error:
-            print(f"repeated, because {error}")
-            again = tmp_path / "again"
-            again.mkdir()
-            test(again, **fixtures)
-
-    return run
-
-
 def test_each_of_eleven_steps_has_the_report_of_its_own_window(eleven: Path) -> None:
     for step in STEPS:
         (report,) = reports(eleven, step)
@@ -172,21 +154,18 @@ def test_the_merged_timeline_has_the_ranges_of_the_export(eleven: Path) -> None:
     assert abs(forward["ts"] - marker["ts"]) < 5_000  # us: the clock of the export is that of the spans
 
 
-@repeated
 def test_in_discrete_mode_a_stage_has_a_report(tmp_path: Path) -> None:
     launched(tmp_path, program(tmp_path, [1], mode="discrete"))
     assert [set(ranges(report)) for report in reports(tmp_path, 1)] == [{"actor.update", "actor.forward1"}]
     assert states(tmp_path, 1)["nsys trace of update"][0] == "ok"
 
 
-@repeated
 def test_a_shell_around_the_program_and_a_spawned_child_are_in_the_report(tmp_path: Path) -> None:
     launched(tmp_path, ["bash", "-c", '"$@"; true', "bash", *program(tmp_path, [1], "spawn")])
     (report,) = reports(tmp_path, 1)
     assert {"actor.update", "in a child"} <= set(ranges(report))
 
 
-@repeated
 def test_two_processes_of_one_session_have_one_report_and_the_other_one_is_told(tmp_path: Path) -> None:
     both = []
     for rank in ("a", "b"):
@@ -208,7 +187,6 @@ def test_two_processes_of_one_session_have_one_report_and_the_other_one_is_told(
 
 
 @pytest.mark.parametrize("end", ["repeat", "repeat:2", "stop"])
-@repeated
 def test_a_program_under_nsys_profile_with_a_range_has_its_reports_too(tmp_path: Path, end: str) -> None:
     words = ["--trace=nvtx", "--sample=none", "--cpuctxsw=none", "--capture-range=nvtx", "--nvtx-capture=x"]
     words += [f"--capture-range-end={end}", "--kill=none", "--output=theirs_%p"]
@@ -219,7 +197,6 @@ def test_a_program_under_nsys_profile_with_a_range_has_its_reports_too(tmp_path:
         assert f"actor.forward{step}" in ranges(report)
 
 
-@repeated
 def test_an_nsys_that_records_the_whole_run_is_named_and_goes_on(tmp_path: Path) -> None:
     words = ["--trace=nvtx", "--sample=none", "--cpuctxsw=none", "--output=theirs"]
     under(["profile", *words, *program(tmp_path, [1])], tmp_path)
@@ -241,7 +218,6 @@ def newer_nvtx(tmp_path: Path) -> Path:
     return folder
 
 
-@repeated
 def test_an_nvtx_that_records_nothing_with_this_nsys_is_told(tmp_path: Path, newer_nvtx: Path) -> None:
     launched(tmp_path, program(tmp_path, [1]), PYTHONPATH=str(newer_nvtx))
     state, why = states(tmp_path, 1)["nsys trace"]
@@ -283,7 +259,6 @@ ray.shutdown()
 
 
 @pytest.mark.needs("ray")
-@repeated
 def test_two_actors_of_ray_are_two_sessions(tmp_path: Path) -> None:
     runs = [tmp_path / name for name in ("a", "b")]
     path = f"{NSYS.parent}{os.pathsep}{os.environ['PATH']}"
