@@ -186,6 +186,12 @@ def soak(arguments: list[str]) -> bool:
     return run(DEV.ready(), "packages/core/tests/chaos/soak.py", *arguments)
 
 
+def culprits(arguments: list[str]) -> bool:
+    """hangs and slow steps of real processes, each with a culprit that was planted: is it named? [--hangs |
+    --steps] [--runs 10] [WORDS OF A NAME]"""
+    return run(DEV.ready(), "-m", "tests.culprits", *arguments)
+
+
 def setup(arguments: list[str]) -> bool:
     """make or update the environment and stop there. --fresh: from nothing. --engines: those with the real
     engines of `test` as well"""
@@ -206,7 +212,7 @@ def release(arguments: list[str]) -> bool:
 
 COMMANDS: dict[str, Callable[[list[str]], bool]] = {
     command.__name__: command
-    for command in (demo, test, gpu, chaos, soak, check, bench, docs, setup, bump, release)
+    for command in (demo, test, gpu, chaos, soak, culprits, check, bench, docs, setup, bump, release)
 }
 
 
@@ -216,7 +222,7 @@ def main(arguments: list[str]) -> int:
         asked = name in ("-h", "--help", "help")
         print(__doc__ if asked else f"dev.py has no command {name!r}.\n")
         for word, command in COMMANDS.items():
-            print(f"  python3 dev.py {word:7} {' '.join((command.__doc__ or '').split())}")
+            print(f"  python3 dev.py {word:8} {' '.join((command.__doc__ or '').split())}")
         return 0 if asked else 2
     # Without this a SIGTERM (CI's timeout) would leave what runs here working on behind us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -1,0 +1,99 @@
+"""Steps of a program in which it plants a culprit, and the time that this took by its own clock."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stepscope import configure
+
+SECONDS = 0.5
+"""Time that a culprit takes, in steps that take half as long without it."""
+_WRITES = 150
+
+
+class Plan:
+    """Steps of a program, some of which have a culprit.
+
+    Args:
+        runs: Number of steps with a culprit. They have no rhythm, and each has normal steps around it.
+    """
+
+    def __init__(self, folder: Path, culprit: str, runs: int) -> None:
+        self.folder = folder
+        self.culprit = culprit
+        draw = random.Random(culprit)
+        self.planted = list[int]()
+        at = 4
+        for _ in range(runs):
+            at += draw.randint(4, 7)
+            self.planted.append(at)
+        self.steps = range(at + 3)
+        self.step = 0
+        self._took_ns = Counter[int]()
+        self._rows = list[list[int]]()
+
+    def configure(self) -> None:
+        """Capture each planted step and the one before it, without profilers."""
+        captured = [step - before for step in self.planted for before in (1, 0)]
+        configure(
+            save_path=str(self.folder), steps=captured, record="spans", roles={"*": {"profiler": "off"}}
+        )
+
+    @property
+    def now(self) -> bool:
+        """Return whether the present step has the culprit."""
+        return self.step in self.planted
+
+    @contextmanager
+    def clocked(self) -> Iterator[None]:
+        """Add the time of the block to what the culprit takes in this step."""
+        began_ns = time.perf_counter_ns()
+        yield
+        self._took_ns[self.step] += time.perf_counter_ns() - began_ns
+
+    def write(self) -> None:
+        """Write the culprit's time in each step. The process that has the culprit calls it."""
+        (self.folder / "planted.json").write_text(json.dumps(self._took_ns))
+
+
+def planted_ns(folder: Path) -> dict[int, int]:
+    """Return {step: time of its culprit}. Empty if nothing was planted."""
+    path = folder / "planted.json"
+    return {int(step): ns for step, ns in json.loads(path.read_text()).items()} if path.exists() else {}
+
+
+def sleep(seconds: float) -> None:
+    """Sleep for about as long, as work varies: by at most 4 % of it."""
+    time.sleep(seconds * random.uniform(0.96, 1.04))
+
+
+_garbage: list[list[object]] = []
+
+
+def hold(objects: int) -> None:
+    """Hold objects that each full run of the collector visits."""
+    _garbage.extend([] for _ in range(objects))
+
+
+def collect() -> None:
+    """Run the collector until it has stopped this process for `SECONDS`."""
+    until_ns = time.perf_counter_ns() + SECONDS * 1e9
+    while time.perf_counter_ns() < until_ns:
+        gc.collect()
+
+
+def write_file(path: Path, *, synced: bool) -> None:
+    """Write 600 kB. Synced, each write waits for the disk, as in a folder that is mounted so."""
+    flags = os.O_CREAT | os.O_WRONLY | (os.O_DSYNC if synced else 0)
+    file = os.open(path, flags)
+    for place in range(_WRITES):
+        os.pwrite(file, bytes(4096), place * 4096)
+    os.close(file)

@@ -1,0 +1,95 @@
+"""Slow steps of real processes, each with the culprit that was planted in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from stepscope_report.suspects import CauseKind
+from tests.culprits.plan import Plan, planted_ns
+
+WITHIN = 0.05
+"""A number is right if it differs from the planted time by at most this part."""
+
+
+class SlowStep(NamedTuple):
+    """A culprit of a program, and the cause that the report has to name."""
+
+    name: str
+    program: str
+    kind: CauseKind | None = None
+    """None if nothing is wrong."""
+    process: str | None = None
+    """Role and rank; None if several processes are as slow."""
+    stage: str | None = None
+
+
+RANKS, RAY = "ranks", "on_ray"
+SLOW_STEPS = [
+    SlowStep("late rank", RANKS, "late-rank", "actor 2", "load_batch"),
+    SlowStep("slow data loader", RANKS, "slow-stage", None, "load_batch"),
+    SlowStep("uneven batches", RANKS, "uneven-batch", "actor 3", "forward"),
+    SlowStep("garbage collector", RANKS, "gc", "actor 1"),
+    SlowStep("equal ranks", RANKS),
+]
+
+
+class Verdict(NamedTuple):
+    """A step's cause beside what was planted in it."""
+
+    kind: bool
+    process: bool
+    stage: bool
+    number: bool
+    """True if the time by which the culprit was longer is right."""
+    line: str
+
+    @property
+    def is_named(self) -> bool:
+        return self.kind and self.process and self.stage
+
+    @property
+    def is_right(self) -> bool:
+        return self.is_named and self.number
+
+
+def run_steps(slow: SlowStep, folder: Path, runs: int) -> list[Verdict]:
+    """Run the program of a culprit and judge what the report says of each step that has it."""
+    folder.mkdir()
+    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    words = [sys.executable, "-W", "ignore", "-m", f"tests.culprits.{slow.program}", str(folder), slow.name]
+    program = subprocess.run(
+        [*words, str(runs)], capture_output=True, text=True, env=environment, check=False
+    )
+    if program.returncode:
+        raise AssertionError(program.stderr[-3000:])
+    plan = Plan(folder, slow.name, runs)
+    numbers = ",".join(map(str, plan.planted))
+    report = [sys.executable, "-m", "stepscope", "report", str(folder), "--step", numbers, "--json"]
+    steps = json.loads(subprocess.run(report, capture_output=True, check=True).stdout)["steps"]
+    assert [step["step"] for step in steps] == plan.planted
+    took_ns = Counter(planted_ns(folder))
+    usual_ns = median(took_ns[step] for step in plan.steps if step not in plan.planted)
+    return [_judge(slow, step["cause"], took_ns[step["step"]] - usual_ns) for step in steps]
+
+
+def _judge(slow: SlowStep, cause: Any, took_ns: float) -> Verdict:
+    if cause is None or slow.kind is None:
+        is_right = cause is slow.kind
+        line = "nothing is named" if cause is None else f"{cause['kind']}: {cause['sentence']}"
+        return Verdict(is_right, is_right, is_right, is_right, line)
+    process = cause["process"] or {"role": None, "rank": None}
+    longer_ns = cause["longer_ns"]
+    return Verdict(
+        kind=cause["kind"] == slow.kind,
+        process=slow.process in (None, f"{process['role']} {process['rank']}"),
+        stage=cause["stage"] == slow.stage,
+        number=abs(longer_ns - took_ns) <= WITHIN * took_ns,
+        line=f"{cause['kind']}: {cause['sentence']} [{longer_ns / 1e6:.0f} ms, planted {took_ns / 1e6:.0f}]",
+    )
