@@ -1,4 +1,4 @@
-"""Check of `tool: npu` on a machine with NPUs, not run so far. docs/npu-hardware.md has the expected results.
+"""Check of `tool: npu` on a machine with NPUs, not run so far. ascend_check.sh names what to expect.
 
 python examples/ascend_check.py window     two captured steps of matrix products (torchrun: all-reduces too)
 python examples/ascend_check.py threads    the same on a thread that is not the main one
