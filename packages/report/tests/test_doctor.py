@@ -264,6 +264,22 @@ def test_an_engine_without_an_adapter_that_works_is_told(
     assert (row.state, "nowhere_at_all:factory" in str(row.fix)) == ("red", True)
 
 
+@pytest.mark.parametrize(
+    ("value", "state", "finding"),
+    [
+        ("json:dumps", "green", "1.0: mine (stepscope.engines)"),
+        ("nowhere_at_all:x", "red", "ModuleNot"),
+    ],
+)
+def test_a_package_that_extends_stepscope_is_listed(
+    value: str, state: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter_in(tmp_path, monkeypatch, value)
+    (row,) = (row for row in machine.plug_ins() if row.subject == "my-adapter")
+    assert row.state == state
+    assert finding in row.found
+
+
 class EngineOfMine:
     distributions = ("mine", "mine-cpu")
 

@@ -1,22 +1,8 @@
 """Sections of other packages, through the entry points `stepscope.report_sections`.
 
-An entry point names a `Section`:
-
-    [project.entry-points."stepscope.report_sections"]
-    tokens = "my_package:TOKENS"
-
-    from stepscope_report.block import TextTable
-    from stepscope_report.section import Section, Sources
-
-    def tokens(sources: Sources) -> TextTable:
-        rows = tuple((span.stage, str(span.attrs.get("tokens", "-"))) for span in sources.timeline.spans)
-        return TextTable("Tokens", ("stage", ">tokens"), rows)
-
-    TOKENS = Section(name="tokens", title="Tokens", compute=tokens)
-
-A section from outside is a section: `compute` gets the step's timeline, its traces if they were read, and
-the values of the sections of `stepscope_report.sections` by `sources.value_of(...)`. `terminal` and `html`
-draw the value. Without `terminal` the value itself is a block of `stepscope_report.block`, or several.
+docs/extending.md has an example. `compute` gets the step's timeline, its traces if they were read, and the
+values of the sections of `stepscope_report.sections` by `sources.value_of(...)`. `terminal` and `html` draw
+the value. Without `terminal` the value itself is a block of `stepscope_report.block`, or several.
 Terminal and JSON (`added`) show the sections after all others, by entry point name; on the page, `page` ranks
 them too. If a section raises, the report says so and keeps all others.
 """

@@ -54,7 +54,24 @@ def publish(
     the disk.
 
     Args:
+        kind: Name of the format, such as `torch_chrome`, by which readers know the file.
+        tool: The profiler that wrote it.
+        stage: The stage that it covers, or None for the whole capture.
+        rank: Global rank of the recorded process, or None if unknown.
+        topology: Size of each kind of parallelism, such as {"tp": 2}.
+        pid: Process id of the recorded process, or None if unknown.
         host: Host of the recorded process, or None for this host.
+        truncated: Reason why the recording ended early, or None.
+        ignored: {option: reason} for options of the capture without effect on this file.
+        opened: Clocks of the recorded process when the recording began, or None.
+        closed: The same when it ended.
+        versions: Versions of the libraries that a reader needs to know.
+        options: Options that the profiler ran with.
+        stalls: Times in which the profiler stopped the engine.
+        iterations: Number of recorded forward passes, or None if unknown.
+        iterations_asked: Number that the capture asked for, or None for no limit.
+        ended: Who ended the recording, or None if unknown.
+        note: A remark for people, or None.
 
     Raises:
         EngineError: the file is absent, empty, or outside the capture's step folder.

@@ -211,6 +211,7 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
     yield from _check("nvidia-ml-py", libraries.nvml)
     yield from _check("ray", libraries.ray)
     yield from _check("engines", engines)
+    yield from _check("plug-ins", machine.plug_ins)
     for point in sorted(machine.entry_points(GROUP), key=lambda point: point.name):
         yield from _check(point.name, partial(_rows_of, point, usable.tool))
     if ray_address is not None:

@@ -140,6 +140,37 @@ def _points(distribution: metadata.Distribution) -> list[metadata.EntryPoint]:
         return []
 
 
+def plug_ins() -> Iterator[Row]:
+    """Yield a row for each package of others that adds parts to stepscope. Its parts are loaded."""
+    for distribution in metadata.distributions():
+        points = [point for point in _points(distribution) if point.group.startswith("stepscope.")]
+        name = _name(distribution) if points else None
+        if name is not None and name not in OURS:
+            listed = ", ".join(f"{point.name} ({point.group})" for point in points)
+            failures = list(filter(None, map(_failure_to_load, points)))
+            if failures:
+                fix = f"install {name} again, or remove it"
+                yield red(name, f"{listed}; cannot be loaded: {'; '.join(failures)}", fix)
+            else:
+                yield green(name, f"{distribution.version}: {listed}")
+
+
+def _name(distribution: metadata.Distribution) -> str | None:
+    """Return the name of a package, or None if its metadata is damaged, which has a row of its own."""
+    try:
+        return distribution.name or None
+    except Exception:
+        return None
+
+
+def _failure_to_load(point: metadata.EntryPoint) -> str | None:
+    try:
+        point.load()
+    except Exception as error:
+        return f"{point.name}: {type(error).__name__}: {error}"
+    return None
+
+
 def configuration(config: ProfileConfig | ConfigError) -> Iterator[Row]:
     """Yield a row for a valid configuration, or one for each mistake in it."""
     if isinstance(config, ConfigError):
