@@ -7,13 +7,17 @@ They come from the repository Ascend/msinsight and are not part of this project.
 from __future__ import annotations
 
 import csv
+import json
+import shutil
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
+from packages.report.tests.commands import Command
 from stepscope_report.accounting import union_ns
 from stepscope_report.timeline.activity.event_names import work_of
 from stepscope_report.timeline.readers import FoundFile, Notes, Slice
@@ -79,3 +83,23 @@ def _work(folder: Path) -> Iterator[Slice]:
                     continue
                 if work_of(event.category, event.name) != "memory":
                     yield event
+
+
+def test_times_since_the_start_of_each_recording_make_no_straggler(tmp_path: Path, command: Command) -> None:
+    """The coming torch_npu writes them: the rank that others seem to wait for would be the other one."""
+    for rank in (0, 1):
+        shutil.copytree(DATA / "text_level0" / f"rank{rank}_ascend_pt", tmp_path / f"rank{rank}_ascend_pt")
+    absolute = command("report", tmp_path, "--json").json["traces"]
+    assert absolute["stragglers"]
+    for file in tmp_path.rglob("trace_view.json"):
+        events = json.loads(file.read_text())
+        first = min(Decimal(event["ts"]) for event in events if event.get("ts"))
+        for event in events:
+            if event.get("ts"):
+                event["ts"] = float(Decimal(event["ts"]) - first)
+        file.write_text(json.dumps(events))
+    relative = command("report", tmp_path, "--json", code=3).json["traces"]
+    assert [bool(row["unaligned"]) for row in relative["traces"]] == [True, True]
+    assert not relative["stragglers"]
+    busy = [[row["busy_ns"] for row in tables["devices"]] for tables in (absolute, relative)]
+    assert busy[1] == pytest.approx(busy[0], rel=1e-6)

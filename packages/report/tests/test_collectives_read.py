@@ -16,6 +16,8 @@ from stepscope_report.timeline.readers.blocks import BLOCK
 Event = dict[str, Any]
 GLOO = {"backend": "gloo", "pg_config": [{"pg_name": "0", "backend_config": "cpu:gloo", "ranks": [0, 1]}]}
 
+BASE_NS = 1_700_000_000_000_000_000
+
 
 def gloo(op: str, ts: float, dur: float = 10, **args: object) -> Event:
     return {
@@ -36,7 +38,7 @@ def nccl(op: str, ts: float, dur: float = 10, **args: object) -> Event:
 def read(
     path: Path, events: list[Event], distributed: Event = GLOO, indent: int | None = None
 ) -> dict[Kind, Series | Refused]:
-    trace = {"distributedInfo": distributed, "baseTimeNanoseconds": 1_000_000, "traceEvents": events}
+    trace = {"distributedInfo": distributed, "baseTimeNanoseconds": BASE_NS, "traceEvents": events}
     path.write_bytes(gzip.compress(json.dumps(trace, indent=indent).encode(), 1))
     return read_collectives("actor", [path])
 
@@ -69,7 +71,7 @@ def test_wherever_blocks_end_no_collective_is_missed(
     collective = series(read(tmp_path / "t.json.gz", events, indent=indent))
     assert collective.count == 2000
     assert sorted(times.entered_ns for times in collective.times.values()) == [
-        1_000_000 + 100_000 * number for number in range(2000)
+        BASE_NS + 100_000 * number for number in range(2000)
     ]
     assert len(json.dumps(events)) > 4 * BLOCK
 
@@ -118,5 +120,5 @@ def test_all_windows_of_a_process_count_as_one(tmp_path: Path) -> None:
         read(tmp_path / f"{name}.json.gz", [gloo("barrier", first), gloo("barrier", first + 100)])
     collective = series(read_collectives("actor", [tmp_path / "b.json.gz", tmp_path / "a.json.gz"]))
     assert [times.entered_ns for _, times in sorted(collective.times.items())] == [
-        1_000_000 + us * 1000 for us in (0, 100, 500, 600)
+        BASE_NS + us * 1000 for us in (0, 100, 500, 600)
     ]

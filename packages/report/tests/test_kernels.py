@@ -14,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.report.tests.steps import close
-from packages.report.tests.traces import add_trace, event, kernel, memory, op, trace_text, write_trace
+from packages.report.tests.traces import (
+    BASE_NS,
+    add_trace,
+    event,
+    kernel,
+    memory,
+    op,
+    trace_text,
+    write_trace,
+)
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report.timeline import Requests, load_step, load_traces
 from stepscope_report.timeline.activity import content_reader, event_names
@@ -22,6 +31,7 @@ from stepscope_report.timeline.activity.content import TraceContent
 from stepscope_report.timeline.activity.content_reader import read_trace
 from stepscope_report.timeline.activity.event_names import iteration_of, work_of
 from stepscope_report.timeline.activity.intervals import CHUNK, Cover, length
+from stepscope_report.timeline.clocks.wall import NOT_NEAR
 
 
 def read(tmp_path: Path, events: list[Any], **fields: Any) -> TraceContent:
@@ -159,7 +169,7 @@ def test_older_layouts_are_read(tmp_path: Path, layout: str) -> None:
     text = {
         "1.8": json.dumps({"schemaVersion": 1, "traceEvents": events}),
         "array": json.dumps(events),
-        "base last": json.dumps({"traceEvents": events, "baseTimeNanoseconds": 7}),
+        "base last": json.dumps({"traceEvents": events, "baseTimeNanoseconds": BASE_NS}),
     }[layout]
     path = tmp_path / "trace.json"
     path.write_text(text)
@@ -167,7 +177,7 @@ def test_older_layouts_are_read(tmp_path: Path, layout: str) -> None:
     assert [(o.name, o.self_us) for o in content.operators] == [("aten::mm", 30)]
     assert [(k.name, k.work) for k in content.kernels] == [("sgemm", "compute"), ("Memcpy HtoD", "memory")]
     assert content.runtime
-    assert content.base_ns == (7 if layout == "base last" else None)
+    assert content.base_ns == (BASE_NS if layout == "base last" else None)
 
 
 def test_what_is_broken_is_counted_and_the_rest_is_used(tmp_path: Path) -> None:
@@ -186,11 +196,28 @@ def test_what_is_broken_is_counted_and_the_rest_is_used(tmp_path: Path) -> None:
 def test_a_time_that_nobody_can_have_measured_is_counted_and_not_summed(tmp_path: Path) -> None:
     far: list[dict[str, Any]] = [{"ts": 1e306}, {"dur": 1e308}, {"ts": -1e300}, {"dur": 5e15}]
     events = [op("aten::mm", 1e9, 10), *({**op("aten::mm", 1e9 + 20, 10), **fields} for fields in far)]
-    since_1970 = op("aten::mm", 1_683_564_902_137_136, 10)
-    content = read(tmp_path, [*events, since_1970])
-    assert (content.operators[0].count, content.operators[0].total_us) == (2, 20)
-    assert (content.first_us, content.last_us) == (1e9, 1_683_564_902_137_146)
+    content = read(tmp_path, events)
+    assert (content.operators[0].count, content.operators[0].total_us) == (1, 10)
+    assert (content.first_us, content.last_us) == (1e9, 1e9 + 10)
     assert list(content.problems.values()) == [len(far)]
+
+
+@pytest.mark.parametrize("wrong", [{"ts": 0}, {"dur": 1e15}, {"ts": 1_683_564_902_137_136}, {"ts": 1.2e10}])
+def test_an_event_an_hour_from_all_others_is_left_out_and_counted(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    at = 1_615_207_264_504_915 - BASE_NS // 1000
+    events = [kernel("gemm", at + 100 * number, 80) for number in range(50)]
+    content = read(tmp_path, [*events[:20], {**kernel("gemm", at, 0), **wrong}, *events[20:]])
+    (device,) = content.devices
+    assert (content.kernels[0].count, device.busy_us) == (50, 4000)
+    assert (content.first_us, content.last_us) == (at, at + 4980)
+    assert content.problems == {NOT_NEAR: 1}
+
+
+def test_a_recording_of_many_hours_is_believed(tmp_path: Path) -> None:
+    content = read(tmp_path, [kernel("gemm", 1e9 * number, 80) for number in range(50)])
+    assert (content.kernels[0].count, content.problems) == (50, {})
 
 
 def test_a_file_that_is_no_trace_is_a_problem_and_no_exception(tmp_path: Path) -> None:

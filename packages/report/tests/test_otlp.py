@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from packages.report.tests.commands import Command
 from stepscope.files.trace_context import SpanIds
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report import step_report
@@ -70,6 +71,32 @@ def request_json(*spans: object, **resource: Mapping[str, object]) -> dict[str, 
 
 def foreign(timeline: Timeline) -> list[Span]:
     return [span for span in timeline.spans if span.process > 0]
+
+
+PERF_COUNTER_NS = 17_160_947_714_004
+FAR = {
+    "from 1970": (PERF_COUNTER_NS, OPENED_NS + 60 * MS),
+    "both in 1970": (PERF_COUNTER_NS, PERF_COUNTER_NS + 100 * MS),
+    "until 2055": (OPENED_NS + 20 * MS, OPENED_NS + 29 * 365 * 86_400 * 1000 * MS),
+    "ms instead of ns": (OPENED_NS // MS, OPENED_NS // MS + 60),
+}
+
+
+@pytest.mark.parametrize("wrong", FAR)
+def test_a_span_far_from_the_step_takes_no_time_of_it_and_is_counted(
+    step: Step, wrong: str, command: Command
+) -> None:
+    trace_id, turn = step.context(0)
+    good = span_json(20, 50, traceId=trace_id, parentSpanId=turn)
+    start_ns, end_ns = FAR[wrong]
+    bad = {**good, "spanId": "00f067aa0ba902b8", "startTimeUnixNano": start_ns, "endTimeUnixNano": end_ns}
+    path = step.write(request_json(good))
+    before = command("report", path, "--json").json["steps"][0]["breakdown"]
+    step.write(request_json(good, bad))
+    after = command("report", path, "--json", code=3).json["steps"][0]
+    assert after["breakdown"] == before
+    (problem,) = after["health"]["broken"]
+    assert (problem["file"], problem["lines"]) == ("otel/spans.jsonl", 1)
 
 
 def test_a_span_below_our_turn_belongs_to_its_trajectory(step: Step) -> None:

@@ -129,6 +129,28 @@ def test_a_trace_without_a_base_is_unaligned(tmp_path: Path, command: Command) -
     assert "no baseTimeNanoseconds" in " ".join(command("report", tmp_path, code=3).out.split())
 
 
+def test_a_trace_of_absolute_times_is_aligned_without_a_base(tmp_path: Path, command: Command) -> None:
+    at_us = BASE_NS / 1000
+    for rank in range(2):
+        events = [kernel("gemm", at_us + 1000 * rank + 100 * number, 10) for number in range(9)]
+        path = trace(tmp_path / f"rank{rank}.json", [], base_ns=None)
+        path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    report = command("report", tmp_path, "--json").json
+    assert [process["name"] for process in report["processes"]] == ["rank 0", "rank 1"]
+    assert report["window_ns"] == pytest.approx(1_810_000, abs=500)  # a double of us since 1970
+
+
+@pytest.mark.parametrize("base_ns", [None, 0, 7_000_000_000])
+def test_a_clock_before_2000_aligns_no_rank(tmp_path: Path, command: Command, base_ns: int | None) -> None:
+    """The late rank of two is not made up from times that begin with each recording."""
+    for rank in range(2):
+        calls = [nccl("a", number, 100.0 * number + 50 * rank, 100.0 * number + 60) for number in range(9)]
+        trace(tmp_path / f"rank{rank}.json", calls, rank=rank, base_ns=base_ns)
+    traces = command("report", tmp_path, "--json", code=3).json["traces"]
+    assert [bool(row["unaligned"]) for row in traces["traces"]] == [True, True]
+    assert not traces["stragglers"]
+
+
 def test_a_file_that_is_no_trace_is_named(tmp_path: Path, command: Command) -> None:
     trace(tmp_path / "rank0.json", [])
     (tmp_path / "config.json").write_text('{"hidden": 4}')

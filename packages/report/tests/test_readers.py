@@ -27,7 +27,7 @@ from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report.testing import ReaderConformance
 from stepscope_report.timeline import Merged, Selection, load_step, load_traces, merge_step
 from stepscope_report.timeline.activity.traces import place_traces, read_all
-from stepscope_report.timeline.merge.rewrite import NOT_THEN
+from stepscope_report.timeline.clocks.wall import NOT_NEAR
 from stepscope_report.timeline.readers import (
     Claim,
     Counter,
@@ -300,7 +300,7 @@ def test_what_cannot_be_shown_is_counted(folder: StepFolder) -> None:
     far = Slice(track=7, name="then", start_ns=1, dur_ns=1)
     recorded(folder, [STREAM, far, *slices(("gemm", MS))])
     result, _ = merged(folder)
-    assert [(p.file, p.what, p.events) for p in result.problems] == [("traces/actor/t.lines", NOT_THEN, 1)]
+    assert [(p.file, p.what, p.events) for p in result.problems] == [("traces/actor/t.lines", NOT_NEAR, 1)]
 
 
 class Raising(LinesReader):

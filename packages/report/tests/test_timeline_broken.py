@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from packages.report.tests.steps import printed
 from stepscope.errors import RecordError
-from stepscope.testing.steps import FakeProcess, StepFolder
+from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report import step_report
 from stepscope_report.timeline import Timeline, load_step
 
@@ -84,6 +85,28 @@ def test_a_span_with_impossible_times_is_left_out(tmp_path: Path, number: str) -
     timeline = load_step(path)
     assert stages(timeline) == ["step", "stage0", "stage1", "stage2"]
     assert problems(timeline) == [("spans with", 1)]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize(
+    ("start_ns", "end_ns"), [(MS, 10**18), (-9 * 10**12, MS), (8 * 10**12, 9 * 10**12)], ids=str
+)
+def test_a_span_of_another_clock_is_left_out_and_counted(
+    tmp_path: Path, start_ns: int, end_ns: int, closed: bool
+) -> None:
+    """`span.add` is given any times: those of `time.time_ns()`, or of a counter that begins elsewhere."""
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    generate = driver.span("generate", 0, 5 * MS)
+    driver.span("decode", start_ns, end_ns, parent=generate)
+    if closed:
+        driver.close(10 * MS)
+    path = folder.write()
+    os.utime(driver.span_path, ns=(OPENED_NS + 10 * MS, OPENED_NS + 10 * MS))
+    timeline = load_step(path)
+    assert stages(timeline) == ["generate"]
+    assert timeline.window.wall_ns == (10 * MS if closed else 5 * MS)
+    assert (f"spans/{driver.span_path.name}", 1) in [(one.file, one.lines) for one in timeline.problems]
 
 
 def test_without_a_header_the_part_says_whose_spans_they_are(tmp_path: Path) -> None:

@@ -15,7 +15,16 @@ from typing import Any, TypeAlias
 
 from stepscope.errors import RecordError
 from stepscope_npu._layers import layer_category
-from stepscope_report.timeline.readers import Event, Flow, Instant, Notes, Origin, Slice, Track
+from stepscope_report.timeline.readers import (
+    Event,
+    Flow,
+    Instant,
+    Notes,
+    Origin,
+    Slice,
+    Track,
+    clock_of,
+)
 
 BACKWARDS = "events that end before they begin"
 NO_TIME = "events without a time"
@@ -163,8 +172,9 @@ class Database:
         host = self._first("HOST_INFO", "hostName")
         rank, device = self._first("RANK_DEVICE_MAP", "rankId"), self._first("RANK_DEVICE_MAP", "deviceId")
         self._device = device if isinstance(device, int) and device >= 0 else 0
+        starts = (self._first(table, "startNs") for table in ("PYTORCH_API", "CANN_API", "TASK", "STEP_TIME"))
         return Origin(
-            clock=origin.clock,
+            clock=clock_of(int(str(start)) for start in starts if start is not None),
             host=str(host) if host else origin.host,
             pid=origin.pid,
             rank=rank if isinstance(rank, int) and rank >= 0 else origin.rank,

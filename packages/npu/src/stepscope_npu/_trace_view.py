@@ -14,6 +14,7 @@ Format: torch_npu's and msprof's own writers, and their published guides.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -21,6 +22,7 @@ import msgspec
 
 from stepscope_npu._layers import layer_category
 from stepscope_report.timeline.readers import (
+    Clock,
     Counter,
     Event,
     Flow,
@@ -30,10 +32,13 @@ from stepscope_report.timeline.readers import (
     Slice,
     Track,
     chrome_events,
+    clock_of,
 )
 
 NOT_UNDERSTOOD = "events that are not of the form that trace_view.json has"
 NO_TIME = "events without a time"
+_FIRST = 100
+"""Number of events at the beginning of a file that tell its clock."""
 _Key: TypeAlias = tuple[int, int | str]
 _LAYERS = ("Python", "Python GC", "CANN", "Ascend Hardware", "Communication", "HCCL", "Overlap Analysis")
 _SORT = {name: 100 * place for place, name in enumerate(_LAYERS)}
@@ -70,7 +75,13 @@ class TraceView:
         self._threads: dict[_Key, str] = {}
         self._tracks: dict[_Key, int] = {}
         self._shift_ns = 0
-        self.origin = origin
+        self.origin = msgspec.structs.replace(origin, clock=self._clock())
+
+    def _clock(self) -> Clock:
+        """Return the clock of the first events: torch_npu also writes times since the recording's start."""
+        entries = (entry for entry in self._entries(Notes()) if entry.ph != "M")
+        first = (nanoseconds(bytes(entry.ts)) for entry in islice(entries, _FIRST))
+        return clock_of(at_ns for at_ns in first if at_ns is not None)
 
     def close(self) -> None:
         pass

@@ -21,7 +21,15 @@ from stepscope_report.report import step_report
 from stepscope_report.section import Page, Section
 from stepscope_report.sections.engines import ENGINES, Engine
 from stepscope_report.sections.health import ProcessRow, clock_notes
-from stepscope_report.sections.operators import TRACES, TraceTables, device_lines, on_device, on_host, short
+from stepscope_report.sections.operators import (
+    TRACES,
+    TraceTables,
+    device_lines,
+    on_device,
+    on_host,
+    say_problem,
+    short,
+)
 from stepscope_report.sections.throughput import THROUGHPUT, Throughput
 from stepscope_report.timeline.activity.traces import place_traces
 from stepscope_report.timeline.step.plain import PlainStep
@@ -82,7 +90,8 @@ class Plain:
 
     def _extent(self) -> str:
         window = self._timeline.window
-        processes = count(len(self._timeline.processes), "process")
+        rows = () if self._report.traces is None else self._report.traces.traces
+        processes = count(len({row.process for row in rows}), "process")
         span = f"{duration(window.wall_ns)} from the first event to the last"
         return f"{moment(window.start_ns)}: {processes}, {span}"
 
@@ -108,7 +117,7 @@ class Plain:
     def _trouble(self) -> Iterator[str]:
         traces = self._report.traces
         if traces is not None:
-            yield from (f"{problem.file}: {problem.what}" for problem in traces.problems)
+            yield from map(say_problem, traces.problems)
         yield from (*clock_notes(self._report.health), *self._unaligned())
 
     def blocks(self) -> Iterator[Block]:

@@ -434,10 +434,16 @@ def _memory(row: MemoryRow) -> tuple[str, ...]:
 def trouble_lists(traces: TraceTables) -> Iterator[Listing]:
     """Yield the traces that could not be read, and those that no reader supports."""
     if traces.problems:
-        lines = tuple(f"{problem.file}: {problem.what}" for problem in traces.problems)
+        lines = tuple(map(say_problem, traces.problems))
         yield Listing("Trouble with traces", lines, bad=True)
     if traces.unread:
         yield Listing("Not looked into", tuple(traces.unread))
+
+
+def say_problem(problem: FileProblem) -> str:
+    """Return `rank0.json: events without a time (3 events)`."""
+    events = "" if problem.events is None else f" ({count(problem.events, 'event')})"
+    return f"{problem.file}: {problem.what}{events}"
 
 
 def short(name: str, most: int = NAME) -> str:

@@ -13,7 +13,9 @@ import msgspec
 
 from stepscope.files import counters as counter_lines
 from stepscope.files import spans as span_lines
+from stepscope.files.clock import ClockAnchor
 from stepscope.files.storage.reading import LONGEST_LINE, lines_of, open_file
+from stepscope_report.timeline.clocks.wall import MARGIN_NS, NOT_NEAR, is_near
 
 _R = TypeVar("_R")
 _span_line = msgspec.json.Decoder(span_lines.Line).decode
@@ -105,6 +107,42 @@ def skim_spans(path: Path, on_read: Callable[[int], None] | None = None) -> Span
         stream.seek(-min(_LAST_BYTES, os.fstat(stream.fileno()).st_size), os.SEEK_END)
         _take(file, _span_line(stream.readlines()[-1]))
     return read_spans(path, on_read) if file.header is None or file.end is None else file
+
+
+def leave_out_far(file: SpanFile, opened: ClockAnchor, closed: ClockAnchor | None) -> None:
+    """Leave out and count finished spans more than an hour from the capture, or before the span that they are
+    below. A program gives `span.add` any times.
+    """
+    end_ns = _written_ns(file, opened) if closed is None else closed.mono_ns
+    window = opened.mono_ns, end_ns
+    far = [number for number, span in file.spans.items() if _is_far(span, file, window)]
+    if not far:
+        return
+    file.note(NOT_NEAR.replace("events", "spans"), len(far))
+    for number in far:
+        del file.spans[number]
+    file.latest_ns = None if file.end is None else file.end.anchor.mono_ns
+    for span in file.spans.values():
+        _seen(file, span.start_ns + (span.dur_ns if isinstance(span, span_lines.Span) else 0))
+
+
+def _is_far(span: span_lines.Open, file: SpanFile, window: tuple[int, int]) -> bool:
+    if not isinstance(span, span_lines.Span):
+        return False
+    above = None if span.parent is None else file.spans.get(span.parent)
+    first_ns = 0 if above is None else above.start_ns - MARGIN_NS
+    end_ns = span.start_ns + span.dur_ns
+    return span.start_ns < first_ns or not is_near(end_ns, end_ns, window)
+
+
+def _written_ns(file: SpanFile, opened: ClockAnchor) -> int:
+    """Return the latest monotonic time at which the file can have been written, for a process that was
+    killed.
+    """
+    try:
+        return opened.mono_ns + max(0, file.path.stat().st_mtime_ns - opened.wall_ns)
+    except OSError:
+        return _FARTHEST_NS
 
 
 def _take(file: SpanFile, record: span_lines.Line) -> None:

@@ -19,6 +19,7 @@ from stepscope_report.timeline.record_files import (
     CounterFile,
     RecordFile,
     SpanFile,
+    leave_out_far,
     read_counters,
     read_spans,
     skim_spans,
@@ -94,6 +95,8 @@ def _source(part: ProcessPart | None, file: SpanFile | None, counters: CounterFi
         return None
     opened = record.anchor if isinstance(record, Header) else record.opened
     closed = end.anchor if end is not None else part.closed if part is not None else None
+    if file is not None:
+        leave_out_far(file, opened, closed)
     if end is not None and part is not None:
         whole = {"spans"} if counters is None or counters.end is None else {"spans", "counters"}
         part = _closed(part, whole)

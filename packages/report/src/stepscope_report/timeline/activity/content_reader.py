@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import reduce
 from heapq import merge
 from itertools import chain
@@ -37,6 +37,7 @@ from stepscope_report.timeline.activity.event_names import is_collective, iterat
 from stepscope_report.timeline.activity.flops import SHAPES, FlopCounter
 from stepscope_report.timeline.activity.intervals import CHUNK, Cover, Stretches, length, unpacked
 from stepscope_report.timeline.clocks.collectives import calls_in
+from stepscope_report.timeline.clocks.wall import FEW, MARGIN_US, NOT_NEAR, Hours, middle, wall_base
 from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
 
@@ -136,9 +137,27 @@ OF_NO_TIME = "events of impossible duration"
 
 def read_trace(path: Path, on_read: Callable[[int], None] | None = None) -> TraceContent:
     """Read the trace in `path`. A missing or damaged file raises no exception; see `problems`."""
-    content, unordered = _read(path, frozenset(), on_read)
+    content, unordered = _read(path, frozenset(), None, on_read)
+    near = None if is_short(content.first_us, content.last_us) else _near(path)
     # Kineto writes a thread's operators in the order of their starts. Other threads are sorted.
-    return _read(path, unordered, None)[0] if unordered else content
+    return _read(path, unordered, near, None)[0] if unordered or near else content
+
+
+def is_short(first_us: float | None, last_us: float | None) -> bool:
+    """Return whether no event is an hour from another, so that all their times are believed."""
+    return (last_us or 0.0) - (first_us or 0.0) <= MARGIN_US
+
+
+def _near(path: Path) -> tuple[float, float]:
+    """Return the times that are believed of a trace."""
+    hours = Hours()
+    trace = ChromeTrace(path)
+    trace.read(Reading(trace.notes, frozenset()).parse, lambda events: hours.add(starts(events)))
+    return hours.near()
+
+
+def starts(events: Iterable[Event]) -> Iterator[float]:
+    return (event.ts for event in events if isinstance(event, Complete))
 
 
 def nothing_read(why: str) -> TraceContent:
@@ -205,8 +224,14 @@ Thread: TypeAlias = tuple[int | str, int | str]
 class Reading:
     """State of one pass over one file."""
 
-    def __init__(self, notes: Notes, sort: frozenset[Thread]) -> None:
+    def __init__(
+        self, notes: Notes, sort: frozenset[Thread], near: tuple[float, float] | None = None
+    ) -> None:
+        """Args: near: The first and the last believed time in us, or None for all."""
         self.notes = notes
+        self.times: list[float] = []
+        """Times in us of the file's first events, which tell its clock."""
+        self._near = near or (float("-inf"), float("inf"))
         self.unordered: set[Thread] = set()
         self.events = 0
         self.operators: dict[str, Operator] = {}
@@ -248,13 +273,21 @@ class Reading:
                 except msgspec.ValidationError:
                     self.notes.events(ANOTHER_SHAPE)
         for op, group, start, dur, number in calls_in(text):
+            if not self.is_near(start, dur):
+                continue
             times, numbers = self.grouped[op, group]
             times.extend((start, start + dur))
             numbers.append(number)
         return events
 
+    def is_near(self, start: float, dur: float) -> bool:
+        return self._near[0] <= start and start + dur <= self._near[1]
+
     def take(self, events: Sequence[Event]) -> None:
         self.events += len(events)
+        if len(self.times) < FEW:
+            self.times += starts(events)
+        first, last = self._near
         # As an attribute, these methods would keep this object until the next garbage collection.
         handler_of: Callable[[str], Callable[[Complete], None] | None] = {
             **dict.fromkeys(_OPERATORS, self._operator),
@@ -267,10 +300,12 @@ class Reading:
                 handler = handler_of(event.cat)
                 if handler is None:
                     self.others.add(event.cat)
-                elif event.dur >= 0:
+                elif event.dur < 0:
+                    self.notes.events(OF_NO_TIME)
+                elif first <= event.ts and event.ts + event.dur <= last:
                     handler(event)
                 else:
-                    self.notes.events(OF_NO_TIME)
+                    self.notes.events(NOT_NEAR)
             elif type(event) is _Instant and event.name == "[memory]" and event.args is not None:
                 self._memory(event.ts, event.args)
 
@@ -403,11 +438,15 @@ class Reading:
 
 
 def _read(
-    path: Path, sort: frozenset[Thread], on_read: Callable[[int], None] | None
+    path: Path,
+    sort: frozenset[Thread],
+    near: tuple[float, float] | None,
+    on_read: Callable[[int], None] | None,
 ) -> tuple[TraceContent, frozenset[Thread]]:
     trace = ChromeTrace(path)
-    reading = Reading(trace.notes, sort)
+    reading = Reading(trace.notes, sort, near)
     fields = trace.read(reading.parse, reading.take, on_read)
+    fields = msgspec.structs.replace(fields, base_ns=wall_base(fields.base_ns, middle(reading.times)))
     return reading.finish(fields), frozenset(reading.unordered)
 
 

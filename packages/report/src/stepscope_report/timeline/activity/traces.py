@@ -23,9 +23,12 @@ from stepscope_report.timeline.activity.content_reader import (
     Complete,
     Reading,
     Thread,
+    is_short,
     nothing_read,
     read_trace,
+    starts,
 )
+from stepscope_report.timeline.clocks.wall import NOT_NEAR, Hours, is_near, middle, wall_base
 from stepscope_report.timeline.digests import Digests
 from stepscope_report.timeline.model import FileProblem, Timeline
 from stepscope_report.timeline.processes import Lost, files_elsewhere, results, size_of
@@ -137,19 +140,28 @@ class ProcessContent(msgspec.Struct, kw_only=True):
 
 def read_recording(reader: Reader, file: FoundFile) -> list[ProcessContent]:
     """Read a recording. One that cannot be read raises no exception; see `TraceContent.problems`."""
-    contents = _Contents(reader, file, {})
+    contents = _Contents(reader, file, {}, None)
+    near = None if contents.is_short() else contents.hours.near()
     unordered = {pid: frozenset(reading.unordered) for pid, reading in contents.readings.items()}
-    if any(unordered.values()):  # threads whose operators do not come by their starts are sorted
-        contents = _Contents(reader, file, unordered)
+    if near or any(unordered.values()):  # threads whose operators do not come by their starts are sorted
+        contents = _Contents(reader, file, unordered, near)
     return contents.finish()
 
 
 class _Contents:
     """One pass over a file."""
 
-    def __init__(self, reader: Reader, file: FoundFile, sort: dict[int | None, frozenset[Thread]]) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        file: FoundFile,
+        sort: dict[int | None, frozenset[Thread]],
+        near: tuple[float, float] | None,
+    ) -> None:
         self._notes = Notes()
         self._sort = sort
+        self._near = near
+        self.hours = Hours()
         self._origin = Origin(clock="unknown")
         self._base_ns: int | None = None
         self._tracks: dict[int, Track] = {}
@@ -189,16 +201,29 @@ class _Contents:
         events = self._pending.pop(pid)
         reading = self.readings.get(pid)
         if reading is None:
-            reading = self.readings[pid] = Reading(Notes(), self._sort.get(pid, frozenset()))
+            reading = self.readings[pid] = Reading(Notes(), self._sort.get(pid, frozenset()), self._near)
+        self.hours.add(starts(events))
         reading.take(events)
-        reading.seen(min(event.ts for event in events), max(event.ts + event.dur for event in events))
+        if self._near is not None:
+            events = [event for event in events if reading.is_near(event.ts, event.dur)]
+        if events:
+            reading.seen(min(event.ts for event in events), max(event.ts + event.dur for event in events))
+
+    def is_short(self) -> bool:
+        for pid in list(self._pending):
+            self._pass_on(pid)
+        times = [(reading.first, reading.last) for reading in self.readings.values()]
+        return not times or is_short(min(first for first, _ in times), max(last for _, last in times))
 
     def finish(self) -> list[ProcessContent]:
         for pid in list(self._pending):
             self._pass_on(pid)
         origin = self._origin
+        base_ns = None if origin.clock == "unknown" else self._base_ns
+        if origin.clock == "realtime" and self.readings:
+            base_ns = wall_base(base_ns, middle(next(iter(self.readings.values())).times))
         fields = TraceFields(
-            base_ns=None if origin.clock == "unknown" else self._base_ns,
+            base_ns=base_ns,
             distributed=None
             if origin.rank is None
             else Distributed(rank=origin.rank, world_size=origin.world_size),
@@ -321,7 +346,13 @@ def place_traces(
     for trace, held in zip(files.traces, contents, strict=True):
         placed += _placed(rows, trace, held, problems)
     rows.number()
-    activities = [(one.row.pid, _activity(timeline, one)) for one in placed]
+    activities = []
+    for one in placed:
+        activity = _activity(timeline, one)
+        if _is_far(activity, timeline):
+            activity = msgspec.structs.replace(activity, unaligned="its times are far from the step")
+            problems.append(FileProblem(file=activity.file, what=NOT_NEAR, events=activity.content.events))
+        activities.append((one.row.pid, activity))
     memory = []
     for file in files.summaries:
         record = _read_memory(file, timeline)
@@ -347,8 +378,8 @@ def _placed(
             yield _Placed(trace, one.content, row, base_ns or 0)
         return
     recorded = Recorded(trace.reader, trace.found_file, trace.role)
-    recorded.place(rows)
     events = any(one.content.events for one in held)
+    recorded.place(rows, own_clock=events and all(one.content.base_ns is None for one in held))
     if events and not recorded.rows:  # it was read, and cannot be read again
         problems += [FileProblem(file=trace.name, what=what) for what in recorded.notes.counts]
     for one in held:
@@ -381,6 +412,16 @@ def _activity(timeline: Timeline, placed: _Placed) -> TraceActivity:
         ignored={} if sidecar is None else sidecar.artifact.ignored,
         versions={} if sidecar is None else sidecar.versions,
     )
+
+
+def _is_far(activity: TraceActivity, timeline: Timeline) -> bool:
+    """Return whether a trace lies more than an hour from the step on its own clock."""
+    first_us, last_us = activity.content.first_us, activity.content.last_us
+    if activity.unaligned is not None or first_us is None or last_us is None:
+        return False
+    window = timeline.window
+    extent = activity.unix_ns(first_us), activity.unix_ns(last_us)
+    return not is_near(*extent, (window.start_ns, window.end_ns))
 
 
 def _problems(traces: Sequence[TraceFile], contents: Sequence[Sequence[ProcessContent]]) -> list[FileProblem]:

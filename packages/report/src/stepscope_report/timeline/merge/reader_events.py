@@ -8,8 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from stepscope_report.timeline.clocks.wall import NOT_NEAR
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place
-from stepscope_report.timeline.merge.rewrite import NOT_THEN
 from stepscope_report.timeline.merge.tracks import Event as Json
 from stepscope_report.timeline.merge.tracks import Tracks, microseconds
 from stepscope_report.timeline.readers.contract import Counter, Flow, Instant, Slice, Track
@@ -107,7 +107,7 @@ class Drawing:
             for row in self._recorded.rows.values():
                 row.shift_ns = line.row.shift_ns if row.shift_ns is None else row.shift_ns
         if position is None:
-            self.notes.events(NOT_THEN)
+            self.notes.events(NOT_NEAR)
             return
         if not self._cut.holds(position, position + dur_ns):
             self.outside += 1

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from stepscope_report.timeline.clocks.wall import NOT_NEAR
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place
 from stepscope_report.timeline.merge.template import Template
 from stepscope_report.timeline.merge.tracks import Tracks
@@ -21,7 +22,6 @@ from stepscope_report.timeline.readers.json_array import NO_JSON, array_of, raw_
 from stepscope_report.timeline.step.rows import Row
 
 NO_TIME = "events without a time"
-NOT_THEN = "events whose time is not near the step"
 
 _FEW = 24
 """Number of events below which another attempt at the fast way does not pay."""
@@ -170,7 +170,7 @@ class Rewriter:
             return False
         at = self._place.of(bytes(fields["ts"]).decode())
         if at is None:
-            self._notes.events(NOT_THEN)
+            self._notes.events(NOT_NEAR)
             return False
         fields["ts"] = _time(*at)
         start, end = self._cut

@@ -18,6 +18,7 @@ from stepscope_report.timeline.readers.contract import (
     Recording,
     Slice,
     Track,
+    clock_of,
 )
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "Slice",
     "Track",
     "chrome_events",
+    "clock_of",
 ]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from stepscope_report.timeline.clocks.wall import FEW, middle, wall_base
 from stepscope_report.timeline.readers.blocks import BLOCK, Notes, read_blocks
 from stepscope_report.timeline.readers.json_array import (
     BARREN,
@@ -33,6 +34,8 @@ _FARTHEST_NS = 1 << 62
 _NOTHING = b" \t\r\n,}\0"
 _FIRST_BLOCK = 1 << 14
 """Number of bytes of the first block: more than most files have before their events. It is read twice."""
+_FIRST_BLOCKS = 64
+"""Largest number of such blocks that are searched for a time: metadata may come before."""
 _LAST_BLOCKS = 4
 """Number of blocks at the end that are searched for the fields behind the events."""
 
@@ -60,6 +63,7 @@ class TraceFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields around the events. A field is None if the file does not contain it."""
 
     base_ns: int | None = None
+    """Unix ns at which its times begin. `ChromeTrace.fields` gives None for a clock of its own."""
     distributed: Distributed | None = None
     host: str | None = None
     devices: tuple[DeviceProperties, ...] = ()
@@ -69,6 +73,11 @@ class TraceFields(msgspec.Struct, frozen=True, kw_only=True):
 
 class _OfProcess(msgspec.Struct):
     pid: int | None = None
+
+
+class _Timed(msgspec.Struct):
+    ts: float | None = None
+    ph: str = "M"
 
 
 class ChromeTrace:
@@ -82,14 +91,18 @@ class ChromeTrace:
         """Read the fields before the events, or the whole file if the base is not before them."""
         raw_fields: dict[str, msgspec.Raw] = {}
         first: list[msgspec.Raw] = []
+        times = list[float]()
         silent = ChromeTrace(self.path)  # the reading that counts is the one of the events
-        for batch in silent._scan(raw_fields, raw_elements, None, _FIRST_BLOCK):
-            first = batch[:1]
-            if "baseTimeNanoseconds" not in raw_fields and not silent._behind(raw_fields):
-                for _ in silent._scan(raw_fields, raw_elements, None):
-                    pass
-            break
-        return _typed(raw_fields, first)
+        for batch in islice(silent._scan(raw_fields, raw_elements, None, _FIRST_BLOCK), _FIRST_BLOCKS):
+            first = first or batch[:1]
+            times += _times(batch)
+            if len(times) >= FEW:
+                break
+        if first and "baseTimeNanoseconds" not in raw_fields and not silent._behind(raw_fields):
+            for _ in silent._scan(raw_fields, raw_elements, None):
+                pass
+        fields = _typed(raw_fields, first)
+        return msgspec.structs.replace(fields, base_ns=wall_base(fields.base_ns, middle(times)))
 
     def _behind(self, fields: dict[str, msgspec.Raw]) -> bool:
         """Add the fields behind the events, from the file's end. Return False if they were not found
@@ -223,6 +236,19 @@ def _typed(fields: dict[str, msgspec.Raw], first: list[msgspec.Raw]) -> TraceFie
         devices=_value(fields, "deviceProperties", tuple[DeviceProperties, ...]) or (),
         pid=_pid(first),
     )
+
+
+def _times(events: list[msgspec.Raw]) -> Iterator[float]:
+    for event in events:
+        try:
+            timed = _timed(event)
+        except msgspec.DecodeError:
+            continue
+        if timed.ph != "M" and timed.ts is not None:
+            yield timed.ts
+
+
+_timed = msgspec.json.Decoder(_Timed, strict=False).decode
 
 
 def _pid(events: list[msgspec.Raw]) -> int | None:

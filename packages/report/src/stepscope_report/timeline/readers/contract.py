@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
@@ -18,11 +18,20 @@ import msgspec
 
 from stepscope.files.sidecar import Sidecar
 from stepscope.files.storage.reading import open_file
+from stepscope_report.timeline.clocks.wall import is_wall, middle
 from stepscope_report.timeline.readers.blocks import Notes
 
 Clock: TypeAlias = Literal["realtime", "monotonic", "monotonic_raw", "unknown"]
 """Clock of a recording's times: unix ns of its host's wall clock; ns of CLOCK_MONOTONIC or
 CLOCK_MONOTONIC_RAW there, placed by the anchors in the file's sidecar; or ns since an unknown time."""
+
+
+def clock_of(times_ns: Iterable[int]) -> Clock:
+    """Return the clock of times that are meant as unix ns: `unknown` if most are before 2000. Without any
+    time it is `realtime`.
+    """
+    at_ns = middle(times_ns)
+    return "realtime" if at_ns is None or is_wall(round(at_ns)) else "unknown"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

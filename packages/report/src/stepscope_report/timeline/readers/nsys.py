@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from stepscope.errors import RecordError
 from stepscope.files.sidecar import NSYS_RANGES
+from stepscope_report.timeline.clocks.wall import is_wall
 from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.contract import (
     Claim,
@@ -197,7 +198,7 @@ class _Export:
 
     def _origin(self) -> Origin:
         began = self._first(START, "utcEpochNs")
-        self._since_ns = began if isinstance(began, int) and began > 0 else 0
+        self._since_ns = began if isinstance(began, int) and is_wall(began) else 0
         pids = sorted({pid_of(process) for process in self._processes()})
         missing = f"the export does not say when its session began ({START}.utcEpochNs)"
         return Origin(

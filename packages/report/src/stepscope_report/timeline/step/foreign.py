@@ -19,6 +19,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import WAITING
 from stepscope.files.trace_context import SpanIds, TraceContext, parse_traceparent, trace_id_of
 from stepscope.files.values import AttrValue, bounded
+from stepscope_report.timeline.clocks.wall import NOT_NEAR, is_near
 from stepscope_report.timeline.model import FileProblem, Process, ProcessClock, Span, Timeline
 from stepscope_report.timeline.readers.otlp import OtlpSpan, Resource, read_otlp
 from stepscope_report.timeline.step.rows import clock_of, names_of, offset_at
@@ -250,13 +251,18 @@ def _read(
 ) -> tuple[list[OtlpSpan], list[FileProblem]]:
     own, window = trace_id_of(timeline.run_id, timeline.step), timeline.window
     seen: set[TraceContext] = set(contexts)
+    far = 0
 
     def is_wanted(span: OtlpSpan) -> bool:
+        nonlocal far
         context = TraceContext(span.trace_id, span.span_id)
         overlaps = span.start_ns < window.end_ns and span.end_ns > window.start_ns
         if context in seen or not (span.trace_id == own or overlaps):
             return False
         seen.add(context)
+        if not is_near(span.start_ns, span.end_ns, (window.start_ns, window.end_ns)):
+            far += 1
+            return False
         return True
 
     spans: list[OtlpSpan] = []
@@ -271,7 +277,10 @@ def _read(
                 )
             )
             continue
+        far = 0
         file = read_otlp(path, is_wanted)
+        if far:
+            file.note(NOT_NEAR.replace("events", "spans"), far)
         spans += file.spans
         problems += [FileProblem(file=name, what=what, lines=count) for what, count in file.problems.items()]
     return spans, problems

@@ -24,9 +24,9 @@ from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.storage.reading import files_below
 from stepscope_report.timeline.activity.content import TraceContent
 from stepscope_report.timeline.activity.traces import ProcessContent, read_all
-from stepscope_report.timeline.clocks.align import Aligned
+from stepscope_report.timeline.clocks.align import Aligned, Placement
 from stepscope_report.timeline.clocks.refine import refine
-from stepscope_report.timeline.model import FileProblem, Timeline, Window
+from stepscope_report.timeline.model import FileProblem, ProcessClock, Timeline, Window
 from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import ChromeTrace
 from stepscope_report.timeline.readers.contract import FoundFile, Origin
@@ -265,16 +265,15 @@ def _described(trace: TraceFile, info: ProcessInfo, tool: str, topology: dict[st
 
 
 def _timeline(root: Path, traces: Sequence[_Trace]) -> Timeline:
-    """Return a timeline without spans. Processes of traces without a wall clock are not in it."""
-    by_key: dict[str, list[_Trace]] = {}
+    """Return a timeline without spans. Processes without a wall clock are unaligned, and the last ones."""
+    by_key: dict[tuple[bool, str], list[_Trace]] = {}
     for trace in traces:
-        if trace.content.base_ns is not None:
-            by_key.setdefault(trace.info.key, []).append(trace)
-    groups = sorted(
-        by_key.values(), key=lambda group: (group[0].info.role, _rank(group[0]), group[0].file.name)
-    )
+        by_key.setdefault((trace.content.base_ns is None, trace.info.key), []).append(trace)
+    unaligned = sum(1 for own_clock, _ in by_key if own_clock)
+    groups = sorted(by_key.values(), key=_order)
     sources = [_source(group) for group in groups]
-    aligned = _align(sources, groups)
+    known = len(sources) - unaligned
+    aligned = [*_align(sources[:known], groups[:known]), *map(_unaligned, sources[known:])]
     names = names_of([source.info for source in sources])
     processes = tuple(
         msgspec.structs.replace(process_of(source, name, placed, (), profiled=True), dropped=0)
@@ -284,15 +283,17 @@ def _timeline(root: Path, traces: Sequence[_Trace]) -> Timeline:
         step=0,
         run_id=root.name,
         runs=(root.name,),
-        window=window_of(processes) if processes else _window(traces),
+        window=window_of(processes) if known else _window(traces),
         processes=processes,
         spans=[],
         manifest=None,
     )
 
 
-def _rank(trace: _Trace) -> int:
-    return -1 if trace.info.rank is None else trace.info.rank
+def _order(group: Sequence[_Trace]) -> tuple[bool, str, int, str]:
+    first = group[0]
+    rank = -1 if first.info.rank is None else first.info.rank
+    return first.content.base_ns is None, first.info.role, rank, first.file.name
 
 
 def _source(group: Sequence[_Trace]) -> Source:
@@ -329,6 +330,10 @@ def _align(sources: Sequence[Source], groups: Sequence[Sequence[_Trace]]) -> lis
         _assumed(placed) if source.info.host == _NO_HOST else placed
         for source, placed in zip(sources, refined, strict=True)
     ]
+
+
+def _unaligned(source: Source) -> Aligned:
+    return Aligned(Placement([(0, 0)]), ProcessClock(alignment="unaligned"))
 
 
 def _assumed(placed: Aligned) -> Aligned:

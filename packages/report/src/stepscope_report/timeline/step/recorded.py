@@ -11,6 +11,7 @@ from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo, Sidecar
 from stepscope_report.timeline.clocks.align import align_owner
+from stepscope_report.timeline.clocks.wall import OWN_CLOCK
 from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.contract import FoundFile, Origin, Reader
 from stepscope_report.timeline.readers.installed import reason
@@ -37,13 +38,19 @@ class Recorded:
                 origin = recording.origin
             self._origin = origin
 
-    def place(self, rows: Rows) -> None:
-        """Request the rows of the file's processes."""
+    def place(self, rows: Rows, *, own_clock: bool = False) -> None:
+        """Request the rows of the file's processes.
+
+        Args:
+            own_clock: True if its times turned out to be of no wall clock, whatever its reader says.
+        """
         origin, sidecar = self._origin, self.file.sidecar
         if origin is None:
             return
         with self._failure_noted():
             self.wall, unaligned = _to_wall(origin, sidecar)
+            if unaligned is None and own_clock:
+                unaligned = OWN_CLOCK
             process = _process_of(origin, sidecar, self.role)
             key = None if sidecar is None else sidecar.process
             main = rows.of_trace(process, key, unaligned=unaligned)

@@ -10,14 +10,13 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.files.sidecar import ProcessInfo
+from stepscope_report.timeline.clocks.wall import MARGIN_NS, OWN_CLOCK
 from stepscope_report.timeline.model import Process, Timeline
 from stepscope_report.timeline.readers.chrome import TraceFields
 from stepscope_report.timeline.step.trace_files import TraceFile
 
 ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")
 """Roles in the order of their rows, from the top. Other roles follow by name."""
-MARGIN_NS = 3_600_000_000_000
-"""Largest plausible distance of a time from the step's window: an hour."""
 _SECOND_NS = 1_000_000_000
 """Rows without a place in the step begin at least this long after its end."""
 _BASE_NS = 1000 * _SECOND_NS
@@ -118,7 +117,7 @@ class Rows:
 
     def of_chrome(self, trace: TraceFile, fields: TraceFields) -> Row:
         key = None if trace.sidecar is None else trace.sidecar.process
-        reason = None if fields.base_ns is not None else "the trace has no baseTimeNanoseconds"
+        reason = None if fields.base_ns is not None else OWN_CLOCK
         row = self.of_trace(trace.whose(fields), key, unaligned=reason)
         row.seen_pid = row.seen_pid or fields.pid
         return row
