@@ -37,6 +37,7 @@ TABLES = {
         "gaps",
         "event_loops",
         "replicas",
+        "served",
         "stragglers",
         "suspects",
         "profiling",

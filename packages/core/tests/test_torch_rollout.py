@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import pytest
 
 from stepscope.backends import Window, load_backend
 from stepscope.config import ProfileConfig
+from stepscope.engines import passes
 from stepscope.engines.protocol import EngineCapture, EngineProfiler, Iterations, load_engine, recognise
 from stepscope.engines.torch_inprocess import TorchRolloutProfiler, iteration
 from stepscope.errors import EngineError
@@ -40,7 +42,10 @@ class Decoder:
     def generate(self, iterations: int, after_each: Callable[[], None] = lambda: None) -> None:
         for _ in range(iterations):
             with torch.profiler.record_function(f"iteration {self.done}"):
+                began_ns = time.monotonic_ns()
                 self.model(torch.ones(1, 8))
+                if (log := passes.current()) is not None:
+                    log.note(began_ns, time.monotonic_ns(), "decode", {"one": 1}, [1], running=1, waiting=0)
             self.done += 1
             after_each()
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
+from stepscope.engines import passes
+from stepscope.files.passes import read_passes
+from stepscope.testing.engine_conformance import a_capture
 from stepscope_report.demo import task
 from stepscope_report.demo.rollout import SLOTS, RolloutReplica
 
@@ -31,6 +36,18 @@ async def test_requests_that_come_together_share_forward_passes(replica: Rollout
     await asyncio.gather(*(replica.generate(PROMPT, str(seed), None) for seed in range(SLOTS)))
     assert passes[0] == SLOTS
     assert len(passes) <= task.TURN_TOKENS
+
+
+async def test_the_noted_passes_are_those_that_ran(replica: RolloutReplica, tmp_path: Path) -> None:
+    sizes = count_passes(replica)
+    capture = msgspec.structs.replace(a_capture(tmp_path), passes=1000)
+    passes.begin(capture)
+    outputs = await asyncio.gather(*(replica.generate(PROMPT, str(n), None) for n in range(SLOTS + 1)))
+    (artifact,) = passes.end(capture, tool="torch")
+    file = read_passes(Path(capture.step_dir, artifact.path))
+    assert file.passes.requests == sizes
+    assert sum(file.served.output) == sum(map(len, outputs))
+    assert file.passes.waiting[0] == 1
 
 
 async def test_more_requests_than_slots_wait_for_their_turn(replica: RolloutReplica) -> None:

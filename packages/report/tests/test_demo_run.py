@@ -16,8 +16,11 @@ import ray
 
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
+from stepscope.files.passes import SUFFIX
 from stepscope_report.demo.run import DemoResult, run_demo
 from stepscope_report.demo.trainer import ACTORS, GROUP, REPLICAS, Choice, choices
+from stepscope_report.sections.long_tail import step_long_tail
+from stepscope_report.served import RequestKey, linked_requests
 from stepscope_report.timeline import Span, Timeline, load_step
 
 LONG_RUN = """
@@ -78,7 +81,8 @@ def test_everything_that_was_promised_is_there(timeline: Timeline) -> None:
 
 def test_every_actor_and_replica_has_a_trace(ran: tuple[DemoResult, list[str]]) -> None:
     traces = RunLayout(ran[0].save_path).step(1).traces
-    counts = Counter(path.relative_to(traces).parts[0] for path in traces.rglob("*.json.gz"))
+    files = (path for path in traces.rglob("*.json.gz") if not path.name.endswith(SUFFIX))
+    counts = Counter(path.relative_to(traces).parts[0] for path in files)
     assert counts == {"actor": ACTORS, "ref": 1, "rollout": REPLICAS}
 
 
@@ -97,6 +101,33 @@ def test_what_a_replica_does_hangs_below_the_turn_that_asked_for_it(timeline: Ti
         assert span.trajectory is not None
         assert span.policy_version == 1
         assert not timeline.processes[span.process].owner
+
+
+def test_the_passes_wrote_the_tokens_that_the_agent_loop_got_each_for_a_turn(timeline: Timeline) -> None:
+    got = {
+        (span.trajectory, span.turn): (span.attrs or {})["tokens"]
+        for span in timeline.spans
+        if span.stage == "generate" and span.turn is not None
+    }
+    links = linked_requests(timeline)
+    wrote = Counter[tuple[str | None, int | None]]()
+    for at, engine in enumerate(timeline.passes):
+        for request, tokens in zip(engine.noted.served.request, engine.noted.served.output, strict=True):
+            span = links[RequestKey(at, request)]
+            wrote[span.trajectory, span.turn] += tokens
+    assert len(timeline.passes) == REPLICAS
+    assert len(links) == sum(len(engine.noted.requests.id) for engine in timeline.passes)
+    assert wrote == got
+
+
+def test_a_turn_is_as_long_as_what_its_engine_did_and_the_rest(timeline: Timeline) -> None:
+    tail = step_long_tail(timeline)
+    assert tail is not None
+    for slow in tail.worst:
+        assert [own.turn for own in slow.turns] == list(range(len(slow.turns)))
+        for own in slow.turns:
+            assert own.engine.total_ns + own.outside_ns == own.wall_ns
+            assert own.engine.prefill_ns > 0
 
 
 def test_every_trajectory_is_recorded_with_its_reward(timeline: Timeline) -> None:

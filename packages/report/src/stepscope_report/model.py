@@ -9,6 +9,7 @@ import msgspec
 from stepscope_report.advice.evidence import Advice
 from stepscope_report.block import Block, Paragraph
 from stepscope_report.sections.baseline import Baseline
+from stepscope_report.sections.batches import Batches
 from stepscope_report.sections.breakdown import Breakdown
 from stepscope_report.sections.cause import Cause
 from stepscope_report.sections.counters import Counters
@@ -80,6 +81,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas that recorded prefill and decode, in a trace or in spans."""
     phaseless: tuple[Phaseless, ...]
     """Processes that generated tokens and are not among `engines`."""
+    batches: tuple[Batches, ...] = ()
+    """Forward passes by batch size. Empty if no engine noted its passes."""
     throughput: Throughput | None = None
     """Tokens and FLOPs per second, or None if neither is known."""
     weight_sync: WeightSync | None = None

@@ -17,6 +17,7 @@ from stepscope_report.near import NearStep
 from stepscope_report.section import Section, Sources
 from stepscope_report.sections.advice import ADVICE
 from stepscope_report.sections.baseline import BASELINE
+from stepscope_report.sections.batches import BATCHES
 from stepscope_report.sections.breakdown import BREAKDOWN
 from stepscope_report.sections.cause import CAUSE, UNEXPLAINED
 from stepscope_report.sections.counters import COUNTERS
@@ -49,6 +50,7 @@ SECTIONS: tuple[Section[Any], ...] = (
     STALENESS,
     ENGINES,
     PHASELESS,
+    BATCHES,
     THROUGHPUT,
     WEIGHT_SYNC,
     TRACES,

@@ -166,6 +166,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Prefill and decode in traces of their own."""
     merge: bool = False
     """The engine joins the traces of its own ranks."""
+    passes: Count = 100_000
+    """Most forward passes of an engine whose requests are noted beside its traces; 0 for none."""
     extra: dict[str, str | int | float | bool | None] = msgspec.field(default_factory=dict)
     """Passed through to the engine after a check that its own signature knows every key."""
 

@@ -54,6 +54,8 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     iterations: Iterations = Iterations()
     by_stage: bool = False
     merge: bool = False
+    passes: int = 0
+    """Largest number of forward passes to note in a file of `files.passes`; 0 for none."""
     seconds: float | None = None
     """A profiler that can ends the recording by itself after this long: its opener may be gone by then."""
     stop_seconds: float | None = None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
+from stepscope.engines import passes
 from stepscope.engines.protocol import (
     EngineCapture,
     EngineFactory,
@@ -135,15 +136,18 @@ class TorchRolloutProfiler(EngineProfilerBase):
         self._ignored = _unable(recording.capture)
         recording.open()
         _current = recording
+        passes.begin(recording.capture)
 
     def _close(self, recording: Recording) -> list[Artifact]:
         self._forget(recording)
         recording.close()
         self._ignored.update(recording.ignored())
-        return recording.write(self._ignored)
+        noted = passes.end(recording.capture, tool="torch")
+        return [*recording.write(self._ignored), *noted]
 
     def _drop(self, recording: Recording) -> None:
         self._forget(recording)
+        passes.end(None, tool="torch")
         recording.close()
         recording.discard()
 

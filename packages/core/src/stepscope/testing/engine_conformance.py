@@ -30,6 +30,7 @@ import pytest
 
 from stepscope.engines.protocol import EngineCapture, EngineProfiler, Iterations
 from stepscope.errors import EngineError
+from stepscope.files import passes
 from stepscope.files.layout import StepLayout, sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 
@@ -261,6 +262,23 @@ class EngineConformance:
 
         profiler = self.run(first())
         assert self.run(self._record(profiler, a_capture(tmp_path, step=2)))
+
+    @_on_the_loop
+    async def test_its_passes_fit_their_requests_and_are_bounded(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        profiler = make_profiler(tmp_path, 1)
+        capture = msgspec.structs.replace(a_capture(tmp_path, replica=1), passes=2)
+        noted = [one for one in await self._record(profiler, capture) if one.kind == passes.KIND]
+        if not noted:
+            pytest.skip("this engine notes no passes: see docs/requests.md")
+        for artifact in noted:
+            assert_complete(artifact, capture)
+            file = passes.read_passes(Path(capture.step_dir) / artifact.path)
+            assert (file.step, file.run_id, file.replica) == (capture.step, capture.run_id, capture.replica)
+            assert len(file.passes.number) == 2
+            assert file.dropped > 0
+            assert sum(file.served.tokens) > 0
 
     @pytest.mark.parametrize("option", sorted(_OPTIONS))
     @_on_the_loop

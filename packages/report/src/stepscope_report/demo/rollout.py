@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from stepscope import ProfileConfig, attach, carrier, profile_step, span, trajectory, turn
+from stepscope.engines import passes
 from stepscope_report.demo import task
 from stepscope_report.demo.calculator import Calculator
 from stepscope_report.demo.engine_replica import weight_facts
@@ -34,7 +36,8 @@ SLOTS = 32
 class Request:
     """One model turn: a prompt, and the tokens sampled after it."""
 
-    def __init__(self, prompt: list[int], rng: random.Random) -> None:
+    def __init__(self, name: str, prompt: list[int], rng: random.Random) -> None:
+        self.name = name
         self.prompt = prompt
         self.output: list[int] = []
         self.rng = rng
@@ -72,10 +75,13 @@ class RolloutReplica:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.serving: asyncio.Task[None] | None = None
+        self.version = -1
+        """Version of the weights: 0 for the first ones."""
 
     @profile_step(role="rollout", stage="sync_weights", attrs=weight_facts)
     async def load_weights(self, weights: Weights) -> None:
         self.model.load_state_dict(weights)
+        self.version += 1
 
     async def generate(self, prompt: list[int], name: str, carried: Mapping[str, object] | None) -> list[int]:
         """Return the tokens of one turn of the model.
@@ -84,8 +90,10 @@ class RolloutReplica:
             name: The name of the request. With the seed it determines the samples, for any batch.
             carried: The caller's `carrier()`: spans recorded here are children of the caller's span.
         """
-        request = Request(prompt, random.Random(f"{self.seed} {name}"))
+        request = Request(name, prompt, random.Random(f"{self.seed} {name}"))
         self.waiting.append(request)
+        if (log := passes.current()) is not None:
+            log.arrive(name)
         if self.serving is None or self.serving.done():
             self.serving = asyncio.create_task(self._serve())
         with attach(carried):
@@ -95,7 +103,7 @@ class RolloutReplica:
                 await request.prefilled.wait()
             with span("decode", role="rollout") as decoding:
                 await request.finished.wait()
-                decoding.set(tokens=len(request.output))
+                decoding.set(tokens=len(request.output), request_id=name)
                 if request.error is not None:
                     raise request.error
         return request.output
@@ -144,12 +152,25 @@ class RolloutReplica:
     @torch.inference_mode()
     def _forward(self, requests: list[Request], tokens: Tensor, positions: Tensor, last: Tensor) -> None:
         """Run the model once and sample the next token of each request."""
+        began_ns, prefills = time.monotonic_ns(), not requests[0].output
         slots = torch.tensor([request.slot for request in requests])
         logits = self.model(tokens, View(self.cache, slots, positions))[torch.arange(len(last)), last]
         draws = torch.tensor([[request.rng.random()] for request in requests])
         sampled = (logits.softmax(-1).cumsum(-1) < draws).sum(-1).clamp(max=logits.shape[-1] - 1)
         for request, token in zip(requests, sampled.tolist(), strict=True):
             request.take(token)
+        if (log := passes.current()) is not None:
+            log.note(
+                began_ns,
+                time.monotonic_ns(),
+                "prefill" if prefills else "decode",
+                {request.name: len(request.prompt) if prefills else 1 for request in requests},
+                [1] * len(requests),
+                running=len(self.running),
+                waiting=len(self.waiting),
+                kv_use=1 - len(self.free) / SLOTS,
+                weights=self.version,
+            )
         self._release()
 
     def _release(self) -> None:

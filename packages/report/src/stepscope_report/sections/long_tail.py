@@ -20,6 +20,7 @@ from stepscope_report.html.markup import EMPTY, Html, tag
 from stepscope_report.html.page import percent, section, stacked, table
 from stepscope_report.html.timecharts import lanes
 from stepscope_report.section import ROLLOUT, Section
+from stepscope_report.served import FEW, TurnTime, turn_times
 from stepscope_report.spans import ToolNames, is_tool, label_of, placed, title
 from stepscope_report.table import grouped
 from stepscope_report.timeline import Span, Timeline
@@ -94,6 +95,8 @@ class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     waits: tuple[Wait, ...]
     """Time by stage, the longest first. An instant is billed as for the step, so that the times add up to
     `wall_ns`."""
+    turns: tuple[TurnTime, ...] = ()
+    """Its turns by what their engine did. Empty if no engine noted its passes."""
     profiled: tuple[str, ...] = ()
     """Processes that served the trajectory and that a profiler slowed while it did not record others of their
     role."""
@@ -224,7 +227,7 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
         rollout_ns=ends[-1] - min(span.start_ns for span in finished) if ends else None,
         holds=holds,
         bubble=_bubble(timeline, finished) if len(finished) > 1 else None,
-        worst=tuple(_slow(timeline, index, members, slowed, names) for index in _worst(timeline, roots)),
+        worst=_slowest_of(timeline, _worst(timeline, roots), members, slowed, names),
         late=_late(timeline, roots),
         consumed=len({mark.trajectory for mark in timeline.consumed if mark.step == timeline.step}),
         profiled=tuple(dict.fromkeys(name for names in slowed.values() for name in names)),
@@ -396,12 +399,24 @@ def _worst(timeline: Timeline, roots: Sequence[int]) -> list[int]:
     return sorted(roots, key=place)[:WORST]
 
 
+def _slowest_of(
+    timeline: Timeline,
+    worst: Sequence[int],
+    members: Mapping[str, list[int]],
+    slowed: Mapping[str, tuple[str, ...]],
+    names: ToolNames,
+) -> tuple[SlowTrajectory, ...]:
+    turns = turn_times(timeline, [timeline.spans[index].trajectory or "" for index in worst])
+    return tuple(_slow(timeline, index, members, slowed, names, turns) for index in worst)
+
+
 def _slow(
     timeline: Timeline,
     root: int,
     members: Mapping[str, list[int]],
     slowed: Mapping[str, tuple[str, ...]],
     names: ToolNames,
+    turns: Mapping[str, tuple[TurnTime, ...]],
 ) -> SlowTrajectory:
     span = timeline.spans[root]
     until_ns = timeline.until_ns(span)
@@ -418,6 +433,7 @@ def _slow(
         cancelled=span.cancelled,
         policy_version=span.policy_version,
         waits=_waits(shares.wall_ns, names),
+        turns=turns.get(name, ()),
         profiled=slowed.get(name, ()),
     )
 
@@ -440,6 +456,9 @@ def long_tail_blocks(tail: LongTail | None, report: StepReport) -> Iterator[Bloc
     if tail.worst:
         rows = tuple((*slow_cells(slow), waits(slow)) for slow in tail.worst)
         yield TextTable("Slowest trajectories", ("trajectory", ">took", ">began at", "of that"), rows)
+        rows = tuple(turn_rows(tail.worst))
+        if rows:
+            yield TextTable("Turns of the slowest trajectories", _TURNS, rows, TURNS_NOTE, "turn")
 
 
 def _said_spread(spread: Spread) -> tuple[str, ...]:
@@ -457,6 +476,29 @@ def slow_cells(slow: SlowTrajectory) -> tuple[str, str, str]:
 def waits(slow: SlowTrajectory) -> str:
     """Return the stages that took most of the trajectory's time."""
     return ", ".join(f"{wait.title} {duration(wait.wall_ns)}" for wait in slow.waits[:4])
+
+
+_TURNS = (
+    "turn", ">took", ">queued", ">prefill", ">alone", f">fewer than {FEW}", ">more", ">held up", ">preempted",
+    ">outside", ">tokens",
+)  # fmt: skip
+TURNS_NOTE = (
+    f"alone, fewer than {FEW}, more: decoding with so many requests in the pass; held up: the engine served "
+    "others; outside: not in the engine."
+)
+
+
+def turn_rows(worst: Iterable[SlowTrajectory]) -> Iterator[tuple[str, ...]]:
+    """Yield the turns of the slowest trajectories, by what their engine did."""
+    for slow in worst:
+        for own in slow.turns:
+            engine = own.engine
+            times = (
+                engine.queued_ns, engine.prefill_ns, engine.alone_ns, engine.few_ns, engine.many_ns,
+                engine.held_ns, engine.preempted_ns, own.outside_ns,
+            )  # fmt: skip
+            name = turn(slow.trajectory, own.turn)
+            yield name, duration(own.wall_ns), *map(duration, times), f"{own.tokens:,}"
 
 
 def name_slow(slow: SlowTrajectory) -> str:
@@ -605,7 +647,15 @@ def _slowest(worst: Sequence[SlowTrajectory], colours: Colours) -> list[Html]:
     longest_ns = max(slow.wall_ns for slow in worst)
     rows = [_drawn_slow(slow, longest_ns, colours) for slow in worst]
     columns = ("trajectory", ">took", ">began at", "what it did or waited for", "the most of it")
-    return [tag("h3", "Slowest trajectories"), table(columns, rows, "slowest")]
+    drawn = [tag("h3", "Slowest trajectories"), table(columns, rows, "slowest")]
+    turns = list(turn_rows(worst))
+    if turns:
+        drawn += [
+            tag("h3", "Their turns"),
+            tag("p", TURNS_NOTE, class_="said"),
+            table(_TURNS, turns, "turns"),
+        ]
+    return drawn
 
 
 def _drawn_slow(slow: SlowTrajectory, longest_ns: int, colours: Colours) -> tuple[str | Html, ...]:

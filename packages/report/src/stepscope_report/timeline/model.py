@@ -6,12 +6,14 @@ then on its own clock, and only their durations are meaningful.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from stepscope.files.counters import CounterKind, CounterScope
 from stepscope.files.manifest.records import Manifest, OwnCost
+from stepscope.files.passes import PassFile
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState
 from stepscope.files.uncaptured import UncapturedStep
@@ -164,6 +166,23 @@ class EngineStall(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: int
 
 
+class EnginePasses(msgspec.Struct, frozen=True, kw_only=True):
+    """Forward passes of one engine of a replica, on the owner's clock."""
+
+    file: str
+    """Path of the file, relative to the step's folder."""
+    replica: int
+    begins_ns: list[int]
+    ends_ns: list[int]
+    noted: PassFile
+    """The file's content. Its times are on the engine's own clock."""
+
+    @property
+    def rows(self) -> list[int]:
+        """The first row of each pass in `noted.served`, and the number of all rows at the end."""
+        return list(accumulate(self.noted.passes.requests, initial=0))
+
+
 class FileProblem(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a file that could not be used. The rest of the file was used."""
 
@@ -209,6 +228,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     shared_numbers: frozenset[tuple[str, int]] = frozenset()
     """(role, number) of replicas whose number is also that of a rollout replica, or of a replica whose role
     comes first by name."""
+    passes: tuple[EnginePasses, ...] = ()
+    """Noted forward passes, by replica and data-parallel engine."""
     replicas: int = 0
     """Number of inference engines that the capture was given, recorded or not."""
     uncaptured: tuple[UncapturedStep, ...] = ()

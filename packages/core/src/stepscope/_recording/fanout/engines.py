@@ -202,6 +202,7 @@ def _capture_of(
         iterations=Iterations(start=window.start, count=window.count),
         by_stage=role.engine.by_stage,
         merge=role.engine.merge,
+        passes=role.engine.passes,
         ranks=None if isinstance(role.ranks, str) else role.ranks,
         extra=role.engine.extra,
     )

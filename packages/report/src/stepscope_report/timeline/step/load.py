@@ -31,6 +31,7 @@ from stepscope_report.timeline.processes import files_elsewhere
 from stepscope_report.timeline.sources import Source, read_sources
 from stepscope_report.timeline.step.counters import counters_of
 from stepscope_report.timeline.step.foreign import add_foreign
+from stepscope_report.timeline.step.passes import passes_of
 from stepscope_report.timeline.step.profilers import profiled_keys, replicas_of, stalls_of
 from stepscope_report.timeline.step.rows import names_of
 from stepscope_report.timeline.step.trace_files import GONE, find_traces, lost_files
@@ -81,7 +82,8 @@ def load_step(
     made = list(_artifacts(latest))
     files = tuple(sorted({one.path for one in _artifacts(earlier)} - {one.path for one in made}))
     elsewhere = files_elsewhere(executor)
-    problems += find_traces(layout, chosen, files, elsewhere).problems
+    found = find_traces(layout, chosen, files, elsewhere)
+    problems += found.problems
     problems += chain(lost_files(layout, made, elsewhere), _lost_records(layout, latest))
     align_all = partial(
         _align,
@@ -93,9 +95,12 @@ def load_step(
     )
     timeline = _assemble(layout, sorted(latest, key=_order), tuple(runs), problems, align_all)
     timeline = add_foreign(layout, timeline)
+    noted, unread = passes_of(found.passes if spans else [], timeline.processes)
     states = read_records(sorted(layout.states.glob("[!.]*.json")), ProcessState)
     timeline = msgspec.structs.replace(
         timeline,
+        passes=noted,
+        problems=(*timeline.problems, *unread),
         shared_numbers=shared_numbers(timeline),
         states=tuple(state for state in states if state.run_id == chosen),
     )

@@ -103,7 +103,7 @@ def read_plain(
     """
     root = _root(paths)
     below = _found(paths, root)
-    files, traces, contents = StepFiles([], below.unread, below.problems, []), list[_Trace](), []
+    files, traces, contents = StepFiles([], below.unread, below.problems, [], []), list[_Trace](), []
     for trace, held in zip(below.traces, read_all(below.traces, on_read, executor), strict=True):
         problems = [(what, events) for one in held for what, events in one.content.problems.items()]
         if any(one.content.events for one in held):
@@ -123,7 +123,7 @@ def read_plain(
 
 def _found(paths: Sequence[Path], root: Path) -> StepFiles:
     """Return the traces below the paths, each with its reader, and the files that are not read."""
-    files = StepFiles([], [], [], [])
+    files = StepFiles([], [], [], [], [])
     readers = Readers()
     for path in sorted({file.absolute() for given in paths for file in _below(given)}):
         file = FoundFile(path=path, name=path.relative_to(root).as_posix())

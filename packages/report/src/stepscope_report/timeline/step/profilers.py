@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from stepscope.files import passes
 from stepscope.files.manifest.records import ProcessPart
 from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope_report.timeline.model import EngineStall, Process
@@ -17,7 +18,13 @@ def profiled_keys(parts: Sequence[ProcessPart]) -> frozenset[str]:
     A part records this for its own process. The files of an engine show it for the process that wrote them.
     If that is a worker of the engine without a part, they show it for the replica's process.
     """
-    artifacts = [artifact for part in parts for item in part.expected for artifact in item.artifacts]
+    artifacts = [
+        artifact
+        for part in parts
+        for item in part.expected
+        for artifact in item.artifacts
+        if artifact.kind != passes.KIND  # notes of passes slow nothing
+    ]
     wrote = {(artifact.host, artifact.pid) for artifact in artifacts if artifact.pid is not None}
     replicas = {number for artifact in artifacts if (number := _replica(artifact, parts)) is not None}
     return frozenset(

@@ -133,7 +133,7 @@ class Rows:
         if known is not None and unaligned is None:
             return known
         clock = known.clock if known is not None else clock_of(info.host, self._timeline.processes)
-        reason = None if clock is not None else _never_measured(info.host)
+        reason = None if clock is not None else never_measured(info.host)
         if unaligned is not None:
             clock, reason = None, unaligned
         if known is not None:
@@ -163,7 +163,7 @@ class Rows:
         process = self._timeline.processes[index]
         row = Row(info=process.info, process=index, clock=process)
         if not process.aligned:
-            row.unaligned = _never_measured(process.info.host)
+            row.unaligned = never_measured(process.info.host)
             row.shift_ns = axis.shift_of(process.opened_ns - axis.base_ns)
         return row
 
@@ -179,7 +179,7 @@ class Rows:
         return not owner, role, info.role, *where, row.unaligned or ""
 
 
-def _never_measured(host: str) -> str:
+def never_measured(host: str) -> str:
     return f"the clock of host {host} was not measured against the step's"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepscope.errors import RecordError
+from stepscope.files import passes
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout, sidecar_of
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
@@ -71,6 +72,8 @@ class StepFiles(NamedTuple):
     problems: list[FileProblem]
     summaries: list[TraceFile]
     """Summaries of snapshots of CUDA's allocator."""
+    passes: list[TraceFile]
+    """Notes of engines' forward passes."""
 
 
 def find_traces(
@@ -85,7 +88,7 @@ def find_traces(
         without: Files and folders to leave out, relative to the step's folder.
         elsewhere: Absolute paths of traces that other machines have.
     """
-    files, readers = StepFiles([], [], [], []), Readers()
+    files, readers = StepFiles([], [], [], [], []), Readers()
     described = [path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)) for path in layout.sidecars()]
     sidecars = {path: _read(sidecar_of(path)) for path in described}
     for path in sorted({*_files(layout), *(path for path in described if not path.is_dir())}):
@@ -182,6 +185,9 @@ def _take(
         return
     if file.kind in (SUMMARY, OOM_SUMMARY):
         files.summaries.append(TraceFile(path, name, sidecar))
+        return
+    if file.kind == passes.KIND:
+        files.passes.append(TraceFile(path, name, sidecar))
         return
     if file.kind in _SNAPSHOTS:
         files.unread.append(f"{name}: for pytorch.org/memory_viz; the report reads the summary beside it")

@@ -1,0 +1,151 @@
+"""Files of an engine's forward passes: which pass served which requests, in columns. docs/requests.md has the
+columns.
+
+A file is one JSON object, compressed with gzip. It lies beside the engine's traces, with a sidecar, and holds
+neither prompts nor completions.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from stepscope.errors import RecordError
+from stepscope.files.clock import ClockAnchor, Int
+from stepscope.files.storage.reading import decode, open_file
+
+KIND = "engine_passes"
+"""`Artifact.kind` of such a file."""
+SUFFIX = "_passes.json.gz"
+"""End of the file's name."""
+MAX_BYTES = 1 << 30
+"""The largest file that is read, in uncompressed bytes."""
+
+PassKind: TypeAlias = Literal["prefill", "decode", "mixed", "speculative", "idle"]
+"""Work of a forward pass. `prefill` reads prompts, `decode` writes one token for each request, and `mixed`
+does both. `speculative` verifies drafted tokens. `idle` serves no request: the engine runs it because
+another engine of its data-parallel group has requests."""
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Version: TypeAlias = Int | str | None
+
+
+class Requests(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests, each at its position."""
+
+    id: list[str]
+    """The engine's own id."""
+    caller_id: list[str | None]
+    """The id under which the caller knows the request, or None if it is the engine's."""
+    arrived_ns: list[Number | None]
+    """Time at which the engine put the request into its queue, or None if that was before the recording."""
+    version_begun: list[Version]
+    """Version of the weights at the request's first pass, or None if the engine does not know it."""
+    version_ended: list[Version]
+    """Version of the weights at its last pass."""
+
+
+class Passes(msgspec.Struct, frozen=True, kw_only=True):
+    """The forward passes in their order."""
+
+    number: list[Number]
+    """Number of the pass since the recording began, from 0."""
+    begin_ns: list[Number]
+    end_ns: list[Number]
+    kind: list[PassKind]
+    requests: list[Number]
+    """Number of requests that the pass served. They are the next as many rows of `served`."""
+    running: list[Number]
+    """Requests that the engine had admitted at the pass, including those that it did not serve."""
+    waiting: list[Number]
+    """Requests in the engine's queue."""
+    kv_use: list[float | None]
+    """Used part of the KV cache, from 0 to 1, or None if unknown."""
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """One row for each request of each pass, in the order of the passes."""
+
+    request: list[Number]
+    """Position of the request in `requests`."""
+    tokens: list[Number]
+    """Tokens of the request that the pass computed."""
+    output: list[Number]
+    """Tokens that the pass added to the request's output; 0 while a prompt is read in pieces."""
+
+
+class Preempted(msgspec.Struct, frozen=True, kw_only=True):
+    """One row for each time that a request lost its place in the KV cache."""
+
+    number: list[Number]
+    """Number of the pass at which the request was preempted."""
+    request: list[Number]
+
+
+class PassFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of one file: the passes of one engine in one capture.
+
+    Times are CLOCK_MONOTONIC in ns on the engine's host, as in `spans/*.jsonl`.
+    """
+
+    format: Literal[1] = 1
+    step: Int
+    run_id: str
+    replica: Int
+    dp: Number = 0
+    """Number of the data-parallel engine in its replica."""
+    host: str
+    anchor: ClockAnchor
+    """The clocks of the engine's host at the start of the recording."""
+    closed: ClockAnchor
+    """The clocks at its end."""
+    dropped: Number = 0
+    """Passes that were not recorded, because there were more than `engine.passes`."""
+    requests: Requests
+    passes: Passes
+    served: Served
+    preempted: Preempted
+
+
+def read_passes(path: Path) -> PassFile:
+    """Return the content of a file of passes.
+
+    Raises:
+        OSError: the file cannot be read.
+        RecordError: it holds something else, or its columns do not fit each other.
+    """
+    try:
+        with open_file(path) as packed, gzip.open(packed) as file:
+            data = file.read(MAX_BYTES + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise RecordError(f"it is cut off or no gzip: {error}") from None
+    if len(data) > MAX_BYTES:
+        raise RecordError(f"it holds more than {MAX_BYTES} bytes")
+    record = decode(data, PassFile)
+    check_passes(record)
+    return record
+
+
+def check_passes(file: PassFile) -> None:
+    """Check that the columns fit each other.
+
+    Raises:
+        RecordError: columns of one table differ in length, a request has no row, or times run backwards.
+    """
+    for table in ("requests", "passes", "served", "preempted"):
+        columns = msgspec.structs.asdict(getattr(file, table))
+        if len({len(column) for column in columns.values()}) > 1:
+            sizes = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
+            raise RecordError(f"columns of {table} differ in length: {sizes}")
+    passes, rows, known = file.passes, sum(file.passes.requests), len(file.requests.id)
+    if rows != len(file.served.request):
+        raise RecordError(f"passes.requests sums to {rows}, and served has {len(file.served.request)} rows")
+    if any(request >= known for request in (*file.served.request, *file.preempted.request)):
+        raise RecordError(f"a row names a request beyond the {known} in requests")
+    if any(end < begin for begin, end in zip(passes.begin_ns, passes.end_ns, strict=True)):
+        raise RecordError("a pass ends before it begins")
+    if any(later < earlier for earlier, later in zip(passes.number, passes.number[1:], strict=False)):
+        raise RecordError("passes are not in the order of their numbers")

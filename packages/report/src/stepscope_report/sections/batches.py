@@ -1,0 +1,191 @@
+"""Forward passes of each replica by batch size: the measured service curve, and the thin end of a rollout."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope_report.accounting import union_ns
+from stepscope_report.block import Block, TextTable
+from stepscope_report.formatting import count, duration, percent_of
+from stepscope_report.section import ROLLOUT, Section
+from stepscope_report.served import FEW, linked_requests
+from stepscope_report.timeline import Timeline
+from stepscope_report.timeline.model import EnginePasses
+from stepscope_report.whatif.curve import edges
+
+if TYPE_CHECKING:
+    from stepscope_report.model import StepReport
+
+
+class BatchSize(msgspec.Struct, frozen=True, kw_only=True):
+    """The passes that served between `least` and `most` requests."""
+
+    least: int
+    most: int
+    passes: int
+    ns: int
+    """Sum of their durations."""
+    tokens: int
+    """Tokens that they wrote."""
+    per_s: float
+    """Tokens per second of these passes."""
+    per_s_each: float
+    """Tokens per second of one of their requests."""
+
+
+class Batches(msgspec.Struct, frozen=True, kw_only=True):
+    """The passes of one engine of a replica."""
+
+    replica: int
+    dp: int | None
+    """Number of the data-parallel engine, or None if the replica has one engine."""
+    passes: int
+    dropped: int
+    """Passes beyond `engine.passes`, which were not noted."""
+    requests: int
+    linked: int
+    """Number of requests that a span of a trajectory names."""
+    preemptions: int
+    busy_ns: int
+    """Time in which a pass ran."""
+    prefill_ns: int
+    """The part of it in passes that only read prompts. `sizes` leaves these passes out."""
+    computed: int
+    """Tokens that all passes computed, of prompts and of outputs."""
+    tokens: int
+    """Tokens that all passes wrote."""
+    sizes: tuple[BatchSize, ...]
+    rollout_ns: int
+    """Time from the first pass of any engine of the step to the last one's end."""
+    thin_ns: int
+    """The end of that time, from the last pass with at least `FEW` requests on this engine."""
+
+
+def step_batches(timeline: Timeline) -> tuple[Batches, ...]:
+    """Return the passes of each engine by batch size. Empty if none were noted."""
+    known = [engine for engine in timeline.passes if engine.begins_ns]
+    if not known:
+        return ()
+    links = linked_requests(timeline)
+    linked = Counter(key.engine for key, span in links.items() if span.trajectory is not None)
+    first_ns = min(engine.begins_ns[0] for engine in known)
+    last_ns = max(max(engine.ends_ns) for engine in known)
+    engines = Counter(engine.replica for engine in timeline.passes)
+    return tuple(
+        _batches(engine, linked[at], engines[engine.replica] > 1, first_ns, last_ns)
+        for at, engine in enumerate(timeline.passes)
+        if engine.begins_ns
+    )
+
+
+def _batches(engine: EnginePasses, linked: int, several: bool, first_ns: int, last_ns: int) -> Batches:
+    noted, rows = engine.noted, engine.rows
+    durations = [end - begin for begin, end in zip(engine.begins_ns, engine.ends_ns, strict=True)]
+    written = [sum(noted.served.output[rows[at] : rows[at + 1]]) for at in range(len(durations))]
+    kinds, batches = noted.passes.kind, noted.passes.requests
+    full = (end for end, requests in zip(engine.ends_ns, batches, strict=True) if requests >= FEW)
+    writes = [at for at, kind in enumerate(kinds) if kind not in ("prefill", "idle")]
+    return Batches(
+        replica=engine.replica,
+        dp=noted.dp if several else None,
+        passes=len(durations),
+        dropped=noted.dropped,
+        requests=len(noted.requests.id),
+        linked=linked,
+        preemptions=len(noted.preempted.number),
+        busy_ns=union_ns(zip(engine.begins_ns, engine.ends_ns, strict=True)),
+        prefill_ns=sum(ns for ns, kind in zip(durations, kinds, strict=True) if kind == "prefill"),
+        computed=sum(noted.served.tokens),
+        tokens=sum(written),
+        sizes=tuple(_sizes([(batches[at], durations[at], written[at]) for at in writes])),
+        rollout_ns=last_ns - first_ns,
+        thin_ns=last_ns - max(full, default=first_ns),
+    )
+
+
+def _sizes(passes: Sequence[tuple[int, int, int]]) -> Iterator[BatchSize]:
+    """Yield the batch sizes of passes: (requests, duration in ns, tokens written) each."""
+    bounds = edges(max((requests for requests, _, _ in passes), default=1))
+    bins: dict[int, list[tuple[int, int, int]]] = {}
+    for own in passes:
+        bins.setdefault(bisect_left(bounds, own[0]), []).append(own)
+    for place, members in sorted(bins.items()):
+        ns, tokens = (sum(own[at] for own in members) for at in (1, 2))
+        served_ns = sum(requests * took_ns for requests, took_ns, _ in members)
+        yield BatchSize(
+            least=bounds[place - 1] + 1 if place else 1,
+            most=bounds[place],
+            passes=len(members),
+            ns=ns,
+            tokens=tokens,
+            per_s=round(tokens * 1e9 / ns, 1) if ns else 0.0,
+            per_s_each=round(tokens * 1e9 / served_ns, 2) if served_ns else 0.0,
+        )
+
+
+_COLUMNS = (
+    "replica", ">requests in a pass", ">passes", ">time", ">of its passes, %", ">tokens", ">tokens/s",
+    ">each",
+)  # fmt: skip
+
+
+def batches_blocks(batches: Sequence[Batches], report: StepReport) -> Iterator[Block]:
+    """Yield the passes of each engine by batch size."""
+    if batches:
+        rows = tuple(row for engine in batches for row in _rows(engine))
+        yield TextTable("Batches", _COLUMNS, rows, " ".join(_sentences(batches)), "line")
+
+
+def _name(engine: Batches) -> str:
+    return str(engine.replica) if engine.dp is None else f"{engine.replica} dp {engine.dp}"
+
+
+def _rows(engine: Batches) -> Iterator[tuple[str, ...]]:
+    name, total_ns = _name(engine), sum(size.ns for size in engine.sizes) + engine.prefill_ns
+    if engine.prefill_ns:
+        share = percent_of(engine.prefill_ns, total_ns)
+        yield name, "prefill", "", duration(engine.prefill_ns), share, "", "", ""
+    for size in engine.sizes:
+        yield (
+            name,
+            str(size.most) if size.least == size.most else f"{size.least}-{size.most}",
+            f"{size.passes:,}",
+            duration(size.ns),
+            percent_of(size.ns, total_ns),
+            f"{size.tokens:,}",
+            f"{size.per_s:,.0f}",
+            f"{size.per_s_each:,.3g}",
+        )
+
+
+def _sentences(batches: Sequence[Batches]) -> Iterable[str]:
+    thin_ns, rollout_ns = min(engine.thin_ns for engine in batches), batches[0].rollout_ns
+    if 0 < thin_ns < rollout_ns:
+        yield (
+            f"The last {percent_of(thin_ns, rollout_ns)} % of the rollout's passes, {duration(thin_ns)}, ran "
+            f"with fewer than {FEW} requests a replica."
+        )
+    requests, linked = (sum(getattr(engine, name) for engine in batches) for name in ("requests", "linked"))
+    if linked < requests:
+        yield f"{count(requests - linked, 'request')} of {requests:,} belong to no turn that a span names."
+    preempted, dropped = (
+        sum(getattr(engine, name) for engine in batches) for name in ("preemptions", "dropped")
+    )
+    if preempted:
+        yield f"Preempted: {count(preempted, 'time')}."
+    if dropped:
+        yield f"{count(dropped, 'pass')} more were not noted: engine.passes is lower."
+
+
+BATCHES = Section(
+    name="batches",
+    title="Batches",
+    compute=lambda sources: step_batches(sources.whole),
+    terminal=batches_blocks,
+    page=ROLLOUT,
+)
