@@ -6,6 +6,7 @@ import ast
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -152,6 +153,7 @@ def process_state_is_put_back() -> Iterator[None]:
     before, running = surroundings(), recording()
     with state_put_back():
         yield
+    end_recorder(before["the open capture"])
     after = surroundings()
     if after != before:
         changes = [
@@ -160,6 +162,14 @@ def process_state_is_put_back() -> Iterator[None]:
         pytest.fail(f"the test changed {'; '.join(changes)}. Fix: undo it in the test")
     if left := left_behind(running):
         pytest.fail(f"the test left {', '.join(left)}. Fix: end them in the test")
+
+
+def end_recorder(before: object) -> None:
+    """End the flight recorder that the test started: it goes on between captures, to the process' end."""
+    if (standing := sys.modules.get("stepscope._recording.recorder.standing")) is not None:
+        recorder = standing.standing()
+        if recorder is not None and recorder is not before:
+            standing.stop()
 
 
 def recording() -> dict[int, str]:

@@ -47,7 +47,7 @@ def main() -> None:
     count, rounds = (200, 5) if quick else (2000, 15)
     rows = []
     folder = tempfile.mkdtemp()
-    on = ProfileConfig(save_path=folder, control={"poll_seconds": 3600})
+    on = ProfileConfig(save_path=folder, record="off", control={"poll_seconds": 3600})
     sides = {OFF: steps(on.replace(control={"requests": False}), count), ON: steps(on, count)}
     costs: list[float] = []
     try:

@@ -1,7 +1,8 @@
-"""Cost of the flight recorder: a step with it on and off, its memory over many steps, and a dump.
+"""Cost of the flight recorder: of a span, of the end of a step, its memory over many steps, and a dump.
 
-A step holds 20,000 decorated calls among work of the interpreter and takes some 2 s; on and off take turns,
-with the same calls below `least`: what no recorder in Python goes below.
+Short blocks of decorated calls, each with 0.1 ms of work of the interpreter, take turns with the recorder and
+without it, and with the least that Python can record of a call. CPU time is compared: on shared cores, the
+wall clock shows the others.
 The dump writes 20 steps of 20,000 spans in 8 processes: what the thread of the training pays, and how long
 the background takes.
 """
@@ -24,9 +25,15 @@ from _measure import Measured, arguments, header, interleaved, ratio_interval, t
 
 from stepscope import ProfileConfig, capture, profile_step
 from stepscope._recording.recorder import standing
+from stepscope._recording.spans import slot
+from stepscope._recording.spans.slot import ActiveSession
 from stepscope.files.layout import RunLayout
 
-SPANS = 20_000
+SPANS, STEP_S = 4_000, 2.0
+"""Spans of a step, and its seconds: 2,000 spans a second, more than steps of RL post-training have."""
+BLOCK, CALL_S = 20, 0.0001
+"""Calls of a block, and the work of each: neighbouring blocks find the machine alike."""
+DUMPED_SPANS = 20_000
 RING = 160_000
 """Records that the least keeps, as the recorder does in 64 MB."""
 DUMPED, PROCESSES = 20, 8
@@ -44,58 +51,92 @@ WORK = 1
 """Rounds of work in a call; one writer: `calibrate`."""
 
 
-def calibrate(seconds: float) -> None:
-    """Choose the work of a call so that a step takes `seconds`."""
+def calibrate() -> None:
+    """Choose the work of a call so that it takes `CALL_S`."""
     global WORK
     WORK = 2_000
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(200):
         update(7)
-    WORK = max(1, int(WORK * seconds / SPANS * 200 / (time.perf_counter() - began)))
+    WORK = max(1, int(WORK * CALL_S * 200 / (time.process_time() - began)))
 
 
 class Loop:
     """A loop of steps, of which each run does the next one."""
 
-    def __init__(self, config: ProfileConfig, spans: int, call: Callable[[int], int] = update) -> None:
+    def __init__(self, config: ProfileConfig, spans: int) -> None:
         self.config = config
         self.spans = spans
-        self.call = call
         self.step = 0
 
     def run(self) -> float:
-        """Return the ms of one step by the wall clock."""
-        if self.config.record == "off":
-            standing.stop()
+        """Return the ms of CPU from the step's last call to the line that the recorder's thread writes."""
         self.step += 1
-        began = time.perf_counter()
         with capture(self.step, config=self.config):
             for _ in range(self.spans):
-                self.call(7)
-        return 1e3 * (time.perf_counter() - began)
+                update(7)
+            began = time.process_time_ns()
+        recorder = standing.standing()
+        if recorder is not None:
+            recorder._work.drain(60)
+        return 1e-6 * (time.process_time_ns() - began)
 
 
-def step_cost(folder: Path, quick: bool) -> float:
-    calibrate(0.4 if quick else 2.0)
-    common = {"control": {"requests": False}, "recorder": {"triggers": []}}
-    off = Loop(ProfileConfig.from_mapping({"save_path": str(folder / "off"), **common}), SPANS)
-    on = Loop(
-        ProfileConfig.from_mapping({"save_path": str(folder / "on"), "record": "spans", **common}), SPANS
-    )
+class Block:
+    """Calls in the middle of one long step, with a recorder or none."""
+
+    def __init__(self, call: Callable[[int], int], active: ActiveSession | None) -> None:
+        self.call = call
+        self.active = active
+
+    def run(self) -> float:
+        """Return the ms of CPU of the block."""
+        slot.active, before = self.active, slot.active
+        began = time.process_time_ns()
+        for _ in range(BLOCK):
+            self.call(7)
+        took_ns = time.process_time_ns() - began
+        slot.active = before
+        return 1e-6 * took_ns
+
+
+def step_cost(folder: Path, quick: bool) -> tuple[float, float]:
+    """Return the us of CPU that a span adds, and the percents that the recorder adds to a step."""
+    calibrate()
+    settings = {"control": {"requests": False}, "recorder": {"triggers": []}}
+    config = ProfileConfig.from_mapping({"save_path": str(folder / "on"), **settings})
     records: deque[_peers.Record] = deque(maxlen=RING)
-    least = Loop(off.config, SPANS, _peers.least(records, work))
-    results: Measured = interleaved({OFF: off.run, FLOOR: least.run, ON: on.run}, 4 if quick else 25)
-    added = {}
-    rows = [[OFF, f"{statistics.median(results[OFF]):.1f}", "", ""]]
+    with capture(1, config=config):
+        blocks = {
+            OFF: Block(update, None),
+            FLOOR: Block(_peers.least(records, work), None),
+            ON: Block(update, slot.active),
+        }
+        runs = {name: block.run for name, block in blocks.items()}
+        results: Measured = interleaved(runs, 400 if quick else 4000)
+    added, rows = {}, [[OFF, f"{statistics.median(results[OFF]):.2f}", "", "", ""]]
     for name in (FLOOR, ON):
-        added[name] = statistics.median(
-            one / other for one, other in zip(results[name], results[OFF], strict=True)
-        )
+        pairs = list(zip(results[name], results[OFF], strict=True))
+        added[name] = statistics.median(1e3 * (one - other) / BLOCK for one, other in pairs)
+        ratio = statistics.median(one / other for one, other in pairs)
         _, low, high = ratio_interval(results[name], results[OFF])
-        ms = f"{statistics.median(results[name]):.1f}"
-        rows.append([name, ms, f"{added[name]:.4f}", f"{low:.4f} to {high:.4f}"])
-    table([f"a step of {SPANS:,} calls", "ms", "median of the ratios of a round", "of medians, 95 %"], rows)
-    return 100 * (added[ON] - 1)
+        ms = f"{statistics.median(results[name]):.2f}"
+        rows.append([name, ms, f"{added[name]:.2f}", f"{ratio:.4f}", f"{low:.4f} to {high:.4f}"])
+    head = [f"{BLOCK} calls", "ms of CPU", "us a span", "median of the ratios of a round", "of medians, 95 %"]
+    table(head, rows)
+    ends_us = end_cost(folder, settings, quick)
+    print(f"  the end of a step of {SPANS:,} spans, its line included: {ends_us / 1000:.2f} ms of CPU\n")
+    return added[ON], 100 * (SPANS * added[ON] + ends_us) / (STEP_S * 1e6)
+
+
+def end_cost(folder: Path, settings: dict[str, object], quick: bool) -> float:
+    """Return the us of CPU that the recorder takes at the end of a step: in the loop, and in its thread."""
+    global WORK
+    before, WORK = WORK, 1
+    loop = Loop(ProfileConfig.from_mapping({"save_path": str(folder / "on"), **settings}), SPANS)
+    results = interleaved({ON: loop.run}, 10 if quick else 50)
+    WORK = before
+    return 1e3 * statistics.median(results[ON])
 
 
 def memory(folder: Path, steps: int) -> tuple[float, float]:
@@ -103,7 +144,7 @@ def memory(folder: Path, steps: int) -> tuple[float, float]:
     global WORK
     WORK = 1
     config = ProfileConfig.from_mapping(
-        {"save_path": str(folder / "memory"), "record": "spans", "recorder": {"triggers": []},
+        {"save_path": str(folder / "memory"), "recorder": {"triggers": []},
          "control": {"requests": False}}
     )  # fmt: skip
     loop, seen = Loop(config, 2_000), []
@@ -122,9 +163,11 @@ WRITER = """
 import sys, time
 from stepscope import ProfileConfig, capture, span
 from stepscope._recording.recorder import standing
+from stepscope._recording.spans import slot
+from stepscope._recording.spans.slot import ActiveSession
 recorder = {"triggers": [], "memory_mb": 256, "keep_steps": int(sys.argv[2]) + 1}
 config = ProfileConfig.from_mapping(
-    {"save_path": sys.argv[1], "record": "spans", "control": {"poll_seconds": 0.2}, "recorder": recorder}
+    {"save_path": sys.argv[1], "control": {"poll_seconds": 0.2}, "recorder": recorder}
 )
 for step in range(int(sys.argv[2])):
     with capture(step, config=config):
@@ -180,18 +223,19 @@ def main() -> None:
     header("the flight recorder", "stepscope")
     folder = Path(tempfile.mkdtemp())
     try:
-        percent = step_cost(folder, quick)
+        span_us, percent = step_cost(folder, quick)
         early, late = memory(folder, 50 if quick else 500)
         steps, processes = (4, 2) if quick else (DUMPED, PROCESSES)
-        thread_ms, seconds = dump(folder / "dump", steps, SPANS, processes)
+        thread_ms, seconds = dump(folder / "dump", steps, DUMPED_SPANS, processes)
     finally:
         shutil.rmtree(folder)
     print(
         f"  peak memory of the process: {early:.1f} MB after a fifth of the steps, {late:.1f} MB after all\n"
     )
-    print(f"  a dump of {steps} steps x {processes} processes x {SPANS:,} spans:")
+    print(f"  a dump of {steps} steps x {processes} processes x {DUMPED_SPANS:,} spans:")
     print(f"  {thread_ms:.2f} ms in the thread that triggers it, {seconds:.1f} s until all is written\n")
-    verdict("the recorder adds to a step", percent, 0.5, " %")
+    verdict("a span in the recorder", span_us, 1.6, " us of CPU")
+    verdict("the recorder adds to a step of 2,000 spans a second", percent, 0.4, " %")
     verdict("memory grows from a fifth of the steps to all of them", late - early, 5, " MB")
     verdict("a dump takes of the training's thread", thread_ms, 50, " ms")
     verdict("a dump is written", seconds, 10, " s")

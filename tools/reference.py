@@ -81,6 +81,8 @@ def default_of(field: msgspec.structs.FieldInfo) -> object:
     if field.name == "roles":
         roles = ProfileConfig().roles
         return {name: {"ranks": role.ranks, "profiler": role.profiler} for name, role in roles.items()}
+    if field.name == "save_path":
+        return str(field.default)  # YAML does not know its type
     return field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
 
 

@@ -13,7 +13,7 @@ from stepscope._recording.spans import slot
 @profile_step(role="env")
 def task(n: int, *, exact: Decimal = Decimal(1)) -> tuple[int, bool, int]:
     """(n + 1, whether a capture was on here, pid)."""
-    return n + 1, slot.active is not None, os.getpid()
+    return n + 1, slot.session() is not None, os.getpid()
 
 
 @profile_step(role="env")

@@ -32,7 +32,7 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture(autouse=True)
 def nothing_stays_open() -> Iterator[None]:
     yield
-    assert slot.active is None
+    assert slot.session() is None
 
 
 def a_config(tmp_path: Path, **budget: object) -> ProfileConfig:
@@ -149,7 +149,7 @@ def test_a_capture_that_outgrows_its_budget_is_truncated_and_training_goes_on(
     config = a_config(tmp_path, memory_mb=500)
     with capture(1, config=config):
         until = threading.Event()
-        while slot.active is not None:  # the watchdog switches recording off
+        while slot.session() is not None:  # the watchdog switches recording off
             until.wait(0.001)
         after = "training goes on"
     assert after

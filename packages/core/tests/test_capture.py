@@ -56,7 +56,7 @@ def config(tmp_path: Path) -> ProfileConfig:
 @pytest.fixture(autouse=True)
 def nothing_stays_open() -> Iterator[None]:
     yield
-    assert slot.active is None
+    assert slot.session() is None
     assert capture_module.opened() is None
 
 
@@ -272,7 +272,7 @@ def test_selecting_no_steps_is_said_once(
         for step in range(3):
             with capture(step):
                 pass
-    assert caplog.text.count("records nothing") == 1
+    assert caplog.text.count("captures nothing") == 1
 
 
 def test_what_is_skipped_says_why(config: ProfileConfig) -> None:
@@ -473,7 +473,7 @@ def test_cancelled_at_any_await_a_capture_leaves_nothing_open_and_the_truth(
         engines = [FakeEngine(), FakeEngine()]
         cancelled = CancelledAt(suspension, again=again)
         outcome = cancelled.run(recorded(2, config, engines))
-        assert slot.active is None
+        assert slot.session() is None
         assert capture_module.opened() is None
         assert not any(engine.recordings for engine in engines), suspension
         if RunLayout(config.save_path).steps():

@@ -34,7 +34,7 @@ from stepscope_report.timeline.record_files import CounterFile, read_counters
 def config(folder: Path, **settings: object) -> ProfileConfig:
     counters = settings or {"hz": 50}
     return ProfileConfig(
-        save_path=str(folder), steps=[1], roles={"*": {"profiler": "off"}}, counters=counters
+        save_path=str(folder), steps=[1], record="off", roles={"*": {"profiler": "off"}}, counters=counters
     )
 
 

@@ -61,7 +61,7 @@ class Trainer:
             time.sleep(0.01)  # the only way to wait in a sync actor for something from outside
 
     def captured(self) -> bool:
-        return slot.active is not None
+        return slot.session() is not None
 
     def fleet_of_itself(self, handle: Any) -> str:
         try:
@@ -77,7 +77,7 @@ class AsyncTrainer:
         return os.getpid()
 
     async def captured(self) -> bool:
-        return slot.active is not None
+        return slot.session() is not None
 
 
 def make(kind: type = Trainer, **options: Any) -> Any:
@@ -441,7 +441,7 @@ async def test_an_actor_that_is_busy_at_the_stop_closes_when_it_gets_to_it(
 def test_a_start_that_comes_too_late_is_refused(request_1: StartRequest) -> None:
     with pytest.raises(EngineError, match="start expired"):
         start_here(None, request_1, time.time_ns() - 1)
-    assert slot.active is None
+    assert slot.session() is None
 
 
 def test_cancelled_at_any_await_a_capture_leaves_no_worker_recording(

@@ -124,7 +124,7 @@ def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: str,
         if captures.opened() is cap:  # before it began to close: then the end of the process does
             cap.close(error="the process exited")
         assert captures.opened() is None, where
-        assert slot.active is None, where
+        assert slot.session() is None, where
         assert PROCESS_LOCK.holder is None, where
         assert not engine.recordings, where
         written = RunLayout(folder).step(count).manifest.read_bytes()

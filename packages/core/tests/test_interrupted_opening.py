@@ -132,7 +132,7 @@ def end_of_the_process() -> None:
 
 
 def nothing_records(where: str | None) -> None:
-    assert slot.active is None, where
+    assert slot.session() is None, where
     assert captures.opened() is None, where
     assert foreign_sessions.busy() is None, where
     PROCESS_LOCK.acquire("this test")  # raises where it is held by nobody, too

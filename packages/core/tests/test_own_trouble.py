@@ -70,7 +70,7 @@ def test_a_capture_that_cannot_open_leaves_the_step_alone(
     monkeypatch.setattr(budget, "Watchdog", fail(error))
     ran = []
     with capture(1, config=config) as cap:
-        ran.append(slot.active)
+        ran.append(slot.session())
     assert ran == [None]
     monkeypatch.undo()
     assert f"{type(error).__name__}" in str(cap.result.manifest())
@@ -83,7 +83,7 @@ def test_a_capture_that_cannot_open_leaves_the_step_alone(
 async def test_the_same_in_asynchronous_code(config: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "Watchdog", fail(OSError(116, "Stale file handle")))
     async with capture(1, config=config):
-        assert slot.active is None
+        assert slot.session() is None
 
 
 def test_a_worker_that_cannot_open_is_ready_for_the_next_capture(
@@ -94,7 +94,7 @@ def test_a_worker_that_cannot_open_is_ready_for_the_next_capture(
     request = StartRequest(capture_id="1", run_id="r", step=1, config=config, role="env")
     with pytest.raises(RuntimeError):
         start_worker(request)
-    assert slot.active is None
+    assert slot.session() is None
     assert set(threading.enumerate()) <= set(before)
 
 
@@ -294,7 +294,7 @@ def test_a_request_that_cannot_be_met_does_not_raise_in_the_training_loop(
         fail(ConfigError("save_path", "x", "a folder", "mend it")),
     )
     with capture(7, config=config) as cap:
-        assert slot.active is None
+        assert slot.session() is None
     assert cap.selected
 
 

@@ -338,7 +338,7 @@ def test_a_run_that_keeps_nothing_says_so(tmp_path: Path, capsys: pytest.Capture
     answer = " ".join(capsys.readouterr().out.split())
     assert code != 0
     assert "refused" in answer
-    assert "record: spans" in answer
+    assert "record: off" in answer
 
 
 @pytest.mark.parametrize("last", [0, True, "3"])
@@ -572,6 +572,28 @@ def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
         os._exit(len([kept for kept in (slot.active, standing.standing()) if kept is not None]))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_without_a_folder_it_keeps_steps_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ProfileConfig(control={"poll_seconds": 0.02})
+    with pytest.raises(ValueError, match="no batch"), capture(3, config=config), span("update", role="actor"):
+        raise ValueError("no batch")
+    with capture(4, config=config):
+        pass
+    recorder = standing.standing()
+    assert recorder is not None
+    assert [recorded.stage for recorded in recorder.log.copy().spans] == ["update"]
+    drained(tmp_path)
+    assert on_demand._listener is not None
+    on_demand._listener._write()
+    assert "step 3 fired the trigger exception (ValueError: no batch), and stays in memory" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    request_capture(last=2)  # the program names the steps itself
+    layout = RunLayout(tmp_path / "outputs" / "profile")
+    assert until(lambda: list(layout.steps()) == [3, 4])
 
 
 def test_switched_off_it_does_not_start(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_v5_a_step_that_raises_stops_the_profiler(tmp_path: Path, backend: FakeB
     with pytest.raises(ValueError, match="mine"), capture(2, config=config):
         raise ValueError("mine")
     assert PROCESS_LOCK.holder is None
-    assert slot.active is None
+    assert slot.session() is None
 
 
 def test_v6_a_profiler_that_fails_is_in_the_manifest(tmp_path: Path, backend: FakeBackend) -> None:

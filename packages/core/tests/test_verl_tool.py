@@ -55,7 +55,7 @@ def make(verl: Any, tmp_path: Path) -> Iterator[Any]:
         return WorkerProfiler(0, config, role)
 
     yield build
-    assert slot.active is None
+    assert slot.session() is None
     assert verl_tool._capture is None
 
 

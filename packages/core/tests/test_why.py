@@ -215,7 +215,7 @@ def test_a_run_that_ended_names_the_call_that_held_it(tmp_path: Path, command: C
 
 
 def test_nobody_answers_in_a_run_without_a_recorder(tmp_path: Path, command: Command) -> None:
-    assert "record: spans" in command("why", tmp_path, "--wait", "0.2", code=3).err
+    assert "record: off" in command("why", tmp_path, "--wait", "0.2", code=3).err
 
 
 def test_a_run_without_run_json_is_known_by_its_lines_of_steps(tmp_path: Path, command: Command) -> None:
@@ -235,9 +235,7 @@ def test_a_killed_run_shows_what_its_last_step_never_ended(tmp_path: Path, comma
     assert "rollout push" in text
 
 
-@pytest.mark.parametrize(
-    ("record", "fix"), [("off", "record: spans, in the run's"), ("spans", "if it ended")]
-)
+@pytest.mark.parametrize(("record", "fix"), [("off", "record: off, in the run's"), ("spans", "if it ended")])
 def test_a_run_that_does_not_answer_is_told_what_it_lacks(
     tmp_path: Path, command: Command, record: str, fix: str
 ) -> None:

@@ -79,7 +79,7 @@ def test_a_run_that_has_ended_shows_its_steps(tmp_path: Path, command: Command) 
 
 
 def test_a_run_without_lines_is_an_error(tmp_path: Path, command: Command) -> None:
-    assert "record: spans" in command("watch", tmp_path, "--once", code=3).err
+    assert "record: off" in command("watch", tmp_path, "--once", code=3).err
 
 
 def test_the_last_steps_tokens_are_shown_per_second(tmp_path: Path, command: Command) -> None:

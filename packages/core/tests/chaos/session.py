@@ -107,7 +107,7 @@ class Session:
     def judge(self, one: _Step, took_part: dict[str, str], gone: set[str], fault: Fault | None) -> None:
         if one.cap is None:
             return
-        if slot.active is not None:
+        if slot.session() is not None:
             self.say(one.number, "the capture is closed and this process is still being recorded")
         manifest = _written_manifest(one.cap.result)
         harmed = gone if fault is None else {*gone, *fault.harmed}

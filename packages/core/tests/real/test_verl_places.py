@@ -38,7 +38,7 @@ PROFILER = "actor_rollout_ref.actor.profiler"
 @pytest.fixture(autouse=True)
 def nothing_stays_open() -> Iterator[None]:
     yield
-    assert slot.active is None
+    assert slot.session() is None
     assert verl_tool._capture is None
 
 
@@ -203,7 +203,7 @@ def test_verls_ranks_decide_who_is_captured(
     for rank in (0, 1):
         worker = Worker(config, rank)
         worker.start_profile(profile_step=2)
-        assert (slot.active is not None) == (rank in recorded)
+        assert (slot.session() is not None) == (rank in recorded)
         worker.stop_profile()
     assert sorted(stages(tmp_path)) == ([2] if recorded else [])
 

@@ -39,6 +39,13 @@ if TYPE_CHECKING:
 Mode: TypeAlias = Literal["continuous", "discrete"]
 Record: TypeAlias = Literal["off", "spans"]
 
+
+class UnnamedPath(str):
+    """The `save_path` of a configuration that names none. The flight recorder writes nothing there."""
+
+    __slots__ = ()
+
+
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
 
@@ -50,7 +57,7 @@ def _parse_path(value: object, field: str) -> str:
         local = f"/{url[2].lstrip('/')}" if url[1] == "file" else "outputs/profile"
         fix = f"write a local path ({local}); finish.command can copy each captured step to {path}"
         raise ConfigError(field, value, "a path in the file system, not a URL", fix)
-    return os.path.expanduser(path)
+    return path if isinstance(path, UnnamedPath) else os.path.expanduser(path)
 
 
 def _parse_tool(value: object, field: str) -> str:
@@ -118,18 +125,20 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
         "counters": parse_counters,
     }
 
-    save_path: str = "outputs/profile"
-    """The run's folder. `~` is expanded when the config is made. On Ray it must be absolute. Elsewhere a
-    relative path starts at the working directory at the call of `configure`, or at the first capture."""
+    save_path: str = UnnamedPath("outputs/profile")
+    """The run's folder. If it is not set, captures are written there, and the flight recorder writes nothing.
+    `~` is expanded when the config is made. On Ray it must be absolute. Elsewhere a relative path starts at
+    the working directory at the call of `configure`, or at the first capture."""
     steps: tuple[StepRange, ...] = ()
     """Steps that are captured. None by default."""
     tool: str = "torch"
     """The profiler that runs in each selected process: a name among the entry points `stepscope.backends`."""
     mode: Mode = "continuous"
     """`continuous`: one trace per process for the whole capture. `discrete`: one per stage."""
-    record: Record = "off"
+    record: Record = "spans"
     """`spans`: every process keeps the spans of the last steps in memory, and a trigger of `recorder` writes
-    them as steps. Without a trigger, one line per step is written."""
+    them as steps. Without a trigger, one line per step is written. Without `save_path`, nothing is written.
+    `off`: the duration of a step that is not captured is kept, and nothing else."""
     recorder: RecorderConfig = msgspec.field(default_factory=RecorderConfig)
     roles: dict[str, RoleConfig] = msgspec.field(default_factory=lambda: dict(DEFAULT_ROLES))
     """Role names or globs, first match wins; a role that none matches is not profiled."""
@@ -205,6 +214,11 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
         """Return all fields, defaults included, as JSON values; `from_mapping` reads back an equal config."""
         return {name: _plain(getattr(self, name)) for name in self.__struct_fields__}
 
+    @property
+    def names_folder(self) -> bool:
+        """True if `save_path` was set, and is not the default one."""
+        return not isinstance(self.save_path, UnnamedPath)
+
     def selects(self, step: int) -> bool:
         """Return whether `step` is one of the captured steps."""
         for steps in self.steps:  # noqa: SIM110  # every step of a run asks this: no generator
@@ -270,4 +284,6 @@ def _plain(value: object) -> object:
         return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, UnnamedPath):
+        return str(value)
     return [_plain(item) for item in value] if isinstance(value, tuple) else value

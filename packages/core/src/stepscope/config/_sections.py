@@ -197,7 +197,7 @@ class ControlConfig(Section, frozen=True, kw_only=True):
 
 
 class RecorderConfig(Section, frozen=True, kw_only=True):
-    """Settings of the flight recorder (`record: spans`): the steps that it keeps, and when it writes them."""
+    """Settings of the flight recorder: the steps that it keeps, and when it writes them."""
 
     _at: ClassVar[str] = "recorder"
     _parsers: ClassVar[Mapping[str, Parser]] = {"triggers": _parse_triggers}

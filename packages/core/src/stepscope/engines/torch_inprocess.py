@@ -40,7 +40,7 @@ _current: Recording | None = None
 
 
 def iteration() -> None:
-    """Count one engine iteration (forward pass) of this process. Costs 0.1 us while nothing is captured.
+    """Count one engine iteration (forward pass) of this process. Costs 0.1 us while nothing is recorded.
 
     Call it in a decode loop whose forward pass is not the call of one `torch.nn.Module`, if the loop has no
     access to the profiler because `RayRollout` made it.

@@ -34,7 +34,7 @@ class RecordedRun:
 
     def __init__(self, folder: Path) -> None:
         spans_alone = {"*": {"profiler": "off"}}
-        self.config = run.configure(save_path=str(folder), steps="every:1", roles=spans_alone)
+        self.config = run.configure(save_path=str(folder), steps="every:1", record="off", roles=spans_alone)
         self.layout = RunLayout(folder)
 
     def configure(self, **settings: Unpack[Settings]) -> ProfileConfig:

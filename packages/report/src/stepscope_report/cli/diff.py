@@ -120,7 +120,9 @@ def _more_steps(undecided: Sequence[Check]) -> str:
     text = "cannot tell: both no change and one beyond the limit are within the interval. "
     if any(check.source == "captured" for check in undecided):
         return (
-            text + "Set record: spans in both runs: then every step counts, and not the captured ones alone."
+            text
+            + "Set save_path, and not record: off, in both runs: then every step counts, not the captured "
+            "ones alone."
         )
     return text + "Let both runs take more steps, or raise the limit."
 

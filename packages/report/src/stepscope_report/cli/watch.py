@@ -46,14 +46,15 @@ def watch(
 ) -> None:
     """Show a run as it goes: the step that runs, the last ones, who is in which call, the trajectories.
 
-    For runs with `record: spans`, running or finished. It reads files and opens no port. End it with Ctrl-C.
+    For runs with a `save_path` and without `record: off`, running or finished. It reads files and opens no
+    port. End it with Ctrl-C.
     """
     if not run.is_dir():
         raise CommandError(no_run(run))
     layout = RunLayout(run)
     if not step_lines(layout):
         raise CommandError(
-            f"{run} has no line of a step yet. Fix: record: spans, in the run's configuration",
+            f"{run} has no line of a step yet. Fix: set save_path, and not record: off, in its configuration",
             Exit.INCOMPLETE,
         )
     if json:

@@ -49,7 +49,8 @@ def why(
 ) -> None:
     """Ask every process of a run what it does right now, and name the call that holds the others.
 
-    For runs with `record: spans`. If nobody answers, show the calls that the last step on disk never ended.
+    For runs with a `save_path` and without `record: off`. If nobody answers, show the calls that the last
+    step on disk never ended.
     """
     if not run.is_dir():
         raise CommandError(no_run(run))
@@ -226,4 +227,4 @@ def _fix(layout: RunLayout) -> str:
     is_on = bool(recorded_runs(layout.root)) if newest is None else newest.config.get("record") == "spans"
     if is_on:
         return "if it ended, look at the program's log; if not, its hosts may not share this folder"
-    return "record: spans, in the run's configuration; or look at the program's log"
+    return "set save_path, and not record: off, in the run's configuration; or look at the program's log"

@@ -75,7 +75,7 @@ def check_gate(a: GateSteps, b: GateSteps, limits: Sequence[Limit], seed: int = 
             "A" if other.values else "B",
             f"{len(one.values)} and {len(other.values)} steps",
             "captured steps on both sides, or recorded ones on both",
-            "capture a step of each, or set record: spans in both runs",
+            "capture a step of each, or set save_path, and not record: off, in both runs",
         )
     stages = sorted(a.stages() | b.stages())
     most = {stage: limit.most for limit in limits for stage in _matching(limit.stage, stages)}

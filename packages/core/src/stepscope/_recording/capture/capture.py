@@ -1,6 +1,6 @@
 """Captures: one step recorded in this process, its workers and its engines.
 
-For a step that is not selected, every method is a no-op.
+A step that is not selected is left to the flight recorder.
 """
 
 from __future__ import annotations

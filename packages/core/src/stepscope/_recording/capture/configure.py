@@ -74,7 +74,8 @@ def placed(config: ProfileConfig) -> ProfileConfig:
     if id(config) not in _placed:
         while len(_placed) >= _MOST_PLACED:  # a loop may make a configuration for each step
             del _placed[next(iter(_placed))]
-        absolute = msgspec.structs.replace(config, save_path=os.path.abspath(config.save_path))
+        path = type(config.save_path)(os.path.abspath(config.save_path))  # it stays one that nobody named
+        absolute = msgspec.structs.replace(config, save_path=path)
         _placed[id(config)] = _placed[id(absolute)] = config, absolute
     return _placed[id(config)][1]
 
@@ -104,7 +105,7 @@ def current() -> ProfileConfig:
         instrument(_configured)
         if not _configured.steps:
             failures.warn(
-                "stepscope: `steps` selects nothing, so this run records nothing before it is asked to "
+                "stepscope: `steps` selects nothing, so this run captures nothing before it is asked to "
                 "(`stepscope trigger`). "
                 'Set steps, for instance configure(steps=[2, "10:50:10"]) or STEPSCOPE_STEPS=2'
             )

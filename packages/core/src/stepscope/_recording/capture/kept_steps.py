@@ -79,7 +79,8 @@ def _start(asked: Asked) -> Recorder | None:
         failures.note("starting the flight recorder", error)
         return None
     recorder.config = asked.config
-    recorder.later(partial(run.record, asked.config, versions.versions))
+    if asked.config.names_folder:
+        recorder.later(partial(run.record, asked.config, versions.versions))
     return recorder
 
 

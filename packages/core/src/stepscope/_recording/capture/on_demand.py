@@ -87,6 +87,8 @@ class Listener:
             step=None,
         )
         self._written: Listening | None = None
+        self._is_silent = not config.names_folder and not config.steps
+        """True while nothing is written: nobody named the folder, or selected a step."""
         self._stop = threading.Event()
         self._poll_s = config.control.poll_seconds
         threading.Thread(target=self._poll, name="stepscope-requests", daemon=True).start()
@@ -222,9 +224,12 @@ class Listener:
 
     def _write(self, last: dict[str, Answer] | None = None, ended_ns: int | None = None) -> None:
         """Write the answers on the polling thread, because nothing is written while a step begins. The run's
-        folder is created if needed, because its files are the only sign of the run.
+        folder is created if needed, because its files are the only sign of the run; but not before a request,
+        if nobody named the folder or selected a step.
         """
         answers = self._answers if last is None else last
+        if self._is_silent and not answers:
+            return
         record = msgspec.structs.replace(
             self._itself, step=self._step, run_id=run.run_id(), answers=answers, ended_ns=ended_ns
         )
@@ -242,7 +247,8 @@ def _first_answer(request: Request) -> Answer:
     recorder = slot.recorder
     if recorder is None:
         return Answer(
-            state="refused", reason="this run keeps no steps. Fix: record: spans, in its configuration"
+            state="refused",
+            reason="this run keeps no steps. Fix: no record: off in its configuration",
         )
     steps = recorder.write_last(request.last)
     if not steps:

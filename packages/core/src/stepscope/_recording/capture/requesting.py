@@ -42,7 +42,7 @@ def request_capture(
         expires_s: Time after which the request is dropped if none of its steps has begun.
         save_path: The run's folder, or None for the folder in this process' configuration.
         next_run: True to make the request even if no run listens in that folder, for its next run.
-        last: Number of past steps to write from the flight recorder (`record: spans`), in place of a capture.
+        last: Number of past steps to write from the flight recorder, in place of a capture.
 
     Returns:
         The request's id; `stepscope trigger list RUN` shows the answers to it. With STEPSCOPE_DISABLE=1

@@ -16,7 +16,7 @@ import msgspec
 
 from stepscope._recording.counters.catalogue import openers
 from stepscope._recording.counters.sampler import Sampler
-from stepscope._recording.process import clock, failures, ray_connection
+from stepscope._recording.process import clock, failures, ray_connection, run, versions
 from stepscope._recording.process.work_queue import WorkQueue
 from stepscope._recording.recorder import step_lines
 from stepscope._recording.recorder.engine_queues import EngineQueues
@@ -108,6 +108,10 @@ def _calls(tasks: list[Any]) -> Iterator[RayCall]:
         )
 
 
+_IN_MEMORY = (
+    "stepscope: step %d fired the trigger %s (%s), and stays in memory: `save_path` is not set. "
+    "Fix: set it, to have such steps written; or record: off"
+)
 _LOOK_S = 0.2
 _RAY_S = 1.0
 """Longest wait for Ray's answer, and for the import of more of Ray."""
@@ -240,7 +244,7 @@ class Recorder:
             top_ns: Times of the step's top spans, by role and stage.
         """
         tokens = self.tokens.take()
-        if self.process.rank in (None, 0):
+        if self.process.rank in (None, 0) and self.config.names_folder:
             line = StepLine(
                 step=number,
                 start_ns=opened.wall_ns,
@@ -263,6 +267,9 @@ class Recorder:
             if not steps or not is_allowed:
                 return None
             self._fired[trigger] += 1
+            if not self.config.names_folder:
+                failures.warn(_IN_MEMORY, steps[-1].number, trigger, reason)
+                return None
             taken = self._take(steps)
         rank = self.process.rank
         of = "" if rank is None else f" of {self.process.role} rank {rank}"
@@ -318,7 +325,9 @@ class Recorder:
 
         A worker calls this when it is terminated in the middle of a call, because it knows no steps.
         """
-        if "signal" not in self.config.recorder.triggers or not self.log.open_spans():
+        if "signal" not in self.config.recorder.triggers or not self.config.names_folder:
+            return
+        if not self.log.open_spans():
             return
         order = Order(
             run_id=self.run_id,
@@ -383,14 +392,16 @@ class Recorder:
     # On the recorder's thread.
 
     def _write_line(self, step: RecordedStep, oldest_ns: int) -> None:
-        """Write the line of a step, and drop the spans that began before `oldest_ns`, the start of the oldest
-        step kept at its end.
+        """Write the line of a step if the run's folder was named. Drop the spans that began before
+        `oldest_ns`, the start of the oldest step kept at its end.
 
         The oldest step kept by now may have begun later, but an order that waits in the queue may still need
         older spans.
         """
-        line = step_lines.line_of(step, self._stages_of(step), self.sampler)
-        step_lines.append(self.layout.step_lines(self.run_id), line)
+        stages = self._stages_of(step)
+        if self.config.names_folder:
+            line = step_lines.line_of(step, stages, self.sampler)
+            step_lines.append(self.layout.step_lines(self.run_id), line)
         self.log.drop_before(oldest_ns)
 
     def _stages_of(self, step: RecordedStep) -> dict[str, float]:
@@ -400,6 +411,7 @@ class Recorder:
         return step.stages
 
     def _give_and_obey(self, order: Order, windows: Sequence[Window]) -> None:
+        run.record(self.config, versions.versions)
         if self.measure is not None and self.clocks and not self._is_hurried:
             self.clocks += self.measure()
         offsets = {clock.process: clock.offset_ns for clock in self.clocks}

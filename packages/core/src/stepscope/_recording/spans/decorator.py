@@ -1,5 +1,5 @@
-"""The decorator `profile_step`. It times a function during a capture; otherwise it only reads one slot per
-call.
+"""The decorator `profile_step`. It times a function while a capture or the flight recorder records; otherwise
+it only reads one slot per call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def profile_step(
 @overload
 def profile_step(role: F, *, stage: str | None = None, attrs: Attrs | None = None) -> F: ...
 def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs | None = None) -> object:
-    """Decorate a function: each of its calls becomes a span of the step that is being captured.
+    """Decorate a function: each of its calls becomes a span of the running step.
 
     `@profile_step("actor")`, `@profile_step(role="actor", stage="update")`, or `@profile_step` alone.
 
