@@ -50,6 +50,7 @@ TABLES = {
         "groups",
         "live",
         "near",
+        "holds",
         "plain",
         "opened",
         "scalars",

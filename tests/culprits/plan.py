@@ -16,7 +16,7 @@ from stepscope import configure
 
 SECONDS = 0.5
 """Time that a culprit takes, in steps that take half as long without it."""
-_WRITES = 150
+_MB4 = bytes(1 << 22)
 
 
 class Plan:
@@ -38,7 +38,7 @@ class Plan:
         self.steps = range(at + 3)
         self.step = 0
         self._took_ns = Counter[int]()
-        self._rows = list[list[int]]()
+        self._without_core_ns = Counter[int]()
 
     def configure(self) -> None:
         """Capture each planted step and the one before it, without profilers."""
@@ -52,6 +52,14 @@ class Plan:
         """Return whether the present step has the culprit."""
         return self.step in self.planted
 
+    def each(self) -> Iterator[int]:
+        """Yield the steps, and ask the kernel how long this process was without a core in each."""
+        for step in self.steps:
+            self.step = step
+            began_ns = _without_core_ns()
+            yield step
+            self._without_core_ns[step] = _without_core_ns() - began_ns
+
     @contextmanager
     def clocked(self) -> Iterator[None]:
         """Add the time of the block to what the culprit takes in this step."""
@@ -60,14 +68,25 @@ class Plan:
         self._took_ns[self.step] += time.perf_counter_ns() - began_ns
 
     def write(self) -> None:
-        """Write the culprit's time in each step. The process that has the culprit calls it."""
-        (self.folder / "planted.json").write_text(json.dumps(self._took_ns))
+        """Write what this process' own clock says of each step."""
+        times = {"planted": self._took_ns, "without a core": self._without_core_ns}
+        (self.folder / f"clock-{os.getpid()}.json").write_text(json.dumps(times))
 
 
-def planted_ns(folder: Path) -> dict[int, int]:
-    """Return {step: time of its culprit}. Empty if nothing was planted."""
-    path = folder / "planted.json"
-    return {int(step): ns for step, ns in json.loads(path.read_text()).items()} if path.exists() else {}
+def own_clock(folder: Path, what: str) -> Counter[int]:
+    """Return {step: the longest time of a process}, by the processes' own clocks.
+
+    Args:
+        what: `planted`, or `without a core`.
+    """
+    longest = Counter[int]()
+    for path in folder.glob("clock-*.json"):
+        longest |= Counter({int(step): ns for step, ns in json.loads(path.read_text())[what].items()})
+    return longest
+
+
+def _without_core_ns() -> int:
+    return int(Path("/proc/self/schedstat").read_text().split()[1])
 
 
 def sleep(seconds: float) -> None:
@@ -90,10 +109,11 @@ def collect() -> None:
         gc.collect()
 
 
-def write_file(path: Path, *, synced: bool) -> None:
-    """Write 600 kB. Synced, each write waits for the disk, as in a folder that is mounted so."""
-    flags = os.O_CREAT | os.O_WRONLY | (os.O_DSYNC if synced else 0)
-    file = os.open(path, flags)
-    for place in range(_WRITES):
-        os.pwrite(file, bytes(4096), place * 4096)
+def write_file(path: Path, *, slow: bool) -> None:
+    """Write 4 MB. If the folder is slow, each write waits for the disk, and it takes `SECONDS`."""
+    until_ns = time.perf_counter_ns() + SECONDS * 1e9
+    file = os.open(path, os.O_CREAT | os.O_WRONLY | (os.O_DSYNC if slow else 0))
+    os.pwrite(file, _MB4, 0)
+    while slow and time.perf_counter_ns() < until_ns:
+        os.pwrite(file, _MB4, 0)
     os.close(file)

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from stepscope import capture, flush, span
-from tests.culprits.plan import SECONDS, Plan, collect, hold, sleep
+from tests.culprits.plan import SECONDS, Plan, collect, hold, sleep, write_file
 
 RANKS = 4
 ALL = frozenset(range(RANKS))
@@ -34,12 +35,14 @@ class Plant(NamedTuple):
     act: Callable[[], None]
     tokens: int = TOKENS
     """Tokens of their mini-batches in a planted step."""
-    every: int = 0
-    """The step does it each so many steps, so that nothing is wrong; 0 for planted steps alone."""
 
 
 def wait(parts: int = 1) -> Callable[[], None]:
     return lambda: time.sleep(SECONDS / parts)
+
+
+def nothing() -> None:
+    pass
 
 
 PLANTS = {
@@ -47,6 +50,8 @@ PLANTS = {
     "slow data loader": Plant(ALL, "load_batch", wait()),
     "uneven batches": Plant(frozenset({3}), "forward", wait(BATCHES), tokens=6 * TOKENS),
     "garbage collector": Plant(frozenset({1}), "update", collect),
+    "slow shared folder": Plant(ALL, "save", nothing),
+    "checkpoint between steps": Plant(ALL, "between", wait()),
     "equal ranks": Plant(frozenset(), "", wait()),
 }
 
@@ -70,12 +75,11 @@ class Rank:
     def train(self) -> None:
         if self.plant.act is collect and self.mine:
             hold(500_000)
-        for step in self.plan.steps:
-            self.plan.step = step
+        for step in self.plan.each():
+            self.work("between", 0.01)
             with capture(step, role="actor"):
                 self.step()
-        if self.plant.ranks and self.rank == min(self.plant.ranks):
-            self.plan.write()
+        self.plan.write()
 
     def step(self) -> None:
         self.stage("load_batch", 0.03)
@@ -85,8 +89,16 @@ class Rank:
             with span("all_reduce", role="actor"):
                 dist.all_reduce(torch.ones(2))
         self.stage("update", 0.05)
+        with span("save", role="actor"):
+            self.save()
         with span("all_reduce_metrics", role="actor"):
             dist.all_reduce(torch.ones(2))
+
+    def save(self) -> None:
+        """Write into the run's folder. In a planted step it is slow: each write waits for the disk."""
+        slow = self.plant.place == "save" and self.mine
+        with self.plan.clocked() if slow else nullcontext():
+            write_file(self.plan.folder / f"shard-{self.rank}", slow=slow and self.plan.now)
 
 
 def main(folder: Path, culprit: str, runs: int) -> None:

@@ -33,7 +33,7 @@ def test_the_docs_list_each_kind() -> None:
     page = (Path(__file__).parents[3] / "docs" / "report.md").read_text()
     listed = page.partition("## The cause")[2].partition("\n## ")[0]
     items = listed[listed.index("\n* ") :]
-    words = set(re.findall("`([a-z-]+)`", items)) - {"await", "tokens"}
+    words = set(re.findall("`([a-z-]+)`", items)) - {"await", "tokens", "gc.freeze()"}
     assert words == set(get_args(CauseKind))
 
 
@@ -284,12 +284,18 @@ def test_what_no_stage_explains_is_said(tmp_path: Path) -> None:
     )
 
 
-def lines(folder: StepFolder, took_ms: int, stages: dict[str, float], number: int = 8) -> None:
+def lines(
+    folder: StepFolder,
+    took_ms: int,
+    stages: dict[str, float],
+    number: int = 8,
+    last_ms: int | None = None,
+) -> None:
     """The recorder's lines of steps before, and a first one that warms up."""
     step_lines = [
         StepLine(
-            step=step - number, start_ns=folder.opened_ns - (number - step) * 10**10, dur_ns=took_ms * MS,
-            stages=stages,
+            step=folder.step + step - number, start_ns=folder.opened_ns - (number - step) * 10**10,
+            dur_ns=(last_ms if last_ms and step == number - 1 else took_ms) * MS, stages=stages,
         )
         for step in range(number)
     ]  # fmt: skip
@@ -379,6 +385,34 @@ def test_a_collector_that_stops_the_process_that_the_step_waits_for_is_named(tmp
     close(folder, 1000 * MS)
     cause = cause_of(folder)
     assert (cause.kind, cause.ns) == ("gc", 300 * MS)
+
+
+@pytest.mark.parametrize(
+    ("counter", "kind"),
+    [
+        ("garbage collector", "gc"),
+        ("main thread in disk sleep", "slow-storage"),
+        ("main thread waits for a core", "slow-host"),
+    ],
+)
+def test_what_held_a_late_rank_is_its_cause(tmp_path: Path, counter: str, kind: str) -> None:
+    folder = ranks(tmp_path, 3, lambda rank: 280 if rank == 1 else 100)
+    held = {0: 0.0, 100 * MS: 5.0, **{ms * MS: 60.0 for ms in range(200, 1000, 100)}}
+    folder.processes[1].counter(counter, held, unit="%", kind="interval")
+    cause = cause_of(folder)
+    assert cause.process is not None
+    assert (cause.kind, cause.process.rank, cause.stage) == (kind, 1, "forward")
+    assert cause.ns == pytest.approx(540 * MS)
+
+
+def test_the_time_since_the_step_before_is_compared_with_that_between_others(tmp_path: Path) -> None:
+    folder = tools(tmp_path, step=8)
+    lines(folder, 9_990, {})
+    assert reported(folder).cause is None
+    lines(folder, 9_990, {}, last_ms=9_000)
+    cause = reported(folder).cause
+    assert cause is not None
+    assert (cause.kind, cause.took_ns, cause.usual_ns) == ("between-steps", 1_000 * MS, 10 * MS)
 
 
 @given(

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
 
 from stepscope.files.spans import PROFILING
-from stepscope_report.accounting import Label, clipped, union_ns
+from stepscope_report.accounting import Label, Pair, clipped, union_ns
 from stepscope_report.formatting import count, duration, middle
 from stepscope_report.spans import ToolNames, is_tool, replica_of, whole
 from stepscope_report.timeline import Timeline
@@ -32,6 +32,8 @@ CauseKind: TypeAlias = Literal[
     "queue",
     "weight-sync",
     "slow-stage",
+    "slow-storage",
+    "between-steps",
     "event-loop",
     "gc",
     "profiler",
@@ -75,6 +77,10 @@ class Suspect(NamedTuple):
     """The stage in which other ranks waited for the suspect, or None."""
     nodes: tuple[int, ...] = ()
     """The suspect's calls."""
+    spells: tuple[Pair, ...] = ()
+    """Stretches in which a rank that was late in no call was late."""
+    because: str = ""
+    """Words for the thing that held the process meanwhile, or empty."""
 
 
 class StepPath(NamedTuple):
@@ -146,6 +152,8 @@ class _Lineup:
         if not self._timeline.processes[span.process].aligned:
             return span.dur_ns or 0
         start_ns, end_ns = graph.start_ns[node], graph.end_ns[node]
+        if self._timeline.processes[span.process].owner:
+            start_ns = span.start_ns  # its own capture may have opened before the first one
         below = [*graph.kids.get(node, ())]
         below += (member for cluster in graph.clusters.get(node, ()) for member in cluster.members)
         pairs = [(graph.start_ns[kid], graph.end_ns[kid]) for kid in below]
@@ -191,7 +199,11 @@ class _Lineup:
         calls: dict[int, list[int]] = defaultdict(list)
         if graph.meetings:
             for node in sorted(range(len(spans)), key=lambda node: graph.end_ns[node]):
-                if graph.start_ns[node] < graph.end_ns[node] and not spans[node].waits:
+                counts = graph.start_ns[node] < graph.end_ns[node] or (
+                    self._timeline.processes[spans[node].process].owner
+                    and not self._timeline.leaves(spans[node])
+                )
+                if counts and not spans[node].waits:
                     calls[spans[node].process].append(node)
         at = Counter[int]()
         """{process: number of its calls that ended before the present meeting}."""
@@ -199,7 +211,7 @@ class _Lineup:
             stretches: dict[int, dict[Label, list[int]]] = {}
             for member in members:
                 process = spans[member].process
-                since_ns = met_ns.get(process, self._timeline.window.start_ns)
+                since_ns = met_ns.get(process, 0)
                 own, stretch = calls[process], defaultdict[Label, list[int]](list)
                 while at[process] < len(own) and graph.end_ns[own[at[process]]] <= graph.start_ns[member]:
                     node = own[at[process]]
@@ -214,7 +226,9 @@ class _Lineup:
                 met_ns[spans[member].process] = graph.end_ns[member]
         for (process, label, meeting), times in found.items():
             late_ns = sum(one.late_ns for one in times)
-            if late_ns * LEAST < self._window_ns:
+            took_ns, usual_ns = sum(one.took_ns for one in times), sum(one.usual_ns for one in times)
+            least = LEAST_OF_CALLS if label is None else LEAST
+            if late_ns * least < self._window_ns or (label is not None and took_ns * 4 < usual_ns * 5):
                 continue
             cuts = {node: ns for one in times for node, ns in one.cuts_ns.items()}
             sooner = {one.last: one.late_ns for one in times if label is None}
@@ -227,12 +241,15 @@ class _Lineup:
                 late_ns,
                 label,
                 process,
-                None if label is None else sum(one.took_ns for one in times),
-                None if label is None else sum(one.usual_ns for one in times),
+                None if label is None else took_ns,
+                None if label is None else usual_ns,
                 self._others(process, (spans[node].process for one in times for node in one.members)),
                 evidence=(self._say_met(first, len(times)),),
                 awaited_in=meeting,
                 nodes=tuple(cuts),
+                spells=tuple(
+                    (graph.start_ns[node] - late_ns, graph.start_ns[node]) for node, late_ns in sooner.items()
+                ),
             )
 
     def _lateness(
@@ -260,7 +277,10 @@ class _Lineup:
             label,
             took_ns,
             usual_ns[label],
-            {node: int(self._own_ns[node] * share) for node in own[label]},
+            {
+                node: min(int(self._own_ns[node] * share), graph.end_ns[node] - graph.start_ns[node])
+                for node in own[label]
+            },
             self._is_uneven(own[label], [stretches[other].get(label, ()) for other in others]),
         )
 

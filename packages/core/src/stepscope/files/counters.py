@@ -22,6 +22,8 @@ CounterScope: TypeAlias = Literal["process", "host"]
 
 EVENT_LOOP = "event loop late"
 GC = "garbage collector"
+CORE_WAIT = "main thread waits for a core"
+DISK_SLEEP = "main thread in disk sleep"
 GPU = "GPU utilisation"
 NPU = "NPU utilisation"
 KV_CACHE = "KV cache"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -54,11 +55,20 @@ def comparable(near: Sequence[UncapturedStep]) -> Sequence[UncapturedStep]:
     return apart if len(apart) >= ALONE else alike
 
 
+class Surroundings(NamedTuple):
+    """Steps of the loop around a captured one."""
+
+    uncaptured: tuple[UncapturedStep, ...]
+    """In the order of their starts."""
+    ended_ns: int | None
+    """The end of the step before, in unix ns; None if that is unknown."""
+
+
 def uncaptured_near(
     step: StepLayout, process: ProcessInfo, run_id: str, opened_ns: int, number: int
-) -> tuple[UncapturedStep, ...]:
+) -> Surroundings:
     """Return the uncaptured steps nearest to the capture that `process` opened at `opened_ns`, by start: some
-    of the kind of that step, and some of others.
+    of the kind of that step, and some of others; and the end of the step before it.
 
     Their file is in the run's folder, so a step's folder outside of a run has none. With the flight recorder,
     all steps of the run are known.
@@ -76,12 +86,15 @@ def uncaptured_near(
     took = {
         other.step: other.dur_ns for other in steps.values() if other.step != number and not other.warm_up
     }
+    ends = {other.step: other.start_ns + other.dur_ns for other in steps.values()}
+    ends |= {line.step: line.start_ns + line.dur_ns for line in lines}
     same = like(number, took, {line.step: line.stages for line in lines})
     by_distance = sorted(steps.values(), key=lambda other: abs(other.start_ns - opened_ns))
     alike = [other for other in by_distance if other.step in same][:COMPARED]
     others = [other for other in by_distance if other.step not in same][:COMPARED]
     marked = (msgspec.structs.replace(other, alike=False) for other in others)
-    return tuple(sorted((*alike, *marked), key=lambda other: other.start_ns))
+    near = tuple(sorted((*alike, *marked), key=lambda other: other.start_ns))
+    return Surroundings(near, ends.get(number - 1))
 
 
 def _of_recorder(lines: Sequence[StepLine]) -> Iterator[UncapturedStep]:

@@ -49,6 +49,8 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     between_ns: int | None
     """Median time from the end of one of these steps to the start of the next: data loading, evaluation, or
     the framework's own work. None if no two of them follow each other."""
+    between_p90_ns: int | None
+    """The 90th percentile of these times."""
     before_ns: int | None
     """Time from the end of the step before to the opening of this capture; None if that step is unknown."""
     cost_ns: int | None
@@ -70,9 +72,10 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
         for step in timeline.uncaptured
         if (step.first if recorder is None else step.step == timeline.step + 1) and step.start_ns >= end_ns
     )
-    whole = _whole(timeline)
+    whole, between = _whole(timeline), _between(timeline)
     return Baseline(
-        between_ns=between_near(timeline),
+        between_ns=middle(between) if between else None,
+        between_p90_ns=between[rank_of(90, len(between))] if between else None,
         before_ns=_before(timeline, breakdown),
         steps=tuple(step.step for step in used),
         alike=used[0].alike,
@@ -89,19 +92,23 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
 
 def between_near(timeline: Timeline) -> int | None:
     """Return the median time between two uncaptured steps near this one; None if no two follow each other."""
+    times = _between(timeline)
+    return middle(times) if times else None
+
+
+def _between(timeline: Timeline) -> list[int]:
+    """Return the times between two uncaptured steps near this one that follow each other, in order."""
     near = {step.step: step for step in timeline.uncaptured if step.step != timeline.step}
-    between = [
+    return sorted(
         max(0, near[number + 1].start_ns - step.start_ns - step.dur_ns)
         for number, step in near.items()
         if number + 1 in near and not step.warm_up
-    ]
-    return middle(between) if between else None
+    )
 
 
 def _before(timeline: Timeline, breakdown: Breakdown) -> int | None:
-    last = next((step for step in timeline.uncaptured if step.step == timeline.step - 1), None)
-    opened_ns = timeline.window.start_ns - breakdown.opening_ns
-    return None if last is None else max(0, opened_ns - last.start_ns - last.dur_ns)
+    opened_ns, ended_ns = timeline.window.start_ns - breakdown.opening_ns, timeline.previous_end_ns
+    return None if ended_ns is None else max(0, opened_ns - ended_ns)
 
 
 def _cost_ns(breakdown: Breakdown) -> int:

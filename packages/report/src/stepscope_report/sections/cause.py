@@ -12,6 +12,7 @@ from stepscope.files.counters import GC
 from stepscope.files.uncaptured import comparable
 from stepscope_report.accounting import Label
 from stepscope_report.formatting import count, duration, middle, numbers
+from stepscope_report.holds import Holds
 from stepscope_report.near import NearStep, is_longer, near_step, top_stages
 from stepscope_report.section import Section, Sources
 from stepscope_report.sections.baseline import BASELINE, Baseline
@@ -96,7 +97,7 @@ def explain(
     """
     window_ns = max(1, timeline.window.wall_ns)
     usual_ns, steps = _usual(timeline, baseline, near)
-    found = list(suspects)
+    found = [*suspects, *_between(window_ns, baseline)]
     if profiler_ns * LEAST_OF_CALLS >= window_ns:
         found.append(Suspect("profiler", profiler_ns, profiler_ns))
     if usual_ns is None:
@@ -104,10 +105,16 @@ def explain(
     excess_ns = window_ns - usual_ns
     if not is_longer(window_ns, usual_ns) or not _is_unusual(window_ns, baseline, near):
         return Explained(ranked(found), max(0, excess_ns), usual_ns, excess_ns, steps)
-    grown = list(_grown(path, near) if near else _grown_at_the_top(timeline, baseline))
+    holds = Holds(timeline)
+    grown = [
+        holds.reason(one) for one in (_grown(path, near) if near else _grown_at_the_top(timeline, baseline))
+    ]
     within = [] if near else found
     """Suspects within the step, unless captured neighbours could show them too."""
-    explained_ns = max([sum(one.longer_ns for one in grown), *(one.ns or 0 for one in within)])
+    host = holds.busy_host(path)
+    hosts = [host] if host is not None and host.longer_ns * 2 >= excess_ns else []
+    found += hosts
+    explained_ns = max([sum(one.longer_ns for one in grown), *(one.ns or 0 for one in (*within, *hosts))])
     found += [one for one in grown if not _is_known(one, found, within)]
     unexplained_ns = max(0, excess_ns - explained_ns)
     if unexplained_ns * 2 > excess_ns:
@@ -115,8 +122,19 @@ def explain(
     grows = {one.label for one in grown}
     ordered = ranked(found)
     if near:  # what is as long in its neighbours does not explain why this one is longer
-        ordered.sort(key=lambda one: one.kind not in ("unexplained", "profiler") and one.label not in grows)
+        ordered.sort(key=lambda one: one.label is not None and one.label not in grows)
     return Explained(ordered, unexplained_ns, usual_ns, excess_ns, steps)
+
+
+def _between(window_ns: int, baseline: Baseline | None) -> Iterator[Suspect]:
+    """Yield the time since the step before, if it is longer than between most other steps."""
+    if baseline is None or baseline.before_ns is None or not baseline.between_ns:
+        return
+    before_ns, usual_ns, most_ns = baseline.before_ns, baseline.between_ns, baseline.between_p90_ns or 0
+    longer_ns = before_ns - usual_ns
+    if longer_ns * 10 >= window_ns and is_longer(before_ns, most_ns):
+        beside = "between most others"
+        yield Suspect("between-steps", longer_ns, longer_ns, None, 0, before_ns, usual_ns, beside)
 
 
 def _usual(
@@ -137,11 +155,11 @@ def _is_unusual(window_ns: int, baseline: Baseline | None, near: Sequence[NearSt
 
 
 def _is_known(grown: Suspect, found: Sequence[Suspect], within: Sequence[Suspect]) -> bool:
-    """Return whether a grown stage is already a suspect, or a suspect within the step explains half of its
+    """Return whether a suspect of the same stage, or one within the step, explains half of a stage's
     growth.
     """
     half = any((one.ns or 0) * 2 >= grown.longer_ns for one in within)
-    return half or any(one.label == grown.label for one in found)
+    return half or any(one.label == grown.label and one.longer_ns * 2 >= grown.longer_ns for one in found)
 
 
 def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
@@ -183,7 +201,7 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
             call.trajectory,
             call.turn,
             (f"{duration(ns)} of the critical path, {duration(usual_ns)} in step {steps}",),
-            nodes=(node,),
+            nodes=tuple(on_path) or (node,),
         )
 
 
@@ -260,9 +278,15 @@ def _say_length(timeline: Timeline, explained: Explained) -> str:
 
 def _say(timeline: Timeline, suspect: Suspect) -> str:
     """Return the clause that names the slow part, the usual time and the place."""
+    if suspect.kind == "between-steps":
+        took, usual = duration(suspect.took_ns), duration(suspect.usual_ns)
+        return f"before it, {took} passed in no step ({usual} {suspect.beside})"
     if suspect.kind == "profiler":
         return f"profilers took {duration(suspect.ns)} of it"
-    if suspect.kind in ("gc", "event-loop") and suspect.process is not None:
+    if suspect.kind == "slow-host" and suspect.label is None and suspect.process is not None:
+        info = timeline.processes[suspect.process].info
+        return f"processes of host {info.host} had work and no free core for {duration(suspect.longer_ns)}"
+    if suspect.kind in ("gc", "event-loop") and suspect.process is not None and not suspect.because:
         name, longer = timeline.processes[suspect.process].name, duration(suspect.longer_ns)
         if suspect.kind == "gc":
             return f"Python's garbage collector stopped {name} for {longer}"
@@ -272,10 +296,11 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
         return f"no recorded stage explains {duration(suspect.ns)} of it"
     what, where = _what(timeline, suspect), _where(timeline, suspect)
     if suspect.took_ns is None:
-        return f"{what}{_waited(suspect)}"
+        return f"{what}{f': {suspect.because}' if suspect.because else ''}{_waited(suspect)}"
     usual = duration(suspect.usual_ns)
     beside = f"{usual} {suspect.beside}" if suspect.beside.startswith("in ") else f"{suspect.beside}: {usual}"
-    return f"{what} took {duration(suspect.took_ns)} ({beside}){where}{_waited(suspect)}"
+    because = f": {suspect.because}" if suspect.because else ""
+    return f"{what} took {duration(suspect.took_ns)} ({beside}){where}{because}{_waited(suspect)}"
 
 
 def _what(timeline: Timeline, suspect: Suspect) -> str:
@@ -330,10 +355,13 @@ def _explained(sources: Sources) -> Explained:
 def _suspects(sources: Sources) -> list[Suspect]:
     tail = sources.value_of(LONG_TAIL)
     slowed = tail is not None and tail.trajectories > 0 and tail.last_profiled == tail.last
-    found = suspects_of(sources.path, cut_processes(sources.timeline), tail=not slowed)
+    holds = Holds(sources.timeline)
+    found = map(holds.reason, suspects_of(sources.path, cut_processes(sources.timeline), tail=not slowed))
     stopped = list(_stopped(sources.path, sources.value_of(COUNTERS)))
     blockers = {one.label for one in stopped if one.label is not None}
-    return ranked([*stopped, *(one for one in found if one.label not in blockers)])
+    others = [one for one in found if one.label not in blockers]
+    held = {one.process for one in others if one.kind == "gc"}
+    return ranked([*(one for one in stopped if one.kind != "gc" or one.process not in held), *others])
 
 
 def _stopped(path: StepPath, counters: Counters | None) -> Iterator[Suspect]:

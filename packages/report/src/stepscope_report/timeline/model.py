@@ -234,6 +234,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Number of inference engines that the capture was given, recorded or not."""
     uncaptured: tuple[UncapturedStep, ...] = ()
     """Nearest recorded steps of the same loop that were not captured, in the order of their starts."""
+    previous_end_ns: int | None = None
+    """End of the step before, captured or not; None if that is unknown."""
     metrics: dict[str, float] = {}
     """Numbers that the trainer logged for the step, under its own names. Empty if it logged none here."""
     states: tuple[ProcessState, ...] = ()

@@ -354,19 +354,49 @@ class _Builder:
             for nodes in by_process.values():
                 nodes.sort(key=lambda node: self._start[node])
             turns = list(zip(*by_process.values(), strict=True))
-            if all(self._end_together(turn) for turn in turns):
-                yield from (turn for turn in turns if self._begin_apart(turn))
+            if self._meet([self._turn(nodes) for nodes in turns]):
+                yield from (nodes for nodes in turns if self._turn(nodes).begins_apart)
 
-    def _end_together(self, nodes: Sequence[int]) -> bool:
-        ends = [self._end[node] for node in nodes]
-        longest_ns = max(self._end[node] - self._start[node] for node in nodes)
-        overlap = max(self._start[node] for node in nodes) < min(ends)
-        return overlap and max(ends) - min(ends) <= max(_TOGETHER_NS, longest_ns // 50)
-
-    def _begin_apart(self, nodes: Sequence[int]) -> bool:
+    def _turn(self, nodes: Sequence[int]) -> _Turn:
         starts, ends = ([times[node] for node in nodes] for times in (self._start, self._end))
-        apart_ns, longest_ns = max(starts) - min(starts), max(ends) - min(starts)
-        return apart_ns >= max(4 * (max(ends) - min(ends)), _TOGETHER_NS, longest_ns // 50)
+        return _Turn(
+            max(starts) - min(starts),
+            max(ends) - min(ends),
+            max(ends) - min(starts),
+            max(starts) < min(ends),
+        )
+
+    def _meet(self, turns: Sequence[_Turn]) -> bool:
+        """Return whether the calls of a stage wait for each other: none ends before the last has begun, and
+        they end together.
+
+        On a busy host, each of them ends when it gets a core: they end together beside how far they began
+        apart.
+        """
+        apart_ns, spread_ns = sum(turn.apart_ns for turn in turns), sum(turn.spread_ns for turn in turns)
+        together = spread_ns * 10 <= apart_ns or all(turn.ends_together for turn in turns)
+        return together and all(turn.overlaps for turn in turns)
+
+
+class _Turn(NamedTuple):
+    """A call of one stage in each process."""
+
+    apart_ns: int
+    """Time from the first begin to the last one."""
+    spread_ns: int
+    """Time from the first end to the last one."""
+    whole_ns: int
+    """Time from the first begin to the last end."""
+    overlaps: bool
+    """True if none ends before the last has begun."""
+
+    @property
+    def ends_together(self) -> bool:
+        return self.spread_ns <= max(_TOGETHER_NS, self.whole_ns // 50)
+
+    @property
+    def begins_apart(self) -> bool:
+        return self.apart_ns >= max(4 * self.spread_ns, _TOGETHER_NS, self.whole_ns // 50)
 
 
 class _Running:

@@ -195,6 +195,7 @@ def _assemble(
     )
     spans = _spans(sources, records, [placed.place for placed in aligned], step)
     spans, marks = _apart(spans)
+    around = uncaptured_near(layout, sources[0].info, run_id, sources[0].opened.wall_ns, step)
     consumed = tuple(mark for mark in marks if mark.stage == CONSUME)
     return Timeline(
         step=step,
@@ -212,7 +213,8 @@ def _assemble(
         stalls=stalls_of(parts, processes),
         replicas=replicas_of(parts),
         metrics=metrics,
-        uncaptured=uncaptured_near(layout, sources[0].info, run_id, sources[0].opened.wall_ns, step),
+        uncaptured=around.uncaptured,
+        previous_end_ns=around.ended_ns,
     )
 
 

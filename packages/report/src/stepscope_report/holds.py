@@ -1,0 +1,94 @@
+"""Times in which something else than its own work held a process, by its counters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from stepscope.files.counters import CORE_WAIT, DISK_SLEEP, GC
+from stepscope_report.accounting import Pair, joined
+from stepscope_report.formatting import duration
+from stepscope_report.sections.counters import Piece, pieces_of
+from stepscope_report.suspects import CauseKind, StepPath, Suspect
+from stepscope_report.timeline import Timeline
+
+
+class _Hold(NamedTuple):
+    kind: CauseKind
+    says: str
+    """Words about a process, before the time that it was held for."""
+
+
+_HOLDS: Mapping[str, _Hold] = {
+    GC: _Hold("gc", "Python's garbage collector stopped it for"),
+    DISK_SLEEP: _Hold("slow-storage", "it waited for a disk or a shared folder for"),
+    CORE_WAIT: _Hold("slow-host", "it had work and no free core for"),
+}
+"""Counters in percent of the time in which something else than its work held a process."""
+_OF_MAIN_THREAD = frozenset({DISK_SLEEP, CORE_WAIT})
+_WORKS = frozenset({"late-rank", "slow-rank", "slow-replica", "slow-stage", "slow-tool", "weight-sync"})
+"""Kinds whose calls may have been held. Others say already why a call was long."""
+
+
+class Holds:
+    """The counters of a step that tell what held its processes."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._pieces: dict[tuple[int, str], list[Piece]] = {
+            (counter.process, counter.name): pieces_of(counter, timeline)
+            for counter in timeline.counters
+            if counter.name in _HOLDS and timeline.processes[counter.process].aligned
+        }
+
+    def ns(self, process: int, name: str, pairs: Iterable[Pair]) -> int:
+        """Return how long a counter held a process in these stretches."""
+        pieces = self._pieces.get((process, name), ())
+        held = 0.0
+        for start_ns, end_ns in joined(pairs):
+            for piece in pieces:
+                overlap_ns = min(end_ns, piece.end_ns) - max(start_ns, piece.start_ns)
+                held += piece.value * max(0, overlap_ns)
+        return round(held / 100)
+
+    def reason(self, suspect: Suspect) -> Suspect:
+        """Return the suspect with what held its process for longest, if all that held it explains half of its
+        excess.
+        """
+        if suspect.kind not in _WORKS:
+            return suspect
+        spans = self._timeline.spans
+        process = suspect.process
+        if process is None and suspect.nodes:
+            process = spans[suspect.nodes[0]].process
+        if process is None:
+            return suspect
+        own = [node for node in suspect.nodes if spans[node].process == process]
+        pid = self._timeline.processes[process].info.pid
+        held: dict[str, int] = {}
+        for name in _HOLDS:
+            main = name in _OF_MAIN_THREAD
+            pairs = [
+                (spans[node].start_ns, self._timeline.until_ns(spans[node]))
+                for node in own
+                if not main or spans[node].thread == pid
+            ]
+            held[name] = self.ns(process, name, [*pairs, *suspect.spells])
+        if sum(held.values()) * 2 < suspect.longer_ns:
+            return suspect
+        name = max(held, key=lambda name: held[name])
+        said = f"{_HOLDS[name].says} {duration(min(held[name], suspect.longer_ns))}"
+        return suspect._replace(kind=_HOLDS[name].kind, process=process, because=said)
+
+    def busy_host(self, path: StepPath) -> Suspect | None:
+        """Return the lack of cores on the critical path, or None if no process lacked one."""
+        pairs: dict[int, list[Pair]] = defaultdict(list)
+        for piece in path.pieces:
+            pairs[path.graph.process_of(piece.node)].append((piece.start_ns, piece.end_ns))
+        held = {process: self.ns(process, CORE_WAIT, own) for process, own in pairs.items()}
+        process = max(held, key=lambda process: held[process], default=None)
+        if process is None or not held[process]:
+            return None
+        ns = sum(held.values())
+        return Suspect("slow-host", ns, ns, process=process)
