@@ -26,7 +26,7 @@ from packages.report.tests.traces import (
 )
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report.timeline import Requests, load_step, load_traces
-from stepscope_report.timeline.activity import content_reader, event_names
+from stepscope_report.timeline.activity import event_names, nesting
 from stepscope_report.timeline.activity.content import TraceContent
 from stepscope_report.timeline.activity.content_reader import read_trace
 from stepscope_report.timeline.activity.event_names import iteration_of, work_of
@@ -50,6 +50,33 @@ def test_an_operators_own_time_is_without_those_below_it(tmp_path: Path) -> None
     }
     assert [o.name for o in content.operators][:2] == ["aten::mm", "aten::linear"]
     assert content.operators_us == 110
+
+
+def test_a_range_of_the_user_is_a_mark_whose_own_time_is_between_operators(tmp_path: Path) -> None:
+    def mark(name: str, start: float, dur: float) -> Any:
+        return event(name, "user_annotation", start, dur)
+
+    events = [mark("ProfilerStep#3", 0, 1000), mark("aten::mm", 10, 400), op("aten::mm", 20, 300),
+              op("ReluBackward0", 420, 30), mark("Optimizer.step#SGD.step", 500, 50),
+              mark("aten::to, seq = 3, op_id = 7", 900, 20), mark("ProfilerStep#4", 1000, 100),
+              event("layer", "gpu_user_annotation", 10, 500, pid=0)]  # fmt: skip
+    content = read(tmp_path, events)
+    assert {(o.name, o.outer): (o.count, o.total_us, o.self_us) for o in content.operators} == {
+        ("ProfilerStep*", True): (2, 1100, 600),
+        ("aten::mm", True): (1, 400, 100),
+        ("aten::mm", False): (1, 300, 300),
+        ("ReluBackward0", False): (1, 30, 30),
+        ("Optimizer.step#SGD.step", True): (1, 50, 50),
+        ("aten::to", False): (1, 20, 20),
+    }
+    assert content.operators_us == 350
+
+
+def test_marks_with_numbers_in_their_names_are_kept_together(tmp_path: Path) -> None:
+    events = [event(f"sample {number}", "user_annotation", number, 1) for number in range(nesting.KEPT + 10)]
+    content = read(tmp_path, events)
+    assert len(content.operators) == nesting.KEPT + 1
+    assert {o.name: o.count for o in content.operators}["other marks"] == 10
 
 
 def test_threads_do_not_nest_in_each_other(tmp_path: Path) -> None:
@@ -298,7 +325,7 @@ def test_operators_in_any_order_take_few_bytes_each_until_they_are_sorted() -> N
     count = 4 * CHUNK
     tracemalloc.start()
     try:
-        unordered = content_reader.Unordered()
+        unordered = nesting.Unordered()
         for at in range(count):
             unordered.add(float(count - at), 0.5, f"op {at % 7}")
         held, _ = tracemalloc.get_traced_memory()

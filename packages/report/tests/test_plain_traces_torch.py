@@ -50,6 +50,26 @@ def test_ranks_of_bare_torch_are_processes_of_one_step(recorded: list[bytes], tm
     assert "aten::mm" in operators
 
 
+def test_the_times_of_ranges_are_those_of_torchs_own_table(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(layer.parameters())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(3):
+            with torch.profiler.record_function("forward"):
+                loss = layer(torch.ones(8)).sum()
+            loss.backward()
+            optimizer.step()
+    profiler.export_chrome_trace(str(tmp_path / "rank0.json"))
+    ((held,),) = read_plain([tmp_path]).contents
+    marks = {operator.name: operator for operator in held.content.operators if operator.outer}
+    said = {row.key: row for row in profiler.key_averages() if row.key in marks}
+    assert said.keys() == marks.keys() == {"forward", "Optimizer.step#SGD.step"}
+    for name, mark in marks.items():
+        assert mark.count == said[name].count == 3
+        assert mark.total_us == pytest.approx(said[name].cpu_time_total, rel=0.01)
+        assert mark.self_us == pytest.approx(said[name].self_cpu_time_total, rel=0.01)
+
+
 def test_collectives_align_the_clocks_of_two_hosts(recorded: list[bytes], tmp_path: Path) -> None:
     skew_ns = 70 * MS
     ahead = _BASE.sub(lambda match: match[1] + b"%d" % (int(match[2]) + skew_ns), recorded[1])

@@ -25,6 +25,7 @@ from stepscope_report.sections.operators import (
     TRACES,
     TraceTables,
     device_lines,
+    marks_of,
     on_device,
     on_host,
     say_problem,
@@ -35,7 +36,7 @@ from stepscope_report.timeline.activity.traces import place_traces
 from stepscope_report.timeline.step.plain import PlainStep
 
 _SECTIONS: tuple[Section[Any], ...] = (ENGINES, THROUGHPUT, TRACES)
-_DEVICES, _OPERATORS, _TROUBLE = 5, 5, 8
+_DEVICES, _OPERATORS, _MARKS, _TROUBLE = 5, 5, 3, 8
 """Lines of each kind in a brief."""
 LEFT_OUT = (
     "Left out, because traces have no spans of stepscope: where the step went, calls, idle processes, "
@@ -62,7 +63,7 @@ class PlainReport(msgspec.Struct, frozen=True, kw_only=True):
 def _longest(traces: TraceTables) -> Iterator[str]:
     """Yield the operators and kernels with the longest own time, those of devices first."""
     rows = sorted(traces.operators, key=lambda row: -row.self_ns)
-    for row in (*on_device(rows)[:_OPERATORS], *on_host(rows)[:_OPERATORS]):
+    for row in (*on_device(rows)[:_OPERATORS], *on_host(rows)[:_OPERATORS], *marks_of(rows)[:_MARKS]):
         role = f"{row.role} " if len({other.role for other in rows}) > 1 else ""
         yield f"{role}{short(row.name)} ({row.kind}): {duration(row.self_ns)} in {count(row.count, 'call')}"
 

@@ -37,8 +37,8 @@ class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     name: str
     kind: OperatorKind
-    """Kind of the row. `cpu`: an operator. `mark`: a range named by a decorator or `record_function`, whose
-    own time is time between operators, in Python. The other kinds are work of devices."""
+    """Kind of the row. `cpu`: an operator. `mark`: a range named by `record_function`, NVTX or a decorator,
+    whose own time is time between operators, in Python. The other kinds are work of devices."""
     processes: int
     count: int
     self_ns: int
@@ -106,8 +106,8 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True):
 class TraceTables(msgspec.Struct, frozen=True, kw_only=True):
     traces: Table[TraceRow]
     operators: Table[OperatorRow]
-    """The operators by role, the longest own time first: of each role at most `TOP` operators and `TOP`
-    kernels."""
+    """The operators by role, the longest own time first: of each role at most `TOP` operators, `TOP` marks
+    and `TOP` kernels."""
     devices: Table[DeviceRow]
     stragglers: Table[StragglerRow]
     without_device: Table[NoDevice]
@@ -147,10 +147,10 @@ def operator_times(activities: Iterable[TraceActivity]) -> Table[OperatorRow]:
             times[role, kernel.work, kernel.name].append(took)
     rows = [_operator(key, parts) for key, parts in times.items()]
     rows.sort(key=lambda row: (row.role, -row.self_ns, row.name))
-    kept: dict[tuple[str, bool], int] = defaultdict(int)
+    kept: dict[tuple[str, str], int] = defaultdict(int)
     chosen = []
     for row in rows:
-        place = row.role, row.kind in ("cpu", "mark")
+        place = row.role, row.kind if row.kind in ("cpu", "mark") else "device"
         kept[place] += 1
         if kept[place] <= TOP:
             chosen.append(row)
@@ -303,9 +303,9 @@ def trace_blocks(traces: TraceTables | None, report: StepReport) -> Iterator[Blo
 
 
 def operators_by_role(traces: TraceTables) -> Mapping[str, Sequence[OperatorRow]]:
-    """Return the operators of each role: those of devices, then those of the host."""
+    """Return the operators of each role: those of devices, then those of the host, then marks."""
     roles = grouped(traces.operators, lambda row: row.role)
-    return {role: [*on_device(rows), *on_host(rows)] for role, rows in roles.items()}
+    return {role: [*on_device(rows), *on_host(rows), *marks_of(rows)] for role, rows in roles.items()}
 
 
 def on_device(rows: Sequence[OperatorRow]) -> list[OperatorRow]:
@@ -313,14 +313,18 @@ def on_device(rows: Sequence[OperatorRow]) -> list[OperatorRow]:
 
 
 def on_host(rows: Sequence[OperatorRow]) -> list[OperatorRow]:
-    return [row for row in rows if row.kind in ("cpu", "mark")]
+    return [row for row in rows if row.kind == "cpu"]
+
+
+def marks_of(rows: Sequence[OperatorRow]) -> list[OperatorRow]:
+    return [row for row in rows if row.kind == "mark"]
 
 
 def _operators(role: str, rows: Sequence[OperatorRow]) -> TextTable:
     columns = ("name", "kind", ">count", ">own time", ">total", ">mean", ">max")
-    shown = (*on_device(rows)[:SHOWN], *on_host(rows)[:SHOWN])
-    note = "Sums over calls and processes. mark: named by a decorator; its own time is Python, or waiting."
-    marks = any(row.kind == "mark" for row in rows)
+    marks = marks_of(rows)
+    shown = (*on_device(rows)[:SHOWN], *on_host(rows)[:SHOWN], *marks[:SHOWN])
+    note = "Sums over calls and processes. mark: a named range; its own time is Python, or waiting."
     cells = tuple(map(_said_operator, shown))
     return TextTable(f"Operators and kernels: {role}", columns, cells, note if marks else "")
 
@@ -466,8 +470,8 @@ def _note(traces: TraceTables) -> str:
     events = sum(row.events for row in traces.traces)
     return (
         f"From {count(len(traces.traces), 'trace')} with {events:,} events. Sums over calls and processes. "
-        "own time: without the operators below. mark: named by a decorator or record_function; its own time "
-        "is between operators, in Python or waiting."
+        "own time: without the operators below. mark: a range of record_function, NVTX or a "
+        "decorator; its own time is between operators, in Python or waiting."
     )
 
 

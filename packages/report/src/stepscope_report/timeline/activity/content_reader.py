@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from heapq import merge
 from itertools import chain
 from operator import or_
 from pathlib import Path
@@ -35,88 +34,19 @@ from stepscope_report.timeline.activity.content import (
 )
 from stepscope_report.timeline.activity.event_names import is_collective, iteration_of, work_of
 from stepscope_report.timeline.activity.flops import SHAPES, FlopCounter
-from stepscope_report.timeline.activity.intervals import CHUNK, Cover, Stretches, length, unpacked
+from stepscope_report.timeline.activity.intervals import Cover, Stretches, length, unpacked
+from stepscope_report.timeline.activity.nesting import (
+    NONE,
+    Nesting,
+    Unordered,
+    mark_key,
+    new_operator,
+    operator_key,
+)
 from stepscope_report.timeline.clocks.collectives import calls_in
 from stepscope_report.timeline.clocks.wall import FEW, MARGIN_US, NOT_NEAR, Hours, middle, wall_base
 from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
-
-KEPT = 4096
-"""Number of operators with different shapes that one trace keeps. Further shapes are counted together."""
-OTHERS = "other shapes"
-NONE = b"[]"
-"""Shapes of an operator without inputs."""
-_TEXT = 160
-"""Number of characters of shapes that are kept: an operator on a list of tensors has thousands."""
-_SEPARATOR = "\0"
-
-
-def operator_key(name: str, dims: bytes, known: Container[str], number: int) -> str:
-    """Return the key of an operator with inputs of these shapes.
-
-    Args:
-        dims: The shapes as the trace has them, in JSON.
-        known: The keys so far, of which there are `number`.
-    """
-    shapes = bytes(dims)
-    if shapes == NONE:
-        return name
-    text = shapes.decode(errors="replace")
-    key = f"{name}{_SEPARATOR}{text if len(text) <= _TEXT else f'{text[:_TEXT]} ...'}"
-    return key if number < KEPT or key in known else f"{name}{_SEPARATOR}{OTHERS}"
-
-
-def name_and_shapes(key: str) -> tuple[str, str]:
-    """Return the two parts of a key. Shapes are empty where the trace has none."""
-    name, _, shapes = key.partition(_SEPARATOR)
-    return name, shapes
-
-
-class Unordered:
-    """Operators that are added in any order and returned by their starts, in 20 bytes each."""
-
-    def __init__(self) -> None:
-        self._latest: list[tuple[float, float, str]] = []
-        self._chunks: list[tuple[array[float], array[float], array[int]]] = []
-        self._numbers: dict[str, int] = {}
-
-    def add(self, start: float, dur: float, key: str) -> None:
-        self._latest.append((start, -dur, key))
-        if len(self._latest) >= CHUNK:
-            self._pack()
-
-    def __iter__(self) -> Iterator[tuple[float, float, str]]:
-        """Yield (start, -duration, key). Of two with the same start, the longer one comes first."""
-        self._pack()
-        keys = list(self._numbers)
-        return merge(
-            *(
-                zip(starts, durs, map(keys.__getitem__, numbers), strict=True)
-                for starts, durs, numbers in self._chunks
-            )
-        )
-
-    def _pack(self) -> None:
-        starts, durs, numbers = array("d"), array("d"), array("I")
-        for start, minus_dur, key in sorted(self._latest):
-            starts.append(start)
-            durs.append(minus_dur)
-            numbers.append(self._numbers.setdefault(key, len(self._numbers)))
-        self._chunks.append((starts, durs, numbers))
-        self._latest.clear()
-
-
-class Nesting:
-    """Operators of one thread that have begun and are not known to have ended."""
-
-    __slots__ = ("last", "later", "open")
-
-    def __init__(self) -> None:
-        self.last = float("-inf")
-        self.open: list[tuple[float, Operator]] = []
-        self.later: Unordered | None = None
-        """All operators of the thread, if they must be sorted first."""
-
 
 _OPERATORS = frozenset({"cpu_op", "Operator", "operator"})
 DEVICE = frozenset(
@@ -310,11 +240,14 @@ class Reading:
                 self._memory(event.ts, event.args)
 
     def _operator(self, event: Complete) -> None:
-        start, thread = event.ts, (event.pid, event.tid)
         key = event.name
         if type(event) is _Shaped and event.args is not None:
-            self.flops.add(event.name, start, event.args.dims)
+            self.flops.add(event.name, event.ts, event.args.dims)
             key = operator_key(event.name, event.args.dims, self.operators, len(self.operators))
+        self._open(event, key)
+
+    def _open(self, event: Complete, key: str) -> None:
+        start, thread = event.ts, (event.pid, event.tid)
         if thread != self._thread:
             self._thread, self._nesting = thread, self._threads[thread]
         nesting = self._nesting
@@ -329,8 +262,7 @@ class Reading:
     def _nest(self, still: list[tuple[float, Operator]], key: str, start: float, dur: float) -> None:
         operator = self.operators.get(key)
         if operator is None:
-            name, shapes = name_and_shapes(key)
-            operator = self.operators[key] = Operator(name, shapes, outer="::" not in name)
+            operator = self.operators[key] = new_operator(key)
         operator.count += 1
         operator.total_us += dur
         if dur > operator.max_us:
@@ -342,9 +274,7 @@ class Reading:
         if still:
             above_end, above = still[-1]
             above.below_us += dur if end <= above_end else above_end - start
-            if above.outer:
-                self.operators_ran.add(start, end)
-        elif not operator.outer:
+        if not operator.outer and (not still or still[-1][1].outer):
             self.operators_ran.add(start, end)
         still.append((end, operator))
 
@@ -368,6 +298,9 @@ class Reading:
         iteration = iteration_of(event.name, event.ts, event.dur)
         if iteration is not None:
             self.iterations[event.cat, event.pid, event.tid].append(iteration)
+        elif event.cat != "gpu_user_annotation":  # which repeats a range, where its kernels ran
+            self.seen(event.ts, event.ts + event.dur)
+            self._open(event, mark_key(event.name, self.operators, len(self.operators)))
 
     def _memory(self, ts: float, args: _MemoryArgs) -> None:
         if args.allocated is None or args.kind is None:

@@ -108,6 +108,17 @@ def _of_sglang(name: str) -> Requests | None:
     return Requests(size, 0, None, mixed=True) if mode == "MIXED" else None
 
 
+_OF_TORCH = re.compile(r"\w*Backward\d*|Python(DispatchMode|Subclass)|AccumulateGrad|CopySlices|detach")
+"""Operators of torch itself whose names have no namespace."""
+
+
+def is_range(name: str) -> bool:
+    """Return whether what a trace calls an operator is a range of the program: `_RecordFunctionFast`, and all
+    ranges before torch 1.12, are written like operators.
+    """
+    return "::" not in name and _OF_TORCH.fullmatch(name) is None
+
+
 def is_collective(name: str) -> bool:
     """Return whether an annotation is a collective on the CPU: `gloo:all_reduce`, start to end."""
     return _COLLECTIVE.match(name) is not None
