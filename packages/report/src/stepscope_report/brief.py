@@ -20,7 +20,7 @@ from stepscope_report.formatting import count, duration, moment, percent_of, per
 from stepscope_report.model import StepReport
 from stepscope_report.sections.advice import savings, say_change
 from stepscope_report.sections.baseline import say_beside, say_usual
-from stepscope_report.sections.breakdown import Line, waiting
+from stepscope_report.sections.breakdown import Line, remark
 from stepscope_report.sections.engines import PHASES, Engine, engine_times, shares_of
 from stepscope_report.sections.health import (
     say_again,
@@ -181,7 +181,7 @@ def _stages(report: StepReport, most: int) -> Iterator[str]:
     lines = list(zip(breakdown.lines, shares, strict=True))
     stages = [entry for entry in lines if entry[0].kind == "stage" and entry[0].wall_ns]
     for line, share in stages[:most]:
-        yield f"{share} % {line.role} {line.stage}{waiting(line)}: {duration(line.wall_ns)}, {_alone(line)}"
+        yield f"{share} % {line.role} {line.stage}{remark(line)}: {duration(line.wall_ns)}, {_alone(line)}"
     if rest := stages[most:]:
         wall_ns = sum(line.wall_ns for line, _ in rest)
         share = percent_of(wall_ns, breakdown.window_ns)

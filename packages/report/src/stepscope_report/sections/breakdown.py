@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
+from stepscope.files.spans import SERVED
 from stepscope_report.accounting import Label, Shares
 from stepscope_report.block import Block, TextTable
 from stepscope_report.charts.gantt import draw_gantt
@@ -55,6 +56,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     behind them."""
     waits: bool = False
     """True if the stage waits and does no work; it is billed only while no work runs."""
+    outside_engine: bool = False
+    """True if the phases of a request are below the stage. Its own time is then transport and event loop."""
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +111,12 @@ def step_breakdown(timeline: Timeline) -> Breakdown:
     )
     works = {label_of(span) for span in timeline.spans if not span.waits}
     waits = {label_of(span) for span in timeline.spans if span.waits} - works
-    stages = [_stage(label, shares, waits=label in waits) for label in labels]
+    calls = {
+        label_of(timeline.spans[span.parent])
+        for span in timeline.spans
+        if span.stage in SERVED and span.parent is not None
+    }
+    stages = [_stage(label, shares, label in waits, label in calls) for label in labels]
     return Breakdown(
         total_ns=opening_ns + window.wall_ns + closing_ns,
         stalled_ns=stalled_ns,
@@ -147,7 +155,7 @@ def _name_transfers(stretches: Iterable[Stretch], work: Work, shares: Shares) ->
     return sum_up(unnamed)
 
 
-def _stage(label: Label, shares: Shares, *, waits: bool) -> Line:
+def _stage(label: Label, shares: Shares, waits: bool, outside_engine: bool) -> Line:
     return Line(
         kind="stage",
         role=label[0],
@@ -156,6 +164,7 @@ def _stage(label: Label, shares: Shares, *, waits: bool) -> Line:
         alone_ns=shares.alone_ns[label],
         active_ns=shares.active_ns[label],
         waits=waits,
+        outside_engine=outside_engine,
     )
 
 
@@ -208,6 +217,7 @@ def account_table(breakdown: Breakdown, between_ns: int | None = None) -> TextTa
     if between_ns is not None:
         rows.append(("", BETWEEN, duration(between_ns), "", "", ""))
     note = "alone: not shared with other stages. active: how long it went on at all, billed to it or not."
+    note += _say_calls(breakdown, before="\n")
     beside_ns = breakdown.opening_ns + breakdown.closing_ns
     if beside_ns:
         rows.append(("", BESIDE, duration(beside_ns), "", "", ""))
@@ -221,7 +231,7 @@ def account_table(breakdown: Breakdown, between_ns: int | None = None) -> TextTa
 def _account_row(line: Line, share: str) -> tuple[str, ...]:
     if line.kind != "stage":
         return "", line.kind, duration(line.wall_ns), share, "", ""
-    name, times = (line.stage or "") + waiting(line), (line.alone_ns, line.active_ns)
+    name, times = (line.stage or "") + remark(line), (line.alone_ns, line.active_ns)
     return line.role or "", name, duration(line.wall_ns), share, *map(duration, times)
 
 
@@ -283,9 +293,15 @@ def say_outside(breakdown: Breakdown) -> str:
     )
 
 
-def waiting(line: Line) -> str:
-    """Return the mark behind the name of a stage that waits."""
-    return " (waiting)" if line.waits else ""
+def remark(line: Line) -> str:
+    """Return what stands behind the name of a stage that waits, or that is the call of an engine."""
+    return " (waiting)" if line.waits else " (outside the engine)" if line.outside_engine else ""
+
+
+def _say_calls(breakdown: Breakdown, before: str) -> str:
+    small = smaller_stages(breakdown)
+    shown = any(line.outside_engine and line not in small for line in breakdown.lines)
+    return f"{before}outside the engine: transport of requests, and the event loop." if shown else ""
 
 
 def say_left_out(breakdown: Breakdown) -> str:
@@ -358,7 +374,7 @@ def account_bars(breakdown: Breakdown, colours: Colours, between_ns: int | None 
 def _row(line: Line, share: str, longest_ns: int, colours: Colours) -> Sequence[str | Html]:
     if line.kind == "stage":
         label = (line.role or "", line.stage or "")
-        kind, name = colours.of(label), " ".join(label) + waiting(line)
+        kind, name = colours.of(label), " ".join(label) + remark(line)
         times = (duration(line.alone_ns), duration(line.active_ns))
     else:
         kind, name, times = line.kind, line.kind, ("", "")
@@ -382,6 +398,7 @@ def _note(breakdown: Breakdown) -> str:
         "alone: not shared with other stages. active: how long it went on at all, billed to it or not. "
         "unaccounted: no span ran anywhere."
     )
+    note += _say_calls(breakdown, before=" ")
     if any(line.kind == "profiler" for line in breakdown.lines):
         note += " profiler: profilers inside the step."
     if breakdown.opening_ns or breakdown.closing_ns:
