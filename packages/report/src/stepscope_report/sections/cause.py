@@ -267,13 +267,14 @@ def _other(timeline: Timeline, suspect: Suspect, names: ToolNames) -> OtherCause
 
 
 def _say_length(timeline: Timeline, explained: Explained) -> str:
-    """Return `1.16 s, 853 ms longer than usual`, or `1.16 s (usual: 1.15 s)`."""
+    """Return `1.16 s, 853 ms longer than usual`, or `1.16 s (usual: 1.15 s)`. One step is not the usual."""
     took = duration(timeline.window.wall_ns)
     if explained.usual_ns is None or explained.excess_ns is None:
         return took
+    usual = "usual" if len(explained.steps) != 1 else f"step {explained.steps[0]}"
     if is_longer(timeline.window.wall_ns, explained.usual_ns):
-        return f"{took}, {duration(explained.excess_ns)} longer than usual"
-    return f"{took} (usual: {duration(explained.usual_ns)})"
+        return f"{took}, {duration(explained.excess_ns)} longer than {usual}"
+    return f"{took} ({usual}: {duration(explained.usual_ns)})"
 
 
 def _say(timeline: Timeline, suspect: Suspect) -> str:
