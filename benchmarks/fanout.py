@@ -25,8 +25,7 @@ import ray
 from _measure import Measured, header, interleaved, parser, table, verdict
 
 from stepscope import ProfileConfig
-from stepscope._recording.fanout.fleet import WorkerOutcome
-from stepscope._recording.fanout.messages import StartRequest, StopRequest
+from stepscope._recording.fanout.messages import StartRequest, StopRequest, WorkerOutcome
 from stepscope._recording.fanout.ray_fleet import RayFleet, fleet_of
 from stepscope._recording.fanout.ray_worker import Worker
 

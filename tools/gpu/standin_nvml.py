@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from stepscope._recording.counters import nvml
+from stepscope._recording.counters import devices
 from tools.gpu.standin_smi import VALUES
 
 
@@ -48,5 +48,5 @@ def library() -> Any:
 @contextmanager
 def standing_in() -> Iterator[None]:
     """Put the stand-in into the place of the package, and let its driver seem to be there."""
-    with patch.dict(sys.modules, {"pynvml": library()}), patch.object(nvml, "DRIVER", __file__):
+    with patch.dict(sys.modules, {"pynvml": library()}), patch.object(devices, "DRIVER", __file__):
         yield

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 
 from packages.core.tests.compiled import compiled, run_with
-from stepscope._recording.counters import catalogue
-from stepscope._recording.counters import nvml as nvml_module
-from stepscope._recording.counters.allocators import allocators
-from stepscope._recording.counters.nvml import nvidia_gpus
+from stepscope._recording.counters import catalogue, devices
+from stepscope._recording.counters.devices import nvidia_gpus
+from stepscope._recording.counters.process_load import allocators
 from stepscope._recording.counters.sampler import AbsentError
 from stepscope._recording.process import hardware
 from tests.downloads import wheel
@@ -52,7 +51,7 @@ const char *nvmlErrorString(int result) { return "made up"; }
 """
 SAMPLE_NVML = """
 import json
-from stepscope._recording.counters import nvml
+from stepscope._recording.counters import devices as nvml
 nvml.DRIVER = "/proc/self/stat"
 sources = list(nvml.nvidia_gpus())
 print(json.dumps([{source.name: dict(source.sample()) for source in sources} for _ in range(2)]))
@@ -129,7 +128,7 @@ class FakeNvml:
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand for NVIDIA's driver."""
     (tmp_path / "version").touch()
-    monkeypatch.setattr(nvml_module, "DRIVER", str(tmp_path / "version"))
+    monkeypatch.setattr(devices, "DRIVER", str(tmp_path / "version"))
 
 
 def test_the_fake_has_the_functions_of_nvidias_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +182,7 @@ def test_a_library_that_refuses_is_a_reason(driver: None, monkeypatch: pytest.Mo
 
 
 def test_without_the_driver_nothing_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(nvml_module, "DRIVER", str(tmp_path / "nothing"))
+    monkeypatch.setattr(devices, "DRIVER", str(tmp_path / "nothing"))
     assert list(nvidia_gpus()) == []
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from stepscope import ProfileConfig, capture, span
+from stepscope._recording.counters import devices
 from stepscope._recording.counters import log as log_module
-from stepscope._recording.counters import nvml as nvml_module
 from stepscope._recording.counters.sampler import Sampler
 from stepscope._recording.process import clock
 from stepscope.backends.counters import CounterSource
@@ -153,16 +153,16 @@ def test_a_killed_process_leaves_its_counters_but_for_the_last_second(tmp_path: 
 def test_a_machine_without_a_library_says_so_in_the_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvml_module, "DRIVER", "/proc/self/stat")
+    monkeypatch.setattr(devices, "DRIVER", "/proc/self/stat")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with capture(1, config=config(tmp_path)), span("update"):
         work(0.05)
     item = entry(tmp_path)
     assert item.state == "ok", "a counter that a machine lacks is no problem"
-    assert [note.endswith(f": {nvml_module.MISSING}") for note in item.notes] == [True]
+    assert [note.endswith(f": {devices.MISSING}") for note in item.notes] == [True]
     end = file_of(tmp_path).end
     assert end is not None
-    assert end.absent == {"NVIDIA GPUs": nvml_module.MISSING}
+    assert end.absent == {"NVIDIA GPUs": devices.MISSING}
 
 
 @pytest.mark.slow

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from stepscope import ProfileConfig, capture, span
-from stepscope._recording.counters.garbage import garbage
 from stepscope._recording.counters.host_load import HostClaim, HostCpu
-from stepscope._recording.counters.process_load import OpenFiles, ProcessCpu, ProcessMemory
+from stepscope._recording.counters.process_load import OpenFiles, ProcessCpu, ProcessMemory, garbage
 from stepscope.files.counters import EVENT_LOOP
 from stepscope_report.event_loops import late_loops
 from stepscope_report.timeline import Counter, load_step

@@ -28,9 +28,8 @@ from stepscope import ProfileConfig, capture, prepare, profile_step
 from stepscope._recording.capture import omissions
 from stepscope._recording.capture.capture import Capture
 from stepscope._recording.fanout import ray_worker
-from stepscope._recording.fanout.fleet import WorkerOutcome
 from stepscope._recording.fanout.in_actor import start_here
-from stepscope._recording.fanout.messages import StartRequest, StopRequest
+from stepscope._recording.fanout.messages import StartRequest, StopRequest, WorkerOutcome
 from stepscope._recording.fanout.ray_fleet import RayFleet, fleet_of, load_fleet
 from stepscope._recording.fanout.ray_worker import Worker
 from stepscope._recording.process import failures

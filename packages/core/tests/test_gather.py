@@ -26,7 +26,7 @@ from stepscope._recording.capture import on_demand
 from stepscope._recording.capture.files import CapturedFiles
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.fanout import fetch
-from stepscope._recording.fanout.fleet import WorkerOutcome
+from stepscope._recording.fanout.messages import WorkerOutcome
 from stepscope._recording.fanout.participants import Participants
 from stepscope._recording.output import exporter
 from stepscope._recording.recorder import baseline

@@ -11,7 +11,7 @@ import pytest
 from stepscope import ProfileConfig, capture, flush, prepare, span
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.process import failures, identity
-from stepscope._recording.session import libraries, session
+from stepscope._recording.session import selection, session
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.manifest.records import Expectation
 from stepscope.testing.fake_backend import FakeBackend
@@ -29,7 +29,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     made = FakeBackend()
     for user in ("session.session", "fanout.worker_side"):
         monkeypatch.setattr(f"stepscope._recording.{user}.load_backend", lambda name, config: made)
-    monkeypatch.setattr(libraries, "LIBRARY", {})
+    monkeypatch.setattr(selection, "LIBRARY", {})
     return made
 
 

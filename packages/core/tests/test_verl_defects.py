@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, profile_step, span
-from stepscope._recording.session import libraries, session
+from stepscope._recording.session import selection, session
 from stepscope._recording.spans import slot
 from stepscope.backends import Backend, load_backend
 from stepscope.backends.process_lock import PROCESS_LOCK
@@ -31,7 +31,7 @@ from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBackend]:
     made = FakeBackend()
     monkeypatch.setattr(session, "load_backend", lambda name, config: made)
-    monkeypatch.setattr(libraries, "LIBRARY", {})
+    monkeypatch.setattr(selection, "LIBRARY", {})
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     yield made
     assert PROCESS_LOCK.holder is None

@@ -21,7 +21,7 @@ import pytest
 import stepscope
 from stepscope import ProfileConfig, capture, prepare, profile_step, span
 from stepscope._recording.fanout import worker_side
-from stepscope._recording.session import libraries, session
+from stepscope._recording.session import selection, session
 from stepscope._recording.spans import scopes, slot
 from stepscope.backends import Window
 from stepscope.backends.process_lock import PROCESS_LOCK
@@ -39,7 +39,7 @@ Configure: TypeAlias = "Callable[..., ProfileConfig]"
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBackend]:
     made = FakeBackend()
     monkeypatch.setattr(session, "load_backend", lambda name, config: made)
-    monkeypatch.setattr(libraries, "LIBRARY", {})
+    monkeypatch.setattr(selection, "LIBRARY", {})
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     yield made
     assert PROCESS_LOCK.holder is None

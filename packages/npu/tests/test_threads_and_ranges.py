@@ -11,7 +11,7 @@ import pytest
 
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope_npu import _operators, _recordings
-from stepscope_npu._mstx import Ranges
+from stepscope_npu._window import Ranges
 
 
 class Mstx:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from packages.report.tests.steps import close, printed
-from stepscope.backends.cuda_memory.summary import LISTED, summarise
+from stepscope.backends.cuda_memory.backend import LISTED, summarise
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY, MemorySummary
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar

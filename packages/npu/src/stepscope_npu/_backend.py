@@ -5,6 +5,8 @@ No NPU has run it so far: docs/npu.md lists the runs over stand-ins, and the way
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
@@ -13,13 +15,76 @@ from pathlib import Path
 
 from stepscope.backends import PendingArtifact, SpanInfo, Window
 from stepscope.backends.threaded.threaded_window import HeldWindow, Late, about, title
-from stepscope.backends.threaded.window_thread import thread_for_window
+from stepscope.backends.threaded.window_thread import run_on, thread_for_window
+from stepscope.backends.torch import foreign_sessions
 from stepscope.config import ProfileConfig
-from stepscope.errors import BackendError, ours
+from stepscope.errors import BackendError, ProfilerBusyError, ours
 from stepscope.files.layout import RunLayout
-from stepscope_npu import _analysis, _disk, _operators, _process, _versions
+from stepscope_npu import _analysis, _disk, _operators, _recordings, _versions, _window
 from stepscope_npu._options import Options, resolve
+from stepscope_npu._versions import TorchNpu
 from stepscope_npu._window import NpuWindow, Recorded
+
+_hooking = threading.RLock()
+_hooked = False
+
+
+def hook(torch_npu: TorchNpu) -> None:
+    """Install the hooks before the first recording of this process."""
+    global _hooked
+    with _hooking:
+        if _hooked:
+            return
+        _hooked = True
+        foreign_sessions.watch(partial(_before_another_of_torch, torch_npu))
+        _recordings.watch(torch_npu, partial(_before_another_of_torch_npu, torch_npu))
+        os.register_at_fork(after_in_child=_in_child)
+        # Without a stop, everything is lost. Registered after torch_npu's own handler, so it runs before it.
+        atexit.register(_at_exit)
+
+
+def _before_another_of_torch(torch_npu: TorchNpu) -> None:
+    _before_another(torch_npu, "torch.profiler")
+
+
+def _before_another_of_torch_npu(torch_npu: TorchNpu) -> None:
+    if _before_another(torch_npu, "torch_npu.profiler"):
+        _recordings.keep_open_for_theirs(torch_npu)
+
+
+def _before_another(torch_npu: TorchNpu, profiler: str) -> bool:
+    """End the open window, because other code starts a profiler in this process. Return whether a window was
+    open.
+    """
+    window = _window.NpuWindow.current
+    if window is not None:
+        _end(window, profiler)
+    _operators.leave(torch_npu)
+    return window is not None
+
+
+def _end(window: _window.NpuWindow, profiler: str) -> None:
+    thread = threading.current_thread().name
+    task = run_on(window.thread, partial(window.end, f"other code started {profiler} on thread {thread}"))
+    if not task.done:
+        task.cancel()
+        raise ProfilerBusyError(
+            f"{profiler} cannot start on thread {thread}: {window.name} is being recorded on "
+            f"{window.thread.name}, which does not answer. Fix: profile outside of captures"
+        )
+
+
+def _at_exit() -> None:
+    """End an open window. A later stop() still gets its recording."""
+    window = _window.NpuWindow.current
+    if window is not None:
+        run_on(window.thread, window.end)
+
+
+def _in_child() -> None:
+    _window.forget()
+    _operators.forget()
+
 
 _NOTHING = nullcontext()
 
@@ -44,7 +109,7 @@ class NpuBackend:
 
     def prepare(self) -> None:
         """Inspect the installed torch_npu, and hook it once."""
-        _process.hook(self._options().torch_npu)
+        hook(self._options().torch_npu)
 
     def start(self, window: Window) -> None:
         self._held.refuse_second()
@@ -90,7 +155,7 @@ class NpuBackend:
     def _make(self, window: Window) -> NpuWindow:
         thread = thread_for_window(all_threads=False)
         options = self._options()
-        _process.hook(options.torch_npu)
+        hook(options.torch_npu)
         return NpuWindow(
             title("NPU recording", window),
             thread,

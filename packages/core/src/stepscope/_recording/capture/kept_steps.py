@@ -11,9 +11,8 @@ from socket import gethostname
 
 from stepscope._recording.capture.asked import Asked
 from stepscope._recording.capture.readiness import STARTING_S
-from stepscope._recording.fanout.fleet import WorkerOutcome
 from stepscope._recording.fanout.given_engines import profilers_of
-from stepscope._recording.fanout.messages import PrepareRequest
+from stepscope._recording.fanout.messages import PrepareRequest, WorkerOutcome
 from stepscope._recording.fanout.participants import Participants
 from stepscope._recording.process import failures, private_loop, run, versions
 from stepscope._recording.process.failures import describe

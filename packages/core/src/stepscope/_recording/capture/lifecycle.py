@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from stepscope._recording.capture import conclusion, configure
 from stepscope._recording.capture.asked import Asked, Closing
-from stepscope._recording.capture.opening import is_for_the_user, refusal
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.capture.work import CaptureWork
 from stepscope._recording.fanout.participants import Participants
@@ -112,7 +111,7 @@ class Lifecycle:
         try:
             other = claim.take()
             if other is not None:
-                raise CaptureOpenError(refusal(asked.step, other))
+                raise CaptureOpenError(_refusal(asked.step, other))
             participants = None
             if asked.workers is not None or asked.engines is not None:
                 participants = Participants(asked.workers, asked.engines, checked=True)
@@ -156,7 +155,7 @@ class Lifecycle:
         conclusion.tell_asker(self._asked, reason)
         if self._asked.config.instrument:
             no_step.failed(error, self._asked.config)
-        if is_for_the_user(error, self._asked):
+        if _is_for_the_user(error, self._asked):
             raise error
         failures.note("opening a capture", error)
 
@@ -254,3 +253,26 @@ async def _aresult(work: Coroutine[Any, Any, T]) -> T:
         opened_on.reset(loop)
     await job.ended()
     return job.result()
+
+
+def _refusal(step: int, other: Claim) -> str:
+    """Return the reason why a capture of `step` may not open while another claim holds this process."""
+    state = None if other.taker is None else other.taker.state
+    if state is None:
+        return (
+            f"this process is recorded as a worker in a capture of step {other.step}. "
+            "Fix: open captures in one place, the driver"
+        )
+    return (
+        f"a capture of step {other.step} is {state} in this process, and profilers are process-wide. "
+        f"Fix: close it before opening step {step}"
+    )
+
+
+def _is_for_the_user(error: BaseException, asked: Asked) -> bool:
+    """Return whether an error of opening is raised to the user: a wrong argument, or an exception of the
+    user's own.
+
+    Internal failures, disk errors, and a wrong configuration from a request do not stop a run.
+    """
+    return isinstance(error, CaptureError) or is_users(error)

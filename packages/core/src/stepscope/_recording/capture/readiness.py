@@ -9,8 +9,7 @@ import msgspec
 
 from stepscope._recording.capture import configure, omissions
 from stepscope._recording.fanout.engines import check_capture, warn_of_long_stops
-from stepscope._recording.fanout.fleet import WorkerOutcome
-from stepscope._recording.fanout.messages import PrepareAnswer, PrepareRequest
+from stepscope._recording.fanout.messages import PrepareAnswer, PrepareRequest, WorkerOutcome
 from stepscope._recording.fanout.participants import Participants
 from stepscope._recording.fanout.worker_side import prepare_worker
 from stepscope._recording.process import failures, identity, private_loop, run

@@ -11,18 +11,19 @@ failed.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from stepscope._recording.after import pipeline
-from stepscope._recording.capture import conclusion, on_demand
+from stepscope._recording.capture import conclusion, omissions, on_demand
 from stepscope._recording.capture.asked import Asked, Closing
 from stepscope._recording.capture.files import CapturedFiles
-from stepscope._recording.capture.opening import make_session
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.fanout.messages import StopRequest
 from stepscope._recording.fanout.participants import Participants
 from stepscope._recording.process import failures, run, versions
+from stepscope._recording.process.identity import identify
 from stepscope._recording.session.claims import Claim
 from stepscope._recording.session.session import Session
 from stepscope.errors import ours
@@ -59,7 +60,7 @@ class CaptureWork:
 
     async def begin(self) -> Session:
         """Make the session, and open its files."""
-        session = make_session(self._asked, self._participants, self._began_ns)
+        session = _make_session(self._asked, self._participants, self._began_ns)
         self._files, self.session = CapturedFiles(session, self._participants), session
         self.result = CaptureResult(self._asked.step, self._files)
         session.open_files()
@@ -160,6 +161,29 @@ class CaptureWork:
         if self._manifest is not None and self._files is not None:
             pipeline.hand_over(self._files, self.result, session)
             conclusion.tell_summary(session, self._files, self._manifest)
+
+
+def _make_session(asked: Asked, participants: Participants | None, began_ns: int) -> Session:
+    """Return the session of this process, joined with the sessions of the other participants."""
+    session = Session(
+        config=asked.config,
+        step=asked.step,
+        process=identify(asked.role, rank=asked.rank),
+        roles=(asked.role,),
+        run_id=run.run_id(),
+        capture_id=os.urandom(8).hex(),
+        owner=True,
+        began_ns=began_ns,
+        opened_by=asked.opened_by,
+        on_artifact=pipeline.artifact_done,
+    )
+    if participants is not None:
+        participants.join(session)
+    if not asked.names_workers:
+        omissions.enter_missing_workers(
+            session.manifest_part, engines=asked.engines is not None, opened_by=asked.opened_by
+        )
+    return session
 
 
 def _noted(error: BaseException) -> BaseException | None:

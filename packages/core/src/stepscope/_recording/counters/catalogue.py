@@ -7,13 +7,10 @@ from collections.abc import Iterable
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, get_args
 
-from stepscope._recording.counters.allocators import allocators
+from stepscope._recording.counters.devices import nvidia_gpus
 from stepscope._recording.counters.event_loops import EventLoops
-from stepscope._recording.counters.garbage import garbage
-from stepscope._recording.counters.host_load import HostClaim, host_load
-from stepscope._recording.counters.nvml import nvidia_gpus
-from stepscope._recording.counters.process_load import process_load
-from stepscope._recording.counters.ray_store import ray_store
+from stepscope._recording.counters.host_load import HostClaim, host_load, ray_store
+from stepscope._recording.counters.process_load import allocators, garbage, process_load
 from stepscope._recording.counters.sampler import AbsentError, Opener
 from stepscope._recording.process.failures import describe
 from stepscope._recording.spans.maker import SpanMaker

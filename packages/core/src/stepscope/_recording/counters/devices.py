@@ -1,12 +1,22 @@
-"""Counters of the host's devices, each a query of a vendor's library."""
+"""Counters of the host's devices, each a query of a vendor's library. NPUs are read in `dcmi`.
+
+NVIDIA GPUs are read by NVML (the package nvidia-ml-py, whose module is `pynvml`). NVML makes no CUDA context.
+It sees every GPU of the host or container, whatever CUDA_VISIBLE_DEVICES says, by the numbers that
+`nvidia-smi` shows. Never run on hardware: tests use the functions and constants of the package with
+values of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, Generic, TypeVar
 
+from stepscope._recording.counters.sampler import AbsentError
 from stepscope.backends.counters import CounterSource
-from stepscope.files.counters import CounterKind, CounterScope
+from stepscope.files.counters import GPU, GPU_MEMORY, CounterKind, CounterScope
 
 Handle = TypeVar("Handle")
 
@@ -47,3 +57,78 @@ class DeviceCounter(CounterSource, Generic[Handle]):
             except self._error:
                 del self._devices[name]
         return values
+
+
+DRIVER = "/proc/driver/nvidia/version"
+MISSING = "nvidia-ml-py is not installed. Fix: pip install 'stepscope[counters]'"
+
+
+class _Utilisation(DeviceCounter[Any]):
+    """The utilisation of GPUs, which is the first counter. Closing it shuts NVML down for all counters."""
+
+    def __init__(self, nvml: Any, handles: Mapping[str, Any]) -> None:
+        self._nvml, self._pid = nvml, os.getpid()
+        # NVML's own figure is an average over the last 1/6 to 1 s.
+        super().__init__(
+            GPU, "%", lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu, handles,
+            error=nvml.NVMLError, interval_s=0.2, kind="interval",
+        )  # fmt: skip
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:  # NVML does not outlive a fork
+            with suppress(self._error):
+                self._nvml.nvmlShutdown()
+
+
+def nvidia_gpus() -> Iterator[CounterSource]:
+    """Yield the counters of this host's GPUs. Yields nothing if NVIDIA's driver is not loaded.
+
+    Raises:
+        AbsentError: the package is not installed, or NVML cannot be used.
+    """
+    if not os.path.exists(DRIVER):
+        return
+    try:
+        nvml = import_module("pynvml")
+    except ImportError:
+        raise AbsentError(MISSING) from None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        raise AbsentError(f"NVML cannot be used: {error}") from None
+    try:
+        handles = {
+            f"GPU {index}": nvml.nvmlDeviceGetHandleByIndex(index)
+            for index in range(nvml.nvmlDeviceGetCount())
+        }
+    except nvml.NVMLError as error:
+        nvml.nvmlShutdown()
+        raise AbsentError(f"NVML lists no GPUs: {error}") from None
+    yield from _counters(nvml, handles)
+
+
+def _counters(nvml: Any, handles: Mapping[str, Any]) -> Iterator[CounterSource]:
+    yield _Utilisation(nvml, handles)
+    queries: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
+        (GPU_MEMORY, "B", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
+        ("GPU power", "W", lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
+        ("GPU SM clock", "MHz", lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
+        ("GPU throttled", "", _throttle_query(nvml)),
+    )
+    for name, unit, query in queries:
+        yield DeviceCounter(name, unit, query, handles, error=nvml.NVMLError)
+
+
+def _throttle_query(nvml: Any) -> Callable[[Any], float]:
+    """Return a query that gives 1 while the GPU is slowed by heat, power, or the board's brake, else 0.
+
+    NVIDIA renamed the function and its bits from "throttle reasons" to "event reasons" in driver 535.
+    """
+    slow = (
+        nvml.nvmlClocksThrottleReasonSwPowerCap
+        | nvml.nvmlClocksThrottleReasonHwSlowdown
+        | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
+        | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
+        | nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+    )
+    return lambda gpu: float(bool(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu) & slow))

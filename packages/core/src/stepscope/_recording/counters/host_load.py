@@ -1,4 +1,4 @@
-"""CPU load of the host, and the choice of the one process that samples the counters of a host."""
+"""CPU load of the host, use of Ray's object store, and the choice of the one process that samples a host."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from zlib import crc32
 
+from stepscope._recording.process import ray_connection
 from stepscope.backends.counters import CounterSource
 from stepscope.errors import ours
 from stepscope.files.counters import CounterKind, CounterScope
@@ -77,3 +78,30 @@ class HostClaim:
         if held is not None:
             with suppress(OSError):
                 held.close()
+
+
+_STORE = "object_store_memory"
+"""Ray's name of the resource. Its available amount follows the bytes that objects occupy within about a
+second."""
+
+
+class ObjectStore(CounterSource):
+    """Bytes that objects occupy in the shared memory of all nodes."""
+
+    name = "Ray object store"
+    unit = "B"
+    interval_s = 2.0  # two calls to the cluster's head
+
+    def sample(self) -> Mapping[str, float]:
+        ray = ray_connection.connected()
+        if ray is None:
+            return {}
+        whole = ray.cluster_resources().get(_STORE)
+        if whole is None:
+            return {}
+        return {"": max(0.0, whole - ray.available_resources().get(_STORE, 0.0))}
+
+
+def ray_store() -> Iterator[CounterSource]:
+    """Yield the source. It has no values in a process that is not connected to a cluster."""
+    yield ObjectStore()

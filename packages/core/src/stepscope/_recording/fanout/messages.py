@@ -1,11 +1,14 @@
-"""Requests to the workers of a capture, and their answers."""
+"""Requests to the workers of a capture, their answers, and the outcomes of the calls."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import msgspec
 
 from stepscope.config import ProfileConfig
-from stepscope.files.manifest.records import Ending
+from stepscope.files.clock import ClockOffset
+from stepscope.files.manifest.records import Ending, State
 from stepscope.files.sidecar import ProcessInfo
 
 
@@ -69,3 +72,25 @@ class PrepareAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A line for each configured thing that no process has."""
     recorder: ProcessInfo | None = None
     """The worker's identity, if its flight recorder records; else None."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerOutcome:
+    """Outcome of one call to one worker."""
+
+    name: str
+    """The name in messages: `actor[3]`, with the actor id."""
+    state: State
+    """`ok`, or the state that the manifest records for a worker that failed."""
+    reason: str | None = None
+    late: bool = False
+    """True if the failure is that no answer came before the deadline: the worker may be busy or starting."""
+    process: str | None = None
+    """`ProcessInfo.key` of the worker, or None if it has not answered yet."""
+    clock: ClockOffset | None = None
+    roles: tuple[str, ...] = ()
+    """Result of `prepare`: the roles whose work the worker does."""
+    warnings: tuple[str, ...] = ()
+    """Result of `prepare`: lines on configured things that no process has."""
+    apart: bool = False
+    """Result of `start`: True if the worker writes to a folder that this process does not see."""

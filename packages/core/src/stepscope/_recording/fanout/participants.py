@@ -10,9 +10,8 @@ from typing import TypeVar
 from stepscope._recording.after import pipeline
 from stepscope._recording.fanout.engines import EngineGroup
 from stepscope._recording.fanout.fetch import Home
-from stepscope._recording.fanout.fleet import WorkerOutcome
 from stepscope._recording.fanout.given_engines import profilers_of
-from stepscope._recording.fanout.messages import StartRequest, StopRequest
+from stepscope._recording.fanout.messages import StartRequest, StopRequest, WorkerOutcome
 from stepscope._recording.fanout.ray_fleet import load_fleet
 from stepscope._recording.output.manifest_part import ManifestPart
 from stepscope._recording.process import failures

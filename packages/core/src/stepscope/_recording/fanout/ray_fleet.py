@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from stepscope._recording.fanout.fetch import Home
-from stepscope._recording.fanout.fleet import WorkerOutcome, not_workers
-from stepscope._recording.fanout.messages import PrepareRequest, StartRequest, StopRequest
+from stepscope._recording.fanout.messages import PrepareRequest, StartRequest, StopRequest, WorkerOutcome
 from stepscope._recording.fanout.ray_worker import Worker
 from stepscope.errors import ConfigError
 
@@ -41,8 +40,8 @@ def load_fleet(workers: object, engine_workers: Mapping[int, Sequence[object]] |
         return fleet
     if isinstance(workers, Mapping) and workers:
         role, group = next(iter(workers.items()))
-        raise not_workers(group, role)
-    raise not_workers(workers, None)
+        raise _not_workers(group, role)
+    raise _not_workers(workers, None)
 
 
 def fleet_of(
@@ -71,7 +70,7 @@ def fleet_of(
     members: dict[str, Worker] = {}
     for role, handles in actors.items():
         if not handles:
-            raise not_workers(groups[role], role)
+            raise _not_workers(groups[role], role)
         for position, handle in enumerate(handles):
             worker = Worker(handle, None if role is None else str(role), position, len(handles))
             members.setdefault(worker.actor_id, worker)
@@ -89,15 +88,20 @@ def fleet_of(
 
 
 class RayFleet:
-    """The Ray actors of one capture. See `Fleet`."""
+    """The Ray actors of one capture."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers = workers
 
     async def prepare(self, request: PrepareRequest, deadline_s: float) -> list[WorkerOutcome]:
+        """Pay the profiler's one-off costs on all workers at once; `failed` where it cannot work."""
         return await asyncio.gather(*(worker.prepare(request, deadline_s) for worker in self.workers))
 
     async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
+        """Open the capture on all workers at once. Return their outcomes; a worker's failure never raises.
+
+        If this is cancelled, workers that were asked to start are stopped before the cancellation is raised.
+        """
         try:
             return await asyncio.gather(*(worker.start(request, deadline_s) for worker in self.workers))
         except BaseException:
@@ -107,16 +111,25 @@ class RayFleet:
             raise
 
     async def stop(self, request: StopRequest, deadline_s: float) -> list[WorkerOutcome]:
+        """Close the capture at once on all workers that began, or may have begun. Return their outcomes."""
         asked = [worker for worker in self.workers if worker.begun is not None or worker.in_doubt]
         return await asyncio.gather(*(worker.stop(request, deadline_s) for worker in asked))
 
     async def drain(self, timeout_s: float) -> list[WorkerOutcome]:
+        """Wait until the workers have written their files. An outcome is `failed`, with the unfinished files,
+        at the deadline.
+        """
         begun = [worker for worker in self.workers if worker.begun is not None]
         return await asyncio.gather(*(worker.drain(timeout_s) for worker in begun))
 
     async def gather(
         self, capture_id: str, engine_files: dict[str, list[str]], home: Home, left_s: Callable[[], float]
     ) -> list[WorkerOutcome]:
+        """Fetch the files of the workers that are apart, until `left_s` returns 0. Return their outcomes.
+
+        Args:
+            engine_files: {host: paths in the step's folder} of files that engines wrote there.
+        """
         apart = [worker for worker in self.workers if worker.begun is not None and worker.begun.apart]
         files = dict(engine_files)  # the first worker on an engine's host also sends the engine's files
         asked = [(worker, files.pop(worker.host, [])) for worker in apart]
@@ -125,6 +138,9 @@ class RayFleet:
         )
 
     def release(self, capture_id: str) -> None:
+        """Tell the workers, without waiting, that all files of the capture are here, so that they need not
+        keep them.
+        """
         for worker in self.workers:
             if worker.begun is not None and worker.begun.apart:
                 worker.release(capture_id)
@@ -163,3 +179,25 @@ def _refuse_oneself(members: Mapping[str, Worker]) -> None:
             "other actors than the one that opens the capture: it would wait for itself",
             "leave it out; the process that opens a capture is always recorded",
         )
+
+
+def _not_workers(group: object, role: object) -> ConfigError:
+    """Return the error for a value that is not a worker, given as `capture(workers=group)` or {role:
+    group}.
+    """
+    is_empty = group is None or (isinstance(group, Sized) and not len(group))
+    item = group[0] if isinstance(group, Sequence) and group else group
+    kind = type(item).__qualname__
+    fix = "pass the Ray actor handles of the workers; pip install 'stepscope[ray]' if Ray is missing"
+    if isinstance(item, type):
+        kind, fix = item.__qualname__, f"pass what {item.__name__}.remote(...) returned, not the class"
+    elif kind.startswith("ActorClass("):
+        fix = f"pass what {kind[11:-1]}.remote(...) returned, not the class"
+    elif is_empty:
+        fix = "leave it out"
+    return ConfigError(
+        "capture(workers=)" if role is None else f"capture(workers=)[{role!r}]",
+        group if is_empty or isinstance(group, str) else kind if item is group else f"a list of {kind}",
+        "a Ray actor handle, a sequence of them in rank order, {number: handle}, or {role: any of these}",
+        fix,
+    )

@@ -14,8 +14,13 @@ import msgspec
 
 from stepscope._recording.fanout import fetch, in_actor
 from stepscope._recording.fanout.fetch import Home, Remote
-from stepscope._recording.fanout.fleet import WorkerOutcome
-from stepscope._recording.fanout.messages import PrepareRequest, StartRequest, StopRequest, WorkerRequest
+from stepscope._recording.fanout.messages import (
+    PrepareRequest,
+    StartRequest,
+    StopRequest,
+    WorkerOutcome,
+    WorkerRequest,
+)
 from stepscope.engines.actor_call import ActorGoneError, ActorLine, present
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError

@@ -29,8 +29,7 @@ from stepscope._recording.process.identity import identify
 from stepscope._recording.recorder import standing
 from stepscope._recording.session import activation, oom
 from stepscope._recording.session.claims import Claim
-from stepscope._recording.session.libraries import library_loaded
-from stepscope._recording.session.selection import decide_process, may_record, missing_ranks
+from stepscope._recording.session.selection import decide_process, library_loaded, may_record, missing_ranks
 from stepscope._recording.session.session import Session
 from stepscope._recording.spans import slot, wrapping
 from stepscope.backends import load_backend

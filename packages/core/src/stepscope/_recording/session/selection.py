@@ -1,12 +1,31 @@
-"""Decision whether a profiler records a process, with the reason. Pure: it depends only on the arguments."""
+"""Decision whether a profiler records a process, with the reason.
+
+The decision depends only on its arguments. `library_loaded` tells whether the tool would find anything.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.files.sidecar import ProcessInfo
+
+LIBRARY = {"torch": "torch", "cuda_memory": "torch", "npu": "torch_npu"}
+"""{tool: library that a process must have imported for the tool to record anything in it}."""
+
+
+def library_loaded(tool: str) -> bool:
+    """Return whether this process has imported the library whose work `tool` records. True for `npu` with
+    torch but without an installed torch_npu, because the backend reports that error.
+    """
+    if tool not in LIBRARY or LIBRARY[tool] in sys.modules:
+        return True
+    if tool != "npu" or "torch" not in sys.modules:
+        return False
+    return find_spec("torch_npu") is None
 
 
 class Decision(NamedTuple):

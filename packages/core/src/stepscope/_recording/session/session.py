@@ -28,8 +28,8 @@ from stepscope._recording.process import clock, failures, run, shutdown
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.hardware import read_hardware
 from stepscope._recording.session import budget, selection
-from stepscope._recording.session.libraries import LIBRARY, library_loaded
 from stepscope._recording.session.profiler_windows import OnArtifact, Windows
+from stepscope._recording.session.selection import LIBRARY, library_loaded
 from stepscope._recording.spans import redaction
 from stepscope._recording.spans.log import SpanLog, span_cost_ns
 from stepscope._recording.spans.span import mark, mark_consumed
