@@ -111,11 +111,12 @@ def step_breakdown(timeline: Timeline) -> Breakdown:
     )
     works = {label_of(span) for span in timeline.spans if not span.waits}
     waits = {label_of(span) for span in timeline.spans if span.waits} - works
-    calls = {
-        label_of(timeline.spans[span.parent])
+    above = (
+        timeline.spans[span.parent]
         for span in timeline.spans
         if span.stage in SERVED and span.parent is not None
-    }
+    )
+    calls = {label_of(span) for span in above if span.stage.startswith("generate")}
     stages = [_stage(label, shares, label in waits, label in calls) for label in labels]
     return Breakdown(
         total_ns=opening_ns + window.wall_ns + closing_ns,
