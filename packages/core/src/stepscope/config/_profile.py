@@ -92,6 +92,7 @@ class Settings(TypedDict, total=False):
     mode: Mode
     record: Record
     recorder: RecorderConfig | Mapping[str, object]
+    collectives: bool
     roles: Mapping[str, RoleConfig | Mapping[str, object]]
     redact: str | Iterable[str]
     instrument: Iterable[InstrumentConfig | Mapping[str, object] | str]
@@ -140,6 +141,8 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     them as steps. Without a trigger, one line per step is written. Without `save_path`, nothing is written.
     `off`: the duration of a step that is not captured is kept, and nothing else."""
     recorder: RecorderConfig = msgspec.field(default_factory=RecorderConfig)
+    collectives: bool = True
+    """Calls of torch.distributed's collectives, and waits for them, are spans."""
     roles: dict[str, RoleConfig] = msgspec.field(default_factory=lambda: dict(DEFAULT_ROLES))
     """Role names or globs, first match wins; a role that none matches is not profiled."""
     redact: tuple[str, ...] = ()

@@ -29,6 +29,11 @@ WAIT = "wait"
 """Attribute of a span that only waits: `true`."""
 WAITING = frozenset({"queue", "wait"})
 """Stages that wait even without that attribute."""
+GROUP, SEQUENCE = "group", "sequence"
+"""Attributes of a collective's span: the name of its process group, and its number in that group, the
+same in all ranks."""
+ISSUED_NS = "issued_ns"
+"""Attribute of the span of a wait: the time since the collective that it waits for was issued."""
 REPLICA = "replica"
 """The attribute of a span that is work of an inference replica: its number among those of its role."""
 SERVED = frozenset({"prefill", "decode"})

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from stepscope.files.spans import GROUP, ISSUED_NS, SEQUENCE
 from stepscope_report.accounting import Label, Pair, joined
 from stepscope_report.timeline.model import ROLLOUT, Process, Span, Timeline
 from stepscope_report.timeline.step.tree import cut_cycles, requests
@@ -336,15 +337,25 @@ class _Builder:
     def _meetings(self) -> Iterator[tuple[int, ...]]:
         """Yield the calls that end together in all processes that run their stage, and begin apart.
 
-        Such calls end in a collective. Only stages whose calls all do so count, and only calls without calls
-        below them. Requests of a rollout end together when they are aborted, so they do not count. Neither do
-        calls without an end.
+        Such calls end in a collective. Collectives on record are told apart by group and number. Of other
+        calls, only stages whose calls all do so count, and only calls without calls below them. Requests of a
+        rollout end together when they are aborted, so they do not count. Neither do calls without an end.
         """
         calls: dict[Label, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        collectives: dict[tuple[object, ...], dict[int, int]] = defaultdict(dict)
         for node, span in enumerate(self._spans):
             leaf = node not in self._kids and node not in self._clusters
-            if self._caller[node] != NOBODY and leaf and span.role not in ROLLOUT:
+            if self._caller[node] == NOBODY or not leaf:
+                continue
+            key = _collective_of(span)
+            if key is not None and span.end_ns is not None:
+                collectives[key][span.process] = node
+            elif key is None and span.role not in ROLLOUT:
                 calls[_label(span)][span.process].append(node)
+        for ranks in collectives.values():
+            turn = self._turn(members := tuple(ranks.values()))
+            if turn.overlaps and turn.begins_apart:
+                yield members
         for by_process in calls.values():
             numbers = {len(nodes) for nodes in by_process.values()}
             if len(by_process) < 2 or len(numbers) > 1:
@@ -423,6 +434,16 @@ def _end_ns(process: Process, window_ns: int) -> int:
     """Return the end of a process' root: of an owner that ends after the first one, its own closing."""
     closed_ns = process.closed_ns if process.owner and process.aligned else None
     return max(closed_ns or 0, window_ns)
+
+
+def _collective_of(span: Span) -> tuple[object, ...] | None:
+    """Return the role, name, group and number of the collective that a span is, or None if it is none, or was
+    issued before the span begins.
+    """
+    attrs = span.attrs or {}
+    if SEQUENCE not in attrs or ISSUED_NS in attrs:
+        return None
+    return span.role, span.stage, attrs.get(GROUP), attrs[SEQUENCE]
 
 
 def _label(span: Span) -> Label:

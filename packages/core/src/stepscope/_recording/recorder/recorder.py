@@ -32,7 +32,7 @@ from stepscope._recording.recorder.write import (
     window_of,
     windows_by_time,
 )
-from stepscope._recording.spans import slot
+from stepscope._recording.spans import collective_calls, slot
 from stepscope._recording.spans.span import Span, mark, mark_consumed
 from stepscope.config import ProfileConfig
 from stepscope.errors import ours
@@ -216,6 +216,7 @@ class Recorder:
 
     def begin_step(self, number: int) -> RecordedStep:
         """Begin a step of the loop that is not captured."""
+        collective_calls.watch(self.config.collectives)
         self.log.begin_step(number)
         return self.steps.begin(number, self.log.last_id)
 

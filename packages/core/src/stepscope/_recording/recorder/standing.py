@@ -11,6 +11,7 @@ from contextlib import suppress
 from stepscope._recording.process import failures, fork, shutdown
 from stepscope._recording.recorder.recorder import Recorder
 from stepscope._recording.session import activation
+from stepscope._recording.spans import collective_calls, slot
 from stepscope.config import ProfileConfig
 from stepscope.errors import RecordError, ours
 from stepscope.files.manifest.records import Ending
@@ -47,6 +48,8 @@ class Watch:
         pause_s = min(LONGEST_S, self._recorder.config.control.poll_seconds)
         while not self._stop.wait(pause_s):
             try:
+                if self._recorder is slot.active:  # a worker may begin with torch.distributed at any time
+                    collective_calls.watch(self._recorder.config.collectives)
                 self._look_for_orders()
                 self._look_for_hang()
             except ours() as error:

@@ -11,7 +11,7 @@ from stepscope._recording.process import fork, shutdown
 from stepscope._recording.session import claims
 from stepscope._recording.session.claims import Claim
 from stepscope._recording.session.session import Session
-from stepscope._recording.spans import compiled, slot
+from stepscope._recording.spans import collective_calls, compiled, slot
 from stepscope._recording.spans.carrier import keep_places
 from stepscope._recording.spans.slot import FlightRecorder
 from stepscope.files.manifest.records import Ending
@@ -26,6 +26,7 @@ def activate(session: Session) -> None:
     shutdown.install()
     keep_places()
     compiled.leave_to_python()
+    collective_calls.watch(session.config.collectives)
     activations += 1
     session.switch_off = deactivate
     slot.active = session

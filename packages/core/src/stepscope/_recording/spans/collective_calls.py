@@ -1,0 +1,185 @@
+"""Spans of collectives: the calls of torch's process groups that Python code makes, and the waits for them.
+
+The methods of `ProcessGroup` and `Work` are replaced, and not the functions of `torch.distributed`: programs
+import those by name, and torch.compile knows them by identity. So FSDP is seen too, and compiled code is not.
+
+A call that its thread waits for at once is one span, from the call to the end of the wait. For a call with
+`async_op=True`, the span is the wait alone, and its attribute `issued_ns` says how long before the call was
+made. A call that nobody waits for is a span of the call itself. With NCCL, a wait returns once the device has
+been told to wait: these are times of the host.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from stepscope._recording.process import failures
+from stepscope._recording.process.failures import outcome_of
+from stepscope._recording.spans import slot
+from stepscope._recording.spans.compiled import uncompiled
+from stepscope._recording.spans.scopes import current
+from stepscope._recording.spans.span import Span, thread
+from stepscope.errors import ours
+from stepscope.files.spans import GROUP, ISSUED_NS, SEQUENCE, WAIT
+
+if TYPE_CHECKING:
+    from stepscope.files.values import AttrValue
+
+_STAGES = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "barrier": "barrier",
+}
+"""{method of `ProcessGroup`: stage of its spans}. Each version of torch has some of them."""
+_AT_ONCE_NS = 50_000
+"""A wait that begins this soon after its call, in the same thread, belongs to it."""
+
+_Method: TypeAlias = Callable[..., Any]
+
+_is_on = False
+"""True if collectives are timed. One writer: `watch`."""
+_installed = False
+"""True if the methods have been replaced. One writer: `watch`."""
+_issued: dict[int, _Issued] = {}
+"""{id of a work: its call}, for works that nobody has waited for."""
+
+
+class _Issued(weakref.ref[Any]):
+    """A call that returned a work, as a reference to that work, which frees its tensors as soon as before."""
+
+    __slots__ = ("attrs", "end_ns", "key", "stage", "start_ns", "thread")
+
+    attrs: dict[str, AttrValue]
+    end_ns: int
+    key: int
+    stage: str
+    start_ns: int
+    thread: int
+
+
+def watch(is_on: bool) -> None:
+    """Time collectives from now on, or not. Until torch.distributed is initialised, this must be repeated."""
+    global _is_on, _installed
+    _is_on = is_on
+    if not is_on or _installed:
+        return
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        if c10d is None or not c10d.is_initialized():
+            return
+        _installed = True
+        for name, stage in _STAGES.items():
+            if hasattr(c10d.ProcessGroup, name):
+                setattr(c10d.ProcessGroup, name, _timed(getattr(c10d.ProcessGroup, name), name, stage))
+        c10d.Work.wait = _waited(c10d.Work.wait)
+    except ours() as error:
+        failures.note("timing collectives", error)
+
+
+def _timed(method: _Method, name: str, stage: str) -> _Method:
+    @uncompiled
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if slot.active is None or not _is_on:
+            return method(group, *args, **kwargs)
+        start_ns = monotonic_ns()
+        work = method(group, *args, **kwargs)
+        _note(group, stage, work, start_ns)
+        return work
+
+    call.__name__, call.__doc__ = name, method.__doc__
+    return call
+
+
+@uncompiled
+def _note(group: Any, stage: str, work: Any, start_ns: int) -> None:
+    """Remember a call until its work is waited for, or dropped. If there is no work, the call is complete."""
+    end_ns = monotonic_ns()
+    try:
+        number = group._get_sequence_number_for_group()
+        attrs: dict[str, AttrValue] = {WAIT: True, GROUP: group.group_name, SEQUENCE: number}
+        if work is None:
+            _begin(stage, attrs, start_ns, end_ns)
+            return
+        issued = _Issued(work, _drop)
+        issued.stage, issued.attrs, issued.start_ns, issued.end_ns = stage, attrs, start_ns, end_ns
+        issued.key, issued.thread = id(work), thread.id
+        _issued[id(work)] = issued
+    except ours() as error:
+        failures.note(f"timing the collective {stage}", error)
+
+
+def _waited(method: _Method) -> _Method:
+    @uncompiled
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        issued = _issued.pop(id(work), None)
+        span = None if issued is None else _wait_of(issued)
+        if span is None:
+            return method(work, *args, **kwargs)
+        try:
+            return method(work, *args, **kwargs)
+        except BaseException as error:
+            span.error = outcome_of(error)
+            raise
+        finally:
+            span.end_ns = monotonic_ns()
+
+    wait.__doc__ = method.__doc__
+    return wait
+
+
+@uncompiled
+def _wait_of(issued: _Issued) -> Span | None:
+    """Return the open span of a wait that begins, or None if nothing records."""
+    try:
+        now_ns = monotonic_ns()
+        if issued.thread == thread.id and now_ns - issued.end_ns <= _AT_ONCE_NS:
+            return _begin(issued.stage, issued.attrs, issued.start_ns, None)
+        attrs = {**issued.attrs, ISSUED_NS: now_ns - issued.start_ns}
+        return _begin(issued.stage, attrs, now_ns, None)
+    except ours() as error:
+        failures.note(f"timing the wait for {issued.stage}", error)
+        return None
+
+
+def _drop(issued: _Issued) -> None:
+    """Record the call of a work that is freed, and that nobody waited for."""
+    try:
+        if _issued.get(issued.key) is issued:
+            del _issued[issued.key]
+            attrs = {name: value for name, value in issued.attrs.items() if name != WAIT}
+            _begin(issued.stage, attrs, issued.start_ns, issued.end_ns)
+    except ours() as error:
+        failures.note(f"timing the collective {issued.stage}", error)
+
+
+def _begin(stage: str, attrs: dict[str, AttrValue], start_ns: int, end_ns: int | None) -> Span | None:
+    active = slot.active
+    if active is None:
+        return None
+    log: Any = active.log
+    span = Span(log, stage, None, attrs, parent=current.get(), thread=thread.id, id=next(log.ids))
+    span.start_ns, span.end_ns = start_ns, end_ns
+    log.opened(span)
+    return span

@@ -1,0 +1,175 @@
+"""Collectives are spans: real torch.distributed with gloo."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import FileStore
+
+from stepscope import capture, profile_step
+from stepscope._recording.recorder import standing
+from stepscope._recording.spans.span import Span
+from stepscope.config import ProfileConfig
+from stepscope.testing.recorded_run import finished_spans
+from stepscope_report import step_report
+from stepscope_report.timeline import load_step
+
+pytestmark = pytest.mark.usefixtures("one_recorder")
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """Provide a process group of this process alone."""
+    store = FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ProfileConfig:
+    return ProfileConfig(save_path=str(tmp_path / "run"), recorder={"triggers": ()}, counters="off")
+
+
+def world() -> distributed.ProcessGroup:
+    group = distributed.group.WORLD
+    assert group is not None
+    return group
+
+
+def kept() -> list[Span]:
+    recorder = standing.standing()
+    assert recorder is not None
+    return recorder.log.copy().spans
+
+
+@pytest.mark.usefixtures("group")
+def test_a_call_is_one_span_below_the_call_that_made_it(config: ProfileConfig) -> None:
+    @profile_step("actor")
+    def update() -> None:
+        distributed.all_reduce(torch.ones(2))
+        distributed.barrier()
+
+    with capture(1, config=config):
+        update()
+    above, first, second = kept()
+    assert [span.stage for span in (above, first, second)] == ["update", "all_reduce", "barrier"]
+    assert first.parent is above
+    assert first.end_ns is not None
+    assert second.end_ns is not None
+    assert above.start_ns < first.start_ns < first.end_ns <= second.start_ns < second.end_ns
+    assert first.attrs is not None
+    assert second.attrs is not None
+    assert (first.attrs["wait"], first.attrs["group"]) == (True, world().group_name)
+    assert second.attrs["sequence"] == first.attrs["sequence"] + 1  # type: ignore[operator] # an int
+
+
+@pytest.mark.usefixtures("group")
+def test_of_an_asynchronous_call_the_wait_is_the_span(config: ProfileConfig) -> None:
+    with capture(1, config=config):
+        work = distributed.all_reduce(torch.ones(2), async_op=True)
+        torch.ones(100, 100).mm(torch.ones(100, 100)).sum().item()
+        for _ in range(20_000):  # longer than a wait at once
+            pass
+        assert kept() == []
+        work.wait()
+        work.wait()
+    (span,) = kept()
+    assert span.attrs is not None
+    issued_ns = span.attrs["issued_ns"]
+    assert isinstance(issued_ns, int)
+    assert issued_ns > 50_000
+
+
+@pytest.mark.usefixtures("group")
+def test_a_call_that_nobody_waits_for_is_no_wait(config: ProfileConfig) -> None:
+    with capture(1, config=config):
+        work = distributed.all_reduce(torch.ones(2), async_op=True)
+        del work
+        gc.collect()
+        (span,) = kept()
+    assert span.end_ns is not None
+    assert span.attrs is not None
+    assert "wait" not in span.attrs
+
+
+@pytest.mark.usefixtures("group")
+def test_an_error_of_the_call_and_the_result_pass_through(config: ProfileConfig) -> None:
+    tensor = torch.ones(2)
+    with capture(1, config=config):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            world().allreduce(7)  # type: ignore[call-overload] # the user's mistake
+        assert world().allreduce([tensor]).wait() is True
+    assert len(kept()) == 1
+
+
+@pytest.mark.usefixtures("group")
+def test_they_are_on_record_in_captures_and_switched_off_by_a_word(config: ProfileConfig) -> None:
+    for step, is_on in ((1, True), (2, False)):
+        chosen = config.replace(steps=[step], collectives=is_on, roles={"*": {"profiler": "off"}})
+        with capture(step, config=chosen) as cap:
+            distributed.all_reduce(torch.ones(2))
+        cap.result.wait()
+    assert [(span.stage, span.step) for span in finished_spans(config.save_path)] == [("all_reduce", None)]
+
+
+@pytest.mark.usefixtures("group")
+def test_compiled_code_keeps_them_in_its_graph(config: ProfileConfig) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def reduced(tensor: torch.Tensor) -> torch.Tensor:
+        distributed.all_reduce(tensor)
+        return tensor + 1
+
+    with capture(1, config=config):
+        reduced(torch.ones(2))
+    (graph,) = graphs
+    assert "all_reduce" in graph.code
+
+
+LATE = """
+import os, sys, time, torch, torch.distributed as dist
+from stepscope import capture, configure, span
+folder, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+configure(save_path=f"{folder}/run", steps=[1], roles={"*": {"profiler": "off"}}, counters="off")
+with capture(1, role="actor") as cap:
+    for turn in range(3):
+        with span("update", role="actor"):
+            time.sleep(1.0 if (rank, turn) == (1, 1) else 0.01)
+            dist.all_reduce(torch.ones(2))
+cap.result.wait()
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_comes_late_is_named_where_no_span_is_around_the_collective(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LATE, str(tmp_path), str(rank)],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "STEPSCOPE_RUN_ID": "feed0002"},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(120) for process in ranks] == [0, 0]
+    cause = step_report(load_step(tmp_path / "run" / "step_000001")).cause
+    assert cause is not None
+    assert cause.kind == "late-rank"
+    assert cause.ns is not None
+    assert cause.process is not None
+    assert cause.process.rank == 1
+    assert 8e8 < cause.ns < 1.5e9
