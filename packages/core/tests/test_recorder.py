@@ -193,7 +193,9 @@ def test_a_cause_that_returns_is_written_once(tmp_path: Path) -> None:
                 with span("hiccup", role="trainer"):
                     time.sleep(0.3)
     layout = drained(tmp_path)
-    assert list(layout.steps()) == [12, 43] or list(layout.steps()) == [43]
+    assert 43 in layout.steps()
+    # A busy machine may make a step of the usual kind slow, too.
+    assert len({12, 22, 32, 42} & layout.steps().keys()) <= 1
     report = report_of(layout, 43)
     assert report.baseline is not None
     assert not report.baseline.alike

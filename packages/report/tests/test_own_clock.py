@@ -30,6 +30,10 @@ MS = 1_000_000
 BODY_S = 0.05
 SLOW_S = 0.02
 STEPS = range(5)
+CROWD = 3
+"""Number of other tasks in the loop of a crowded step."""
+TURN_S = 0.005
+"""Time that each of them holds the loop at a time."""
 
 
 class Times(NamedTuple):
@@ -104,7 +108,7 @@ def one_step(config: ProfileConfig, step: int) -> Times:
 
 
 async def one_async_step(config: ProfileConfig, step: int, *, crowd: bool = False) -> Times:
-    others = [asyncio.ensure_future(_hog()) for _ in range(3 * crowd)]
+    others = [asyncio.ensure_future(_hog()) for _ in range(CROWD * crowd)]
     at = [time.perf_counter_ns()]
     async with capture(step, config=config):
         at.append(time.perf_counter_ns())
@@ -117,9 +121,9 @@ async def one_async_step(config: ProfileConfig, step: int, *, crowd: bool = Fals
 
 
 async def _hog() -> None:
-    """Hold the loop for some time in each of its turns."""
+    """Hold the loop for `TURN_S` in each of its turns."""
     while True:
-        until = time.perf_counter() + 0.005
+        until = time.perf_counter() + TURN_S
         while time.perf_counter() < until:
             pass
         await asyncio.sleep(0)
@@ -129,12 +133,18 @@ def _between(at: list[int]) -> Times:
     return Times(at[1] - at[0], at[2] - at[1], at[3] - at[2])
 
 
-def assert_same(config: ProfileConfig, measured: list[Times]) -> None:
-    """Within 1 ms, in two steps at least: on a busy machine the two clocks are not read at one moment."""
+def assert_same(config: ProfileConfig, measured: list[Times], *, crowd: bool = False) -> None:
+    """Within 1 ms, in two steps at least: on a busy machine the two clocks are not read at one moment.
+
+    Args:
+        crowd: True if each other task of the loop may have a turn between the end of the closing and the
+            caller's look at its clock.
+    """
     told = [reported(config, step) for step in STEPS]
     for name in Times._fields:
         off = [abs(getattr(a, name) - getattr(b, name)) for a, b in zip(measured, told, strict=True)]
-        assert sorted(off)[1] < MS, (name, measured, told)
+        turns_ns = CROWD * TURN_S * 1e9 if crowd and name == "closing" else 0
+        assert sorted(off)[1] < MS + turns_ns, (name, measured, told)
 
 
 def test_opening_body_and_closing_are_what_the_callers_clock_says(config: ProfileConfig) -> None:
@@ -165,7 +175,7 @@ def test_other_tasks_of_the_loop_do_not_move_the_end_of_the_step(config: Profile
     async def steps() -> list[Times]:
         return [await one_async_step(config, step, crowd=True) for step in STEPS]
 
-    assert_same(config, asyncio.run(steps()))
+    assert_same(config, asyncio.run(steps()), crowd=True)
 
 
 @pytest.mark.usefixtures("slow_storage")
