@@ -139,17 +139,12 @@ def test_open_and_close_for_loops_that_cannot_indent(config: ProfileConfig) -> N
     assert list(RunLayout(config.save_path).steps()) == [2, 3]
 
 
-def test_a_second_capture_is_refused_and_names_the_open_one(config: ProfileConfig) -> None:
-    with (
-        capture(2, config=config),
-        pytest.raises(CaptureOpenError, match=r"step 2 is open.*before opening step 3"),
-    ):
-        capture(3, config=config).open()
-
-
-def test_a_refused_capture_does_not_disturb_the_open_one(config: ProfileConfig) -> None:
+def test_a_second_capture_is_refused_and_leaves_the_open_one(config: ProfileConfig) -> None:
     with capture(2, config=config):
-        with pytest.raises(CaptureOpenError), capture(3, config=config):
+        with (
+            pytest.raises(CaptureOpenError, match=r"step 2 is open.*before opening step 3"),
+            capture(3, config=config),
+        ):
             pass
         with span("after"):
             pass
@@ -173,12 +168,6 @@ def test_a_capture_is_used_once(config: ProfileConfig) -> None:
         pass
     with pytest.raises(CaptureError, match="closed; make a new one"):
         cap.open()
-
-
-@pytest.mark.parametrize("step", [-1, "2", 2.0, True, None])
-def test_a_step_is_an_integer(step: int, config: ProfileConfig) -> None:
-    with pytest.raises(ConfigError, match="global step"):
-        capture(step, config=config)
 
 
 def test_the_bodys_exception_is_recorded_and_goes_on(config: ProfileConfig) -> None:
@@ -214,17 +203,6 @@ def test_the_bodys_exception_wins_over_trouble_in_closing(
     assert "disabled closing a capture" in caplog.text
     monkeypatch.undo()
     session.close()
-
-
-def test_a_decorated_method_is_recorded_with_its_role(config: ProfileConfig) -> None:
-    class Worker:
-        @profile_step(role="actor")
-        def update_actor(self) -> int:
-            return 3
-
-    with capture(2, config=config):
-        assert Worker().update_actor() == 3
-    assert spans_of(config, 2)["update_actor"].role == "actor"
 
 
 def test_a_span_of_another_step_is_labelled(config: ProfileConfig) -> None:
@@ -327,13 +305,6 @@ def test_a_full_budget_of_spans_is_partial(tmp_path: Path) -> None:
         cap.result.raise_for_missing()
 
 
-def test_a_folder_that_cannot_be_written_is_found_before_the_run(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    config = ProfileConfig(save_path=str(tmp_path / "file" / "run"), steps=[2])
-    with pytest.raises(ConfigError, match="save_path"):
-        capture(2, config=config).open()
-
-
 # Engines
 
 
@@ -392,17 +363,6 @@ def test_engines_in_synchronous_code(config: ProfileConfig) -> None:
     with capture(2, config=config, engines=[FakeEngineProfiler(engine)]):
         assert engine.recordings
     assert expectation(config, 2, "replica 0").state == "ok"
-
-
-async def test_blocking_a_running_loop_is_refused(config: ProfileConfig) -> None:
-    with pytest.raises(CaptureError, match="async with"):
-        capture(2, config=config, engines=[FakeEngineProfiler(FakeEngine())]).open()
-
-
-def test_an_engine_that_nobody_knows_is_refused_before_anything_is_written(config: ProfileConfig) -> None:
-    with pytest.raises(EngineError, match="no installed engine adapter knows"):
-        capture(2, config=config, engines=[object()]).open()
-    assert not RunLayout(config.save_path).steps()
 
 
 async def test_a_replica_that_hangs_costs_its_deadline_and_not_everyones(tmp_path: Path) -> None:

@@ -56,30 +56,21 @@ def test_a_relative_path_on_ray_is_refused_and_the_fix_is_the_absolute_one(
         check_save_path(ProfileConfig(save_path="outputs/profile"), on_ray=True)
 
 
-def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("")
-    with pytest.raises(ConfigError, match="not a folder"):
-        check_save_path(ProfileConfig(save_path=path), on_ray=False)
-
-
-def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("")
-    with pytest.raises(ConfigError, match="Not a directory"):
-        check_save_path(ProfileConfig(save_path=path / "a" / "b"), on_ray=False)
-
-
-def test_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "link"
-    path.symlink_to(tmp_path / "gone")
-    with pytest.raises(ConfigError, match="not a folder"):
-        check_save_path(ProfileConfig(save_path=path), on_ray=False)
-
-
-def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="name too long"):
-        check_save_path(ProfileConfig(save_path=tmp_path / ("x" * 300)), on_ray=False)
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("file", "not a folder"),
+        ("file/a/b", "Not a directory"),
+        ("link", "not a folder"),
+        ("x" * 300, "name too long"),
+    ],
+    ids=["a file", "below a file", "a link to nowhere", "a long name"],
+)
+def test_a_path_that_can_be_no_folder_is_refused(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=why):
+        check_save_path(ProfileConfig(save_path=tmp_path / name), on_ray=False)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc, where nobody can make a folder, is Linux's")

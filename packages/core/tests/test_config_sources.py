@@ -29,19 +29,13 @@ def test_nothing_given_is_the_defaults() -> None:
     assert resolve(environ={}) == ProfileConfig()
 
 
-def test_a_file_lies_over_the_defaults(written: Path) -> None:
+def test_arguments_lie_over_the_environment_over_a_file_over_the_defaults(written: Path) -> None:
+    from_env = {"STEPSCOPE_SAVE_PATH": "from_env"}
     config = resolve(written, environ={})
     assert (config.save_path, config.mode) == ("from_file", "continuous")
-
-
-def test_the_environment_lies_over_a_file(written: Path) -> None:
-    config = resolve(written, environ={"STEPSCOPE_SAVE_PATH": "from_env"})
+    config = resolve(written, environ=from_env)
     assert (config.save_path, config.steps) == ("from_env", (StepRange(2, 3),))
-
-
-def test_arguments_lie_over_the_environment(written: Path) -> None:
-    config = resolve(written, environ={"STEPSCOPE_SAVE_PATH": "from_env"}, save_path="from_python")
-    assert config.save_path == "from_python"
+    assert resolve(written, environ=from_env, save_path="from_python").save_path == "from_python"
 
 
 def test_the_environment_is_the_process_own_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,12 +267,3 @@ def test_v3_validation_survives_python_O() -> None:  # noqa: N802  # -O is its n
 def test_v8_an_empty_selection_means_neither_everything_nor_nothing(data: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"(selects|records) nothing"):
         ProfileConfig.from_mapping(data)
-
-
-def test_the_config_loads_no_yaml_and_no_torch() -> None:
-    heavy = {"yaml", "torch", "ray"}
-    code = f"import stepscope.config, sys; print(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.strip() == "[]"

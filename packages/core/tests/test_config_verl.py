@@ -6,6 +6,8 @@ import json
 import os
 import re
 import warnings
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,16 @@ from tests.downloads import wheel
 RELEASES = ("0.7.1", "0.8.0", "0.9.1")
 
 
+@cache
+def shipped(release: str) -> Any:
+    """Return the configuration in the wheel of a release. Its file takes long to parse."""
+    file = wheel(f"verl=={release}") / "verl/trainer/config/_generated_ppo_trainer.yaml"
+    return yaml.safe_load(file.read_text())
+
+
 def trainer_config(release: str, **overall: object) -> dict[str, Any]:
     """Return the configuration of verl's trainer, with the actor enabled."""
-    file = wheel(f"verl=={release}") / "verl/trainer/config/_generated_ppo_trainer.yaml"
-    config: dict[str, Any] = yaml.safe_load(file.read_text())
+    config: dict[str, Any] = deepcopy(shipped(release))
     config["global_profiler"].update({"tool": "torch", "steps": [2, 5]} | overall)
     config["actor_rollout_ref"]["actor"]["profiler"].update(enable=True, ranks=[0, 8])
     return config
@@ -65,8 +73,7 @@ def test_steps_tool_roles_and_ranks_mean_what_they_mean_in_verl(release: str) ->
 
 def old(release: str, **values: Any) -> dict[str, Any]:
     """Return the configuration of an older trainer, with values at dotted paths."""
-    file = wheel(f"verl=={release}") / "verl/trainer/config/_generated_ppo_trainer.yaml"
-    config: dict[str, Any] = yaml.safe_load(file.read_text())
+    config: dict[str, Any] = deepcopy(shipped(release))
     for path, value in values.items():
         block = config
         *parts, last = path.split(".")

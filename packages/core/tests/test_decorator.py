@@ -325,14 +325,6 @@ def test_send_reaches_the_generator_and_its_return_value_the_caller(config: Prof
     assert stop.value.value == "done ['a', 'b']"
 
 
-def test_yield_from_sees_the_return_value(config: ProfileConfig) -> None:
-    def delegating() -> Generator[int, str, str]:
-        return (yield from Worker().stream(1)) + "!"
-
-    with capture(1, config=config):
-        assert exhausted(delegating()) == ([0], "done [None]!")
-
-
 @profile_step(role="rollout")
 def catching(log: list[str]) -> Generator[int, int, str]:
     try:
@@ -801,13 +793,6 @@ def test_a_function_without_a_role_has_that_of_the_span_around_it_else_of_the_pr
         ("reward", "rewards"),
         ("reward", "scored"),
     ]
-
-
-def test_without_parentheses_it_refuses_what_is_no_function() -> None:
-    with pytest.raises(TypeError, match="methods of Worker"):
-        profile_step(Worker)
-    with pytest.raises(TypeError, match="@property above @profile_step"):
-        profile_step(property(lambda self: 1))
 
 
 # What is refused.

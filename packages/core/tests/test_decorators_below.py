@@ -388,12 +388,6 @@ async def test_a_cached_task_is_timed_to_its_end_at_each_call(config: ProfileCon
     assert (len(calls), over) == (3, [True, True])
 
 
-@pytest.mark.parametrize("made", [functools.partial(work, 1), functools.cache(plain_items), Caller(work)])
-def test_what_is_no_function_is_refused_with_a_fix(made: Any_) -> None:
-    with pytest.raises(TypeError, match="Fix: "):
-        profile_step(role="env")(made)
-
-
 # Decorators that look at their caller.
 
 

@@ -13,7 +13,7 @@ import pytest
 from stepscope import ProfileConfig, capture, prepare
 from stepscope.backends import nsys
 from stepscope.backends.nsys import NsysBackend, command, launch_options, runtime_env
-from stepscope.backends.protocol import SpanInfo, Window
+from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
 from stepscope.errors import BackendError, CaptureError, ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
@@ -133,32 +133,14 @@ def test_a_window_that_does_not_stop_leaves_no_folder(tmp_path: Path, idle_nsys:
     assert not folder.exists()
 
 
-@pytest.mark.usefixtures("idle_nsys")
-@pytest.mark.parametrize("spans", [0, 1])
-def test_a_report_says_whether_spans_made_ranges(spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def backend_with_markers(monkeypatch: pytest.MonkeyPatch) -> NsysBackend:
     made = nsys.Markers(lambda name: name, lambda number: None)
     monkeypatch.setattr(nsys, "markers", lambda: made)
-    backend = NsysBackend(ProfileConfig(nsys={"trace": ["nvtx"]}))
-    for count in (spans, 0):  # a window forgets those of the window before
-        backend.start(WINDOW)
-        for _ in range(count):
-            with backend.range(SpanInfo(role="actor", stage="update", span=1, is_async=False)):
-                pass
-        (artifact,) = backend.stop()
-        assert artifact.discard is not None
-        artifact.discard()
-        assert artifact.options[NSYS_RANGES] == bool(count)
+    return NsysBackend(ProfileConfig(nsys={"trace": ["nvtx"]}))
 
 
-@pytest.mark.usefixtures("idle_nsys")
-@pytest.mark.parametrize(("late_s", "spans", "partial"), [(0.0, 1, True), (0.0, 0, False), (60.0, 1, False)])
-def test_a_start_that_the_process_did_not_answer_in_time_is_told(
-    late_s: float, spans: int, partial: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = nsys.Markers(lambda name: name, lambda number: None)
-    monkeypatch.setattr(nsys, "markers", lambda: made)
-    monkeypatch.setattr(nsys, "LATE_S", late_s)
-    backend = NsysBackend(ProfileConfig(nsys={"trace": ["nvtx"]}))
+def recorded(backend: NsysBackend, spans: int) -> PendingArtifact:
+    """Record a window with as many spans, and return its artifact, discarded."""
     backend.start(WINDOW)
     for _ in range(spans):
         with backend.range(SpanInfo(role="actor", stage="update", span=1, is_async=False)):
@@ -166,4 +148,22 @@ def test_a_start_that_the_process_did_not_answer_in_time_is_told(
     (artifact,) = backend.stop()
     assert artifact.discard is not None
     artifact.discard()
+    return artifact
+
+
+@pytest.mark.usefixtures("idle_nsys")
+@pytest.mark.parametrize("spans", [0, 1])
+def test_a_report_says_whether_spans_made_ranges(spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_with_markers(monkeypatch)
+    for count in (spans, 0):  # a window forgets those of the window before
+        assert recorded(backend, count).options[NSYS_RANGES] == bool(count)
+
+
+@pytest.mark.usefixtures("idle_nsys")
+@pytest.mark.parametrize(("late_s", "spans", "partial"), [(0.0, 1, True), (0.0, 0, False), (60.0, 1, False)])
+def test_a_start_that_the_process_did_not_answer_in_time_is_told(
+    late_s: float, spans: int, partial: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nsys, "LATE_S", late_s)
+    artifact = recorded(backend_with_markers(monkeypatch), spans)
     assert ("nsys start took" in str(artifact.lacking)) == partial

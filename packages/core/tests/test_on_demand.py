@@ -576,19 +576,12 @@ def test_a_request_to_a_run_that_has_ended_is_refused_and_the_next_run_hears_not
     assert steps_of(config) == []
 
 
-def test_the_next_run_hears_what_is_asked_of_it(config: ProfileConfig) -> None:
-    end_a_run(config)
-    assert run(["trigger", config.save_path, "--wait", "0", "--next-run"]) == 0
-    train(config, range(2))
-    assert steps_of(config) == [0]
-
-
 def test_a_request_in_python_to_a_run_that_has_ended_is_refused(config: ProfileConfig) -> None:
     end_a_run(config)
     with pytest.raises(CaptureError, match="next_run=True"):
         ask(config, next_run=False)
     assert not RunLayout(config.save_path).control.exists()
-    ask(config)
+    assert run(["trigger", config.save_path, "--wait", "0", "--next-run"]) == 0
     train(config, range(2))
     assert steps_of(config) == [0]
 

@@ -93,13 +93,6 @@ def test_one_step_is_reported_by_number_or_by_its_folder(tmp_path: Path, command
     assert "Step 2" not in by_number
 
 
-def test_the_report_as_json_is_the_typed_tables(tmp_path: Path, command: Command) -> None:
-    data = command("report", a_run(tmp_path), "--json").json
-    assert [step["step"] for step in data["steps"]] == [2, 4]
-    account = data["steps"][0]["breakdown"]
-    assert sum(line["wall_ns"] for line in account["lines"]) == account["window_ns"] == 10 * MS
-
-
 def test_what_is_broken_or_gone_is_reported_around_and_exits_with_3(tmp_path: Path, command: Command) -> None:
     assert "10.0 ms" in command("ls", a_run(tmp_path)).out
     damage(tmp_path)
@@ -108,17 +101,6 @@ def test_what_is_broken_or_gone_is_reported_around_and_exits_with_3(tmp_path: Pa
     assert "cut off" in printed.out
     assert "Step 4" in printed.out
     assert "step_000009: " in printed.err
-
-
-def test_of_two_runs_in_one_folder_the_latest_is_shown_and_the_other_can_be(
-    tmp_path: Path, command: Command
-) -> None:
-    a_run(tmp_path, (2, 4), "old")
-    a_run(tmp_path, (4,), "new")
-    shown = command("report", tmp_path, "--run", "old", "--json")
-    assert [(step["step"], step["run_id"]) for step in shown.json["steps"]] == [(2, "old"), (4, "old")]
-    assert "--run: old" in command("report", tmp_path, "--run", "new").out
-    command("report", tmp_path, "--run", "other", code=2)
 
 
 @pytest.fixture
@@ -153,6 +135,9 @@ def test_a_step_that_the_newest_run_lacks_is_read_where_it_is_named(resumed: Pat
     document = command("report", resumed, "--step", "44", "--json").json
     assert [(step["step"], step["run_id"]) for step in document["steps"]] == [(44, "before")]
     assert document["others"] == {}
+    assert "--run: before" in command("report", resumed, "--run", "resumed").out
+    shown = command("report", resumed, "--run", "before", "--json")
+    assert [step["step"] for step in shown.json["steps"]] == [40, 44]
     assert command("diff", resumed, resumed, "--steps-a", "44", "--json").json["a"]["runs"] == ["before"]
     assert json.loads(Tools(resumed).query_spans(".", step=44))["step"] == 44
 
@@ -380,7 +365,6 @@ def test_what_a_merge_was_asked_to_leave_out_is_said_and_is_no_defect(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "0..3"], "--ranks is '0..3'; allowed: 3, \"3-7\""),
         (["--from", "5", "--to", "5"], "--to 5 is not after --from 5"),
         (["--from", "nan"], "--from is nan; give ms after the step's opening"),
         (["--max-mb", "0"], "--max-mb is 0; give a size above 0"),
