@@ -21,6 +21,8 @@ from stepscope_report.timeline.readers.json_array import NO_JSON, REPAIRED, Elem
 CUT = "cut off: its list of events does not end"
 HEAD = '{"baseTimeNanoseconds": 7, "traceEvents": ['
 
+SINCE = 1_700_000_000_000_000_005
+
 
 def event(number: int, name: str = "k") -> str:
     head = f'{{"ph": "X", "name": "{name}{number}", "pid": 1, "tid": 2, "ts": {number}'
@@ -130,12 +132,13 @@ def test_a_folder_and_an_absent_file_are_noted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_the_fields_are_read_wherever_they_stand(tmp_path: Path, behind: bool) -> None:
-    fields = '"distributedInfo": {"rank": 3, "world_size": 8}, "baseTimeNanoseconds": 5, "host_name": "h"'
+    base = f'"baseTimeNanoseconds": {SINCE}'
+    fields = f'"distributedInfo": {{"rank": 3, "world_size": 8}}, {base}, "host_name": "h"'
     events = '"traceEvents": [' + ",".join(map(event, range(9999))) + "]"
     path = tmp_path / "t.json"
     path.write_text("{" + (f"{events}, {fields}" if behind else f"{fields}, {events}") + "}")
     head = ChromeTrace(path).fields()
-    assert (head.base_ns, head.host) == (5, "h")
+    assert (head.base_ns, head.host) == (SINCE, "h")
     assert head.distributed is not None
     assert (head.distributed.rank, head.distributed.world_size) == (3, 8)
 
@@ -145,7 +148,7 @@ def test_fields_behind_arguments_that_look_like_events_are_found_at_the_end(
 ) -> None:
     """As Kineto of 2024 writes MTIA's: the last blocks are metadata, and the base stands behind them."""
     name = '{"ph": "M", "name": "process_name", "pid": 9, "tid": 0, "args": {"name": "MTIA 9"}}'
-    fields = '"INFO": ["one", "two"], "baseTimeNanoseconds": 5'
+    fields = f'"INFO": ["one", "two"], "baseTimeNanoseconds": {SINCE}'
     path = tmp_path / "t.json"
     # Wherever the last blocks begin: at another place in the metadata each time.
     for more in range(0, len(name), 7):
@@ -159,7 +162,7 @@ def test_fields_behind_arguments_that_look_like_events_are_found_at_the_end(
 
         with monkeypatch.context() as seen:
             seen.setattr(ChromeTrace, "_scan", scanning)
-            assert ChromeTrace(path).fields().base_ns == 5
+            assert ChromeTrace(path).fields().base_ns == SINCE
         assert len(scans) == 1  # of the first block
 
 

@@ -18,10 +18,13 @@ import viztracer
 
 from packages.report.tests import golden
 from packages.report.tests.pictures import MS, rl_step
+from packages.report.tests.test_merge_crossing import ranges_of_torch
+from packages.report.tests.test_plain_traces import BASE_NS
 from packages.report.tests.traces import add_trace, event, kernel
 from packages.report.tests.viewers import BROWSER, Page, TraceProcessor, in_catapult, open_in_ui, page
 from stepscope.testing.steps import StepFolder
 from stepscope_report.timeline import merge_step
+from stepscope_report.timeline.merge.merge import merge_plain
 
 assert viztracer.__version__
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
@@ -173,6 +176,22 @@ def test_spans_that_end_together_are_all_shown_however_far_the_traces_base_is(
     processor = TraceProcessor(browser, (tmp_path / "timeline.json.gz").read_bytes())
     assert processor.query(ERRORS) == []
     assert Counter(processor.query(SLICES)) == slices_of(events)
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_perfetto_shows_ranges_that_cross_calls_of_python(
+    browser: Page, tmp_path: Path, dispatch: bool
+) -> None:
+    trace = {"baseTimeNanoseconds": BASE_NS, "traceEvents": ranges_of_torch(tmp_path, dispatch)}
+    (tmp_path / "rank0.json").write_text(json.dumps(trace))
+    (tmp_path / "torch.json").unlink()
+    ranges = "SELECT count(*) FROM slice WHERE name = 'layer'"
+    assert TraceProcessor(browser, json.dumps(trace).encode()).query(ranges) == [(0,)]
+    merge_plain([tmp_path / "rank0.json"], tmp_path / "timeline.json.gz")
+    timeline = (tmp_path / "timeline.json.gz").read_bytes()
+    processor = TraceProcessor(browser, timeline)
+    assert processor.query(ranges) == [(6,)]
+    assert Counter(processor.query(SLICES)) - Counter(instants(processor)) == slices_of(events_of(timeline))
 
 
 def test_catapult_warns_of_nothing_and_shows_rows_and_threads_in_their_order(

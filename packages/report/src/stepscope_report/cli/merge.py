@@ -147,6 +147,9 @@ def _show(merged: Merged, target: Path) -> None:
 
 
 def _show_rest(written: Merged) -> None:
+    crossing = sum(file.crossing for file in written.files)
+    if crossing:
+        screen.say(f"On a further line of their thread: {count(crossing, 'event')}, which cross others.")
     if written.left_out:
         screen.show(listing("Left out", _some(written.left_out)))
     if written.incomplete:

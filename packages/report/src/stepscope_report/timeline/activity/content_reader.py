@@ -139,10 +139,10 @@ def _nothing(phase: str) -> type[msgspec.Struct]:
 
 
 Event: TypeAlias = Complete | _Shaped | _Instant
-_skipped = [_nothing(phase) for phase in "stfMCBEbneNODSTpFPIRcvVa(),"]
-_union: Any = reduce(or_, _skipped, Complete | _Instant)
+skipped_phases = [_nothing(phase) for phase in "stfMCBEbneNODSTpFPIRcvVa(),"]
+_union: Any = reduce(or_, skipped_phases, Complete | _Instant)
 """Type of an event, made at run time: events of other phases become structs without a field."""
-_union_with_shapes: Any = reduce(or_, _skipped, _Shaped | _Instant)
+_union_with_shapes: Any = reduce(or_, skipped_phases, _Shaped | _Instant)
 _decode = msgspec.json.Decoder(list[_union], strict=False).decode
 _decode_with_shapes = msgspec.json.Decoder(list[_union_with_shapes], strict=False).decode
 _decode_one = msgspec.json.Decoder(_union, strict=False).decode

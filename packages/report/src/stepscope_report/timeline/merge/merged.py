@@ -48,6 +48,8 @@ class MergedFile(msgspec.Struct, frozen=True, kw_only=True):
     """Pid of the row that the trace went into."""
     events: int
     """Number of events written."""
+    crossing: int = 0
+    """Number of events on a further line of their thread, because they overlap others without nesting."""
 
 
 class Merged(msgspec.Struct, frozen=True, kw_only=True):

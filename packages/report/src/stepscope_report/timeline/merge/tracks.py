@@ -46,6 +46,10 @@ class Tracks:
         another."""
         self._taken: set[tuple[int, int]] = set()
         """(pid, tid) in the timeline of everything that has a track."""
+        self._names: dict[tuple[int, str, str], str] = {}
+        """{(pid of the row, pid and tid in a file): name of the thread, as the file has it}."""
+        self._beside: dict[tuple[int, int], tuple[str, str, int]] = {}
+        """{(pid, tid) of a further line of a thread: pid and tid in the file, number of the line}."""
         self._unnamed: dict[tuple[int, int], str] = {}
         self.metadata: list[Event] = []
         """Metadata that has been added since the last call of `take`."""
@@ -70,6 +74,19 @@ class Tracks:
             known = self._new(row, pid, tid)
             self._unnamed[row.pid, known] = self.prefixed(row, pid, name)
         return known
+
+    def beside(self, row: Row, pid: str, tid: str, line: int) -> int:
+        """Return the tid of a further line of a thread of a file, for slices that cross others."""
+        text = f"{tid}\0{line}"
+        known = self._rows[row.pid].tids.get(pid, {}).get(text)
+        if known is None:
+            known = self._new(row, pid, text)
+            self._beside[row.pid, known] = pid, tid, line
+        return known
+
+    def called(self, row: Row, pid: str, tid: str, name: str) -> None:
+        """Record the name that a file gives a thread."""
+        self._names[row.pid, pid, tid] = name
 
     def name_known(self, row: Row, tid: int) -> None:
         """Record that a file itself names this track."""
@@ -112,7 +129,12 @@ class Tracks:
     def take_unnamed(self) -> list[Event]:
         """Remove and return names for the tracks that no file has named."""
         names = [_meta("thread_name", pid, tid, name=name) for (pid, tid), name in self._unnamed.items()]
+        for (row, known), (pid, tid, line) in self._beside.items():
+            name = self._names.get((row, pid, tid), f"thread {tid}")
+            # Viewers sort threads by this number, which Kineto writes as the tid.
+            names += named("thread", row, known, f"{name} ({line + 1})", int(tid) if tid.isdigit() else 0)
         self._unnamed.clear()
+        self._beside.clear()
         return names
 
     def _further(self, row: Row, pid: str) -> int:
