@@ -37,7 +37,7 @@ from stepscope._recording.capture import on_demand
 from stepscope._recording.process import shutdown
 from stepscope._recording.recorder import standing, step_lines, write
 from stepscope._recording.recorder.ring import SPAN_BYTES, Ring
-from stepscope._recording.recorder.steps import FIRST
+from stepscope._recording.recorder.steps import FIRST, RecordedStep
 from stepscope._recording.spans import lines, slot
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
@@ -73,6 +73,19 @@ def steps_of(config: ProfileConfig, seconds: dict[int, float], number: int) -> d
                 time.sleep(seconds.get(step, 0.005))
             times[step] = (began, time.monotonic())
     return times
+
+
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """Return {step: seconds} that the recorder takes for the lengths of steps; 0.005 s for all others.
+
+    A busy machine makes steps slow that the test did not.
+    """
+    seconds: dict[int, float] = {}
+    monkeypatch.setattr(
+        RecordedStep, "dur_ns", property(lambda step: round(seconds.get(step.number, 0.005) * 1e9))
+    )
+    return seconds
 
 
 def drained(folder: Path) -> RunLayout:
@@ -116,9 +129,10 @@ def lines_of(layout: RunLayout) -> list[StepLine]:
     return read_step_lines(file)
 
 
-def test_a_slow_step_is_written_with_the_one_before_it(tmp_path: Path) -> None:
+def test_a_slow_step_is_written_with_the_one_before_it(tmp_path: Path, lengths: dict[int, float]) -> None:
     config = config_in(tmp_path, recorder={"then_capture": 0, "slow_factor": 12})
-    times = steps_of(config, {15: 0.3}, 17)
+    lengths[15] = 0.3
+    times = steps_of(config, lengths, 17)
     layout = drained(tmp_path)
     assert list(layout.steps()) == [14, 15]
     manifest = manifest_of(layout, 15)
@@ -174,14 +188,16 @@ def test_the_first_steps_are_never_slow(tmp_path: Path) -> None:
     assert drained(tmp_path).steps() == {}
 
 
-def test_a_trigger_writes_so_often_in_a_run(tmp_path: Path) -> None:
+def test_a_trigger_writes_so_often_in_a_run(tmp_path: Path, lengths: dict[int, float]) -> None:
     config = config_in(tmp_path, recorder={"then_capture": 0, "per_trigger": 2, "last": 1, "slow_factor": 12})
-    steps_of(config, {12: 0.1, 16: 1.5, 20: 0.1, 24: 1.5, 25: 20.0}, 25)
+    lengths.update({12: 0.1, 16: 1.5, 20: 30.0})
+    steps_of(config, {}, 25)
     assert list(drained(tmp_path).steps()) == [12, 16]
 
 
-def test_a_cause_that_returns_is_written_once(tmp_path: Path) -> None:
+def test_a_cause_that_returns_is_written_once(tmp_path: Path, lengths: dict[int, float]) -> None:
     config = config_in(tmp_path, recorder={"then_capture": 0, "last": 1, "slow_factor": 12})
+    lengths.update(dict.fromkeys((2, 12, 22, 32, 42, 43), 0.3))
     for step in range(45):
         with capture(step, config=config):
             with span("update", role="actor"):
@@ -193,9 +209,7 @@ def test_a_cause_that_returns_is_written_once(tmp_path: Path) -> None:
                 with span("hiccup", role="trainer"):
                     time.sleep(0.3)
     layout = drained(tmp_path)
-    assert 43 in layout.steps()
-    # A busy machine may make a step of the usual kind slow, too.
-    assert len({12, 22, 32, 42} & layout.steps().keys()) <= 1
+    assert list(layout.steps()) in ([12, 43], [43])
     report = report_of(layout, 43)
     assert report.baseline is not None
     assert not report.baseline.alike
@@ -663,9 +677,12 @@ def test_processes_of_one_run_write_the_same_steps(tmp_path: Path) -> None:
             program.communicate()
 
 
-def test_what_was_triggered_is_written_before_the_process_ends(tmp_path: Path) -> None:
+def test_what_was_triggered_is_written_before_the_process_ends(
+    tmp_path: Path, lengths: dict[int, float]
+) -> None:
     config = config_in(tmp_path, recorder={"then_capture": 0, "slow_factor": 12})
-    steps_of(config, {15: 0.3}, 16)
+    lengths[15] = 0.3
+    steps_of(config, {}, 16)
     shutdown.close_everything(Ending("exit", "the process exited"), 20)
     assert list(RunLayout(tmp_path).steps()) == [14, 15]
 
