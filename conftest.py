@@ -143,6 +143,7 @@ def state_is_put_back_after_each_file() -> Iterator[None]:
     before = recording()
     with state_put_back():
         yield
+    end_recorder(None)
     if left := left_behind(before):
         pytest.fail(f"the fixtures of the file left {', '.join(left)}. Fix: end them in the fixture")
 

@@ -98,6 +98,22 @@ def test_the_slowest_rank_is_named_with_its_imbalance(
     assert middle([1, 2, 9, 4]) == 3
 
 
+def test_waiting_below_a_call_is_no_work_of_it(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    for rank, late_ms in enumerate((0, 6)):
+        process = folder.process("actor", rank, owner=rank == 0)
+        update = process.span("update", 0, 10 * MS)
+        process.span("all_reduce", (2 + late_ms) * MS, 9 * MS, parent=update, attrs={"wait": True})
+        process.span("log", 2 * MS, 3 * MS, parent=update)
+        process.close(20 * MS)
+    stages = {stage.stage: stage for stage in stage_times(load_step(folder.write()))}
+    shares = stages["update"].processes
+    assert [(share.at_work_ns, share.waited_ns) for share in shares] == [(4 * MS, 6 * MS), (9 * MS, MS)]
+    assert (stages["update"].slowest, stages["update"].imbalance) == ("actor 1", 1.385)
+    text = printed(step_report(load_step(folder.write())), 120)
+    assert re.search(r"update +4.00 ms \+ 6.00 ms +9.00 ms \+ 1.00 ms", text)
+
+
 def test_an_engine_whose_stages_nobody_named_is_told_how(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver, named, unnamed = (

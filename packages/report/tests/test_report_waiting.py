@@ -13,6 +13,7 @@ from stepscope.files.manifest.records import Expectation
 from stepscope.files.values import AttrValue
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
+from stepscope_report.stragglers import Waited
 from stepscope_report.timeline import load_step
 
 MS = 1_000_000
@@ -117,3 +118,11 @@ def test_the_terminal_marks_what_waits(tmp_path: Path) -> None:
 def test_verls_poll_for_samples_is_a_wait() -> None:
     entries = [entry for entry in read_preset("verl").entries if entry.name == "ReplayBuffer.sample"]
     assert [entry.attrs for entry in entries if entry.kind == "span"] == [WAIT]
+
+
+def test_a_wait_in_two_collectives_at_once_counts_once() -> None:
+    waited = Waited()
+    assert waited.add("rank 0", None, 0, 10) == 10
+    assert waited.add("rank 0", None, 4, 14) == 4
+    assert waited.add("rank 0", None, 5, 6) == 0
+    assert waited.add("rank 1", None, 5, 6) == 1

@@ -225,14 +225,20 @@ def common_ns(some: Sequence[Pair], others: Sequence[Pair]) -> int:
 
 
 def outside(pairs: Iterable[Pair], holes: Iterable[Pair]) -> list[Pair]:
-    """Return the parts of the pairs that no hole covers."""
-    left = list(pairs)
-    for hole_ns, until_ns in holes:
-        pieces = (
-            ((start, min(end, hole_ns)) for start, end in left),
-            ((max(start, until_ns), end) for start, end in left),
-        )
-        left = [(start_ns, end_ns) for piece in pieces for start_ns, end_ns in piece if start_ns < end_ns]
+    """Return the parts of the pairs' union that no hole covers, in order."""
+    left: list[Pair] = []
+    closed, place = joined(holes), 0
+    for start_ns, end_ns in joined(pairs):
+        while place < len(closed) and closed[place][1] <= start_ns:
+            place += 1
+        at = place
+        while at < len(closed) and closed[at][0] < end_ns:
+            hole_ns, until_ns = closed[at]
+            if hole_ns > start_ns:
+                left.append((start_ns, hole_ns))
+            start_ns, at = max(start_ns, until_ns), at + 1
+        if start_ns < end_ns:
+            left.append((start_ns, end_ns))
     return left
 
 

@@ -44,24 +44,44 @@ class StragglerRow(msgspec.Struct, kw_only=True):
     last: int = 0
     """Number of calls that this process entered last, so that others had to wait for it."""
     others_waited_ns: int = 0
-    """Sum of the time that the other processes waited in these calls for this process to enter."""
+    """Sum over the other processes of the time that they waited in these calls for this process to enter.
+    Calls that overlap in a process count once."""
     waited_ns: int = 0
-    """Sum of the time that this process waited in calls for the last process to enter."""
+    """Time that this process waited in calls for the last process to enter. Calls that overlap count once."""
 
 
 def stragglers(activities: Iterable[TraceActivity]) -> Table[StragglerRow]:
     """Return a row for each process and collective, the process that others waited for longest first."""
     rows: dict[tuple[str, str, str], StragglerRow] = {}
     for role, collective, calls in matched_calls(activities):
+        waited = Waited()
         for members in calls:
-            _count(rows, role, collective, members)
+            _count(rows, role, collective, members, waited)
     return Table(
         sorted(rows.values(), key=lambda row: (-row.others_waited_ns, row.role, row.collective, row.process))
     )
 
 
+class Waited:
+    """Time that processes wait in calls that may overlap: the calls of a process come in order."""
+
+    def __init__(self) -> None:
+        self._until: dict[tuple[str, str | None], int] = {}
+        """{(process, the process that it waits for, or None for any): end of the waits so far}."""
+
+    def add(self, process: str, last: str | None, start_ns: int, end_ns: int) -> int:
+        """Return how much of a wait lies after the waits before it."""
+        until_ns = self._until.get((process, last), start_ns)
+        self._until[process, last] = max(until_ns, end_ns)
+        return max(0, end_ns - max(start_ns, until_ns))
+
+
 def _count(
-    rows: dict[tuple[str, str, str], StragglerRow], role: str, collective: str, members: Sequence[Member]
+    rows: dict[tuple[str, str, str], StragglerRow],
+    role: str,
+    collective: str,
+    members: Sequence[Member],
+    waited: Waited,
 ) -> None:
     """Add the waiting times of one call, from the times of each process in it."""
     last_ns, latest = max((member.start_ns, member.activity.name) for member in members)
@@ -73,10 +93,10 @@ def _count(
             row = rows[key] = StragglerRow(
                 role=role, collective=collective, process=activity.name, rank=activity.info.rank
             )
-        ns = max(0, min(last_ns, end_ns) - start_ns)
+        until_ns = min(last_ns, end_ns)
         row.calls += 1
-        row.waited_ns += ns
-        waited_ns += ns
+        row.waited_ns += waited.add(activity.name, None, start_ns, until_ns)
+        waited_ns += waited.add(activity.name, latest, start_ns, until_ns)
     if waited_ns:
         rows[role, collective, latest].last += 1
         rows[role, collective, latest].others_waited_ns += waited_ns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -37,12 +38,19 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     """Sum over its calls: more than `busy_ns` if several ran at the same time."""
     stalled_ns: int = 0
     """The part of `busy_ns` in which the engine served nothing because its own profiler started or wrote."""
+    waited_ns: int = 0
+    """The part of `busy_ns` in which calls below waited, in a collective or a queue."""
     profiled: bool = False
     """True if a profiler recorded the process, which slowed it."""
 
     @property
+    def at_work_ns(self) -> int:
+        """Return the time in which its calls did not wait, stalls of the engine included."""
+        return self.busy_ns - self.waited_ns
+
+    @property
     def worked_ns(self) -> int:
-        return self.busy_ns - self.stalled_ns
+        return max(0, self.busy_ns - self.stalled_ns - self.waited_ns)
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,10 +75,10 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     max_ns: int | None
     processes: tuple[Share, ...]
     imbalance: float | None
-    """Busy time of the busiest process over that of the median one. None for one process, or if the median is
-    0."""
+    """Work of the process with the most over that of the median one. None for one process, or if the median
+    is 0. Of calls that only wait, it is the ratio of the times that they wait."""
     slowest: str | None
-    """Name of the busiest process, or None if there is one process."""
+    """Name of the process with the most work, or None if there is one process."""
     waits: bool = False
     """True if its calls wait and do no work."""
     name: str | None = None
@@ -80,6 +88,11 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     def title(self) -> str:
         """`tool search`, or the stage alone."""
         return title(self.stage, self.name)
+
+    @property
+    def waited(self) -> bool:
+        """Return whether its calls waited for 1 % of their time or more in some process."""
+        return any(share.waited_ns * 100 >= share.busy_ns > 0 for share in self.processes)
 
     @property
     def uneven(self) -> bool:
@@ -95,9 +108,32 @@ def stage_times(timeline: Timeline) -> Table[Stage]:
     counted = (
         span for span in timeline.spans if span.stage != PROFILING and not _is_part(timeline, span, names)
     )
-    spans = grouped(counted, names.label_of)
-    stages = [_stage(timeline, (label[0], *names.parts(label)), own) for label, own in spans.items()]
+    spans, waits = grouped(counted, names.label_of), waits_below(timeline)
+    stages = [_stage(timeline, (label[0], *names.parts(label)), own, waits) for label, own in spans.items()]
     return Table(sorted(stages, key=lambda stage: (-stage.total_ns, stage.role, stage.title)))
+
+
+def waits_below(timeline: Timeline) -> Mapping[int, Sequence[Pair]]:
+    """Return {id of a span: times in which calls below it wait and none works}, in its process and thread.
+
+    Only calls without calls below them are looked at: the time between is the span's own work.
+    """
+    leaves = set(range(len(timeline.spans))) - {span.parent for span in timeline.spans}
+    waits: dict[int, list[Pair]] = defaultdict(list)
+    works: dict[int, list[Pair]] = defaultdict(list)
+    for is_work in (False, True):
+        for index in leaves:
+            leaf = timeline.spans[index]
+            if leaf.waits is is_work:
+                continue
+            for outer in above(timeline, leaf):
+                if (outer.process, outer.thread) != (leaf.process, leaf.thread) or outer.waits:
+                    break
+                if not is_work:
+                    waits[id(outer)].append((leaf.start_ns, timeline.until_ns(leaf)))
+                elif id(outer) in waits:
+                    works[id(outer)].append((leaf.start_ns, timeline.until_ns(leaf)))
+    return {span: outside(pairs, works[span]) for span, pairs in waits.items()}
 
 
 def _is_part(timeline: Timeline, span: Span, names: ToolNames) -> bool:
@@ -113,11 +149,16 @@ def _place(span: Span) -> tuple[object, ...]:
     return span.process, span.thread, span.role, span.stage, span.trajectory, span.turn
 
 
-def _stage(timeline: Timeline, label: tuple[str, str, str | None], spans: Sequence[Span]) -> Stage:
+def _stage(
+    timeline: Timeline,
+    label: tuple[str, str, str | None],
+    spans: Sequence[Span],
+    waits: Mapping[int, Sequence[Pair]],
+) -> Stage:
     times = sorted(span.dur_ns for span in spans if span.dur_ns is not None)
-    shares = _shares(timeline, spans)
-    busiest = max(shares, key=lambda share: share.busy_ns)
-    median = middle(share.busy_ns for share in shares)
+    shares = _shares(timeline, spans, waits)
+    busiest = max(shares, key=lambda share: share.at_work_ns)
+    median = middle(share.at_work_ns for share in shares)
     several = len(shares) > 1
     return Stage(
         role=label[0],
@@ -132,21 +173,33 @@ def _stage(timeline: Timeline, label: tuple[str, str, str | None], spans: Sequen
         p50_ns=times[rank_of(50, len(times))] if times else None,
         max_ns=times[-1] if times else None,
         processes=shares,
-        imbalance=round(busiest.busy_ns / median, 3) if several and median else None,
+        imbalance=round(busiest.at_work_ns / median, 3) if several and median else None,
         slowest=busiest.process if several else None,
         waits=all(span.waits for span in spans),
     )
 
 
-def _shares(timeline: Timeline, spans: Iterable[Span]) -> tuple[Share, ...]:
+def _shares(
+    timeline: Timeline, spans: Iterable[Span], waits: Mapping[int, Sequence[Pair]]
+) -> tuple[Share, ...]:
     """Return the shares by process, in the timeline's order."""
     by_process = sorted(grouped(spans, lambda span: span.process).items())
-    return tuple(_share(timeline, index, own) for index, own in by_process)
+    return tuple(_share(timeline, index, own, waits) for index, own in by_process)
 
 
-def _share(timeline: Timeline, index: int, spans: Sequence[Span]) -> Share:
+def _share(
+    timeline: Timeline, index: int, spans: Sequence[Span], waits: Mapping[int, Sequence[Pair]]
+) -> Share:
     process = timeline.processes[index]
     busy_ns = union_ns(_running(timeline, spans))
+    waited_ns = 0
+    if any(id(span) in waits for span in spans):
+        working = (
+            pair
+            for span in spans
+            for pair in outside([(span.start_ns, timeline.until_ns(span))], waits.get(id(span), ()))
+        )
+        waited_ns = busy_ns - union_ns(working)
     return Share(
         process=process.name,
         rank=process.info.rank,
@@ -154,6 +207,7 @@ def _share(timeline: Timeline, index: int, spans: Sequence[Span]) -> Share:
         busy_ns=busy_ns,
         total_ns=sum(end_ns - start_ns for start_ns, end_ns in _running(timeline, spans)),
         stalled_ns=busy_ns - _served_ns(timeline, spans) if timeline.stalls else 0,
+        waited_ns=waited_ns,
         profiled=process.profiled,
     )
 
@@ -177,6 +231,7 @@ def _running(timeline: Timeline, spans: Iterable[Span]) -> list[Pair]:
 
 SIDE_BY_SIDE = 8
 """Up to this many processes have a column each; of more, summaries are shown."""
+WAITS_NOTE = "Work + waiting in calls below, such as collectives. max/median compares work alone."
 CALLS_NOTE = "A call includes those below it. The total is a sum: with concurrent calls it exceeds the step."
 
 
@@ -219,6 +274,8 @@ def _busy_table(role: str, stages: Sequence[Stage]) -> TextTable:
     names = dict.fromkeys(share.process for stage in stages for share in stage.processes)
     profiled = {share.process for stage in stages for share in stage.processes if share.profiled}
     title, note = f"Busy time by process: {role}", say_profiled(bool(profiled))
+    if any(stage.waited for stage in stages):
+        note = f"{WAITS_NOTE} {note}".rstrip()
     if len(names) <= SIDE_BY_SIDE:
         heads = (f">{starred(name, name in profiled)}" for name in names)
         rows = tuple(_side_by_side(stage, names) for stage in stages)
@@ -228,14 +285,21 @@ def _busy_table(role: str, stages: Sequence[Stage]) -> TextTable:
 
 
 def _side_by_side(stage: Stage, names: Mapping[str, None]) -> tuple[str, ...]:
-    busy = {share.process: share.busy_ns for share in stage.processes}
-    return stage.title, *(duration(busy.get(name)) for name in names), ratio(stage.imbalance)
+    parts = {share.process: _parts(stage, share) for share in stage.processes}
+    return stage.title, *(parts.get(name, duration(None)) for name in names), ratio(stage.imbalance)
+
+
+def _parts(stage: Stage, share: Share) -> str:
+    """Return the time at work, and that of waits below it if any share of the stage has some to speak of."""
+    if not stage.waited:
+        return duration(share.busy_ns)
+    return f"{duration(share.at_work_ns)} + {duration(share.waited_ns)}"
 
 
 def _summed(stage: Stage) -> tuple[str, ...]:
-    busy = sorted(share.busy_ns for share in stage.processes)
-    spread = (busy[0], middle(busy), busy[-1])
-    return stage.title, str(len(busy)), *map(duration, spread), ratio(stage.imbalance), slowest(stage)
+    work = sorted(share.at_work_ns for share in stage.processes)
+    spread = (work[0], middle(work), work[-1])
+    return stage.title, str(len(work)), *map(duration, spread), ratio(stage.imbalance), slowest(stage)
 
 
 def slowest(stage: Stage) -> str:
@@ -274,6 +338,8 @@ def _heat(stages: Sequence[Stage], colours: Colours) -> list[Html]:
     note = (
         "Busy time of each process in each stage, concurrent calls counted once, against the stage's median."
     )
+    if any(stage.waited for group in roles.values() for stage in group):
+        note = f"{note} {WAITS_NOTE}"
     profiled = (share.profiled for stage in stages for share in stage.processes)
     note = f"{note} {say_profiled(*profiled)}".rstrip()
     return [section("ranks", "Busy time by process and stage", key, *maps, note=note)]
@@ -293,11 +359,18 @@ def _map(role: str, stages: Sequence[Stage], colours: Colours) -> Iterator[Html]
 
 
 def _row(stage: Stage, names: Sequence[str], colours: Colours) -> list[str | Html]:
-    busy = {share.process: share.busy_ns for share in stage.processes}
+    busy = {share.process: share.at_work_ns for share in stage.processes}
+    parts = {share.process: _parts(stage, share) for share in stage.processes}
     median_ns = middle(busy.values())
     profiled = {share.process for share in stage.processes if share.profiled}
     cells = [
-        _cell(starred(name, name in profiled), busy.get(name), median_ns, len(names) <= NUMBERED)
+        _cell(
+            starred(name, name in profiled),
+            busy.get(name),
+            parts.get(name),
+            median_ns,
+            len(names) <= NUMBERED,
+        )
         for name in names
     ]
     imbalance = ratio(stage.imbalance)
@@ -311,12 +384,12 @@ def _row(stage: Stage, names: Sequence[str], colours: Colours) -> list[str | Htm
     ]
 
 
-def _cell(name: str, busy_ns: int | None, median_ns: int, numbered: bool) -> Html:
-    if busy_ns is None:
+def _cell(name: str, busy_ns: int | None, parts: str | None, median_ns: int, numbered: bool) -> Html:
+    if busy_ns is None or parts is None:
         return tag("i", class_="cell none", data_t=f"{name}: did not run it")
     part = busy_ns / median_ns if median_ns else 1.0
-    hover = f"{name}: {duration(busy_ns)}, {part:.2f} of the median"
-    return tag("i", duration(busy_ns) if numbered else "", class_=f"cell {_shade(part)}", data_t=hover)
+    hover = f"{name}: {parts}, {part:.2f} of the median"
+    return tag("i", parts if numbered else "", class_=f"cell {_shade(part)}", data_t=hover)
 
 
 def _shade(part: float) -> str:

@@ -101,7 +101,7 @@ def _consumed(timeline: Timeline) -> dict[str, _Consumed]:
             one.see(mark.begun_step, version if isinstance(version, int) else None)
             one.under = None if mark.parent is None else timeline.spans[mark.parent].policy_version
     for span in timeline.spans:
-        if span.trajectory is None or span.step != timeline.step:
+        if span.trajectory is None or (span.step != timeline.step and span.trajectory not in consumed):
             continue
         if span.trajectory in consumed or not timeline.consumed:
             begun = timeline.step if span.stage == "trajectory" else None
