@@ -87,7 +87,7 @@ def step_brief(
         left_out: As of `run_brief`.
     """
     took = duration(report.breakdown.window_ns) if report.cause is None else report.cause.sentence
-    title = f"Step {report.step} of run {report.run_id}, {moment(report.opened_ns)}: {took}"
+    title = f"{report.name}, {moment(report.opened_ns)}: {took}"
     first = Part(title, tuple(_head(report, others)) + _elsewhere(report, left_out))
     last = (
         Part("Findings", tuple(_findings(report))),
@@ -166,7 +166,8 @@ def _head(report: StepReport, others: Sequence[StepReport]) -> Iterator[str]:
     yield say_complete(health) if health.complete else say_incomplete(health)
     if notes := [*filter(None, (say_recorder(health), say_ended(health), say_again(health)))]:
         yield "; ".join(notes)
-    yield say_usual(report.baseline)
+    if not report.tracer:
+        yield say_usual(report.baseline)
     yield from filter(None, (say_beside(report.baseline),))
     if health.errors:
         yield f"{count(len(health.errors), 'error')}: {say_span(health.errors[0])}: {health.errors[0].error}"

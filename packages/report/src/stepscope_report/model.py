@@ -56,6 +56,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     runs: tuple[str, ...]
     """The ids of all runs that left something in the step's folder."""
+    tracer: str = ""
+    """Name of the tracer that made all spans, if stepscope recorded nothing; `run_id` names their folder."""
     opened_ns: int
     """Unix time in ns at which the capture opened."""
     cause: Cause | None = None
@@ -98,3 +100,12 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     health: Health
     added: tuple[AddedSection, ...] = ()
     """Sections of other packages."""
+
+    @property
+    def name(self) -> str:
+        """`Step 3 of run 4f0c21aa`, or `OpenTelemetry spans of <folder>`."""
+        return (
+            f"{self.tracer} spans of {self.run_id}"
+            if self.tracer
+            else f"Step {self.step} of run {self.run_id}"
+        )

@@ -75,6 +75,7 @@ def step_report(
         step=timeline.step,
         run_id=timeline.run_id,
         runs=timeline.runs,
+        tracer=timeline.tracer,
         opened_ns=timeline.window.start_ns,
         **{section.name: sources.value_of(section) for section in SECTIONS},
     )

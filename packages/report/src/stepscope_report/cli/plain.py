@@ -10,13 +10,17 @@ import typer
 from rich.text import Text
 
 from stepscope.files.storage.atomic import write_atomic
-from stepscope_report.brief import brief_markdown, brief_text
+from stepscope_report.brief import brief_markdown, brief_text, step_brief
 from stepscope_report.cli import screen
 from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.formatting import plain
+from stepscope_report.html.step_page import render_step
 from stepscope_report.plain import Plain
+from stepscope_report.report import step_report
 from stepscope_report.terminal.layout import draw
+from stepscope_report.terminal.text import render
 from stepscope_report.timeline.processes import workers
+from stepscope_report.timeline.step.otlp_run import is_otlp, load_otlp
 from stepscope_report.timeline.step.plain import has_traces, is_ours, plain_bytes, read_plain
 
 
@@ -25,7 +29,7 @@ def is_plain(paths: Sequence[Path]) -> bool:
     if len(paths) != 1:
         return True
     (path,) = paths
-    return not is_ours(path) and has_traces(path)
+    return not is_ours(path) and (has_traces(path) or is_otlp(paths))
 
 
 def report_plain(
@@ -39,6 +43,8 @@ def report_plain(
         OSError: the page cannot be written.
     """
     expect_traces(paths)
+    if is_otlp(paths):
+        report_otlp(paths, output, json=json, brief=brief, markdown=markdown)
     total = plain_bytes(paths)
     with screen.progress("reading traces", total) as done, workers(jobs, total) as executor:
         step = read_plain(paths, done, executor)
@@ -53,6 +59,29 @@ def report_plain(
         write_atomic(output, report.to_html().encode())
         screen.say(f"Page: {output}")
     raise typer.Exit(Exit.OK if report.complete else Exit.INCOMPLETE)
+
+
+def report_otlp(
+    paths: Sequence[Path], output: Path | None, *, json: bool, brief: bool, markdown: bool
+) -> NoReturn:
+    """Print the report of OpenTelemetry's spans as one step, write its page to `output`, and exit.
+
+    Raises:
+        RecordError: no path holds a span.
+        OSError: the page cannot be written.
+    """
+    timeline = load_otlp(paths)
+    report = step_report(timeline)
+    if json:
+        screen.show_json({"format": 1, "steps": [report], "unreadable": {}})  # as of a run
+    elif brief:
+        screen.show_unwrapped((brief_markdown if markdown else brief_text)(step_brief(report)))
+    else:
+        screen.show(render(report))
+    if output is not None:
+        write_atomic(output, render_step(timeline, report).encode())
+        screen.say(f"Page: {output}")
+    raise typer.Exit(Exit.OK if report.health.complete else Exit.INCOMPLETE)
 
 
 def expect_traces(paths: Sequence[Path]) -> None:

@@ -72,7 +72,7 @@ def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile
     groups = dict(_groups(_page(timeline, report, files)))
     firsts = {name: first_section("".join(parts)) for name, parts in groups.items()}
     return page(
-        f"Step {report.step}, run {report.run_id}",
+        report.name,
         _head(timeline, report),
         *(part for parts in groups.values() for part in parts),
         groups={name: first for name, first in firsts.items() if first is not None},
@@ -110,15 +110,17 @@ def _by_sight(stages: Sequence[Stage]) -> list[Label]:
 
 
 def _head(timeline: Timeline, report: StepReport) -> Html:
-    usual = (say_usual(report.baseline), say_beside(report.baseline))
+    usual = () if report.tracer else (say_usual(report.baseline), say_beside(report.baseline))
+    title = report.name if report.tracer else f"Step {report.step}"
+    run = "" if report.tracer else f"run {report.run_id}, "
     return tag(
         "header",
-        tag("h1", f"Step {report.step}"),
-        tag("p", f"run {report.run_id}, {moment(report.opened_ns)}", class_="note"),
+        tag("h1", title),
+        tag("p", f"{run}{moment(report.opened_ns)}", class_="note"),
         tag("p", _headline(report), class_="headline"),
         tag("p", *_facts(timeline, report), class_="facts"),
         *_ended(report.health),
-        tag("p", ". ".join(filter(None, usual)) + ".", class_="note"),
+        *([tag("p", ". ".join(filter(None, usual)) + ".", class_="note")] if usual else []),
         *_others(report),
     )
 

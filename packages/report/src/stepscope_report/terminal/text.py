@@ -64,11 +64,11 @@ def _head(report: StepReport) -> Text:
         took = f"{report.cause.sentence}. {with_capture}"
     else:
         took = f"{duration(window_ns)} ({with_capture})"
-    if report.health.recorder is not None:
+    if report.health.recorder is not None or report.tracer:
         took = duration(window_ns) if report.cause is None else report.cause.sentence
-    lines = [plain(f"Step {report.step} of run {report.run_id}, {moment(report.opened_ns)}: {took}")]
+    lines = [plain(f"{report.name}, {moment(report.opened_ns)}: {took}")]
     health, baseline = report.health, report.baseline
     lines += [say_recorder(health), say_ended(health), plain(say_incomplete(health)), say_again(health)]
-    lines += [say_usual(baseline), say_beside(baseline)]
+    lines += [] if report.tracer else [say_usual(baseline), say_beside(baseline)]
     lines.append(plain(say_other_runs(report)))
     return Text("\n".join(filter(None, lines)), style="bold")

@@ -20,7 +20,7 @@ def doubts(timeline: Timeline, traces: Iterable[FileProblem] = ()) -> tuple[str,
 def gaps(timeline: Timeline) -> tuple[str, ...]:
     """Return the reasons other than problems of files, which are in `Timeline.problems`."""
     lines = tuple(_gaps(timeline))
-    if lines or timeline.problems or timeline.window.opened:
+    if lines or timeline.problems or timeline.window.opened or timeline.tracer:
         return lines
     return ("the process that opened the capture left nothing",)
 
@@ -33,9 +33,9 @@ def is_running(manifest: Manifest | None) -> bool:
 
 def _gaps(timeline: Timeline) -> Iterator[str]:
     manifest = timeline.manifest
-    if manifest is None:
+    if manifest is None and not timeline.tracer:
         yield "no process left its part of the manifest"
-    else:
+    elif manifest is not None:
         yield from (*manifest.problems(), *manifest.awaited())
     if is_running(manifest):
         yield "the step still ran when the flight recorder wrote it: it is cut off at that moment"

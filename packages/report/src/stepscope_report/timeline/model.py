@@ -218,6 +218,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Calls of `step_tokens`, which have no duration."""
     manifest: Manifest | None
     """The manifest; None if no process left its part."""
+    tracer: str = ""
+    """Name of the tracer whose spans are all that is known of the step; empty if stepscope recorded it."""
     problems: tuple[FileProblem, ...] = ()
     captures: int = 1
     """Number of captures of the step in one process; more than 1 after a retry. This is the last of them."""

@@ -206,7 +206,7 @@ def _tool(attrs: Mapping[str, AttrValue]) -> str | None:
     return next((bounded(name) for name in names if isinstance(name, str) and name), None)
 
 
-_SUFFIXES = (".json", ".jsonl")
+SUFFIXES = (".json", ".jsonl")
 _UNKNOWN_HOST = "host not named"
 _UNNAMED = "otel"
 
@@ -218,8 +218,8 @@ def add_foreign(layout: StepLayout, timeline: Timeline) -> Timeline:
         return timeline
     contexts = _contexts(timeline)
     taken, problems = _read(layout, files, timeline, contexts)
-    merged = _Merge(timeline, contexts, engines=any(map(is_request, taken)))
-    for info, spans in _by_process(without_copies(taken), timeline):
+    merged = Merge(timeline, contexts, engines=any(map(is_request, taken)))
+    for info, spans in by_process(without_copies(taken), timeline):
         merged.add(info, spans)
     merged.link()
     return msgspec.structs.replace(
@@ -269,11 +269,11 @@ def _read(
     problems: list[FileProblem] = []
     for path in files:
         name = f"otel/{path.name}" if path.parent == layout.otel else f"../otel/{path.name}"
-        if path.suffix not in _SUFFIXES:
+        if path.suffix not in SUFFIXES:
             problems.append(
                 FileProblem(
                     file=name,
-                    what=f"not read: its name ends in {path.suffix!r}; allowed: {', '.join(_SUFFIXES)}",
+                    what=f"not read: its name ends in {path.suffix!r}; allowed: {', '.join(SUFFIXES)}",
                 )
             )
             continue
@@ -286,9 +286,7 @@ def _read(
     return spans, problems
 
 
-def _by_process(
-    spans: Sequence[OtlpSpan], timeline: Timeline
-) -> Iterator[tuple[ProcessInfo, list[OtlpSpan]]]:
+def by_process(spans: Sequence[OtlpSpan], timeline: Timeline) -> Iterator[tuple[ProcessInfo, list[OtlpSpan]]]:
     """Yield the spans of each process by start. A process with spans of an engine is a replica."""
     of_resource: dict[Resource, list[OtlpSpan]] = {}
     for span in spans:
@@ -339,7 +337,7 @@ class _Placed(NamedTuple):
     """The span of the request that this one is a phase of."""
 
 
-class _Merge:
+class Merge:
     """A timeline that grows by processes of other tracers."""
 
     def __init__(self, timeline: Timeline, contexts: dict[TraceContext, int], *, engines: bool) -> None:
@@ -357,6 +355,10 @@ class _Merge:
         """True if no engine recorded the requests itself."""
         self.processes = list(timeline.processes)
         self.spans = list(timeline.spans)
+
+    def place_beside(self, processes: tuple[Process, ...]) -> None:
+        """Place the spans of processes that are added from now on by the clocks of these processes."""
+        self._timeline = msgspec.structs.replace(self._timeline, processes=processes)
 
     def add(self, info: ProcessInfo, spans: Sequence[OtlpSpan]) -> None:
         """Add a process with its spans, in the order of their starts."""
