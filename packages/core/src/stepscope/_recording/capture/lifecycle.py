@@ -25,7 +25,6 @@ from stepscope._recording.process.event_loop import running_loop
 from stepscope._recording.process.failures import describe
 from stepscope._recording.session import activation
 from stepscope._recording.session.claims import Claim, Taker
-from stepscope._recording.session.closing import begin_closing, close_and_wait
 from stepscope._recording.session.session import Session
 from stepscope.backends.threaded.undisturbed import postponed, undisturbed
 from stepscope.engines.own_thread import opened_on, own_thread
@@ -181,7 +180,9 @@ class Lifecycle:
             return
         self.leave()
         try:
-            close_and_wait(partial(self._end, work, closing), partial(work.close, closing), timeout_s)
+            private_loop.close_and_wait(
+                partial(self._end, work, closing), partial(work.close, closing), timeout_s
+            )
         finally:
             self._hand_back(work)
 
@@ -193,7 +194,9 @@ class Lifecycle:
         self.leave()
         self._closing_on = running_loop()
         try:
-            job, interruption = begin_closing(partial(self._end, work, closing), partial(work.close, closing))
+            job, interruption = private_loop.begin_closing(
+                partial(self._end, work, closing), partial(work.close, closing)
+            )
             cancelled = await private_loop.uninterrupted(job)
         finally:
             self._closing_on = None

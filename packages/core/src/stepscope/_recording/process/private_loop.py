@@ -14,6 +14,7 @@ from concurrent.futures import CancelledError
 from typing import Any, Generic, TypeVar
 
 from stepscope._recording.process import fork
+from stepscope.backends.threaded.undisturbed import undisturbed
 from stepscope.errors import ours
 
 T = TypeVar("T")
@@ -129,6 +130,43 @@ def wait_on(job: Job[Any], timeout_s: float | None = None) -> BaseException | No
     return interruption
 
 
+def begin_closing(
+    end_here: Callable[[], None], close: Callable[[], Coroutine[Any, Any, None]]
+) -> tuple[Job[None], BaseException | None]:
+    """Call `end_here` on this thread, then begin `close` on the private loop.
+
+    If `end_here` is interrupted, it is called once more. After a second interruption, the rest of it is
+    skipped.
+
+    Returns:
+        The job of `close`, and the exception that first interrupted `end_here`, or None.
+    """
+    interruption: BaseException | None = None
+    for attempt in (end_here, end_here, _nothing):
+        try:
+            undisturbed(attempt)
+            return submit(close()), interruption
+        except BaseException as error:
+            interruption = interruption or error
+    raise interruption or RuntimeError("unreachable")
+
+
+def close_and_wait(
+    end_here: Callable[[], None], close: Callable[[], Coroutine[Any, Any, None]], timeout_s: float | None
+) -> None:
+    """Close as `begin_closing` does, and wait until `close` has ended, or for `timeout_s`.
+
+    Raises:
+        BaseException: the first exception that interrupted the wait, or else the error of `close`.
+    """
+    job, interruption = begin_closing(end_here, close)
+    interruption = wait_on(job, timeout_s) or interruption
+    if interruption is not None:
+        raise interruption
+    if job.done:
+        job.result()
+
+
 async def uninterrupted(job: Job[Any]) -> asyncio.CancelledError | None:
     """Wait until `job` is done, even if the waiting task is cancelled. Return such a cancellation."""
     cancelled = None
@@ -211,3 +249,6 @@ def _discard_outcome(task: asyncio.Task[Any]) -> None:
 
 
 fork.forgets("private loop", forget)
+
+
+def _nothing() -> None: ...

@@ -288,7 +288,7 @@ class Session:
             self.open_files()
             self.open_logs()
 
-        _loop_side().private_loop.run(opened())
+        _loop_side().run(opened())
 
     def finish(
         self, *, ending: Ending | None = None, discard: str | None = None, timeout_s: float | None = None
@@ -350,7 +350,7 @@ class Session:
         began = time.monotonic_ns()
         self.end(truncated=reason)
         self.manifest_part.spend(stop_ns=time.monotonic_ns() - began)
-        _loop_side().private_loop.submit(self._mark_truncated(reason))
+        _loop_side().submit(self._mark_truncated(reason))
         if not self.owner:
             self.finish()  # nobody may ever come to do it: the owner is perhaps gone
 
@@ -470,9 +470,9 @@ def _outcome_of_spans(log: SpanLog, part: ManifestPart, limit: int, discard: str
 
 
 def _loop_side() -> ModuleType:
-    from stepscope._recording.session import closing  # import time: asyncio
+    from stepscope._recording.process import private_loop  # import time: asyncio
 
-    return closing
+    return private_loop
 
 
 def _exists(path: Path) -> bool:
