@@ -109,6 +109,35 @@ def test_the_rank_is_that_in_the_files_name(tmp_path: Path, name: str, rank: int
     assert ranks_of(tmp_path) == [rank]
 
 
+@pytest.mark.parametrize(
+    ("name", "process"),
+    [
+        ("actor_train_step3_rank1-of-2_tp0-dp1_pid71_20261128190354123.json.gz", ("actor", 1, 2, None)),
+        (
+            "ref_compute-ref-log-prob_step3_rank0-of-2_pid72_20261128190354123_mb0-3.json.gz",
+            ("ref", 0, 2, None),
+        ),
+        ("step3_rank1-of-2_pid73_20261128190354123_part1.json.gz", ("rank", 1, 2, None)),
+        ("agent_loop_rollout_replica_1/host_vllm_rank0.json.gz", ("rollout", 0, None, 1)),
+        ("rollout-replica4-globalrank8_dp0_pp0_tp1-rank-1.1764.pt.trace.json.gz", ("rollout", 1, None, 4)),
+    ],
+)
+def test_names_of_verls_profiler_tell_the_process(
+    tmp_path: Path, name: str, process: tuple[str, int, int | None, int | None]
+) -> None:
+    trace(tmp_path / name, [])
+    (info,) = [one.info for one in read_plain([tmp_path]).timeline.processes]
+    assert (info.role, info.rank, info.world_size, info.replica) == process
+
+
+def test_actors_and_engines_of_one_rank_are_processes_of_their_own(tmp_path: Path, command: Command) -> None:
+    """In verl's folders, rank 0 of an actor and rank 0 of a rollout engine stand side by side."""
+    trace(tmp_path / "actor_train_step3_rank0-of-1_pid71_20261128190354123.json.gz", [], pid=71)
+    trace(tmp_path / "agent_loop_rollout_replica_0" / "vllm-rank-0.json.gz", [], pid=72)
+    names = [process["name"] for process in command("report", tmp_path, "--json").json["processes"]]
+    assert names == ["actor 0", "rollout 0"]
+
+
 def test_the_rank_in_the_trace_counts_more_than_that_in_the_name(tmp_path: Path) -> None:
     trace(tmp_path / "rank0.json", [], rank=4)
     assert ranks_of(tmp_path) == [4]

@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from verl.utils import omega_conf_to_dataclass, profiler, tracking
 from verl.utils.profiler import DistProfiler, DistProfilerExtension
+from verl.utils.profiler.torch_profile import build_trace_basename
 
 import stepscope
 from stepscope._recording.process import run
@@ -28,6 +29,7 @@ from stepscope.files.scalars import read_metrics
 from stepscope.files.spans import Line, Span
 from stepscope.integrations import verl, verl_tool
 from stepscope_report.timeline import load_step
+from stepscope_report.timeline.step.plain import read_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # verl and its packages use what others deprecate
 NUMBERS = {"timing_s/gen": 4.03, "critic/score/mean": 0.5, "response_length/mean": 32, "training/epoch": 0}
@@ -265,3 +267,14 @@ def test_the_environment_lies_over_verls_configuration(
     read = verl_tool.read_config(settings(tmp_path, "global_profiler.steps=[2]", f"{PROFILER}.enable=True"))
     assert read.save_path == str(tmp_path / "run")
     assert read.selects(2)
+
+
+@pytest.mark.parametrize("topology", [{}, {"rank": 1, "world_size": 2, "tp": 0, "pp": 0, "dp": 1}])
+def test_the_name_that_verl_gives_a_trace_tells_its_process(tmp_path: Path, topology: dict[str, int]) -> None:
+    name = build_trace_basename(1, "train", "actor_rollout", topology=topology, profile_step=3)
+    event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 7, "tid": 7, "ts": 0.0, "dur": 5.0}
+    document = {"schemaVersion": 1, "baseTimeNanoseconds": 1_700_000_000 * 10**9, "traceEvents": [event]}
+    (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    (process,) = read_plain([tmp_path]).timeline.processes
+    assert (process.info.role, process.info.rank) == ("actor-rollout", 1)
+    assert process.info.world_size == topology.get("world_size")

@@ -45,6 +45,13 @@ _DIMENSION = re.compile(r"(?:^|[^A-Za-z])(tp|pp|dp|ep)[-_]?(\d+)(?=[^0-9]|$)", r
 _REPLICA = re.compile(r"replica[-_]?(\d+)", re.IGNORECASE)
 _HANDLER = re.compile(r"(.+)_(\d+)\.\d+\.pt\.trace\.json")
 """`host_pid.time.pt.trace.json`, of torch's `tensorboard_trace_handler`."""
+_VERL = re.compile(
+    r"(?:(?!step)(?P<role>[^_]+)_)?(?:(?!step)[^_]+_)?(?:step[^_]+_)?rank(?P<rank>\d+)(?:-of-(?P<world>\d+))?_"
+    r"(?:[^_]+_)?pid(?P<pid>\d+)_\d{14,}"
+)
+"""`actor_train_step3_rank0-of-8_tp0-pp0-dp0_pid71_20261128190354123.json.gz`, of verl's profiler: role, scope
+or stage, step, rank, layout, pid, time. Its engines' traces lie in `agent_loop_rollout_replica_0`, or have
+the prefix `rollout-replica0-globalrank0_`."""
 _FIELD = re.compile(rb'"(?:traceEvents|schemaVersion|ph)"\s*:')
 _HEAD = 1 << 18
 _MERGED = "merged-"
@@ -210,13 +217,16 @@ def _info(trace: TraceFile, content: TraceContent) -> tuple[ProcessInfo, dict[st
         rank = _named_rank(trace.name)
     if rank is None and set(topology) == {"tp"}:
         rank = topology["tp"]
-    replica = _REPLICA.search(trace.name)
+    replica, verls = _REPLICA.search(trace.name), _VERL.match(name)
+    of_verl: dict[str, str | None] = {} if verls is None else verls.groupdict()
+    world = of_verl.get("world") if distributed is None else distributed.world_size
+    role = "rollout" if content.iterations or replica is not None else of_verl.get("role")
     info = ProcessInfo(
-        role="rollout" if content.iterations else _role(rank),
+        role=role or _role(rank),
         rank=rank,
-        world_size=None if distributed is None else distributed.world_size,
+        world_size=None if world is None else int(world),
         host=host,
-        pid=pid,
+        pid=pid or int(of_verl.get("pid") or 0),
         replica=None if replica is None else int(replica[1]),
     )
     return info, topology
