@@ -23,8 +23,9 @@ class Toy(torch.nn.Module):
         return {"loss": ((self.layer(x) - labels) ** 2).mean()}
 
 
-def train(folder: Path, *callbacks: TrainerCallback) -> None:
-    """Train for four steps of two batches each."""
+def train(folder: Path, *callbacks: TrainerCallback, **settings: object) -> None:
+    """Train for four steps of two batches each. `settings` are further ones of `TrainingArguments`."""
+    batches = [{"x": torch.ones(4), "labels": torch.ones(1)} for _ in range(32)]
     trainer = Trainer(
         model=Toy(),
         args=TrainingArguments(
@@ -36,8 +37,10 @@ def train(folder: Path, *callbacks: TrainerCallback) -> None:
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
+            **settings,
         ),
-        train_dataset=[{"x": torch.ones(4), "labels": torch.ones(1)} for _ in range(32)],
+        train_dataset=batches,
+        eval_dataset=batches[:2],
         callbacks=list(callbacks),
     )
     trainer.train()

@@ -21,9 +21,12 @@ from stepscope.testing.recorded_run import RecordedRun
 
 pytest_plugins = ["stepscope.testing.plugin"]
 pytestmark = pytest.mark.filterwarnings("ignore")  # they call what others deprecate
-TWO_BATCHES = sorted(
-    ["actor/update_actor_forward", "actor/update_actor_backward"] * 2 + ["actor/update_actor_optimizer"]
-)
+TWO_BATCHES = [
+    *["actor/update_actor_backward"] * 2,
+    "actor/update_actor_clip",
+    *["actor/update_actor_forward"] * 2,
+    "actor/update_actor_optimizer",
+]
 
 
 class Failure(TrainerCallback):  # type: ignore[misc]  # mypy does not see transformers
@@ -46,14 +49,18 @@ class Module(LightningModule):  # type: ignore[misc]  # mypy does not see lightn
         loss: torch.Tensor = self.layer(batch).mean()
         return loss
 
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.layer(batch)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(folder: Path, module: Module, *callbacks: lightning.StepscopeCallback) -> None:
-    """Train for four steps of two batches each."""
+def fit(folder: Path, module: Module, *callbacks: lightning.StepscopeCallback, steps: int = 4) -> None:
+    """Train for four steps of two batches each, or more: after the fourth, the module is evaluated."""
     trainer = LightningTrainer(
-        max_steps=4,
+        max_steps=steps,
+        num_sanity_val_steps=0,
         accumulate_grad_batches=2,
         accelerator="cpu",
         logger=False,
@@ -64,7 +71,7 @@ def fit(folder: Path, module: Module, *callbacks: lightning.StepscopeCallback) -
         callbacks=list(callbacks),
     )
     batches: DataLoader[torch.Tensor] = DataLoader([torch.ones(4)] * 16, batch_size=2)  # type: ignore[arg-type]  # a list will do
-    trainer.fit(module, batches)
+    trainer.fit(module, batches, batches)
 
 
 def test_the_callback_of_transformers_captures_a_step_of_the_optimizer(
@@ -73,7 +80,17 @@ def test_the_callback_of_transformers_captures_a_step_of_the_optimizer(
     stepscope_run.configure(steps=[2])
     callback_main.train(tmp_path, transformers.StepscopeCallback())
     assert list(stepscope_run.layout.steps()) == [2]
-    assert sorted(stepscope_run.stages(2)) == TWO_BATCHES
+    assert sorted(stepscope_run.stages(2)) == [*TWO_BATCHES, "trainer/load_batch"]
+
+
+def test_an_evaluation_belongs_to_the_step_before_it(stepscope_run: RecordedRun, tmp_path: Path) -> None:
+    stepscope_run.configure(steps=[1, 2])
+    callback = transformers.StepscopeCallback()
+    callback_main.train(tmp_path, callback, eval_strategy="steps", eval_steps=2)
+    assert "trainer/validate" in stepscope_run.stages(1)
+    assert "trainer/validate" not in stepscope_run.stages(2)
+    fit(tmp_path, Module(), lightning.StepscopeCallback(stepscope_run.config.replace(steps=[7])), steps=8)
+    assert "trainer/validate" in stepscope_run.stages(7)
 
 
 def test_the_callback_of_transformers_takes_settings_of_its_own(
@@ -107,7 +124,7 @@ def test_the_callback_of_lightning_captures_the_batches_of_one_step_of_the_optim
     stepscope_run.configure(steps=[2])
     fit(tmp_path, Module(), lightning.StepscopeCallback())
     assert list(stepscope_run.layout.steps()) == [2]
-    assert sorted(stepscope_run.stages(2)) == TWO_BATCHES
+    assert sorted(stepscope_run.stages(2)) == [*TWO_BATCHES, *["trainer/load_batch"] * 2]
 
 
 def test_an_exception_of_lightnings_trainer_ends_the_step_and_goes_on(

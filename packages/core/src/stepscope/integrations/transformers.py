@@ -14,14 +14,26 @@ except ImportError as error:
     raise ImportError(message) from error
 
 _ENTRIES: tuple[dict[str, object], ...] = (
+    {  # what comes before `on_step_begin`
+        "module": "transformers.trainer",
+        "name": "Trainer.get_batch_samples",
+        "step": "begin",
+        "number": "self.state.global_step",
+    },
     {
         "module": __name__,
         "name": "StepscopeCallback.on_step_begin",
         "step": "begin",
         "number": "state.global_step",
     },
-    {"module": __name__, "name": "StepscopeCallback.on_step_end", "step": "end"},
     {"module": "transformers.trainer", "name": "Trainer.train", "step": "end"},
+    {
+        "module": "transformers.trainer",
+        "name": "Trainer.get_batch_samples",
+        "role": "trainer",
+        "stage": "load_batch",
+    },
+    {"module": "transformers.trainer", "name": "Trainer.evaluate", "role": "trainer", "stage": "validate"},
     {
         "module": "transformers.trainer",
         "name": "Trainer.compute_loss",
@@ -35,14 +47,20 @@ _ENTRIES: tuple[dict[str, object], ...] = (
         "stage": "update_actor_backward",
     },
     {
+        "module": "accelerate.accelerator",
+        "name": "Accelerator.clip_grad_norm_",
+        "role": "actor",
+        "stage": "update_actor_clip",
+    },
+    {
         "module": "accelerate.optimizer",
         "name": "AcceleratedOptimizer.step",
         "role": "actor",
         "stage": "update_actor_optimizer",
     },
 )
-"""Entries that bound a step, and the stages of every `Trainer`. An exception propagates through
-`Trainer.train`."""
+"""Entries that bound a step, and the stages of every `Trainer`. A step goes on until the next batch is
+fetched, so that its evaluation belongs to it. An exception propagates through `Trainer.train`."""
 
 
 class StepscopeCallback(StepsCallback, TrainerCallback):  # type: ignore[misc]  # mypy does not see transformers
@@ -51,7 +69,4 @@ class StepscopeCallback(StepsCallback, TrainerCallback):  # type: ignore[misc]  
     entries = _ENTRIES
 
     def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """Open the capture of a selected step: see `_ENTRIES`."""
-
-    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """Close the capture."""
+        """Open the capture of a selected step, if fetching its batch has not: see `_ENTRIES`."""
