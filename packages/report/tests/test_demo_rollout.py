@@ -43,7 +43,7 @@ async def test_the_noted_passes_are_those_that_ran(replica: RolloutReplica, tmp_
     capture = msgspec.structs.replace(a_capture(tmp_path), passes=1000)
     passes.begin(capture)
     outputs = await asyncio.gather(*(replica.generate(PROMPT, str(n), None) for n in range(SLOTS + 1)))
-    (artifact,) = passes.end(capture, tool="torch")
+    (artifact,) = passes.end(capture)
     file = read_passes(Path(capture.step_dir, artifact.path))
     assert file.passes.requests == sizes
     assert sum(file.served.output) == sum(map(len, outputs))

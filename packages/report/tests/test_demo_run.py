@@ -20,8 +20,8 @@ from stepscope.files.passes import SUFFIX
 from stepscope_report.demo.run import DemoResult, run_demo
 from stepscope_report.demo.trainer import ACTORS, GROUP, REPLICAS, Choice, choices
 from stepscope_report.sections.long_tail import step_long_tail
-from stepscope_report.served import RequestKey, linked_requests
 from stepscope_report.timeline import Span, Timeline, load_step
+from stepscope_report.timeline.step.passes import RequestKey, linked_requests
 
 LONG_RUN = """
 import sys
@@ -113,7 +113,7 @@ def test_the_passes_wrote_the_tokens_that_the_agent_loop_got_each_for_a_turn(tim
     wrote = Counter[tuple[str | None, int | None]]()
     for at, engine in enumerate(timeline.passes):
         for request, tokens in zip(engine.noted.served.request, engine.noted.served.output, strict=True):
-            span = links[RequestKey(at, request)]
+            span = timeline.spans[links[RequestKey(at, request)]]
             wrote[span.trajectory, span.turn] += tokens
     assert len(timeline.passes) == REPLICAS
     assert len(links) == sum(len(engine.noted.requests.id) for engine in timeline.passes)

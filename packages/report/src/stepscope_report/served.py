@@ -4,65 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
-from stepscope_report.spans import replica_of
-from stepscope_report.timeline import Span, Timeline
+from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.model import EnginePasses
+from stepscope_report.timeline.step.passes import (
+    RequestKey,
+    linked_requests,
+    pass_of_rows,
+    passes_of_requests,
+)
 
 FEW = 4
 """A batch of fewer requests than this is called small."""
-_REQUEST = "request_id"
-"""Attribute of spans with the engine's or the caller's name for the request."""
-
-
-class RequestKey(NamedTuple):
-    engine: int
-    """Index in `Timeline.passes`."""
-    request: int
-    """Position in the file's `requests`."""
-
-
-def linked_requests(timeline: Timeline) -> dict[RequestKey, Span]:
-    """Return the innermost span in a trajectory that names each request, else one outside of trajectories.
-
-    A name that several engines have counts only if the span's replica is known.
-    """
-    by_name: dict[object, list[RequestKey]] = defaultdict(list)
-    for at, engine in enumerate(timeline.passes):
-        requests = engine.noted.requests
-        for position, names in enumerate(zip(requests.id, requests.caller_id, strict=True)):
-            for name in set(names):
-                by_name[name].append(RequestKey(at, position))
-    links: dict[RequestKey, Span] = {}
-    for span in timeline.spans if by_name else ():
-        named = None if span.attrs is None else span.attrs.get(_REQUEST)
-        if named is None or named not in by_name:
-            continue
-        keys, replica = by_name[named], replica_of(timeline, span)
-        if replica is not None:
-            keys = [key for key in keys if timeline.passes[key.engine].replica == replica.number]
-        if len({key.engine for key in keys}) != 1:
-            continue
-        for key in keys:
-            if key not in links or span.trajectory is not None:
-                links[key] = span
-    return links
-
-
-def passes_of_requests(engine: EnginePasses) -> list[list[int]]:
-    """Return the rows of each request in `noted.served`, in the order of the passes."""
-    rows: list[list[int]] = [[] for _ in engine.noted.requests.id]
-    for row, request in enumerate(engine.noted.served.request):
-        rows[request].append(row)
-    return rows
-
-
-def pass_of_rows(engine: EnginePasses) -> list[int]:
-    """Return the pass of each row in `noted.served`."""
-    return [at for at, requests in enumerate(engine.noted.passes.requests) for _ in range(requests)]
 
 
 class EngineTime(msgspec.Struct, kw_only=True):
@@ -149,7 +104,8 @@ def turn_times(timeline: Timeline, trajectories: Sequence[str]) -> Mapping[str, 
     """Return the turns of these trajectories whose requests are known."""
     wanted = set(trajectories)
     of_turn: dict[tuple[str, int | None], list[RequestKey]] = defaultdict(list)
-    for key, span in linked_requests(timeline).items():
+    for key, index in linked_requests(timeline).items():
+        span = timeline.spans[index]
         if span.trajectory in wanted:
             of_turn[span.trajectory or "", span.turn].append(key)
     walls_ns: dict[tuple[str, int | None], int] = {}

@@ -9,7 +9,6 @@ Code in the process that schedules the passes calls `PassLog`: an adapter's hook
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import get_args
 
 import msgspec
+from msgspec.structs import asdict
 
 from stepscope.engines.artifacts import publish, read_anchor
 from stepscope.engines.protocol import EngineCapture
@@ -30,6 +30,8 @@ from stepscope.files.sidecar import Artifact
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.recordings import free_path
 
+TOOL = "stepscope"
+"""`Artifact.tool` of such a file: no profiler of the engine writes it."""
 _KINDS: Sequence[PassKind] = get_args(PassKind)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _UNKNOWN = -1.0
@@ -78,8 +80,18 @@ class PassLog:
         with self._lock:
             self._arrived[request] = time.monotonic_ns() if at_ns is None else at_ns
             self._positions[request]
-            if caller_id is not None and caller_id != request:
-                self._callers[request] = caller_id
+        if caller_id is not None:
+            self.name(request, caller_id)
+
+    def name(self, request: str, caller_id: str) -> None:
+        """Note the id under which the caller knows a request."""
+        if caller_id != request:
+            self._callers[request] = caller_id
+
+    @property
+    def requests(self) -> list[str]:
+        """Return the ids of the requests that arrived or were served so far."""
+        return list(self._positions)
 
     def note(
         self,
@@ -124,8 +136,8 @@ class PassLog:
             if weights != (self._versions[-1][1] if self._versions else None):
                 self._versions.append((number, weights))
 
-    def file(self, *, step: int, run_id: str, replica: int, dp: int = 0) -> PassFile:
-        """Return all passes so far, as the content of a file."""
+    def file(self, dp: int = 0) -> PassFile:
+        """Return all passes so far, as the content of a file. `publish_passes` adds whose they are."""
         with self._lock:
             number, request = zip(*self._preempted, strict=True) if self._preempted else ((), ())
             preempted = records.Preempted(
@@ -134,9 +146,9 @@ class PassLog:
             ids = list(self._positions)
             begun, ended = self._versions_of(len(ids))
             return PassFile(
-                step=step,
-                run_id=run_id,
-                replica=replica,
+                step=0,
+                run_id="",
+                replica=0,
                 dp=dp,
                 host=socket.gethostname(),
                 anchor=self._opened,
@@ -180,29 +192,57 @@ class PassLog:
         return begun, ended
 
 
-def write(file: PassFile, folder: Path, stem: str) -> Path:
-    """Write a file of passes to a folder, under a name that begins with `stem`, and return its path."""
+def encoded(file: PassFile) -> bytes:
+    """Return the bytes of a file of passes."""
     from isal import igzip  # import time: 9 ms, for the end of a capture alone
 
+    packed: bytes = igzip.compress(msgspec.json.encode(file), 1)
+    return packed
+
+
+def write(content: bytes, folder: Path, stem: str) -> Path:
+    """Write the bytes of a file of passes, under a name that begins with `stem`, and return its path."""
     path = free_path(folder, stem, records.SUFFIX)
-    write_atomic(path, igzip.compress(msgspec.json.encode(file), 1))
+    write_atomic(path, content)
     return path
 
 
-def publish_passes(path: Path, capture: EngineCapture, *, tool: str, dp: int | None = None) -> Artifact:
-    """Return the artifact of a file of passes that lies below the capture's folder, with its sidecar."""
-    file = records.read_passes(path)
-    return publish(
-        path,
+def publish_passes(file: PassFile, capture: EngineCapture) -> list[Artifact]:
+    """Write the passes of an engine into the capture's folder, and return the artifact; none without a
+    pass.
+    """
+    if not file.passes.number:
+        return []
+    own = msgspec.structs.replace(
+        _first(file, capture.passes), step=capture.step, run_id=capture.run_id, replica=capture.replica
+    )
+    stem = f"{safe(capture.name)}_dp{file.dp}_{safe(file.host)}"
+    artifact = publish(
+        write(encoded(own), Path(capture.out_dir), stem),
         capture,
         kind=records.KIND,
-        tool=tool,
-        topology=None if dp is None else {"dp": dp},
+        tool=TOOL,
+        topology={"dp": file.dp} if file.dp else None,
         host=file.host,
         truncated=f"more than {len(file.passes.number)} passes" if file.dropped else None,
         opened=file.anchor,
         closed=file.closed,
         iterations=len(file.passes.number),
+    )
+    return [artifact]
+
+
+def _first(file: PassFile, most: int) -> PassFile:
+    """Return the first passes of a file, and count the others."""
+    passes, served, lost = file.passes, file.served, len(file.passes.number) - most
+    if lost <= 0:
+        return file
+    rows = sum(passes.requests[:most])
+    return msgspec.structs.replace(
+        file,
+        dropped=file.dropped + lost,
+        passes=records.Passes(**{name: column[:most] for name, column in asdict(passes).items()}),
+        served=records.Served(**{name: column[:rows] for name, column in asdict(served).items()}),
     )
 
 
@@ -217,7 +257,7 @@ def begin(capture: EngineCapture) -> None:
     _current = PassLog(capture.passes) if capture.passes else None
 
 
-def end(capture: EngineCapture | None, tool: str) -> list[Artifact]:
+def end(capture: EngineCapture | None) -> list[Artifact]:
     """End what `begin` began, and return the artifact of the passes; none if the engine noted no pass.
 
     Args:
@@ -227,8 +267,4 @@ def end(capture: EngineCapture | None, tool: str) -> list[Artifact]:
     log, _current = _current, None
     if log is None or capture is None:
         return []
-    file = log.file(step=capture.step, run_id=capture.run_id, replica=capture.replica)
-    if not file.passes.number:
-        return []
-    stem = f"{safe(capture.name)}_{safe(file.host)}_pid{os.getpid()}"
-    return [publish_passes(write(file, Path(capture.out_dir), stem), capture, tool=tool)]
+    return publish_passes(log.file(), capture)

@@ -142,12 +142,12 @@ class TorchRolloutProfiler(EngineProfilerBase):
         self._forget(recording)
         recording.close()
         self._ignored.update(recording.ignored())
-        noted = passes.end(recording.capture, tool="torch")
+        noted = passes.end(recording.capture)
         return [*recording.write(self._ignored), *noted]
 
     def _drop(self, recording: Recording) -> None:
         self._forget(recording)
-        passes.end(None, tool="torch")
+        passes.end(None)
         recording.close()
         recording.discard()
 

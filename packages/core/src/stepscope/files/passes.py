@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -117,8 +118,18 @@ def read_passes(path: Path) -> PassFile:
         OSError: the file cannot be read.
         RecordError: it holds something else, or its columns do not fit each other.
     """
+    with open_file(path) as file:
+        return unpacked(file.read(MAX_BYTES))
+
+
+def unpacked(content: bytes) -> PassFile:
+    """Return what the bytes of a file of passes hold.
+
+    Raises:
+        RecordError: as for `read_passes`.
+    """
     try:
-        with open_file(path) as packed, gzip.open(packed) as file:
+        with gzip.open(BytesIO(content)) as file:
             data = file.read(MAX_BYTES + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise RecordError(f"it is cut off or no gzip: {error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from statistics import median_low
@@ -34,6 +35,13 @@ EVENTS = 6_000_000
 WebAssembly, which has 4 GB. Chosen, not measured."""
 
 
+class Arrows(str, Enum):
+    """Values of `--requests`."""
+
+    slowest = "slowest"
+    all = "all"
+
+
 def merge(
     paths: Annotated[
         list[Path],
@@ -59,6 +67,10 @@ def merge(
         float | None,
         typer.Option(help="Largest size of the file, in MB: spans first, then each trace its share."),
     ] = None,
+    requests: Annotated[
+        Arrows,
+        typer.Option(help="The trajectories whose turns have arrows to their engine's forward passes."),
+    ] = Arrows.slowest,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Where to write. [default: the step's timeline.json.gz]"),
@@ -75,6 +87,7 @@ def merge(
         ranks=None if ranks is None else parse_ranges(ranks, "--ranks"),
         from_ms=from_ms,
         to_ms=to_ms,
+        requests="all" if requests is Arrows.all else None,
         max_mb=max_mb,
     )
     _check_limits(selection)

@@ -13,9 +13,10 @@ from stepscope_report.accounting import union_ns
 from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import count, duration, percent_of
 from stepscope_report.section import ROLLOUT, Section
-from stepscope_report.served import FEW, linked_requests
+from stepscope_report.served import FEW
 from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.model import EnginePasses
+from stepscope_report.timeline.step.passes import linked_requests
 from stepscope_report.whatif.curve import edges
 
 if TYPE_CHECKING:
@@ -72,7 +73,9 @@ def step_batches(timeline: Timeline) -> tuple[Batches, ...]:
     if not known:
         return ()
     links = linked_requests(timeline)
-    linked = Counter(key.engine for key, span in links.items() if span.trajectory is not None)
+    linked = Counter(
+        key.engine for key, index in links.items() if timeline.spans[index].trajectory is not None
+    )
     first_ns = min(engine.begins_ns[0] for engine in known)
     last_ns = max(max(engine.ends_ns) for engine in known)
     engines = Counter(engine.replica for engine in timeline.passes)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Set
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Literal
 
 import msgspec
 
@@ -23,6 +24,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds after the step's opening. Events that end before are left out."""
     to_ms: float | None = None
     """Events that begin later are left out."""
+    requests: Literal["all"] | None = None
+    """`all` for arrows from every turn to its passes, or None for those of the slowest trajectories."""
     max_mb: float | None = None
     """Largest size of the written file, in 10^6 bytes. Spans come first; traces share the rest equally."""
 

@@ -280,7 +280,12 @@ def write_spans(plan: Plan, write: Write, outcome: RowOutcome) -> int:
     tracks, drawn, written = plan.common.tracks, plan.drawn, 0
     for row in plan.rows:
         _write_own(drawn.path(row, tracks), row, tracks, write)
-        events = chain(drawn.of(row, tracks), drawn.consumed(row, tracks), drawn.stalls(row, tracks))
+        events = chain(
+            drawn.of(row, tracks),
+            drawn.consumed(row, tracks),
+            drawn.stalls(row, tracks),
+            drawn.passes(row, tracks),
+        )
         written += _write_own(events, row, tracks, write)
     for batch in _batches(chain(tracks.take(), drawn.arrows(FlowIds(0, plan.common.files)))):
         write(batch)

@@ -15,8 +15,9 @@ import msgspec
 from stepscope_report.timeline.critical_path import critical_path
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds
 from stepscope_report.timeline.merge.tracks import Event, Tracks, microseconds
-from stepscope_report.timeline.model import Counter, Span, Timeline
+from stepscope_report.timeline.model import Counter, EnginePasses, Span, Timeline
 from stepscope_report.timeline.selection import Selection
+from stepscope_report.timeline.step.passes import linked_requests, pass_of_rows, passes_of_requests
 from stepscope_report.timeline.step.rows import Axis, Row, Rows
 from stepscope_report.timeline.step.tree import requests
 from stepscope_report.timeline.step_graph import step_graph
@@ -66,6 +67,8 @@ def _fits(index: int, intervals: Sequence[Interval], stack: list[int]) -> bool:
 _TOP = -1_000_000
 """Sort index of a row's first track of spans: above threads, whose index is their tid."""
 _TRAJECTORIES = "trajectories"
+_SLOWEST = 10
+"""Number of trajectories whose turns have arrows to their passes, unless all are selected."""
 STALL = "profiler: engine writes its trace"
 
 
@@ -85,6 +88,8 @@ class Drawn:
         self._counters_of = defaultdict[int | None, list[Counter]](list)
         for counter in timeline.counters:
             self._counters_of[counter.process].append(counter)
+        self._passes_at: dict[int, Event] = {}
+        """{index of an engine in `Timeline.passes`: the pid and tid of its drawn passes}."""
         self._stalled: set[int] = set()
         """Replicas whose stalls are drawn: each in its first row."""
         self.outside = 0
@@ -152,6 +157,65 @@ class Drawn:
                     "dur": microseconds(end - start), "args": {"role": row.info.role, "replica": replica},
                 }  # fmt: skip
 
+    def passes(self, row: Row, tracks: Tracks) -> Iterator[Event]:
+        """Yield the forward passes of the row's engines, each engine on a track of its own."""
+        if row.unaligned is not None or not self._is_wanted(row):
+            return
+        if (row.info.role, row.info.replica) in self._timeline.shared_numbers:
+            return
+        for at, engine in enumerate(self._timeline.passes):
+            if engine.replica != row.info.replica or at in self._passes_at:
+                continue
+            name = f"passes, dp {engine.noted.dp}" if engine.noted.dp else "passes"
+            tid = tracks.own(row, name, _TOP // 2 - 3)
+            self._passes_at[at] = {"pid": row.pid, "tid": tid}
+            yield from self._slices(engine, self._passes_at[at])
+
+    def _slices(self, engine: EnginePasses, track: Event) -> Iterator[Event]:
+        noted, rows = engine.noted, engine.rows
+        facts = noted.passes
+        for at, (begin_ns, end_ns) in enumerate(zip(engine.begins_ns, engine.ends_ns, strict=True)):
+            start, end = begin_ns - self._axis.base_ns, end_ns - self._axis.base_ns
+            if self._cut.holds(start, end):
+                own = slice(rows[at], rows[at + 1])
+                yield {
+                    "ph": "X", "cat": "pass", "name": f"{facts.kind[at]} {facts.requests[at]}", **track,
+                    "ts": microseconds(start), "dur": microseconds(end - start),
+                    "args": {
+                        "number": facts.number[at], "requests": facts.requests[at],
+                        "tokens": sum(noted.served.tokens[own]), "output": sum(noted.served.output[own]),
+                        "running": facts.running[at], "waiting": facts.waiting[at],
+                        "kv_use": facts.kv_use[at],
+                    },
+                }  # fmt: skip
+
+    def _served(self, ids: FlowIds) -> Iterator[Event]:
+        """Yield arrows from turns to the first and the last pass of their requests."""
+        links = linked_requests(self._timeline) if self._passes_at else {}
+        slowest = None if self._selection.requests == "all" else self._slowest()
+        places = {at: pass_of_rows(self._timeline.passes[at]) for at in self._passes_at}
+        rows = {at: passes_of_requests(self._timeline.passes[at]) for at in self._passes_at}
+        for (at, request), index in links.items():
+            trajectory = self._timeline.spans[index].trajectory
+            if at not in rows or index not in self._tids or self._row(index).unaligned is not None:
+                continue
+            if not rows[at][request] or (slowest is not None and trajectory not in slowest):
+                continue
+            served = [places[at][row] for row in rows[at][request]]
+            for edge in dict.fromkeys((served[0], served[-1])):
+                begin = self._timeline.passes[at].begins_ns[edge] - self._axis.base_ns
+                number = ids.number(b"%d-%d-%d" % (at, request, edge), "pass")
+                common: Event = {"cat": "stepscope", "name": "pass", "id": number}
+                yield {"ph": "s", **common, **self._at(index)}
+                yield {"ph": "f", "bp": "e", **common, **self._passes_at[at], "ts": microseconds(begin)}
+
+    def _slowest(self) -> frozenset[str | None]:
+        """Return the names of the longest trajectories."""
+        spans = self._timeline.spans
+        roots = [span for span in spans if span.stage == "trajectory" and span.trajectory is not None]
+        roots.sort(key=lambda span: span.start_ns - self._timeline.until_ns(span))
+        return frozenset(span.trajectory for span in roots[:_SLOWEST])
+
     def counters(self, row: Row) -> Iterator[Event]:
         """Yield the values of a row's counters. A value that stays the same is one event."""
         for counter in self._counters_of[row.process] if self._is_wanted(row) else ():
@@ -182,6 +246,7 @@ class Drawn:
                 common = {"cat": "stepscope", "name": name, "id": ids.number(b"%d" % index)}
                 yield {"ph": "s", **common, **self._at(cause)}
                 yield {"ph": "f", "bp": "e", **common, **self._at(index)}
+        yield from self._served(ids)
 
     def _both_aligned(self, index: int, parent: int) -> bool:
         """Return whether the two spans are in two different rows that are both aligned."""

@@ -1,14 +1,17 @@
-"""Forward passes of a step's engines, on the clock of the capture's owner."""
+"""Forward passes of a step's engines on the clock of the capture's owner, and the spans of their requests."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from stepscope.errors import RecordError
 from stepscope.files.passes import PassFile, read_passes
-from stepscope_report.timeline.model import EnginePasses, FileProblem, Process
+from stepscope_report.timeline.model import EnginePasses, FileProblem, Process, Timeline
 from stepscope_report.timeline.step.rows import clock_of, never_measured, offset_at
 from stepscope_report.timeline.step.trace_files import TraceFile
+from stepscope_report.timeline.step.tree import REQUEST, replica_and_role
 
 
 def passes_of(
@@ -40,3 +43,50 @@ def _placed(file: TraceFile, noted: PassFile, processes: Sequence[Process]) -> E
         ends_ns=[end_ns + shift_ns for end_ns in times.end_ns],
         noted=noted,
     )
+
+
+class RequestKey(NamedTuple):
+    engine: int
+    """Index in `Timeline.passes`."""
+    request: int
+    """Position in the file's `requests`."""
+
+
+def linked_requests(timeline: Timeline) -> dict[RequestKey, int]:
+    """Return the index of the innermost span in a trajectory that names each request, else of one outside.
+
+    A name that several engines have counts only if the span's replica is known.
+    """
+    by_name: dict[object, list[RequestKey]] = defaultdict(list)
+    for at, engine in enumerate(timeline.passes):
+        requests = engine.noted.requests
+        for position, names in enumerate(zip(requests.id, requests.caller_id, strict=True)):
+            for name in set(names):
+                by_name[name].append(RequestKey(at, position))
+    links: dict[RequestKey, int] = {}
+    for index, span in enumerate(timeline.spans if by_name else ()):
+        named = None if span.attrs is None else span.attrs.get(REQUEST)
+        if named is None or named not in by_name:
+            continue
+        keys, (replica, _) = by_name[named], replica_and_role(timeline, span)
+        if replica is not None:
+            keys = [key for key in keys if timeline.passes[key.engine].replica == replica]
+        if len({key.engine for key in keys}) != 1:
+            continue
+        for key in keys:
+            if key not in links or span.trajectory is not None:
+                links[key] = index
+    return links
+
+
+def passes_of_requests(engine: EnginePasses) -> list[list[int]]:
+    """Return the rows of each request in `noted.served`, in the order of the passes."""
+    rows: list[list[int]] = [[] for _ in engine.noted.requests.id]
+    for row, request in enumerate(engine.noted.served.request):
+        rows[request].append(row)
+    return rows
+
+
+def pass_of_rows(engine: EnginePasses) -> list[int]:
+    """Return the pass of each row in `noted.served`."""
+    return [at for at, requests in enumerate(engine.noted.passes.requests) for _ in range(requests)]

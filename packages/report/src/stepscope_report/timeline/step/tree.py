@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from stepscope.files.spans import REPLICA, SERVED, Open
 from stepscope_report.timeline.model import Span, Timeline
 
-_REQUEST = "request_id"
+REQUEST = "request_id"
 """Attribute of spans with the engine's name for the request, set by both sides."""
 
 
@@ -72,7 +72,7 @@ def requests(timeline: Timeline) -> Iterator[tuple[int, int]]:
     """
     named: dict[object, list[int]] = {}
     for index, span in enumerate(timeline.spans):
-        if span.attrs is not None and (name := span.attrs.get(_REQUEST)) is not None:
+        if span.attrs is not None and (name := span.attrs.get(REQUEST)) is not None:
             named.setdefault(name, []).append(index)
     for members in named.values():
         yield from _of_one(timeline.spans, members)

@@ -1,0 +1,175 @@
+"""What the report makes of hand-made files of forward passes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from packages.report.tests.steps import MS, close
+from stepscope.engines import passes
+from stepscope.engines.passes import PassLog
+from stepscope.errors import RecordError
+from stepscope.files.passes import PassFile, check_passes
+from stepscope.testing.engine_conformance import a_capture
+from stepscope.testing.steps import FakeProcess, StepFolder
+from stepscope_report.sections.batches import step_batches
+from stepscope_report.served import turn_times
+from stepscope_report.timeline import Timeline, load_step, merge_step
+from stepscope_report.timeline.merge.merge import EVERYTHING
+from stepscope_report.timeline.step.passes import linked_requests
+
+
+def a_step(root: Path, turns: list[tuple[str, int, int, dict[str, Any]]]) -> StepFolder:
+    """Return a step of turns: (trajectory, start and end in ms, attributes), and two replicas."""
+    folder = StepFolder(root)
+    driver = folder.process("agent_loop", owner=True)
+    for name, start, end, attrs in turns:
+        whole = driver.span("trajectory", start * MS, end * MS, trajectory=name)
+        driver.span("turn", start * MS, end * MS, trajectory=name, turn=0, parent=whole, attrs=attrs)
+    for number in (0, 1):
+        folder.process("rollout", number, replica=number)
+    close(folder, 200 * MS)
+    folder.write()
+    return folder
+
+
+def note(folder: StepFolder, process: FakeProcess, replica: int, log: PassLog) -> None:
+    """Write a log of times in ms after the opening as the passes of a replica on a process' host."""
+    capture = msgspec.structs.replace(
+        a_capture(folder.layout.root, replica=replica), step=folder.step, run_id=folder.run_id, passes=1000,
+        out_dir=str(folder.layout.engine_dir(replica)), step_dir=str(folder.layout.root),
+    )  # fmt: skip
+    anchor = process.anchor(0)
+    file = log.file()
+    at = {
+        name: [anchor.mono_ns + ms * MS for ms in getattr(file.passes, name)]
+        for name in ("begin_ns", "end_ns")
+    }
+    arrived = [None if ms is None else anchor.mono_ns + ms * MS for ms in file.requests.arrived_ns]
+    placed = msgspec.structs.replace(
+        file, host=process.info.host, anchor=anchor, closed=process.anchor(200 * MS),
+        passes=msgspec.structs.replace(file.passes, **at),
+        requests=msgspec.structs.replace(file.requests, arrived_ns=arrived),
+    )  # fmt: skip
+    passes.publish_passes(placed, capture)
+
+
+def a_log() -> PassLog:
+    """Return passes: a and b decode, then a alone; b is preempted, and comes back with three others."""
+    log = PassLog(100)
+    log.arrive("a", at_ns=10)
+    log.arrive("b", at_ns=12)
+    log.note(20, 30, "prefill", {"a": 8, "b": 4}, [1, 0], running=2, waiting=0)
+    log.note(30, 34, "mixed", {"a": 1, "b": 4}, [1, 1], running=2, waiting=0)
+    log.note(36, 40, "decode", {"a": 1}, [1], running=1, waiting=1, preempted=["b"])
+    log.note(40, 45, "decode", {"a": 1}, [1], running=1, waiting=1)
+    log.note(50, 60, "mixed", {"b": 9, "c": 1, "d": 1, "e": 1}, [1, 1, 1, 1], running=4, waiting=0)
+    return log
+
+
+@pytest.fixture
+def timeline(tmp_path: Path) -> Timeline:
+    folder = a_step(tmp_path, [("one", 5, 50, {"request_id": "a"}), ("two", 5, 70, {"request_id": "b"})])
+    note(folder, folder.processes[1], 0, a_log())
+    return load_step(folder.layout.root)
+
+
+def test_the_time_of_a_turn_is_what_its_engine_did_and_the_rest(timeline: Timeline) -> None:
+    turns = turn_times(timeline, ["one", "two"])
+    ((one,), (two,)) = turns["one"], turns["two"]
+    a = {name: ns // MS for name, ns in msgspec.structs.asdict(one.engine).items() if ns}
+    b = {name: ns // MS for name, ns in msgspec.structs.asdict(two.engine).items() if ns}
+    assert a == {
+        "queued_ns": 10,
+        "prefill_ns": 10,
+        "few_ns": 4,
+        "alone_ns": 11,
+    }  # 2 ms before a pass are its own
+    assert b == {"queued_ns": 8, "prefill_ns": 14, "many_ns": 10, "preempted_ns": 16}
+    assert (one.outside_ns, two.outside_ns) == (10 * MS, 17 * MS)
+    assert (one.tokens, two.tokens) == (4, 2)
+
+
+def test_batches_are_counted_by_size_and_the_thin_end_of_the_rollout_is_named(timeline: Timeline) -> None:
+    (batches,) = step_batches(timeline)
+    sizes = {(size.least, size.most): (size.passes, size.ns // MS, size.tokens) for size in batches.sizes}
+    assert sizes == {(1, 1): (2, 9, 2), (2, 2): (1, 4, 2), (4, 4): (1, 10, 4)}
+    assert (batches.requests, batches.linked, batches.preemptions) == (5, 2, 1)
+    assert (batches.prefill_ns, batches.thin_ns) == (10 * MS, 0)
+
+
+@pytest.mark.parametrize(("attrs", "linked"), [({}, 0), ({"replica": 1}, 1)], ids=["unnamed", "named"])
+def test_engines_that_number_their_requests_alike_are_never_mixed(
+    tmp_path: Path, attrs: dict[str, Any], linked: int
+) -> None:
+    folder = a_step(tmp_path, [("one", 5, 50, {"request_id": "0", **attrs})])
+    for replica in (0, 1):
+        log = PassLog(10)
+        log.note(20, 30, "decode", {"0": 1}, [1], running=1, waiting=0)
+        note(folder, folder.processes[1 + replica], replica, log)
+    timeline = load_step(folder.layout.root)
+    links = linked_requests(timeline)
+    assert [timeline.passes[key.engine].replica for key in links] == [1] * linked
+
+
+@pytest.mark.parametrize(("wanted", "arrows"), [(None, 10), ("all", 12)])
+def test_a_merge_has_the_passes_and_arrows_of_the_slowest_trajectories_unless_all_are_wanted(
+    tmp_path: Path, wanted: Any, arrows: int
+) -> None:
+    folder = a_step(tmp_path, [(f"t{n}", 5, 50 + n, {"request_id": f"r{n}"}) for n in range(12)])
+    log = PassLog(10)
+    log.note(20, 30, "decode", {f"r{n}": 1 for n in range(12)}, [1] * 12, running=12, waiting=0)
+    note(folder, folder.processes[1], 0, log)
+    to = tmp_path / "merged.json.gz"
+    merge_step(folder.layout.root, to=to, selection=msgspec.structs.replace(EVERYTHING, requests=wanted))
+    with gzip.open(to) as file:
+        events = json.load(file)["traceEvents"]
+    (drawn,) = [event for event in events if event.get("cat") == "pass"]
+    assert (drawn["name"], drawn["dur"]) == ("decode 12", 10_000)
+    assert sum(event["ph"] == "s" and event["name"] == "pass" for event in events) == arrows
+
+
+def test_passes_beyond_the_limit_are_counted() -> None:
+    log = PassLog(2)
+    for at in range(5):
+        log.note(at, at + 1, "decode", {"a": 1}, [1], running=1, waiting=0)
+    file = log.file()
+    assert (len(file.passes.number), len(file.served.request), file.dropped) == (2, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"served": {"request": [0], "tokens": [1], "output": [1]}},
+        {"preempted": {"number": [0], "request": [9]}},
+        {
+            "requests": {
+                "id": ["a"],
+                "caller_id": [],
+                "arrived_ns": [],
+                "version_begun": [],
+                "version_ended": [],
+            }
+        },
+    ],
+    ids=list("abc"),
+)
+def test_columns_that_do_not_fit_each_other_are_refused(change: dict[str, Any]) -> None:
+    good = msgspec.to_builtins(a_log().file())
+    check_passes(msgspec.convert(good, PassFile))
+    with pytest.raises(RecordError):
+        check_passes(msgspec.convert({**good, **change}, PassFile))
+
+
+def test_a_damaged_file_costs_its_passes_alone(timeline: Timeline, tmp_path: Path) -> None:
+    (file,) = tmp_path.rglob("*_passes.json.gz")
+    file.write_bytes(file.read_bytes()[:-20])
+    read = load_step(file.parents[3])
+    assert read.passes == ()
+    assert any("no passes" in problem.what for problem in read.problems)
+    assert read.spans
