@@ -61,6 +61,7 @@ RUN_BY = {
     "test_router.py": ("0.32.0",),
     "test_wheels.py": ("0.31.0",),
     "test_why_engine.py": ("0.32.0",),
+    "test_passes.py": ("0.27.1", "0.32.0"),
     "test_vllm_more.py": (),  # in an environment of its own, on request
 }
 """Files that take a minute each, for engines in processes of their own or for fetching, and the vLLM that run

@@ -142,8 +142,8 @@ def test_the_manifest_and_the_report_count_the_same_passes(
             await asyncio.gather(*(generate(home.engine, tokens) for tokens in (8, 3)))
         return artifacts_of(cap.result)
 
-    (artifact,) = home.run(loop())
-    assert artifact.iterations == engine_of(run_folder / "step_000004").iterations
+    artifact, noted = home.run(loop())
+    assert artifact.iterations == noted.iterations == engine_of(run_folder / "step_000004").iterations
 
 
 def test_a_paused_engine_that_holds_a_request_is_not_idle(

@@ -153,8 +153,9 @@ def test_fewer_iterations_than_asked_for_are_noted(llm: LLM, config: ProfileConf
     with capture(901, engines=[llm], config=rollout(config, 50)) as cap:
         generate(llm, 9, requests=1)
     replica = replica_of(cap)
-    (artifact,) = replica.artifacts
+    artifact, noted = replica.artifacts
     assert (replica.state, artifact.iterations, artifact.iterations_asked) == ("ok", 9, 50)
+    assert noted.iterations == 9, "noted passes are those in the trace"
     assert replica.notes[0].startswith("9 of 50 ")
 
 
@@ -167,8 +168,9 @@ def test_a_recording_that_somebody_else_stops_is_partial_with_numbers(
         llm.stop_profile()
         generate(llm, 5, requests=1)
     replica = replica_of(cap)
-    (artifact,) = replica.artifacts
+    artifact, noted = replica.artifacts
     assert (replica.state, artifact.iterations, artifact.ended) == ("partial", 8, "others")
+    assert noted.iterations == 13
     assert (replica.reason or "").endswith("it ran 5 more")
 
 
@@ -184,7 +186,7 @@ def test_what_vllm_writes_inside_the_step_is_no_ones_decode(
 ) -> None:
     with capture(905, engines=[llm], config=rollout(config, 4)) as cap, span("generate", role="rollout"):
         generate(llm, 40, requests=1)
-    (artifact,) = replica_of(cap).artifacts
+    artifact, _ = replica_of(cap).artifacts
     assert artifact.ended == "count"
     (wrote_ns,) = (stall.end_ns - stall.start_ns for stall in artifact.stalls if stall.doing == "writing")
     breakdown = step_report(load_step(RunLayout(run_folder).step(905).root)).breakdown

@@ -95,6 +95,11 @@ def test_a_loop_captures_two_steps_of_an_actors_engine(
         assert counters is not None
         grown = {row.name: row.increase for row in counters.rows if row.of == "replica 0"}
         assert (grown["finished requests"], grown["generation tokens"]) == (3, 12)
+        (passes,) = load_step(cap.result.path).passes
+        assert sorted(map(str, passes.noted.requests.caller_id)) == [
+            f"{step}-{number}" for number in range(3)
+        ]
+        assert sum(passes.noted.served.output) == 12
         merged = merge_step(cap.result.path)
         assert merged.problems == ()
         rollout = [row for row in merged.rows if row.role == "rollout"]  # the actor, and the engine's worker

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stepscope.engines.artifacts import Option, publish
+from stepscope.engines.passes import publish_passes
 from stepscope.errors import EngineError
 from stepscope.files.manifest.records import IDLE
 from stepscope.files.sidecar import Artifact
@@ -41,6 +42,14 @@ def collect(recording: Recording, late: Recording | None) -> list[Artifact]:
     _expect_complete(started.folder, files)
     recording.changed_ns = engine_folder.changed_ns(started.folder, files)
     return publish_traces(recording, _at_home(recording, started, files))
+
+
+def publish_passes_of(recording: Recording) -> list[Artifact]:
+    """Publish the notes of the engine's passes."""
+    if not recording.capture.passes:
+        return []
+    files = recording.target.passes
+    return [one for file in files for one in publish_passes(file, recording.capture)]
 
 
 def files_of(recording: Recording, started: Started, late: Recording | None) -> set[str]:

@@ -113,9 +113,10 @@ class Session:
             recording.ignored |= await self._stop_target()
             recording.closed = read_anchor()
             recording.facts_at_stop = await asyncio.to_thread(self._target.facts)
+            passes = await asyncio.to_thread(collection.publish_passes_of, recording)
             artifacts = await asyncio.to_thread(collection.collect, recording, before)
             self._desk.owed = None
-            return artifacts
+            return [*artifacts, *passes]
 
     async def _stop_target(self) -> dict[str, str]:
         failures = await self._target.stop()

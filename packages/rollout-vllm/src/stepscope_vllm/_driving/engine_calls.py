@@ -73,10 +73,22 @@ class EngineCalls:
             EngineError: the engine is dead or dies during the call, or raised an error, which is given as
                 text.
         """
+        return await self._result(method, partial(getattr(self.engine, method), *args, **kwargs))
+
+    async def ask_cores(self, method: str, *args: object) -> list[Any]:
+        """Call a method of the engine's core, or of each of its data-parallel cores.
+
+        Raises:
+            EngineError: as for `call`.
+        """
+        core = getattr(self.engine if self.asynchronous else self.engine.llm_engine, "engine_core", None)
+        return list(await self._result(method, partial(_cores(core), method, *args)))
+
+    async def _result(self, method: str, function: Callable[[], Any]) -> Any:
         why = self.dead()
         if why is not None:
             raise EngineError(f"{method}: {why}")
-        work = asyncio.ensure_future(self.run(partial(getattr(self.engine, method), *args, **kwargs)))
+        work = asyncio.ensure_future(self.run(function))
         while not work.done():
             await asyncio.wait({work}, timeout=_LIFE_S)
             why = self.dead()
@@ -112,6 +124,21 @@ class EngineCalls:
                 return why
             await asyncio.sleep(_LIFE_S / 5)
         return None
+
+
+def _cores(client: Any) -> Callable[..., Any]:
+    """Return a function that calls a method of all cores behind a client, on the engine's loop or thread."""
+    inner = getattr(client, "engine_core", None)
+    if inner is not None:  # a core in this process
+        return lambda method, *args: [getattr(inner, method)(*args)]
+    if not hasattr(client, "_call_utility_async"):
+        return lambda method, *args: [client.call_utility(method, *args)]
+
+    async def ask(method: str, *args: object) -> list[Any]:
+        calls = (client._call_utility_async(method, *args, engine=engine) for engine in client.core_engines)
+        return await asyncio.gather(*calls)
+
+    return ask
 
 
 def described(error: BaseException) -> str:

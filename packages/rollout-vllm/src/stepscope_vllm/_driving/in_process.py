@@ -11,12 +11,13 @@ from typing import Any
 
 from stepscope.engines import EngineCapture
 from stepscope.engines.artifacts import Option
-from stepscope.errors import EngineError
+from stepscope.errors import EngineError, RecordError
+from stepscope.files.passes import PassFile, unpacked
 from stepscope_vllm import _versions
 from stepscope_vllm._driving import ascend_profiler, built_settings, facts, remote_disks
 from stepscope_vllm._driving.engine_calls import TAKEN, EngineCalls, described
 from stepscope_vllm._driving.target import Started
-from stepscope_vllm._engine_side import extension
+from stepscope_vllm._engine_side import extension, passes, plugin
 from stepscope_vllm._files.ranks import Layout
 from stepscope_vllm._versions import Dialect
 
@@ -35,6 +36,9 @@ class InProcessTarget:
         asynchronous = self.calls.asynchronous
         self.config: Any = engine.vllm_config if asynchronous else engine.llm_engine.vllm_config
         self.reports: Sequence[Mapping[str, Any]] = ()
+        self.passes: Sequence[PassFile] = ()
+        self._noting: str | bool = False
+        """True while passes are noted, False if they are not wanted, or the reason why they cannot be."""
         self._aimed: Path | None = None
         """Folder of the capture that the workers' profilers are set to write to, or None after their
         release."""
@@ -120,9 +124,13 @@ class InProcessTarget:
         aimed = await self._aim(capture, name, ranks)
         if not dialect.guarded and frontend_records(self.calls):
             raise EngineError(f"start_profile: the AsyncLLM's own profiler records. {TAKEN}")
+        await self._begin_passes(capture.passes)
         try:
             await self.calls.call("start_profile", **_start_arguments(capture, name, dialect))
-        except EngineError:
+        except BaseException as error:
+            await self._end_passes()
+            if not isinstance(error, EngineError):
+                raise
             if frontend_records(self.calls) is not None:
                 await asyncio.sleep(_FRONTEND_STARTS_S)
             await stop_frontend(self.calls)
@@ -135,7 +143,7 @@ class InProcessTarget:
 
     async def stop(self) -> dict[str, str]:
         """Stop the recording; return {part that failed: reason}."""
-        failures: dict[str, str] = {}
+        failures = await self._end_passes()
         if not self.dialect.guarded and frontend_records(self.calls) is not None:
             # The steps of stop_profile, one after the other, and only for profilers that record: one stop too
             # many, or two at once, end this very process.
@@ -150,6 +158,29 @@ class InProcessTarget:
                 await stop_frontend(self.calls)
                 raise
         return {**await self._release(), **failures}
+
+    async def _begin_passes(self, most: int) -> None:
+        self.passes, self._noting = (), False
+        if not most:
+            return
+        if self.in_this_process:
+            plugin.load()
+        try:
+            await self.calls.ask_cores(passes.BEGIN, most)
+            self._noting = True
+        except EngineError as error:
+            self._noting = f"{error}. {passes.NEEDED}"
+
+    async def _end_passes(self) -> dict[str, str]:
+        """Take the notes of the passes; return {part that failed: reason}."""
+        noting, self._noting = self._noting, False
+        if noting is True:
+            try:
+                contents = await self.calls.ask_cores(passes.END)
+                self.passes = [unpacked(content) for content in contents if content is not None]
+            except (EngineError, RecordError) as error:
+                noting = str(error)
+        return {"passes": noting} if isinstance(noting, str) else {}
 
     async def _aim(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> bool:
         """Set the workers' profilers to a capture's folder and options. Return False if that is not

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from stepscope.engines import EngineCapture
 from stepscope.engines.artifacts import Option
+from stepscope.files.passes import PassFile
 from stepscope_vllm._files.ranks import Layout
 
 
@@ -46,6 +47,11 @@ class Target(Protocol):
     @property
     def reports(self) -> Sequence[Mapping[str, Any]]:
         """Reports of the engine's workers after the latest stop (`WorkerExtension.stepscope_release`)."""
+        ...
+
+    @property
+    def passes(self) -> Sequence[PassFile]:
+        """Notes of the engine's passes in the latest recording, after its stop. May block."""
         ...
 
     def facts(self) -> dict[str, Option]:

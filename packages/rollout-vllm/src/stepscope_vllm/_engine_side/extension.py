@@ -91,7 +91,7 @@ def aim(worker: Any, spec: Spec) -> None:
     rank = int(worker.rank)
     wanted = spec["ranks"] is None or rank in spec["ranks"]
     wrote: list[str] = []
-    folder, stem = Path(spec["folder"]), f"{spec['name']}_dp{_dp(worker)}_rank{rank}"
+    folder, stem = Path(spec["folder"]), f"{spec['name']}_dp{dp_of(worker.vllm_config)}_rank{rank}"
     handler = writer(folder, stem, wrote, gzip=spec["gzip"]) if wanted else drop
     if wanted:
         probe(folder)
@@ -215,13 +215,13 @@ def _wrapper(worker: Any, spec: Spec) -> Any:
     return worker.profiler
 
 
-def _dp(worker: Any) -> int:
-    """Return the number of this worker's data-parallel engine.
+def dp_of(vllm_config: Any) -> int:
+    """Return the number of this process' data-parallel engine.
 
     For dense models vLLM makes engines that do not know of each other: `data_parallel_rank` is 0 in all of
     them, and only `data_parallel_index` differs.
     """
-    parallel = worker.vllm_config.parallel_config
+    parallel = vllm_config.parallel_config
     for name in ("data_parallel_index", "data_parallel_rank"):
         if isinstance(number := getattr(parallel, name, None), int):
             return number

@@ -1,4 +1,4 @@
-"""Plugin in vLLM's own processes, so that captures of a pipeline can follow each other at once.
+"""Plugin in vLLM's own processes: notes of forward passes, and captures of a pipeline that follow each other.
 
 vLLM calls the entry points `vllm.general_plugins` of the packages beside it, in each of its processes. A
 stage of a pipeline sends its results to the next one, goes on, and waits for that send in its next pass. Over
@@ -16,6 +16,7 @@ from typing import Any
 
 from stepscope.backends.torch.record_function_scopes import is_unrecorded, unrecorded
 from stepscope.files import switch
+from stepscope_vllm._engine_side import passes
 
 _STATE = "vllm.distributed.parallel_state"
 _ENDS = (
@@ -33,7 +34,7 @@ OF_A_SERVER = (
 
 
 def load() -> None:
-    """Hide sends from recordings, unless stepscope is switched off.
+    """Hide sends from recordings, and let passes be noted, unless stepscope is switched off.
 
     vLLM calls this in all of its processes. The worker extension calls it again, which has no further effect.
     """
@@ -41,6 +42,10 @@ def load() -> None:
         return
     with suppress(Exception):  # another version may have it elsewhere, and vLLM would not start
         hide_sends()
+    with suppress(Exception):
+        import wrapt
+
+        wrapt.register_post_import_hook(passes.install, "vllm.v1.engine.core")
 
 
 def hide_sends() -> None:

@@ -1,0 +1,212 @@
+"""Notes of forward passes in vLLM's engine core, the process that schedules them.
+
+`install` gives the class `EngineCore` two methods that a client can call by name, and lets a profile that a
+server starts note its passes too. Between captures, nothing of the scheduler is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from stepscope.engines import passes
+from stepscope.engines.passes import PassLog
+from stepscope.files.passes import PassKind
+from stepscope_vllm._engine_side.extension import dp_of
+
+BEGIN, END = "stepscope_begin_passes", "stepscope_end_passes"
+"""Names of the methods of `EngineCore`."""
+NEEDED = (
+    "Fix: install stepscope-rollout-vllm in the environment of the engine's processes (with `stepscope` in "
+    "VLLM_PLUGINS, if that is set), or set engine.passes: 0"
+)
+_NOTES = "_stepscope_passes"
+"""Attribute of an engine core: its notes while a capture runs."""
+_MOST = 100_000
+"""Largest number of passes for a profile that a server starts, which does not say how many are wanted."""
+_CAPTURE = re.compile(r"step_\d{6,}_")
+"""Beginning of the names of stepscope's captures."""
+_RANDOM = re.compile(r"-[0-9a-f]{8}$")
+"""End that vLLM appends to the id of a request."""
+_COMPLETION = re.compile(r"(cmpl-.+)-\d+")
+"""Id of one prompt of a request to /v1/completions, whose answer has the id without the number."""
+
+
+def install(module: Any) -> None:
+    """Change the class `EngineCore` of vLLM's module `vllm.v1.engine.core`."""
+    core = module.EngineCore
+    if hasattr(core, BEGIN):
+        return
+    setattr(core, BEGIN, begin)
+    setattr(core, END, end)
+    core.profile = _with_notes(core.profile)
+
+
+def begin(core: Any, most: int) -> None:
+    """Note the passes of an engine core from now on. Earlier notes are dropped."""
+    end(core)
+    setattr(core, _NOTES, _Notes(core, most))
+
+
+def end(core: Any) -> bytes | None:
+    """Return the notes as a file's content of `stepscope.files.passes`, or None without notes."""
+    notes = getattr(core, _NOTES, None)
+    if notes is None:
+        return None
+    setattr(core, _NOTES, None)
+    notes.undo()
+    for request in notes.log.requests:
+        if request not in notes.named:
+            notes.log.name(request, _of_caller(_RANDOM.sub("", request)))
+    return passes.encoded(notes.log.file(dp=dp_of(core.vllm_config)))
+
+
+def _with_notes(profile: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `EngineCore.profile` that also notes the passes of a capture of a server, in its folder."""
+
+    @functools.wraps(profile)
+    def noted(
+        self: Any, is_start: bool = True, profile_prefix: str | None = None, *args: Any, **kw: Any
+    ) -> Any:
+        ours = is_start and _CAPTURE.match(profile_prefix or "") and getattr(self, _NOTES, None) is None
+        if not is_start:
+            with suppress(Exception):  # the profile matters more
+                _write(self)
+        result = profile(self, is_start, profile_prefix, *args, **kw)
+        if ours:
+            with suppress(Exception):
+                begin(self, _MOST)
+                getattr(self, _NOTES).prefix = profile_prefix
+        return result
+
+    return noted
+
+
+def _write(core: Any) -> None:
+    notes = getattr(core, _NOTES, None)
+    if notes is None or notes.prefix is None:
+        return
+    prefix, content = notes.prefix, end(core)
+    folder = core.vllm_config.profiler_config.torch_profiler_dir
+    if content is not None and folder:
+        stem = f"{prefix}_dp{dp_of(core.vllm_config)}_{socket.gethostname()}_pid{os.getpid()}"
+        passes.write(content, Path(folder), stem)
+
+
+class _Scheduled:
+    """Facts about a pass at the moment at which it was scheduled."""
+
+    __slots__ = ("began_ns", "kv_use", "running", "waiting")
+
+    def __init__(self, scheduler: Any, began_ns: int) -> None:
+        self.began_ns = began_ns
+        self.running, self.waiting = scheduler.get_request_counts()
+        self.kv_use = scheduler.get_kv_cache_usage()
+
+
+class _Notes:
+    """Notes of one capture. The methods run on the engine core's thread, `admitted` on that of its input."""
+
+    def __init__(self, core: Any, most: int) -> None:
+        self.prefix: str | None = None
+        """Name of the profile that a server started, or None."""
+        self.log = PassLog(most)
+        self.named: set[str] = set()
+        """Requests that came during the capture, whose callers' names are known."""
+        self._core, self._scheduler = core, core.scheduler
+        self._pending: dict[int, _Scheduled] = {}
+        self._ended_ns = 0
+        self._schedule, self._update = core.scheduler.schedule, core.scheduler.update_from_output
+        self._add, self._admit = core.scheduler.add_request, core.preprocess_add_request
+        self._idle = getattr(core, "execute_dummy_batch", None)
+        core.scheduler.schedule, core.scheduler.update_from_output = self.schedule, self.update
+        core.scheduler.add_request, core.preprocess_add_request = self.add, self.admit
+        if self._idle is not None:
+            core.execute_dummy_batch = self.idle
+
+    def undo(self) -> None:
+        for name in ("schedule", "update_from_output", "add_request"):
+            vars(self._scheduler).pop(name, None)
+        for name in ("preprocess_add_request", "execute_dummy_batch"):
+            vars(self._core).pop(name, None)
+
+    def admit(self, request: Any) -> Any:
+        admitted = self._admit(request)
+        known = getattr(request, "external_req_id", None) or request.request_id
+        self.log.name(request.request_id, _of_caller(known))
+        self.named.add(request.request_id)
+        return admitted
+
+    def add(self, request: Any) -> Any:
+        self.log.arrive(request.request_id)
+        return self._add(request)
+
+    def schedule(self, *args: Any, **kw: Any) -> Any:
+        began_ns = time.monotonic_ns()
+        output = self._schedule(*args, **kw)
+        if output.total_num_scheduled_tokens:
+            self._pending[id(output)] = _Scheduled(self._scheduler, began_ns)
+        return output
+
+    def update(self, output: Any, *args: Any, **kw: Any) -> Any:
+        results = self._update(output, *args, **kw)
+        scheduled = self._pending.pop(id(output), None)
+        if scheduled is not None:
+            ended_ns = time.monotonic_ns()
+            tokens: Mapping[str, int] = output.num_scheduled_tokens
+            wrote = {
+                one.request_id: len(one.new_token_ids) for own in results.values() for one in own.outputs
+            }
+            self.log.note(
+                max(scheduled.began_ns, self._ended_ns),
+                ended_ns,
+                _kind(output),
+                tokens,
+                [wrote.get(request, 0) for request in tokens],
+                running=scheduled.running,
+                waiting=scheduled.waiting,
+                kv_use=scheduled.kv_use,
+                weights=_version(self._core),
+                preempted=output.preempted_req_ids or (),
+            )
+            self._ended_ns = ended_ns
+        return results
+
+    def idle(self) -> Any:
+        began_ns = time.monotonic_ns()
+        result = self._idle() if self._idle is not None else None
+        self._ended_ns = time.monotonic_ns()
+        running, waiting = self._scheduler.get_request_counts()
+        self.log.note(began_ns, self._ended_ns, "idle", {}, (), running=running, waiting=waiting)
+        return result
+
+
+def _of_caller(name: str) -> str:
+    completion = _COMPLETION.fullmatch(name)
+    return name if completion is None else completion[1]
+
+
+def _version(core: Any) -> str | None:
+    """Return the version of the weights as set in vLLM, or None if it was never set."""
+    version = getattr(core, "_weight_version", None)
+    return None if version in (None, "default") else str(version)
+
+
+def _kind(output: Any) -> PassKind:
+    if output.scheduled_spec_decode_tokens:
+        return "speculative"
+    requests, reads = len(output.num_scheduled_tokens), output.total_num_scheduled_tokens
+    if reads == requests and not output.scheduled_new_reqs:
+        return "decode"
+    new = {request.req_id for request in output.scheduled_new_reqs}
+    decodes = sum(
+        tokens == 1 and request not in new for request, tokens in output.num_scheduled_tokens.items()
+    )
+    return "mixed" if decodes else "prefill"

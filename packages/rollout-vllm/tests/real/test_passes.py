@@ -1,0 +1,130 @@
+"""Forward passes of a real AsyncLLM and the requests that they served, against what the engine answered."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from stepscope import ProfileConfig, capture, trajectory, turn
+from stepscope.files.layout import RunLayout
+from stepscope_report.sections.batches import step_batches
+from stepscope_report.sections.long_tail import step_long_tail
+from stepscope_report.timeline import Timeline, load_step
+from stepscope_report.timeline.step.passes import RequestKey, linked_requests
+from stepscope_vllm import engine_args, record_request
+
+TRAJECTORIES, TURNS = 32, 2
+
+
+class Ran(NamedTuple):
+    timeline: Timeline
+    answers: dict[tuple[str, int], Any]
+    """{(trajectory, turn): the engine's answer}."""
+
+
+async def play(llm: Any, number: int, answers: dict[tuple[str, int], Any]) -> None:
+    """Play turns of different lengths."""
+    name = f"task-{number}"
+    with trajectory(name):
+        for index in range(TURNS):
+            sampling = SamplingParams(max_tokens=2 + (number * 7 + index) % 40, ignore_eos=True)
+            with turn(index) as this_turn:
+                prompt = "hello world " * (1 + number % 9)
+                async for output in llm.generate(prompt, sampling, f"{name}-{index}"):
+                    answers[name, index] = output
+                record_request(this_turn, answers[name, index])
+
+
+@pytest.fixture(scope="module")
+def ran(model: str, sizes: dict[str, Any], config: ProfileConfig) -> Ran:
+    answers: dict[tuple[str, int], Any] = {}
+
+    async def run() -> None:
+        # Prompts are read in pieces, and there is room for few requests, so that some are preempted.
+        arguments = AsyncEngineArgs(
+            model=model,
+            max_num_batched_tokens=64,
+            enable_chunked_prefill=True,
+            num_gpu_blocks_override=24,
+            max_num_seqs=8,
+            **sizes,
+            **engine_args(config, 0),
+        )
+        llm = AsyncLLM.from_engine_args(arguments)
+        try:
+            async with capture(3, engines=[llm], config=config):
+                await asyncio.gather(*(play(llm, number, answers) for number in range(TRAJECTORIES)))
+        finally:
+            llm.shutdown()
+            del llm
+            if others := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(others, timeout=10)  # they hold its sockets
+
+    asyncio.run(run())
+    gc.collect()  # the engine's sockets warn when they go: here, not at the exit of pytest
+    return Ran(load_step(RunLayout(Path(config.save_path)).step(3).root), answers)
+
+
+def test_every_request_is_joined_to_its_turn_and_has_the_tokens_of_its_answer(ran: Ran) -> None:
+    (engine,) = ran.timeline.passes
+    noted, links = engine.noted, linked_requests(ran.timeline)
+    wrote = Counter[tuple[str | None, int | None]]()
+    computed = Counter[tuple[str | None, int | None]]()
+    for request, tokens, output in zip(
+        noted.served.request, noted.served.tokens, noted.served.output, strict=True
+    ):
+        span = ran.timeline.spans[links[RequestKey(0, request)]]
+        wrote[span.trajectory, span.turn] += output
+        computed[span.trajectory, span.turn] += tokens
+    assert len(links) == len(ran.answers) == TRAJECTORIES * TURNS
+    assert wrote == {key: len(answer.outputs[0].token_ids) for key, answer in ran.answers.items()}
+    preempted = set(noted.preempted.request)
+    for key, index in links.items():
+        span = ran.timeline.spans[index]
+        answer = ran.answers[span.trajectory or "", span.turn or 0]
+        due = len(answer.prompt_token_ids) - (answer.num_cached_tokens or 0)
+        if key.request not in preempted:  # such requests are computed anew
+            assert computed[span.trajectory, span.turn] == due + len(answer.outputs[0].token_ids) - 1
+
+
+def test_passes_do_not_overlap_and_lie_inside_the_turns_of_their_requests(ran: Ran) -> None:
+    (engine,) = ran.timeline.passes
+    links, rows = linked_requests(ran.timeline), engine.rows
+    assert all(end <= begin for end, begin in zip(engine.ends_ns, engine.begins_ns[1:], strict=False))
+    for at, (begin_ns, end_ns) in enumerate(zip(engine.begins_ns, engine.ends_ns, strict=True)):
+        for request in engine.noted.served.request[rows[at] : rows[at + 1]]:
+            span = ran.timeline.spans[links[RequestKey(0, request)]]
+            assert span.start_ns <= begin_ns <= end_ns <= ran.timeline.until_ns(span) + 1_000_000
+
+
+def test_prompts_are_read_in_pieces_and_requests_are_preempted_as_the_engine_says(ran: Ran) -> None:
+    (engine,) = ran.timeline.passes
+    noted = engine.noted
+    assert max(noted.passes.requests) <= 8
+    assert max(noted.passes.waiting) > 0
+    assert {"prefill", "decode", "mixed"} >= set(noted.passes.kind) >= {"decode"}
+    preemptions = sum(answer.metrics.num_preemptions for answer in ran.answers.values())
+    assert len(noted.preempted.request) >= preemptions
+    assert all(use is not None and 0 <= use <= 1 for use in noted.passes.kv_use)
+
+
+def test_the_report_has_the_batches_and_the_times_of_each_slow_turn(ran: Ran) -> None:
+    (batches,) = step_batches(ran.timeline)
+    assert batches.tokens == sum(len(answer.outputs[0].token_ids) for answer in ran.answers.values())
+    assert batches.linked == batches.requests == len(ran.answers)
+    tail = step_long_tail(ran.timeline)
+    assert tail is not None
+    for slow in tail.worst:
+        assert [own.turn for own in slow.turns] == list(range(TURNS))
+        for own in slow.turns:
+            answer = ran.answers[slow.trajectory, own.turn or 0]
+            assert own.tokens == len(answer.outputs[0].token_ids)
+            queued_ns = 1e9 * (answer.metrics.scheduled_ts - answer.metrics.queued_ts)
+            assert abs(own.engine.queued_ns - queued_ns) < max(50e6, queued_ns / 4)
