@@ -28,7 +28,7 @@ VERSION = tuple(int(part) for part in (installed() or "0").split(".")[:3])
 GROUPS = [["engine_states.py", "engine_table.py"]]
 """Files that share a process and its engine."""
 if VERSION >= _OLDEST_WITH_ALL:
-    GROUPS[0] += ["engine_contract.py", "engine_documented_loop.py"]
+    GROUPS[0] += ["engine_passes.py", "engine_contract.py", "engine_documented_loop.py"]
     GROUPS += [["engine_server.py"], ["engine_ray.py"], ["engine_unedited.py", "engine_example.py"]]
 if VERSION == _LAYOUTS:
     GROUPS += [["engine_parallel.py"], ["engine_router.py"]]

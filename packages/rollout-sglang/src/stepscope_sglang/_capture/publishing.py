@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stepscope.engines.artifacts import Option, publish, read_anchor
+from stepscope.engines.passes import publish_passes
 from stepscope.errors import EngineError
 from stepscope.files.layout import safe, sidecar_of
 from stepscope.files.manifest.records import IDLE, LATE
@@ -41,6 +42,12 @@ def publish_files(recording: Recording, *, complete_only: bool) -> list[Artifact
     _note_absent_ranks(recording, files)
     staged = [(file, content, _stage(recording, file, content, files)) for file, content in wanted]
     return [_take(recording, file, content, stage) for file, content, stage in staged]
+
+
+def publish_passes_of(recording: Recording) -> list[Artifact]:
+    """Publish the notes of the schedulers' passes."""
+    files = recording.folder.passes()
+    return [one for file in files for one in publish_passes(file, recording.capture)]
 
 
 def publish_late(recording: Recording, *, wanted: bool) -> bool:

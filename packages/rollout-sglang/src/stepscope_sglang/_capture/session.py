@@ -23,7 +23,7 @@ from stepscope.files.manifest.records import LATE
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang import _versions
 from stepscope_sglang._capture import opening, outcome
-from stepscope_sglang._capture.publishing import publish_files, publish_late
+from stepscope_sglang._capture.publishing import publish_files, publish_late, publish_passes_of
 from stepscope_sglang._capture.recording import Recording
 from stepscope_sglang._driving.target import AlreadyRecordingError, EngineDiedError, RefusedError, Target
 from stepscope_sglang._files.capture_folder import CaptureFolder, File, wait_until
@@ -72,6 +72,8 @@ class Session:
         """
         recording = self.recording
         recording.folder.make(open_to_all=recording.remote)
+        if recording.capture.passes:
+            recording.folder.ask_passes(recording.capture.passes)
         try:
             self._start({**recording.plan.request, "output_dir": str(recording.folder.path)})
         except BaseException:
@@ -159,10 +161,12 @@ class Session:
                 self.end()
                 if recording.failure is None:
                     self._wait()
+                    recording.folder.end_passes()
                     self._ask_schedulers()
             except EngineError as error:
                 self._fail(error)
-            return publish_files(recording, complete_only=self._left)
+            passes = publish_passes_of(recording)
+            return [*publish_files(recording, complete_only=self._left), *passes]
         finally:
             self._remove_folder()
             if self._left:

@@ -21,11 +21,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, wraps
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from stepscope.files import switch
+from stepscope_sglang._engine_side import passes
 from stepscope_sglang._engine_side.states import (
     COUNT,
     PROFILE_V2,
@@ -57,6 +59,10 @@ _METHODS: Mapping[str, Doing] = {
 }
 _stamps: deque[dict[str, object]] = deque(maxlen=64)
 """Times of the profiler that are shown under the key `RECORDINGS`. One writer: `_timed`."""
+_INITS = ("_init_profile", "init_profile")
+"""Methods that take a profile's folder."""
+_scheduler: Any = None
+"""The scheduler of this process, or None. One writer: `begin`."""
 _profiler: weakref.ref[Any] | None = None
 """The object whose profiler started or stopped last, or None. One writer: `_timed`."""
 _quiet = False
@@ -80,12 +86,14 @@ def load() -> None:
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.get_internal_state", show, HookType.AFTER)
 
 
-def begin(*_: object, **__: object) -> None:
-    """Hide sends and time profilers, before a scheduler is made.
+def begin(scheduler: object, *_: object, **__: object) -> None:
+    """Hide sends, time profilers and let passes be noted, before a scheduler is made.
 
     The process that makes the engine makes no scheduler, so that its trainer's sends remain in its
     recordings.
     """
+    global _scheduler
+    _scheduler = scheduler
     with suppress(Exception):  # another torch may have it elsewhere, and the scheduler would die
         _hide_sends()
     with suppress(Exception):  # another SGLang may have them elsewhere
@@ -113,6 +121,27 @@ def _time_profilers() -> None:
             original = vars(profiler).get(method) if profiler is not None else None
             if original is not None and not hasattr(original, "_stepscope_doing"):
                 setattr(profiler, method, _timed(original, doing))
+        for method in _INITS:
+            original = vars(profiler).get(method) if profiler is not None else None
+            if original is not None and not hasattr(original, "_stepscope_notes"):
+                setattr(profiler, method, _with_notes(original))
+
+
+def _with_notes(original: Callable[..., T]) -> Callable[..., T]:
+    """Return a method that takes a profile's folder, and begins the notes of passes that the folder asks
+    for.
+    """
+
+    @wraps(original)
+    def noted(profiler: Any, *args: Any, **kwargs: Any) -> T:
+        result = original(profiler, *args, **kwargs)
+        with suppress(Exception):  # another version may keep it elsewhere
+            if _scheduler is not None:
+                passes.begin(_scheduler, Path(profiler.torch_profiler_output_dir))
+        return result
+
+    noted._stepscope_notes = True  # type: ignore[attr-defined]  # so that it is wrapped once
+    return noted
 
 
 def _timed(original: Callable[..., T], doing: Doing) -> Callable[..., T]:
@@ -161,6 +190,8 @@ def _is_over_gloo(group: object, *args: Any, **kwargs: Any) -> bool:
 
 def show(answer: Any, scheduler: Any, *_: object) -> None:
     """Add the plugin's state to a scheduler's answer, with the count of passes if SGLang has not added it."""
+    with suppress(Exception):  # the state matters more
+        passes.end()
     with suppress(Exception):  # another version may keep it elsewhere, and the scheduler would die
         answer.internal_state.update(_of_this_process())
         answer.internal_state[RECORDINGS] = list(_stamps)

@@ -6,10 +6,13 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from stepscope.errors import EngineError
+from stepscope.errors import EngineError, RecordError
+from stepscope.files.passes import SUFFIX, PassFile, read_passes
+from stepscope_sglang._engine_side.passes import ASK, END
 from stepscope_sglang._files.traces import Content, TraceName, parse_name, read
 
 _LOOK_S = 0.05
@@ -53,6 +56,24 @@ class CaptureFolder:
                 f"SGLang could not write into {self.path.parent}, which would kill its scheduler at the end "
                 f"of the capture: {error}. Fix: a save_path that can be written"
             ) from error
+
+    def ask_passes(self, most: int) -> None:
+        """Ask the schedulers to note their passes. To be called before the profile starts."""
+        (self.path / ASK).write_text(str(most))
+
+    def end_passes(self) -> None:
+        """Tell the schedulers that the capture has ended. They write when they are asked for their state."""
+        with suppress(OSError):
+            (self.path / END).touch()
+
+    def passes(self) -> list[PassFile]:
+        """Return the passes that the schedulers wrote, and remove their files."""
+        found = []
+        for path in sorted(self.path.glob(f"*{SUFFIX}")):
+            with suppress(OSError, RecordError):
+                found.append(read_passes(path))
+            path.unlink(missing_ok=True)
+        return found
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

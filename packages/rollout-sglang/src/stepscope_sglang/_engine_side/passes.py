@@ -1,0 +1,178 @@
+"""Notes of forward passes in SGLang's schedulers, from the start of a profile until its capture ends.
+
+A capture asks for them with a file in its folder (`ASK`), because a profile's request has no room for it. The
+notes go on when the profile has reached its count. They end at the first question for the scheduler's state
+after a file `END` came.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepscope.engines import passes
+from stepscope.engines.passes import PassLog
+from stepscope.files.passes import PassKind
+
+ASK, END = ".stepscope-passes", ".stepscope-passes-end"
+"""Files in a capture's folder: the number of passes to note, and the end of the capture."""
+_notes: Notes | None = None
+"""The notes of this process' scheduler, or None. Writers: `begin` and `end`."""
+
+
+def begin(scheduler: Any, folder: Path) -> None:
+    """Note the passes of a scheduler for the capture of a folder, if the capture asks for it. Earlier notes
+    are dropped.
+    """
+    global _notes
+    if _notes is not None:
+        _notes.undo()
+        _notes = None
+    try:
+        most = int((folder / ASK).read_text())
+    except (OSError, ValueError):
+        return
+    if _is_first(scheduler):
+        _notes = Notes(scheduler, folder, most)
+
+
+def end() -> None:
+    """Write the notes if their capture has ended."""
+    global _notes
+    if _notes is None or not (_notes.folder / END).exists():
+        return
+    notes, _notes = _notes, None
+    notes.undo()
+    dp = _number(notes.scheduler, "dp_rank")
+    stem = f"passes-dp{dp}-{socket.gethostname()}-pid{os.getpid()}"
+    passes.write(passes.encoded(notes.log.file(dp)), notes.folder, stem)
+
+
+def _is_first(scheduler: Any) -> bool:
+    """Return whether this scheduler represents its engine: all tensor and pipeline ranks run the same
+    passes.
+    """
+    return not any(_number(scheduler, name) for name in ("attn_tp_rank", "attn_cp_rank", "pp_rank"))
+
+
+def _number(scheduler: Any, name: str) -> int:
+    """Return a rank of a scheduler, which versions keep in different places."""
+    for holder in (scheduler, getattr(scheduler, "ps", None), getattr(scheduler, "server_args", None)):
+        value = getattr(holder, name, None)
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+class _Launched(NamedTuple):
+    """A pass that was launched and whose results have not been processed."""
+
+    began_ns: int
+    kind: PassKind
+    tokens: dict[str, int]
+    running: int
+    waiting: int
+    kv_use: float | None
+
+
+class Notes:
+    """Notes of one capture. Everything runs on the scheduler's thread."""
+
+    def __init__(self, scheduler: Any, folder: Path, most: int) -> None:
+        self.scheduler, self.folder = scheduler, folder
+        self.log = PassLog(most)
+        self._launched: deque[_Launched | None] = deque()
+        self._retracted: list[str] = []
+        self._ended_ns = 0
+        self._run, self._process = scheduler.run_batch, scheduler.process_batch_result
+        self._enqueue = scheduler._add_request_to_queue
+        # In an overlapped loop, results of passes from before are still to come.
+        self._launched.extend(None for _ in getattr(scheduler, "result_queue", ()))
+        scheduler.run_batch, scheduler.process_batch_result = self.run, self.process
+        scheduler._add_request_to_queue = self.enqueue
+
+    def undo(self) -> None:
+        for name in ("run_batch", "process_batch_result", "_add_request_to_queue"):
+            vars(self.scheduler).pop(name, None)
+
+    def enqueue(self, request: Any, is_retracted: bool = False, *args: Any, **kw: Any) -> Any:
+        if is_retracted:
+            self._retracted.append(request.rid)
+        else:
+            self.log.arrive(request.rid)
+        return self._enqueue(request, is_retracted, *args, **kw)
+
+    def run(self, batch: Any, *args: Any, **kw: Any) -> Any:
+        with suppress(Exception):  # another version may keep it elsewhere, and the scheduler would die
+            self._launched.append(self._launch(batch))
+        return self._run(batch, *args, **kw)
+
+    def _launch(self, batch: Any) -> _Launched:
+        mode = batch.forward_mode
+        requests: Sequence[Any] = batch.reqs
+        lengths = batch.extend_lens if mode.is_extend() else None
+        counts = lengths if lengths is not None and len(lengths) == len(requests) else [1] * len(requests)
+        return _Launched(
+            time.monotonic_ns(),
+            _kind(batch),
+            {request.rid: int(tokens) for request, tokens in zip(requests, counts, strict=True)},
+            max(len(self.scheduler.running_batch.reqs), len(requests)),
+            len(self.scheduler.waiting_queue),
+            _kv_use(self.scheduler),
+        )
+
+    def process(self, batch: Any, *args: Any, **kw: Any) -> Any:
+        requests = list(batch.reqs)
+        before = [len(request.output_ids) for request in requests]
+        result = self._process(batch, *args, **kw)
+        with suppress(Exception):  # as above
+            launched = self._launched.popleft() if self._launched else None
+            if launched is not None:
+                self._note(launched, requests, before)
+        return result
+
+    def _note(self, launched: _Launched, requests: Sequence[Any], before: Sequence[int]) -> None:
+        wrote = {
+            request.rid: len(request.output_ids) - count
+            for request, count in zip(requests, before, strict=True)
+        }
+        began_ns, ended_ns = max(launched.began_ns, self._ended_ns), time.monotonic_ns()
+        retracted, self._retracted = self._retracted, []
+        self.log.note(
+            began_ns,
+            ended_ns,
+            launched.kind,
+            launched.tokens,
+            [wrote.get(request, 0) for request in launched.tokens],
+            running=launched.running,
+            waiting=launched.waiting,
+            kv_use=launched.kv_use,
+            preempted=retracted,
+        )
+        self._ended_ns = ended_ns
+
+
+def _kind(batch: Any) -> PassKind:
+    mode = batch.forward_mode
+    if mode.is_idle():
+        return "idle"
+    if mode.is_target_verify() or (not batch.spec_algorithm.is_none() and mode.is_decode()):
+        return "speculative"
+    if mode.is_mixed():
+        return "mixed"
+    return "prefill" if mode.is_extend() else "decode"
+
+
+def _kv_use(scheduler: Any) -> float | None:
+    """Return the part of the KV cache that requests use, without what is only cached; None if unknown."""
+    with suppress(Exception):  # hybrid models have several pools
+        total = scheduler.max_total_num_tokens
+        free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+        return float(min(1.0, max(0.0, 1 - free / total)))
+    return None

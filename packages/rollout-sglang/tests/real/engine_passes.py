@@ -1,0 +1,71 @@
+"""Forward passes of a real scheduler and the requests that they served, against what the engine answered.
+
+Run by `test_engines.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tiny_sglang import on_its_loop
+
+from stepscope import ProfileConfig, capture, trajectory, turn
+from stepscope_report.sections.batches import step_batches
+from stepscope_report.timeline import load_step
+from stepscope_report.timeline.step.passes import RequestKey, linked_requests
+from stepscope_sglang import record_request
+
+REQUESTS = 24
+
+
+async def play(engine: Any, number: int, answers: dict[str, Any]) -> None:
+    name = f"task-{number}"
+    sampling = {"max_new_tokens": 2 + number * 7 % 30, "temperature": 0, "ignore_eos": True}
+    with trajectory(name), turn(0) as this_turn:
+        prompt = [1 + (number + place) % 500 for place in range(3 + number)]
+        answers[name] = await engine.async_generate(input_ids=prompt, sampling_params=sampling)
+        record_request(this_turn, answers[name])
+
+
+def test_every_request_is_joined_to_its_turn_and_has_the_tokens_of_its_answer(
+    engine: Any, tmp_path: Path
+) -> None:
+    config = ProfileConfig(
+        save_path=tmp_path,
+        steps="7",
+        roles={"rollout": {"ranks": "all", "engine": {"iterations": {"count": 3}}}},
+        torch={"activities": ["cpu"]},
+    )
+    answers: dict[str, Any] = {}
+
+    async def step() -> None:
+        async with capture(7, engines=engine, config=config):
+            await asyncio.gather(*(play(engine, number, answers) for number in range(REQUESTS)))
+
+    on_its_loop(engine, step())
+    timeline = load_step(tmp_path / "step_000007")
+    (passes,) = timeline.passes
+    noted, links = passes.noted, linked_requests(timeline)
+    assert len(links) == len(noted.requests.id) == REQUESTS
+    wrote, computed = Counter[str | None](), Counter[str | None]()
+    for request, tokens, output in zip(
+        noted.served.request, noted.served.tokens, noted.served.output, strict=True
+    ):
+        name = timeline.spans[links[RequestKey(0, request)]].trajectory
+        wrote[name] += output
+        computed[name] += tokens
+    assert wrote == {name: one["meta_info"]["completion_tokens"] for name, one in answers.items()}
+    # The last token of an answer is never the input of a pass.
+    assert computed == {
+        name: one["meta_info"]["prompt_tokens"] + one["meta_info"]["completion_tokens"] - 1
+        for name, one in answers.items()
+    }
+    assert max(noted.passes.requests) <= 8, "so many run at once"
+    assert max(noted.passes.waiting) > 0
+    assert {"prefill", "decode"} <= set(noted.passes.kind)
+    (batches,) = step_batches(timeline)
+    assert batches.linked == REQUESTS
+    assert batches.passes > 3, "notes go on when the profile has its count of passes"
