@@ -20,6 +20,7 @@ import pytest
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
 from stepscope.files.layout import sidecar_of
+from stepscope.files.passes import PassFile
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope_vllm._capture import options
 from stepscope_vllm._capture.session import Desk, ReplicaProfiler
@@ -164,6 +165,7 @@ class Ascend:
     version = "0.32.0"
     settings: ClassVar[Mapping[str, object]] = {}
     reports: ClassVar[Sequence[Mapping[str, object]]] = ()
+    passes: ClassVar[Sequence[PassFile]] = ()
     layout = Layout(tp=2, pp=1, dp=1, external=False)
 
     def __init__(self, folder: Path) -> None:
