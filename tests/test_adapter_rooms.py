@@ -18,7 +18,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "stepscope_sglang": {
         "_capture": {"_driving", "_engine_side", "_files"},
-        "_files": set(),
+        "_files": {"_engine_side"},
         "_driving": {"_engine_side"},
         "_engine_side": set(),
     },

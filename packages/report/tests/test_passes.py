@@ -1,4 +1,4 @@
-"""What the report makes of hand-made files of forward passes."""
+"""Reports of hand-made files of forward passes."""
 
 from __future__ import annotations
 
