@@ -85,6 +85,15 @@ def test_a_config_survives_pickle(config: ProfileConfig) -> None:
     assert pickle.loads(pickle.dumps(config)) == config
 
 
+@pytest.mark.parametrize("given", [{}, {"save_path": "outputs/profile"}])
+def test_a_folder_that_was_not_named_stays_so_in_other_processes(given: dict[str, str]) -> None:
+    config = ProfileConfig.from_mapping(given)
+    assert config.names_folder is bool(given)
+    for sent in (ProfileConfig.from_mapping(config.to_settings()), pickle.loads(pickle.dumps(config))):
+        assert sent == config
+        assert sent.names_folder is bool(given)
+
+
 def test_the_mapping_of_a_config_reads_like_the_file() -> None:
     mapping = ProfileConfig(steps=[2, "10:50:10"], roles={"actor": {"ranks": [0, 8]}}).to_mapping()
     assert mapping["steps"] == [2, "10:50:10"]

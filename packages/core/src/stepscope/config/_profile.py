@@ -217,6 +217,13 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
         """Return all fields, defaults included, as JSON values; `from_mapping` reads back an equal config."""
         return {name: _plain(getattr(self, name)) for name in self.__struct_fields__}
 
+    def to_settings(self) -> dict[str, object]:
+        """Return `to_mapping` without a `save_path` that was not set: read back, it would be a set one."""
+        return {
+            name: value for name, value in self.to_mapping().items()
+            if name != "save_path" or self.names_folder
+        }  # fmt: skip
+
     @property
     def names_folder(self) -> bool:
         """True if `save_path` was set, and is not the default one."""

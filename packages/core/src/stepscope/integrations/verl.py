@@ -42,7 +42,7 @@ def publish(config: ProfileConfig) -> None:
     if key is not None:
         from ray.experimental import internal_kv
 
-        value = msgspec.json.encode(config.to_mapping())
+        value = msgspec.json.encode(config.to_settings())
         internal_kv._internal_kv_put(key, value, overwrite=True, namespace=_NAMESPACE)
 
 

@@ -87,7 +87,7 @@ def read_config(config: DictConfig) -> ProfileConfig:
     verls = ProfileConfig.from_verl(tree)
     any_enabled = verls.roles != ProfileConfig().roles
     roles = verls.to_mapping()["roles"] if any_enabled else _SPANS_ALONE
-    return resolve({**verls.to_mapping(), "steps": steps, "roles": roles, "instrument": ["verl"]})
+    return resolve({**verls.to_settings(), "steps": steps, "roles": roles, "instrument": ["verl"]})
 
 
 def _as_torch(tree: Any) -> Any:
