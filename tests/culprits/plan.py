@@ -65,7 +65,11 @@ class Plan:
         """Add the time of the block to what the culprit takes in this step."""
         began_ns = time.perf_counter_ns()
         yield
-        self._took_ns[self.step] += time.perf_counter_ns() - began_ns
+        self.add(time.perf_counter_ns() - began_ns)
+
+    def add(self, ns: int) -> None:
+        """Add a time to what the culprit takes in this step."""
+        self._took_ns[self.step] += ns
 
     def write(self) -> None:
         """Write what this process' own clock says of each step."""

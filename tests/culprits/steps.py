@@ -25,8 +25,10 @@ class SlowStep(NamedTuple):
     kind: CauseKind | None = None
     """None if nothing is wrong."""
     process: str | None = None
-    """Role and rank; None if several processes are as slow."""
+    """Role and rank, or host; None if several processes are as slow."""
     stage: str | None = None
+    trajectory: str = ""
+    """End of its name; empty for any, or none."""
 
 
 RANKS, RAY = "ranks", "on_ray"
@@ -38,6 +40,15 @@ SLOW_STEPS = [
     SlowStep("slow shared folder", RANKS, "slow-storage", None, "save"),
     SlowStep("checkpoint between steps", RANKS, "between-steps"),
     SlowStep("equal ranks", RANKS),
+    SlowStep("slow rank", RAY, "slow-rank", "actor 1", "update"),
+    SlowStep("slow host", RAY, "slow-host", "host-b", "update"),
+    SlowStep("slow tool", RAY, "slow-tool", "agent_loop 0", "search", "t3"),
+    SlowStep("long trajectory", RAY, "long-trajectory", None, "decode", "t3"),
+    SlowStep("queue before the tools", RAY, "queue", None, "queue"),
+    SlowStep("preemption", RAY, "preemption", "rollout 0", "decode"),
+    SlowStep("slow weight transfer", RAY, "weight-sync", "rollout 0", "sync_weights"),
+    SlowStep("blocked event loop", RAY, "event-loop", "agent_loop 0", "compute_reward"),
+    SlowStep("equal trajectories", RAY),
 ]
 
 
@@ -92,12 +103,13 @@ def _judge(slow: SlowStep, cause: Any, took_ns: float, without_core_ns: int) -> 
         is_right = slow.kind is None and (cause is None or busy)
         line = "nothing is named" if cause is None else f"{cause['kind']}: {cause['sentence']}"
         return Verdict(is_right, is_right, is_right, is_right, line)
-    process = cause["process"] or {"role": None, "rank": None}
+    process = cause["process"] or {"role": None, "rank": None, "host": ""}
+    names = (f"{process['role']} {process['rank']}", process["host"])
     longer_ns = cause["longer_ns"]
     return Verdict(
         kind=cause["kind"] == slow.kind,
-        process=slow.process in (None, f"{process['role']} {process['rank']}"),
-        stage=cause["stage"] == slow.stage,
+        process=slow.process is None or slow.process in names,
+        stage=cause["stage"] == slow.stage and (cause["trajectory"] or "").endswith(slow.trajectory),
         number=abs(longer_ns - took_ns) <= WITHIN * took_ns,
         line=f"{cause['kind']}: {cause['sentence']} [{longer_ns / 1e6:.0f} ms, planted {took_ns / 1e6:.0f}]",
     )

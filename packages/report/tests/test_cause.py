@@ -405,6 +405,30 @@ def test_what_held_a_late_rank_is_its_cause(tmp_path: Path, counter: str, kind: 
     assert cause.ns == pytest.approx(540 * MS)
 
 
+def test_requests_that_an_engine_preempted_are_the_cause_of_its_longer_calls(tmp_path: Path) -> None:
+    def played(step: int, took_ms: int, preempted: int) -> StepFolder:
+        folder = StepFolder(tmp_path, step=step, opened_ns=1_750_000_000_000_000_000 + step * 10**10)
+        driver, engine = folder.process("trainer", owner=True), folder.process("rollout", 0)
+        rollout = driver.span("rollout", 0, took_ms * MS)
+        for number in range(3):
+            attrs: dict[str, AttrValue] = {"output_tokens": 9, "preemptions": preempted * (number > 0)}
+            engine.span("request", 0, took_ms * MS, link=driver.link(rollout), attrs=attrs)
+        close(folder, (took_ms + 5) * MS)
+        return folder
+
+    played(1, 300, 0).write()
+    cause = seen(played(2, 800, 2)).cause
+    assert cause is not None
+    assert cause.process is not None
+    assert (cause.kind, cause.process.role, cause.stage, cause.ns) == (
+        "preemption",
+        "rollout",
+        "request",
+        500 * MS,
+    )
+    assert "2 requests" in cause.sentence
+
+
 def test_the_time_since_the_step_before_is_compared_with_that_between_others(tmp_path: Path) -> None:
     folder = tools(tmp_path, step=8)
     lines(folder, 9_990, {})

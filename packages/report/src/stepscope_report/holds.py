@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from stepscope.files.counters import CORE_WAIT, DISK_SLEEP, GC
+from stepscope.files.counters import CORE_WAIT, DISK_SLEEP, GC, PREEMPTIONS
 from stepscope_report.accounting import Pair, joined
-from stepscope_report.formatting import duration
+from stepscope_report.formatting import count, duration
 from stepscope_report.sections.counters import Piece, pieces_of
+from stepscope_report.spans import whole
 from stepscope_report.suspects import CauseKind, StepPath, Suspect
 from stepscope_report.timeline import Timeline
+from stepscope_report.timeline.model import GENERATES
 
 
 class _Hold(NamedTuple):
@@ -31,11 +33,30 @@ _WORKS = frozenset({"late-rank", "slow-rank", "slow-replica", "slow-stage", "slo
 """Kinds whose calls may have been held. Others say already why a call was long."""
 
 
-class Holds:
-    """The counters of a step that tell what held its processes."""
+def preempted_requests(timeline: Timeline) -> Counter[int]:
+    """Return {process: requests of its engine that were preempted, by their spans or else by its counter}."""
+    stated, counted = Counter[int](), Counter[int]()
+    for span in timeline.spans:
+        number = whole(span, "preemptions")
+        if number and timeline.consumes(span):
+            stated[span.process] += 1
+    for counter in timeline.counters:
+        if counter.name == PREEMPTIONS and (pieces := pieces_of(counter, timeline)):
+            counted[counter.process] += round(pieces[-1].value - pieces[0].value)
+    return +stated or +counted
 
-    def __init__(self, timeline: Timeline) -> None:
+
+class Holds:
+    """The counters of a step, and the requests of its engines, that tell what held its processes.
+
+    Args:
+        usual: Preempted requests in a neighbouring step.
+    """
+
+    def __init__(self, timeline: Timeline, usual: int = 0) -> None:
         self._timeline = timeline
+        preempted = preempted_requests(timeline)
+        self._preempted = preempted if sum(preempted.values()) > 2 * usual else Counter[int]()
         self._pieces: dict[tuple[int, str], list[Piece]] = {
             (counter.process, counter.name): pieces_of(counter, timeline)
             for counter in timeline.counters
@@ -56,6 +77,10 @@ class Holds:
         """Return the suspect with what held its process for longest, if all that held it explains half of its
         excess.
         """
+        if self._preempted and suspect.label is not None and suspect.label[0] in GENERATES:
+            ((engine, number),) = self._preempted.most_common(1)
+            because = f"{count(number, 'request')} lost their place in the cache"
+            return suspect._replace(kind="preemption", process=engine, because=because)
         if suspect.kind not in _WORKS:
             return suspect
         spans = self._timeline.spans

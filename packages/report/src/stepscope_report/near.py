@@ -15,6 +15,7 @@ from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.storage.reading import read_records
 from stepscope_report.accounting import Label
 from stepscope_report.formatting import middle
+from stepscope_report.holds import preempted_requests
 from stepscope_report.spans import ToolNames, few_names
 from stepscope_report.suspects import StepPath, step_path
 from stepscope_report.timeline import Timeline, load_step
@@ -36,6 +37,8 @@ class NearStep(msgspec.Struct, frozen=True, kw_only=True):
     """Own time of each stage on the critical path."""
     call_ns: Mapping[Label, int]
     """Median time of a call of each stage."""
+    preempted: int = 0
+    """Number of requests that engines preempted."""
 
 
 def near_step(path: StepPath) -> NearStep:
@@ -56,6 +59,7 @@ def near_step(path: StepPath) -> NearStep:
         stages=top_stages(timeline),
         path_ns=path_ns,
         call_ns={label: middle(times) for label, times in calls.items()},
+        preempted=sum(preempted_requests(timeline).values()),
     )
 
 

@@ -30,6 +30,7 @@ CauseKind: TypeAlias = Literal[
     "slow-tool",
     "long-trajectory",
     "queue",
+    "preemption",
     "weight-sync",
     "slow-stage",
     "slow-storage",

@@ -105,16 +105,21 @@ def explain(
     excess_ns = window_ns - usual_ns
     if not is_longer(window_ns, usual_ns) or not _is_unusual(window_ns, baseline, near):
         return Explained(ranked(found), max(0, excess_ns), usual_ns, excess_ns, steps)
-    holds = Holds(timeline)
+    holds = Holds(timeline, middle(step.preempted for step in near) if near else 0)
     grown = [
         holds.reason(one) for one in (_grown(path, near) if near else _grown_at_the_top(timeline, baseline))
     ]
+    blocks = [one for one in found if one.kind == "event-loop"]
     within = [] if near else found
     """Suspects within the step, unless captured neighbours could show them too."""
     host = holds.busy_host(path)
-    hosts = [host] if host is not None and host.longer_ns * 2 >= excess_ns else []
+    grown = [one for one in _joined(grown) if not _stood_still(one, found)]
+    known = any(one.kind == "slow-host" for one in (*found, *grown))
+    hosts = [host] if host is not None and host.longer_ns * 2 >= excess_ns and not known else []
     found += hosts
-    explained_ns = max([sum(one.longer_ns for one in grown), *(one.ns or 0 for one in (*within, *hosts))])
+    explained_ns = max(
+        [sum(one.longer_ns for one in grown), *(one.ns or 0 for one in (*within, *blocks, *hosts))]
+    )
     found += [one for one in grown if not _is_known(one, found, within)]
     unexplained_ns = max(0, excess_ns - explained_ns)
     if unexplained_ns * 2 > excess_ns:
@@ -122,8 +127,28 @@ def explain(
     grows = {one.label for one in grown}
     ordered = ranked(found)
     if near:  # what is as long in its neighbours does not explain why this one is longer
-        ordered.sort(key=lambda one: one.label is not None and one.label not in grows)
+        ordered.sort(
+            key=lambda one: one.label is not None and one.label not in grows and one.kind != "event-loop"
+        )
     return Explained(ordered, unexplained_ns, usual_ns, excess_ns, steps)
+
+
+def _stood_still(grown: Suspect, found: Sequence[Suspect]) -> bool:
+    """Return whether a call of the process was longer because another one blocked its event loop."""
+    return any(
+        one.kind == "event-loop" and one.process == grown.process and grown.longer_ns * 4 <= one.longer_ns * 5
+        for one in found
+    )
+
+
+def _joined(grown: Sequence[Suspect]) -> list[Suspect]:
+    """Return the suspects, with one for all stages that are longer because an engine preempted requests."""
+    preempted = [one for one in grown if one.kind == "preemption"]
+    if not preempted:
+        return list(grown)
+    ns = sum(one.longer_ns for one in preempted)
+    first = max(preempted, key=lambda one: one.longer_ns)._replace(ns=ns, longer_ns=ns)
+    return [first, *(one for one in grown if one.kind != "preemption")]
 
 
 def _between(window_ns: int, baseline: Baseline | None) -> Iterator[Suspect]:
@@ -132,7 +157,8 @@ def _between(window_ns: int, baseline: Baseline | None) -> Iterator[Suspect]:
         return
     before_ns, usual_ns, most_ns = baseline.before_ns, baseline.between_ns, baseline.between_p90_ns or 0
     longer_ns = before_ns - usual_ns
-    if longer_ns * 10 >= window_ns and is_longer(before_ns, most_ns):
+    capture_ns = baseline.cost_ns or 0  # and if the step before was captured too, it closed in that time
+    if longer_ns * 10 >= window_ns and longer_ns > 2 * capture_ns and is_longer(before_ns, most_ns):
         beside = "between most others"
         yield Suspect("between-steps", longer_ns, longer_ns, None, 0, before_ns, usual_ns, beside)
 
@@ -188,6 +214,7 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
         if node is None:
             continue
         call, usual_call_ns = timeline.spans[node], middle(times) if times else 0
+        longer = is_longer(call.dur_ns or 0, usual_call_ns)
         places = {timeline.spans[one].process for one in on_path}
         yield Suspect(
             _kind_of(label, waits=call.waits),
@@ -195,8 +222,8 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
             ns - usual_ns,
             label,
             call.process if len(places) == 1 else None,
-            call.dur_ns,
-            usual_call_ns,
+            call.dur_ns if longer else ns,
+            usual_call_ns if longer else usual_ns,
             beside,
             call.trajectory,
             call.turn,
@@ -225,10 +252,10 @@ def _grown_at_the_top(timeline: Timeline, baseline: Baseline | None) -> Iterator
 
 
 def _kind_of(label: Label, *, waits: bool = False) -> CauseKind:
-    if is_tool(*label):
-        return "slow-tool"
     if waits:
         return "queue"
+    if is_tool(*label):
+        return "slow-tool"
     return "weight-sync" if MOVES_WEIGHTS.search(label[1]) else "slow-stage"
 
 
@@ -293,6 +320,9 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
             return f"Python's garbage collector stopped {name} for {longer}"
         what = "something" if suspect.label is None else " ".join(suspect.label)
         return f"{what} blocked the event loop of {name} for {longer}"
+    if suspect.kind == "preemption" and suspect.process is not None:
+        name = timeline.processes[suspect.process].name
+        return f"{suspect.because} of {name}, which took {duration(suspect.longer_ns)}"
     if suspect.kind == "unexplained":
         return f"no recorded stage explains {duration(suspect.ns)} of it"
     what, where = _what(timeline, suspect), _where(timeline, suspect)
