@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import FileStore
 
 from stepscope import capture, profile_step
 from stepscope._recording.recorder import standing
+from stepscope._recording.spans import collective_calls
 from stepscope._recording.spans.span import Span
 from stepscope.config import ProfileConfig
 from stepscope.testing.recorded_run import finished_spans
@@ -95,10 +96,21 @@ def test_a_call_that_nobody_waits_for_is_no_wait(config: ProfileConfig) -> None:
         work = distributed.all_reduce(torch.ones(2), async_op=True)
         del work
         gc.collect()
+    with capture(2, config=config):
         (span,) = kept()
     assert span.end_ns is not None
     assert span.attrs is not None
     assert "wait" not in span.attrs
+
+
+@pytest.mark.usefixtures("group")
+def test_calls_that_nobody_waits_for_are_in_their_capture_and_do_not_pile_up(config: ProfileConfig) -> None:
+    with capture(1, config=config.replace(steps=[1], roles={"*": {"profiler": "off"}})) as cap:
+        for _ in range(600):
+            distributed.all_reduce(torch.ones(2), async_op=True)
+        assert len(collective_calls._issued) <= collective_calls._SWEEP_AT
+    cap.result.wait()
+    assert [span.stage for span in finished_spans(config.save_path)] == ["all_reduce"] * 600
 
 
 @pytest.mark.usefixtures("group")

@@ -38,6 +38,7 @@ def activate(session: Session) -> None:
 def deactivate(session: Session) -> None:
     """Switch recording off if this session is the one that records."""
     if slot.active is session:
+        collective_calls.sweep()
         slot.active = slot.recorder
 
 

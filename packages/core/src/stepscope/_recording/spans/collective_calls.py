@@ -63,17 +63,21 @@ _is_on = False
 _installed = False
 """True if the methods have been replaced. One writer: `watch`."""
 _issued: dict[int, _Issued] = {}
-"""{id of a work: its call}, for works that nobody has waited for."""
+"""{id of a work: its call}, for works that nobody has waited for. `sweep` removes those that are freed."""
+_SWEEP_AT = 256
+"""Number of calls in `_issued` at which a further one sweeps."""
 
 
 class _Issued(weakref.ref[Any]):
-    """A call that returned a work, as a reference to that work, which frees its tensors as soon as before."""
+    """A call that returned a work, as a reference to that work, which frees its tensors as soon as before.
 
-    __slots__ = ("attrs", "end_ns", "key", "stage", "start_ns", "thread")
+    It has no callback: Python would ignore an exception that a signal's handler raises there.
+    """
+
+    __slots__ = ("attrs", "end_ns", "stage", "start_ns", "thread")
 
     attrs: dict[str, AttrValue]
     end_ns: int
-    key: int
     stage: str
     start_ns: int
     thread: int
@@ -82,6 +86,8 @@ class _Issued(weakref.ref[Any]):
 def watch(is_on: bool) -> None:
     """Time collectives from now on, or not. Until torch.distributed is initialised, this must be repeated."""
     global _is_on, _installed
+    if _issued:
+        sweep()
     _is_on = is_on
     if not is_on or _installed:
         return
@@ -122,9 +128,11 @@ def _note(group: Any, stage: str, work: Any, start_ns: int) -> None:
         if work is None:
             _begin(stage, attrs, start_ns, end_ns)
             return
-        issued = _Issued(work, _drop)
+        if len(_issued) >= _SWEEP_AT or id(work) in _issued:  # the id of a work that is freed
+            sweep()
+        issued = _Issued(work)
         issued.stage, issued.attrs, issued.start_ns, issued.end_ns = stage, attrs, start_ns, end_ns
-        issued.key, issued.thread = id(work), thread.id
+        issued.thread = thread.id
         _issued[id(work)] = issued
     except ours() as error:
         failures.note(f"timing the collective {stage}", error)
@@ -163,15 +171,17 @@ def _wait_of(issued: _Issued) -> Span | None:
         return None
 
 
-def _drop(issued: _Issued) -> None:
-    """Record the call of a work that is freed, and that nobody waited for."""
-    try:
-        if _issued.get(issued.key) is issued:
-            del _issued[issued.key]
+@uncompiled
+def sweep() -> None:
+    """Record the calls whose work is freed, and that nobody waited for."""
+    for key, issued in [(key, issued) for key, issued in _issued.copy().items() if issued() is None]:
+        if _issued.pop(key, None) is None:
+            continue  # another thread records it
+        try:
             attrs = {name: value for name, value in issued.attrs.items() if name != WAIT}
             _begin(issued.stage, attrs, issued.start_ns, issued.end_ns)
-    except ours() as error:
-        failures.note(f"timing the collective {issued.stage}", error)
+        except ours() as error:
+            failures.note(f"timing the collective {issued.stage}", error)
 
 
 def _begin(stage: str, attrs: dict[str, AttrValue], start_ns: int, end_ns: int | None) -> Span | None:
