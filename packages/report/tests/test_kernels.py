@@ -313,7 +313,20 @@ def test_the_work_of_a_kernel_is_known_by_its_name() -> None:
     names = {
         "ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)": "communication",
         "void vllm::cross_device_reduce_1stage<c10::BFloat16, 2>": "communication",
+        "flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<8>": "communication",
+        "void deep_ep::intranode::dispatch<8,768>": "communication",
+        "void deep_ep::internode_ll::combine<8>": "communication",
+        "void deep_ep::layout::get_dispatch_layout<256>": "compute",
+        "two_shot_all_reduce_kernel": "communication",
+        "quickreduce::allreduce_prototype_twoshot": "communication",
+        "mscclpp_allreduce": "communication",
+        "mscclKernel_Sum_half_Simple": "communication",
+        "nvshmemi_barrier": "communication",
+        "multimem_all_reduce_kernel": "communication",
+        "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage)": "communication",
+        "hcom_allReduce__331_0_1": "communication",
         "ampere_sgemm_128x64_nn": "compute",
+        "void at::native::reduce_kernel<512, 1>": "compute",
         "void at::native::vectorized_elementwise_kernel<4>": "compute",
     }
     assert {name: work_of("kernel", name) for name in names} == names

@@ -13,6 +13,7 @@ import pytest
 from packages.report.tests.commands import Command
 from stepscope_report.cli import run
 from stepscope_report.timeline.activity.event_names import iteration_of
+from stepscope_report.timeline.activity.launches import EARLY, LOST, OVERRUN
 from stepscope_report.timeline.step.plain import read_plain
 
 BASE_NS = 1_700_000_000_000_000_000
@@ -200,6 +201,93 @@ def test_a_folder_without_a_trace_is_refused(tmp_path: Path, command: Command) -
     assert "no captured step" in command("report", tmp_path, code=2).err
 
 
+def launch(start_us: float, number: int, name: str = "cudaLaunchKernel") -> dict[str, object]:
+    about = {"cat": "cuda_runtime", "name": name, "args": {"correlation": number}}
+    return {"ph": "X", **about, "pid": 100, "tid": 100, "ts": start_us, "dur": 5.0}
+
+
+def launched(start_us: float, dur_us: float, number: int, node: int = 0) -> dict[str, object]:
+    about = {"device": 0, "stream": 7, "correlation": number, "graph node id": node}
+    return kernel("gemm", start_us, dur_us) | {"args": about}
+
+
+DOUBTS = {
+    LOST: [
+        *(launch(100.0 * n, n) for n in range(200)),
+        *(launched(100.0 * n + 10, 80, n) for n in range(120, 200)),
+    ],
+    "lost graphs": [
+        *(launch(1000.0 * n, n, "cudaGraphLaunch") for n in range(100)),
+        *(launched(1000.0 * n + 10 + 45 * at, 44, n, at + 1) for n in (0, 50) for at in range(20)),
+    ],
+    EARLY: [
+        *(launch(100.0 * n + 500, n) for n in range(50)),
+        *(launched(100.0 * n, 80, n) for n in range(50)),
+    ],
+    OVERRUN: [
+        *(launch(100.0 * n, n) for n in range(100)),
+        *(launched(100.0 * n + 20, 5000 if n % 10 == 0 else 60, n) for n in range(100)),
+    ],
+}
+COUNTS = {LOST: 120, "lost graphs": 98, EARLY: 50, OVERRUN: 10}
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
+def test_what_a_profiler_lost_or_timed_wrong_is_counted(tmp_path: Path, command: Command, doubt: str) -> None:
+    """As public reports describe it. The numbers are those of what was written."""
+    trace(tmp_path / "rank0.json", DOUBTS[doubt])
+    (problem,) = command("report", tmp_path, "--json", code=3).json["traces"]["problems"]
+    assert (problem["what"], problem["events"]) == (LOST if doubt == "lost graphs" else doubt, COUNTS[doubt])
+    assert f"({COUNTS[doubt]} events)" in " ".join(command("report", tmp_path, code=3).out.split())
+
+
+def test_a_sound_trace_has_no_doubt(tmp_path: Path, command: Command) -> None:
+    """Kernels may begin early, nodes of a graph run side by side, and the last kernels come too late."""
+    events = [
+        *(launch(100.0 * n, n) for n in range(110)),
+        *(launched(100.0 * n + 10, 102, n) for n in range(100)),
+        launch(20_000, 500, "cudaGraphLaunch"),
+        *(launched(20_010.0 + at, 500, 500, at + 1) for at in range(20)),
+    ]
+    trace(tmp_path / "rank0.json", events)
+    assert command("report", tmp_path, "--json").json["traces"]["problems"] == []
+
+
+def test_a_gpu_of_the_host_is_no_call_to_it(tmp_path: Path, command: Command) -> None:
+    path = trace(tmp_path / "rank0.json", [])
+    listed = '{"deviceProperties": [{"id": 0, "name": "NVIDIA H100"}], "schema'
+    path.write_text(path.read_text().replace('{"schema', listed, 1))
+    (row,) = command("report", tmp_path, "--json").json["traces"]["without_device"]
+    assert "CUPTI" not in row["cause"]
+    trace(path, [launch(1, 1)])
+    (row,) = command("report", tmp_path, "--json").json["traces"]["without_device"]
+    assert "CUPTI" in row["cause"]
+
+
+def test_a_device_is_the_one_that_its_kernels_name(tmp_path: Path, command: Command) -> None:
+    """A file of merged ranks has pids of its own."""
+    trace(tmp_path / "rank0.json", [launched(1, 5, 1) | {"pid": 100_000_001}])
+    assert [row["device"] for row in command("report", tmp_path, "--json").json["traces"]["devices"]] == [
+        "GPU 0"
+    ]
+
+
+def test_a_variable_names_further_collectives(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace(tmp_path / "rank0.json", [kernel("my_ring_exchange", 0, 10), kernel("gemm", 20, 30)])
+
+    def communication_ns() -> list[int]:
+        rows = command("report", tmp_path, "--json").json["traces"]["devices"]
+        return [row["communication_ns"] for row in rows]
+
+    assert communication_ns() == [0]
+    monkeypatch.setenv("STEPSCOPE_COLLECTIVES", "my_ring|other")
+    assert communication_ns() == [10_000]
+    monkeypatch.setenv("STEPSCOPE_COLLECTIVES", "(")
+    assert "STEPSCOPE_COLLECTIVES" in command("report", tmp_path, code=2).err
+
+
 def test_two_processes_without_a_device_are_named(tmp_path: Path, command: Command) -> None:
     for rank in range(2):
         trace(tmp_path / f"{rank}.json", [], rank=rank, pid=100 + rank)
@@ -296,6 +384,44 @@ def test_the_rank_that_enters_a_collective_last_is_the_one_that_others_wait_for(
     monkeypatch.setattr("stepscope_report.sections.operators.DRAWN", 3)
     assert "Stragglers in collectives" in command("report", tmp_path, "--output", tmp_path / "page.html").out
     assert "3 of 4 rows" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("later_ns", [600_000_000_000, 137_000], ids=["later", "at the same time"])
+def test_collectives_of_two_runs_are_not_matched(tmp_path: Path, command: Command, later_ns: int) -> None:
+    """Both runs have ranks 0 and 1 in a group of the same name, and calls of the same numbers."""
+    chance = random.Random(5)
+    for number, job in enumerate("ab"):
+        for rank in range(2):
+            late = chance.randrange(20, 40) if rank else 0
+            calls = [nccl("0", call, 300.0 * call + late, 300.0 * call + 60) for call in range(40)]
+            base_ns = BASE_NS + number * later_ns
+            trace(
+                tmp_path / job / f"rank{rank}.json",
+                calls,
+                rank=rank,
+                base_ns=base_ns,
+                pid=100 * number + rank + 1,
+            )
+    alone = [
+        row
+        for job in "ab"
+        for row in command("report", tmp_path / job, "--json").json["traces"]["stragglers"]
+    ]
+    both = command("report", tmp_path / "a", tmp_path / "b", "--json").json["traces"]["stragglers"]
+    waits = [sorted((row["rank"], row["calls"], row["waited_ns"]) for row in rows) for rows in (alone, both)]
+    assert waits[0] == waits[1]
+    assert len(both) == 4
+
+
+def test_hosts_of_two_runs_do_not_align_each_other(tmp_path: Path) -> None:
+    for number in range(2):
+        calls = [nccl("0", call, 300.0 * call, 300.0 * call + 60) for call in range(40)]
+        path = trace(
+            tmp_path / f"{number}.json", calls, rank=number, base_ns=BASE_NS + number * 900_000_000_000
+        )
+        path.write_text(path.read_text().replace('{"schema', f'{{"host_name": "node-{number}", "schema', 1))
+    first, second = read_plain([tmp_path]).timeline.processes
+    assert second.opened_ns - first.opened_ns == 900_000_000_000
 
 
 def test_memory_of_a_trace_is_its_highest(tmp_path: Path, command: Command) -> None:

@@ -19,8 +19,8 @@ _ALL_WAIT = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|barrier", re.IG
 """Collectives that no rank leaves before all entered, for traces that name no process groups."""
 _Call: TypeAlias = tuple[int, tuple[float, float]]
 """(number of the call, (start, end) in us of the trace)."""
-_Key: TypeAlias = tuple[str, int | None, str | None, int, str, str]
-"""(role, replica, stage, number of earlier traces of the process for this stage, collective, group)."""
+_Key: TypeAlias = tuple[int, str, int | None, str | None, int, str, str]
+"""(run, role, replica, stage, number of earlier traces of the process for this stage, collective, group)."""
 _NUMBER = attrgetter("number")
 
 
@@ -108,25 +108,80 @@ def matched_calls(
     """Yield (role, collective, calls) for each process group of several processes. A call is the list of its
     members, at least two.
 
-    Calls are matched by process group and by torch's number. Calls in traces without groups are matched by
+    Calls are matched by run, process group and torch's number. Calls in traces without groups are matched by
     name and order, if several processes made the same number of them. Traces that are unaligned are left out.
     """
-    groups: dict[_Key, dict[str, Iterator[Member]]] = defaultdict(dict)
-    before = Counter[tuple[str, str | None]]()
-    for activity in activities:
-        if activity.unaligned is not None:
-            continue
+    groups: dict[_Key, dict[str, tuple[TraceActivity, Iterable[_Call]]]] = defaultdict(dict)
+    before = Counter[tuple[int, str, str | None]]()
+    for run, activity in _by_run(activity for activity in activities if activity.unaligned is None):
         info = activity.info
-        place = before[activity.name, activity.stage]
-        before[activity.name, activity.stage] += 1
+        place = before[run, activity.name, activity.stage]
+        before[run, activity.name, activity.stage] += 1
         for collective, group, calls in _calls(activity):
-            key = info.role, info.replica, activity.stage, place, collective, group
-            groups[key][activity.name] = _members(activity, calls)
-    for (role, *_, collective, _), members in groups.items():
-        if len(members) > 1:
-            entered = groupby(merge(*members.values(), key=_NUMBER), key=_NUMBER)
+            key = run, info.role, info.replica, activity.stage, place, collective, group
+            groups[key][activity.name] = activity, calls
+    for (_, role, *_, collective, _), recorded in groups.items():
+        for members in _instances(list(recorded.values())):
+            entered = groupby(merge(*members, key=_NUMBER), key=_NUMBER)
             calls_of = (list(call) for _, call in entered)
             yield role, collective, (call for call in calls_of if len(call) > 1)
+
+
+def _by_run(activities: Iterable[TraceActivity]) -> Iterator[tuple[int, TraceActivity]]:
+    """Yield the traces, each with the number of its run: traces of one run overlap in time, each with the
+    next one.
+    """
+    known = list(activities)
+    extents = [
+        (
+            activity.unix_ns(activity.content.first_us or 0.0),
+            activity.unix_ns(activity.content.last_us or 0.0),
+        )
+        for activity in known
+    ]
+    numbers = [0] * len(known)
+    run, until_ns = -1, None
+    for at in sorted(range(len(known)), key=extents.__getitem__):
+        first_ns, last_ns = extents[at]
+        if until_ns is None or first_ns > until_ns:
+            run, until_ns = run + 1, last_ns
+        until_ns = max(until_ns, last_ns)
+        numbers[at] = run
+    return zip(numbers, known, strict=True)
+
+
+def _instances(recorded: Sequence[tuple[TraceActivity, Iterable[_Call]]]) -> Iterator[list[Iterable[Member]]]:
+    """Yield the processes of each process group. If a rank is there twice, several jobs have groups of one
+    name at the same time: their calls tell which processes belong together.
+    """
+    ranks = [activity.info.rank for activity, _ in recorded]
+    if len(set(ranks)) == len(ranks) or set(ranks) == {None}:
+        if len(recorded) > 1:
+            yield [_members(*one) for one in recorded]
+        return
+    instances: list[list[tuple[TraceActivity, list[_Call]]]] = []
+    for activity, calls in recorded:
+        one = activity, list(calls)
+        fits = (
+            instance
+            for instance in instances
+            if all(activity.info.rank != other.info.rank for other, _ in instance) and _met(instance[0], one)
+        )
+        instance = next(fits, None)
+        if instance is None:
+            instances.append(instance := [])
+        instance.append(one)
+    for instance in instances:
+        if len(instance) > 1:
+            yield [_members(*one) for one in instance]
+
+
+def _met(one: tuple[TraceActivity, list[_Call]], other: tuple[TraceActivity, list[_Call]]) -> bool:
+    """Return whether two processes were in most of their common calls at the same time."""
+    theirs = {member.number: member for member in _members(*other)}
+    common = [(member, theirs[member.number]) for member in _members(*one) if member.number in theirs]
+    met = sum(max(a.start_ns, b.start_ns) <= min(a.end_ns, b.end_ns) for a, b in common)
+    return 0 < len(common) < 2 * met
 
 
 def _calls(activity: TraceActivity) -> Iterator[tuple[str, str, Iterable[_Call]]]:

@@ -18,7 +18,8 @@ PREFIX = "STEPSCOPE_"
 _FINISH = frozenset(PREFIX + name for name in ("PID", "STEP", "STEP_PATH"))
 """Variables that `finish.command` gets in its environment, in addition to settings."""
 RESERVED_VARIABLES = _FINISH | frozenset(
-    PREFIX + name for name in ("CONFIG", "DISABLE", "RAISE", "RANK", "ROLE", "RUN_ID", "RUN_PID")
+    PREFIX + name
+    for name in ("COLLECTIVES", "CONFIG", "DISABLE", "RAISE", "RANK", "ROLE", "RUN_ID", "RUN_PID")
 )
 """`STEPSCOPE_` variables that are no settings of `ProfileConfig`."""
 

@@ -227,13 +227,21 @@ def _why_no_device(activity: TraceActivity) -> tuple[str, str | None]:
     recorded = activity.options.get("activities")
     if isinstance(recorded, str) and recorded == "cpu":
         return "the configuration records the CPU alone", "torch: {activities: [cpu, cuda]}"
-    if activity.content.runtime or activity.content.device_names:
+    if activity.content.runtime:
         return (
             (
                 "the process called the device, and the profiler delivered no kernel (CUPTI): another "
                 "profiler holds it, or the driver reserves it for the administrator"
             ),
             "end Nsight or DCGM profiling on that host; NVreg_RestrictProfilingToAdminUsers=0 for the driver",
+        )
+    if activity.content.device_names:
+        return (
+            (
+                "the host has a device, and no call to one was recorded: the CPU alone was recorded, or the "
+                "process used none"
+            ),
+            "profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])",
         )
     return "no call to a device was recorded: the process used none while it was recorded", None
 
@@ -439,7 +447,7 @@ def trouble_lists(traces: TraceTables) -> Iterator[Listing]:
     """Yield the traces that could not be read, and those that no reader supports."""
     if traces.problems:
         lines = tuple(map(say_problem, traces.problems))
-        yield Listing("Trouble with traces", lines, bad=True)
+        yield Listing("Can these traces be believed?", lines, bad=True)
     if traces.unread:
         yield Listing("Not looked into", tuple(traces.unread))
 

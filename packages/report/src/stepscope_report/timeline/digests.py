@@ -20,7 +20,7 @@ import msgspec
 from stepscope.files.layout import StepLayout
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.reading import MAX_BYTES, open_file, read_file
-from stepscope_report.timeline.activity.event_names import GROUP
+from stepscope_report.timeline.activity.event_names import GROUP, named_collectives
 from stepscope_report.timeline.readers.installed import GROUP as READERS
 
 FORMAT = 3
@@ -136,7 +136,7 @@ def _versions() -> tuple[str, ...]:
     """Return the packages that read traces and recordings, with their versions."""
     points = sorted((*entry_points(group=GROUP), *entry_points(group=READERS)), key=lambda point: point.name)
     names = dict.fromkeys(("stepscope", *(point.dist.name for point in points if point.dist is not None)))
-    return tuple(f"{name} {_version(name)}" for name in names)
+    return (*(f"{name} {_version(name)}" for name in names), *filter(None, [named_collectives()]))
 
 
 def _version(name: str) -> str:

@@ -17,7 +17,7 @@ from functools import reduce
 from itertools import chain
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -35,6 +35,7 @@ from stepscope_report.timeline.activity.content import (
 from stepscope_report.timeline.activity.event_names import is_collective, iteration_of, work_of
 from stepscope_report.timeline.activity.flops import SHAPES, FlopCounter
 from stepscope_report.timeline.activity.intervals import Cover, Stretches, length, unpacked
+from stepscope_report.timeline.activity.launches import Launches
 from stepscope_report.timeline.activity.nesting import (
     NONE,
     Nesting,
@@ -113,12 +114,55 @@ class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
     dur: _Us = 0.0
 
 
-class _Args(msgspec.Struct, gc=False):
+class _DeviceArgs(msgspec.Struct, gc=False):
+    device: msgspec.Raw = msgspec.Raw()
+    correlation: msgspec.Raw = msgspec.Raw()
+    node: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="graph node id")
+
+
+class _Plain(Complete, tag_field="ph", tag="X", gc=False):
+    args: msgspec.Raw = msgspec.Raw()
+
+
+class _Args(_DeviceArgs, gc=False):
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(NONE), name="Input Dims")
 
 
 class _Shaped(Complete, tag_field="ph", tag="X", gc=False):
     args: _Args | None = None
+
+
+class _About(NamedTuple):
+    """Facts that an event of a device, or a call into its runtime, states."""
+
+    device: int | None
+    correlation: int
+    node: int
+
+
+def _about(event: Complete) -> _About:
+    args: _DeviceArgs | None = None
+    if isinstance(event, _Shaped):
+        args = event.args
+    elif isinstance(event, _Plain) and event.args:
+        try:
+            args = _device_args(event.args)
+        except msgspec.DecodeError:
+            args = None
+    if args is None:
+        return _NOTHING_SAID
+    device = _number(args.device)
+    correlation = _number(args.correlation)
+    return _About(device, -1 if correlation is None else correlation, _number(args.node) or 0)
+
+
+def _number(raw: msgspec.Raw) -> int | None:
+    text = bytes(raw)
+    return int(text) if text.isdigit() and len(text) < 16 else None
+
+
+_NOTHING_SAID = _About(None, -1, 0)
+_device_args = msgspec.json.Decoder(_DeviceArgs).decode
 
 
 class _MemoryArgs(msgspec.Struct, gc=False):
@@ -138,9 +182,9 @@ def _nothing(phase: str) -> type[msgspec.Struct]:
     return msgspec.defstruct(f"_Skipped_{phase}", [], tag_field="ph", tag=phase, gc=False)
 
 
-Event: TypeAlias = Complete | _Shaped | _Instant
+Event: TypeAlias = Complete | _Plain | _Shaped | _Instant
 skipped_phases = [_nothing(phase) for phase in "stfMCBEbneNODSTpFPIRcvVa(),"]
-_union: Any = reduce(or_, skipped_phases, Complete | _Instant)
+_union: Any = reduce(or_, skipped_phases, _Plain | _Instant)
 """Type of an event, made at run time: events of other phases become structs without a field."""
 _union_with_shapes: Any = reduce(or_, skipped_phases, _Shaped | _Instant)
 _decode = msgspec.json.Decoder(list[_union], strict=False).decode
@@ -178,9 +222,9 @@ class Reading:
         self.iterations: dict[tuple[str, int | str, int | str], list[Iteration]] = defaultdict(list)
         self.peaks: dict[tuple[int, int], Peak] = {}
         self.flops = FlopCounter()
+        self._launches = Launches()
+        self._runtime = False
         self.first, self.last = float("inf"), float("-inf")
-        self.others: set[str] = set()
-        """Categories of events that were not used."""
         self._threads: dict[Thread, Nesting] = defaultdict(Nesting)
         for thread in sort:
             self._threads[thread].later = Unordered()
@@ -222,6 +266,7 @@ class Reading:
         handler_of: Callable[[str], Callable[[Complete], None] | None] = {
             **dict.fromkeys(_OPERATORS, self._operator),
             **dict.fromkeys(DEVICE, self._kernel),
+            **dict.fromkeys(_RUNTIME, self._call),
             **dict.fromkeys(_ANNOTATIONS, self._annotation),
             "Trace": lambda event: self.seen(event.ts, event.ts + event.dur),
         }.get
@@ -229,8 +274,8 @@ class Reading:
             if isinstance(event, Complete):
                 handler = handler_of(event.cat)
                 if handler is None:
-                    self.others.add(event.cat)
-                elif event.dur < 0:
+                    continue
+                if event.dur < 0:
                     self.notes.events(OF_NO_TIME)
                 elif first <= event.ts and event.ts + event.dur <= last:
                     handler(event)
@@ -287,9 +332,17 @@ class Reading:
         kernel.total_us += dur
         if dur > kernel.max_us:
             kernel.max_us = dur
-        self.devices[event.pid][kernel.work].add(start, start + dur)
+        about = _about(event)
+        # Merged files have pids of their own.
+        self.devices[event.pid if about.device is None else about.device][kernel.work].add(start, start + dur)
+        if type(event) is not Complete:  # other profilers have graphs and groups on their tracks
+            self._launches.work((event.pid, event.tid), start, dur, about.correlation, about.node)
         if kernel.work == "communication":
             self.collectives[name].extend((start, start + dur))
+
+    def _call(self, event: Complete) -> None:
+        self._runtime = True
+        self._launches.call(event.name, event.ts, _about(event).correlation)
 
     def _annotation(self, event: Complete) -> None:
         if is_collective(event.name):
@@ -329,6 +382,8 @@ class Reading:
             self.seen(device.first_us, device.last_us)
         calls = (unpacked(times) for name, times in self.collectives.items() if ":" in name)
         on_cpu = Stretches(sorted(chain.from_iterable(calls)))
+        for what, number in self._launches.doubts():
+            self.notes.events(what, number)
         for (kind, number), peak in self.peaks.items():
             total = (device.total_bytes for device in fields.devices if device.id == number and kind)
             peak.capacity_bytes = next(total, None)
@@ -351,7 +406,7 @@ class Reading:
             ],
             iterations=self._iterations(),
             memory=list(self.peaks.values()),
-            runtime=not self.others.isdisjoint(_RUNTIME),
+            runtime=self._runtime,
             flops=self.flops.in_order(),
             device_names=[properties.name for properties in fields.devices if properties.name is not None],
             problems=dict(self.notes.counts),

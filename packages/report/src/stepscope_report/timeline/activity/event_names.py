@@ -7,12 +7,14 @@ packages add theirs through the entry points `stepscope.iterations`, which are a
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib.metadata import entry_points
 from typing import TypeAlias, cast
 
+from stepscope.errors import ConfigError
 from stepscope_report.timeline.activity.content import Iteration, Requests, Work
 
 log = logging.getLogger("stepscope")
@@ -20,7 +22,12 @@ IterationName: TypeAlias = Callable[[str], Requests | None]
 """Reads an annotation's name: the requests of an engine iteration, or None for any other event."""
 GROUP = "stepscope.iterations"
 
-_COMMUNICATION = re.compile(r"nccl|.*ncclKernel|rccl|hccl|hcom_|.*cross_device_reduce|.*multimem_all_?reduce")
+_COMMUNICATION = re.compile(
+    r"nccl|.*ncclKernel|rccl|msccl|hccl|hcom_|.*(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
+    r"|cross_device_reduce|multimem_|nvshmem|quickreduce|deep_ep::int(er|ra)node|(one|two)_shot_)",
+    re.IGNORECASE,
+)
+"""NCCL, RCCL, MSCCL, HCCL; kernels of vLLM, SGLang, flashinfer, DeepEP and torch's symmetric memory."""
 _MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
 _COLLECTIVE = re.compile(r"(gloo|mpi|ucc):(?!send|recv)\w+")
 _VLLM = re.compile(r"execute_(?:\d+_)?context_(\d+)\((?:sq)?(\d+)\w*\)_generation_(\d+)\((?:sq)?\d+")
@@ -37,11 +44,31 @@ def work_of(cat: str, name: str) -> Work:
     Source of the names: NCCL, RCCL, HCCL, the all-reduce kernels of vLLM and SGLang, and the kernel types of
     HolisticTraceAnalysis.
     """
-    if cat == "communication" or _COMMUNICATION.match(name):
+    if cat == "communication" or _COMMUNICATION.match(name) or _is_named(name):
         return "communication"
     if cat.lower() in ("gpu_memcpy", "gpu_memset", "memcpy", "memset") or _MEMORY.match(name):
         return "memory"
     return "compute"
+
+
+def named_collectives() -> str:
+    """Return the patterns of further collectives, from the variable `STEPSCOPE_COLLECTIVES`."""
+    return os.environ.get("STEPSCOPE_COLLECTIVES", "")
+
+
+def _is_named(name: str) -> bool:
+    patterns = named_collectives()
+    return bool(patterns) and _pattern(patterns).search(name) is not None
+
+
+@cache
+def _pattern(patterns: str) -> re.Pattern[str]:
+    try:
+        return re.compile(patterns)
+    except re.error as error:
+        raise ConfigError(
+            "STEPSCOPE_COLLECTIVES", patterns, "a regular expression of kernel names", f"correct it: {error}"
+        ) from error
 
 
 def iteration_of(name: str, start_us: float = 0.0, dur_us: float = 0.0) -> Iteration | None:

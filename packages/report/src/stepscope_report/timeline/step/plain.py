@@ -56,6 +56,8 @@ _FIELD = re.compile(rb'"(?:traceEvents|schemaVersion|ph)"\s*:')
 _HEAD = 1 << 18
 _MERGED = "merged-"
 """Prefix of the file in which SGLang repeats the traces of its ranks."""
+_APART_NS = 60_000_000_000
+"""Time between the traces of two runs, in ns. The clocks of two hosts of a run differ by less."""
 _NO_HOST = "host unknown"
 _ASSUMED = "its traces name no host: its wall clock is taken to be that of the others"
 
@@ -327,19 +329,40 @@ def _extent(content: TraceContent) -> tuple[int, int]:
 
 
 def _align(sources: Sequence[Source], groups: Sequence[Sequence[_Trace]]) -> list[Aligned]:
-    """Align by wall clocks, and hosts with each other by the collectives that both took part in."""
+    """Align by wall clocks, and hosts of one run with each other by the collectives that both took part
+    in.
+    """
     if not sources:
         return []
+    placed: dict[int, Aligned] = {}
     aligned, reference = align_without_owner(sources)
-    paths = {
-        index: [trace.file.path for trace in group if trace.file.reader is None]
-        for index, group in enumerate(groups)
-    }
-    refined = refine(sources, aligned, reference, lambda: paths)
+    for run in _runs(sources):
+        of_run, so_far = [sources[index] for index in run], [aligned[index] for index in run]
+        paths = {
+            at: [trace.file.path for trace in groups[index] if trace.file.reader is None]
+            for at, index in enumerate(run)
+        }
+        placed |= zip(run, refine(of_run, so_far, reference, paths.copy), strict=True)
     return [
-        _assumed(placed) if source.info.host == _NO_HOST else placed
-        for source, placed in zip(sources, refined, strict=True)
+        _assumed(placed[index]) if source.info.host == _NO_HOST else placed[index]
+        for index, source in enumerate(sources)
     ]
+
+
+def _runs(sources: Sequence[Source]) -> Iterator[list[int]]:
+    """Yield the indices of the sources of each run: they record at the same time, but for their clocks."""
+    run: list[int] = []
+    until_ns = 0
+    for index in sorted(range(len(sources)), key=lambda index: sources[index].opened.wall_ns):
+        source = sources[index]
+        if run and source.opened.wall_ns > until_ns + _APART_NS:
+            yield run
+            run = []
+        run.append(index)
+        closed_ns = source.opened.wall_ns if source.closed is None else source.closed.wall_ns
+        until_ns = closed_ns if len(run) == 1 else max(until_ns, closed_ns)
+    if run:
+        yield run
 
 
 def _unaligned(source: Source) -> Aligned:

@@ -1,0 +1,115 @@
+"""Doubts about what a profiler recorded of a device, each with its number of events.
+
+A launch has a kernel, which begins after it, and a stream runs its kernels one after another. A trace in
+which that does not hold lost events, or has wrong times: its busy times and idle times are not to be trusted.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+
+LOST = "launches without a kernel: the profiler lost device work, so that busy times are too short"
+EARLY = "kernels that begin before their launch: the device's clock is wrong"
+OVERRUN = "kernels that last on while their stream runs the next ones: durations are wrong"
+_LAUNCH = re.compile(r"(cu|hip)\w*Launch(?!Host)")
+_PAGE = 1 << 12
+_FEW = 10
+"""Number of events up to which the edges of a recording explain what lacks."""
+_SHARE = 20
+"""A twentieth of the launches is a doubt. Of the last ones, kernels may run on after a recording ended."""
+_EARLY_US = 10.0
+_OVERLAP = 10
+"""A tenth of a stream's time in which two kernels run is a doubt: a kernel may begin early, at the end of the
+one before."""
+
+
+class Starts:
+    """The first start by id, in 8 bytes an id: ids are nearly consecutive."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, array[float]] = {}
+
+    def add(self, number: int, start_us: float) -> None:
+        page = self._pages.get(number // _PAGE)
+        if page is None:
+            page = self._pages[number // _PAGE] = array("d", [float("inf")]) * _PAGE
+        at = number % _PAGE
+        if start_us < page[at]:
+            page[at] = start_us
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        for number, page in self._pages.items():
+            for at, start_us in enumerate(page, number * _PAGE):
+                if start_us != float("inf"):
+                    yield at, start_us
+
+    def get(self, number: int) -> float | None:
+        page = self._pages.get(number // _PAGE)
+        start_us = float("inf") if page is None else page[number % _PAGE]
+        return None if start_us == float("inf") else start_us
+
+
+class _Stream:
+    """The kernels of one stream, as far as they come in the order of their starts."""
+
+    __slots__ = ("begun", "busy_us", "end_us", "overlap_us", "overruns")
+
+    def __init__(self) -> None:
+        self.busy_us = self.overlap_us = 0.0
+        self.end_us = float("-inf")
+        self.begun = 0
+        """Number of kernels that began while the one that ends last ran."""
+        self.overruns = 0
+
+    def add(self, start_us: float, dur_us: float) -> None:
+        self.busy_us += dur_us
+        if start_us < self.end_us:
+            self.overlap_us += min(self.end_us - start_us, dur_us)
+            self.begun += 1
+            self.overruns += self.begun == 2
+        if start_us + dur_us > self.end_us:
+            self.end_us, self.begun = start_us + dur_us, 0
+
+
+class Launches:
+    """The launches of a trace, and the work of devices for them."""
+
+    def __init__(self) -> None:
+        self._called, self._ran = Starts(), Starts()
+        self._streams: dict[tuple[int | str, int | str], _Stream] = defaultdict(_Stream)
+
+    def call(self, name: str, start_us: float, correlation: int) -> None:
+        """Add a call into CUDA or HIP, with its correlation, or -1 if it has none."""
+        if correlation >= 0 and _LAUNCH.match(name):
+            self._called.add(correlation, start_us)
+
+    def work(
+        self, stream: tuple[int | str, int | str], start_us: float, dur_us: float, correlation: int, node: int
+    ) -> None:
+        """Add work of a device. Nodes of one graph run beside each other on one stream."""
+        if correlation >= 0:
+            self._ran.add(correlation, start_us)
+        if not node:
+            self._streams[stream].add(start_us, dur_us)
+
+    def doubts(self) -> Iterator[tuple[str, int]]:
+        """Yield each doubt with its number of events."""
+        launches = lost = early = 0
+        for number, start_us in self._called:
+            launches += 1
+            ran_us = self._ran.get(number)
+            if ran_us is None:
+                lost += 1
+            elif ran_us < start_us - _EARLY_US:
+                early += 1
+        ran = any(True for _ in self._ran)
+        if ran and lost > _FEW and lost * _SHARE > launches:
+            yield LOST, lost
+        if early > _FEW and early * _SHARE > launches:
+            yield EARLY, early
+        overruns = sum(s.overruns for s in self._streams.values() if s.overlap_us * _OVERLAP > s.busy_us)
+        if overruns:
+            yield OVERRUN, overruns
