@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from stepscope import ProfileConfig, capture, span
-from stepscope._recording.counters.host_load import HostClaim, HostCpu
+from stepscope._recording.counters.host_load import HostClaim, HostCpu, MemoryPressure
 from stepscope._recording.counters.process_load import OpenFiles, ProcessCpu, ProcessMemory, garbage
 from stepscope.files.counters import EVENT_LOOP
 from stepscope_report.event_loops import late_loops
@@ -133,6 +133,22 @@ def test_the_host_is_at_least_as_busy_as_this_process(tmp_path: Path) -> None:
         source.close()
     own = 100 * 0.5 / passed / (os.cpu_count() or 1)
     assert 0.8 * own < percent <= 100
+
+
+def test_memory_pressure_is_the_time_in_which_all_programs_stood_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (
+        "some avg10=0.00 avg60=0.00 avg300=0.00 total=900\nfull avg10=0.00 avg60=0.00 avg300=0.00 total={}\n"
+    )
+    file = tmp_path / "memory"
+    file.write_text(lines.format(100))
+    monkeypatch.setattr(MemoryPressure, "file", str(file))
+    now_ns = iter([0, 10**9])
+    monkeypatch.setattr("stepscope._recording.counters.host_load.time.monotonic_ns", lambda: next(now_ns))
+    source = MemoryPressure()
+    file.write_text(lines.format(250_100))
+    assert source.sample() == {"": 25.0}
 
 
 def test_one_process_of_a_host_samples_it() -> None:

@@ -393,12 +393,15 @@ def test_a_collector_that_stops_the_process_that_the_step_waits_for_is_named(tmp
         ("garbage collector", "gc"),
         ("main thread in disk sleep", "slow-storage"),
         ("main thread waits for a core", "slow-host"),
+        ("memory pressure", "slow-host"),
     ],
 )
 def test_what_held_a_late_rank_is_its_cause(tmp_path: Path, counter: str, kind: str) -> None:
     folder = ranks(tmp_path, 3, lambda rank: 280 if rank == 1 else 100)
     held = {0: 0.0, 100 * MS: 5.0, **{ms * MS: 60.0 for ms in range(200, 1000, 100)}}
-    folder.processes[1].counter(counter, held, unit="%", kind="interval")
+    of_host = counter == "memory pressure"
+    sampler = folder.processes[0 if of_host else 1]
+    sampler.counter(counter, held, unit="%", kind="interval", scope="host" if of_host else "process")
     cause = cause_of(folder)
     assert cause.process is not None
     assert (cause.kind, cause.process.rank, cause.stage) == (kind, 1, "forward")

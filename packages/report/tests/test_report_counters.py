@@ -87,6 +87,16 @@ def test_a_total_grows_from_its_last_value_before_the_step(case: Case) -> None:
     assert (row.samples, row.increase) == (1, 700)
 
 
+def test_a_host_without_a_free_core_is_told_with_what_the_step_had_of_it(case: Case) -> None:
+    for process in (case.trainer, case.actor):
+        process.counter("process CPU", {0: 0.0, 10 * S: 45.0}, unit="%", kind="interval")
+    case.actor.counter("host CPU", {0: 0.0, 10 * S: 97.0}, unit="%", kind="interval", scope="host")
+    report = case.report()
+    said = "All cores of host-b were busy (97 %), and 1 process of the step used 0.45 of them."
+    assert said in printed(report, 150)
+    assert said in render_step(load_step(case.write()), report)
+
+
 def test_a_step_without_counters_has_no_section(case: Case) -> None:
     report = case.report()
     assert report.counters is None

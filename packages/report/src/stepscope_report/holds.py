@@ -6,13 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from stepscope.files.counters import CORE_WAIT, DISK_SLEEP, GC, PREEMPTIONS
+from stepscope.files.counters import CORE_WAIT, DISK_SLEEP, GC, MEMORY_PRESSURE, PREEMPTIONS
 from stepscope_report.accounting import Pair, joined
 from stepscope_report.formatting import count, duration
 from stepscope_report.sections.counters import Piece, pieces_of
 from stepscope_report.spans import whole
 from stepscope_report.suspects import CauseKind, StepPath, Suspect
-from stepscope_report.timeline import Timeline
+from stepscope_report.timeline import Timeline, model
 from stepscope_report.timeline.model import GENERATES
 
 
@@ -25,6 +25,7 @@ class _Hold(NamedTuple):
 _HOLDS: Mapping[str, _Hold] = {
     GC: _Hold("gc", "Python's garbage collector stopped it for"),
     DISK_SLEEP: _Hold("slow-storage", "it waited for a disk or a shared folder for"),
+    MEMORY_PRESSURE: _Hold("slow-host", "all of its host stood still for want of memory for"),
     CORE_WAIT: _Hold("slow-host", "it had work and no free core for"),
 }
 """Counters in percent of the time in which something else than its work held a process."""
@@ -46,6 +47,14 @@ def preempted_requests(timeline: Timeline) -> Counter[int]:
     return +stated or +counted
 
 
+def _described(counter: model.Counter, timeline: Timeline) -> Iterable[int]:
+    """Return the processes that a counter describes: its own, or all of its host."""
+    if counter.scope != "host":
+        return (counter.process,)
+    host = timeline.processes[counter.process].info.host
+    return [index for index, process in enumerate(timeline.processes) if process.info.host == host]
+
+
 class Holds:
     """The counters of a step, and the requests of its engines, that tell what held its processes.
 
@@ -58,9 +67,10 @@ class Holds:
         preempted = preempted_requests(timeline)
         self._preempted = preempted if sum(preempted.values()) > 2 * usual else Counter[int]()
         self._pieces: dict[tuple[int, str], list[Piece]] = {
-            (counter.process, counter.name): pieces_of(counter, timeline)
+            (process, counter.name): pieces_of(counter, timeline)
             for counter in timeline.counters
             if counter.name in _HOLDS and timeline.processes[counter.process].aligned
+            for process in _described(counter, timeline)
         }
 
     def ns(self, process: int, name: str, pairs: Iterable[Pair]) -> int:

@@ -22,6 +22,9 @@ CounterScope: TypeAlias = Literal["process", "host"]
 
 EVENT_LOOP = "event loop late"
 GC = "garbage collector"
+PROCESS_CPU = "process CPU"
+HOST_CPU = "host CPU"
+MEMORY_PRESSURE = "memory pressure"
 CORE_WAIT = "main thread waits for a core"
 DISK_SLEEP = "main thread in disk sleep"
 GPU = "GPU utilisation"

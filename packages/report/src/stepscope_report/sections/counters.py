@@ -9,7 +9,9 @@ import msgspec
 
 from stepscope.files.counters import (
     GPU,
+    HOST_CPU,
     NPU,
+    PROCESS_CPU,
     RUNNING_REQUESTS,
     UNFINISHED_REQUESTS,
     WAITING_REQUESTS,
@@ -69,12 +71,25 @@ class IdleDevice(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the idle time in which a tool or an environment ran."""
 
 
+class BusyHost(msgspec.Struct, frozen=True, kw_only=True):
+    """A host whose cores were all busy, and the part of them that the step had."""
+
+    host: str
+    busy: float
+    """Mean load of all cores, in percent."""
+    cores: float
+    """Mean number of cores that the recorded processes of the host used together."""
+    processes: int
+
+
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     rows: Table[CounterRow]
     """The rows by process, in the order in which the process first sampled them."""
     late_loops: Table[LateLoop] = Table()
     """Event loops that were late by more than 100 ms, the largest delay first. A call that had its loop to
     itself makes no loop late."""
+    busy_hosts: Table[BusyHost] = Table()
+    """Hosts whose cores were all busy, the busiest first."""
     idle_devices: Table[IdleDevice]
     """Devices that were at 0 % at some time, the most idle first."""
 
@@ -93,9 +108,34 @@ def step_counters(timeline: Timeline) -> Counters | None:
     if not sampled:
         return None
     idle = sorted(_idle(timeline, sampled), key=lambda device: (-device.idle_ns, device.host, device.device))
-    rows = (_row(counter, pieces, timeline) for counter, pieces in sampled)
+    rows = Table(_row(counter, pieces, timeline) for counter, pieces in sampled)
     late = sorted(late_loops(timeline), key=lambda loop: (-loop.late_ns, loop.process, loop.thread))
-    return Counters(rows=Table(rows), late_loops=Table(late), idle_devices=Table(idle))
+    return Counters(
+        rows=rows,
+        late_loops=Table(late),
+        busy_hosts=Table(sorted(_busy_hosts(rows), key=lambda host: (-host.busy, host.host))),
+        idle_devices=Table(idle),
+    )
+
+
+def _busy_hosts(rows: Sequence[CounterRow]) -> Iterator[BusyHost]:
+    for row in rows:
+        if row.name == HOST_CPU and row.mean >= ALL_BUSY:
+            own = [other.mean for other in rows if (other.name, other.host) == (PROCESS_CPU, row.host)]
+            yield BusyHost(host=row.host, busy=row.mean, cores=sum(own) / 100, processes=len(own))
+
+
+def say_busy_hosts(counters: Counters) -> str:
+    """Return a sentence on the host whose cores were all busy; empty if there is none."""
+    if not counters.busy_hosts:
+        return ""
+    worst, others = counters.busy_hosts[0], len(counters.busy_hosts) - 1
+    so = f" So were those of {count(others, 'other host')}." if others else ""
+    processes = count(worst.processes, "process")
+    return (
+        f"All cores of {worst.host} were busy ({worst.busy:.0f} %), and {processes} of the step used "
+        f"{worst.cores:.2g} of them.{so}"
+    )
 
 
 def pieces_of(counter: Counter, timeline: Timeline) -> list[Piece]:
@@ -204,6 +244,7 @@ def counter_blocks(counters: Counters | None, report: StepReport) -> Iterator[Bl
     if len(shown) < len(rows):
         note = f"Of each counter the highest of {count(len(rows), 'row')}. {note}".rstrip()
     columns = COLUMNS if NOTE in note else COLUMNS[:-1]
+    note = f"{say_busy_hosts(counters)} {note}".strip()
     cells = tuple(counter_cells(row)[: len(columns)] for row in shown)
     yield TextTable("Counters", columns, cells, note)
 
@@ -236,6 +277,8 @@ def quantity(value: float, unit: str) -> str:
     return f"{number} {unit}".rstrip()
 
 
+ALL_BUSY = 90
+"""From this mean load on, in percent, all cores of a host count as busy."""
 DRAWN = 32
 """Up to this many rows of one counter are drawn; of more, every k-th and the highest ones."""
 ROWS = 128
@@ -266,6 +309,7 @@ def draw_counters(counters: Counters | None, page: Page) -> Iterator[Html]:
     )
     cells = [_cells(counters.rows[at], *pieces[at], page, window_ns)[: len(columns)] for at in shown]
     note = "Each bar is the most in its part of the step, of the most in all of it."
+    note = f"{say_busy_hosts(counters)} {note}".strip()
     if grows:
         note += f" {NOTE}"
     if len(shown) < len(counters.rows):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from zlib import crc32
@@ -12,13 +13,13 @@ from zlib import crc32
 from stepscope._recording.process import ray_connection
 from stepscope.backends.counters import CounterSource
 from stepscope.errors import ours
-from stepscope.files.counters import CounterKind, CounterScope
+from stepscope.files.counters import HOST_CPU, MEMORY_PRESSURE, CounterKind, CounterScope
 
 
 class HostCpu(CounterSource):
     """Busy time of all cores of the host, in percent of all of them (proc_stat(5))."""
 
-    name = "host CPU"
+    name = HOST_CPU
     unit = "%"
     kind: CounterKind = "interval"
     scope: CounterScope = "host"
@@ -46,12 +47,45 @@ def _ticks() -> tuple[int, int]:
     return busy, busy + idle + iowait
 
 
+class MemoryPressure(CounterSource):
+    """Time in which every program of the host that had work stood still for want of memory, in percent.
+
+    This is `full` of the kernel's PSI: `some` may be of a program that is none of the run's.
+    """
+
+    name = MEMORY_PRESSURE
+    unit = "%"
+    kind: CounterKind = "interval"
+    scope: CounterScope = "host"
+    interval_s = 0.5
+    file = "/proc/pressure/memory"
+
+    def __init__(self) -> None:
+        self._at_ns, self._stalled_us = time.monotonic_ns(), self._total_us()
+
+    def sample(self) -> Mapping[str, float]:
+        at_ns, stalled_us = time.monotonic_ns(), self._total_us()
+        passed_ns, since_us = at_ns - self._at_ns, stalled_us - self._stalled_us
+        self._at_ns, self._stalled_us = at_ns, stalled_us
+        return {"": min(100.0, 1e5 * since_us / passed_ns)} if passed_ns > 0 else {}
+
+    def _total_us(self) -> int:
+        with open(self.file, "rb") as file:
+            full = next(line for line in file if line.startswith(b"full"))
+        return int(full.rpartition(b"total=")[2])
+
+
 def host_load(claim: HostClaim) -> Iterator[CounterSource]:
-    """Yield the source if this process has the right to sample the host, and give the right back at the
+    """Yield the sources if this process has the right to sample the host, and give the right back at the
     end.
     """
     if claim.taken:
         yield HostCpu(claim)
+        try:
+            pressure = MemoryPressure()
+        except ours(OSError, ValueError, StopIteration):  # the kernel was built without it
+            return
+        yield pressure
 
 
 class HostClaim:

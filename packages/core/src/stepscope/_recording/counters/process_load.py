@@ -15,13 +15,20 @@ from itertools import count
 
 from stepscope._recording.process.hardware import initialised
 from stepscope.backends.counters import CounterSource
-from stepscope.files.counters import CORE_WAIT, DISK_SLEEP, GC, TORCH_RESERVED, CounterKind
+from stepscope.files.counters import (
+    CORE_WAIT,
+    DISK_SLEEP,
+    GC,
+    PROCESS_CPU,
+    TORCH_RESERVED,
+    CounterKind,
+)
 
 
 class ProcessCpu(CounterSource):
     """CPU time of all threads, in percent of one core."""
 
-    name = "process CPU"
+    name = PROCESS_CPU
     unit = "%"
     kind: CounterKind = "interval"
 
