@@ -66,7 +66,14 @@ def at_once(count: int, work: Callable[[int], None]) -> None:
     assert not errors, errors
 
 
-def test_of_captures_that_threads_open_at_the_same_moment_one_opens(config: ProfileConfig) -> None:
+@pytest.mark.parametrize(
+    "opened_by",
+    [Capture.open, lambda cap: asyncio.run(cap.aopen())],
+    ids=["threads", "event loops"],
+)
+def test_of_captures_that_open_at_the_same_moment_one_opens(
+    config: ProfileConfig, opened_by: Callable[[Capture], Capture]
+) -> None:
     for number in range(ROUNDS):
         opened: list[Capture] = []
         refused: list[str] = []
@@ -76,7 +83,7 @@ def test_of_captures_that_threads_open_at_the_same_moment_one_opens(config: Prof
             refused: list[str] = refused,
         ) -> None:  # fmt: skip
             try:
-                opened.append(capture(first + thread, config=config).open())
+                opened.append(opened_by(capture(first + thread, config=config)))
             except CaptureOpenError as error:
                 refused.append(str(error))
 
@@ -85,25 +92,6 @@ def test_of_captures_that_threads_open_at_the_same_moment_one_opens(config: Prof
         assert len(refused) == THREADS - 1
         assert slot.active is not None
         assert slot.active.step == opened[0].step
-        opened[0].close()
-
-
-def test_of_captures_that_event_loops_open_at_the_same_moment_one_opens(config: ProfileConfig) -> None:
-    for number in range(ROUNDS):
-        opened: list[Capture] = []
-        refused: list[str] = []
-
-        def attempt(
-            thread: int, first: int = number * THREADS, opened: list[Capture] = opened,
-            refused: list[str] = refused,
-        ) -> None:  # fmt: skip
-            try:
-                opened.append(asyncio.run(capture(first + thread, config=config).aopen()))
-            except CaptureOpenError as error:
-                refused.append(str(error))
-
-        at_once(THREADS, attempt)
-        assert (len(opened), len(refused)) == (1, THREADS - 1)
         opened[0].close()
 
 

@@ -43,6 +43,16 @@ class Step(NamedTuple):
         return float(ns / breakdown["window_ns"])
 
 
+class StepsOfATraining:
+    """Tests of captured steps of any training. The fixture `step` is of the file that derives from this."""
+
+    def test_nothing_is_missing_in_the_manifest(self, step: Step) -> None:
+        assert (step.report["health"]["state"], step.report["health"]["missing"]) == ("ok", [])
+
+    def test_less_than_a_twentieth_of_a_step_is_unaccounted(self, step: Step) -> None:
+        assert step.unaccounted < 0.05
+
+
 class ToolCall(NamedTuple):
     """A call of an agent's tool, by the tool's own clock."""
 

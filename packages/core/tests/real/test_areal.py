@@ -9,7 +9,7 @@ import pytest
 from packages.core.tests.areal_cpu import reward
 from packages.core.tests.areal_cpu.launch import ASYNCHRONOUS, PROMPTS, RESPONSES
 from packages.core.tests.areal_cpu.runs import captured_training
-from packages.core.tests.on_cpu.runs import CAPTURED, Step, Training
+from packages.core.tests.on_cpu.runs import CAPTURED, Step, StepsOfATraining, Training
 from stepscope_report.timeline import load_step
 
 pytest.importorskip("areal")
@@ -57,12 +57,8 @@ def test_every_path_of_the_preset_leads_somewhere(training: Training) -> None:
     assert "is left out" not in training.output
 
 
-def test_nothing_is_missing_in_the_manifest(step: Step) -> None:
-    assert (step.report["health"]["state"], step.report["health"]["missing"]) == ("ok", [])
-
-
-def test_less_than_a_twentieth_of_a_step_is_unaccounted(step: Step) -> None:
-    assert step.unaccounted < 0.05
+class TestTheSteps(StepsOfATraining):
+    """Of this training."""
 
 
 @pytest.mark.parametrize("timing", TIMINGS)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("openrlhf")  # first: what the next lines import needs torch
 
-from packages.core.tests.on_cpu.runs import CAPTURED, Step, Training
+from packages.core.tests.on_cpu.runs import CAPTURED, Step, StepsOfATraining, Training
 from packages.core.tests.openrlhf_cpu import reward
 from packages.core.tests.openrlhf_cpu.launch import PROMPTS, RESPONSES
 from packages.core.tests.openrlhf_cpu.runs import MULTI_TURN, REWARDED, captured_training
@@ -98,12 +98,8 @@ def test_a_captured_step_has_the_number_of_its_line_in_the_log(training: Trainin
     assert before < captured < after
 
 
-def test_nothing_is_missing_in_the_manifest(step: Step) -> None:
-    assert (step.report["health"]["state"], step.report["health"]["missing"]) == ("ok", [])
-
-
-def test_less_than_a_twentieth_of_a_step_is_unaccounted(step: Step) -> None:
-    assert step.unaccounted < 0.05
+class TestTheSteps(StepsOfATraining):
+    """Of this training."""
 
 
 @pytest.mark.parametrize("timing", TIMINGS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from packages.core.tests.on_cpu.runs import CAPTURED, Step, Training
+from packages.core.tests.on_cpu.runs import CAPTURED, Step, StepsOfATraining, Training
 from packages.core.tests.skyrl_cpu.launch import ASYNCHRONOUS, PROMPTS, RESPONSES, SLOW_S, TURNS
 from packages.core.tests.skyrl_cpu.runs import captured_training
 from stepscope_report.timeline import load_step
@@ -53,12 +53,8 @@ def test_the_selected_steps_are_captured_and_skyrl_runs_to_its_end(training: Tra
     assert sorted(training.steps) == list(CAPTURED)
 
 
-def test_nothing_is_missing_in_the_manifest(step: Step) -> None:
-    assert (step.report["health"]["state"], step.report["health"]["missing"]) == ("ok", [])
-
-
-def test_less_than_a_twentieth_of_a_step_is_unaccounted(step: Step) -> None:
-    assert step.unaccounted < 0.05
+class TestTheSteps(StepsOfATraining):
+    """Of this training."""
 
 
 def test_a_step_lasts_as_long_as_skyrl_says(step: Step) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from packages.core.tests.on_cpu.runs import CAPTURED, Step
+from packages.core.tests.on_cpu.runs import CAPTURED, Step, StepsOfATraining
 from packages.core.tests.verl_cpu.runs import Training
 
 TRAJECTORIES = 4 * 4
@@ -20,19 +20,13 @@ TIMINGS = {
 """verl's `timing_s/...` and the stages of the role `trainer` that measure the same."""
 
 
-class StepsOfVerl:
+class StepsOfVerl(StepsOfATraining):
     """The fixtures `training` and `step` are of the file that derives from this."""
 
     def test_the_selected_steps_are_captured_and_verl_runs_to_its_end(self, training: Training) -> None:
         assert sorted(training.metrics) == [1, 2, 3, 4]
         assert sorted(training.steps) == list(CAPTURED)
         assert "are not recorded: no adapter" not in training.output
-
-    def test_nothing_is_missing_in_the_manifest(self, step: Step) -> None:
-        assert (step.report["health"]["state"], step.report["health"]["missing"]) == ("ok", [])
-
-    def test_less_than_a_twentieth_of_a_step_is_unaccounted(self, step: Step) -> None:
-        assert step.unaccounted < 0.05
 
     def test_every_trajectory_of_the_step_stands_in_the_long_tail(self, step: Step) -> None:
         tail = step.report["long_tail"]

@@ -106,6 +106,8 @@ _standing: Recorder | None = None
 """The flight recorder of this process, or None. Writers: `start`, `stop`, and `_forget` in a forked child."""
 _watch: Watch | None = None
 """The recorder's watching thread, or None. Writers as for `_standing`."""
+_starting = threading.RLock()  # a signal's handler may open a capture in the middle of a start
+"""Lock of `start`: of threads that open captures at the same moment, one makes the recorder."""
 
 
 def standing() -> Recorder | None:
@@ -120,17 +122,18 @@ def start(config: ProfileConfig, process: ProcessInfo, run_id: str, *, owner: bo
         owner: Whether this process bounds steps.
     """
     global _standing, _watch
-    recorder = _standing
-    if recorder is not None:
-        if (recorder.config.save_path, recorder.run_id) == (config.save_path, run_id):
-            return recorder
-        stop()
-    shutdown.install()
-    recorder = _standing = Recorder(config, process, run_id, owner=owner)
-    recorder.sample()
-    _watch = Watch(recorder)
-    activation.keep(recorder)
-    return recorder
+    with _starting:
+        recorder = _standing
+        if recorder is not None:
+            if (recorder.config.save_path, recorder.run_id) == (config.save_path, run_id):
+                return recorder
+            stop()
+        shutdown.install()
+        recorder = _standing = Recorder(config, process, run_id, owner=owner)
+        recorder.sample()
+        _watch = Watch(recorder)
+        activation.keep(recorder)
+        return recorder
 
 
 def stop() -> None:
@@ -161,8 +164,9 @@ def _end(ending: Ending, deadline_s: float) -> None:
 
 
 def _forget() -> None:
-    global _standing, _watch
+    global _standing, _watch, _starting
     _standing = _watch = None  # the child has the objects and not the threads
+    _starting = threading.RLock()
 
 
 shutdown.on_exit("the flight recorder", _end, order=5)
