@@ -15,6 +15,7 @@ from torch import distributed
 from torch._C._distributed_c10d import FileStore
 
 from stepscope import capture, profile_step
+from stepscope import span as profiled
 from stepscope._recording.recorder import standing
 from stepscope._recording.spans import collective_calls
 from stepscope._recording.spans.span import Span
@@ -93,11 +94,15 @@ def test_of_an_asynchronous_call_the_wait_is_the_span(config: ProfileConfig) -> 
 @pytest.mark.usefixtures("group")
 def test_a_call_that_nobody_waits_for_is_no_wait(config: ProfileConfig) -> None:
     with capture(1, config=config):
-        work = distributed.all_reduce(torch.ones(2), async_op=True)
+        with profiled("update", role="actor"):
+            work = distributed.all_reduce(torch.ones(2), async_op=True)
         del work
         gc.collect()
+        with profiled("reward", role="reward"):
+            collective_calls.sweep()
     with capture(2, config=config):
-        (span,) = kept()
+        above, _, span = kept()
+    assert span.parent is above
     assert span.end_ns is not None
     assert span.attrs is not None
     assert "wait" not in span.attrs
@@ -158,6 +163,7 @@ from stepscope import capture, configure, span
 folder, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 configure(save_path=f"{folder}/run", steps=[1], roles={"*": {"profiler": "off"}}, counters="off")
+dist.barrier()
 with capture(1, role="actor") as cap:
     for turn in range(3):
         with span("update", role="actor"):
@@ -184,4 +190,4 @@ def test_a_rank_that_comes_late_is_named_where_no_span_is_around_the_collective(
     assert cause.ns is not None
     assert cause.process is not None
     assert cause.process.rank == 1
-    assert 8e8 < cause.ns < 1.5e9
+    assert cause.ns > 8e8

@@ -21,7 +21,7 @@ from stepscope._recording.process import failures
 from stepscope._recording.process.failures import outcome_of
 from stepscope._recording.spans import slot
 from stepscope._recording.spans.compiled import uncompiled
-from stepscope._recording.spans.scopes import current
+from stepscope._recording.spans.scopes import Scope, current
 from stepscope._recording.spans.span import Span, thread
 from stepscope.errors import ours
 from stepscope.files.spans import GROUP, ISSUED_NS, SEQUENCE, WAIT
@@ -74,10 +74,11 @@ class _Issued(weakref.ref[Any]):
     It has no callback: Python would ignore an exception that a signal's handler raises there.
     """
 
-    __slots__ = ("attrs", "end_ns", "stage", "start_ns", "thread")
+    __slots__ = ("attrs", "end_ns", "parent", "stage", "start_ns", "thread")
 
     attrs: dict[str, AttrValue]
     end_ns: int
+    parent: Scope | None
     stage: str
     start_ns: int
     thread: int
@@ -132,7 +133,7 @@ def _note(group: Any, stage: str, work: Any, start_ns: int) -> None:
             sweep()
         issued = _Issued(work)
         issued.stage, issued.attrs, issued.start_ns, issued.end_ns = stage, attrs, start_ns, end_ns
-        issued.thread = thread.id
+        issued.thread, issued.parent = thread.id, current.get()
         _issued[id(work)] = issued
     except ours() as error:
         failures.note(f"timing the collective {stage}", error)
@@ -179,17 +180,21 @@ def sweep() -> None:
             continue  # another thread records it
         try:
             attrs = {name: value for name, value in issued.attrs.items() if name != WAIT}
-            _begin(issued.stage, attrs, issued.start_ns, issued.end_ns)
+            _begin(issued.stage, attrs, issued.start_ns, issued.end_ns, issued)
         except ours() as error:
             failures.note(f"timing the collective {issued.stage}", error)
 
 
-def _begin(stage: str, attrs: dict[str, AttrValue], start_ns: int, end_ns: int | None) -> Span | None:
+def _begin(
+    stage: str, attrs: dict[str, AttrValue], start_ns: int, end_ns: int | None, at: _Issued | None = None
+) -> Span | None:
+    """Record a span, in the thread and below the span of `at`, or of the caller."""
     active = slot.active
     if active is None:
         return None
     log: Any = active.log
-    span = Span(log, stage, None, attrs, parent=current.get(), thread=thread.id, id=next(log.ids))
+    thread_id, parent = (thread.id, current.get()) if at is None else (at.thread, at.parent)
+    span = Span(log, stage, None, attrs, parent=parent, thread=thread_id, id=next(log.ids))
     span.start_ns, span.end_ns = start_ns, end_ns
     log.opened(span)
     return span
