@@ -51,6 +51,7 @@ TABLES = {
         "live",
         "near",
         "holds",
+        "skipped",
         "plain",
         "opened",
         "scalars",

@@ -52,6 +52,7 @@ PLANTS = {
     "garbage collector": Plant(frozenset({1}), "update", collect),
     "slow shared folder": Plant(ALL, "save", nothing),
     "checkpoint between steps": Plant(ALL, "between", wait()),
+    "skipped collective": Plant(frozenset({1}), "reduce", nothing),
     "equal ranks": Plant(frozenset(), "", wait()),
 }
 
@@ -84,15 +85,20 @@ class Rank:
     def step(self) -> None:
         self.stage("load_batch", 0.03)
         tokens = self.plant.tokens if self.mine and self.plan.now else TOKENS
-        for _ in range(BATCHES):
+        skips = self.mine and self.plan.now and self.plant.place == "reduce"
+        for batch in range(BATCHES):
             self.stage("forward", 0.05, tokens=tokens)
-            with span("all_reduce", role="actor"):
+            if batch < BATCHES - 1 or not skips:
                 dist.all_reduce(torch.ones(2))
-        self.stage("update", 0.05)
-        with span("save", role="actor"):
-            self.save()
-        with span("all_reduce_metrics", role="actor"):
-            dist.all_reduce(torch.ones(2))
+        with self.plan.clocked() if skips else nullcontext():
+            if skips:
+                self.stage("dump_batch", SECONDS)
+            self.stage("update", 0.05)
+            with span("save", role="actor"):
+                self.save()
+        dist.all_reduce(torch.ones(2))
+        if skips:
+            dist.all_reduce(torch.ones(2))  # so that the next step begins as the others do
 
     def save(self) -> None:
         """Write into the run's folder. In a planted step it is slow: each write waits for the disk."""

@@ -39,6 +39,7 @@ SLOW_STEPS = [
     SlowStep("garbage collector", RANKS, "gc", "actor 1", "update"),
     SlowStep("slow shared folder", RANKS, "slow-storage", None, "save"),
     SlowStep("checkpoint between steps", RANKS, "between-steps"),
+    SlowStep("skipped collective", RANKS, "skipped-collective", "actor 1", "all_reduce"),
     SlowStep("equal ranks", RANKS),
     SlowStep("slow rank", RAY, "slow-rank", "actor 1", "update"),
     SlowStep("slow host", RAY, "slow-host", "host-b", "update"),

@@ -10,6 +10,7 @@ import pytest
 from stepscope._recording.after import pipeline
 from stepscope._recording.output import exporter
 from stepscope._recording.process import failures, fork
+from stepscope._recording.spans.span import thread
 
 
 def test_a_child_forgets_in_the_order_of_the_table_and_goes_on_after_a_failure(
@@ -43,3 +44,16 @@ def test_a_forked_child_has_an_exporter_and_queues_of_its_own() -> None:
         after = (exporter.exporter(), pipeline._hooks, pipeline._commands)
         os._exit(any(one is other for one, other in zip(before, after, strict=True)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_spans_of_a_forked_child_are_of_its_own_thread() -> None:
+    assert thread.id == os.getpid()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, f"{thread.id == os.getpid()}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        assert answer.read() == "True"

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from stepscope.files.spans import PROFILING
 from stepscope_report.accounting import Label, Pair, clipped, union_ns
 from stepscope_report.formatting import count, duration, middle
+from stepscope_report.skipped import skipped_collectives
 from stepscope_report.spans import ToolNames, is_tool, replica_of, whole
 from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.critical_path import Piece, Replay, critical_path
@@ -23,6 +24,7 @@ from stepscope_report.timeline.step_graph import StepGraph, step_graph
 
 CauseKind: TypeAlias = Literal[
     "late-rank",
+    "skipped-collective",
     "slow-rank",
     "slow-replica",
     "slow-host",
@@ -135,7 +137,9 @@ class _Lineup:
         self._works = self._all_works(cut)
 
     def run(self, *, tail: bool) -> list[Suspect]:
-        late = list(self._late())
+        skipped = list(self._skipped())
+        behind = {one.process for one in skipped}
+        late = [*skipped, *(one for one in self._late() if one.process not in behind)]
         named = {(one.process, one.label) for one in late}
         slow = (one for one in self._stragglers() if (one.process, one.label) not in named)
         tools = list(self._slow_tools())
@@ -192,6 +196,22 @@ class _Lineup:
 
     # Ranks for which others waited.
 
+    def _skipped(self) -> Iterator[Suspect]:
+        """Yield the ranks that skipped a collective in which the others waited for long."""
+        for skip in skipped_collectives(self._graph):
+            if skip.late_ns * LEAST < self._window_ns:
+                continue
+            yield Suspect(
+                "skipped-collective",
+                skip.late_ns,
+                skip.late_ns,
+                self._labels[skip.others[0]],
+                skip.process,
+                beside=self._others(skip.process, (self._timeline.spans[n].process for n in skip.others)),
+                evidence=("its later collectives met those before them of the others",),
+                nodes=(skip.node,),
+            )
+
     def _late(self) -> Iterator[Suspect]:
         """Yield the ranks that were late where ranks meet, with the stage that made them late."""
         graph, spans = self._graph, self._timeline.spans
@@ -221,7 +241,8 @@ class _Lineup:
                     at[process] += 1
                 stretches[member] = stretch
             last = graph.last_of[members[0]]
-            lateness = self._lateness(last, members, stretches)
+            since_ns = met_ns.get(spans[last].process, self._timeline.window.start_ns)
+            lateness = self._lateness(last, members, stretches, since_ns)
             found[spans[last].process, lateness.label, self._labels[last]].append(lateness)
             for member in members:
                 met_ns[spans[member].process] = graph.end_ns[member]
@@ -254,10 +275,17 @@ class _Lineup:
             )
 
     def _lateness(
-        self, last: int, members: Sequence[int], stretches: Mapping[int, Mapping[Label, Sequence[int]]]
+        self,
+        last: int,
+        members: Sequence[int],
+        stretches: Mapping[int, Mapping[Label, Sequence[int]]],
+        since_ns: int,
     ) -> _Lateness:
         """Return the time by which a rank was later than the others, and the stage in which it took
         longer.
+
+        Args:
+            since_ns: Time of its meeting before, or of the step's begin.
         """
         graph, own = self._graph, stretches[last]
         others = [member for member in members if member != last]
@@ -268,7 +296,8 @@ class _Lineup:
         longer_ns = {label: self._sum(nodes) - usual_ns[label] for label, nodes in own.items()}
         label = max(longer_ns, key=lambda label: longer_ns[label], default=None)
         if label is None or longer_ns[label] <= 0 or longer_ns[label] * 2 < late_ns:
-            return _Lateness(last, tuple(members), late_ns, None, 0, 0, {})
+            outside_ns = graph.start_ns[last] - since_ns - self._covered(own, since_ns, graph.start_ns[last])
+            return _Lateness(last, tuple(members), min(late_ns, outside_ns), None, 0, 0, {})
         took_ns = self._sum(own[label])
         share = min(longer_ns[label], late_ns) / took_ns
         return _Lateness(
@@ -284,6 +313,13 @@ class _Lineup:
             },
             self._is_uneven(own[label], [stretches[other].get(label, ()) for other in others]),
         )
+
+    def _covered(self, own: Mapping[Label, Sequence[int]], since_ns: int, until_ns: int) -> int:
+        """Return the part of a stretch in which any of these calls ran."""
+        pairs = (
+            (self._graph.start_ns[node], self._graph.end_ns[node]) for nodes in own.values() for node in nodes
+        )
+        return union_ns(clipped(pairs, since_ns, until_ns))
 
     def _is_uneven(self, nodes: Sequence[int], others: Sequence[Sequence[int]]) -> bool:
         """Return whether calls have more tokens than those of the others, and no more time for each token."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.files.counters import GC
+from stepscope.files.spans import SEQUENCE
 from stepscope.files.uncaptured import comparable
 from stepscope_report.accounting import Label
 from stepscope_report.formatting import count, duration, middle, numbers
@@ -26,6 +27,10 @@ from stepscope_report.timeline import Timeline
 
 OTHERS = 4
 """Largest number of further causes that are kept."""
+
+
+_SURE: frozenset[CauseKind] = frozenset({"event-loop", "skipped-collective"})
+"""Kinds that no step should have, whatever its neighbours have."""
 
 
 class CauseProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +133,7 @@ def explain(
     ordered = ranked(found)
     if near:  # what is as long in its neighbours does not explain why this one is longer
         ordered.sort(
-            key=lambda one: one.label is not None and one.label not in grows and one.kind != "event-loop"
+            key=lambda one: one.label is not None and one.label not in grows and one.kind not in _SURE
         )
     return Explained(ordered, unexplained_ns, usual_ns, excess_ns, steps)
 
@@ -217,7 +222,7 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
         longer = is_longer(call.dur_ns or 0, usual_call_ns)
         places = {timeline.spans[one].process for one in on_path}
         yield Suspect(
-            _kind_of(label, waits=call.waits),
+            _kind_of(label, waits=call.waits and SEQUENCE not in (call.attrs or {})),
             ns - usual_ns,
             ns - usual_ns,
             label,
@@ -325,6 +330,9 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
         return f"{suspect.because} of {name}, which took {duration(suspect.longer_ns)}"
     if suspect.kind == "unexplained":
         return f"no recorded stage explains {duration(suspect.ns)} of it"
+    if suspect.kind == "skipped-collective" and suspect.process is not None and suspect.label is not None:
+        name, longer = timeline.processes[suspect.process].name, duration(suspect.longer_ns)
+        return f"{name} skipped {' '.join(suspect.label)}, and {suspect.beside} waited for {longer}"
     what, where = _what(timeline, suspect), _where(timeline, suspect)
     if suspect.took_ns is None:
         return f"{what}{f': {suspect.because}' if suspect.because else ''}{_waited(suspect)}"

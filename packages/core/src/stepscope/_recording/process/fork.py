@@ -26,10 +26,10 @@ TABLE: dict[str, Callable[[], None] | None] = dict.fromkeys(
         "step durations",
         "counters",
         "connection to Ray",
+        "native id of the thread",
     )
 )
-"""{name: function that resets state}, in the order of the calls. None until its module is imported. One
-writer: `forgets`.
+"""{name: function that resets state}, in the order of the calls. None until its module is imported.
 
 One writer: `forgets`.
 """
