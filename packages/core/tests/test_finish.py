@@ -363,7 +363,7 @@ def test_a_capture_that_never_opened_runs_nothing(tmp_path: Path, monkeypatch: p
         raise RuntimeError("no signals here")
 
     monkeypatch.setattr(shutdown, "install", refuse)
-    block = capture(1, config=a_config(tmp_path, finish={"command": "true"}))
+    block = capture(1, config=a_config(tmp_path, record="off", finish={"command": "true"}))
     with pytest.raises(RuntimeError, match="no signals here"):
         block.open()
     drain()

@@ -30,8 +30,6 @@ def test_the_example_in_the_page_runs(
     exec(compile(example, str(PAGE), "exec"), {})
     printed = capsys.readouterr().out
     assert "actor 0 100000000 900000000 rollout" in printed
-    assert "actor aten::mm 50000" in printed
-    assert "'stage': 'decode'" in printed
 
 
 @pytest.mark.parametrize("library", ["polars", "pandas"])
@@ -54,5 +52,5 @@ def test_with_it_a_frame_has_a_row_for_each_row(
     table = stage_times(load_step(rl_step(tmp_path).write()))
     rows = getattr(table, f"to_{library}")()
     assert [row["stage"] for row in rows] == [stage.stage for stage in table]
-    stated = {"process", "rank", "calls", "busy_ns", "stalled_ns", "total_ns", "profiled"}
+    stated = {"process", "rank", "calls", "busy_ns", "stalled_ns", "waited_ns", "total_ns", "profiled"}
     assert rows[0]["processes"][0].keys() == stated

@@ -88,7 +88,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_section_fills_the_field_of_its_name() -> None:
     fields = set(StepReport.__struct_fields__)
     assert {section.name for section in SECTIONS} == fields - {
-        "format", "step", "run_id", "runs", "opened_ns", "added"
+        "format", "step", "run_id", "runs", "opened_ns", "tracer", "added"
     }  # fmt: skip
     assert len({section.name for section in SECTIONS}) == len(SECTIONS)
 

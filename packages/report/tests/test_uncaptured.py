@@ -52,12 +52,12 @@ def written(config: ProfileConfig) -> list[UncapturedStep]:
 
 
 def test_a_run_that_captures_nothing_writes_nothing(tmp_path: Path) -> None:
-    loop(ProfileConfig(save_path=str(tmp_path / "run"), steps=[1000]), range(100))
+    loop(ProfileConfig(save_path=str(tmp_path / "run"), steps=[1000], record="off"), range(100))
     assert not (tmp_path / "run").exists()
 
 
 def test_only_steps_near_a_capture_are_kept(tmp_path: Path) -> None:
-    config = ProfileConfig(save_path=str(tmp_path), steps=[100, 300])
+    config = ProfileConfig(save_path=str(tmp_path), steps=[100, 300], record="off")
     loop(config, range(500))
     near = baseline.KEPT
     expected = [*range(100 - near, 100), *range(101, 101 + near), *range(300 - near, 300)]
@@ -198,7 +198,7 @@ def test_without_uncaptured_steps_the_report_says_how_to_have_some(tmp_path: Pat
 
 
 def test_a_real_run_is_compared(tmp_path: Path) -> None:
-    config = ProfileConfig(save_path=str(tmp_path), steps=[10])
+    config = ProfileConfig(save_path=str(tmp_path), steps=[10], record="off")
     loop(config, range(20))
     report = step_report(load_step(RunLayout(tmp_path).step(10).root))
     assert report.baseline is not None
