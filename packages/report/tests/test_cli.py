@@ -183,7 +183,7 @@ def test_a_merge_of_a_role_that_is_not_there_keeps_the_timeline_and_names_those_
     ("arguments", "message"),
     [
         (["report", "{}/absent"], "does not exist. {} holds: empty, file, runs"),
-        (["report", "{}/file"], "is a file: give the folder of a run"),
+        (["report", "{}/file"], "no trace that is read here"),
         (["report", "{}/empty"], "holds no captured step: looked for run.json and folders like step_000002"),
         (["report", "{}/empty"], "it holds: nothing. It holds no trace either."),
         (["report", "{}/runs"], "is no run, but there are runs in it: first"),

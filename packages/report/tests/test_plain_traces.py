@@ -159,6 +159,64 @@ def test_a_trace_without_a_base_is_unaligned(tmp_path: Path, command: Command) -
     assert "no baseTimeNanoseconds" in " ".join(command("report", tmp_path, code=3).out.split())
 
 
+def test_a_merged_timeline_is_read_back_by_process(tmp_path: Path, command: Command) -> None:
+    for rank in range(2):
+        events = [launched(100.0 * n, 20 + 30 * rank, n) | {"pid": rank} for n in range(30)]
+        mark = {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": "layer",
+            "pid": 100,
+            "tid": 100,
+            "ts": 5,
+            "dur": 9,
+        }
+        trace(tmp_path / "in" / f"rank{rank}.json", [mark, *events], rank=rank, pid=100 + rank)
+    command("merge", tmp_path / "in", "--output", tmp_path / "timeline.json.gz")
+    tables = [
+        command("report", path, "--json").json for path in (tmp_path / "in", tmp_path / "timeline.json.gz")
+    ]
+    assert tables[0]["traces"]["operators"] == tables[1]["traces"]["operators"]
+    busy = [
+        [(row["process"], row["device"], row["busy_ns"]) for row in table["traces"]["devices"]]
+        for table in tables
+    ]
+    assert busy[0] == busy[1] == [("rank 0", "GPU 0", 600_000), ("rank 1", "GPU 0", 1_500_000)]
+    merged = command("merge", tmp_path / "timeline.json.gz", "--output", tmp_path / "again.json", code=1)
+    assert "merged already" in merged.err
+
+
+def test_a_timeline_named_json_is_no_gzip(tmp_path: Path, command: Command) -> None:
+    trace(tmp_path / "rank0.json", [kernel("gemm", 0, 10)])
+    command("merge", tmp_path / "rank0.json", "--output", tmp_path / "x.json")
+    events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+    assert {"gemm", "aten::mm"} <= {event["name"] for event in events}
+
+
+ENDS = {"": True, ",\n": True, "]": True, ', {"ph": "X", "na': False}
+
+
+@pytest.mark.parametrize(("end", "whole"), ENDS.items())
+def test_a_list_of_events_alone_need_not_end(tmp_path: Path, command: Command, end: str, whole: bool) -> None:
+    events = [json.dumps(kernel("gemm", BASE_NS / 1000 + at, 10)) for at in range(3)]
+    (tmp_path / "rank0.json").write_text("[\n" + ",\n".join(events) + end)
+    report = command("report", tmp_path, "--json", code=0 if whole else 3).json
+    assert [row["count"] for row in report["traces"]["operators"]] == [3]
+
+
+def test_what_is_no_trace_is_named(tmp_path: Path, command: Command) -> None:
+    path = tmp_path / "et.json"
+    path.write_text('{"schema": "1.1.0-chakra.0.0.4", "nodes": []}')
+    assert "Chakra" in command("report", path, code=2).err
+    path.write_text("hello")
+    assert "no trace" in command("report", path, code=2).err
+
+
+def test_no_html_asks_for_what_is_so(tmp_path: Path, command: Command) -> None:
+    command("report", trace(tmp_path / "rank0.json", []), "--no-html")
+    assert "--html" in command("report", tmp_path, "--html", code=2).err
+
+
 def test_a_trace_of_absolute_times_is_aligned_without_a_base(tmp_path: Path, command: Command) -> None:
     at_us = BASE_NS / 1000
     for rank in range(2):

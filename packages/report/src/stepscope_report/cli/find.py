@@ -16,7 +16,7 @@ from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.formatting import numbers
 from stepscope_report.sections.health import say_others
 from stepscope_report.timeline.sources import read_sources
-from stepscope_report.timeline.step.plain import has_traces
+from stepscope_report.timeline.step.plain import has_traces, no_trace
 
 STEPS_HELP = "Only these steps of a run: 3, 3-7, 3,5,8-, 10:50:10 (50 is not in it), every:50."
 """Help of the option `--step` of every command."""
@@ -146,7 +146,7 @@ def no_run(path: Path) -> str:
         above = next(parent for parent in path.absolute().parents if parent.exists())
         return f"{path} does not exist. {above} holds: {_names(above)}"
     if not path.is_dir():
-        return f"{path} is a file: give the folder of a run (save_path), or of one step in it"
+        return f"{path} is {no_trace(path)}; give a trace, or the folder of a run (save_path) or of a step"
     inside = next(
         (parent for parent in path.absolute().parents if StepLayout(parent).processes.is_dir()), None
     )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepscope.errors import ConfigError
+from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import StepLayout
 from stepscope_report.timeline.completeness import gaps
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds
@@ -236,6 +236,10 @@ def merge_plain(
     """
     keep_memory()
     step = read_plain(paths)
+    files = [trace.path for trace in step.files.traces]
+    again = next((path for path in files if files.count(path) > 1), None)
+    if again is not None:
+        raise RecordError(f"{again} is merged already: give the traces that it was made from")
     return _merge(step.timeline, sources_of(step.files), selection, to, on_read)
 
 

@@ -11,12 +11,12 @@ from stepscope_report.timeline.step.rows import Row
 
 
 class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the timeline."""
+    """A row of the timeline. No event begins with its first field, so that the file's end is no event."""
 
+    role: str
     pid: int
     """The pid in the timeline."""
     name: str
-    role: str
     rank: int | None
     replica: int | None
     host: str

@@ -1,4 +1,6 @@
-"""Writing of a merged timeline: gzip while events arrive; the file gets its name when it is complete."""
+"""Writing of a merged timeline: gzip while events arrive, or plain into a `.json`. The file gets its name
+when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class TimelineFile:
     """A timeline while it is written. It takes events; `finish` closes the JSON."""
 
-    def __init__(self, file: BinaryIO, base_ns: int) -> None:
+    def __init__(self, file: BinaryIO, base_ns: int, *, packed: bool = True) -> None:
+        """Args: packed: False for plain JSON."""
         from isal import isal_zlib  # for import time: reports import this package and write no timeline
 
         # Level 1 of igzip: 1,000 MB/s, and a tenth of the size of such JSON. With less memory it is slower.
         self._deflate = isal_zlib.compressobj(1, isal_zlib.DEFLATED, _GZIP, 9)
         self._sync = isal_zlib.Z_SYNC_FLUSH
         self._file = file
+        self._packed = packed
         self.written = 0
         """Size of the file in bytes, as of the last `flush`."""
         self._between = b""
@@ -46,18 +50,20 @@ class TimelineFile:
 
     def flush(self) -> int:
         """Write the bytes that the compressor holds back, and return the size of the file."""
-        self._write(self._deflate.flush(self._sync))
+        if self._packed:
+            self._write(self._deflate.flush(self._sync))
         return self.written
 
     def finish(self, metadata: object) -> None:
         """End the events and append `metadata` as the field `stepscope`."""
         self._put(b'\n],"stepscope":' + msgspec.json.encode(metadata) + b"}\n")
-        self._write(self._deflate.flush())
+        if self._packed:
+            self._write(self._deflate.flush())
 
     def _put(self, text: bytes | memoryview) -> None:
-        self._write(self._deflate.compress(text))
+        self._write(self._deflate.compress(text) if self._packed else text)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes | memoryview) -> None:
         self._file.write(data)
         self.written += len(data)
 
@@ -86,7 +92,7 @@ def timeline_file(path: Path, base_ns: int) -> Iterator[TimelineFile]:
     handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with full_disk_names(path), os.fdopen(handle, "wb") as sink:
-            yield TimelineFile(sink, base_ns)
+            yield TimelineFile(sink, base_ns, packed=path.suffix != ".json")
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

@@ -33,6 +33,7 @@ from stepscope_report.timeline.readers.contract import FoundFile, Origin
 from stepscope_report.timeline.readers.installed import Readers
 from stepscope_report.timeline.sources import Source
 from stepscope_report.timeline.step.load import align_without_owner, process_of, window_of
+from stepscope_report.timeline.step.own_timeline import read_timeline, rows_of
 from stepscope_report.timeline.step.rows import names_of
 from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile
 
@@ -86,6 +87,14 @@ def has_traces(path: Path) -> bool:
     return any(_is_trace(file) or _is_claimed(file, readers) for file in files)
 
 
+def no_trace(path: Path) -> str:
+    """Return what a file is that is no trace."""
+    head = FoundFile(path=path, name=path.name).head()
+    if b"chakra" in head.lower() or b"execution_trace" in head:
+        return "an execution trace (Chakra), without times of devices: name the profiler's trace beside it"
+    return "no trace that is read here: JSON of torch or an engine, SQLite of nsys, recordings of NPUs, OTLP"
+
+
 def is_ours(path: Path) -> bool:
     """Return whether a folder is a step's or a run's, contains runs, or lies inside a step."""
     layout = RunLayout(path)
@@ -115,7 +124,14 @@ def read_plain(
     files, traces, contents = StepFiles([], below.unread, below.problems, [], []), list[_Trace](), []
     for trace, held in zip(below.traces, read_all(below.traces, on_read, executor), strict=True):
         problems = [(what, events) for one in held for what, events in one.content.problems.items()]
-        if any(one.content.events for one in held):
+        rows = None if trace.reader is not None else rows_of(trace.path, trace.found_file.head())
+        if rows is not None:
+            for info, content in read_timeline(trace.path, rows):
+                described = _described(trace, info, "torch", None)
+                files.traces.append(described)
+                traces.append(_Trace(described, info, content))
+                contents.append([ProcessContent(pid=None, content=content)])
+        elif any(one.content.events for one in held):
             described, processes = _processes(trace, held)
             files.traces.append(described)
             traces += processes
