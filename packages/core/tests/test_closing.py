@@ -112,7 +112,10 @@ def test_a_ctrl_c_while_a_capture_closes_comes_up_once_all_is_done(tmp_path: Pat
         assert following.selected
 
 
-def test_the_end_of_the_process_does_not_wait_longer_for_an_engine_than_it_may(tmp_path: Path) -> None:
+def test_the_end_of_the_process_does_not_wait_longer_for_an_engine_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutdown, "GRACE_S", 15.0)  # to write files in, on a busy machine
     never = threading.Event()
     profiler = CountedStops(FakeEngine(), never)
     cap = capture(1, config=config_of(tmp_path), engines=[profiler]).open()
