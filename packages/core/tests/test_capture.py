@@ -588,7 +588,9 @@ def test_an_opening_that_is_cancelled_at_any_of_its_awaits_is_undone_by_its_clos
         asked = Asked(2, config, None, None, "trainer", None, False, False, "program")
         work = CaptureWork(asked, participants, Claim(2), 0)
         cancelled = CancelledAt(suspension, again=False)
-        cancelled.run(work.open(asyncio.run(work.begin())))
+        session = asyncio.run(work.begin())
+        assert session is not None
+        cancelled.run(work.open(session))
         asyncio.run(work.close(Closing(discard="cancelled")))
         assert work.state == "closed"
         assert not engine.recordings, suspension

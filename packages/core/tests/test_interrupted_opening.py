@@ -11,11 +11,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,12 +24,14 @@ import pytest
 from packages.core.tests.interruptions import LEFTOVERS, OURS
 from stepscope import ProfileConfig, capture
 from stepscope._recording.capture import capture as captures
+from stepscope._recording.capture.work import CaptureWork
 from stepscope._recording.fanout.messages import StartRequest, StopRequest
 from stepscope._recording.fanout.worker_side import start_worker, stop_worker
 from stepscope._recording.output.manifest_part import ManifestPart
 from stepscope._recording.process import shutdown
 from stepscope._recording.session import session
 from stepscope._recording.session.profiler_windows import Windows
+from stepscope._recording.session.session import Session
 from stepscope._recording.spans import slot
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.protocol import Backend
@@ -121,6 +124,7 @@ def config(tmp_path: Path) -> ProfileConfig:
     return ProfileConfig(
         save_path=str(tmp_path),
         steps="0:1000",
+        record="off",  # the flight recorder goes on between captures
         torch={"activities": ["cpu"]},
         roles={"*": {"ranks": "all"}},
         control={"requests": False},
@@ -194,6 +198,23 @@ def test_a_signal_while_a_capture_opens_leaves_nothing_recording(
     assert count > 30
     whole_capture(config, count + 1)
     assert not files_left_open(tmp_path)
+
+
+@pytest.mark.needs("torch")
+def test_a_capture_that_a_signal_closes_before_its_work_begins_leaves_no_folder(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, cap = CaptureWork.begin, capture(1, config=config)
+
+    def closed_first(work: CaptureWork) -> Coroutine[Any, Any, Session | None]:
+        cap.close()
+        return begin(work)
+
+    monkeypatch.setattr(CaptureWork, "begin", closed_first)
+    cap.open()
+    cap.close()
+    nothing_records(None)
+    assert not RunLayout(config.save_path).step(1).root.exists()
 
 
 @pytest.mark.needs("torch")

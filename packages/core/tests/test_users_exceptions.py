@@ -67,7 +67,8 @@ def by_throwing() -> Callable[[], object]:
 @pytest.fixture(params=[by_signal, by_throwing])
 def interruption(request: pytest.FixtureRequest) -> Iterator[Interruption]:
     before = signal.signal(signal.SIGALRM, on_alarm)
-    yield type("Interruption", (), {"__neg__": request.param()})()
+    # A partial in a class is a method from Python 3.14 on.
+    yield type("Interruption", (), {"__neg__": staticmethod(request.param())})()
     signal.signal(signal.SIGALRM, before)
 
 

@@ -22,6 +22,7 @@ TIMINGS = {
     "update_weights": ("actor", "sync_weights"),
 }
 """AReaL's `timeperf/...` and the stages that measure the same."""
+STALENESS = "ppo_actor/update/version_stats/sample_staleness_theta_max"
 
 
 @pytest.fixture(scope="session")
@@ -37,9 +38,10 @@ def test_the_batches_of_asynchronous_rollouts_are_as_stale_as_areal_says(tmp_pat
         assert (step.report["health"]["state"], step.report["health"]["missing"]) == ("ok", [])
         assert step.unaccounted < 0.05
         staleness = step.report["staleness"]
-        areal = step.metrics["ppo_actor/update/version_stats/sample_staleness_theta_max"]
+        areal = step.metrics[STALENESS]
         assert (staleness["versions"]["known"], staleness["versions"]["max"]) == (PROMPTS, areal)
-        assert areal == 1
+    # Whether a batch of a captured step is stale is up to the machine.
+    assert 1 in {numbers.get(STALENESS) for numbers in training.metrics.values()}
 
 
 @pytest.fixture(params=CAPTURED)

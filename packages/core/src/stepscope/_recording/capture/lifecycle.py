@@ -65,6 +65,8 @@ class Lifecycle:
             return
         try:
             session = _result(work.begin())
+            if session is None:
+                return
             undisturbed(session.prepare_profiler)  # on another thread torch logs an error
             _result(work.open(session))
             undisturbed(partial(self._begin, work, session))
@@ -82,6 +84,8 @@ class Lifecycle:
             return
         try:
             session = await _aresult(work.begin())
+            if session is None:
+                return
             await own_thread(session.prepare_profiler)  # it may take seconds
             await _aresult(work.open(session))
             undisturbed(partial(self._begin, work, session))

@@ -58,8 +58,10 @@ class CaptureWork:
         """True if the capture was given workers or engines."""
         return self._participants is not None
 
-    async def begin(self) -> Session:
-        """Make the session, and open its files."""
+    async def begin(self) -> Session | None:
+        """Make the session, and open its files. Return None if the capture was closed before this began."""
+        if self.state != "opening":
+            return None
         session = _make_session(self._asked, self._participants, self._began_ns)
         self._files, self.session = CapturedFiles(session, self._participants), session
         self.result = CaptureResult(self._asked.step, self._files)
