@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from stepscope import capture, flush, span
-from tests.culprits.plan import SECONDS, Plan, collect, hold, sleep, write_file
+from tests.culprits.plan import REGULAR, SECONDS, Plan, collect, hold, sleep, write_file
 
 RANKS = 4
 ALL = frozenset(range(RANKS))
@@ -53,7 +53,8 @@ PLANTS = {
     "slow shared folder": Plant(ALL, "save", nothing),
     "checkpoint between steps": Plant(ALL, "between", wait()),
     "skipped collective": Plant(frozenset({1}), "reduce", nothing),
-    "equal ranks": Plant(frozenset(), "", wait()),
+    "equal ranks": Plant(frozenset(), "", nothing),
+    REGULAR: Plant(frozenset(), "", nothing),
 }
 
 
@@ -90,6 +91,8 @@ class Rank:
             self.stage("forward", 0.05, tokens=tokens)
             if batch < BATCHES - 1 or not skips:
                 dist.all_reduce(torch.ones(2))
+        if self.plan.now and self.plan.culprit == REGULAR:
+            self.stage("evaluate", SECONDS)
         with self.plan.clocked() if skips else nullcontext():
             if skips:
                 self.stage("dump_batch", SECONDS)

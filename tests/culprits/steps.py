@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from stepscope_report.suspects import CauseKind
-from tests.culprits.plan import Plan, own_clock
+from tests.culprits.plan import REGULAR, Plan, own_clock
 
 WITHIN = 0.05
 """A number is right if it differs from the planted time by at most this part."""
@@ -41,6 +41,7 @@ SLOW_STEPS = [
     SlowStep("checkpoint between steps", RANKS, "between-steps"),
     SlowStep("skipped collective", RANKS, "skipped-collective", "actor 1", "all_reduce"),
     SlowStep("equal ranks", RANKS),
+    SlowStep(REGULAR, RANKS),
     SlowStep("slow rank", RAY, "slow-rank", "actor 1", "update"),
     SlowStep("slow host", RAY, "slow-host", "host-b", "update"),
     SlowStep("slow tool", RAY, "slow-tool", "agent_loop 0", "search", "t3"),
