@@ -18,7 +18,7 @@ SECONDS = 0.5
 """Time that a culprit takes, in steps that take half as long without it."""
 REGULAR = "evaluation in each fifth step"
 """A step of another kind, which takes longer and is as it should be."""
-_MB4 = bytes(1 << 22)
+_PART = bytes(1 << 18)
 
 
 class Plan:
@@ -116,10 +116,10 @@ def collect() -> None:
 
 
 def write_file(path: Path, *, slow: bool) -> None:
-    """Write 4 MB. If the folder is slow, each write waits for the disk, and it takes `SECONDS`."""
+    """Write 256 kB. If the folder is slow, each write waits for the disk, and it takes `SECONDS`."""
     until_ns = time.perf_counter_ns() + SECONDS * 1e9
     file = os.open(path, os.O_CREAT | os.O_WRONLY | (os.O_DSYNC if slow else 0))
-    os.pwrite(file, _MB4, 0)
+    os.pwrite(file, _PART, 0)
     while slow and time.perf_counter_ns() < until_ns:
-        os.pwrite(file, _MB4, 0)
+        os.pwrite(file, _PART, 0)
     os.close(file)

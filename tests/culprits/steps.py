@@ -25,7 +25,7 @@ class SlowStep(NamedTuple):
     kind: CauseKind | None = None
     """None if nothing is wrong."""
     process: str | None = None
-    """Role and rank, or host; None if several processes are as slow."""
+    """Role and rank, or host; empty if several are as slow, and None where any may stand."""
     stage: str | None = None
     trajectory: str = ""
     """End of its name; empty for any, or none."""
@@ -34,10 +34,10 @@ class SlowStep(NamedTuple):
 RANKS, RAY = "ranks", "on_ray"
 SLOW_STEPS = [
     SlowStep("late rank", RANKS, "late-rank", "actor 2", "load_batch"),
-    SlowStep("slow data loader", RANKS, "slow-stage", None, "load_batch"),
+    SlowStep("slow data loader", RANKS, "slow-stage", "", "load_batch"),
     SlowStep("uneven batches", RANKS, "uneven-batch", "actor 3", "forward"),
     SlowStep("garbage collector", RANKS, "gc", "actor 1", "update"),
-    SlowStep("slow shared folder", RANKS, "slow-storage", None, "save"),
+    SlowStep("slow shared folder", RANKS, "slow-storage", "", "save"),
     SlowStep("checkpoint between steps", RANKS, "between-steps"),
     SlowStep("skipped collective", RANKS, "skipped-collective", "actor 1", "all_reduce"),
     SlowStep("equal ranks", RANKS),
@@ -106,7 +106,7 @@ def _judge(slow: SlowStep, cause: Any, took_ns: float, without_core_ns: int) -> 
         line = "nothing is named" if cause is None else f"{cause['kind']}: {cause['sentence']}"
         return Verdict(is_right, is_right, is_right, is_right, line)
     process = cause["process"] or {"role": None, "rank": None, "host": ""}
-    names = (f"{process['role']} {process['rank']}", process["host"])
+    names = (f"{process['role']} {process['rank']}" if cause["process"] else "", process["host"])
     longer_ns = cause["longer_ns"]
     return Verdict(
         kind=cause["kind"] == slow.kind,

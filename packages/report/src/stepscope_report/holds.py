@@ -112,9 +112,12 @@ class Holds:
             held[name] = self.ns(process, name, [*pairs, *suspect.spells])
         if sum(held.values()) * 2 < suspect.longer_ns:
             return suspect
-        name = max(held, key=lambda name: held[name])
+        collects = held[GC] * 2 >= suspect.longer_ns  # while it collects, it may also lack a core
+        name = GC if collects else max(held, key=lambda name: held[name])
         said = f"{_HOLDS[name].says} {duration(min(held[name], suspect.longer_ns))}"
-        return suspect._replace(kind=_HOLDS[name].kind, process=process, because=said)
+        kind = _HOLDS[name].kind
+        named = process if kind == "slow-host" else suspect.process
+        return suspect._replace(kind=kind, process=named, because=said)
 
     def busy_host(self, path: StepPath) -> Suspect | None:
         """Return the lack of cores on the critical path, or None if no process lacked one."""

@@ -37,6 +37,8 @@ class NearStep(msgspec.Struct, frozen=True, kw_only=True):
     """Own time of each stage on the critical path."""
     call_ns: Mapping[Label, int]
     """Median time of a call of each stage."""
+    rank_ns: Mapping[tuple[Label, str], int] = {}
+    """Sum of the calls of each stage in each process, by the process' name."""
     preempted: int = 0
     """Number of requests that engines preempted."""
 
@@ -50,15 +52,18 @@ def near_step(path: StepPath) -> NearStep:
         span = graph.span_of(piece.node)
         if span is not None and piece.kind != "not known":
             path_ns[names.label_of(span)] += piece.wall_ns
+    ranks = Counter[tuple[Label, str]]()
     for span in timeline.spans:
         if span.dur_ns is not None:
             calls[names.label_of(span)].append(span.dur_ns)
+            ranks[names.label_of(span), timeline.processes[span.process].name] += span.dur_ns
     return NearStep(
         step=timeline.step,
         wall_ns=timeline.window.wall_ns,
         stages=top_stages(timeline),
         path_ns=path_ns,
         call_ns={label: middle(times) for label, times in calls.items()},
+        rank_ns=ranks,
         preempted=sum(preempted_requests(timeline).values()),
     )
 

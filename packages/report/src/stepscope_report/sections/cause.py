@@ -220,13 +220,13 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
             continue
         call, usual_call_ns = timeline.spans[node], middle(times) if times else 0
         longer = is_longer(call.dur_ns or 0, usual_call_ns)
-        places = {timeline.spans[one].process for one in on_path}
+        places = _grown_ranks(timeline, label, own, near)
         yield Suspect(
             _kind_of(label, waits=call.waits and SEQUENCE not in (call.attrs or {})),
             ns - usual_ns,
             ns - usual_ns,
             label,
-            call.process if len(places) == 1 else None,
+            places[0] if len(places) == 1 else None,
             call.dur_ns if longer else ns,
             usual_call_ns if longer else usual_ns,
             beside,
@@ -235,6 +235,18 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
             (f"{duration(ns)} of the critical path, {duration(usual_ns)} in step {steps}",),
             nodes=tuple(on_path) or (node,),
         )
+
+
+def _grown_ranks(timeline: Timeline, label: Label, own: NearStep, near: Sequence[NearStep]) -> list[int]:
+    """Return the processes in which a stage grew by at least half of the most that it grew by in any."""
+    grew = {
+        index: own.rank_ns[label, process.name]
+        - middle(step.rank_ns.get((label, process.name), 0) for step in near)
+        for index, process in enumerate(timeline.processes)
+        if (label, process.name) in own.rank_ns
+    }
+    most_ns = max(grew.values(), default=0)
+    return [index for index, ns in grew.items() if ns * 2 >= most_ns > 0]
 
 
 def _grown_at_the_top(timeline: Timeline, baseline: Baseline | None) -> Iterator[Suspect]:

@@ -354,7 +354,7 @@ class _Builder:
                 calls[_label(span)][span.process].append(node)
         for ranks in collectives.values():
             turn = self._turn(members := tuple(ranks.values()))
-            if turn.overlaps and turn.begins_apart:
+            if turn.overlaps and turn.is_apart:
                 yield members
         for by_process in calls.values():
             numbers = {len(nodes) for nodes in by_process.values()}
@@ -406,8 +406,12 @@ class _Turn(NamedTuple):
         return self.spread_ns <= max(_TOGETHER_NS, self.whole_ns // 50)
 
     @property
+    def is_apart(self) -> bool:
+        return self.apart_ns >= max(_TOGETHER_NS, self.whole_ns // 50)
+
+    @property
     def begins_apart(self) -> bool:
-        return self.apart_ns >= max(4 * self.spread_ns, _TOGETHER_NS, self.whole_ns // 50)
+        return self.is_apart and self.apart_ns >= 4 * self.spread_ns
 
 
 class _Running:
