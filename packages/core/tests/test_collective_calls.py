@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from stepscope._recording.recorder import standing
 from stepscope._recording.spans import collective_calls
 from stepscope._recording.spans.span import Span
 from stepscope.config import ProfileConfig
+from stepscope.files.values import AttrValue
 from stepscope.testing.recorded_run import finished_spans
 from stepscope_report import step_report
 from stepscope_report.timeline import load_step
@@ -63,7 +65,7 @@ def test_a_call_is_one_span_below_the_call_that_made_it(config: ProfileConfig) -
     with capture(1, config=config):
         update()
     above, first, second = kept()
-    assert [span.stage for span in (above, first, second)] == ["update", "all_reduce", "barrier"]
+    assert [one.stage for one in (above, first, second)] == ["update", "all_reduce", "barrier"]
     assert first.parent is above
     assert first.end_ns is not None
     assert second.end_ns is not None
@@ -84,9 +86,9 @@ def test_of_an_asynchronous_call_the_wait_is_the_span(config: ProfileConfig) -> 
         assert kept() == []
         work.wait()
         work.wait()
-    (span,) = kept()
-    assert span.attrs is not None
-    issued_ns = span.attrs["issued_ns"]
+    (waited,) = kept()
+    assert waited.attrs is not None
+    issued_ns = waited.attrs["issued_ns"]
     assert isinstance(issued_ns, int)
     assert issued_ns > 50_000
 
@@ -135,7 +137,21 @@ def test_they_are_on_record_in_captures_and_switched_off_by_a_word(config: Profi
         with capture(step, config=chosen) as cap:
             distributed.all_reduce(torch.ones(2))
         cap.result.wait()
-    assert [(span.stage, span.step) for span in finished_spans(config.save_path)] == [("all_reduce", None)]
+    assert [(one.stage, one.step) for one in finished_spans(config.save_path)] == [("all_reduce", None)]
+
+
+def test_the_state_names_the_call_that_is_in_a_collective(config: ProfileConfig) -> None:
+    attrs: dict[str, AttrValue] = {"wait": True, "group": "0", "sequence": 1}
+    with capture(1, config=config):
+        recorder = standing.standing()
+        assert recorder is not None
+        outside = collective_calls._begin("barrier", attrs, time.monotonic_ns(), None)
+        with profiled("update", role="actor"):
+            inside = collective_calls._begin("all_reduce", attrs, time.monotonic_ns(), None)
+            assert [call.stage for call in recorder.state().spans] == ["barrier", "update"]
+        for one in (outside, inside):
+            assert one is not None
+            one.end_ns = time.monotonic_ns()
 
 
 @pytest.mark.usefixtures("group")

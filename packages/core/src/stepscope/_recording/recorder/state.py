@@ -25,11 +25,11 @@ from stepscope._recording.recorder.collectives import collectives_here
 from stepscope._recording.recorder.engine_queues import engine_states
 from stepscope._recording.recorder.in_time import in_time
 from stepscope._recording.recorder.tasks import DEPTH, Place, frame_of
-from stepscope._recording.spans import lines, scopes
+from stepscope._recording.spans import collective_calls, lines, scopes
 from stepscope._recording.spans.span import Span
 from stepscope.errors import ours
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.spans import WAIT, WAITING
+from stepscope.files.spans import SEQUENCE, WAIT, WAITING
 from stepscope.files.states import RECENT_NS, CounterNow, OpenSpan, ProcessState, Task, Thread
 from stepscope.files.values import bounded
 
@@ -97,7 +97,8 @@ class _Calls:
     """The open spans and the tasks of this process. Some are selected and become records."""
 
     def __init__(self, logs: Sequence[list[Span]]) -> None:
-        self._spans = sorted((span for log in logs for span in log), key=lambda span: span.start_ns)
+        spans = (span for log in logs for span in log if not _is_collective_of_a_call(span))
+        self._spans = sorted(spans, key=lambda span: span.start_ns)
         self._logs = list(dict.fromkeys(id(log[0].log) for log in logs if log))
         """Ids of the logs. Each numbers its spans from 1."""
         self._numbers: dict[int, int] = {}
@@ -214,6 +215,11 @@ class _Calls:
         )
 
 
+def _is_collective_of_a_call(span: Span) -> bool:
+    """Return whether a span is a collective below a call, whose stack says that it is in that collective."""
+    return span.attrs is not None and SEQUENCE in span.attrs and _parent_of(span) is not None
+
+
 def _parent_of(span: Span) -> Span | None:
     """Return the next open span above in the same log, or None."""
     scope = span.parent
@@ -259,7 +265,7 @@ def _threads(before: dict[int, tuple[FrameType, int]]) -> Iterator[Thread]:
         yield Thread(
             id=thread.native_id or 0,
             name=bounded(thread.name),
-            frames=tuple(frame_of(frame) for frame, _ in zip(_outwards(stack), range(DEPTH), strict=False)),
+            frames=tuple(frame_of(frame) for frame, _ in zip(_users(stack), range(DEPTH), strict=False)),
             in_loop=not _RUNS_LOOP.isdisjoint(stack.f_code.co_names),
             blocks=is_blocked,
             task=next((task for task, frame in running.items() if frame in inside), None),
@@ -276,6 +282,11 @@ def _outwards(stack: FrameType | None) -> Iterator[FrameType]:
     while stack is not None:
         yield stack
         stack = stack.f_back
+
+
+def _users(stack: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frames outwards, without those that time collectives."""
+    return (frame for frame in _outwards(stack) if frame.f_code.co_filename != collective_calls.__file__)
 
 
 def _callbacks() -> dict[int, tuple[FrameType, int]]:
