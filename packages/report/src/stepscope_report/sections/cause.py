@@ -179,9 +179,9 @@ def _usual(
 
 
 def _is_unusual(window_ns: int, baseline: Baseline | None, near: Sequence[NearStep]) -> bool:
-    """Return whether the step is longer than nine tenths of its neighbours."""
+    """Return whether the step is longer than nine tenths of its neighbours, by as much as these vary."""
     if baseline is not None and baseline.alike and baseline.excess_ns is not None:
-        return window_ns > baseline.p90_ns
+        return window_ns > baseline.p90_ns + (baseline.p90_ns - baseline.p50_ns)
     return all(is_longer(window_ns, step.wall_ns) for step in near)
 
 
