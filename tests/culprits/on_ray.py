@@ -182,7 +182,7 @@ class Trainer:
         for step in self.plan.each():
             culprit = self.plan.culprit if self.plan.now else ""
             ray.get(self.engine.resize.remote((3 if culprit == "preemption" else TRAJECTORIES) * TOKENS))
-            with capture(step, workers=self.workers):
+            with cores_taken(culprit == "slow host"), capture(step, workers=self.workers):
                 self.step(step, culprit)
         self.plan.write()
 
@@ -209,12 +209,11 @@ class Trainer:
         """Return the time of the slowest learner."""
         slow = {1} if culprit == "slow rank" else set()
         cpu_s = 0.015 if self.plan.culprit == "slow host" else 0.0
-        with cores_taken(culprit == "slow host"):
-            calls = [
-                learner.update.remote(cpu_s, SECONDS if rank in slow else 0.0)
-                for rank, learner in enumerate(self.learners)
-            ]
-            took_ns: list[int] = ray.get(calls)
+        calls = [
+            learner.update.remote(cpu_s, SECONDS if rank in slow else 0.0)
+            for rank, learner in enumerate(self.learners)
+        ]
+        took_ns: list[int] = ray.get(calls)
         return max(took_ns)
 
 

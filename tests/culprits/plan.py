@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from mmap import mmap
 from pathlib import Path
 
 from stepscope import configure
@@ -18,7 +19,8 @@ SECONDS = 0.5
 """Time that a culprit takes, in steps that take half as long without it."""
 REGULAR = "evaluation in each fifth step"
 """A step of another kind, which takes longer and is as it should be."""
-_PART = bytes(1 << 18)
+_PART = mmap(-1, 1 << 21)  # at a page, as direct writes need
+_BLKIO = Path("/sys/fs/cgroup/blkio")
 
 
 class Plan:
@@ -115,11 +117,25 @@ def collect() -> None:
         gc.collect()
 
 
-def write_file(path: Path, *, slow: bool) -> None:
-    """Write 256 kB. If the folder is slow, each write waits for the disk, and it takes `SECONDS`."""
-    until_ns = time.perf_counter_ns() + SECONDS * 1e9
-    file = os.open(path, os.O_CREAT | os.O_WRONLY | (os.O_DSYNC if slow else 0))
+def write_file(path: Path) -> None:
+    """Write 2 MB to the disk, and wait for it."""
+    file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
     os.pwrite(file, _PART, 0)
-    while slow and time.perf_counter_ns() < until_ns:
-        os.pwrite(file, _PART, 0)
     os.close(file)
+
+
+@contextmanager
+def slow_disk(folder: Path) -> Iterator[None]:
+    """Let the kernel slow down the folder's disk for this process, so that `write_file` takes `SECONDS`. This
+    takes root and version 1 of cgroups.
+    """
+    device, group = os.stat(folder).st_dev, _BLKIO / f"stepscope-culprits-{os.getpid()}"
+    group.mkdir()
+    limit = f"{os.major(device)}:{os.minor(device)} {round(len(_PART) / SECONDS)}"
+    (group / "blkio.throttle.write_bps_device").write_text(limit)
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    try:
+        yield
+    finally:
+        (_BLKIO / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from stepscope import capture, flush, span
-from tests.culprits.plan import REGULAR, SECONDS, Plan, collect, hold, sleep, write_file
+from tests.culprits.plan import REGULAR, SECONDS, Plan, collect, hold, sleep, slow_disk, write_file
 
 RANKS = 4
 ALL = frozenset(range(RANKS))
@@ -104,10 +104,13 @@ class Rank:
             dist.all_reduce(torch.ones(2))  # so that the next step begins as the others do
 
     def save(self) -> None:
-        """Write into the run's folder. In a planted step it is slow: each write waits for the disk."""
-        slow = self.plant.place == "save" and self.mine
-        with self.plan.clocked() if slow else nullcontext():
-            write_file(self.plan.folder / f"shard-{self.rank}", slow=slow and self.plan.now)
+        """Write into the run's folder, which is slow in a planted step."""
+        mine = self.plant.place == "save"
+        with (
+            slow_disk(self.plan.folder) if mine and self.plan.now else nullcontext(),
+            self.plan.clocked() if mine else nullcontext(),
+        ):
+            write_file(self.plan.folder / f"shard-{self.rank}")
 
 
 def main(folder: Path, culprit: str, runs: int) -> None:

@@ -119,7 +119,10 @@ def explain(
     """Suspects within the step, unless captured neighbours could show them too."""
     host = holds.busy_host(path)
     grown = [one for one in _joined(grown) if not _stood_still(one, found)]
-    known = any(one.kind == "slow-host" for one in (*found, *grown))
+    known = any(
+        one.kind == "slow-host" or (one.because and one.longer_ns * 2 >= excess_ns)
+        for one in (*found, *grown)
+    )
     hosts = [host] if host is not None and host.longer_ns * 2 >= excess_ns and not known else []
     found += hosts
     explained_ns = max(
