@@ -33,6 +33,7 @@ from stepscope_report.sections.operators import (
 )
 from stepscope_report.sections.throughput import THROUGHPUT, Throughput
 from stepscope_report.timeline.activity.traces import place_traces
+from stepscope_report.timeline.clocks.wall import is_wall
 from stepscope_report.timeline.step.plain import PlainStep
 
 _SECTIONS: tuple[Section[Any], ...] = (ENGINES, THROUGHPUT, TRACES)
@@ -94,7 +95,8 @@ class Plain:
         rows = () if self._report.traces is None else self._report.traces.traces
         processes = count(len({row.process for row in rows}), "process")
         span = f"{duration(window.wall_ns)} from the first event to the last"
-        return f"{moment(window.start_ns)}: {processes}, {span}"
+        when = moment(window.start_ns) if is_wall(window.start_ns) else "at no known time"
+        return f"{when}: {processes}, {span}"
 
     def brief(self, paths: Sequence[Path]) -> list[Part]:
         """Return the whole story in at most 40 lines. `paths` are the arguments of the commands to run

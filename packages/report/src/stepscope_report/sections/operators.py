@@ -18,6 +18,7 @@ from stepscope_report.formatting import LISTED, count, duration, percent_of, siz
 from stepscope_report.html.markup import Html, tag
 from stepscope_report.html.page import ROWS, draw, percent, section, stacked, table
 from stepscope_report.section import DEVICES, Section
+from stepscope_report.sections.profiler_steps import ProfilerStepRow, profiler_steps, step_tables
 from stepscope_report.stragglers import StragglerRow, stragglers
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import FileProblem, TraceActivity, Traces
@@ -109,6 +110,7 @@ class TraceTables(msgspec.Struct, frozen=True, kw_only=True):
     """The operators by role, the longest own time first: of each role at most `TOP` operators, `TOP` marks
     and `TOP` kernels."""
     devices: Table[DeviceRow]
+    steps: Table[ProfilerStepRow]
     stragglers: Table[StragglerRow]
     without_device: Table[NoDevice]
     memory: Table[MemoryRow]
@@ -124,6 +126,7 @@ def trace_tables(traces: Traces, opened_ns: int) -> TraceTables:
         traces=Table(map(_trace, activities)),
         operators=operator_times(activities),
         devices=device_usage(activities),
+        steps=profiler_steps(activities),
         stragglers=stragglers(activities),
         without_device=missing_devices(activities),
         memory=memory_peaks(activities, opened_ns),
@@ -209,7 +212,8 @@ def missing_devices(activities: Iterable[TraceActivity]) -> Table[NoDevice]:
     causes: dict[tuple[str, str | None], list[str]] = defaultdict(list)
     for activity in activities:
         without_cuda = activity.versions.get("torch", "").endswith("+cpu")
-        if activity.content.events and not activity.content.devices and not without_cuda:
+        content = activity.content
+        if content.events and not content.devices and not content.kernels and not without_cuda:
             causes[_why_no_device(activity)].append(activity.name)
     return Table(
         NoDevice(processes=tuple(dict.fromkeys(names)), cause=cause, fix=fix)
@@ -301,6 +305,7 @@ def trace_blocks(traces: TraceTables | None, report: StepReport) -> Iterator[Blo
         yield _operators(role, rows)
     if traces.devices:
         yield _devices(traces.devices)
+    yield from step_tables(traces.steps)
     if traces.stragglers:
         yield straggler_table(traces.stragglers)
     if traces.without_device:
@@ -517,6 +522,7 @@ def _devices_and_memory(traces: TraceTables) -> Iterator[Html]:
         notes = [order, DEVICE_NOTE]
         if len(shown) < len(ordered):
             notes.append(f"{len(shown):,} are shown: the least busy ones, and others evenly chosen.")
+    parts += map(draw, step_tables(traces.steps))
     if traces.stragglers:
         late = straggler_table(traces.stragglers[:DRAWN])
         more = f" The first {DRAWN} of {len(traces.stragglers):,} rows are shown; --json has all."

@@ -93,6 +93,22 @@ class Peak(msgspec.Struct):
     """Memory of the device, or None if the trace does not state it."""
 
 
+class ProfilerStep(msgspec.Struct):
+    """One step of torch's profiler on the CPU. Of what ran in its time, no instant counts twice."""
+
+    number: int
+    start_us: float
+    dur_us: float
+    busy_us: float | None
+    """Time in which any device was busy, or None without a device."""
+    exposed_us: float | None
+    """Time of communication without computation, or None without a device."""
+    loading_us: float
+    """Time in which the data loader was waited for."""
+    optimizer_us: float
+    """Time in `Optimizer.step`, on the CPU."""
+
+
 class Collective(msgspec.Struct):
     """All calls of one collective on this rank, in order."""
 
@@ -158,4 +174,6 @@ class TraceContent(msgspec.Struct, kw_only=True):
     """Devices of the host, as the trace lists them."""
     flops: Flops = msgspec.field(default_factory=Flops)
     """The FLOPs of matrix products and attention; empty where the trace has no shapes."""
+    steps: list[ProfilerStep] = []
+    """The steps of torch's profiler, if the program told it."""
     problems: dict[str, int | None]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import chain
 from operator import or_
@@ -21,6 +21,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from stepscope_report.timeline.activity.async_calls import NEVER_ENDED, AsyncCalls, Begin, End
 from stepscope_report.timeline.activity.content import (
     Collective,
     Device,
@@ -44,6 +45,7 @@ from stepscope_report.timeline.activity.nesting import (
     new_operator,
     operator_key,
 )
+from stepscope_report.timeline.activity.profiler_steps import ProfilerSteps
 from stepscope_report.timeline.clocks.collectives import calls_in
 from stepscope_report.timeline.clocks.wall import FEW, MARGIN_US, NOT_NEAR, Hours, middle, wall_base
 from stepscope_report.timeline.readers.blocks import Notes
@@ -182,11 +184,12 @@ def _nothing(phase: str) -> type[msgspec.Struct]:
     return msgspec.defstruct(f"_Skipped_{phase}", [], tag_field="ph", tag=phase, gc=False)
 
 
-Event: TypeAlias = Complete | _Plain | _Shaped | _Instant
+Event: TypeAlias = Complete | _Plain | _Shaped | _Instant | Begin | End
 skipped_phases = [_nothing(phase) for phase in "stfMCBEbneNODSTpFPIRcvVa(),"]
-_union: Any = reduce(or_, skipped_phases, _Plain | _Instant)
+_unused = [phase for phase in skipped_phases if phase.__struct_config__.tag not in ("b", "e")]
+_union: Any = reduce(or_, _unused, _Plain | _Instant | Begin | End)
 """Type of an event, made at run time: events of other phases become structs without a field."""
-_union_with_shapes: Any = reduce(or_, skipped_phases, _Shaped | _Instant)
+_union_with_shapes: Any = reduce(or_, _unused, _Shaped | _Instant | Begin | End)
 _decode = msgspec.json.Decoder(list[_union], strict=False).decode
 _decode_with_shapes = msgspec.json.Decoder(list[_union_with_shapes], strict=False).decode
 _decode_one = msgspec.json.Decoder(_union, strict=False).decode
@@ -223,6 +226,8 @@ class Reading:
         self.peaks: dict[tuple[int, int], Peak] = {}
         self.flops = FlopCounter()
         self._launches = Launches()
+        self._async = AsyncCalls()
+        self._steps = ProfilerSteps()
         self._runtime = False
         self.first, self.last = float("inf"), float("-inf")
         self._threads: dict[Thread, Nesting] = defaultdict(Nesting)
@@ -283,6 +288,10 @@ class Reading:
                     self.notes.events(NOT_NEAR)
             elif type(event) is _Instant and event.name == "[memory]" and event.args is not None:
                 self._memory(event.ts, event.args)
+            elif isinstance(event, Begin | End):
+                for name, start, dur in self._async.ended(event):
+                    self._ran(name, "communication", start, dur)
+                    self.seen(start, start + dur)
 
     def _operator(self, event: Complete) -> None:
         key = event.name
@@ -324,21 +333,25 @@ class Reading:
         still.append((end, operator))
 
     def _kernel(self, event: Complete) -> None:
-        name, start, dur = event.name, event.ts, event.dur
+        start, dur, about = event.ts, event.dur, _about(event)
+        work = self._ran(event.name, event.cat, start, dur)
+        # Merged files have pids of their own.
+        self.devices[event.pid if about.device is None else about.device][work].add(start, start + dur)
+        if type(event) is not Complete:  # other profilers have graphs and groups on their tracks
+            self._launches.work((event.pid, event.tid), start, dur, about.correlation, about.node)
+
+    def _ran(self, name: str, category: str, start: float, dur: float) -> Work:
+        """Add a run of a kernel, copy, fill or collective."""
         kernel = self.kernels.get(name)
         if kernel is None:
-            kernel = self.kernels[name] = Kernel(name, work_of(event.cat, name))
+            kernel = self.kernels[name] = Kernel(name, work_of(category, name))
         kernel.count += 1
         kernel.total_us += dur
         if dur > kernel.max_us:
             kernel.max_us = dur
-        about = _about(event)
-        # Merged files have pids of their own.
-        self.devices[event.pid if about.device is None else about.device][kernel.work].add(start, start + dur)
-        if type(event) is not Complete:  # other profilers have graphs and groups on their tracks
-            self._launches.work((event.pid, event.tid), start, dur, about.correlation, about.node)
         if kernel.work == "communication":
             self.collectives[name].extend((start, start + dur))
+        return kernel.work
 
     def _call(self, event: Complete) -> None:
         self._runtime = True
@@ -353,6 +366,7 @@ class Reading:
             self.iterations[event.cat, event.pid, event.tid].append(iteration)
         elif event.cat != "gpu_user_annotation":  # which repeats a range, where its kernels ran
             self.seen(event.ts, event.ts + event.dur)
+            self._steps.add(event.name, event.ts, event.dur)
             self._open(event, mark_key(event.name, self.operators, len(self.operators)))
 
     def _memory(self, ts: float, args: _MemoryArgs) -> None:
@@ -382,6 +396,8 @@ class Reading:
             self.seen(device.first_us, device.last_us)
         calls = (unpacked(times) for name, times in self.collectives.items() if ":" in name)
         on_cpu = Stretches(sorted(chain.from_iterable(calls)))
+        if self._async.never_ended:
+            self.notes.events(NEVER_ENDED, self._async.never_ended)
         for what, number in self._launches.doubts():
             self.notes.events(what, number)
         for (kind, number), peak in self.peaks.items():
@@ -409,6 +425,7 @@ class Reading:
             runtime=self._runtime,
             flops=self.flops.in_order(),
             device_names=[properties.name for properties in fields.devices if properties.name is not None],
+            steps=self._steps.finish(map(_stretches, self.devices.values())),
             problems=dict(self.notes.counts),
         )
 
@@ -442,8 +459,12 @@ def _by_own_time(operator: Operator) -> tuple[float, str, str]:
     return -operator.self_us, operator.name, operator.shapes
 
 
+def _stretches(covers: Mapping[Work, Cover]) -> dict[Work, Stretches]:
+    return {work: cover.stretches() for work, cover in covers.items()}
+
+
 def _device(key: int | str, covers: dict[Work, Cover]) -> Device:
-    stretches = {work: cover.stretches() for work, cover in covers.items()}
+    stretches = _stretches(covers)
     nothing = Stretches()
     compute, communication = stretches.get("compute", nothing), stretches.get("communication", nothing)
     memory = stretches.get("memory", nothing)

@@ -1,0 +1,95 @@
+"""Table of the steps that torch's profiler names, and what the slowest one has more of than the median."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
+
+import msgspec
+
+from stepscope_report.block import TextTable
+from stepscope_report.formatting import duration
+from stepscope_report.table import Table, grouped
+from stepscope_report.timeline import TraceActivity
+
+SHOWN = 10
+"""Number of steps of a process that are printed: the longest ones."""
+
+
+class ProfilerStepRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One `ProfilerStep#N` of a process. Times in ns; None without a device."""
+
+    process: str
+    step: int
+    dur_ns: int
+    busy_ns: int | None
+    idle_ns: int | None
+    """Time of the step in which no device was busy."""
+    exposed_ns: int | None
+    loading_ns: int
+    optimizer_ns: int
+
+
+def profiler_steps(activities: Iterable[TraceActivity]) -> Table[ProfilerStepRow]:
+    """Return the steps of each process, in their order."""
+    return Table(
+        ProfilerStepRow(
+            process=activity.name,
+            step=step.number,
+            dur_ns=_ns(step.dur_us),
+            busy_ns=None if step.busy_us is None else _ns(step.busy_us),
+            idle_ns=None if step.busy_us is None else _ns(step.dur_us - step.busy_us),
+            exposed_ns=None if step.exposed_us is None else _ns(step.exposed_us),
+            loading_ns=_ns(step.loading_us),
+            optimizer_ns=_ns(step.optimizer_us),
+        )
+        for activity in activities
+        for step in activity.content.steps
+    )
+
+
+def _ns(us: float) -> int:
+    return round(us * 1000)
+
+
+def step_tables(rows: Sequence[ProfilerStepRow]) -> Iterator[TextTable]:
+    """Yield a table for each process with steps."""
+    for process, own in grouped(rows, lambda row: row.process).items():
+        longest = sorted(own, key=lambda row: -row.dur_ns)[:SHOWN]
+        shown = sorted(longest, key=lambda row: row.step)
+        columns = (">step", ">took", ">device busy", ">idle", ">exposed", ">data loading", ">optimizer")
+        less = f"The {SHOWN} longest of {len(own):,}. " if len(own) > SHOWN else ""
+        cells = tuple((f"{row.step:,}", *map(duration, _times(row))) for row in shown)
+        yield TextTable(f"Steps of {process}", columns, cells, f"{less}{_slowest(own)}".strip(), noun="step")
+
+
+def _times(row: ProfilerStepRow) -> tuple[int | None, ...]:
+    return row.dur_ns, row.busy_ns, row.idle_ns, row.exposed_ns, row.loading_ns, row.optimizer_ns
+
+
+def _slowest(rows: Sequence[ProfilerStepRow]) -> str:
+    """Return a sentence on the slowest step beside the median, if there are three steps or more."""
+    if len(rows) < 3:
+        return ""
+    slowest = max(rows, key=lambda row: row.dur_ns)
+    longer_ns = slowest.dur_ns - round(median(row.dur_ns for row in rows))
+    grew = {}
+    for name, of in _PARTS.items():
+        usual = [value for row in rows if (value := of(row)) is not None]
+        own = of(slowest)
+        if own is not None and usual:
+            grew[name] = own - round(median(usual))
+    name, most_ns = max(grew.items(), key=lambda item: item[1])
+    if longer_ns <= 0:
+        return ""
+    part = f"; {name} grew most, by {duration(most_ns)}" if most_ns * 2 > longer_ns else ""
+    return f"Slowest: step {slowest.step}, {duration(longer_ns)} longer than the median{part}."
+
+
+_PARTS: dict[str, Callable[[ProfilerStepRow], int | None]] = {
+    "data loading": lambda row: row.loading_ns,
+    "the optimizer": lambda row: row.optimizer_ns,
+    "exposed communication": lambda row: row.exposed_ns,
+    "device time": lambda row: row.busy_ns,
+    "idle time of the device": lambda row: row.idle_ns,
+}

@@ -1,0 +1,187 @@
+"""Devices, steps and collectives in traces of others, and doubts about them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from packages.report.tests.commands import Command
+from packages.report.tests.test_plain_traces import BASE_NS, kernel, trace
+from stepscope_report.timeline.activity.launches import EARLY, LOST, OVERRUN
+
+
+def test_a_merged_timeline_is_read_back_by_process(tmp_path: Path, command: Command) -> None:
+    for rank in range(2):
+        events = [launched(100.0 * n, 20 + 30 * rank, n) | {"pid": rank} for n in range(30)]
+        mark = {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": "layer",
+            "pid": 100,
+            "tid": 100,
+            "ts": 5,
+            "dur": 9,
+        }
+        trace(tmp_path / "in" / f"rank{rank}.json", [mark, *events], rank=rank, pid=100 + rank)
+    command("merge", tmp_path / "in", "--output", tmp_path / "timeline.json.gz")
+    tables = [
+        command("report", path, "--json").json for path in (tmp_path / "in", tmp_path / "timeline.json.gz")
+    ]
+    assert tables[0]["traces"]["operators"] == tables[1]["traces"]["operators"]
+    busy = [
+        [(row["process"], row["device"], row["busy_ns"]) for row in table["traces"]["devices"]]
+        for table in tables
+    ]
+    assert busy[0] == busy[1] == [("rank 0", "GPU 0", 600_000), ("rank 1", "GPU 0", 1_500_000)]
+    merged = command("merge", tmp_path / "timeline.json.gz", "--output", tmp_path / "again.json", code=1)
+    assert "merged already" in merged.err
+
+
+ENDS = {"": True, ",\n": True, "]": True, ', {"ph": "X", "na': False}
+
+
+@pytest.mark.parametrize(("end", "whole"), ENDS.items())
+def test_a_list_of_events_alone_need_not_end(tmp_path: Path, command: Command, end: str, whole: bool) -> None:
+    events = [json.dumps(kernel("gemm", BASE_NS / 1000 + at, 10)) for at in range(3)]
+    (tmp_path / "rank0.json").write_text("[\n" + ",\n".join(events) + end)
+    report = command("report", tmp_path, "--json", code=0 if whole else 3).json
+    assert [row["count"] for row in report["traces"]["operators"]] == [3]
+
+
+def test_steps_of_the_profiler_have_rows_and_the_slowest_says_what_grew(
+    tmp_path: Path, command: Command
+) -> None:
+    """Step 7 loads for 500 us more. A kernel runs over the end of each step."""
+    events, at, expected = [], 100.0, []
+    for number in range(3, 12):
+        loading = 700 if number == 7 else 200
+        about = {"ph": "X", "cat": "user_annotation", "pid": 100, "tid": 100}
+        ranges = [
+            (f"ProfilerStep#{number}", 0, loading + 600),
+            ("enumerate(DataLoader)#it.__next__", 10, loading),
+            ("Optimizer.step#SGD.step", loading + 400, 150),
+        ]
+        events += [{**about, "name": name, "ts": at + start, "dur": dur} for name, start, dur in ranges]
+        events.append(kernel("gemm", at + loading + 50, 300))
+        events.append(kernel("ncclDevKernel_AllReduce", at + loading + 300, 100, stream=8))
+        events.append(kernel("gemm", at + loading + 580, 40))
+        expected.append([number, loading + 600, 370 + 20 * (number > 3), 50, loading, 150])
+        at += loading + 600
+    trace(tmp_path / "rank0.json", events, rank=0)
+    rows = command("report", tmp_path, "--json").json["traces"]["steps"]
+    fields = ("step", "dur_ns", "busy_ns", "exposed_ns", "loading_ns", "optimizer_ns")
+    found = [[row[field] // (1 if field == "step" else 1000) for field in fields] for row in rows]
+    assert found == expected
+    assert all(row["idle_ns"] == row["dur_ns"] - row["busy_ns"] for row in rows)
+    said = " ".join(command("report", tmp_path).out.split())
+    assert "Slowest: step 7, 500 us longer than the median; data loading grew most, by 500 us." in said
+
+
+def test_collectives_of_nccls_profiler_are_rows(tmp_path: Path, command: Command) -> None:
+    """Pairs of asynchronous events in a list that does not end, of 16 ranks, with times of an own clock."""
+    lines = []
+    for number in range(640):
+        pair = {"name": "AllReduce", "cat": "COLL", "id": number, "pid": number % 16, "tid": 1}
+        lines.append(json.dumps({**pair, "ph": "b", "ts": 10.0 * number, "args": {"SeqNum": number // 16}}))
+        lines.append(json.dumps({**pair, "ph": "e", "ts": 10.0 * number + 7}))
+    (tmp_path / "nccl.json").write_text("[\n" + "".join(line + ",\n" for line in lines))
+    tables = command("report", tmp_path, "--json", code=3).json["traces"]
+    (row,) = tables["operators"]
+    assert (row["name"], row["kind"], row["count"], row["total_ns"]) == (
+        "AllReduce",
+        "communication",
+        640,
+        4_480_000,
+    )
+    assert (tables["without_device"], tables["problems"]) == ([], [])
+
+
+def launch(start_us: float, number: int, name: str = "cudaLaunchKernel") -> dict[str, object]:
+    about = {"cat": "cuda_runtime", "name": name, "args": {"correlation": number}}
+    return {"ph": "X", **about, "pid": 100, "tid": 100, "ts": start_us, "dur": 5.0}
+
+
+def launched(start_us: float, dur_us: float, number: int, node: int = 0) -> dict[str, object]:
+    about = {"device": 0, "stream": 7, "correlation": number, "graph node id": node}
+    return kernel("gemm", start_us, dur_us) | {"args": about}
+
+
+DOUBTS = {
+    LOST: [
+        *(launch(100.0 * n, n) for n in range(200)),
+        *(launched(100.0 * n + 10, 80, n) for n in range(120, 200)),
+    ],
+    "lost graphs": [
+        *(launch(1000.0 * n, n, "cudaGraphLaunch") for n in range(100)),
+        *(launched(1000.0 * n + 10 + 45 * at, 44, n, at + 1) for n in (0, 50) for at in range(20)),
+    ],
+    EARLY: [
+        *(launch(100.0 * n + 500, n) for n in range(50)),
+        *(launched(100.0 * n, 80, n) for n in range(50)),
+    ],
+    OVERRUN: [
+        *(launch(100.0 * n, n) for n in range(100)),
+        *(launched(100.0 * n + 20, 5000 if n % 10 == 0 else 60, n) for n in range(100)),
+    ],
+}
+
+
+COUNTS = {LOST: 120, "lost graphs": 98, EARLY: 50, OVERRUN: 10}
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
+def test_what_a_profiler_lost_or_timed_wrong_is_counted(tmp_path: Path, command: Command, doubt: str) -> None:
+    """As public reports describe it. The numbers are those of what was written."""
+    trace(tmp_path / "rank0.json", DOUBTS[doubt])
+    (problem,) = command("report", tmp_path, "--json", code=3).json["traces"]["problems"]
+    assert (problem["what"], problem["events"]) == (LOST if doubt == "lost graphs" else doubt, COUNTS[doubt])
+    assert f"({COUNTS[doubt]} events)" in " ".join(command("report", tmp_path, code=3).out.split())
+
+
+def test_a_sound_trace_has_no_doubt(tmp_path: Path, command: Command) -> None:
+    """Kernels may begin early, nodes of a graph run side by side, and the last kernels come too late."""
+    events = [
+        *(launch(100.0 * n, n) for n in range(110)),
+        *(launched(100.0 * n + 10, 102, n) for n in range(100)),
+        launch(20_000, 500, "cudaGraphLaunch"),
+        *(launched(20_010.0 + at, 500, 500, at + 1) for at in range(20)),
+    ]
+    trace(tmp_path / "rank0.json", events)
+    assert command("report", tmp_path, "--json").json["traces"]["problems"] == []
+
+
+def test_a_gpu_of_the_host_is_no_call_to_it(tmp_path: Path, command: Command) -> None:
+    path = trace(tmp_path / "rank0.json", [])
+    listed = '{"deviceProperties": [{"id": 0, "name": "NVIDIA H100"}], "schema'
+    path.write_text(path.read_text().replace('{"schema', listed, 1))
+    (row,) = command("report", tmp_path, "--json").json["traces"]["without_device"]
+    assert "CUPTI" not in row["cause"]
+    trace(path, [launch(1, 1)])
+    (row,) = command("report", tmp_path, "--json").json["traces"]["without_device"]
+    assert "CUPTI" in row["cause"]
+
+
+def test_a_device_is_the_one_that_its_kernels_name(tmp_path: Path, command: Command) -> None:
+    """A file of merged ranks has pids of its own."""
+    trace(tmp_path / "rank0.json", [launched(1, 5, 1) | {"pid": 100_000_001}])
+    assert [row["device"] for row in command("report", tmp_path, "--json").json["traces"]["devices"]] == [
+        "GPU 0"
+    ]
+
+
+def test_a_variable_names_further_collectives(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace(tmp_path / "rank0.json", [kernel("my_ring_exchange", 0, 10), kernel("gemm", 20, 30)])
+
+    def communication_ns() -> list[int]:
+        rows = command("report", tmp_path, "--json").json["traces"]["devices"]
+        return [row["communication_ns"] for row in rows]
+
+    assert communication_ns() == [0]
+    monkeypatch.setenv("STEPSCOPE_COLLECTIVES", "my_ring|other")
+    assert communication_ns() == [10_000]
+    monkeypatch.setenv("STEPSCOPE_COLLECTIVES", "(")
+    assert "STEPSCOPE_COLLECTIVES" in command("report", tmp_path, code=2).err
