@@ -224,8 +224,16 @@ def _grown(path: StepPath, near: Sequence[NearStep]) -> Iterator[Suspect]:
         call, usual_call_ns = timeline.spans[node], middle(times) if times else 0
         longer = is_longer(call.dur_ns or 0, usual_call_ns)
         places = _grown_ranks(timeline, label, own, near)
+        kind = _kind_of(label, waits=call.waits and SEQUENCE not in (call.attrs or {}))
+        if (
+            kind == "slow-stage"
+            and len(places) == 1
+            and len({timeline.spans[one].process for one in nodes}) > 1
+        ):
+            meets = any(graph.spans[one].process == places[0] for one in graph.last_of)
+            kind = "late-rank" if meets else "slow-rank"
         yield Suspect(
-            _kind_of(label, waits=call.waits and SEQUENCE not in (call.attrs or {})),
+            kind,
             ns - usual_ns,
             ns - usual_ns,
             label,
