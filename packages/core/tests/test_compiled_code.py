@@ -265,6 +265,8 @@ def test_tokens_and_trajectories_are_not_counted_in_a_graph(recorded: RecordedRu
         assert compiled(torch.ones(2)).tolist() == [2, 2]
 
 
+# torch copies the iterator of the spans' numbers, which Python 3.12 and 3.13 tell to whoever wants warnings.
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support:DeprecationWarning")
 def test_they_are_counted_below_a_graph(recorded: RecordedRun) -> None:
     def count(x: Any) -> None:
         with span("counting"):
