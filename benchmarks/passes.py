@@ -1,80 +1,88 @@
-"""Tokens per second of a real vLLM engine with its forward passes noted, against without. No profiler runs.
+"""The cost of noting forward passes in vLLM's engine core, without a profiler.
 
-The engine lives in this process and its model is tiny, so that a pass takes milliseconds: on a real model, of
-which a pass takes 10 ms and more, the cost of a note is a smaller part. Rounds with and without notes take
-turns. Needs an environment with vLLM: `dev.py test --engines vllm-0.32.0` makes one, whose Python runs this.
+CPU of the engine core's thread for each pass, by the number of requests in it: calls of the real hooks around
+a scheduler that does nothing, against calls of that scheduler alone, in turns. Needs no vLLM.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 import time
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from _measure import header, verdict
 
-ROUNDS, REQUESTS, TOKENS = 15, 128, 32
+ROUNDS = 15
+PASS_MS = 10
+"""Duration of a decode pass that a cost is compared with. Large models take longer."""
+
+
+class Scheduler:
+    """The calls of a scheduler that are hooked, with as many requests in each pass."""
+
+    def __init__(self, requests: int) -> None:
+        ids = [f"request-{number}-{number:08x}" for number in range(requests)]
+        self.output = SimpleNamespace(
+            total_num_scheduled_tokens=requests, num_scheduled_tokens=dict.fromkeys(ids, 1),
+            scheduled_spec_decode_tokens={}, scheduled_new_reqs=[], preempted_req_ids=None,
+        )  # fmt: skip
+        answers = [SimpleNamespace(request_id=name, new_token_ids=[1]) for name in ids]
+        self.results = {0: SimpleNamespace(outputs=answers)}
+
+    def schedule(self) -> Any:
+        return self.output
+
+    def update_from_output(self, _: Any) -> Any:
+        return self.results
+
+    def add_request(self, _: Any) -> None: ...
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.results[0].outputs), 0
+
+    def get_kv_cache_usage(self) -> float:
+        return 0.5
+
+
+class Core:
+    """The part of an engine core that is hooked."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=0))
+
+    def preprocess_add_request(self, _: Any) -> None: ...
+
+
+def us_of_a_pass(requests: int) -> float:
+    """Return the CPU of the hooks for one pass, in us."""
+    from stepscope_vllm._engine_side import passes
+
+    scheduler = Scheduler(requests)
+    core = Core(scheduler)
+
+    def us(passes_run: int = 400) -> float:
+        began_ns = time.thread_time_ns()
+        for _ in range(passes_run):
+            scheduler.update_from_output(scheduler.schedule())
+        return (time.thread_time_ns() - began_ns) / 1e3 / passes_run
+
+    costs = []
+    for _ in range(ROUNDS):
+        plain = us()
+        passes.begin(core, 100_000)
+        costs.append(us() - plain)
+        passes.end(core)
+    return statistics.median(costs)
 
 
 def main() -> None:
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "HF_HUB_OFFLINE": "1",
-    }
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    from vllm import LLM, SamplingParams
-
-    from stepscope.files.passes import unpacked
-    from stepscope_report.demo.engine_replica import write_checkpoint
-    from stepscope_report.demo.model import Transformer
-    from stepscope_vllm._engine_side import passes, plugin
-
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), Transformer().state_dict())
-        sizes: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_bytes": 256 << 20}
-        llm = LLM(model=folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, **sizes)
-        plugin.load()
-        core: Any = llm.llm_engine.engine_core.engine_core
-        sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-        prompts: Any = [{"prompt_token_ids": [1, 2, 3, 4]}] * REQUESTS
-
-        def tokens_per_s(noted: bool) -> float:
-            if noted:
-                passes.begin(core, 100_000)
-            began = time.perf_counter()
-            llm.generate(prompts, sampling, use_tqdm=False)
-            took = time.perf_counter() - began
-            content = passes.end(core)
-            if content is not None:
-                file = unpacked(content)
-                assert sum(file.served.output) == REQUESTS * TOKENS
-                sizes["bytes"], sizes["passes"] = (
-                    len(content) / len(file.served.output),
-                    len(file.passes.number),
-                )
-            return REQUESTS * TOKENS / took
-
-        tokens_per_s(True)
-        tokens_per_s(False)
-        pairs = [
-            (tokens_per_s(True), tokens_per_s(False))
-            if at % 2
-            else (tokens_per_s(False), tokens_per_s(True))[::-1]
-            for at in range(ROUNDS)
-        ]
-    ratios = sorted(noted / plain for noted, plain in pairs)
-    noted, plain = (statistics.median(pair[at] for pair in pairs) for at in (0, 1))
-    header("passes", "vllm")
-    pass_ms = REQUESTS * 1e3 / plain
-    print(f"  {REQUESTS} requests, {TOKENS} tokens, {sizes['passes']} passes of {pass_ms:.1f} ms")
-    print(f"  tokens/s with notes {noted:,.0f}, without {plain:,.0f}")
-    print(f"  ratios {ratios[0]:.3f} to {ratios[-1]:.3f}")
-    print(f"  {sizes['bytes']:.1f} bytes a request and pass")
-    verdict("tokens per second with passes noted", statistics.median(ratios), 0.99, "x", at_least=True)
+    costs = {requests: us_of_a_pass(requests) for requests in (1, 32, 256)}
+    header("passes", "stepscope-rollout-vllm")
+    print("  requests in a pass  " + "".join(f"{requests:>8}" for requests in costs))
+    print("  us of CPU           " + "".join(f"{us:>8.1f}" for us in costs.values()) + "\n")
+    verdict(f"notes of 256 requests, of a pass of {PASS_MS} ms", costs[256] / PASS_MS / 10, 1, " %")
 
 
 if __name__ == "__main__":
