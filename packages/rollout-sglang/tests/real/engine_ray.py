@@ -17,7 +17,7 @@ from stepscope.engines.protocol import Iterations
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
 from stepscope.testing.engine_conformance import a_capture, assert_complete
-from stepscope_report.timeline import merge_step
+from stepscope_report.timeline import load_step, merge_step
 
 
 class Rollout:
@@ -85,6 +85,8 @@ async def test_a_captured_step_holds_the_replicas_trace_and_its_actors_spans(
     (trace,) = (tmp_path / "step_000001" / "traces" / "rollout" / "replica0").glob("*.trace.json.gz")
     assert trace.stat().st_size > 1000
     assert cap.result.path is not None
+    (passes,) = load_step(cap.result.path).passes
+    assert (passes.replica, sum(passes.noted.served.output)) == (0, 4)
     merged = merge_step(cap.result.path)
     assert merged.problems == ()
     assert len({row.native_pid for row in merged.rows if row.role == "rollout"}) == 2

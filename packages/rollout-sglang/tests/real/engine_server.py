@@ -64,7 +64,10 @@ def test_the_counters_of_a_server_are_what_its_client_counts(server: str, tmp_pa
             post(server, 4)
         time.sleep(2.5)
     assert cap.result.path is not None
-    counters = step_report(load_step(cap.result.path)).counters
+    timeline = load_step(cap.result.path)
+    (passes,) = timeline.passes
+    assert (len(passes.noted.requests.id), sum(passes.noted.served.output)) == (3, 12)
+    counters = step_report(timeline).counters
     assert counters is not None
     rows = {row.name: row for row in counters.rows if row.of == "replica 0"}
     assert rows["finished requests"].increase == 3

@@ -110,7 +110,7 @@ def test_prompts_are_read_in_pieces_and_requests_are_preempted_as_the_engine_say
     assert max(noted.passes.requests) <= 8
     assert max(noted.passes.waiting) > 0
     assert {"prefill", "decode", "mixed"} >= set(noted.passes.kind) >= {"decode"}
-    preemptions = sum(answer.metrics.num_preemptions for answer in ran.answers.values())
+    preemptions = sum(getattr(answer.metrics, "num_preemptions", 0) for answer in ran.answers.values())
     assert len(noted.preempted.request) >= preemptions
     assert all(use is not None and 0 <= use <= 1 for use in noted.passes.kv_use)
 

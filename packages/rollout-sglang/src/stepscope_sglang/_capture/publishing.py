@@ -15,6 +15,7 @@ from stepscope_sglang._capture import outcome
 from stepscope_sglang._capture.options import UNBOUNDED
 from stepscope_sglang._capture.recording import Recording
 from stepscope_sglang._driving.facts import EngineFacts
+from stepscope_sglang._engine_side.states import why_not_shown
 from stepscope_sglang._files.capture_folder import File
 from stepscope_sglang._files.traces import Content, Stage, TraceName
 
@@ -47,6 +48,8 @@ def publish_files(recording: Recording, *, complete_only: bool) -> list[Artifact
 def publish_passes_of(recording: Recording) -> list[Artifact]:
     """Publish the notes of the schedulers' passes."""
     files = recording.folder.passes()
+    if not files and recording.capture.passes and recording.failure is None and not recording.is_idle:
+        recording.ignored["passes"] = f"no scheduler noted its passes. {why_not_shown(recording.states)}"
     return [one for file in files for one in publish_passes(file, recording.capture)]
 
 

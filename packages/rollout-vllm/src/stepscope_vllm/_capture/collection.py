@@ -15,7 +15,7 @@ from stepscope_vllm._capture import outcome
 from stepscope_vllm._capture.recording import Recording
 from stepscope_vllm._driving import ascend_profiler
 from stepscope_vllm._driving.facts import between, steady
-from stepscope_vllm._driving.target import Started
+from stepscope_vllm._driving.target import PASSES_NEEDED, Started
 from stepscope_vllm._files import engine_folder, names, ranks, traces
 from stepscope_vllm._files.ranks import Layout
 from stepscope_vllm._files.traces import Trace
@@ -49,6 +49,8 @@ def publish_passes_of(recording: Recording) -> list[Artifact]:
     if not recording.capture.passes:
         return []
     files = recording.target.passes
+    if not files:
+        recording.ignored.setdefault("passes", f"the engine noted no passes. {PASSES_NEEDED}")
     return [one for file in files for one in publish_passes(file, recording.capture)]
 
 

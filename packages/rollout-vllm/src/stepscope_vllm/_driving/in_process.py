@@ -16,7 +16,7 @@ from stepscope.files.passes import PassFile, unpacked
 from stepscope_vllm import _versions
 from stepscope_vllm._driving import ascend_profiler, built_settings, facts, remote_disks
 from stepscope_vllm._driving.engine_calls import TAKEN, EngineCalls, described
-from stepscope_vllm._driving.target import Started
+from stepscope_vllm._driving.target import PASSES_NEEDED, Started
 from stepscope_vllm._engine_side import extension, passes, plugin
 from stepscope_vllm._files.ranks import Layout
 from stepscope_vllm._versions import Dialect
@@ -169,7 +169,7 @@ class InProcessTarget:
             await self.calls.ask_cores(passes.BEGIN, most)
             self._noting = True
         except EngineError as error:
-            self._noting = f"{error}. {passes.NEEDED}"
+            self._noting = f"{error}. {PASSES_NEEDED}"
 
     async def _end_passes(self) -> dict[str, str]:
         """Take the notes of the passes; return {part that failed: reason}."""

@@ -11,6 +11,12 @@ from stepscope.engines.artifacts import Option
 from stepscope.files.passes import PassFile
 from stepscope_vllm._files.ranks import Layout
 
+PASSES_NEEDED = (
+    "Fix: install stepscope-rollout-vllm in the environment of the engine's processes (with `stepscope` in "
+    "VLLM_PLUGINS, if that is set; servers need vLLM 0.32), or set engine.passes: 0"
+)
+"""Fix for an engine that notes no passes."""
+
 
 class Started(NamedTuple):
     """Facts about a recording that has begun."""

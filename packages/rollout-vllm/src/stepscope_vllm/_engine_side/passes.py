@@ -23,10 +23,6 @@ from stepscope_vllm._engine_side.extension import dp_of
 
 BEGIN, END = "stepscope_begin_passes", "stepscope_end_passes"
 """Names of the methods of `EngineCore`."""
-NEEDED = (
-    "Fix: install stepscope-rollout-vllm in the environment of the engine's processes (with `stepscope` in "
-    "VLLM_PLUGINS, if that is set), or set engine.passes: 0"
-)
 _NOTES = "_stepscope_passes"
 """Attribute of an engine core: its notes while a capture runs."""
 _MOST = 100_000
