@@ -430,6 +430,8 @@ def test_a_rank_whose_collectives_meet_earlier_ones_of_the_others_skipped_one(
             trainer.span("update", 500 * MS, 600 * MS)
         for number, (start_ms, end_ms) in enumerate(met):
             attrs: dict[str, AttrValue] = {"wait": True, "group": "0", "sequence": 7 + number}
+            if odd:  # its thread lost the core between the call and the wait
+                attrs["issued_ns"] = MS
             trainer.span("all_reduce", start_ms * MS, end_ms * MS, attrs=attrs)
             if number == 0 and not (odd and skips):
                 trainer.span("update", 601 * MS, (602 if odd else 650) * MS)

@@ -442,10 +442,11 @@ def _end_ns(process: Process, window_ns: int) -> int:
 
 def _collective_of(span: Span) -> tuple[object, ...] | None:
     """Return the role, name, group and number of the collective that a span is, or None if it is none, or was
-    issued before the span begins.
+    issued long before the span begins.
     """
     attrs = span.attrs or {}
-    if SEQUENCE not in attrs or ISSUED_NS in attrs:
+    issued_ns = attrs.get(ISSUED_NS, 0)
+    if SEQUENCE not in attrs or not isinstance(issued_ns, int) or issued_ns > _TOGETHER_NS:
         return None
     return span.role, span.stage, attrs.get(GROUP), attrs[SEQUENCE]
 
