@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope_vllm._files import names, traces
+from stepscope_vllm._files import engine_folder, names, traces
 from stepscope_vllm._files.ranks import Layout, global_rank, topology
 
 WHOLE = gzip.compress(b'{"host_name": "node7", "traceEvents": [' + b'{"ph": "X"},' * 5000 + b'{"ph": "X"}]}')
@@ -93,3 +93,12 @@ def test_a_pass_counts_once_although_a_gpus_trace_has_it_twice(tmp_path: Path, b
     path.write_bytes(b'{"traceEvents": [' + b" " * before + events + b"]}")
     facts = traces.read(path)
     assert (facts.iterations, facts.empty) == (4, 1)
+
+
+def test_traces_of_captured_cuda_graphs_beside_an_engines_traces_are_not_a_captures(tmp_path: Path) -> None:
+    graphs = tmp_path / "capture_traces"
+    graphs.mkdir()
+    (graphs / "rank0.1.pt.trace.json.gz").touch()
+    (tmp_path / "step_000002_run_rank0.2.pt.trace.json.gz").touch()
+    assert engine_folder.listed(tmp_path) == {"step_000002_run_rank0.2.pt.trace.json.gz"}
+    assert engine_folder.holder(tmp_path, "step_000003_") == tmp_path
