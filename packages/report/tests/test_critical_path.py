@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from stepscope.files.sidecar import ProcessInfo
@@ -128,15 +128,19 @@ def test_the_path_of_a_program_is_that_of_the_last_call_of_each_group(seed: int,
     draw = random.Random(seed)
     program, run = calls(draw, depth)._replace(where=0), Run()
     end_ns, path = run.run(program, 3, None)
+    timeline = step(end_ns + 2, run.spans)
+    assume(not step_graph(timeline).meetings)  # of calls that end together by chance: one in some thousand
     outside: list[Known] = [(0, None, "not known", 3), (0, None, "not known", 2)]
-    assert known(step(end_ns + 2, run.spans)) == [outside[0], *path, outside[1]]
+    assert known(timeline) == [outside[0], *path, outside[1]]
 
 
 @given(st.integers(0, 2**32), st.integers(0, 4))
 def test_what_a_stage_saves_is_what_the_program_saves_without_it(seed: int, depth: int) -> None:
     program, run = calls(random.Random(seed), depth)._replace(where=0), Run()
     end_ns, _ = run.run(program, 3, None)
-    replay = Replay(step_graph(step(end_ns + 2, run.spans)))
+    graph = step_graph(step(end_ns + 2, run.spans))
+    assume(not graph.meetings)
+    replay = Replay(graph)
     for stage in "abcde":
         shorter_ns, _ = Run(without=stage).run(program, 3, None)
         assert replay.saves_ns([("r", stage)]) == end_ns - shorter_ns

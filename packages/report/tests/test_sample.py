@@ -53,7 +53,7 @@ def test_the_sizes_in_the_records_of_the_sample_are_those_of_its_files(tmp_path:
         for step in RunLayout(tmp_path).steps().values()
         for sidecar in (read_record(path, Sidecar) for path in step.sidecars())
     }
-    assert len(sizes) == 10
+    assert len(sizes) == 14
     assert {path: path.stat().st_size for path in sizes} == sizes
 
 

@@ -162,7 +162,7 @@ def _rows(engine: Batches) -> Iterator[tuple[str, ...]]:
             percent_of(size.ns, total_ns),
             f"{size.tokens:,}",
             f"{size.per_s:,.0f}",
-            f"{size.per_s_each:,.3g}",
+            f"{size.per_s_each:,.0f}",
         )
 
 
