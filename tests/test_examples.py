@@ -39,6 +39,12 @@ def run(name: str, folder: Path, *options: str, front: Sequence[str] = ()) -> li
     return [float(line.rpartition(" ")[2]) for line in lines]
 
 
+def captured(run: Path) -> dict[int, StepLayout]:
+    """Return the captured steps. On a busy machine, the flight recorder writes slow ones beside them."""
+    steps = RunLayout(run).steps().items()
+    return {number: step for number, step in steps if step.traces.is_dir()}
+
+
 def stages(layout: StepLayout) -> set[tuple[str, str]]:
     return {(span.role, span.stage) for span in load_step(layout.root).spans}
 
@@ -47,7 +53,7 @@ def stages(layout: StepLayout) -> set[tuple[str, str]]:
 def test_the_plain_loop_learns_and_two_of_its_steps_are_captured(tmp_path: Path) -> None:
     rewards = run("existing_loop.py", tmp_path)
     assert rewards[-1] > 3 * rewards[0]
-    steps = RunLayout(tmp_path / "outputs/existing_loop").steps()
+    steps = captured(tmp_path / "outputs/existing_loop")
     assert list(steps) == [10, 20]
     for layout in steps.values():
         assert stages(layout) == {
@@ -65,7 +71,7 @@ def test_both_ranks_of_the_torchrun_loop_are_captured_and_profiled(tmp_path: Pat
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     rewards = run("torchrun_loop.py", tmp_path, front=torchrun)
     assert rewards[-1] > 3 * rewards[0]
-    steps = RunLayout(tmp_path / "outputs/torchrun_loop").steps()
+    steps = captured(tmp_path / "outputs/torchrun_loop")
     assert list(steps) == [10, 20]
     for layout in steps.values():
         timeline = load_step(layout.root)
@@ -95,7 +101,7 @@ def test_the_page_on_torchrun_shows_lines_of_the_example() -> None:
 @needs_ray
 def test_grpo_on_ray_is_captured_from_the_loop_to_the_forward_passes(tmp_path: Path) -> None:
     assert len(run("grpo_ray.py", tmp_path)) == 4
-    steps = RunLayout(tmp_path / "outputs/grpo_ray").steps()
+    steps = captured(tmp_path / "outputs/grpo_ray")
     assert list(steps) == [1, 3]
     expected = {
         ("actor", "update_actor"),
@@ -106,7 +112,7 @@ def test_grpo_on_ray_is_captured_from_the_loop_to_the_forward_passes(tmp_path: P
     }
     for layout in steps.values():
         assert expected <= stages(layout)
-        assert len(list(layout.traces.glob("rollout/replica*/*.json.gz"))) == 2
+        assert len(list(layout.traces.glob("rollout/replica*/*.json.gz"))) == 4  # a trace and passes each
 
 
 @pytest.mark.slow

@@ -259,8 +259,8 @@ def test_a_trigger_that_is_not_listed_writes_nothing(tmp_path: Path) -> None:
     assert drained(tmp_path).steps() == {}
 
 
-def test_the_step_after_a_slow_one_is_captured(tmp_path: Path) -> None:
-    config = config_in(tmp_path, recorder={"slow_factor": 12})
+def test_the_step_after_a_slow_one_is_captured_on_request(tmp_path: Path) -> None:
+    config = config_in(tmp_path, recorder={"slow_factor": 12, "then_capture": 1})
     for step in range(100):
         with capture(step, config=config):
             time.sleep(0.5 if step == 15 else 0.01)

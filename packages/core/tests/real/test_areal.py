@@ -106,7 +106,7 @@ def test_each_trajectory_is_trained_on_under_the_policy_that_wrote_it(step: Step
 
 
 def test_the_servers_trace_is_that_of_one_replica(step: Step) -> None:
-    assert len(list(step.folder.glob("traces/rollout/replica0/*.json.gz"))) == 1
+    assert len(list(step.folder.glob("traces/rollout/replica0/*.trace.json.gz"))) == 1
 
 
 def test_the_weights_move_for_as_long_as_areal_says(step: Step) -> None:

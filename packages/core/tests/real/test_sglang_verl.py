@@ -51,7 +51,7 @@ def test_traces_by_stage_are_one_of_prefills_and_one_of_decodes(tmp_path: Path) 
     for number in CAPTURED:
         step = training.steps[number]
         assert (step.report["health"]["state"], step.report["health"]["missing"]) == ("ok", [])
-        traces = sorted(path.name for path in step.folder.glob("traces/rollout/replica0/*.json.gz"))
+        traces = sorted(path.name for path in step.folder.glob("traces/rollout/replica0/*.trace.json.gz"))
         assert [name.rpartition("-")[2].partition(".")[0] for name in traces] == ["DECODE", "EXTEND"]
         (replica,) = step.report["engines"]
         assert min(replica["prefill_ns"], replica["decode_ns"]) > 0

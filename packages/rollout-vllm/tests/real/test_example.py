@@ -36,7 +36,7 @@ def test_the_selected_steps_are_whole_and_have_the_engines_trace(captured: RunLa
         manifest = load_step(layout.root).manifest
         assert manifest is not None
         assert manifest.problems() == []
-        assert len(list(layout.traces.glob("rollout/replica0/*.gz"))) == 1
+        assert len(list(layout.traces.glob("rollout/replica0/*.gz"))) == 2  # its trace and its passes
 
 
 def test_each_trajectory_has_turns_with_the_engines_times_and_tools(captured: RunLayout) -> None:

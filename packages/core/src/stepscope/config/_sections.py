@@ -217,8 +217,8 @@ class RecorderConfig(Section, frozen=True, kw_only=True):
     """Steps that a trigger writes: the one that caused it, and those before it."""
     per_trigger: AtLeastOne = 3
     """Times that each trigger writes in one run."""
-    then_capture: Count = 1
-    """Steps captured with the profilers after a slow one."""
+    then_capture: Count = 0
+    """Steps captured with the profilers after a slow one. None by default: nobody selected them."""
 
 
 class ExportConfig(Section, frozen=True, kw_only=True):
