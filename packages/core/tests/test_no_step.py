@@ -183,7 +183,7 @@ def test_a_loop_that_an_actor_inherits_has_its_steps_captured(
     (tmp_path / "inherited.py").write_text(INHERITED)
     condition = "" if steps else ", where: {self.is_ready: true}"
     entries = (
-        "steps: [1]\nroles: {'*': {profiler: off}}\ninstrument:\n"
+        "steps: [1]\nrecord: off\nroles: {'*': {profiler: off}}\ninstrument:\n"
         f"- {{module: inherited, name: Base.begin, step: begin{condition}}}\n"
         "- {module: inherited, name: Base.save, step: next, number: global_step}\n"
         "- {module: inherited, name: Base.update, role: actor}\n"
