@@ -14,7 +14,7 @@ from packages.report.tests.steps import MS, close
 from stepscope.engines import passes
 from stepscope.engines.passes import PassLog
 from stepscope.errors import RecordError
-from stepscope.files.passes import PassFile, check_passes
+from stepscope.files.passes import SUFFIX, PassFile, check_passes
 from stepscope.testing.engine_conformance import a_capture
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report.sections.batches import step_batches
@@ -173,3 +173,16 @@ def test_a_damaged_file_costs_its_passes_alone(timeline: Timeline, tmp_path: Pat
     assert read.passes == ()
     assert any("no passes" in problem.what for problem in read.problems)
     assert read.spans
+
+
+def test_files_that_an_engine_left_are_taken_and_a_damaged_one_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = passes.encoded(a_log().file())
+    for stem, data in (("x_0", content), ("x_1", content[:-20]), ("y_0", content)):
+        passes.write(data, tmp_path, stem)
+    (taken,) = passes.take(tmp_path, f"x_*{SUFFIX}")
+    assert taken.passes.number == a_log().file().passes.number
+    assert [path.name[:3] for path in tmp_path.iterdir()] == ["y_0"]
+    assert "notes of forward passes are lost" in caplog.text
+    assert "x_1" in caplog.text

@@ -9,6 +9,7 @@ Code in the process that schedules the passes calls `PassLog`: an adapter's hook
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from msgspec.structs import asdict
 
 from stepscope.engines.artifacts import publish, read_anchor
 from stepscope.engines.protocol import EngineCapture
+from stepscope.errors import RecordError
 from stepscope.files import passes as records
 from stepscope.files.layout import safe
 from stepscope.files.passes import PassFile, PassKind, Version
@@ -32,6 +34,7 @@ from stepscope.files.storage.recordings import free_path
 
 TOOL = "stepscope"
 """`Artifact.tool` of such a file: no profiler of the engine writes it."""
+log = logging.getLogger("stepscope")
 _KINDS: Sequence[PassKind] = get_args(PassKind)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _UNKNOWN = -1.0
@@ -205,6 +208,18 @@ def write(content: bytes, folder: Path, stem: str) -> Path:
     path = free_path(folder, stem, records.SUFFIX)
     write_atomic(path, content)
     return path
+
+
+def take(folder: Path, pattern: str) -> list[PassFile]:
+    """Return the files of passes in `folder` that match, and remove them. A damaged one is logged."""
+    found = []
+    for path in sorted(folder.glob(pattern)):
+        try:
+            found.append(records.read_passes(path))
+        except (OSError, RecordError) as error:
+            log.warning("stepscope: the engine's notes of forward passes are lost: %s: %s", path, error)
+        path.unlink(missing_ok=True)
+    return found
 
 
 def publish_passes(file: PassFile, capture: EngineCapture) -> list[Artifact]:

@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from stepscope.errors import EngineError, RecordError
-from stepscope.files.passes import SUFFIX, PassFile, read_passes
+from stepscope.engines.passes import take
+from stepscope.errors import EngineError
+from stepscope.files.passes import SUFFIX, PassFile
 from stepscope_sglang._engine_side.passes import ASK, END
 from stepscope_sglang._files.traces import Content, TraceName, parse_name, read
 
@@ -68,12 +69,7 @@ class CaptureFolder:
 
     def passes(self) -> list[PassFile]:
         """Return the passes that the schedulers wrote, and remove their files."""
-        found = []
-        for path in sorted(self.path.glob(f"*{SUFFIX}")):
-            with suppress(OSError, RecordError):
-                found.append(read_passes(path))
-            path.unlink(missing_ok=True)
-        return found
+        return take(self.path, f"*{SUFFIX}")
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

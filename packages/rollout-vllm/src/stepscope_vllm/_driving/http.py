@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -12,8 +11,9 @@ import msgspec
 from stepscope.engines import EngineCapture
 from stepscope.engines.artifacts import Option
 from stepscope.engines.http import Answer, AnswerLostError, Server, UnreachableError
-from stepscope.errors import EngineError, RecordError
-from stepscope.files.passes import SUFFIX, PassFile, read_passes
+from stepscope.engines.passes import take
+from stepscope.errors import EngineError
+from stepscope.files.passes import SUFFIX, PassFile
 from stepscope_vllm._driving import facts
 from stepscope_vllm._driving.target import Started
 from stepscope_vllm._files import engine_folder
@@ -67,12 +67,7 @@ class ServerTarget:
     @property
     def passes(self) -> Sequence[PassFile]:
         """Take the notes that the server's plugin left in its folder."""
-        found = []
-        for path in sorted(self.folder.glob(f"{self._name}_*{SUFFIX}")):
-            with suppress(OSError, RecordError):
-                found.append(read_passes(path))
-            path.unlink(missing_ok=True)
-        return found
+        return take(self.folder, f"{self._name}_*{SUFFIX}")
 
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
         body: dict[str, object] = {}
