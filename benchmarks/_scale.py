@@ -42,7 +42,7 @@ class ScaledStep(NamedTuple):
     ranks: int
     """With a trace, broken or not."""
     json_bytes: int
-    """Of the traces."""
+    """Bytes of JSON of all traces."""
     disk_bytes: int
     missing: int
     broken: int

@@ -29,7 +29,7 @@ from stepscope_report.demo.worker import ActorWorker, ReferenceWorker
 
 OPERATORS = 5000
 SEQUENCES = 64
-"""Of the batch on which the actors train."""
+"""Number of sequences in the batch on which the actors train."""
 ROUNDS = 21
 PARTS = ("open", "body", "close")
 NOTHING, HAND, OURS = "no profiler", "torch.profiler by hand", "capture"

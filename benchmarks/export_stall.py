@@ -46,7 +46,7 @@ class Training:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             self.step()
         self.events = len(profile.events())
-        """Of one step."""
+        """Number of events of one step."""
 
     def step(self) -> None:
         self.optimizer.zero_grad()

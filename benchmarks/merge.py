@@ -46,10 +46,10 @@ from stepscope_report.timeline.readers.blocks import Notes, read_blocks
 
 RANKS = 3
 STEPS = {"linear layers": (record, 300), "a transformer, with shapes": (record_transformer, 20)}
-"""Of the training that is recorded: some 100 MB of JSON, by all ranks."""
+"""Steps of the recorded training: some 100 MB of JSON, by all ranks."""
 ROUNDS = 3
 SHORT_ROUNDS = 15
-"""Of those that take a second: this machine's speed changes within as little."""
+"""Rounds of merges that take a second: this machine's speed changes within as little."""
 _LARGE_ENOUGH = 300_000
 """Bytes of a file; smaller ones say more of the mergers' first steps than of merging."""
 _MERGER = "sglang.srt.utils.profile_merger"

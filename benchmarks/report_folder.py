@@ -35,7 +35,7 @@ PRINT_PEAK = (
 
 class Measured(NamedTuple):
     cpu_s: float
-    """Of the process and its children."""
+    """CPU time of the process and its children."""
     took_s: float
     peak_mb: float
 

@@ -47,7 +47,7 @@ SHAPE = {
 
 
 class Numbers(NamedTuple):
-    """Of one rank, in us."""
+    """Times of one rank, in us."""
 
     idle: int
     compute: int
@@ -142,12 +142,12 @@ def timed(reader: Callable[[Path], Numbers], paths: list[Path]) -> float:
 
 class Compared(NamedTuple):
     different: list[str]
-    """Those that are not the same to the us; in finer traces, 3 us for each event are rounding."""
+    """Numbers that are not the same to the us; in finer traces, 3 us for each event are rounding."""
     times: int
     """Idle, compute and other time of the ranks."""
     kernels: int
     equal: int
-    """Of both, those that are the same to the us."""
+    """Number of these that are the same to the us in both."""
 
 
 def compared(paths: list[Path]) -> Compared:

@@ -41,7 +41,7 @@ QUICK = (16, 32, 64)
 ROUNDS = 3
 """Reports from digests, of which the quickest counts."""
 NODES, CORES = 16, 8
-"""Of the cluster that is computed, and the cores of each node that read."""
+"""Nodes of the cluster that is computed, and the cores of each node that read."""
 
 
 class Cost(msgspec.Struct):
