@@ -147,7 +147,7 @@ class Compared(NamedTuple):
     """Idle, compute and other time of the ranks."""
     kernels: int
     equal: int
-    """Number of these that are the same to the us in both."""
+    """Number of times and kernels that are the same to the us in both."""
 
 
 def compared(paths: list[Path]) -> Compared:
