@@ -1,4 +1,4 @@
-"""Ranks that skipped a collective: each of their later ones meets an earlier one of the others."""
+"""Ranks that skipped a collective: from there on, their collectives have lower numbers than the others'."""
 
 from __future__ import annotations
 
