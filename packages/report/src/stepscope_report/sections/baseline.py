@@ -147,7 +147,7 @@ def say_beside(baseline: Baseline | None) -> str:
     if baseline.excess_ns is None:
         return "Not compared: it ended early"
     by = f"{signed(baseline.excess_ns)}, {percentage(baseline.excess_ns, baseline.p50_ns)} %"
-    text = f"This one: {by}, {_rank(baseline)}"
+    text = f"This one: {by}{_rank(baseline)}"
     if baseline.cost_ns is not None and baseline.cost_ns > 0:
         text += f". Opening, closing and profilers took {duration(baseline.cost_ns)}"
     if say_between(baseline):
@@ -177,12 +177,15 @@ def _few(steps: int) -> str:
 
 
 def _rank(baseline: Baseline) -> str:
+    """Return the place among several steps. Empty for one, of which the difference says all."""
     number, longer = len(baseline.steps), baseline.longer
+    if number == 1:
+        return ""
     if longer == 0:
-        return "longer than any of them" if number > 1 else "longer than that"
+        return ", longer than any of them"
     if longer == number:
-        return "shorter than all of them" if number > 1 else "shorter than that"
-    return f"longer than {number - longer} of the {number}"
+        return ", shorter than all of them"
+    return f", longer than {number - longer} of the {number}"
 
 
 BASELINE = Section(
