@@ -29,7 +29,8 @@ FRAMEWORK = '''
 import asyncio
 
 class Output:
-    def __init__(self, tokens, score=0.5):
+    def __init__(self, tokens, score=0.5, name=None):
+        self.name = name
         self.token_ids = list(range(tokens))
         self.score = score
         self.metrics = {"cached": 3, "text": "a prompt of a user"}
@@ -52,8 +53,11 @@ class Agent:
     async def run_at_once(self, turns, **kwargs):
         await asyncio.gather(*(self.generate(1) for _ in range(turns)))
 
-    async def generate(self, tokens, number=None):
-        return Output(tokens)
+    async def generate(self, tokens, number=None, **kwargs):
+        return Output(tokens, name=kwargs.get("request"))
+
+    def ask(self, **kwargs):
+        return Output(1, name=kwargs["request"])
 
     async def call_tool(self, tool_call):
         await asyncio.sleep(0)
@@ -212,6 +216,25 @@ def test_ids_versions_and_numbers_are_read_from_paths(
     with capture(0):
         act(built)
     assert [getattr(span, field) for span in spans()] == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "recorded"),
+    [
+        ("kwargs.request", "chatcmpl-7", "chatcmpl-7"),
+        ("result.name", "7", "7"),
+        ("kwargs.request", "What is 7?", None),
+    ],
+    ids=["argument", "result", "prompt"],
+)
+def test_a_turn_and_a_span_name_their_request_and_a_prompt_is_no_name(
+    framework: Entries, spans: Spans, path: str, name: str, recorded: str | None
+) -> None:
+    built = framework({**TURN, "request": path}, {"name": "Agent.ask", "role": "rollout", "request": path})
+    with capture(0):
+        asyncio.run(built.Agent().generate(1, request=name))
+        built.Agent().ask(request=name)
+    assert [(span.attrs or {}).get("request_id") for span in spans()] == [recorded] * 2
 
 
 def test_a_trajectory_without_an_id_has_one_of_its_own(framework: Entries, spans: Spans) -> None:

@@ -92,7 +92,9 @@ def paths_of(entry: InstrumentConfig) -> set[str]:
     groups = (entry.same, entry.workers, entry.engines, entry.values)
     paths = [*entry.where, *entry.same, *(path for group in groups for path in group.values())]
     paths += (path for text in (*entry.id, entry.engine or "") for path in paths_in(text) if path)
-    paths += filter(None, (entry.number, entry.policy_version, entry.index, entry.tool, entry.replica))
+    paths += filter(
+        None, (entry.number, entry.policy_version, entry.index, entry.tool, entry.replica, entry.request)
+    )
     return {re.split(r"[-.+)]", path.removeprefix("len("))[0] for path in paths} - {"result"}
 
 

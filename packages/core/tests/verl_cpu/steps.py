@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from packages.core.tests.on_cpu.runs import CAPTURED, Step, StepsOfATraining
 from packages.core.tests.verl_cpu.runs import Training
+from stepscope_report.timeline import load_step
+from stepscope_report.timeline.step.passes import RequestKey, linked_requests
 
 TRAJECTORIES = 4 * 4
 """Prompts of a step, times responses to each."""
@@ -36,6 +40,21 @@ class StepsOfVerl(StepsOfATraining):
         # verl counts the prompt, the responses and the answers of tools; no answer follows the last response
         assert 2 * step.calls["agent_loop", "turn"] == step.metrics["num_turns/mean"] * TRAJECTORIES
         assert step.calls["rollout", "generate"] == step.calls["agent_loop", "turn"]
+
+    def test_every_turn_leads_to_the_passes_that_wrote_its_tokens(self, step: Step) -> None:
+        timeline = load_step(step.folder)
+        links, wrote = linked_requests(timeline), Counter[tuple[str | None, int | None]]()
+        for at, engine in enumerate(timeline.passes):
+            for request, tokens in zip(engine.noted.served.request, engine.noted.served.output, strict=True):
+                span = timeline.spans[links[RequestKey(at, request)]]
+                wrote[span.trajectory, span.turn] += tokens
+        turns = {
+            (span.trajectory, span.turn): (span.attrs or {})["output_tokens"]
+            for span in timeline.spans
+            if span.stage == "turn"
+        }
+        assert wrote == turns
+        assert len(turns) == step.calls["agent_loop", "turn"]
 
     def test_each_trajectory_is_consumed_under_the_policy_that_wrote_it(self, step: Step) -> None:
         staleness = step.report["staleness"]

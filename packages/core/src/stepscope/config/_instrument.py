@@ -29,9 +29,9 @@ _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 _BY_KIND: dict[str, tuple[str, ...]] = {
-    "span": ("role", "stage", "attrs", "values", "policy_version"),
+    "span": ("role", "stage", "attrs", "values", "policy_version", "request"),
     "trajectory": ("id", "attrs", "values", "policy_version"),
-    "turn": ("index", "attrs", "values", "policy_version"),
+    "turn": ("index", "attrs", "values", "policy_version", "request"),
     "tool": ("tool", "stage", "attrs", "values"),
     "weight_sync": ("role", "stage", "attrs", "values", "policy_version"),
     "consume": ("id", "policy_version"),
@@ -101,6 +101,9 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
     lists of ids."""
     policy_version: str | None = None
     """Path to the version of the weights."""
+    request: str | None = None
+    """Path to the name under which an inference engine knows the call's request. It joins the call to the
+    forward passes that served the request."""
     index: str | None = None
     """Path to the number of a turn; null counts from 0 within the trajectory."""
     tool: str | None = None
@@ -194,6 +197,7 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
             *(("id", path) for text in self.id for path in paths_in(text)),
             *(("engine", path) for path in paths_in(self.engine or "") if path),
             ("tool", self.tool),
+            ("request", self.request),
         ]
         _check_form(paths, PATH, "an argument, or a dotted path from one", "model or self.ref_model")
         readings = [

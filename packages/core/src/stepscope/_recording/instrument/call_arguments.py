@@ -213,6 +213,18 @@ def name_of(value: object) -> str:
     return text[:MAX_NAME]
 
 
+def request_of(value: object) -> str:
+    """Return the name of a request, as `name_of` does.
+
+    Raises:
+        LookupError: `value` is something else, or a text with spaces, which may be a prompt.
+    """
+    name = name_of(value)
+    if len(name.split()) != 1:
+        raise LookupError("it is a text with spaces, and no name of a request has any")
+    return name
+
+
 def names_of(value: object) -> list[str]:
     """Return the names in a list or a one-dimensional array, or the single name, as `name_of` does."""
     return [name_of(item) for item in _items(value)]

@@ -24,6 +24,7 @@ from stepscope._recording.instrument.call_arguments import (
     name_of,
     names_of,
     number_of,
+    request_of,
     texts_of,
     version_of,
     versions_of,
@@ -62,6 +63,7 @@ class Timing(NamedTuple):
     # Paths to what a call says of itself.
     id: tuple[str, ...] = ()
     policy_version: str | None = None
+    request: str | None = None
     turn: str | None = None
     tool: str | None = None
     values: Mapping[str, str] = {}  # never written
@@ -94,7 +96,7 @@ class Calls:
         self.arguments = Arguments(fn)
         self._logged: set[str] = set()
         """Fields whose paths led nowhere and were logged."""
-        single = (timing.policy_version, timing.turn, timing.tool, timing.replica)
+        single = (timing.policy_version, timing.request, timing.turn, timing.tool, timing.replica)
         texts = [path for text in (*timing.id, timing.engine or "") for path in paths_in(text)]
         for path in filter(None, (*texts, *single, *timing.values.values())):
             self.arguments.check(path, target, after=True)
@@ -160,9 +162,23 @@ class Calls:
         values = {name: number for name, number in numbers.items() if number is not None}
         if values:
             scope.set(**values)
+        self.name_request(scope, args, kwargs, (result,))
         version = self.version(args, kwargs, (result,))
         if version is not None and scope is not OFF:
             scope.policy_version, scope.resolved = version, None
+
+    def name_request(
+        self, scope: Scope, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()
+    ) -> None:
+        """Set the engine's name of the request if the entry reads it at this time (before or after the
+        call).
+        """
+        path = self.timing.request
+        if path is None or is_result(path) != bool(returned) or slot.active is None:
+            return
+        name = self._read("request", path, request_of, args, kwargs, returned)
+        if name is not None:
+            scope.set(request_id=name)
 
     def number(
         self, field: str, path: str | None, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()
@@ -218,6 +234,7 @@ class SpanCalls(Calls):
         scope = cast("SpanMaker", session.log).begin(self.declared, _constants(self.timing))
         if version is not None and scope is not OFF:
             scope.policy_version, scope.resolved = version, None
+        self.name_request(scope, args, kwargs)
         return scope
 
 
@@ -273,6 +290,7 @@ class TurnCalls(Calls):
         scope = api.turn(cast(int, index), attrs=_constants(self.timing)).__enter__()
         if version is not None:
             scope.policy_version, scope.resolved = version, None
+        self.name_request(scope, args, kwargs)
         return scope
 
 
@@ -400,7 +418,7 @@ def wrap(fn: FunctionType, timing: Timing, target: str) -> FunctionType:
         ConfigError: A path begins with no argument of `fn`.
         TypeError: `fn` is a generator, and `timing` is more than a plain span.
     """
-    if timing.kind == "span" and not (timing.values or timing.policy_version):
+    if timing.kind == "span" and not (timing.values or timing.policy_version or timing.request):
         return wrapping.wrap(fn, role=timing.role, stage=timing.stage, attrs=timing.attrs)
     if wrapping.is_generator(fn):
         raise TypeError(

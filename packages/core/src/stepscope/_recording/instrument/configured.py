@@ -335,6 +335,7 @@ def _timing(entry: InstrumentConfig) -> Timing:
         kind=entry.kind,
         id=entry.id,
         policy_version=entry.policy_version,
+        request=entry.request,
         turn=entry.index,
         tool=entry.tool,
         values=entry.values,

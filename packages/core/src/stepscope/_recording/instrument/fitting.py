@@ -60,6 +60,7 @@ class _Paths:
         return timing._replace(
             id=() if self.gone(_all_in(timing.id)) else timing.id,
             policy_version=self._one(timing.policy_version),
+            request=self._one(timing.request),
             turn=self._one(timing.turn),
             tool=self._one(timing.tool),
             replica=self._one(timing.replica),
