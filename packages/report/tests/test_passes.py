@@ -117,6 +117,25 @@ def test_engines_that_number_their_requests_alike_are_never_mixed(
     assert [timeline.passes[key.engine].replica for key in links] == [1] * linked
 
 
+def test_a_teacher_of_the_same_number_names_no_request_of_the_student(tmp_path: Path) -> None:
+    folder = a_step(tmp_path, [("one", 5, 50, {"request_id": "0", "replica": 0})])
+    driver = folder.processes[0]
+    for role, start, name in (("rollout", 5, "one"), ("teacher", 60, "scored by the teacher")):
+        call = driver.span("generate", start * MS, 90 * MS, role=role, trajectory=name, attrs={"replica": 0})
+        driver.span(
+            "prefill", start * MS, 80 * MS, role="rollout", trajectory=name, parent=call,
+            attrs={"request_id": "0"},
+        )  # fmt: skip
+    folder.write()
+    log = PassLog(10)
+    log.note(20, 30, "decode", {"0": 1}, [1], running=1, waiting=0)
+    note(folder, folder.processes[1], 0, log)
+    timeline = load_step(folder.layout.root)
+    assert timeline.shared_numbers == {("teacher", 0)}
+    (index,) = linked_requests(timeline).values()
+    assert timeline.spans[index].trajectory == "one"
+
+
 @pytest.mark.parametrize(("wanted", "arrows"), [(None, 10), ("all", 12)])
 def test_a_merge_has_the_passes_and_arrows_of_the_slowest_trajectories_unless_all_are_wanted(
     tmp_path: Path, wanted: Any, arrows: int

@@ -55,7 +55,8 @@ class RequestKey(NamedTuple):
 def linked_requests(timeline: Timeline) -> dict[RequestKey, int]:
     """Return the index of the innermost span in a trajectory that names each request, else of one outside.
 
-    A name that several engines have counts only if the span's replica is known.
+    A name that several engines have counts only if the span's replica is known. Spans of a replica of another
+    role, which has the number of one of these engines, name none of their requests.
     """
     by_name: dict[object, list[RequestKey]] = defaultdict(list)
     for at, engine in enumerate(timeline.passes):
@@ -68,7 +69,9 @@ def linked_requests(timeline: Timeline) -> dict[RequestKey, int]:
         named = None if span.attrs is None else span.attrs.get(REQUEST)
         if named is None or named not in by_name:
             continue
-        keys, (replica, _) = by_name[named], replica_and_role(timeline, span)
+        keys, (replica, role) = by_name[named], replica_and_role(timeline, span)
+        if replica is not None and (role, replica) in timeline.shared_numbers:
+            continue
         if replica is not None:
             keys = [key for key in keys if timeline.passes[key.engine].replica == replica]
         if len({key.engine for key in keys}) != 1:
