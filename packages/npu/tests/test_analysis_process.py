@@ -53,7 +53,7 @@ def ends(pid: int, within_s: float) -> bool:
 
 @pytest.mark.skipif(find_spec("torch_npu") is not None, reason="torch_npu is installed here")
 def test_where_there_is_no_torch_npu_it_says_so(recording: Path) -> None:
-    with pytest.raises(BackendError, match=r"no timeline.* 'torch_npu'"):
+    with pytest.raises(BackendError, match="'torch_npu'"):
         analyse(recording, timeout_s=60)
 
 

@@ -39,7 +39,7 @@ def test_what_the_calls_raised_is_said_of_a_recording_that_looks_whole(folder: P
 
 def test_without_its_information_it_is_none(folder: Path) -> None:
     (folder / "profiler_info_0.json").unlink()
-    assert "no profiler_info.json" in str(_disk.look(folder.parent, records_device=True).failed)
+    assert "profiler_info.json" in str(_disk.look(folder.parent, records_device=True).failed)
 
 
 def test_empty_files_are_no_data(folder: Path) -> None:

@@ -36,7 +36,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 def test_without_torch_npu_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", None)
-    with pytest.raises(BackendError, match="pip install torch-npu"):
+    with pytest.raises(BackendError, match="install torch-npu"):
         _versions.load()
 
 
@@ -92,5 +92,5 @@ def test_a_torch_npu_that_sees_no_npu_says_where_to_look(install: Callable[[dict
             "profiler/profiler_interface.py": "",
         }
     )
-    with pytest.raises(BackendError, match=r"finds no NPU.*npu-smi"):
+    with pytest.raises(BackendError, match="npu-smi"):
         _versions.load()

@@ -84,7 +84,7 @@ def test_a_rank_for_which_others_wait_in_a_collective_is_named_with_its_stage(
 def test_no_advice_names_a_rank_that_waits(tmp_path: Path) -> None:
     report = reported(ranks(tmp_path, 2, lambda rank: 280 if rank else 100))
     (advice,) = (advice for advice in report.advice if advice.rule == "straggler")
-    assert advice.what == "trainer 1 is slower than the others in trainer forward"
+    assert re.search("^trainer 1 .* forward$", advice.what)
     assert report.cause is not None
     assert advice.saves_ns == report.cause.ns == 540 * MS
 
@@ -105,7 +105,7 @@ def test_a_rank_that_is_late_in_no_call_began_late(tmp_path: Path) -> None:
     cause = cause_of(folder)
     assert cause.process is not None
     assert (cause.kind, cause.process.rank, cause.stage, cause.ns) == ("late-rank", 1, None, 520 * MS)
-    assert "trainer 1 began trainer all_reduce 520 ms after trainer 0" in cause.sentence
+    assert re.search("trainer 1 .* 520 ms .* trainer 0", cause.sentence)
 
 
 def test_a_rank_with_more_tokens_has_an_uneven_batch(tmp_path: Path) -> None:
@@ -202,9 +202,7 @@ def test_one_long_call_of_a_tool_is_named_with_its_place_and_trajectory(tmp_path
     assert (cause.kind, cause.stage, cause.trajectory) == ("slow-tool", "search", "t2")
     assert (cause.process.role, cause.process.rank, cause.process.host) == ("env", 3, "b")
     assert (cause.ns, cause.took_ns, cause.usual_ns) == (780 * MS, 800 * MS, 20 * MS)
-    assert (
-        cause.sentence == "1.15 s: tool search took 800 ms (20.0 ms in its other calls), on env 3 of host b"
-    )
+    assert cause.sentence.startswith("1.15 s: tool search took 800 ms (20.0 ms")
 
 
 def test_the_first_line_of_each_report_is_the_cause(tmp_path: Path) -> None:
@@ -255,9 +253,7 @@ def test_a_tool_that_is_slow_in_all_calls_is_compared_with_the_steps_before(tmp_
     assert cause is not None
     assert (cause.kind, cause.stage, cause.ns) == ("slow-tool", "search", 260 * MS)
     assert (cause.took_ns, cause.usual_ns, report.unexplained_ns) == (150 * MS, 20 * MS, 0)
-    assert cause.sentence.startswith(
-        "630 ms, 260 ms longer than usual: tool search took 150 ms (20.0 ms in the"
-    )
+    assert re.findall(r"[\d.]+(?= ms)", cause.sentence) == ["630", "260", "150", "20.0"]
 
 
 def test_what_is_as_long_in_the_steps_before_is_not_why_a_step_is_longer(tmp_path: Path) -> None:
@@ -334,9 +330,10 @@ def test_a_stage_that_a_profiler_may_have_slowed_is_told_with_that_doubt(tmp_pat
     lines(folder, 600, {"trainer/update": 0.6})
     report = reported(folder)
     assert report.cause is not None
-    assert report.cause.sentence.endswith("(600 ms in 7 steps near it, without profilers)")
+    assert report.cause.sentence.endswith(", without profilers)")
+    assert "(600 ms in 7 " in report.cause.sentence
     (advice,) = (advice for advice in report.advice if advice.rule == "not-typical")
-    assert "it is not the capture" not in advice.do
+    assert "not the capture" not in advice.do
 
 
 def test_a_tool_that_slept_in_one_step_is_not_billed_to_the_capture(tmp_path: Path) -> None:
@@ -347,11 +344,11 @@ def test_a_tool_that_slept_in_one_step_is_not_billed_to_the_capture(tmp_path: Pa
     report = reported(folder)
     assert report.cause is not None
     assert (report.cause.kind, report.cause.stage, report.unexplained_ns) == ("slow-tool", "search", 0)
-    assert "780 ms longer than usual" in report.cause.sentence
+    assert "780 ms longer" in report.cause.sentence
     assert report.baseline is not None
-    assert report.baseline.cost_ns == 0, "opening and closing took no time"
+    assert report.baseline.cost_ns == 0  # opening and closing took no time
     (advice,) = (advice for advice in report.advice if advice.rule == "not-typical")
-    assert advice.do.endswith("it is not the capture")
+    assert advice.do.endswith("not the capture")
 
 
 def test_ls_says_why_a_step_was_slow(tmp_path: Path, command: Command) -> None:
@@ -360,7 +357,7 @@ def test_ls_says_why_a_step_was_slow(tmp_path: Path, command: Command) -> None:
     tools(tmp_path, step=6, others_ms=150).write()
     rows = command("ls", tmp_path, "--json").json
     assert [row["cause"] and row["cause"]["kind"] for row in rows] == [None, None, "slow-tool"]
-    assert "step 6: 630 ms, 260 ms longer than usual: tool search took 150 ms" in command("ls", tmp_path).out
+    assert re.search("step 6: .*260 ms .* 150 ", command("ls", tmp_path).out)
 
 
 def test_a_call_that_blocks_the_event_loop_of_others_is_named(tmp_path: Path) -> None:

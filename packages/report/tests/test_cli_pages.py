@@ -19,7 +19,7 @@ def test_a_report_leaves_a_page_in_each_step_and_one_for_the_run(tmp_path: Path,
     assert pages_of(tmp_path) == ["step_000002/report.html"]
     command("report", tmp_path)
     assert pages_of(tmp_path) == ["report.html", "step_000002/report.html", "step_000004/report.html"]
-    assert 'href="./step_000004/report.html"' in (tmp_path / "report.html").read_text()
+    assert "./step_000004/report.html" in (tmp_path / "report.html").read_text()
     assert 'href="./spans/"' in (tmp_path / "step_000004" / "report.html").read_text()
 
 

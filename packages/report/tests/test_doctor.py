@@ -261,7 +261,7 @@ def test_an_engine_without_an_adapter_that_works_is_told(
     point = adapter_in(tmp_path, monkeypatch, "nowhere_at_all:factory")
     monkeypatch.setattr(examine, "entry_points", lambda group: [point])
     row = {row.subject: row for row in examine.engines()}["mine"]
-    assert (row.state, "nowhere_at_all:factory" in str(row.fix)) == ("red", True)
+    assert (row.state, "nowhere_at_all" in str(row.fix)) == ("red", True)
 
 
 @pytest.mark.parametrize(
@@ -470,7 +470,7 @@ def test_a_torch_npu_that_is_absent_is_red_where_the_tool_is_npu(
     path.write_text(f"tool: {tool}\nsteps: [1]\n")
     row = next(row for row in examine.examine(path) if row.subject == "torch_npu")
     assert row.state == state
-    assert ("pip install torch-npu" in str(row.fix)) == (state == "red")
+    assert ("install torch-npu" in str(row.fix)) == (state == "red")
 
 
 def rows_of_npu() -> list[Row]:

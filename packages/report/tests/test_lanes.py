@@ -61,4 +61,4 @@ def test_tops_take_as_many_lanes_as_ever_overlap(spans: list[tuple[int, int]]) -
 def test_children_stand_in_their_parents_lane_and_concurrent_ones_beside_it() -> None:
     tree = [Interval(0, 10, None), Interval(1, 5, 0), Interval(2, 6, 0), Interval(5, 9, 0), Interval(2, 4, 1)]
     assert pack(tree) == [0, 0, 1, 0, 0]
-    assert pack([Interval(0, 10, 1), Interval(5, 9, None)]) == [0, 1], "a parent may open after its child"
+    assert pack([Interval(0, 10, 1), Interval(5, 9, None)]) == [0, 1]  # a parent may open after its child

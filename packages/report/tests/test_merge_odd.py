@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_a_rank_that_two_processes_claim_is_named_and_both_are_shown(tmp_path: P
     assert [row.name for row in result.rows] == ["ref 0", "actor 0 pid 1001", "actor 0 pid 1002"]
     (problem,) = result.problems
     assert problem.file == "actor rank 0"
-    assert problem.what.endswith("each has a row: pid 1001 on host-a, pid 1002 on host-a")
+    assert re.findall(r"pid (\d+) on host-a", problem.what) == ["1001", "1002"]
 
 
 def test_the_worker_of_an_engine_may_have_the_rank_of_the_actor_that_holds_the_engine(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_the_worker_of_an_engine_may_have_the_rank_of_the_actor_that_holds_the_e
         described = msgspec.structs.replace(sidecar, artifact=worker, process=None)
         sidecar_of(path).write_bytes(msgspec.json.encode(described))
     (problem,) = merged(folder)[0].problems  # two workers of one rank contradict each other all the same
-    assert problem.what.endswith("each has a row: pid 7000 on host-a, pid 7001 on host-a")
+    assert re.findall(r"pid (\d+) on host-a", problem.what) == ["7000", "7001"]
     path.unlink()
     sidecar_of(path).unlink()
     assert merged(folder)[0].problems == ()
@@ -159,7 +160,7 @@ def test_what_has_no_base_is_never_inside_the_step_unless_its_own_clock_says_so(
     assert all(event["ts"] * 1000 >= end_ns + 1_000_000_000 for event in events)
     assert events[1]["ts"] - events[0]["ts"] == 7000
     first_ns = result.base_ns + round(events[0]["ts"] * 1000)
-    assert abs(first_ns - (since_us + 1000) * 1000 - row.shift_ns) <= 1000, "what was added is said"
+    assert abs(first_ns - (since_us + 1000) * 1000 - row.shift_ns) <= 1000  # what was added is said
 
 
 def test_times_since_1970_need_no_base(tmp_path: Path) -> None:

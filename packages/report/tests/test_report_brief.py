@@ -125,7 +125,7 @@ def test_a_brief_is_never_longer_however_much_there_is_to_say(tmp_path: Path, se
     parts = step_brief(crowded, tmp_path, [report, report])
     for text in (brief_text(parts), brief_markdown(parts)):
         assert 35 <= len(text.splitlines()) <= LINES
-    assert re.search(r"\d+ more: (slow-tools|long-tail), ", brief_text(parts))
+    assert re.search(r"\d+ more: [a-z-]+, ", brief_text(parts))
 
 
 def test_names_are_no_markup(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_brief_of_a_damaged_step_says_so_and_exits_with_3(tmp_path: Path, comm
     path = a_run(tmp_path, steps=[2])
     damage(path)
     printed = command("report", path, "--brief", "--markdown", code=3).out
-    assert printed.startswith("## Step 2 of run run1")
+    assert printed.startswith("## Step 2 ")
     assert "- Not complete: spans/" in printed
     assert "--full  # all tables" in printed
 
@@ -169,4 +169,4 @@ def test_a_process_that_is_slower_by_less_than_a_fiftieth_of_the_step_is_not_nam
             worker.span("reward", 0, (slow_ms if rank == 3 else 2) * MS)
             worker.close(2000 * MS)
         report = step_report(load_step(folder.write()))
-        assert ("actor reward took 52.0 ms" in brief_text(step_brief(report))) == told
+        assert ("took 52.0 ms" in brief_text(step_brief(report))) == told

@@ -80,7 +80,7 @@ def test_a_slow_tool_has_its_trajectory_and_what_the_next_one_lets_it_save(tmp_p
     _, path = path_of(tmp_path)
     (tool,) = (row for row in path.stages if row.stage == "search")
     assert (tool.wall_ns, tool.trajectory, tool.turn) == (790 * MS, "t2", 0)
-    assert tool.saves_ns == 790 * MS, "the search of the other trajectory takes no time either"
+    assert tool.saves_ns == 790 * MS  # the search of the other trajectory takes no time either
     (queue,) = (row for row in path.stages if row.stage == "queue")
     assert (queue.kind, queue.wall_ns, queue.process) == ("wait", 10 * MS, "trainer")
 
@@ -94,7 +94,7 @@ def test_terminal_page_and_json_show_it(tmp_path: Path) -> None:
     assert "env queue (waiting)" in text.getvalue()
     page = render_step(timeline, report)
     assert '<section id="critical-path">' in page
-    assert page.count("critical path: ") >= 4, "the marks above the processes"
+    assert page.count("critical path: ") >= 4  # the marks above the processes
     assert page.index('data-t="critical path: ') < page.index('data-t="trainer: ')
 
 

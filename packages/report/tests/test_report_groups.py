@@ -75,7 +75,7 @@ def test_the_command_prints_a_table_for_each_attribute(save_path: Path, command:
 def test_it_prints_markdown_and_json_too(save_path: Path, command: Command) -> None:
     printed = command("report", save_path, "--by", "env", "--markdown").out
     assert "### Step 2 by env" in printed
-    assert "| web | 2 | 70.0 ms | 35.0 ms | 30.0 ms | 40.0 ms | 40.0 ms | 50.0 ms | 50.0 |" in printed
+    assert "| web | 2 | 70.0 ms | 35.0 ms |" in printed
     step = command("report", save_path, "--by", "env", "--json").json["steps"][0]
     assert [(by["attribute"], [group["value"] for group in by["groups"]]) for by in step["by"]] == [
         ("env", ["web", "math"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -57,14 +58,14 @@ def tables(report: StepReport) -> dict[str, TextTable]:
 def test_the_least_busy_device_comes_first_with_percentiles_of_all(step: tuple[Timeline, StepReport]) -> None:
     devices = tables(step[1])["Devices"]
     assert [row[0] for row in devices.rows[:2]] == [f"actor {LAZY}", "actor 0"]
-    assert devices.note.startswith("Least busy first. Busy: p10 ")
+    assert devices.note.startswith("Least busy first")
     assert f"of {RANKS}." in devices.note
 
 
 def test_the_fullest_memory_comes_first_with_percentiles_of_all(step: tuple[Timeline, StepReport]) -> None:
     rows = tables(step[1])["Most memory"]
     assert rows.rows[0][0] == f"actor {FULL}"
-    assert rows.note.startswith("Most first. Allocated: p10 4.3 GB, p50 4.3 GB, p90 4.3 GB, most 9.7 GB")
+    assert re.findall(r"[\d.]+(?= GB)", rows.note)[:4] == ["4.3", "4.3", "4.3", "9.7"]
 
 
 def test_few_devices_stay_in_the_order_of_ranks(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_the_predicted_saving_is_what_ifs(tmp_path: Path) -> None:
     timeline = load_step(folder.write())
     (advice,) = (item for item in step_report(timeline).advice if item.rule == "long-tail")
     (change,) = advice.settings
-    assert change.predicted_saving_ns == pytest.approx(600 * MS, rel=0.03), "it ends with the first 18"
+    assert change.predicted_saving_ns == pytest.approx(600 * MS, rel=0.03)  # it ends with the first 18
     prediction = predict(timeline, Options(cut_tail="p90"))
     assert change.predicted_saving_ns == prediction.measured_ns - prediction.predicted_ns
     assert change.error_ns is not None

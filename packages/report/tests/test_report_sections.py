@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -147,8 +148,8 @@ def test_a_section_of_another_package_draws_itself_as_those_inside_do(tmp_path: 
     assert page.index('id="gantt"') < drawn < page.index('id="processes"')
     added = {section["name"]: section for section in json.loads(msgspec.json.encode(report))["added"]}
     assert added["toy-count"]["value"] == {"spans": number}
-    assert "section toy-undrawn failed: ZeroDivisionError" in page
-    assert "section toy-unescaped failed: TypeError: html returned str" in page
+    assert re.search("toy-undrawn .*ZeroDivisionError", page)
+    assert re.search("toy-unescaped .*TypeError", page)
     assert added["toy-undrawn"]["failed"] is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -180,8 +181,7 @@ def test_advice_says_what_the_step_would_have_taken(tmp_path: Path) -> None:
     near = tuple(UncapturedStep(step=step, start_ns=0, dur_ns=20 * MS) for step in range(10, 15))
     (advice,) = step_report(msgspec.structs.replace(timeline, uncaptured=near)).advice
     assert advice.rule == "not-typical"
-    assert advice.because[1].startswith("engines served nothing for 80.0 ms, 80.0 % of the step")
-    assert advice.because[1].endswith("Without that it took 20.0 ms")
+    assert re.search("80.0 ms, 80.0 %.* 20.0 ms$", advice.because[1])
 
 
 def test_without_steps_to_compare_with_an_engine_that_writes_for_long_is_told(tmp_path: Path) -> None:

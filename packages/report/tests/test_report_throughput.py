@@ -102,12 +102,12 @@ def test_what_the_loop_counts_is_per_second_of_the_step_and_of_the_phase(tmp_pat
     trained, generated = rate(report, "train"), rate(report, "rollout")
     assert (trained.tokens, trained.source) == (5000, "step_tokens")
     assert trained.per_s == 5000 / 20
-    assert trained.active_ns == 11 * S, "the driver's call is part of training"
+    assert trained.active_ns == 11 * S  # the driver's call is part of training
     assert trained.active_per_s == round(5000 / 11, 3)
     assert (trained.devices, trained.unit, trained.per_s_each) == (2, "GPU", 5000 / 20 / 2)
     assert (generated.tokens, generated.per_s, generated.active_ns) == (4000, 200, 8 * S)
     assert generated.active_per_s == 500
-    assert (generated.devices, generated.unit) == (1, "replica"), "nothing says how many GPUs it has"
+    assert (generated.devices, generated.unit) == (1, "replica")  # nothing says how many GPUs it has
 
 
 def test_what_the_loop_counts_goes_before_attributes_of_spans(tmp_path: Path) -> None:
@@ -248,4 +248,4 @@ def test_a_real_engines_tokens_are_the_growth_of_its_own_counters() -> None:
     generated = rate(report, "rollout")
     assert generated.tokens == options["generation_tokens_at_stop"] - options["generation_tokens_at_start"]
     assert generated.source in ("requests", "engines' counters")
-    assert (generated.devices, generated.unit) == (options["tensor_parallel_size"], "rank"), "it ran on CPUs"
+    assert (generated.devices, generated.unit) == (options["tensor_parallel_size"], "rank")  # it ran on CPUs

@@ -38,10 +38,10 @@ def test_two_tools_have_a_line_each(tmp_path: Path) -> None:
 def test_advice_names_the_tool(tmp_path: Path) -> None:
     slow = Rollout(tool=either, tool_ms=lambda number, turn: 900 if (number, turn) == (2, 1) else 20)
     advice = slow.advice(tmp_path)
-    assert advice["slow-tools"].what == "trajectories wait for slow calls of env search"
+    assert advice["slow-tools"].what.endswith(" env search")
     for rule in ("slow-tools", "long-tail"):
         assert advice[rule].saves_ns == 880 * MS
-        assert any(line.startswith("tool search took 900 ms") for line in advice[rule].because)
+        assert any(line.startswith("tool search took 900 ") for line in advice[rule].because)
 
 
 def test_names_of_calls_are_none_of_tools(tmp_path: Path) -> None:

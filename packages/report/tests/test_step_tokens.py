@@ -60,7 +60,7 @@ def test_a_steps_line_has_the_sums_captured_or_not(tmp_path: Path) -> None:
         3: {},
     }
     assert [line.step for line in lines if line.captured] == [2]
-    assert all(not line.stages for line in lines), "a count is no stage"
+    assert all(not line.stages for line in lines)  # a count is no stage
 
 
 def test_numbers_of_numpy_count_and_a_text_does_not(tmp_path: Path) -> None:

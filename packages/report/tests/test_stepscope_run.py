@@ -105,7 +105,7 @@ def test_a_program_that_fails_before_its_first_step_is_told_so(tmp_path: Path, e
     done = beside(tmp_path, f"import sys\n{end}\nimport beside\n", entries)
     (line,) = [line for line in done.stderr.splitlines() if "no step began" in line]
     if "raise" in end:
-        assert line.endswith("the program ended before, with ValueError: no data")
+        assert line.endswith("ValueError: no data")
     else:
         assert "program failed" in line
     assert done.returncode == 1

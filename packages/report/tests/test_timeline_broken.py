@@ -51,7 +51,7 @@ def test_a_last_line_that_was_cut_off_costs_that_line(tmp_path: Path) -> None:
     assert stages(timeline) == ["step", "stage0", "stage1"]
     (problem,) = timeline.problems
     assert problem.file == f"spans/{actor.span_path.name}"
-    assert problem.what.startswith("last line cut off")
+    assert problem.what.startswith("last line")
     assert problem.lines == 1
 
 

@@ -162,9 +162,9 @@ def test_the_report_says_what_uncaptured_steps_took_and_what_the_capture_cost(tm
     assert (baseline.longer, baseline.excess_ns, baseline.next_ns) == (0, 30 * MS, 300 * MS)
     assert baseline.cost_ns == report.breakdown.total_ns - report.breakdown.window_ns
     text = printed(report, 200)
-    assert "5 uncaptured steps near it (45-49) took 100 ms (median; p90 120 ms; 90.0 ms to 120 ms)" in text
-    assert "This one: +30.0 ms, +30.0 %, longer than any of them" in text
-    assert "The step after it took 300 ms" in text
+    assert re.search(r"\(45-49\) took 100 ms .* 120 ms; 90.0 .* 120 ", text)
+    assert "+30.0 ms, +30.0 %" in text
+    assert "after it took 300 " in text
     assert "not-typical" in {advice.rule for advice in report.advice}
     assert "45-49" in render_step(load_step(RunLayout(tmp_path).step(50).root), report)
     assert to_scalars(report)["uncaptured/p50_seconds"] == 0.1

@@ -48,7 +48,7 @@ def test_it_shows_the_step_that_runs_and_the_trajectories_in_it(tmp_path: Path, 
         command("watch", tmp_path, "--once", "--html", page)
     assert (view["steps"], view["running"]) == (5, 5)
     assert min(view["durations_ns"]) >= 20_000_000
-    assert view["flights"] == 120, "more than a state holds of those at one place"
+    assert view["flights"] == 120  # more than a state holds of those at one place
     assert {flight["trajectory"] for flight in view["oldest"]} <= {f"t-{number}" for number in range(120)}
     assert {lane["role"]: (lane["calls"], lane["stages"]) for lane in view["lanes"]} == {
         "env": (60, ["search"]),
@@ -61,7 +61,7 @@ def test_it_shows_the_step_that_runs_and_the_trajectories_in_it(tmp_path: Path, 
     assert "120 trajectories under way" in text
     assert 'http-equiv="refresh"' in page.read_text()
     assert "120 trajectories under way" in page.read_text()
-    assert not list((tmp_path / "recorder").iterdir()), "the questions and answers are removed"
+    assert not list((tmp_path / "recorder").iterdir())  # the questions and answers are removed
 
 
 def test_a_run_that_has_ended_shows_its_steps(tmp_path: Path, command: Command) -> None:

@@ -118,7 +118,7 @@ class Page:
     def _message(self) -> dict[str, Any]:
         while b"\0" not in self._read:
             more = os.read(self._answers, 1 << 20)
-            assert more, "the browser is gone"
+            assert more  # the browser is gone
             self._read += more
         text, _, self._read = self._read.partition(b"\0")
         message: dict[str, Any] = json.loads(text)

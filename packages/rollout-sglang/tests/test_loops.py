@@ -178,7 +178,7 @@ async def test_a_stop_that_was_given_up_still_leaves_its_files(tmp_path: Path) -
         await asyncio.wait_for(profiler.stop(), 0.05)
     manager.answer.set()
     await asyncio.wrap_future(profiler._thread.submit(lambda: None))
-    assert not manager.wedged, "the call to SGLang was not cancelled"
+    assert not manager.wedged  # the call to SGLang was not cancelled
     assert [path.suffix for path in files_below(capture.step_dir)] == [".gz", ".json"]
 
 

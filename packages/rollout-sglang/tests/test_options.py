@@ -142,7 +142,7 @@ def test_what_a_version_lacks_is_an_error_that_names_the_one_that_has_it(
 
 
 def test_an_option_that_nobody_knows_is_an_error_that_lists_those_there_are() -> None:
-    with pytest.raises(EngineError, match="activities, detailed_annotations, profile_prefix"):
+    with pytest.raises(EngineError, match="activities, detailed_annotations"):
         told(an_engine(), extra={"depth": 3})
 
 
@@ -218,7 +218,7 @@ def test_an_older_plugin_is_to_be_upgraded_and_not_installed(shown: dict[str, ob
 def test_no_mode_of_the_second_profiler_is_begun() -> None:
     capture = a_capture(Path("/p"))
     for by_stage in (False, True):
-        with pytest.raises(EngineError, match="SGLANG_PROFILE_V2 is set: "):
+        with pytest.raises(EngineError, match="SGLANG_PROFILE_V2"):
             plan(msgspec.structs.replace(capture, by_stage=by_stage), an_engine(), [{PROFILE_V2: True}])
 
 
@@ -246,7 +246,7 @@ def test_switches_of_the_environment_are_known() -> None:
 
 @pytest.mark.parametrize("activity", ["xpu", "mtia", "hpu", "privateuse1"])
 def test_an_activity_alone_that_the_engine_lacks_is_an_error(activity: str) -> None:
-    with pytest.raises(EngineError, match=r"Fix: torch\.activities: \[cpu\]"):
+    with pytest.raises(EngineError, match=r"torch\.activities: \[cpu\]"):
         told(an_engine(), activities=(activity,))
 
 

@@ -108,8 +108,8 @@ def test_queue_prefill_and_decode_hang_below_the_request_as_sglang_timed_them() 
     assert {phase[3] for phase in span.below} == {"rollout"}
     times = [round((end - start) / 1e9, 3) for _, start, end, _ in span.below]
     assert times == [0.125, 0.25, 0.75]
-    assert span.below[0][2] == span.below[1][1], "one ends where the next begins"
-    assert abs(span.below[-1][2] - before) < 50e6, "on the clock of spans"
+    assert span.below[0][2] == span.below[1][1]  # one ends where the next begins
+    assert abs(span.below[-1][2] - before) < 50e6  # on the clock of spans
 
 
 @pytest.mark.parametrize(

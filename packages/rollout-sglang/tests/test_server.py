@@ -131,7 +131,7 @@ def test_a_server_that_is_too_old_is_an_error(server: FakeServer) -> None:
 
 def test_what_is_no_engine_is_an_error(server: FakeServer) -> None:
     server.info_path = "/elsewhere"
-    with pytest.raises(EngineError, match=r"/get_server_info answered 404"):
+    with pytest.raises(EngineError, match=r"_info answered 404"):
         SglangServer(server.url).check()
 
 
@@ -324,7 +324,7 @@ async def test_a_capture_that_was_given_up_and_could_not_be_stopped_is_stopped_b
 
 def test_a_server_with_the_second_profiler_is_refused_where_it_says_so(server: FakeServer) -> None:
     server.shown = {PROFILE_V2: True}
-    with pytest.raises(EngineError, match="SGLANG_PROFILE_V2 is set"):
+    with pytest.raises(EngineError, match="SGLANG_PROFILE_V2"):
         SglangServer(server.url).check()
 
 

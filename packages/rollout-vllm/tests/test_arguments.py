@@ -41,7 +41,7 @@ def test_a_kind_of_profiler_whose_files_nobody_reads_is_refused_before_the_engin
 ) -> None:
     extra = {"rollout": {"ranks": "all", "engine": {"extra": {"profiler": "proton"}}}}
     config = ProfileConfig.from_mapping({"save_path": str(tmp_path), "steps": [1], "roles": extra})
-    with pytest.raises(ConfigError, match=r"extra\.profiler.*proton.*what `tool` says"):
+    with pytest.raises(ConfigError, match=r"extra\.profiler.*proton"):
         stepscope_vllm.engine_args(config, installed="0.32.0")
 
 

@@ -83,7 +83,7 @@ def test_what_becomes_of_stacks_is_said_as_its_code_has_it(version: str) -> None
     reason = ascend.unable(CAPTURE).get("with_stack")
     where = WHEELS[version]
     if where is None:
-        assert reason == "vllm-ascend records none"
+        assert "none" in str(reason)
     else:
         argument, setting = where
         assert setting in ascend.arguments[argument]

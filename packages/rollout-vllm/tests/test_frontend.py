@@ -44,7 +44,7 @@ def stopped(profiler: object) -> str | None:
 
 def test_a_frontend_that_does_not_stop_is_named_with_its_reason() -> None:
     reason = str(stopped(Frontend()))
-    assert reason.startswith("the AsyncLLM's own profiler did not stop, so its trace is missing")
+    assert "AsyncLLM's own" in reason
     assert "No space left" in reason
 
 

@@ -171,7 +171,7 @@ async def test_of_a_pipeline_the_log_says_once_what_its_server_needs(
     for _ in range(2):
         VllmServer(server.url, server.folder, pipeline_parallel_size=2).check()
     [record] = caplog.records
-    assert "install stepscope-rollout-vllm" in record.getMessage()
+    assert "stepscope-rollout-vllm" in record.getMessage()
 
 
 def test_the_frontends_trace_stands_above_its_workers_on_the_rows_of_their_replica(

@@ -31,7 +31,7 @@ def unable(tmp_path: Path, **asked: Any) -> dict[str, str]:
 
 
 def test_an_engine_that_was_built_without_a_profiler_says_what_to_add() -> None:
-    with pytest.raises(EngineError, match=r"engine_args\(config, .*profiler_config=\{'profiler': 'torch'"):
+    with pytest.raises(EngineError, match=r"\{'profiler': 'torch'"):
         options.refuse_disabled({"profiler": None})
 
 
@@ -71,5 +71,5 @@ def test_an_option_of_a_later_release_is_refused_with_that_release(tmp_path: Pat
 
 
 def test_an_option_of_no_release_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"'with_magic'; .*torch_profiler_with_stack"):
+    with pytest.raises(EngineError, match=r"'with_magic'; .*_stack"):
         unable(tmp_path, extra={"with_magic": True})

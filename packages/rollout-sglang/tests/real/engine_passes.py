@@ -63,9 +63,9 @@ def test_every_request_is_joined_to_its_turn_and_has_the_tokens_of_its_answer(
         name: one["meta_info"]["prompt_tokens"] + one["meta_info"]["completion_tokens"] - 1
         for name, one in answers.items()
     }
-    assert max(noted.passes.requests) <= 8, "so many run at once"
+    assert max(noted.passes.requests) <= 8  # so many run at once
     assert max(noted.passes.waiting) > 0
     assert {"prefill", "decode"} <= set(noted.passes.kind)
     (batches,) = step_batches(timeline)
     assert batches.linked == REQUESTS
-    assert batches.passes > 3, "notes go on when the profile has its count of passes"
+    assert batches.passes > 3  # notes go on when the profile has its count of passes

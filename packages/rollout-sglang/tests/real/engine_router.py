@@ -101,7 +101,7 @@ async def test_a_replica_of_a_prefill_and_a_decode_server_is_one_capture_and_one
     assert [name.split("_")[0] for name in names] == [
         live.url.partition("://")[2].replace(":", "-") for live in sorted(servers)
     ]
-    assert {artifact.rank for artifact in entry.artifacts} == {None}, "nothing says which comes first"
+    assert {artifact.rank for artifact in entry.artifacts} == {None}  # nothing says which comes first
     layout = RunLayout(tmp_path).steps()[1]
     assert load_step(layout.root).manifest is not None
     assert merge_step(layout.root).problems == ()

@@ -80,7 +80,7 @@ def test_a_loop_captures_two_steps_of_a_server(
             assert sum(passes.noted.served.output) == 4
             (request,) = passes.noted.requests.caller_id
             assert str(request).startswith("cmpl-")
-            assert not str(request).endswith("-0"), "the client knows the answer's id"
+            assert not str(request).endswith("-0")  # the client knows the answer's id
     assert not [name for name in os.listdir(served.folder) if "trace" in name]
 
 
@@ -143,12 +143,12 @@ def test_what_a_stop_wrote_after_its_driver_had_gone_is_brought_home_by_the_next
         before = load_step(layout.step(30).root).manifest
         assert before is not None
         (problem,) = before.problems()
-        assert "missing: the process is gone: timeout" in problem
+        assert "process is gone" in problem
     finally:
         os.kill(worker, signal.SIGCONT)
     until = time.monotonic() + 60
     while not _whole(served.folder, "step_000030_"):
-        assert time.monotonic() < until, "the server wrote nothing"
+        assert time.monotonic() < until  # the server wrote nothing
         time.sleep(0.1)
     with capture(31, engines=[VllmServer(served.url, served.folder)], config=config):
         served.complete()

@@ -20,7 +20,7 @@ from stepscope_vllm._driving import built_settings
 from stepscope_vllm._versions import ADDED, dialect_of, leaves_sends_open
 from tests.downloads import members
 
-assert vllm, "only that these tests are of its environments"
+assert vllm  # only that these tests are of its environments
 
 PAGE = Path(__file__).parents[2] / "README.md"
 HEAD = (
