@@ -64,6 +64,13 @@ class Trainer:
         lock.acquire()
         lock.acquire(timeout=60)
 
+    def train_in_an_open_step(self, folder: str, seconds: float) -> None:
+        """Begin a step of its own that no call ends, as a loop does whose steps end where the next begins."""
+        self.step = capture(1, config=config_in(Path(folder), recorder={"triggers": ["signal"]}))
+        self.step.__enter__()
+        with span("train", role="trainer"):
+            time.sleep(seconds)
+
     def recorded(self) -> int:
         recorder = standing.standing()
         return -1 if recorder is None else len(recorder.log)
@@ -221,6 +228,27 @@ def test_an_actor_that_is_terminated_writes_its_spans(tmp_path: Path, actors: li
     assert [part.process.pid for part in parts if part.process.pid == pid] == [pid]
     stages = {span.stage: span.dur_ns for span in load_step(RunLayout(tmp_path).step(1).root).spans}
     assert stages["update"] is None, "it had not ended"
+
+
+def test_an_idle_actor_that_is_ended_in_its_last_step_was_not_killed(
+    tmp_path: Path, actors: list[Any]
+) -> None:
+    """Ray ends actors so when their program is over: with SIGTERM, whether or not a step is open."""
+    pids = ray.get([actor.pid.remote() for actor in actors])
+    folders = [str(tmp_path / name) for name in ("idle", "busy")]
+    ray.get(actors[0].train_in_an_open_step.remote(folders[0], 0.0))
+    call = actors[1].train_in_an_open_step.remote(folders[1], 60.0)
+    while not RunLayout(folders[1]).root.exists():
+        time.sleep(0.02)
+    time.sleep(0.5)  # until the call is under way
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    with pytest.raises(ray.exceptions.RayError):
+        ray.get(call)
+    with pytest.raises(ray.exceptions.RayError):
+        while True:
+            ray.get(actors[0].pid.remote())
+    assert [list(RunLayout(folder).steps()) for folder in folders] == [[], [1]]
 
 
 def test_an_actor_that_is_gone_is_named(tmp_path: Path, actors: list[Any]) -> None:

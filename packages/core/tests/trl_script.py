@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,18 @@ def timed_grpo(folder: str) -> Any:
     trainer = grpo(folder)
     trainer.reward_funcs[0] = timed_rewards.rewards
     return trainer
+
+
+def evaluated_sft(folder: str) -> Any:
+    """A trainer that evaluates and saves after its second step."""
+    from trl import SFTConfig, SFTTrainer
+
+    often = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    args = SFTConfig(f"{folder}/out", **{**SMALL, **often})
+    rows = answers()
+    return SFTTrainer(
+        model=f"{folder}/pupil", args=args, train_dataset=rows, eval_dataset=rows.select([0, 1])
+    )
 
 
 def rloo(folder: str) -> Any:
@@ -165,19 +177,43 @@ def cpo(folder: str) -> Any:
 
 
 CASES = {
-    case.__name__: case for case in (grpo, timed_grpo, rloo, sft, dpo, kto, reward, online_dpo, gkd, cpo)
+    case.__name__: case
+    for case in (grpo, timed_grpo, rloo, sft, evaluated_sft, dpo, kto, reward, online_dpo, gkd, cpo)
 }
 
 
 class OwnClock(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """The times of a trainer's steps of the optimizer and of their parts, by a clock of its own."""
+    """The times of a trainer's steps of the optimizer and of their parts, by a clock of its own. A step lasts
+    from fetching its batches to the next fetch.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.steps: list[Counter[str]] = []
         self._marks: dict[str, int] = {}
         trainer.compute_loss = self._timed("forward", trainer.compute_loss)
         trainer.accelerator.backward = self._timed("backward", trainer.accelerator.backward)
+        trainer.get_batch_samples = self._begun(trainer.get_batch_samples)
         trainer.add_callback(self)
+
+    def _begun(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(theirs)
+        def begun(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+            self._end_step()
+            self.steps.append(Counter())
+            marked = iter(functools.partial(self._first, batches), self)  # the clock itself is no batch
+            return theirs(marked, *args, **kwargs)
+
+        return begun
+
+    def _first(self, batches: Iterator[Any]) -> Any:
+        if not self.steps[-1]:  # the capture has opened, which is no part of the step
+            self._marks["step"] = time.perf_counter_ns()
+            self.steps[-1]["fetched"] = 1
+        return next(batches)
+
+    def _end_step(self) -> None:
+        if self.steps:
+            self.steps[-1]["step"] = time.perf_counter_ns() - self._marks["step"]
 
     def _timed(self, name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(theirs)
@@ -190,18 +226,14 @@ class OwnClock(TrainerCallback):  # type: ignore[misc]  # transformers has no ty
 
         return timed
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.steps.append(Counter())
-        self._marks["step"] = time.perf_counter_ns()
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._end_step()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._marks["optimizer"] = time.perf_counter_ns()
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.steps[-1]["optimizer"] += time.perf_counter_ns() - self._marks["optimizer"]
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.steps[-1]["step"] = time.perf_counter_ns() - self._marks["step"]
 
 
 def main(folder: str, *cases: str) -> None:

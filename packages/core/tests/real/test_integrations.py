@@ -56,7 +56,13 @@ class Module(LightningModule):  # type: ignore[misc]  # mypy does not see lightn
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(folder: Path, module: Module, *callbacks: lightning.StepscopeCallback, steps: int = 4) -> None:
+def fit(
+    folder: Path,
+    module: Module,
+    *callbacks: lightning.StepscopeCallback,
+    steps: int = 4,
+    enable_checkpointing: bool = False,
+) -> None:
     """Train for four steps of two batches each, or more: after the fourth, the module is evaluated."""
     trainer = LightningTrainer(
         max_steps=steps,
@@ -64,7 +70,7 @@ def fit(folder: Path, module: Module, *callbacks: lightning.StepscopeCallback, s
         accumulate_grad_batches=2,
         accelerator="cpu",
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=enable_checkpointing,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
@@ -83,14 +89,23 @@ def test_the_callback_of_transformers_captures_a_step_of_the_optimizer(
     assert sorted(stepscope_run.stages(2)) == [*TWO_BATCHES, "trainer/load_batch"]
 
 
-def test_an_evaluation_belongs_to_the_step_before_it(stepscope_run: RecordedRun, tmp_path: Path) -> None:
+def test_an_evaluation_and_a_checkpoint_belong_to_the_step_before_them(
+    stepscope_run: RecordedRun, tmp_path: Path
+) -> None:
     stepscope_run.configure(steps=[1, 2])
-    callback = transformers.StepscopeCallback()
-    callback_main.train(tmp_path, callback, eval_strategy="steps", eval_steps=2)
-    assert "trainer/validate" in stepscope_run.stages(1)
-    assert "trainer/validate" not in stepscope_run.stages(2)
-    fit(tmp_path, Module(), lightning.StepscopeCallback(stepscope_run.config.replace(steps=[7])), steps=8)
-    assert "trainer/validate" in stepscope_run.stages(7)
+    often = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    callback_main.train(tmp_path, transformers.StepscopeCallback(), **often)
+    own = [*TWO_BATCHES, "trainer/load_batch"]
+    assert sorted(stepscope_run.stages(2)) == own
+    assert sorted(stepscope_run.stages(1)) == [*own, "trainer/save_checkpoint", "trainer/validate"]
+
+
+def test_lightnings_evaluation_and_checkpoint_belong_to_the_step_before_them(
+    stepscope_run: RecordedRun, tmp_path: Path
+) -> None:
+    callback = lightning.StepscopeCallback(stepscope_run.config.replace(steps=[7]))
+    fit(tmp_path, Module(), callback, steps=8, enable_checkpointing=True)
+    assert {"trainer/save_checkpoint", "trainer/validate"} <= set(stepscope_run.stages(7))
 
 
 def test_the_callback_of_transformers_takes_settings_of_its_own(

@@ -32,6 +32,7 @@ OFFLINE = {
 }
 Calls = Mapping[tuple[str, str], int]
 UPDATE: Calls = {
+    ("trainer", "load_batch"): 1,
     ("actor", "update_actor_forward"): 2,  # two batches make one step of the optimizer
     ("actor", "update_actor_backward"): 2,
     ("actor", "update_actor_clip"): 1,
@@ -141,6 +142,14 @@ def test_every_step_keeps_the_settings_of_the_trainer(case: str, run: Run) -> No
         present = {setting.name: setting.value for setting in trls.settings}
         assert present["per_device_train_batch_size"] == 4
         assert ("max_completion_length" in present) == (case in ("grpo", "rloo"))
+
+
+def test_an_evaluation_and_a_checkpoint_are_stages_of_the_step_before_them(tmp_path: Path) -> None:
+    run = Run(tmp_path, "evaluated_sft", captured=True)
+    assert run.complaints == []
+    calls = [{(stage.role, stage.stage): stage.calls for stage in report.stages} for report in run.steps]
+    beside = {("trainer", "validate"): 1, ("trainer", "save_checkpoint"): 1}
+    assert calls == [UPDATE, {**UPDATE, **beside}, UPDATE]
 
 
 def test_little_of_a_step_is_unaccounted(case: str, run: Run) -> None:

@@ -39,6 +39,12 @@ _ENTRIES: tuple[dict[str, object], ...] = (
         "stage": "validate",
     },
     {
+        "module": f"{_PACKAGE}.trainer.trainer",
+        "name": "Trainer.save_checkpoint",
+        "role": "trainer",
+        "stage": "save_checkpoint",
+    },
+    {
         "module": f"{_PACKAGE}.plugins.precision.precision",
         "name": "Precision.clip_gradients",
         "role": "actor",
@@ -49,7 +55,7 @@ _ENTRIES: tuple[dict[str, object], ...] = (
     {**_STRATEGY, "name": "Strategy.optimizer_step", "stage": "update_actor_optimizer"},
 )
 """Entries that bound a step, and the stages of every module. A step begins with its first batch, and goes on
-until the optimizer's next one, so that its evaluation belongs to it. An exception propagates through
+until the optimizer's next one, so that its evaluation and checkpoint belong to it. An exception propagates through
 `Trainer.fit`."""
 
 

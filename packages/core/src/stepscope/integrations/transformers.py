@@ -36,9 +36,16 @@ _ENTRIES: tuple[dict[str, object], ...] = (
     {"module": "transformers.trainer", "name": "Trainer.evaluate", "role": "trainer", "stage": "validate"},
     {
         "module": "transformers.trainer",
+        "name": "Trainer._save_checkpoint",
+        "role": "trainer",
+        "stage": "save_checkpoint",
+    },
+    {
+        "module": "transformers.trainer",
         "name": "Trainer.compute_loss",
         "role": "actor",
         "stage": "update_actor_forward",
+        "where": {"model.training": True},
     },
     {
         "module": "accelerate.accelerator",
@@ -60,7 +67,7 @@ _ENTRIES: tuple[dict[str, object], ...] = (
     },
 )
 """Entries that bound a step, and the stages of every `Trainer`. A step goes on until the next batch is
-fetched, so that its evaluation belongs to it. An exception propagates through `Trainer.train`."""
+fetched, so that its evaluation and its checkpoint belong to it. An exception propagates through `Trainer.train`."""
 
 
 class StepscopeCallback(StepsCallback, TrainerCallback):  # type: ignore[misc]  # mypy does not see transformers

@@ -24,6 +24,15 @@ def connected() -> Any:
     return None if is_shared else ray
 
 
+def waits_for_tasks() -> bool:
+    """Return whether this process is a worker of Ray whose main thread, which calls this, runs no task."""
+    ray = connected()
+    if ray is None:
+        return False
+    context = ray.get_runtime_context()
+    return context.worker.mode == ray.WORKER_MODE and context.get_task_id() is None
+
+
 def _worker(ray: Any) -> object:
     return getattr(ray.get_runtime_context().worker, "core_worker", None)
 

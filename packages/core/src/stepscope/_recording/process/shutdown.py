@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from types import FrameType
 
-from stepscope._recording.process import failures
+from stepscope._recording.process import failures, ray_connection
 from stepscope.backends.threaded.undisturbed import postponed
 from stepscope.errors import ours
 from stepscope.files.manifest.records import Ending
@@ -30,6 +30,8 @@ _is_installed = False
 """True if an `atexit` function is registered. One writer: `install`."""
 _before: Callable[[int, FrameType | None], object] | int | None = None
 """The SIGTERM handler that was installed before ours."""
+is_in_call: Callable[[], bool] = lambda: False  # noqa: E731
+"""Returns whether a recorded call runs in this process. One writer: `activation`."""
 
 
 def on_exit(name: str, close: Callable[[Ending, float], None], order: int) -> None:
@@ -67,7 +69,13 @@ def _at_exit() -> None:
 def on_sigterm(number: int, frame: FrameType | None) -> None:
     if postponed(partial(on_sigterm, number, frame)):
         return
-    close_everything(Ending("signal", "the process was terminated (SIGTERM)"), SIGTERM_S)
+    if (
+        ray_connection.waits_for_tasks() and not is_in_call()
+    ):  # Ray ends its workers so, when a program is over
+        ending = Ending("exit", "Ray ended the process, which ran no call")
+    else:
+        ending = Ending("signal", "the process was terminated (SIGTERM)")
+    close_everything(ending, SIGTERM_S)
     if callable(_before):
         _before(number, frame)
         return

@@ -64,6 +64,10 @@ def _end(ending: Ending, deadline_s: float) -> None:
         taker.end_with_process(ending, deadline_s)
 
 
+def _is_in_call() -> bool:
+    return any(kept is not None and kept.log.open_spans() for kept in (slot.active, slot.recorder))
+
+
 def _forget() -> None:
     """Leave the span file, the profiler and the capture to the parent, because a forked child is not
     recorded.
@@ -79,5 +83,6 @@ def _in_parent() -> None:
 
 
 shutdown.on_exit("the capture", _end, order=0)
+shutdown.is_in_call = _is_in_call
 fork.forgets("capture", _forget)
 os.register_at_fork(after_in_parent=_in_parent)
