@@ -55,8 +55,8 @@ _ENTRIES: tuple[dict[str, object], ...] = (
     {**_STRATEGY, "name": "Strategy.optimizer_step", "stage": "update_actor_optimizer"},
 )
 """Entries that bound a step, and the stages of every module. A step begins with its first batch, and goes on
-until the optimizer's next one, so that its evaluation and checkpoint belong to it. An exception propagates through
-`Trainer.fit`."""
+until the optimizer's next one, so that its evaluation and checkpoint belong to it. An exception propagates
+through `Trainer.fit`."""
 
 
 class StepscopeCallback(StepsCallback, Callback):  # type: ignore[misc]  # mypy does not see lightning

@@ -67,7 +67,8 @@ _ENTRIES: tuple[dict[str, object], ...] = (
     },
 )
 """Entries that bound a step, and the stages of every `Trainer`. A step goes on until the next batch is
-fetched, so that its evaluation and its checkpoint belong to it. An exception propagates through `Trainer.train`."""
+fetched, so that its evaluation and its checkpoint belong to it. An exception propagates through
+`Trainer.train`."""
 
 
 class StepscopeCallback(StepsCallback, TrainerCallback):  # type: ignore[misc]  # mypy does not see transformers
