@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from stepscope import ProfileConfig, capture, carrier, trajectory, turn
+from stepscope._recording.process.run import run_id
 from stepscope.engines import passes
+from stepscope.files.layout import RunLayout
 from stepscope.files.passes import read_passes
 from stepscope.testing.engine_conformance import a_capture
-from stepscope_report.demo import task
+from stepscope_report import step_report
+from stepscope_report.demo import rollout, task
 from stepscope_report.demo.rollout import SLOTS, RolloutReplica
+from stepscope_report.timeline import Timeline, load_step
+from stepscope_report.whatif.changes import Options
+from stepscope_report.whatif.prediction import predict
 
 PROMPT = task.encode("^8+5=")
 
@@ -77,3 +85,59 @@ async def test_a_forward_pass_that_fails_fails_every_request_and_not_the_next_on
     assert {str(error) for error in errors} == {"out of memory"}
     hook.remove()
     assert await replica.generate(PROMPT, "0", None)
+
+
+PASS_MS, REQUEST_MS = 4, 0.5
+"""Time of a forward pass, and of each request in it, of `timed_run`."""
+
+
+async def timed_run(root: Path, slots: int, monkeypatch: pytest.MonkeyPatch) -> Timeline:
+    """Return a captured step of 32 conversations of two turns with an engine of a known service curve."""
+    monkeypatch.setattr(rollout, "SLOTS", slots)
+    monkeypatch.setattr(task, "TURN_TOKENS", 60)
+    monkeypatch.setattr(task, "END_OF_TURN", {0})
+    replica, config = (
+        RolloutReplica(seed=0),
+        ProfileConfig(save_path=root, steps="0", roles={"*": {"profiler": "off"}}),
+    )
+
+    def forward(tokens: torch.Tensor, _view: object) -> torch.Tensor:
+        time.sleep((PASS_MS + REQUEST_MS * len(tokens)) / 1000)
+        return torch.zeros(*tokens.shape, len(task.VOCABULARY))
+
+    monkeypatch.setattr(replica, "model", forward)
+
+    async def converse(number: int) -> None:
+        with trajectory(f"t{number}"):
+            for index in range(2):
+                with turn(index):
+                    await replica.generate(PROMPT, f"{number}-{index}", carrier())
+
+    layout = RunLayout(root).step(0)
+    async with capture(0, config=config):
+        noted = msgspec.structs.replace(
+            a_capture(root), step=0, run_id=run_id(), passes=10_000, replica=0,
+            out_dir=str(layout.engine_dir(0)), step_dir=str(layout.root),
+        )  # fmt: skip
+        passes.begin(noted)
+        await asyncio.gather(*map(converse, range(32)))
+        passes.end(noted)
+    return load_step(layout.root)
+
+
+@pytest.mark.slow
+async def test_a_larger_batch_takes_what_the_measured_curve_predicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = await timed_run(tmp_path / "few", 6, monkeypatch)
+    prediction = predict(few, Options(max_requests="x2"))
+    many = await timed_run(tmp_path / "many", 12, monkeypatch)
+    assert (prediction.model.measured, prediction.model.slots) == (True, 6)
+    last = prediction.model.curve[-1]
+    known = last.requests / (PASS_MS + REQUEST_MS * last.requests) * 1000
+    assert known / 2 < last.tokens_per_second <= 1.05 * known
+    assert prediction.predicted_ns < 0.9 * prediction.measured_ns
+    assert prediction.predicted_ns == pytest.approx(many.window.wall_ns, rel=0.2)
+    advice = {one.rule: one for one in step_report(few).advice}
+    assert advice["queueing"].saves_ns is not None
+    assert advice["queueing"].saves_ns > 0.2 * few.window.wall_ns  # by another replica: its cache is full

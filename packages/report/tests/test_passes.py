@@ -17,6 +17,7 @@ from stepscope.errors import RecordError
 from stepscope.files.passes import SUFFIX, PassFile, check_passes
 from stepscope.testing.engine_conformance import a_capture
 from stepscope.testing.steps import FakeProcess, StepFolder
+from stepscope_report import step_report
 from stepscope_report.sections.batches import step_batches
 from stepscope_report.served import turn_times
 from stepscope_report.timeline import Timeline, load_step, merge_step
@@ -101,6 +102,30 @@ def test_batches_are_counted_by_size_and_the_thin_end_of_the_rollout_is_named(ti
     assert sizes == {(1, 1): (2, 9, 2), (2, 2): (1, 4, 2), (4, 4): (1, 10, 4)}
     assert (batches.requests, batches.linked, batches.preemptions) == (5, 2, 1)
     assert (batches.prefill_ns, batches.thin_ns) == (10 * MS, 0)
+
+
+def test_advice_is_given_where_passes_show_what_it_saves_and_else_not(tmp_path: Path) -> None:
+    """Eight requests decode. At the end two of them go on alone, prompts are read in between, or others
+    wait.
+    """
+    plain, thin, held, queued = ([(10 * n, "decode", 8) for n in range(10)] for _ in range(4))
+    thin[6:] = [(60 + 10 * n, "decode", 2) for n in range(4)]
+    held[2::2] = [(10 * n, "prefill", 1) for n in (2, 4, 6, 8)]
+    saved = {}
+    for name, course in (("plain", plain), ("thin", thin), ("held", held), ("queued", queued)):
+        folder, log = a_step(tmp_path / name, []), PassLog(100)
+        for begin, kind, requests in course:
+            served = {f"r{n}": 1 for n in range(requests)}
+            waits = 4 * (name == "queued")
+            log.note(begin, begin + 10, kind, served, [1] * requests, running=8, waiting=waits)  # type: ignore[arg-type]  # a literal
+        note(folder, folder.processes[1], 0, log)
+        advice = step_report(load_step(folder.layout.root)).advice
+        saved[name] = {one.rule: (one.saves_ns or 0) // MS for one in advice}
+    ours = {"thin-batches", "prefill-alone", "queueing"}
+    assert not ours & saved["plain"].keys()
+    assert (saved["thin"]["thin-batches"], saved["held"]["prefill-alone"]) == (40, 40)
+    assert ours & saved["queued"].keys() == {"queueing"}
+    assert len(ours & saved["thin"].keys()) == len(ours & saved["held"].keys()) == 1
 
 
 @pytest.mark.parametrize(("attrs", "linked"), [({}, 0), ({"replica": 1}, 1)], ids=["unnamed", "named"])

@@ -38,6 +38,11 @@ def step_demand(timeline: Timeline) -> Demand:
         round(running + waiting)
         for _, running, waiting in _together(timeline, RUNNING_REQUESTS, WAITING_REQUESTS)
     ]
+    load += (
+        running + waiting
+        for engine in timeline.passes
+        for running, waiting in zip(engine.noted.passes.running, engine.noted.passes.waiting, strict=True)
+    )
     tools = placed(timeline, (span for span in timeline.spans if is_tool(span.role, span.stage)))
     return Demand(
         fitting_requests=min((round(statistics.median_low(runs)) for runs in fitting.values()), default=None),

@@ -12,6 +12,7 @@ from stepscope_report.advice.settings import SettingChange, Settings
 from stepscope_report.formatting import duration, percent_of
 from stepscope_report.profiling import Profiling
 from stepscope_report.sections.baseline import Baseline
+from stepscope_report.sections.batches import Batches
 from stepscope_report.sections.breakdown import Breakdown
 from stepscope_report.sections.cause import OtherCause
 from stepscope_report.sections.counters import CounterRow, Counters
@@ -40,6 +41,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     baseline: Baseline | None
     stages: Table[Stage]
     long_tail: LongTail | None
+    batches: tuple[Batches, ...] = ()
     idle: Table[Idle]
     syncing_ns: Mapping[str, int] = {}  # never written
     """Time in collectives that moved weights, by the name of the process."""

@@ -7,9 +7,11 @@ from typing import Literal, TypeAlias
 from stepscope_report.advice.evidence import Advice, Evidence, percentage_of, share_of_step
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import duration
+from stepscope_report.sections.batches import thin_end
 from stepscope_report.sections.cause import OtherCause
 from stepscope_report.sections.long_tail import LongTail
 from stepscope_report.spans import GENERATES
+from stepscope_report.whatif.changes import Options
 
 ENOUGH = 3
 """Least number of trajectories with which the last one can be told from the others."""
@@ -54,11 +56,38 @@ def long_tail(evidence: Evidence) -> Advice | None:
     return Advice(
         rule="long-tail",
         what="the step waits for its slowest trajectories",
-        because=(*facts, cause.sentence, *said),
+        because=(*facts, *_thin_facts(evidence), cause.sentence, *said),
         do=_REMEDIES[kind],
         saves_ns=cause.ns,
         settings=changes(f"long-tail: {kind}", evidence),
     )
+
+
+def thin_batches(evidence: Evidence) -> Advice | None:
+    """Advise if the last tenth of the rollout or more, and 2 % of the step, ran with few requests in every
+    replica, and `long_tail` says nothing.
+    """
+    thin = thin_end(evidence.batches)
+    if thin is None or long_tail(evidence) is not None:
+        return None
+    thin_ns, sentence = thin
+    if thin_ns * 10 < evidence.batches[0].rollout_ns or thin_ns * 50 < evidence.breakdown.window_ns:
+        return None
+    saving = evidence.what_if(Options(cut_tail="p90"))
+    return Advice(
+        rule="thin-batches",
+        what="the engines run nearly empty at the end of the rollout",
+        because=(sentence,),
+        do="train once nine tenths of the trajectories ended, and drop the others or go on with them in the "
+        "next step; or let the next rollout begin meanwhile",
+        saves_ns=thin_ns if saving is None else max(0, min(thin_ns, saving.saving_ns)),
+        settings=changes("long-tail: generation", evidence),
+    )
+
+
+def _thin_facts(evidence: Evidence) -> list[str]:
+    thin = thin_end(evidence.batches)
+    return [] if thin is None else [thin[1]]
 
 
 def _tail_facts(tail: LongTail, held_ns: int, rollout_ns: int) -> list[str]:

@@ -179,6 +179,10 @@ def _tool_pool(case: Case, suggested: float) -> Options | None:
     return Options(tool_pool=f"x{suggested / present:.3f}") if present else None
 
 
+def _more_requests(case: Case, suggested: float) -> Options | None:
+    return Options(max_requests=str(int(suggested)))
+
+
 def _cut_tail_alone(case: Case, suggested: float) -> Options | None:
     """Return the change `_CUT_TAIL`, or None if beginning more trajectories than a batch has needs another
     setting.
@@ -213,7 +217,7 @@ def _has_memory_left(case: Case) -> bool:
     return (case.number("kv_memory") or 0) < _MOST_MEMORY
 
 
-_MORE_REQUESTS = Remedy("max_requests", "higher", _requests_at_once)
+_MORE_REQUESTS = Remedy("max_requests", "higher", _requests_at_once, _more_requests)
 _MORE_REPLICAS = (
     Remedy("replicas", "higher", _one_more, Options(replicas="+1"), _has_own_devices),
     Remedy("rollout_devices", "higher", _one_engine_more, Options(replicas="+1"), _has_own_devices),

@@ -17,7 +17,7 @@ from stepscope_report.advice.counters import (
 )
 from stepscope_report.advice.devices import collectives, idle_device, memory_nearly_full
 from stepscope_report.advice.evidence import Advice, Evidence
-from stepscope_report.advice.long_tail import long_tail
+from stepscope_report.advice.long_tail import long_tail, thin_batches
 from stepscope_report.advice.profilers import not_typical, profiler_cost
 from stepscope_report.advice.recording import (
     between_steps,
@@ -49,6 +49,7 @@ RULES: Sequence[Rule] = (
     memory_nearly_full,
     slow_tools,
     long_tail,
+    thin_batches,
     straggler,
     uneven_profiling,
     collectives,

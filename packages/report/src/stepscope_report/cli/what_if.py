@@ -58,6 +58,7 @@ def _model(model: Model) -> str:
         (
             f"a replica with {first.requests:g} in flight writes {first.tokens_per_second:,.0f} tokens/s, "
             f"with {last.requests:g} in flight {last.tokens_per_second:,.0f}"
+            f"{', as its forward passes measured' if model.measured else ''}"
         ),
         _WORK[model.work].format(residual=model.residual),
     ]
@@ -95,6 +96,9 @@ def what_if(
     tool_pool: Annotated[
         str | None, typer.Option(metavar="N", help="Tools that run at once: +2, -1, x2 or 6.")
     ] = None,
+    max_requests: Annotated[
+        str | None, typer.Option(metavar="N", help="Requests at once in a replica: +8, -8, x2 or 64.")
+    ] = None,
     staleness: Annotated[
         int | None, typer.Option(metavar="1", help="Run the rollout of the next step beside the training.")
     ] = None,
@@ -112,6 +116,7 @@ def what_if(
         balance=balance,
         cut_tail=cut_tail,
         tool_pool=tool_pool,
+        max_requests=max_requests,
         staleness=staleness,
         overlap=overlap,
     )

@@ -16,6 +16,7 @@ from stepscope_report.html.page import section
 from stepscope_report.profiling import step_profilers
 from stepscope_report.section import OVERVIEW, Section
 from stepscope_report.sections.baseline import BASELINE
+from stepscope_report.sections.batches import BATCHES
 from stepscope_report.sections.breakdown import BREAKDOWN
 from stepscope_report.sections.cause import PARTS
 from stepscope_report.sections.counters import COUNTERS
@@ -93,6 +94,7 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
             baseline=sources.value_of(BASELINE),
             stages=sources.value_of(STAGES),
             long_tail=sources.value_of(LONG_TAIL),
+            batches=sources.value_of(BATCHES),
             idle=sources.value_of(IDLE),
             syncing_ns=collectives_of_sync(timeline, sources.activities),
             vain_waits=sources.value_of(VAIN_WAITS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from operator import add
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,6 +19,7 @@ from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.model import EnginePasses
 from stepscope_report.timeline.step.passes import linked_requests
 from stepscope_report.whatif.curve import edges
+from stepscope_report.whatif.limits import slots_of_passes
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
@@ -56,6 +58,17 @@ class Batches(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which a pass ran."""
     prefill_ns: int
     """The part of it in passes that only read prompts. `sizes` leaves these passes out."""
+    held_ns: int
+    """The part of `prefill_ns` in which requests that had begun to write waited for their next token."""
+    waiting_ns: int
+    """Time of passes during which requests waited in the engine's queue."""
+    limit: int | None
+    """Number of requests that the engine served whenever others waited, or None if it varied or none
+    waited."""
+    demand: int
+    """Largest number of requests that ran or waited at once."""
+    kv_use: float | None
+    """The largest used part of the KV cache, from 0 to 1, or None if unknown."""
     computed: int
     """Tokens that all passes computed, of prompts and of outputs."""
     tokens: int
@@ -90,7 +103,8 @@ def _batches(engine: EnginePasses, linked: int, several: bool, first_ns: int, la
     noted, rows = engine.noted, engine.rows
     durations = [end - begin for begin, end in zip(engine.begins_ns, engine.ends_ns, strict=True)]
     written = [sum(noted.served.output[rows[at] : rows[at + 1]]) for at in range(len(durations))]
-    kinds, batches = noted.passes.kind, noted.passes.requests
+    facts = noted.passes
+    kinds, batches = facts.kind, facts.requests
     full = (end for end, requests in zip(engine.ends_ns, batches, strict=True) if requests >= FEW)
     writes = [at for at, kind in enumerate(kinds) if kind not in ("prefill", "idle")]
     return Batches(
@@ -103,6 +117,15 @@ def _batches(engine: EnginePasses, linked: int, several: bool, first_ns: int, la
         preemptions=len(noted.preempted.number),
         busy_ns=union_ns(zip(engine.begins_ns, engine.ends_ns, strict=True)),
         prefill_ns=sum(ns for ns, kind in zip(durations, kinds, strict=True) if kind == "prefill"),
+        held_ns=sum(
+            ns
+            for ns, kind, requests, running in zip(durations, kinds, batches, facts.running, strict=True)
+            if kind == "prefill" and running > requests
+        ),
+        waiting_ns=sum(ns for ns, waiting in zip(durations, facts.waiting, strict=True) if waiting),
+        limit=slots_of_passes([engine]),
+        demand=max(map(add, facts.running, facts.waiting)),
+        kv_use=max((use for use in facts.kv_use if use is not None), default=None),
         computed=sum(noted.served.tokens),
         tokens=sum(written),
         sizes=tuple(_sizes([(batches[at], durations[at], written[at]) for at in writes])),
@@ -166,13 +189,24 @@ def _rows(engine: Batches) -> Iterator[tuple[str, ...]]:
         )
 
 
+def thin_end(batches: Sequence[Batches]) -> tuple[int, str] | None:
+    """Return the end of the rollout in which every replica served fewer than `FEW` requests: its ns, and a
+    sentence. None if there is none, or they never served more.
+    """
+    thin_ns = min((engine.thin_ns for engine in batches), default=0)
+    if not 0 < thin_ns < batches[0].rollout_ns:
+        return None
+    share = percent_of(thin_ns, batches[0].rollout_ns)
+    return thin_ns, (
+        f"the last {share} % of the rollout's passes, {duration(thin_ns)}, ran with fewer than {FEW} "
+        "requests a replica"
+    )
+
+
 def _sentences(batches: Sequence[Batches]) -> Iterable[str]:
-    thin_ns, rollout_ns = min(engine.thin_ns for engine in batches), batches[0].rollout_ns
-    if 0 < thin_ns < rollout_ns:
-        yield (
-            f"The last {percent_of(thin_ns, rollout_ns)} % of the rollout's passes, {duration(thin_ns)}, ran "
-            f"with fewer than {FEW} requests a replica."
-        )
+    thin = thin_end(batches)
+    if thin is not None:
+        yield f"{thin[1][0].upper()}{thin[1][1:]}."
     requests, linked = (sum(getattr(engine, name) for engine in batches) for name in ("requests", "linked"))
     if linked < requests:
         yield f"{count(requests - linked, 'request')} of {requests:,} belong to no turn that a span names."

@@ -28,6 +28,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """`p95`: begin the training as soon as 95 % of the trajectories have ended."""
     tool_pool: str | None = None
     """Number of tools that can run at once, written like `replicas`."""
+    max_requests: str | None = None
+    """Number of requests that a replica serves at once, written like `replicas`."""
     staleness: int | None = None
     """1: the rollout of the next step runs beside the training."""
     overlap: str | None = None
@@ -43,6 +45,8 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     """Percentage of the trajectories that the training waits for."""
     tool_pool: int | None = None
     """The size after the change, or the present size without one; None if tools have no limit."""
+    slots: int | None = None
+    """Number of requests that a replica serves at once, or None if that is not changed."""
     staleness: bool = False
     overlap_reward: bool = False
     words: tuple[str, ...] = ()
@@ -57,6 +61,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
             "lengths are known before the rollout": self.balance == "length",
             "the training takes as long, because earlier trajectories fill the batch": self.cut_tail
             is not None,
+            "the KV cache holds as many requests": self.slots is not None,
             "rollout and training share no device": self.staleness,
             "rewards are computed one after the other, each as long": self.overlap_reward,
         }
@@ -87,6 +92,10 @@ def changes_of(options: Options, step: Step) -> Changes:
     if options.tool_pool is not None:
         pool = _pool(options.tool_pool, rollout)
         words.append(f"tools at once {rollout.tool_pool or 'any'} -> {pool}")
+    slots = None
+    if options.max_requests is not None:
+        slots = _slots(options.max_requests, rollout)
+        words.append(f"requests at once in a replica {rollout.slots} -> {slots}")
     if options.staleness is not None:
         _check_staleness(options.staleness, step)
         words.append("rollout of the next step beside the training")
@@ -98,6 +107,7 @@ def changes_of(options: Options, step: Step) -> Changes:
         balance=balance,
         cut_tail=cut,
         tool_pool=pool,
+        slots=slots,
         staleness=options.staleness is not None,
         overlap_reward=options.overlap is not None,
         words=tuple(words),
@@ -180,6 +190,17 @@ def _pool(value: str, rollout: Rollout) -> int:
             "omit it; if tools do wait, record that as a span `queue` below the tool's",
         )
     return _changed("--tool-pool", value, rollout.tool_pool, "for instance --tool-pool x2")
+
+
+def _slots(value: str, rollout: Rollout) -> int:
+    if rollout.slots is None:
+        raise ConfigError(
+            "--max-requests",
+            value,
+            "only for a step whose requests waited in front of a replica, and none did",
+            "omit it",
+        )
+    return _changed("--max-requests", value, rollout.slots, "for instance --max-requests x2")
 
 
 def _check_staleness(value: int, step: Step) -> None:

@@ -11,6 +11,8 @@ Between measured numbers of requests, the tokens per second of the replica are i
 smallest number, a request is served at the rate of the smallest; above the largest, the replica does no more
 per second. It may do more, up to the slope of the curve there: `Curve.beyond`.
 
+If engines noted their forward passes, the curve is measured by these instead: `measured`.
+
 The requests in flight are kept as columns (`Flight`), in which each generation is two events, its begin and
 its end, and what a call was served is the difference of a running sum at its two events.
 """
@@ -18,14 +20,16 @@ its end, and what a call was served is the difference of a running sum at its tw
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from operator import itemgetter, mul, neg, sub, truediv
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from stepscope_report.timeline.model import EnginePasses
 from stepscope_report.whatif.model import Call
 
 _SINGLE = 4
@@ -136,6 +140,8 @@ class Curve(msgspec.Struct, frozen=True):
 
     points: tuple[tuple[float, float], ...]
     """(requests, tokens per ns of all of them), ascending."""
+    larger: tuple[tuple[float, float], ...] = ()
+    """Points for more requests, which are not measured."""
     beyond: float = 0.0
     """Rate outside of the points, between 0 (the least that the points allow) and 1 (the most)."""
 
@@ -144,16 +150,17 @@ class Curve(msgspec.Struct, frozen=True):
         return self._total(requests) / requests
 
     def _total(self, requests: float) -> float:
-        place = bisect_left(self.points, (requests, 0.0))
-        if place == len(self.points):
-            most, total = self.points[-1]
-            slope = _slope(self.points[-2:], alone=1.0)
+        points = self.points + self.larger
+        place = bisect_left(points, (requests, 0.0))
+        if place == len(points):
+            most, total = points[-1]
+            slope = _slope(points[-2:], alone=1.0)
             return total * math.pow(requests / most, self.beyond * slope)
-        above, total = self.points[place]
+        above, total = points[place]
         if place == 0:
-            slope = _slope(self.points[:2], alone=0.0)
+            slope = _slope(points[:2], alone=0.0)
             return total * math.pow(requests / above, 1 - self.beyond * (1 - slope))
-        below, least = self.points[place - 1]
+        below, least = points[place - 1]
         return least + (total - least) * (requests - below) / (above - below)
 
 
@@ -188,6 +195,95 @@ def fit(flight: Flight, weights: Sequence[int] | None = None, near: Curve | None
         rates = _improved(_leap(rates, once, twice), flight, written, spent)
     totals = zip(flight.means, rates, strict=True)
     return Curve(tuple((requests, rate * requests) for requests, rate in totals if rate))
+
+
+_LARGER = (1.5, 2.0, 3.0, 4.0, 8.0)
+"""Numbers of requests for which a measured curve is extrapolated, as factors of the largest measured one."""
+
+
+class _Pass(NamedTuple):
+    requests: int
+    """Requests that the engine had admitted."""
+    ns: int
+    """Duration, with the time since the pass before if it goes on with a request served until then."""
+    tokens: int
+    """Tokens written."""
+    decoding: int
+    """Requests that got a token after their first."""
+    is_decode: bool
+
+
+def measured(engines: Iterable[EnginePasses]) -> Curve | None:
+    """Return the curve of noted forward passes, by the number of requests that an engine had admitted. None
+    without a pass.
+    """
+    passes = [own for engine in engines for own in _passes(engine)]
+    if not any(own.tokens for own in passes):
+        return None
+    bounds = edges(max(own.requests for own in passes))
+    ns, spent, tokens = ([0.0] * len(bounds) for _ in range(3))
+    for own in passes:
+        bin_ = bisect_left(bounds, own.requests)
+        ns[bin_] += own.ns
+        spent[bin_] += own.ns * own.requests
+        tokens[bin_] += own.tokens
+    bins = zip(bounds, spent, ns, strict=True)
+    means = [whole / part if part else float(most) for most, whole, part in bins]
+    rates = [wrote / whole if whole else 0.0 for wrote, whole in zip(tokens, spent, strict=True)]
+    least = _LEAST * max(rates)
+    rates = _ordered([max(rate, least) for rate in rates], means, spent)
+    points = tuple((mean, rate * mean) for mean, rate in zip(means, rates, strict=True) if rate)
+    return Curve(points, larger=_larger(passes, points[-1]))
+
+
+def _larger(passes: Sequence[_Pass], last: tuple[float, float]) -> tuple[tuple[float, float], ...]:
+    """Return points of a curve for more requests than were measured, or none if all passes had as many.
+
+    A pass that decodes takes some time, and more with each request (least squares of the medians). Prefills
+    take as long for each token that is written as they took.
+    """
+    durations: dict[int, list[int]] = {}
+    for own in passes:
+        if own.is_decode:
+            durations.setdefault(own.decoding, []).append(own.ns)
+    if len(durations) < 2:
+        return ()
+    medians = [(size, statistics.median(each), len(each)) for size, each in durations.items()]
+    number = sum(weight for _, _, weight in medians)
+    mean = sum(size * weight for size, _, weight in medians) / number
+    spread = sum(weight * (size - mean) ** 2 for size, _, weight in medians)
+    each_ns = max(0.0, sum(weight * (size - mean) * ns for size, ns, weight in medians) / spread)
+    pass_ns = max(0.0, sum(map(sum, durations.values())) / number - each_ns * mean)
+    decoded_ns = sum(pass_ns + each_ns * own.decoding for own in passes if own.decoding)
+    prefill_ns = max(0.0, sum(own.ns for own in passes) - decoded_ns) / sum(own.tokens for own in passes)
+    most, total = last
+    points = []
+    for factor in _LARGER:
+        requests = most * factor
+        rate = requests / (pass_ns + (each_ns + prefill_ns) * requests)
+        total = max(total, min(rate, total * factor))
+        points.append((requests, total))
+    return tuple(points)
+
+
+def _passes(engine: EnginePasses) -> Iterator[_Pass]:
+    rows, served = engine.rows, engine.noted.served
+    begun: set[int] = set()
+    before_ns = 0
+    for at, (begin_ns, end_ns) in enumerate(zip(engine.begins_ns, engine.ends_ns, strict=True)):
+        own = slice(rows[at], rows[at + 1])
+        requests = served.request[own]
+        if requests:
+            known = begun.intersection(requests)
+            yield _Pass(
+                requests=max(engine.noted.passes.running[at], len(requests)),
+                ns=end_ns - (before_ns if known else begin_ns),
+                tokens=sum(served.output[own]),
+                decoding=len(known),
+                is_decode=engine.noted.passes.kind[at] in ("decode", "speculative"),
+            )
+        begun.update(requests)
+        before_ns = end_ns
 
 
 def _leap(rates: Sequence[float], once: Sequence[float], twice: Sequence[float]) -> list[float]:

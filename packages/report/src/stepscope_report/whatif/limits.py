@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from stepscope_report.table import grouped
+from stepscope_report.timeline.model import EnginePasses
 from stepscope_report.whatif.model import Call, Phase, Trajectory
 
 _QUEUED = 0.02
@@ -109,6 +110,23 @@ def slots_of_replicas(generations: Sequence[Call]) -> int | None:
         served_ns.update(_served_with_a_queue(calls))
     most, ns = served_ns.most_common(1)[0]
     return most if most and ns >= _FULL * served_ns.total() else None
+
+
+def slots_of_passes(engines: Iterable[EnginePasses]) -> int | None:
+    """Return the number of requests that an engine serves at once, as `slots_of_replicas` does, by noted
+    forward passes.
+    """
+    admitted_ns, busy_ns = Counter[int](), 0
+    for engine in engines:
+        facts = engine.noted.passes
+        for at, (begin_ns, end_ns) in enumerate(zip(engine.begins_ns, engine.ends_ns, strict=True)):
+            busy_ns += end_ns - begin_ns
+            if facts.waiting[at]:
+                admitted_ns[facts.running[at]] += end_ns - begin_ns
+    if admitted_ns.total() <= _QUEUED * busy_ns:
+        return None
+    most, ns = admitted_ns.most_common(1)[0]
+    return most if most and ns >= _FULL * admitted_ns.total() else None
 
 
 def _served_with_a_queue(calls: Iterable[Call]) -> Counter[int]:

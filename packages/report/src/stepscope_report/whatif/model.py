@@ -83,6 +83,11 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     slots: int | None = None
     """Number of requests that a replica serves at once, or None if no request waited in front of a
     replica."""
+    curve: tuple[tuple[float, float], ...] = ()
+    """The service curve that forward passes measured: (requests, tokens per ns of all of them), ascending.
+    Empty if the passes of these requests were not noted."""
+    larger: tuple[tuple[float, float], ...] = ()
+    """Further points of the curve, for more requests, which the passes suggest."""
 
     @property
     def consumed(self) -> int:

@@ -1,8 +1,9 @@
 """Predictions of a step's time: the measured step, its replay unchanged, and its replay with changes.
 
 The prediction is the measured time, times the ratio of the changed replay to the unchanged one. A generation
-needs the tokens that it wrote, served by the curve of `curve`. If the unchanged replay is not within 3 % of
-the measured step, a generation needs what the curve gives in its duration (`work: durations`).
+needs the tokens that it wrote, served by the curve that noted forward passes measured, else by the curve of
+`curve`. If the unchanged replay is not within 3 % of the measured step, a generation needs what the curve
+gives in its duration (`work: durations`).
 Where spans show a queue in front of the replicas, both are tried with it first, then as if all requests were
 served at once. If nothing fits, or the tokens explain the durations badly, there is no prediction.
 
@@ -20,7 +21,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from itertools import compress, zip_longest
+from itertools import compress, product, zip_longest
 from math import exp, log
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -187,6 +188,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     work: Work
     residual: float
     """Standard deviation of ln(tokens / tokens by the curve) over the generations."""
+    measured: bool
+    """True if forward passes measured the curve; False if it is fitted to the generations."""
     curve: tuple[CurvePoint, ...]
 
 
@@ -202,14 +205,16 @@ class _Played(NamedTuple):
 class _Service:
     """Model of the step's replicas: their curve, their speeds, and the tokens that each generation needs."""
 
-    def __init__(self, step: Step, calls: Sequence[Call], slots: int | None) -> None:
+    def __init__(self, step: Step, calls: Sequence[Call], slots: int | None, curve: Curve | None) -> None:
         """
         Args:
             slots: Requests that a replica serves at once, or None for all of them.
+            curve: The curve that forward passes measured, or None to fit one.
         """
         self.slots = slots
         self.flight = Flight(calls, slots)
-        self.curve = fit(self.flight)
+        self.measured = curve
+        self.curve = curve or fit(self.flight)
         self.speeds = speeds(self.flight, self.curve, len(step.rollout.replicas))
         self.by_duration = [0.0] * len(step.rollout.calls())
         self.by_tokens = list(self.by_duration)
@@ -277,6 +282,11 @@ class Predicting:
         """Return the predicted time with the changes of `options`. Raises as `predict` does."""
         changes = changes_of(options, self._step)
         service, work, unchanged = self._fitting
+        if changes.slots is not None and service.slots is None:
+            raise RecordError(
+                f"step {self._step.number}: --max-requests changes nothing, because the step fits a replica "
+                "that serves all requests at once"
+            )
         changed = self._replayed(service.played(self._step.rollout.trajectories, work), changes)
         ratio, wall_ns = changed.step_ns / unchanged.step_ns, self._step.wall_ns
         low, high = self._interval(ratio, changes)
@@ -301,8 +311,9 @@ class Predicting:
         """Return the service and the work with which the unchanged replay fits the step, and that replay."""
         rollout, works = self._step.rollout, get_args(Work)
         tried: list[Outcome] = []
-        for slots in dict.fromkeys((rollout.slots, None)):
-            service = _Service(self._step, self._calls, slots)
+        measured = Curve(rollout.curve, larger=rollout.larger) if rollout.curve else None
+        for curve, slots in dict.fromkeys(product((measured, None), (rollout.slots, None))):
+            service = _Service(self._step, self._calls, slots, curve)
             for work in works:
                 unchanged = self._replayed(service.played(rollout.trajectories, work), self._unchanged)
                 tried.append(unchanged)
@@ -318,7 +329,7 @@ class Predicting:
             speeds=(*factors, *[1.0] * (changes.replicas - len(factors))),
             works=played.works,
             assigned=assignment(played.trajectories, played.works, changes, len(played.speeds)),
-            slots=played.slots,
+            slots=changes.slots or played.slots,
             tool_pool=changes.tool_pool,
             at_once=self._step.rollout.at_once,
         )
@@ -359,7 +370,10 @@ class Predicting:
         times = Counter(call.number for played in drawn for call in played.generations())
         weights = [times[call.number] for call in self._calls]
         known = any(call.tokens and weight for call, weight in zip(self._calls, weights, strict=True))
-        curve = fit(service.flight, weights, service.curve) if known else service.curve
+        # Without the suggested points: beyond the measured ones, the curve is between the least and the most.
+        curve = msgspec.structs.replace(service.curve, larger=())
+        if known and service.measured is None:
+            curve = fit(service.flight, weights, service.curve)
         part, beyond = generator.random(), generator.random()
         works = [
             tokens**part * by_duration ** (1 - part)
@@ -390,6 +404,7 @@ class Predicting:
             slots=service.slots,
             work=work,
             residual=round(service.residual, 3),
+            measured=service.measured is not None,
             curve=tuple(
                 CurvePoint(round(requests, 1), round(total * 1e9, 1))
                 for requests, total in service.curve.points

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, takewhile
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,7 +14,14 @@ from stepscope.errors import RecordError
 from stepscope.files.spans import SERVED, WAITING
 from stepscope_report.spans import MOVES_WEIGHTS, above, is_tool, replica_of, whole
 from stepscope_report.timeline import Span, Timeline
-from stepscope_report.whatif.limits import slots_of_replicas, tool_pool, trajectories_at_once
+from stepscope_report.timeline.step.passes import (
+    RequestKey,
+    linked_requests,
+    pass_of_rows,
+    passes_of_requests,
+)
+from stepscope_report.whatif.curve import measured
+from stepscope_report.whatif.limits import slots_of_passes, slots_of_replicas, tool_pool, trajectories_at_once
 from stepscope_report.whatif.model import (
     Call,
     CallKind,
@@ -121,6 +129,22 @@ def read_step(timeline: Timeline) -> Step:
     )
 
 
+_LINKED = 0.95
+"""Least part of the generations that must be in noted passes, so that these measure the curve."""
+
+
+class _Request(NamedTuple):
+    """A request in noted passes, on the owner's clock."""
+
+    start_ns: int
+    """Time at which it arrived in the engine, or began if that is unknown."""
+    begin_ns: int
+    """Begin of its first pass."""
+    end_ns: int
+    tokens: int
+    replica: int
+
+
 class _Reading:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -137,6 +161,14 @@ class _Reading:
         self._roots = sorted(roots.values(), key=lambda index: timeline.spans[index].start_ns)
         self._replicas: dict[str, int] = {}
         self._numbers = count()
+        self._requests = defaultdict[int, list[RequestKey]](list)
+        """The requests that each span names."""
+        for key, index in linked_requests(timeline).items():
+            self._requests[index].append(key)
+        self._rows = [passes_of_requests(engine) for engine in timeline.passes]
+        self._passes = [pass_of_rows(engine) for engine in timeline.passes]
+        self._noted = 0
+        """Number of generations whose requests are in noted passes."""
 
     def rollout(self) -> Rollout:
         spans = [self._timeline.spans[root] for root in self._roots]
@@ -150,15 +182,20 @@ class _Reading:
                 "generation to replay. Fix: record each call of an engine as span('generate', role='rollout')"
             )
         pool, trajectories = tool_pool(trajectories)
+        generations = [call for trajectory in trajectories for call in trajectory.generations()]
+        engines = self._timeline.passes if self._noted >= _LINKED * len(generations) else ()
+        if len({engine.replica for engine in engines}) < len(engines):
+            engines = ()  # a replica's load is that of all of its data-parallel engines
+        curve = None if any(engine.noted.dropped for engine in engines) else measured(engines)
         return Rollout(
             start_ns=start_ns,
             trajectories=trajectories,
             replicas=tuple(self._replicas),
             tool_pool=pool,
             at_once=trajectories_at_once(trajectories),
-            slots=slots_of_replicas(
-                [call for trajectory in trajectories for call in trajectory.generations()]
-            ),
+            slots=slots_of_passes(engines) or slots_of_replicas(generations),
+            curve=() if curve is None else curve.points,
+            larger=() if curve is None else curve.larger,
         )
 
     def _check(self, roots: Sequence[Span]) -> None:
@@ -217,15 +254,59 @@ class _Reading:
             if kind is None or start_ns >= end_ns:
                 continue
             generates = kind == "generate"
+            noted = self._requests_of(indices) if generates else []
+            self._noted += bool(noted)
+            waited_ns = 0 if kind == "reward" else self._waited(indices, end_ns - start_ns)
+            queued_ns = max((request.begin_ns - request.start_ns for request in noted), default=0)
             yield Call(
                 number=next(self._numbers),
                 kind=kind,
                 start_ns=start_ns - begin_ns,
                 end_ns=end_ns - begin_ns,
-                wait_ns=0 if kind == "reward" else self._waited(indices, end_ns - start_ns),
-                replica=self._replica_of(indices) if generates else None,
+                wait_ns=waited_ns or min(queued_ns, end_ns - start_ns),
+                replica=self._replica_of(indices, noted) if generates else None,
                 tokens=self._tokens(indices) if generates else None,
             )
+        yield from self._calls_without_spans(root, begin_ns)
+
+    def _calls_without_spans(self, root: int, begin_ns: int) -> Iterator[Call]:
+        """Yield the requests of a trajectory that turns name, and no span of a call."""
+        around = self._timeline.spans[root]
+        for index in self._members[around.trajectory or ""]:
+            if _kind(self._timeline.spans[index]) is not None or self._is_inside(index):
+                continue
+            for key in self._requests[index]:
+                request = self._request(key)
+                start_ns = max(request.start_ns, around.start_ns)
+                end_ns = min(request.end_ns, self._timeline.until_ns(around))
+                if start_ns < end_ns:
+                    self._noted += 1
+                    name = f"replica {request.replica}"
+                    yield Call(
+                        number=next(self._numbers),
+                        kind="generate",
+                        start_ns=start_ns - begin_ns,
+                        end_ns=end_ns - begin_ns,
+                        wait_ns=min(max(0, request.begin_ns - start_ns), end_ns - start_ns),
+                        replica=self._replicas.setdefault(name, len(self._replicas)),
+                        tokens=request.tokens or None,
+                    )
+
+    def _requests_of(self, indices: Iterable[int]) -> list[_Request]:
+        """Return the noted requests that a span of a call names, or a span below it."""
+        inner = [below for index in indices for below in self._indices(index)]
+        return [self._request(key) for index in inner for key in self._requests[index]]
+
+    def _request(self, key: RequestKey) -> _Request:
+        engine, rows = self._timeline.passes[key.engine], self._rows[key.engine][key.request]
+        served = [self._passes[key.engine][row] for row in rows]
+        if not served:
+            return _Request(0, 0, 0, 0, engine.replica)
+        begin_ns, end_ns = engine.begins_ns[served[0]], engine.ends_ns[served[-1]]
+        arrived_ns = engine.noted.requests.arrived_ns[key.request]
+        queued_ns = 0 if arrived_ns is None else engine.noted.passes.begin_ns[served[0]] - arrived_ns
+        tokens = sum(engine.noted.served.output[row] for row in rows)
+        return _Request(begin_ns - max(0, queued_ns), begin_ns, end_ns, tokens, engine.replica)
 
     def _grouped(self, root: int) -> list[list[int]]:
         """Return the outermost spans of a trajectory that are calls, grouped: phases of one request are one
@@ -251,13 +332,17 @@ class _Reading:
         around = takewhile(lambda span: span.stage != TRAJECTORY, outer)
         return any(_kind(span) is not None for span in around)
 
-    def _inside(self, index: int) -> Iterator[Span]:
-        """Yield a span and those below it."""
+    def _indices(self, index: int) -> Iterator[int]:
+        """Yield the indices of a span and of those below it."""
         todo = [index]
         while todo:
             inner = todo.pop()
-            yield self._timeline.spans[inner]
+            yield inner
             todo += self._below[inner]
+
+    def _inside(self, index: int) -> Iterator[Span]:
+        """Yield a span and those below it."""
+        return (self._timeline.spans[inner] for inner in self._indices(index))
 
     def _waited(self, indices: Iterable[int], most_ns: int) -> int:
         inner = (span for index in indices for span in self._inside(index))
@@ -272,8 +357,9 @@ class _Reading:
             written = [whole(self._timeline.spans[index], "tokens") for index in indices]
         return max((tokens for tokens in written if tokens is not None and tokens > 0), default=None)
 
-    def _replica_of(self, indices: Iterable[int]) -> int:
+    def _replica_of(self, indices: Iterable[int], noted: Iterable[_Request]) -> int:
         names = [self._replica_name(index) for index in indices]
+        names += (f"replica {request.replica}" for request in noted)
         name = next((name for name in names if name != UNKNOWN), UNKNOWN)
         return self._replicas.setdefault(name, len(self._replicas))
 
