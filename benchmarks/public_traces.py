@@ -3,7 +3,9 @@
 Arguments: folders of Kineto traces, for instance `tests/traces` of a clone of TraceLens and `tests/data` of
 one of HolisticTraceAnalysis; no package has them. The computation reads the JSON with exact decimals and
 unites intervals of integers. Where HolisticTraceAnalysis reads a file, the share of communication that
-computation hides must be the same too, in whole us as it rounds. Nothing is timed.
+computation hides must be the same too, in whole us as it rounds. So must be the gaps before kernels that were
+launched late: exactly by the computation, and as its `host_wait` where all kernels are on one stream. Nothing
+is timed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from typing import Any, NamedTuple
 import report_traces
 from _measure import table, verdict
 
+from stepscope_report.timeline.activity.device_idle import ON_HOST
+
 Pair = tuple[int, int]
 WORKS = ("busy", "compute", "communication", "exposed")
 COMMUNICATION = ("nccl", "rccl", "all_reduce", "allreduce")
@@ -37,6 +41,10 @@ class Numbers(NamedTuple):
     """Calls and summed nanoseconds by name."""
     rounding_ns: int = 0
     """Error that the trace itself allows: times in us since 1970 are doubles with steps of 250 ns."""
+    host_wait_ns: int | None = None
+    """Time of gaps whose next kernel was launched after they began, or None of several devices."""
+    gaps: int = 0
+    streams: int = 0
     hidden: float | None = None
     """Percentage of communication that computation hides, of times in whole us as HTA rounds them."""
 
@@ -92,7 +100,49 @@ def independent(path: Path) -> Numbers | None:
     }
     calls_of_all = sum(calls for calls, _ in kernels.values())
     rounding_ns = round(step_us * 1000) * calls_of_all if step_us > 0.1 else 0
-    return Numbers(devices, dict(kernels), rounding_ns, _hidden(rounded)) if devices else None
+    if not devices:
+        return None
+    host_wait_ns, gaps, streams = host_waits(trace["traceEvents"]) if len(devices) == 1 else (None, 0, 0)
+    return Numbers(devices, dict(kernels), rounding_ns, host_wait_ns, gaps, streams, _hidden(rounded))
+
+
+def host_waits(events: list[dict[str, Any]]) -> tuple[int, int, int]:
+    """Return the time of gaps whose next kernel was launched late, and the numbers of gaps and streams."""
+    launches: dict[int, int] = {}
+    ran: list[tuple[int, int, int, str]] = []
+    for event in events:
+        category, number = str(event.get("cat", "")).lower(), event.get("args", {}).get("correlation", -1)
+        if event.get("ph") != "X" or number is None:
+            continue
+        if category in ("cuda_runtime", "cuda_driver", "runtime", "hip_runtime") and number >= 0:
+            launches[int(number)] = min(_ns(event["ts"]), launches.get(int(number), 1 << 62))
+        elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
+            start = _ns(event["ts"])
+            ran.append(
+                (start, _ns(Decimal(event["ts"]) + Decimal(event["dur"])), int(number), str(event["tid"]))
+            )
+    waited = gaps = 0
+    until = None
+    for start, end, number, _ in sorted(ran, key=lambda one: one[0]):
+        if until is not None and start > until:
+            gaps += 1
+            if launches.get(number, until) > until:
+                waited += start - until
+        until = end if until is None else max(until, end)
+    return waited, gaps, len({stream for *_, stream in ran})
+
+
+def hta_host_wait(path: Path) -> float | None:
+    """Return HTA's `host_wait` of the only stream in us, or None if it cannot read the file."""
+    try:
+        analysis = importlib.import_module("hta.trace_analysis").TraceAnalysis(
+            trace_files={0: str(path)}, trace_dir="", include_last_profiler_step=True
+        )
+        times, _ = analysis.get_idle_time_breakdown(ranks=[0], visualize=False)
+        return float(times[times["idle_category"] == "host_wait"]["idle_time"].sum())
+    except Exception as error:
+        print(f"HTA does not read {path.name}: {type(error).__name__}")
+        return None
 
 
 def _hidden(works: dict[str, list[Pair]]) -> float | None:
@@ -123,7 +173,8 @@ def reported(path: Path) -> Numbers:
         for row in traces["operators"]
         if row["kind"] in ("compute", "communication")
     }
-    return Numbers(devices, kernels)
+    waited = sum(row["total_ns"] for row in json.loads(done.stdout)["gaps"] if row["kind"] in ON_HOST)
+    return Numbers(devices, kernels, host_wait_ns=waited)
 
 
 def differences(path: Path, expected: Numbers, ours: Numbers) -> Iterator[str]:
@@ -134,6 +185,9 @@ def differences(path: Path, expected: Numbers, ours: Numbers) -> Iterator[str]:
         for work, ns in works.items():
             if abs(ns - ours.devices[device][work]) >= max(1000, expected.rounding_ns):
                 yield f"{path.name}: device {device}: {work}: {ours.devices[device][work]} ns, expected {ns}"
+    wait_ns, ours_ns = expected.host_wait_ns, ours.host_wait_ns or 0
+    if wait_ns is not None and abs(wait_ns - ours_ns) >= max(1000, expected.rounding_ns):
+        yield f"{path.name}: host wait: {ours_ns} ns, expected {wait_ns}"
     for name, (calls, total) in ours.kernels.items():
         if name not in expected.kernels:
             yield f"{path.name}: {name[:60]} is no kernel"
@@ -171,7 +225,7 @@ def main() -> None:
         with_hta = False
         print("not installed: HolisticTraceAnalysis")
     rows, different = list[list[str]](), list[str]()
-    times = kernels = shares = 0
+    times = kernels = shares = waits = 0
     for path in sorted(path for folder in options.folders for path in folder.rglob("*.json*")):
         expected = independent(path)
         if expected is None:
@@ -180,6 +234,11 @@ def main() -> None:
         different += differences(path, expected, ours)
         times += sum(len(works) for works in expected.devices.values())
         kernels += len(ours.kernels)
+        if with_hta and expected.streams == 1 and (wait_us := hta_host_wait(path)) is not None:
+            waits += 1
+            # It rounds starts up and ends down, to whole us.
+            if not 0 <= wait_us * 1000 - (expected.host_wait_ns or 0) <= 2000 * expected.gaps:
+                different.append(f"{path.name}: {expected.host_wait_ns} ns, host_wait of HTA {wait_us} us")
         theirs = None
         if with_hta and expected.hidden is not None and len(expected.devices) == 1:
             theirs = hidden_share(path)
@@ -193,7 +252,7 @@ def main() -> None:
     table(["ms on the device", *WORKS, "hidden % (HTA)"], rows)
     print(*(f"DIFFERENT  {line}" for line in different), sep="\n", end="\n" * bool(different))
     print(f"compared: {times} times of {len(rows)} devices, {kernels} kernels")
-    print(f"and the hidden communication of {shares} traces that HTA reads")
+    print(f"and the hidden communication of {shares} traces that HTA reads, and its host_wait of {waits}")
     verdict("numbers that differ", len(different), 0, "")
 
 

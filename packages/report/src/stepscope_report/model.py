@@ -16,8 +16,10 @@ from stepscope_report.sections.counters import Counters
 from stepscope_report.sections.critical_path import CriticalPath
 from stepscope_report.sections.cuda_memory import CudaMemory
 from stepscope_report.sections.engines import Engine, Phaseless
+from stepscope_report.sections.gaps import GapRow
 from stepscope_report.sections.health import Health
 from stepscope_report.sections.idle import Idle
+from stepscope_report.sections.labels import LabelRow
 from stepscope_report.sections.long_tail import LongTail
 from stepscope_report.sections.operators import TraceTables
 from stepscope_report.sections.stages import Stage
@@ -89,6 +91,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens and FLOPs per second, or None if neither is known."""
     weight_sync: WeightSync | None = None
     """Times of weight syncs, or None if no span moves weights."""
+    gaps: tuple[GapRow, ...] = ()
+    """Gaps between the kernels of devices, by cause. Empty if no trace has a device."""
+    labels: tuple[LabelRow, ...] = ()
+    """Time by label, as a tree. Empty if no trace has labels."""
     traces: TraceTables | None
     """Tables of the traces, or None if these were not read."""
     cuda_memory: tuple[CudaMemory, ...]

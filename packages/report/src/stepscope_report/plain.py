@@ -20,7 +20,9 @@ from stepscope_report.model import StepReport
 from stepscope_report.report import step_report
 from stepscope_report.section import Page, Section
 from stepscope_report.sections.engines import ENGINES, Engine
+from stepscope_report.sections.gaps import GAPS, GapRow, causes_of_gaps, where
 from stepscope_report.sections.health import ProcessRow, clock_notes
+from stepscope_report.sections.labels import LABELS, LabelRow
 from stepscope_report.sections.operators import (
     TRACES,
     TraceTables,
@@ -36,8 +38,8 @@ from stepscope_report.timeline.activity.traces import place_traces
 from stepscope_report.timeline.clocks.wall import is_wall
 from stepscope_report.timeline.step.plain import PlainStep
 
-_SECTIONS: tuple[Section[Any], ...] = (ENGINES, THROUGHPUT, TRACES)
-_DEVICES, _OPERATORS, _MARKS, _TROUBLE = 5, 5, 3, 8
+_SECTIONS: tuple[Section[Any], ...] = (GAPS, LABELS, ENGINES, THROUGHPUT, TRACES)
+_DEVICES, _CAUSES, _OPERATORS, _MARKS, _TROUBLE = 5, 4, 4, 3, 6
 """Lines of each kind in a brief."""
 LEFT_OUT = (
     "Left out, because traces have no spans of stepscope: where the step went, calls, idle processes, "
@@ -57,6 +59,8 @@ class PlainReport(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[ProcessRow, ...]
     engines: tuple[Engine, ...]
     throughput: Throughput | None
+    gaps: tuple[GapRow, ...]
+    labels: tuple[LabelRow, ...]
     traces: TraceTables | None
     left_out: str = LEFT_OUT
 
@@ -67,6 +71,16 @@ def _longest(traces: TraceTables) -> Iterator[str]:
     for row in (*on_device(rows)[:_OPERATORS], *on_host(rows)[:_OPERATORS], *marks_of(rows)[:_MARKS]):
         role = f"{row.role} " if len({other.role for other in rows}) > 1 else ""
         yield f"{role}{short(row.name)} ({row.kind}): {duration(row.self_ns)} in {count(row.count, 'call')}"
+
+
+def _idle(rows: Sequence[GapRow]) -> Iterator[str]:
+    """Yield the causes with the most time, of all roles."""
+    causes = sorted(causes_of_gaps(rows), key=lambda cause: -cause.total_ns)
+    roles = {cause.role for cause in causes}
+    for cause in causes[:_CAUSES]:
+        role = f"{cause.role}: " if len(roles) > 1 else ""
+        place = f", in {where(cause)}" if where(cause) else ""
+        yield f"{role}{cause.kind}: {duration(cause.total_ns)} in {count(cause.gaps, 'gap')}{place}"
 
 
 class Plain:
@@ -107,6 +121,7 @@ class Plain:
         parts = [
             Part(self.title, (self._extent(), LEFT_OUT)),
             Part("Devices", () if traces is None else tuple(device_lines(traces.devices, _DEVICES))),
+            Part("Why the devices were idle", tuple(_idle(self._report.gaps))),
             Part("Operators and kernels", () if traces is None else tuple(_longest(traces))),
             Part("Engines", engines),
             Part("Trouble", tuple(islice(self._trouble(), _TROUBLE))),
@@ -157,6 +172,8 @@ class Plain:
             processes=report.health.processes,
             engines=report.engines,
             throughput=report.throughput,
+            gaps=report.gaps,
+            labels=report.labels,
             traces=report.traces,
         )
 

@@ -24,8 +24,10 @@ from stepscope_report.sections.counters import COUNTERS
 from stepscope_report.sections.critical_path import CRITICAL_PATH
 from stepscope_report.sections.cuda_memory import CUDA_MEMORY
 from stepscope_report.sections.engines import ENGINES, PHASELESS
+from stepscope_report.sections.gaps import GAPS
 from stepscope_report.sections.health import HEALTH
 from stepscope_report.sections.idle import IDLE
+from stepscope_report.sections.labels import LABELS
 from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.sections.metrics import METRICS
 from stepscope_report.sections.operators import TRACES
@@ -53,6 +55,8 @@ SECTIONS: tuple[Section[Any], ...] = (
     BATCHES,
     THROUGHPUT,
     WEIGHT_SYNC,
+    GAPS,
+    LABELS,
     TRACES,
     CUDA_MEMORY,
     COUNTERS,

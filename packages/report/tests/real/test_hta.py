@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from hta.trace_analysis import TraceAnalysis
 
 from stepscope.files.layout import RunLayout, StepLayout
+from stepscope_report.timeline.activity.content_reader import read_trace
+from stepscope_report.timeline.activity.device_idle import ON_HOST
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # it calls what pandas deprecates
 
@@ -69,3 +72,24 @@ def test_its_analyses_that_need_no_device_run(step: StepLayout) -> None:
     analysis = TraceAnalysis(trace_files=traces(step))
     kernels, _ = analysis.get_gpu_kernel_breakdown(visualize=False)
     assert kernels.empty  # nothing ran on a device here
+
+
+def test_gaps_caused_by_the_program_are_its_host_waits(tmp_path: Path) -> None:
+    chance, at, events = random.Random(5), 100, list[dict[str, object]]()
+    for number in range(1, 400):
+        start = at + chance.choice((0, 2, 40))
+        call, dur = start - chance.randrange(3, 60), chance.randrange(5, 80)
+        called, on_stream = {"correlation": number}, {"correlation": number, "stream": 7, "device": 0}
+        launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1, "ts": call, "dur": 2}
+        ran = {"cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": start, "dur": dur}
+        events += [{"ph": "X", "args": called, **launch}, {"ph": "X", "args": on_stream, **ran}]
+        at = start + dur
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    times, _ = TraceAnalysis(trace_files={0: str(path)}).get_idle_time_breakdown(
+        ranks=[0], streams=[7], visualize=False
+    )
+    waits = {row.idle_category: row.idle_time for row in times.itertuples()}
+    gaps = read_trace(path).gaps
+    assert sum(gap.total_us for gap in gaps if gap.kind in ON_HOST) == waits.pop("host_wait") > 0
+    assert sum(gap.total_us for gap in gaps if gap.kind == "queued") == sum(waits.values()) > 0

@@ -11,6 +11,7 @@ from stepscope_report.block import TextTable
 from stepscope_report.formatting import duration
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import TraceActivity
+from stepscope_report.timeline.activity.device_idle import GapKind
 
 SHOWN = 10
 """Number of steps of a process that are printed: the longest ones."""
@@ -25,6 +26,8 @@ class ProfilerStepRow(msgspec.Struct, frozen=True, kw_only=True):
     busy_ns: int | None
     idle_ns: int | None
     """Time of the step in which no device was busy."""
+    gaps: dict[GapKind, int] = {}
+    """Gaps of the devices within the step by cause; devices are added up."""
     exposed_ns: int | None
     loading_ns: int
     optimizer_ns: int
@@ -39,6 +42,7 @@ def profiler_steps(activities: Iterable[TraceActivity]) -> Table[ProfilerStepRow
             dur_ns=_ns(step.dur_us),
             busy_ns=None if step.busy_us is None else _ns(step.busy_us),
             idle_ns=None if step.busy_us is None else _ns(step.dur_us - step.busy_us),
+            gaps={kind: _ns(us) for kind, us in step.idle.items()},
             exposed_ns=None if step.exposed_us is None else _ns(step.exposed_us),
             loading_ns=_ns(step.loading_us),
             optimizer_ns=_ns(step.optimizer_us),
@@ -57,10 +61,29 @@ def step_tables(rows: Sequence[ProfilerStepRow]) -> Iterator[TextTable]:
     for process, own in grouped(rows, lambda row: row.process).items():
         longest = sorted(own, key=lambda row: -row.dur_ns)[:SHOWN]
         shown = sorted(longest, key=lambda row: row.step)
-        columns = (">step", ">took", ">device busy", ">idle", ">exposed", ">data loading", ">optimizer")
+        columns = (
+            ">step",
+            ">took",
+            ">device busy",
+            ">idle",
+            ">exposed",
+            ">data loading",
+            ">optimizer",
+            "idle because",
+        )
         less = f"The {SHOWN} longest of {len(own):,}. " if len(own) > SHOWN else ""
-        cells = tuple((f"{row.step:,}", *map(duration, _times(row))) for row in shown)
+        cells = tuple((f"{row.step:,}", *map(duration, _times(row)), _because(row)) for row in shown)
         yield TextTable(f"Steps of {process}", columns, cells, f"{less}{_slowest(own)}".strip(), noun="step")
+
+
+def _because(row: ProfilerStepRow) -> str:
+    """Return the causes of half of the gaps or more, the largest first."""
+    total, known, named = sum(row.gaps.values()), 0, []
+    for kind, ns in sorted(row.gaps.items(), key=lambda item: -item[1]):
+        if known * 2 < total:
+            known += ns
+            named.append(f"{kind} {duration(ns)}")
+    return ", ".join(named)
 
 
 def _times(row: ProfilerStepRow) -> tuple[int | None, ...]:

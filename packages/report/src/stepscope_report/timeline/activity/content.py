@@ -8,8 +8,10 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from stepscope_report.timeline.activity.device_idle import DeviceGaps, GapKind
 from stepscope_report.timeline.activity.flops import Flops
 from stepscope_report.timeline.activity.intervals import Pair, unpacked
+from stepscope_report.timeline.activity.labels import LabelTime
 from stepscope_report.timeline.readers.chrome import Distributed
 
 Work: TypeAlias = Literal["compute", "communication", "memory"]
@@ -107,6 +109,8 @@ class ProfilerStep(msgspec.Struct):
     """Time in which the data loader was waited for."""
     optimizer_us: float
     """Time in `Optimizer.step`, on the CPU."""
+    idle: dict[GapKind, float] = {}
+    """Time in which a device had nothing to run, by cause; devices are added up."""
 
 
 class Collective(msgspec.Struct):
@@ -176,4 +180,8 @@ class TraceContent(msgspec.Struct, kw_only=True):
     """The FLOPs of matrix products and attention; empty where the trace has no shapes."""
     steps: list[ProfilerStep] = []
     """The steps of torch's profiler, if the program told it."""
+    gaps: list[DeviceGaps] = []
+    """Gaps of the devices by cause, the longest total first."""
+    labels: list[LabelTime] = []
+    """Time by label; each label comes before those within it."""
     problems: dict[str, int | None]

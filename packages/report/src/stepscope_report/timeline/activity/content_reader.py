@@ -3,8 +3,11 @@
 It is read in one pass, or in two if a thread's operators are not in the order of their starts.
 
 It is fast because typed decoding skips `args`, except the shapes if a trace has them. Memory holds one
-block of the file, a record for each name and shapes, and 16 bytes for each interval of device or operator
-time.
+block of the file, a record for each name and shapes, 16 bytes for each interval of device or operator time,
+and 20 to 24 bytes for each operator, label, function and kernel.
+
+One file above 500 lines: the shapes of events, and what each of them counts as, are read together.
+
 Layouts: Kineto's from torch 1.8 to 2.13; CUDA, ROCm, MTIA and CPU.
 """
 
@@ -33,15 +36,18 @@ from stepscope_report.timeline.activity.content import (
     TraceContent,
     Work,
 )
-from stepscope_report.timeline.activity.event_names import is_collective, iteration_of, work_of
+from stepscope_report.timeline.activity.device_idle import Host, by_cause, in_steps
+from stepscope_report.timeline.activity.event_names import is_collective, is_range, iteration_of, work_of
 from stepscope_report.timeline.activity.flops import SHAPES, FlopCounter
 from stepscope_report.timeline.activity.intervals import Cover, Stretches, length, unpacked
+from stepscope_report.timeline.activity.labels import MODULE, Labels
 from stepscope_report.timeline.activity.launches import Launches
 from stepscope_report.timeline.activity.nesting import (
     NONE,
     Nesting,
     Unordered,
     mark_key,
+    mark_name,
     new_operator,
     operator_key,
 )
@@ -60,6 +66,7 @@ DEVICE = frozenset(
 )  # fmt: skip
 """Categories of what a device did. `communication` comes from readers of other formats."""
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"})
+_FRAMES = frozenset({"python_function"})
 _ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "python_user_annotation"})
 
 _BESIDE = 0.002
@@ -134,6 +141,12 @@ class _Shaped(Complete, tag_field="ph", tag="X", gc=False):
     args: _Args | None = None
 
 
+class Linked(Complete, tag_field="ph", tag="X", gc=False):
+    """A slice of another reader, with the number that a kernel and its launch have in common."""
+
+    correlation: int = -1
+
+
 class _About(NamedTuple):
     """Facts that an event of a device, or a call into its runtime, states."""
 
@@ -144,6 +157,8 @@ class _About(NamedTuple):
 
 def _about(event: Complete) -> _About:
     args: _DeviceArgs | None = None
+    if isinstance(event, Linked):
+        return _About(None, event.correlation, 0)
     if isinstance(event, _Shaped):
         args = event.args
     elif isinstance(event, _Plain) and event.args:
@@ -226,6 +241,7 @@ class Reading:
         self.peaks: dict[tuple[int, int], Peak] = {}
         self.flops = FlopCounter()
         self._launches = Launches()
+        self._host, self._labels = Host(), Labels()
         self._async = AsyncCalls()
         self._steps = ProfilerSteps()
         self._runtime = False
@@ -273,6 +289,7 @@ class Reading:
             **dict.fromkeys(DEVICE, self._kernel),
             **dict.fromkeys(_RUNTIME, self._call),
             **dict.fromkeys(_ANNOTATIONS, self._annotation),
+            **dict.fromkeys(_FRAMES, self._frame),
             "Trace": lambda event: self.seen(event.ts, event.ts + event.dur),
         }.get
         for event in events:
@@ -298,7 +315,18 @@ class Reading:
         if type(event) is _Shaped and event.args is not None:
             self.flops.add(event.name, event.ts, event.args.dims)
             key = operator_key(event.name, event.args.dims, self.operators, len(self.operators))
+        if is_range(event.name):
+            self._name_range(event)
+        else:
+            thread = self._host.thread((event.pid, event.tid))
+            self._host.operator(event.name, event.ts, event.dur, thread)
         self._open(event, key)
+
+    def _frame(self, event: Complete) -> None:
+        thread = self._host.thread((event.pid, event.tid))
+        self._host.frame(event.name, event.ts, event.dur, thread)
+        if event.name.startswith(MODULE):
+            self._labels.add(event.name.removeprefix(MODULE), event.ts, event.dur, thread)
 
     def _open(self, event: Complete, key: str) -> None:
         start, thread = event.ts, (event.pid, event.tid)
@@ -336,8 +364,10 @@ class Reading:
         start, dur, about = event.ts, event.dur, _about(event)
         work = self._ran(event.name, event.cat, start, dur)
         # Merged files have pids of their own.
-        self.devices[event.pid if about.device is None else about.device][work].add(start, start + dur)
-        if type(event) is not Complete:  # other profilers have graphs and groups on their tracks
+        key = event.pid if about.device is None else about.device
+        self.devices[key][work].add(start, start + dur)
+        self._host.devices[key].add(start, start + dur, about.correlation, talks=work == "communication")
+        if not isinstance(event, Linked):  # other profilers have graphs and groups on their tracks
             self._launches.work((event.pid, event.tid), start, dur, about.correlation, about.node)
 
     def _ran(self, name: str, category: str, start: float, dur: float) -> Work:
@@ -355,11 +385,15 @@ class Reading:
 
     def _call(self, event: Complete) -> None:
         self._runtime = True
-        self._launches.call(event.name, event.ts, _about(event).correlation)
+        correlation = _about(event).correlation
+        thread = self._host.thread((event.pid, event.tid))
+        self._host.call(event.name, event.ts, event.dur, thread, correlation)
+        self._launches.call(event.name, event.ts, correlation)
 
     def _annotation(self, event: Complete) -> None:
         if is_collective(event.name):
             self.collectives[event.name].extend((event.ts, event.ts + event.dur))
+            self._host.collective(event.name, event.ts, event.dur)
             return
         iteration = iteration_of(event.name, event.ts, event.dur)
         if iteration is not None:
@@ -367,7 +401,17 @@ class Reading:
         elif event.cat != "gpu_user_annotation":  # which repeats a range, where its kernels ran
             self.seen(event.ts, event.ts + event.dur)
             self._steps.add(event.name, event.ts, event.dur)
+            self._name_range(event)
             self._open(event, mark_key(event.name, self.operators, len(self.operators)))
+
+    def _name_range(self, event: Complete) -> None:
+        name, thread = mark_name(event.name), self._host.thread((event.pid, event.tid))
+        if name is None:
+            operator = mark_key(event.name, (), 0)
+            self._host.operator(operator, event.ts, event.dur, thread)
+            return
+        self._host.mark(event.name, event.ts, event.dur)
+        self._labels.add(name, event.ts, event.dur, thread)
 
     def _memory(self, ts: float, args: _MemoryArgs) -> None:
         if args.allocated is None or args.kind is None:
@@ -400,6 +444,11 @@ class Reading:
             self.notes.events(NEVER_ENDED, self._async.never_ended)
         for what, number in self._launches.doubts():
             self.notes.events(what, number)
+        steps = self._steps.finish(map(_stretches, self.devices.values()))
+        gaps = self._host.gaps(self.first, self.last)
+        inside = in_steps(gaps, [(step.start_us, step.start_us + step.dur_us) for step in steps])
+        for step, kinds in zip(steps, inside, strict=True):
+            step.idle = kinds
         for (kind, number), peak in self.peaks.items():
             total = (device.total_bytes for device in fields.devices if device.id == number and kind)
             peak.capacity_bytes = next(total, None)
@@ -425,7 +474,9 @@ class Reading:
             runtime=self._runtime,
             flops=self.flops.in_order(),
             device_names=[properties.name for properties in fields.devices if properties.name is not None],
-            steps=self._steps.finish(map(_stretches, self.devices.values())),
+            steps=steps,
+            gaps=by_cause(gaps),
+            labels=self._labels.finish(self._host, gaps),
             problems=dict(self.notes.counts),
         )
 

@@ -135,7 +135,9 @@ def _of_sglang(name: str) -> Requests | None:
     return Requests(size, 0, None, mixed=True) if mode == "MIXED" else None
 
 
-_OF_TORCH = re.compile(r"\w*Backward\d*|Python(DispatchMode|Subclass)|AccumulateGrad|CopySlices|detach")
+_OF_TORCH = re.compile(
+    r"\w*Backward\d*|Python(DispatchMode|Subclass)|AccumulateGrad|CopySlices|detach|record_param_comms"
+)
 """Operators of torch itself whose names have no namespace."""
 
 

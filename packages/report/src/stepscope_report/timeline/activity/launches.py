@@ -40,6 +40,9 @@ class Starts:
         if start_us < page[at]:
             page[at] = start_us
 
+    def __bool__(self) -> bool:
+        return bool(self._pages)
+
     def __iter__(self) -> Iterator[tuple[int, float]]:
         for number, page in self._pages.items():
             for at, start_us in enumerate(page, number * _PAGE):

@@ -42,16 +42,27 @@ def operator_key(name: str, dims: bytes, known: Container[str], number: int) -> 
     return key if number < KEPT or key in known else f"{name}{_SEPARATOR}{OTHERS}"
 
 
+def mark_name(name: str) -> str | None:
+    """Return the name under which a range of the user is counted, or None for an operator of `emit_nvtx`."""
+    operator = _operator_of(name)
+    return _STEP.sub("ProfilerStep*", name) if operator is None else None
+
+
+def _operator_of(name: str) -> str | None:
+    operator, id_, _ = name.partition(_OP_ID)
+    operator, seq, _ = operator.partition(_SEQ)
+    return operator if id_ or seq else None
+
+
 def mark_key(name: str, known: Container[str], number: int) -> str:
     """Return the key of a range of the user, which may have an operator's name. `known` is as above.
 
     A range of `emit_nvtx` is an operator.
     """
-    operator, id_, _ = name.partition(_OP_ID)
-    operator, seq, _ = operator.partition(_SEQ)
-    if id_ or seq:
-        return operator
-    key = f"{_MARK}{_STEP.sub('ProfilerStep*', name)}"
+    named = mark_name(name)
+    if named is None:
+        return _operator_of(name) or name
+    key = f"{_MARK}{named}"
     return key if number < KEPT or key in known else f"{_MARK}{OTHER_MARKS}"
 
 

@@ -21,6 +21,7 @@ from stepscope_report.timeline.activity.content import TraceContent
 from stepscope_report.timeline.activity.content_reader import (
     DEVICE,
     Complete,
+    Linked,
     Reading,
     Thread,
     is_short,
@@ -183,13 +184,15 @@ class _Contents:
             return  # the host's view of work that a device's own track has too
         if self._base_ns is None:
             self._base_ns = event.start_ns  # floats of us since 1970 would lose their ns
+        correlation = None if event.args is None else event.args.get("correlation")
         pending = self._pending[track.pid]
         pending.append(
-            Complete(
+            Linked(
                 name=event.name,
                 cat=category,
                 pid=track.device if category in DEVICE and track.device is not None else 0,
-                tid=track.track,
+                tid=track.track if track.thread is None else f"thread {track.thread}",
+                correlation=correlation if isinstance(correlation, int) else -1,
                 ts=(event.start_ns - self._base_ns) / 1000,
                 dur=event.dur_ns / 1000,
             )

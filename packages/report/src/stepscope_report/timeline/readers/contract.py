@@ -103,6 +103,8 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
     device: str | None = None
     """`GPU 0`, `NPU 3`: the device whose work its slices are, by their categories, or None if they are of
     no device."""
+    thread: int | None = None
+    """Number of its thread, if the thread has several tracks, such as one for calls and one for ranges."""
     sort: int = 0
     """Place of the track among the recording's tracks."""
     overlapping: bool = False
@@ -121,6 +123,7 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Kineto's category if one fits: `kernel`, `gpu_memcpy`, `gpu_memset`, `cuda_runtime`, `cpu_op`,
     `user_annotation`, `communication`."""
     args: Mapping[str, object] | None = None
+    """Of a kernel and of the call that launched it, `correlation` is the same integer."""
 
 
 class Instant(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -288,7 +288,7 @@ class _Export:
                 key, label = ("ranges", process), "NVTX ranges"
             else:
                 key, label = ("nvtx", thread), f"NVTX {self._thread(thread)}"
-            yield from self._declare(key, label, process, 0)
+            yield from self._declare(key, label, process, 0, thread=None if kind in START_END else thread)
             track, name = self._tracks[key], text or self._string(text_id) or "(no text)"
             args = {"domain": domains[domain]} if domain in domains else None
             if kind == MARK or not end:  # 0 where the export has no NULL
@@ -309,7 +309,7 @@ class _Export:
             if not self._is_sound(start, end):
                 continue
             process, key = None if thread is None else thread & PROCESS, ("runtime", thread)
-            yield from self._declare(key, f"CUDA API {self._thread(thread)}", process, 1)
+            yield from self._declare(key, f"CUDA API {self._thread(thread)}", process, 1, thread=thread)
             args = {"correlation": correlation, **({"return value": returned} if returned else {})}
             name = self._string(name_id) or "(no name)"
             yield self._slice(self._tracks[key], name, start, end, "cuda_runtime", args)
@@ -388,13 +388,21 @@ class _Export:
         )  # fmt: skip
 
     def _declare(
-        self, key: _Key, name: str, process: int | None, sort: int, device: str | None = None
+        self,
+        key: _Key,
+        name: str,
+        process: int | None,
+        sort: int,
+        device: str | None = None,
+        thread: int | None = None,
     ) -> Iterator[Track]:
         if key not in self._tracks:
             track = self._tracks[key] = len(self._tracks)
             pid = None if process is None else pid_of(process)
             # What overlaps: kernels of one stream (launched early, or in graphs), domains of one thread.
-            yield Track(track=track, name=name, pid=pid, device=device, sort=sort, overlapping=True)
+            yield Track(
+                track=track, name=name, pid=pid, device=device, thread=thread, sort=sort, overlapping=True
+            )
 
     def _thread(self, thread: int | None) -> str:
         if thread is None:

@@ -1,0 +1,152 @@
+"""*Why is the device idle?*: the gaps between the kernels of traces, by cause, call and line."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from stepscope_report.block import Block, TextTable
+from stepscope_report.formatting import duration, percent_of
+from stepscope_report.section import DEVICES, Section
+from stepscope_report.table import Table, grouped
+from stepscope_report.timeline import TraceActivity
+from stepscope_report.timeline.activity.device_idle import GapKind
+
+if TYPE_CHECKING:
+    from stepscope_report.model import StepReport
+
+REMEDIES: dict[GapKind, str] = {
+    "synchronisation": "do without the call, or call it less often: .item(), .cpu(), print of a tensor, "
+    "torch.cuda.synchronize(); what must be read can be copied with non_blocking=True and read a step later",
+    "data loader": "more workers, prefetch_factor and persistent_workers in the DataLoader",
+    "garbage collection": "gc.freeze() after the set-up, and gc.collect() at moments of your choice",
+    "compilation": "compile before the measured steps; TORCH_LOGS=recompiles names what changes",
+    "memory allocation": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and shapes that repeat",
+    "copies": "pinned memory and non_blocking=True for what is copied to the device",
+    "collective": "collectives on the device (NCCL), or fewer of them on the CPU",
+    "slow launches": "torch.compile, CUDA graphs, fused operators or larger batches: the CPU launches more "
+    "slowly than the device runs",
+    "no operator": "move what Python does there out of the step, or into another thread; with_stack=True "
+    "names it",
+    "queued": "little to do: kernels that wait for another stream, or the gaps of many small ones",
+}
+"""Advice by cause of gaps."""
+_FLOOR = 100
+"""Causes below one part in this many of the idle time have no line in a terminal."""
+
+
+class GapRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Gaps in the work of a process' devices that have one cause, in one call at one line."""
+
+    process: str
+    role: str
+    kind: GapKind
+    call: str
+    """The call that waited, with the operator around it; empty if no call is the cause."""
+    place: str
+    """The innermost line of the user's code; empty unless the trace has stacks."""
+    count: int
+    total_ns: int
+    longest_ns: int
+
+
+def gap_rows(activities: Iterable[TraceActivity]) -> Table[GapRow]:
+    """Return the gaps of each process, the longest total first."""
+    sums: dict[tuple[str, str, GapKind, str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    for activity in activities:
+        for gaps in activity.content.gaps:
+            total = sums[activity.name, activity.info.role, gaps.kind, gaps.call, gaps.place]
+            total[0] += gaps.count
+            total[1] += gaps.total_us
+            total[2] = max(total[2], gaps.longest_us)
+    rows = (
+        GapRow(
+            process=process,
+            role=role,
+            kind=kind,
+            call=call,
+            place=place,
+            count=int(count),
+            total_ns=round(total_us * 1000),
+            longest_ns=round(longest_us * 1000),
+        )
+        for (process, role, kind, call, place), (count, total_us, longest_us) in sums.items()
+    )
+    return Table(sorted(rows, key=lambda row: (row.process, -row.total_ns, row.kind, row.call, row.place)))
+
+
+class CauseOfGaps(NamedTuple):
+    """All gaps of the processes of one role with one cause."""
+
+    role: str
+    kind: GapKind
+    gaps: int
+    total_ns: int
+    longest_ns: int
+    mostly: GapRow
+    """The row with the most time."""
+    mostly_ns: int
+    """Time of all rows with that call and line."""
+
+
+def causes_of_gaps(rows: Sequence[GapRow]) -> list[CauseOfGaps]:
+    """Return the causes of each role, the one with the most time first."""
+    causes = []
+    for (role, kind), own in grouped(rows, lambda row: (row.role, row.kind)).items():
+        places = grouped(own, lambda row: (row.call, row.place)).values()
+        most = max(places, key=lambda place: sum(row.total_ns for row in place))
+        causes.append(
+            CauseOfGaps(
+                role,
+                kind,
+                sum(row.count for row in own),
+                sum(row.total_ns for row in own),
+                max(row.longest_ns for row in own),
+                most[0],
+                sum(row.total_ns for row in most),
+            )
+        )
+    return sorted(causes, key=lambda cause: (cause.role, -cause.total_ns, cause.kind))
+
+
+def gap_blocks(rows: Sequence[GapRow], report: StepReport) -> Iterator[Block]:
+    """Yield a table of the causes of each role."""
+    columns = ("because", ">idle", ">%", ">gaps", ">longest", "mostly")
+    for role, causes in grouped(causes_of_gaps(rows), lambda cause: cause.role).items():
+        idle_ns = sum(cause.total_ns for cause in causes)
+        shown = [cause for cause in causes if cause.total_ns * _FLOOR >= idle_ns]
+        cells = tuple(
+            (
+                cause.kind,
+                duration(cause.total_ns),
+                percent_of(cause.total_ns, idle_ns),
+                f"{cause.gaps:,}",
+                duration(cause.longest_ns),
+                where(cause),
+            )
+            for cause in shown
+        )
+        note = "From the first to the last event. edges: before the first kernel and after the last one."
+        if shown:
+            yield TextTable(f"Why is the device idle? {role}", columns, cells, note)
+
+
+def where(cause: CauseOfGaps) -> str:
+    """Return `cudaStreamSynchronize in aten::item, train.py(41): step`, with its time if it is a part."""
+    parts = [part for part in (cause.mostly.call, cause.mostly.place) if part]
+    if not parts:
+        return ""
+    part = "" if cause.mostly_ns == cause.total_ns else f": {duration(cause.mostly_ns)}"
+    return f"{', '.join(parts)}{part}"
+
+
+GAPS = Section(
+    name="gaps",
+    title="Why is the device idle?",
+    compute=lambda sources: gap_rows(sources.activities),
+    terminal=gap_blocks,
+    page=DEVICES,
+)

@@ -1,0 +1,132 @@
+"""*Labels*: time by the names that the user and torch gave to parts of the program, as a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope_report.block import Block, TextTable
+from stepscope_report.formatting import duration
+from stepscope_report.section import DEVICES, Section
+from stepscope_report.table import Table, grouped
+from stepscope_report.timeline import TraceActivity
+from stepscope_report.timeline.activity.device_idle import GapKind
+
+if TYPE_CHECKING:
+    from stepscope_report.model import StepReport
+
+_SHOWN = 15
+"""Number of labels of a role that are printed, those with the most time."""
+KEPT = 256
+"""Number of labels of a role that a report keeps."""
+
+
+class LabelRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One label within the same labels, over all processes of a role."""
+
+    role: str
+    path: tuple[str, ...]
+    """Names of the labels around it and its own, the outermost first."""
+    processes: int
+    count: int
+    cpu_ns: int
+    busy_ns: int | None
+    """Time in which the device ran kernels that were launched within the label, or None if the traces have no
+    launches."""
+    communication_ns: int | None
+    idle_ns: int | None
+    """Time within the label in which the device was not busy, or None without a device."""
+    gaps: dict[GapKind, int]
+    """Gaps of the device that began within this label and no label below it, by cause."""
+
+
+def label_rows(activities: Iterable[TraceActivity]) -> Table[LabelRow]:
+    """Return the labels of each role; each stands before those within it."""
+    sums: dict[str, dict[tuple[str, ...], _Sum]] = {}
+    for activity in activities:
+        of_role = sums.setdefault(activity.info.role, {})
+        for label in activity.content.labels:
+            own = of_role.setdefault(label.path, _Sum())
+            own.processes.add(activity.name)
+            own.count += label.count
+            own.cpu_us += label.cpu_us
+            own.launched |= label.busy_us is not None
+            own.device |= label.idle_us is not None
+            own.busy_us += label.busy_us or 0.0
+            own.communication_us += label.communication_us or 0.0
+            own.idle_us += label.idle_us or 0.0
+            for kind, us in label.idle.items():
+                own.gaps[kind] = own.gaps.get(kind, 0.0) + us
+    return Table(row for role, labels in sums.items() for row in _of_role(role, labels))
+
+
+class _Sum:
+    def __init__(self) -> None:
+        self.processes: set[str] = set()
+        self.count, self.cpu_us, self.device, self.launched = 0, 0.0, False, False
+        self.busy_us = self.communication_us = self.idle_us = 0.0
+        self.gaps: dict[GapKind, float] = {}
+
+
+def _of_role(role: str, labels: dict[tuple[str, ...], _Sum]) -> Iterator[LabelRow]:
+    longest = sorted(labels, key=lambda path: -labels[path].cpu_us)[:KEPT]
+    chosen = {path[:depth] for path in longest for depth in range(1, len(path) + 1)}
+
+    def order(path: tuple[str, ...]) -> list[tuple[float, str]]:
+        around = (labels.get(path[:depth]) for depth in range(1, len(path) + 1))
+        return [(-(0.0 if own is None else own.cpu_us), name) for own, name in zip(around, path, strict=True)]
+
+    for path in sorted(chosen & labels.keys(), key=order):
+        own = labels[path]
+        yield LabelRow(
+            role=role,
+            path=path,
+            processes=len(own.processes),
+            count=own.count,
+            cpu_ns=_ns(own.cpu_us),
+            busy_ns=_ns(own.busy_us) if own.launched else None,
+            communication_ns=_ns(own.communication_us) if own.launched else None,
+            idle_ns=_ns(own.idle_us) if own.device else None,
+            gaps={kind: _ns(us) for kind, us in own.gaps.items()},
+        )
+
+
+def _ns(us: float) -> int:
+    return round(us * 1000)
+
+
+def label_blocks(rows: Sequence[LabelRow], report: StepReport) -> Iterator[Block]:
+    """Yield a table of the longest labels of each role, as a tree."""
+    for role, own in grouped(rows, lambda row: row.role).items():
+        longest = sorted(own, key=lambda row: -row.cpu_ns)[:_SHOWN]
+        shown = {row.path[:depth] for row in longest for depth in range(1, len(row.path) + 1)}
+        on_device = any(row.idle_ns is not None for row in own)
+        of_device = (">device", ">communication", ">idle inside", "mostly because") if on_device else ()
+        columns = ("label", ">count", ">CPU", *of_device)
+        cells = tuple(_cells(row, on_device=on_device) for row in own if row.path in shown)
+        less = f"{len(cells)} of {len(own):,}. " if len(cells) < len(own) else ""
+        note = "Sums over calls and processes." + (
+            " device: kernels that were launched within." if on_device else ""
+        )
+        yield TextTable(f"Labels: {role}", columns, cells, less + note)
+
+
+def _cells(row: LabelRow, *, on_device: bool) -> tuple[str, ...]:
+    depth, name = len(row.path) - 1, row.path[-1]
+    cells = (f"{'· ' * depth}{name[:60]}", f"{row.count:,}", duration(row.cpu_ns))
+    if not on_device:
+        return cells
+    worst = max(row.gaps, key=lambda kind: row.gaps[kind], default=None)
+    times = map(duration, (row.busy_ns, row.communication_ns, row.idle_ns))
+    return (*cells, *times, worst if worst is not None and row.gaps[worst] * 20 >= (row.idle_ns or 0) else "")
+
+
+LABELS = Section(
+    name="labels",
+    title="Labels",
+    compute=lambda sources: label_rows(sources.activities),
+    terminal=label_blocks,
+    page=DEVICES,
+)

@@ -1,0 +1,360 @@
+"""Causes of the time in which a device had nothing to run, gap by gap.
+
+A gap ends with a kernel. If that kernel was launched before the gap began, the device itself took the time;
+else the program launched too late, and what its threads did meanwhile is the cause. HolisticTraceAnalysis
+separates the same two and calls the second `host_wait`.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import msgspec
+
+from stepscope_report.timeline.activity.intervals import Cover, Pair
+from stepscope_report.timeline.activity.launches import Starts
+from stepscope_report.timeline.activity.slices import Covered, Names, Slices
+
+GapKind: TypeAlias = Literal[
+    "synchronisation", "data loader", "garbage collection", "compilation", "memory allocation", "copies",
+    "collective", "slow launches", "no operator", "queued", "unknown", "edges",
+]  # fmt: skip
+GAP_KINDS: tuple[GapKind, ...] = get_args(GapKind)
+"""Causes of gaps.
+
+`synchronisation`: a call waited until the device had run all that was queued. `copies`: the program was in a
+call that copies. `collective`: in a collective on the CPU. `slow launches`: operators ran on the CPU, which
+launched more slowly than the device ran. `no operator`: none ran. `queued`: the next kernel was launched
+before, and waited for another stream or its turn. `unknown`: the launch of the next kernel was not recorded.
+`edges`: before the first and after the last kernel of the recording."""
+ON_HOST = frozenset(GAP_KINDS) - {"queued", "unknown", "edges"}
+"""Causes that HolisticTraceAnalysis calls `host_wait`."""
+
+_SYNC = re.compile(
+    r"\w*(Synchronize|SynchronizeWithTimeout)(_\w+)?|(cu|cuda|hip)Memcpy(2D|3D|ToSymbol|FromSymbol)?(_\w+)?"
+)
+_ALLOCATES = re.compile(
+    r"(cu|cuda|hip|aclrt)(Mem)?(Malloc|Free|Alloc|Create|Map|Unmap|Release|AddressReserve|SetAccess)\w*"
+    r"|(cuda|hip)?Host(Alloc|Register|Unregister|Malloc|Free)\w*|(cuda|hip)(Host|Malloc|Free)\w*"
+)
+_NOT_ALLOCATING = re.compile(r"\w*(Async|FromPool)(_\w+)?|cudaHostGetDevicePointer\w*|cuMemcpy\w*")
+_COPIES = re.compile(r"\w*Memcpy\w*")
+_COMPILES = re.compile(
+    r".*\(dynamo_timed\)|compile_fx\S*|TorchDynamo Compile\S*|triton\S*compile\S*", re.IGNORECASE
+)
+_LOADS = re.compile(
+    r"enumerate\(DataLoader\)#.*|\[?(data[ _-]?load(er|ing)?|next[ _-]?batch|get[ _-]?batch)\]?",
+    re.IGNORECASE,
+)
+GC = "Python GC"
+"""Name that torch gives garbage collections, if `record_python_gc_info` is on."""
+_FILE = re.compile(r"(.+\.py)\((\d+)\): (.+)")
+_NOT_OURS = re.compile(
+    r"(^|.*/)(torch|site-packages|dist-packages|lib/python3\.\d+)/|<frozen|(contextlib|threading|queue|functools)\.py"
+)
+"""Files of a call stack that are no code of the user. Kineto leaves out the part of a path before `torch`."""
+SOON_US = 1.0
+"""Time in us by which a call may seem to end before the kernel that it waited for."""
+KEPT = 64
+"""Number of rows of a trace; further ones are added up by cause."""
+OTHERS = "others"
+
+
+class DeviceGaps(msgspec.Struct):
+    """Gaps of the devices of a trace with one cause, in one call at one place."""
+
+    kind: GapKind
+    call: str
+    """The call that caused the gaps, with the operator around it: `cudaStreamSynchronize in aten::item`, or
+    empty."""
+    place: str
+    """The innermost line of the user's code, `train.py(41): step`; empty unless the trace has stacks."""
+    count: int = 0
+    total_us: float = 0.0
+    longest_us: float = 0.0
+
+
+class Gap(NamedTuple):
+    """Time in which a device ran nothing, up to the kernel that ends it."""
+
+    start: float
+    end: float
+    launch: float | None
+    """Time of the call that launched the kernel, or None if the trace does not say."""
+    thread: int | None
+    """Thread that launched it."""
+
+
+class _Cause(NamedTuple):
+    gap: Gap
+    kind: GapKind
+    thread: int | None
+    at: float
+    """A moment within what caused it, at which open calls are looked up."""
+    call: str
+
+
+class Device:
+    """Kernels of one device, in 24 bytes each."""
+
+    def __init__(self) -> None:
+        self.starts, self.ends, self.correlations = array("d"), array("d"), array("q")
+        self.talks = bytearray()
+        """1 for each kernel that communicates."""
+
+    def add(self, start: float, end: float, correlation: int, *, talks: bool) -> None:
+        self.starts.append(start)
+        self.ends.append(end)
+        self.correlations.append(correlation)
+        self.talks.append(talks)
+
+    def covered(self) -> Covered:
+        return Covered(sorted(zip(self.starts, self.ends, strict=True)))
+
+
+class Host:
+    """Calls of threads and kernels of devices: kept while a trace is read, judged at its end."""
+
+    def __init__(self) -> None:
+        self.names = Names()
+        self.devices: dict[int | str, Device] = defaultdict(Device)
+        self.frames: dict[int, Slices] = defaultdict(Slices)
+        """Functions of Python by thread, where the trace has stacks."""
+        self._operators: dict[int, Slices] = defaultdict(Slices)
+        self._launched, self._launched_by = Starts(), Starts()
+        self._threads: dict[tuple[int | str, int | str], int] = {}
+        self._syncs: list[tuple[float, float, int, int]] = []
+        """(end, start, thread, name)."""
+        self._held: dict[GapKind, Cover] = defaultdict(Cover)
+        """Times in calls of each kind, on any thread."""
+        self._calls: dict[GapKind, Slices] = defaultdict(Slices)
+
+    def thread(self, thread: tuple[int | str, int | str]) -> int:
+        return self._threads.setdefault(thread, len(self._threads))
+
+    def call(self, name: str, start: float, dur: float, thread: int, correlation: int) -> None:
+        """Add a call into the runtime of a device."""
+        end = start + dur
+        if correlation >= 0:
+            self._launched.add(correlation, start)
+            self._launched_by.add(correlation, thread)
+        if _SYNC.fullmatch(name):
+            self._syncs.append((end, start, thread, self.names.number(name)))
+        elif _ALLOCATES.fullmatch(name) and not _NOT_ALLOCATING.fullmatch(name):
+            self._hold("memory allocation", name, start, end)
+        elif _COPIES.fullmatch(name):
+            self._hold("copies", name, start, end)
+
+    def operator(self, name: str, start: float, dur: float, thread: int) -> None:
+        self._operators[thread].add(start, start + dur, self.names.number(name))
+
+    def mark(self, name: str, start: float, dur: float) -> None:
+        """Add a range of the user or of torch."""
+        if _LOADS.fullmatch(name):
+            self._hold("data loader", name, start, start + dur)
+        elif _COMPILES.fullmatch(name):
+            self._hold("compilation", name, start, start + dur)
+
+    def collective(self, name: str, start: float, dur: float) -> None:
+        """Add a collective on the CPU."""
+        self._hold("collective", name, start, start + dur)
+
+    def frame(self, name: str, start: float, dur: float, thread: int) -> None:
+        """Add a function of Python."""
+        if name == GC:
+            self._hold("garbage collection", "", start, start + dur)
+        else:
+            self.frames[thread].add(start, start + dur, self.names.number(name))
+
+    def _hold(self, kind: GapKind, name: str, start: float, end: float) -> None:
+        self._held[kind].add(start, end)
+        self._calls[kind].add(start, end, self.names.number(name))
+
+    @property
+    def knows_launches(self) -> bool:
+        """True if the trace has calls that launched kernels."""
+        return bool(self._launched)
+
+    def launch_of(self, correlation: int) -> tuple[float, int] | None:
+        """Return (time, thread) of the call that launched a kernel."""
+        start = self._launched.get(correlation) if correlation >= 0 else None
+        return None if start is None else (start, int(self._launched_by.get(correlation) or 0))
+
+    def gaps(self, first: float, last: float) -> list[DeviceGap]:
+        """Return each gap of each device between two times, with its cause, in order."""
+        judge = _Judge(
+            self._held,
+            self._syncs,
+            self._operators,
+            self.names,
+            knows_launches=self.knows_launches,
+        )
+        causes = [
+            judge.cause(gap) for device in self.devices.values() for gap in self._gaps_of(device, first, last)
+        ]
+        causes.sort(key=lambda cause: (-1 if cause.thread is None else cause.thread, cause.at))
+        return list(self._placed(causes))
+
+    def _gaps_of(self, device: Device, first: float, last: float) -> Iterator[Gap]:
+        starts, ends = device.starts, device.ends
+        until, edge = first, True
+        for at in sorted(range(len(starts)), key=starts.__getitem__):
+            start = starts[at]
+            if start > until:
+                launched = None if edge else self.launch_of(device.correlations[at])
+                launch, thread = launched or (None, None)
+                yield Gap(until, start, start if edge else launch, -1 if edge else thread)
+            edge = False
+            until = max(until, ends[at])
+        if until < last:
+            yield Gap(until, last, last, -1)
+
+    def _placed(self, causes: Sequence[_Cause]) -> Iterator[DeviceGap]:
+        """Yield the gaps with the operators and the lines that were open in their causes. `causes` come by
+        thread and time.
+        """
+        by_thread: dict[int | None, list[_Cause]] = defaultdict(list)
+        for cause in causes:
+            by_thread[cause.thread].append(cause)
+        for thread, own in by_thread.items():
+            points = [cause.at for cause in own]
+            nothing = Slices()
+            operators = nothing if thread is None else self._operators.get(thread, nothing)
+            frames = nothing if thread is None else self.frames.get(thread, nothing)
+            opened = zip(own, operators.open_at(points), frames.open_at(points), strict=True)
+            for cause, around, stack in opened:
+                call = cause.call
+                if cause.kind == "synchronisation" and around:
+                    call = f"{call} in {self.names[_outermost(around, self.names)]}"
+                where = "" if cause.kind in ("queued", "unknown", "edges") else self._line(stack)
+                gap = cause.gap
+                yield DeviceGap(gap.start, gap.end, cause.kind, call or self._called(cause), where, cause.at)
+
+    def _called(self, cause: _Cause) -> str:
+        """Return the call of a kind that covers most of a gap's middle."""
+        if cause.kind not in self._calls:
+            return ""
+        around = next(self._calls[cause.kind].open_at([cause.at]))
+        return self.names[around[-1][1]] if around else ""
+
+    def _line(self, stack: Sequence[tuple[float, int]]) -> str:
+        """Return the innermost frame of the user's code, else of any."""
+        frames = [self.names[name] for _, name in reversed(stack)]
+        files = [frame for frame in frames if _FILE.fullmatch(frame)]
+        own = next((frame for frame in files if not _NOT_OURS.match(frame)), None)
+        return own or next(iter(files), "")
+
+
+class DeviceGap(NamedTuple):
+    """One gap with its cause."""
+
+    start: float
+    end: float
+    kind: GapKind
+    call: str
+    place: str
+    at: float
+
+
+def _outermost(around: Sequence[tuple[float, int]], names: Names) -> int:
+    """Return the outermost operator of torch that is open: `aten::item`, not what it calls."""
+    return next((name for _, name in around if "::" in names[name]), around[-1][1])
+
+
+class _Judge:
+    """Decides what caused a gap."""
+
+    def __init__(
+        self,
+        held: dict[GapKind, Cover],
+        syncs: list[tuple[float, float, int, int]],
+        operators: dict[int, Slices],
+        names: Names,
+        *,
+        knows_launches: bool,
+    ) -> None:
+        self._names, self._knows_launches = names, knows_launches
+        self._main = max(operators, key=lambda thread: len(operators[thread]), default=None)
+        self._held = [(kind, Covered(held[kind].stretches())) for kind in GAP_KINDS if kind in held]
+        self._syncs = sorted(syncs)
+        self._ends = array("d", map(itemgetter(0), self._syncs))
+        self._threads = {
+            thread: Covered((start, end) for start, end, _ in slices) for thread, slices in operators.items()
+        }
+
+    def cause(self, gap: Gap) -> _Cause:
+        start, end, launch, thread = gap
+        if thread == -1:
+            return _Cause(gap, "edges", None, start, "")
+        if launch is not None and launch <= start:
+            return _Cause(gap, "queued", thread, launch, "")
+        if launch is None and self._knows_launches:
+            return _Cause(gap, "unknown", None, start, "")
+        thread = self._main if thread is None else thread
+        until = end if launch is None else min(launch, end)
+        middle, half = (start + until) / 2, (until - start) / 2
+        for kind, covered in self._held:
+            if kind != "copies" and covered.within(start, until) > half:
+                return _Cause(gap, kind, thread, middle, "")
+        sync = self._sync(start, until)
+        if sync is not None:
+            ended, began, by, name = sync
+            return _Cause(gap, "synchronisation", by, (began + ended) / 2, self._names[name])
+        for kind, covered in self._held:
+            if kind == "copies" and covered.within(start, until) > half:
+                return _Cause(gap, kind, thread, middle, "")
+        ran = sum(threads.within(start, until) for threads in self._threads.values())
+        return _Cause(gap, "slow launches" if ran > half else "no operator", thread, middle, "")
+
+    def _sync(self, start: float, until: float) -> tuple[float, float, int, int] | None:
+        """Return the call that waited when the device became idle, and ended before the next launch."""
+        for at in range(bisect_left(self._ends, start - SOON_US), len(self._syncs)):
+            sync = self._syncs[at]
+            if sync[0] > until + SOON_US:
+                return None
+            if sync[1] <= start:
+                return sync
+        return None
+
+
+def by_cause(gaps: Iterable[DeviceGap]) -> list[DeviceGaps]:
+    """Return the gaps added up by cause, call and place, the longest total first."""
+    sums: dict[tuple[GapKind, str, str], DeviceGaps] = {}
+    for gap in gaps:
+        key = gap.kind, gap.call, gap.place
+        row = sums.get(key)
+        if row is None:
+            row = sums[key] = DeviceGaps(*key)
+        _add(row, 1, gap.end - gap.start, gap.end - gap.start)
+    rows = sorted(sums.values(), key=lambda row: (-row.total_us, row.kind, row.call, row.place))
+    rest: dict[GapKind, DeviceGaps] = {}
+    for row in rows[KEPT:]:
+        others = rest.setdefault(row.kind, DeviceGaps(row.kind, OTHERS, ""))
+        _add(others, row.count, row.total_us, row.longest_us)
+    return [*rows[:KEPT], *rest.values()]
+
+
+def _add(row: DeviceGaps, count: int, us: float, longest_us: float) -> None:
+    row.count += count
+    row.total_us += us
+    row.longest_us = max(row.longest_us, longest_us)
+
+
+def in_steps(gaps: Iterable[DeviceGap], steps: Sequence[Pair]) -> list[dict[GapKind, float]]:
+    """Return the time of the gaps within each of the ascending steps, by cause."""
+    inside = [defaultdict[GapKind, float](float) for _ in steps]
+    starts = [start for start, _ in steps]
+    for gap in gaps:
+        at = max(0, bisect_right(starts, gap.start) - 1)
+        while at < len(steps) and starts[at] < gap.end:
+            common = min(gap.end, steps[at][1]) - max(gap.start, starts[at])
+            if common > 0:
+                inside[at][gap.kind] += common
+            at += 1
+    return [dict(kinds) for kinds in inside]

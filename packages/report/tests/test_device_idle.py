@@ -1,0 +1,124 @@
+"""Causes of idle devices, and time by label, against culprits that were planted."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packages.report.tests.commands import Command
+from packages.report.tests.test_plain_traces import trace
+
+HOST = 100
+Json = dict[str, Any]
+
+
+def on_host(cat: str, name: str, start: float, end: float, *, thread: int = HOST, **args: object) -> Json:
+    return {
+        "ph": "X", "cat": cat, "name": name, "pid": HOST, "tid": thread, "ts": start, "dur": end - start,
+        "args": args,
+    }  # fmt: skip
+
+
+def launched(start: float, end: float, number: int, call: float | None, *, thread: int = HOST) -> list[Json]:
+    """Return a kernel and the call that launched it."""
+    args = {"device": 0, "stream": 7, "correlation": number}
+    ran = {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": start, "dur": end - start}
+    launch = () if call is None else [
+        on_host("cuda_runtime", "cudaLaunchKernel", call, call + 2, thread=thread, correlation=number)
+    ]  # fmt: skip
+    return [ran | {"args": args}, *launch]
+
+
+FRAME = "train.py(41): step"
+CULPRITS: dict[str, list[Json]] = {
+    "synchronisation": [
+        on_host("cpu_op", "aten::item", 20, 112),
+        on_host("cuda_runtime", "cudaStreamSynchronize", 30, 111),
+        on_host("cpu_op", "aten::mm", 112, 190),
+    ],
+    "data loader": [
+        on_host("cuda_runtime", "cudaStreamSynchronize", 30, 111),
+        on_host("user_annotation", "enumerate(DataLoader)#_SingleProcess.__next__", 115, 185),
+    ],
+    "garbage collection": [on_host("python_function", "Python GC", 105, 190)],
+    "compilation": [on_host("cpu_op", "_compile.compile_inner (dynamo_timed)", 105, 190)],
+    "memory allocation": [on_host("cuda_runtime", "cudaMalloc", 105, 190)],
+    "copies": [on_host("cuda_runtime", "cudaMemcpyAsync", 105, 190)],
+    "collective": [on_host("user_annotation", "gloo:all_reduce", 105, 190)],
+    "slow launches": [on_host("cpu_op", "aten::mm", 105, 190)],
+    "no operator": [],
+}
+
+
+@pytest.mark.parametrize("kind", CULPRITS)
+def test_a_planted_culprit_is_the_cause_of_the_gap(tmp_path: Path, command: Command, kind: str) -> None:
+    frames = [
+        on_host("python_function", "train.py(3): <module>", 0, 400),
+        on_host("python_function", FRAME, 5, 200),
+        on_host("python_function", "torch/_tensor.py(9): wrapped", 10, 195),
+        on_host("python_function", "<built-in method item of Tensor object at 0x7f>", 15, 192),
+    ]
+    kernels = [*launched(10, 100, 1, 2), *launched(200, 300, 2, 195), *launched(310, 320, 3, 250)]
+    trace(tmp_path / "rank0.json", [*frames, *kernels, *CULPRITS[kind]])
+    rows = {row["kind"]: row for row in command("report", tmp_path, "--json").json["gaps"]}
+    assert {name: row["total_ns"] for name, row in rows.items() if name != "edges"} == {
+        kind: 100_000,
+        "queued": 10_000,
+    }
+    assert rows[kind]["place"] == FRAME
+    if kind == "synchronisation":
+        assert rows[kind]["call"] == "cudaStreamSynchronize in aten::item"
+
+
+def test_gaps_of_a_step_add_up_to_its_idle_time(tmp_path: Path, command: Command) -> None:
+    chance, at, events = random.Random(3), 40.0, list[Json]()
+    for number in range(300):
+        start = at + chance.choice((0, 1, 30))
+        events += launched(start, at := start + chance.randrange(1, 50), number, start - chance.randrange(40))
+    for number in range(3):
+        bounds = (at * number / 3, at * (number + 1) / 3)
+        events.append(on_host("user_annotation", f"ProfilerStep#{number}", *bounds))
+    trace(tmp_path / "rank0.json", events)
+    steps = command("report", tmp_path, "--json").json["traces"]["steps"]
+    assert len(steps) == 3
+    for step in steps:
+        assert sum(step["gaps"].values()) == pytest.approx(step["idle_ns"], abs=10)
+
+
+def test_a_kernel_belongs_to_the_label_of_its_launch(tmp_path: Path, command: Command) -> None:
+    marks = [
+        on_host("user_annotation", "ProfilerStep#4", 0, 300),
+        on_host("user_annotation", "forward", 10, 60),
+        on_host("user_annotation", "attention", 12, 40),
+        on_host("user_annotation", "backward", 60, 290),
+    ]
+    kernels = [
+        *launched(30, 80, 1, 15),
+        *launched(80, 100, 2, 50),
+        *launched(150, 250, 3, 140, thread=HOST + 1),  # of autograd, whose thread has no labels
+    ]
+    trace(tmp_path / "rank0.json", [*marks, *kernels])
+    rows = command("report", tmp_path, "--json").json["labels"]
+    times = {tuple(row["path"]): (row["cpu_ns"], row["busy_ns"], row["idle_ns"]) for row in rows}
+    assert list(times) == [
+        ("ProfilerStep*",),
+        ("ProfilerStep*", "backward"),
+        ("ProfilerStep*", "forward"),
+        ("ProfilerStep*", "forward", "attention"),
+    ]
+    assert list(times.values()) == [
+        (300_000, 170_000, 130_000),
+        (230_000, 100_000, 90_000),
+        (50_000, 70_000, 20_000),
+        (28_000, 50_000, 18_000),
+    ]
+
+
+def test_labels_of_the_cpu_alone_have_no_device_time(tmp_path: Path, command: Command) -> None:
+    trace(tmp_path / "rank0.json", [on_host("user_annotation", "rollout", 0, 90)])
+    report = command("report", tmp_path, "--json").json
+    assert [(row["path"], row["busy_ns"]) for row in report["labels"]] == [(["rollout"], None)]
+    assert report["gaps"] == []
