@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from itertools import pairwise
 from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
 
 from stepscope.files.spans import PROFILING
-from stepscope_report.accounting import Label, Pair, clipped, union_ns
+from stepscope_report.accounting import Label, Pair, clipped, joined, union_ns
 from stepscope_report.formatting import count, duration, middle
 from stepscope_report.skipped import skipped_collectives
 from stepscope_report.spans import ToolNames, is_tool, replica_of, whole
@@ -81,7 +82,7 @@ class Suspect(NamedTuple):
     nodes: tuple[int, ...] = ()
     """The suspect's calls."""
     spells: tuple[Pair, ...] = ()
-    """Stretches in which a rank that was late in no call was late."""
+    """Stretches in which a rank that was late in no call was in none."""
     because: str = ""
     """Words for the thing that held the process meanwhile, or empty."""
 
@@ -269,9 +270,7 @@ class _Lineup:
                 evidence=(self._say_met(first, len(times)),),
                 awaited_in=meeting,
                 nodes=tuple(cuts),
-                spells=tuple(
-                    (graph.start_ns[node] - late_ns, graph.start_ns[node]) for node, late_ns in sooner.items()
-                ),
+                spells=tuple(pair for one in times if label is None for pair in one.spells),
             )
 
     def _lateness(
@@ -296,8 +295,10 @@ class _Lineup:
         longer_ns = {label: self._sum(nodes) - usual_ns[label] for label, nodes in own.items()}
         label = max(longer_ns, key=lambda label: longer_ns[label], default=None)
         if label is None or longer_ns[label] <= 0 or longer_ns[label] * 2 < late_ns:
-            outside_ns = graph.start_ns[last] - since_ns - self._covered(own, since_ns, graph.start_ns[last])
-            return _Lateness(last, tuple(members), min(late_ns, outside_ns), None, 0, 0, {})
+            spells = self._outside(own, since_ns, graph.start_ns[last])
+            return _Lateness(
+                last, tuple(members), min(late_ns, union_ns(spells)), None, 0, 0, {}, spells=spells
+            )
         took_ns = self._sum(own[label])
         share = min(longer_ns[label], late_ns) / took_ns
         return _Lateness(
@@ -314,12 +315,13 @@ class _Lineup:
             self._is_uneven(own[label], [stretches[other].get(label, ()) for other in others]),
         )
 
-    def _covered(self, own: Mapping[Label, Sequence[int]], since_ns: int, until_ns: int) -> int:
-        """Return the part of a stretch in which any of these calls ran."""
+    def _outside(self, own: Mapping[Label, Sequence[int]], since_ns: int, until_ns: int) -> tuple[Pair, ...]:
+        """Return the parts of a stretch in which none of these calls ran."""
         pairs = (
             (self._graph.start_ns[node], self._graph.end_ns[node]) for nodes in own.values() for node in nodes
         )
-        return union_ns(clipped(pairs, since_ns, until_ns))
+        ran = [(since_ns, since_ns), *joined(clipped(pairs, since_ns, until_ns)), (until_ns, until_ns)]
+        return tuple((end_ns, start_ns) for (_, end_ns), (start_ns, _) in pairwise(ran) if end_ns < start_ns)
 
     def _is_uneven(self, nodes: Sequence[int], others: Sequence[Sequence[int]]) -> bool:
         """Return whether calls have more tokens than those of the others, and no more time for each token."""
@@ -618,6 +620,8 @@ class _Lateness(NamedTuple):
     usual_ns: int
     cuts_ns: Mapping[int, int]
     uneven: bool = False
+    spells: tuple[Pair, ...] = ()
+    """The stretches before the meeting in which the rank was in no call, if it was late there."""
 
 
 def ranked(suspects: Sequence[Suspect]) -> list[Suspect]:
