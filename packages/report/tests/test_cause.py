@@ -108,6 +108,32 @@ def test_a_rank_that_is_late_in_no_call_began_late(tmp_path: Path) -> None:
     assert re.search("trainer 1 .* 520 ms .* trainer 0", cause.sentence)
 
 
+def updates(root: Path, begun_ms: int) -> StepFolder:
+    """Two ranks whose `update` has a collective and work of 10 to 20 ms after it. The second rank begins the
+    first one at `begun_ms`, and ends it with the first rank.
+    """
+    folder = StepFolder(root)
+    trainers = [folder.process("trainer", rank, owner=True) for rank in range(2)]
+    at_ms = ([5, 260, 282, 300, 316, 330], [begun_ms, 256, 276, 294, 312, 326])
+    until_ms = ([259, 281, 299, 315, 329, 345], [255, 275, 293, 311, 325, 362])
+    for trainer, begins, ends in zip(trainers, at_ms, until_ms, strict=True):
+        for begin, end in zip(begins, ends, strict=True):
+            trainer.span("update", begin * MS, end * MS)
+        trainer.close((ends[-1] + 1) * MS)
+    return folder
+
+
+def test_a_rank_is_late_for_calls_with_work_after_their_collective(tmp_path: Path) -> None:
+    cause = cause_of(updates(tmp_path, 248))
+    assert cause.process is not None
+    assert (cause.kind, cause.process.rank, cause.stage, cause.ns) == ("late-rank", 1, None, 243 * MS)
+
+
+def test_a_rank_that_waited_for_the_opening_of_another_ranks_capture_is_not_slow(tmp_path: Path) -> None:
+    """Its own capture opened 210 ms earlier, because no profiler started in it."""
+    assert reported(updates(tmp_path, -205)).cause is None
+
+
 def test_a_rank_with_more_tokens_has_an_uneven_batch(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     trainers = [folder.process("trainer", rank, owner=True) for rank in range(4)]

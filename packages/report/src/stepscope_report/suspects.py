@@ -105,8 +105,11 @@ class Work(NamedTuple):
 
     nodes: list[int]
     own_ns: int
-    """Sum of the calls' own times, without calls below them and without waits for ranks that entered
-    later."""
+    """Sum of the calls' own times in the step, without calls below them and without waits for ranks that
+    entered later."""
+    whole_ns: int
+    """The same with time before the step, of an owner whose capture opened before the first one. Another
+    process is compared with it: only time in the step makes a process slow."""
     tokens: int | None
     """Sum of the calls' attributes `tokens`, or None if a call has none."""
 
@@ -133,8 +136,8 @@ class _Lineup:
         self._window_ns = max(1, self._timeline.window.wall_ns)
         self._names = ToolNames(self._timeline)
         self._labels = [self._names.label_of(span) for span in self._timeline.spans]
-        self._waited_ns = _waited_ns(path.graph)
-        self._own_ns = [self._own(node) for node in range(len(self._timeline.spans))]
+        self._began_ns = list(map(self._begin_ns, range(len(self._timeline.spans))))
+        self._own_ns = list(map(self._own, range(len(self._timeline.spans)), path.graph.start_ns))
         self._works = self._all_works(cut)
 
     def run(self, *, tail: bool) -> list[Suspect]:
@@ -153,16 +156,20 @@ class _Lineup:
         """Return whether the step would be shorter without the suspect, or whether that is unknown."""
         return suspect.ns is None or suspect.ns * LEAST >= self._window_ns
 
-    def _own(self, node: int) -> int:
+    def _begin_ns(self, node: int) -> int:
+        """Return the begin of a call. The capture of an owner may have opened before the first one."""
+        span = self._timeline.spans[node]
+        return span.start_ns if self._timeline.processes[span.process].owner else self._graph.start_ns[node]
+
+    def _own(self, node: int, start_ns: int) -> int:
+        """Return the own time of a call from `start_ns` on."""
         graph, span = self._graph, self._timeline.spans[node]
         if not self._timeline.processes[span.process].aligned:
             return span.dur_ns or 0
-        start_ns, end_ns = graph.start_ns[node], graph.end_ns[node]
-        if self._timeline.processes[span.process].owner:
-            start_ns = span.start_ns  # its own capture may have opened before the first one
+        end_ns = graph.end_ns[node]
         below = [*graph.kids.get(node, ())]
         below += (member for cluster in graph.clusters.get(node, ()) for member in cluster.members)
-        pairs = [(graph.start_ns[kid], graph.end_ns[kid]) for kid in below]
+        pairs = [(self._began_ns[kid], graph.end_ns[kid]) for kid in below]
         if self._timeline.stalls and span.role == "rollout":
             replica = replica_of(self._timeline, span)
             pairs += (
@@ -170,8 +177,10 @@ class _Lineup:
                 for stall in self._timeline.stalls
                 if replica is not None and stall.replica == replica.number and not replica.role
             )
+        if node in graph.last_of:
+            pairs.append((start_ns, graph.start_ns[graph.last_of[node]]))
         busy_ns = union_ns(clipped(pairs, start_ns, end_ns)) if pairs else 0
-        return max(0, end_ns - start_ns - busy_ns - self._waited_ns.get(node, 0))
+        return max(0, end_ns - start_ns - busy_ns)
 
     def _all_works(self, cut: Set[str]) -> Works:
         nodes: dict[Label, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -191,9 +200,13 @@ class _Lineup:
     def _work(self, nodes: list[int]) -> Work:
         tokens = [whole(self._timeline.spans[node], "tokens") for node in nodes]
         known = [number for number in tokens if number is not None]
-        return Work(
-            nodes, sum(self._own_ns[node] for node in nodes), sum(known) if len(known) == len(nodes) else None
+        own_ns = self._sum(nodes)
+        before_ns = sum(
+            self._own(node, self._began_ns[node]) - self._own_ns[node]
+            for node in nodes
+            if self._began_ns[node] < self._graph.start_ns[node]
         )
+        return Work(nodes, own_ns, own_ns + before_ns, sum(known) if len(known) == len(nodes) else None)
 
     # Ranks for which others waited.
 
@@ -290,7 +303,8 @@ class _Lineup:
         others = [member for member in members if member != last]
         late_ns = graph.start_ns[last] - middle(graph.start_ns[member] for member in others)
         usual_ns = {
-            label: middle(self._sum(stretches[other].get(label, ())) for other in others) for label in own
+            label: middle(self._work([*stretches[other].get(label, ())]).whole_ns for other in others)
+            for label in own
         }
         longer_ns = {label: self._sum(nodes) - usual_ns[label] for label, nodes in own.items()}
         label = max(longer_ns, key=lambda label: longer_ns[label], default=None)
@@ -370,7 +384,7 @@ class _Lineup:
             kind = "slow-replica" if self._is_replica(slowest) else "slow-rank"
         else:
             slowest = max(candidates, key=lambda process: compared[process].own_ns)
-            others_ns = middle(work.own_ns for process, work in compared.items() if process != slowest)
+            others_ns = middle(work.whole_ns for process, work in compared.items() if process != slowest)
             usual_ns = lambda _: others_ns  # noqa: E731
             if not self._is_slow(compared[slowest], usual_ns):
                 return None
@@ -597,7 +611,7 @@ def _slowest(candidates: Mapping[int, Work], compared: Mapping[int, Work]) -> tu
     """
     if not all(work.tokens for work in compared.values()):
         return max(candidates, key=lambda process: compared[process].own_ns), None
-    each = {process: work.own_ns / (work.tokens or 1) for process, work in compared.items()}
+    each = {process: work.whole_ns / (work.tokens or 1) for process, work in compared.items()}
     usual = median(each.values())
     slowest = max(candidates, key=lambda p: compared[p].own_ns - usual * (compared[p].tokens or 0))
     return slowest, median(ns for process, ns in each.items() if process != slowest)
@@ -627,15 +641,6 @@ class _Lateness(NamedTuple):
 def ranked(suspects: Sequence[Suspect]) -> list[Suspect]:
     """Return the suspects, the largest saving first."""
     return sorted(suspects, key=lambda one: (-(one.ns or 0), -one.longer_ns, one.kind, one.label or ("", "")))
-
-
-def _waited_ns(graph: StepGraph) -> dict[int, int]:
-    """Return for each call of a meeting how long it waited for the last one to begin."""
-    return {
-        node: max(0, min(graph.start_ns[graph.last_of[node]], graph.end_ns[node]) - graph.start_ns[node])
-        for members in graph.meetings
-        for node in members
-    }
 
 
 def _is_cut(timeline: Timeline, by_process: Mapping[int, Sequence[int]], cut: Set[str]) -> bool:
