@@ -57,8 +57,13 @@ def record(steps: int) -> bytes:
     return _recorded(steps, lambda: model(torch.randn(4, 32)).sum().backward())
 
 
-def record_transformer(steps: int) -> bytes:
-    """Return a torch trace of training steps of a small transformer, with shapes of operators."""
+def record_stacks(steps: int) -> bytes:
+    """Return a torch trace of training steps of a small transformer, with the calls of Python."""
+    return record_transformer(steps, stacks=True)
+
+
+def record_transformer(steps: int, *, stacks: bool = False) -> bytes:
+    """Return a torch trace of training steps of a small transformer, with shapes of operators or stacks."""
     import torch
 
     layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
@@ -70,13 +75,13 @@ def record_transformer(steps: int) -> bytes:
         optimizer.step()
         optimizer.zero_grad()
 
-    return _recorded(steps, step, record_shapes=True)
+    return _recorded(steps, step, shapes=not stacks, stacks=stacks)
 
 
-def _recorded(steps: int, step: Callable[[], object], *, record_shapes: bool = False) -> bytes:
+def _recorded(steps: int, step: Callable[[], object], *, shapes: bool = False, stacks: bool = False) -> bytes:
     from torch.profiler import profile, record_function
 
-    with profile(record_shapes=record_shapes) as profiler:
+    with profile(record_shapes=shapes, with_stack=stacks) as profiler:
         for _ in range(steps):
             with record_function("update_actor"):
                 step()

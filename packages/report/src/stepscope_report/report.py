@@ -31,7 +31,6 @@ from stepscope_report.sections.labels import LABELS
 from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.sections.metrics import METRICS
 from stepscope_report.sections.operators import TRACES
-from stepscope_report.sections.requests import REQUESTS
 from stepscope_report.sections.stages import STAGES
 from stepscope_report.sections.staleness import STALENESS
 from stepscope_report.sections.throughput import THROUGHPUT
@@ -54,7 +53,6 @@ SECTIONS: tuple[Section[Any], ...] = (
     ENGINES,
     PHASELESS,
     BATCHES,
-    REQUESTS,
     THROUGHPUT,
     WEIGHT_SYNC,
     GAPS,

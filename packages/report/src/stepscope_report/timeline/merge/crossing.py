@@ -1,120 +1,264 @@
-"""Slices of one thread that overlap without nesting: found before a file is written.
+"""Slices of one thread that overlap without nesting.
 
-Perfetto drops the later one of two such slices. With `with_stack`, these are all ranges of the user: a range
-begins inside the call of its `__enter__`, and ends behind it. Each goes to the first line of its thread on
-which it nests. That takes the times of all slices in the order of their starts, which files do not have:
-24 bytes are kept of each.
+Perfetto drops the later one of two such slices. A range of the user begins inside the call of its
+`__enter__`, and ends behind it; kernels that a GPU starts early begin before the end of the one before. Each
+slice goes to the first line of its thread on which it nests among those written before it, in the order of
+the file. Most files have their events in the order of their starts, or a few such runs one after another:
+operators, then calls of Python, then calls of CUDA. Within a run, a stack of ends is enough; against earlier
+runs, a slice is compared with those that are open at its two ends. 16 bytes are kept of each slice of a file.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from functools import reduce
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import merge
-from operator import or_
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
-
-from stepscope_report.timeline.activity.content_reader import skipped_phases
-from stepscope_report.timeline.activity.intervals import CHUNK
-from stepscope_report.timeline.readers.chrome import ChromeTrace
-
-Crossing: TypeAlias = Mapping[int, bytes | bytearray]
-"""{number of a batch of the file: line of each of its events, up to the last one that is not on line 0}."""
 _MOST_LINES = 16
 """Largest number of lines of a thread. What crosses all of them stays on the first."""
-_BATCH = 1 << 20
-"""Factor between the number of a batch and that of an event in it, in one number."""
+_SHORTER_US = 0.0004
+"""Each end is kept as so much earlier, less than a ns: slices that touch do not overlap, whatever the
+rounding of their sum."""
+_EQUAL_US = 0.0002
+"""Ends that differ by less are equal."""
+_NEAR = 512
+"""Number of slices from the end of a run among which a late one is inserted: some are sorted by ends."""
+_JOINED = 8
+"""Number of runs that become one, and of such runs again."""
+_ALWAYS = float("inf")
+_Add: TypeAlias = Callable[[float], None]
 
 
-class _Slice(msgspec.Struct, tag_field="ph", tag="X", gc=False):
-    pid: int | str = 0
-    tid: int | str = 0
-    ts: float = 0.0
-    dur: float = 0.0
+class Moved(NamedTuple):
+    """A slice that needs a further line."""
+
+    at: int
+    """Number among the events of its batch."""
+    track: int
+    line: int
 
 
-_union: Any = reduce(or_, skipped_phases, _Slice)
-_decode = msgspec.json.Decoder(list[_union], strict=False).decode
-_decode_one = msgspec.json.Decoder(_union, strict=False).decode
-_raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
+class _Run:
+    """Slices of a line in the order of their starts, and for the same start, of their ends from the last."""
+
+    def __init__(self, slices: Iterable[tuple[float, float]] = (), joins: int = 0) -> None:
+        self.starts = array("d")
+        self.ends = array("d")
+        for start, end in slices:
+            self.starts.append(start)
+            self.ends.append(end)
+        self.joins = joins
+        self._outer = array("i")
+        """Of each slice, the number of the one that it is in, or -1. It grows when it is needed."""
+        self._latest = 0
+        """Number of slices that begin no later than the last slice that was compared."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def room(self, start: float, end: float) -> float:
+        """Return the first start or end here after `start`: slices between the two cross nothing. Return
+        -infinity if this slice crosses some.
+        """
+        starts, ends, outer = self.starts, self.ends, self._outer
+        size = len(starts)
+        if len(outer) < size:
+            self._nest()
+        after = self._latest
+        if after and starts[after - 1] > start:
+            after = bisect_right(starts, start)
+        following = starts[after] if after < size else _ALWAYS
+        if following <= start:
+            after += 1
+            following = starts[after] if after < size else _ALWAYS
+            if following <= start:
+                after = bisect_right(starts, start, after)
+                following = starts[after] if after < size else _ALWAYS
+        self._latest = after
+        at = after - 1
+        while at >= 0 and ends[at] <= start:
+            at = outer[at]
+        until = ends[at] if at >= 0 else _ALWAYS
+        if end > until + _EQUAL_US:
+            while at >= 0 and starts[at] == start:
+                at = outer[at]
+            if at >= 0 and end > ends[at] + _EQUAL_US:
+                return -_ALWAYS
+        if following < end:
+            at = bisect_left(starts, end, after) - 1
+            while at >= after:
+                if ends[at] > end + _EQUAL_US:
+                    return -_ALWAYS
+                at = outer[at]
+        return following if following < until else until
+
+    def _nest(self) -> None:
+        ends, outer = self.ends, self._outer
+        at = len(outer) - 1
+        for number in range(len(outer), len(ends)):
+            start = self.starts[number]
+            while at >= 0 and ends[at] <= start:
+                at = outer[at]
+            outer.append(at)
+            at = number
+
+    def insert(self, start: float, end: float) -> None:
+        at = bisect_right(self.starts, start)
+        while at and self.starts[at - 1] == start and self.ends[at - 1] < end:
+            at -= 1
+        self.starts.insert(at, start)
+        self.ends.insert(at, end)
+        del self._outer[at:]
+
+    def __iter__(self) -> Iterator[tuple[float, float]]:
+        return zip(self.starts, self.ends, strict=True)
 
 
-class _Thread:
-    """The slices of one thread. They are returned by their starts, in whatever order they are added."""
+def _joined(runs: list[_Run]) -> _Run:
+    slices = merge(*runs, key=lambda slice_: (slice_[0], -slice_[1]))
+    return _Run(slices, runs[0].joins + 1)
+
+
+class _Line:
+    """A line of a thread, on which all slices nest."""
 
     def __init__(self) -> None:
-        self._latest: list[tuple[int, int, int]] = []
-        self._chunks: list[tuple[array[int], array[int], array[int]]] = []
+        self.run = _Run()
+        self.open = [_ALWAYS]
+        """Ends of the slices of the run that are open at `latest`, from the outermost."""
+        self.now = -_ALWAYS
+        self.earlier = list[_Run]()
+        self.since, self.until = -_ALWAYS, _ALWAYS
+        """Slices between these times cross none of the earlier runs."""
 
-    def add(self, start_ns: int, dur_ns: int, number: int) -> None:
-        self._latest.append((start_ns, -dur_ns, number))
-        if len(self._latest) >= CHUNK:
-            self._pack()
+    def latest(self) -> float:
+        """Return the latest start of the run, or of a slice that did not nest in it."""
+        starts = self.run.starts
+        return max(self.now, starts[-1]) if starts else self.now
 
-    def _pack(self) -> None:
-        self._latest.sort()
-        starts, durs, numbers = zip(*self._latest, strict=True)
-        self._chunks.append((array("q", starts), array("q", durs), array("q", numbers)))
-        self._latest.clear()
+    def fast(self) -> tuple[float, float, float, list[float], _Add, _Add, _Add]:
+        """Return what `Lines.place` needs, until another method is called that adds a slice."""
+        add_start, add_end = self.run.starts.append, self.run.ends.append
+        return self.latest(), self.since, self.until, self.open, self.open.append, add_start, add_end
 
-    def crossing(self) -> Iterator[tuple[int, int]]:
-        """Yield (number of a slice, its line) for all slices that are not on the first line."""
-        if self._latest:
-            self._pack()
-        lines: list[list[int]] = [[]]
-        for start_ns, minus_dur_ns, number in merge(*(zip(*chunk, strict=True) for chunk in self._chunks)):
-            end_ns = start_ns - minus_dur_ns
-            line = _line_for(lines, start_ns, end_ns)
+    def is_free(self, start: float, end: float) -> bool:
+        """Return whether a slice crosses none of the earlier runs."""
+        if self.since <= start and end <= self.until:
+            return True
+        until = _ALWAYS
+        for run in self.earlier:
+            room = run.room(start, end)
+            if room == -_ALWAYS:
+                return False
+            if room < until:
+                until = room
+        self.since, self.until = start, until
+        return True
+
+    def takes(self, start: float, end: float) -> bool:
+        """Add a slice if it nests. Return whether it does."""
+        if not self.is_free(start, end):
+            return False
+        still = self.open
+        latest = self.latest()
+        if start > latest:
+            while still[-1] <= start:
+                still.pop()
+            if end > still[-1] + _EQUAL_US:
+                self.now = start
+                return False
+            still.append(end)
+            self.run.starts.append(start)
+            self.run.ends.append(end)
+            return True
+        if self.run.room(start, end) == -_ALWAYS:
+            return False
+        starts = self.run.starts
+        if starts and start < starts[max(0, len(starts) - _NEAR)]:
+            self._begin_run()
+            return self.takes(start, end)
+        if end > latest:
+            at = len(still)
+            while still[at - 1] < end:
+                at -= 1
+            still.insert(at, end)
+        self.run.insert(start, end)
+        return True
+
+    def _begin_run(self) -> None:
+        earlier = self.earlier
+        earlier.append(self.run)
+        while len(latest := earlier[-_JOINED:]) == _JOINED and latest[0].joins == latest[-1].joins:
+            earlier[-_JOINED:] = [_joined(latest)]
+        self.run, self.open = _Run(), [_ALWAYS]
+        self.now, self.since = -_ALWAYS, _ALWAYS
+
+
+class Lines:
+    """The lines of all threads of one file."""
+
+    def __init__(self) -> None:
+        self._threads: dict[int, list[_Line]] = {}
+        self.moved = 0
+        """Number of slices that are not on the first line of their thread."""
+
+    def line_of(self, track: int, start_us: float, dur_us: float) -> int:
+        """Add a slice of a track of the timeline. Return the number of its line."""
+        return self._line(self._thread(track), start_us, start_us + dur_us - _SHORTER_US)
+
+    def _thread(self, track: int) -> list[_Line]:
+        lines = self._threads.get(track)
+        if lines is None:
+            lines = self._threads[track] = [_Line()]
+        return lines
+
+    def _line(self, lines: list[_Line], start: float, end: float) -> int:
+        for number, line in enumerate(lines):
+            if line.takes(start, end):
+                self.moved += number > 0
+                return number
+        if len(lines) == _MOST_LINES:
+            return 0
+        lines.append(_Line())
+        lines[-1].takes(start, end)
+        self.moved += 1
+        return len(lines) - 1
+
+    def place(self, events: Iterable[Any], tracks: Mapping[int, int]) -> list[Moved]:
+        """Add the slices among these events. Return those that need a further line.
+
+        Args:
+            tracks: {tid of an event: its track in the timeline}.
+        """
+        moved = list[Moved]()
+        tid, lines = -1, [_Line()]
+        latest, since, until, still, opened, add_start, add_end = lines[0].fast()
+        for at, event in enumerate(events):
+            if event.ph != "X":
+                continue
+            if tid != event.tid:
+                tid = event.tid
+                lines = self._thread(tracks[tid])
+                latest, since, until, still, opened, add_start, add_end = lines[0].fast()
+            start = event.ts
+            end = start + event.dur - _SHORTER_US
+            if start > latest:
+                while still[-1] <= start:
+                    still.pop()
+                free = since <= start and end <= until
+                if not free and lines[0].is_free(start, end):
+                    free, since, until = True, lines[0].since, lines[0].until
+                if free and end <= still[-1]:
+                    opened(end)
+                    add_start(start)
+                    add_end(end)
+                    latest = start
+                    continue
+                lines[0].now = start
+            line = self._line(lines, start, end)
             if line:
-                yield number, line
-
-
-def _line_for(lines: list[list[int]], start_ns: int, end_ns: int) -> int:
-    """Return the first line on which a slice nests, and add the slice there."""
-    for line, ends in enumerate(lines):
-        while ends and ends[-1] <= start_ns:
-            ends.pop()
-        if not ends or end_ns <= ends[-1]:
-            ends.append(end_ns)
-            return line
-    if len(lines) == _MOST_LINES:
-        return 0
-    lines.append([end_ns])
-    return len(lines) - 1
-
-
-def find_crossing(path: Path) -> Crossing:
-    """Return the slices of a file that a viewer would drop. Batches are those of `ChromeTrace.texts`."""
-    threads: dict[tuple[int | str, int | str], _Thread] = defaultdict(_Thread)
-    for batch, slices in enumerate(ChromeTrace(path).texts(_slices)):
-        for number, event in enumerate(slices, batch * _BATCH):
-            if type(event) is _Slice and abs(event.ts) < 4e15 and 0 <= event.dur < 4e15:
-                whole_us = int(event.ts)  # a double of us since 1970 has no room for the ns
-                start_ns = whole_us * 1000 + round((event.ts - whole_us) * 1000)
-                threads[event.pid, event.tid].add(start_ns, round(event.dur * 1000), number)
-    found: dict[int, bytearray] = defaultdict(bytearray)
-    while threads:
-        _, thread = threads.popitem()
-        for number, line in thread.crossing():
-            lines, at = found[number // _BATCH], number % _BATCH
-            lines.extend(bytes(max(0, at + 1 - len(lines))))
-            lines[at] = line
-    return found
-
-
-def _slices(text: bytes) -> list[object]:
-    try:
-        events: list[object] = _decode(text)
-    except msgspec.ValidationError:
-        events = []
-        for element in _raw(text):
-            try:
-                events.append(_decode_one(element))
-            except msgspec.ValidationError:
-                events.append(None)
-    return events
+                moved.append(Moved(at, tracks[tid], line))
+            tid = -1  # the line may have begun another run
+        return moved

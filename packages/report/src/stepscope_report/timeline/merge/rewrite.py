@@ -14,7 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 from stepscope_report.timeline.clocks.wall import NOT_NEAR
-from stepscope_report.timeline.merge.crossing import Crossing
+from stepscope_report.timeline.merge.crossing import Lines
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place
 from stepscope_report.timeline.merge.template import Template
 from stepscope_report.timeline.merge.tracks import Tracks
@@ -24,7 +24,6 @@ from stepscope_report.timeline.step.rows import Row
 
 NO_TIME = "events without a time"
 
-_NOTHING: Crossing = {}
 _FEW = 24
 """Number of events below which another attempt at the fast way does not pay."""
 _REPEATED = 1000
@@ -51,28 +50,15 @@ Text: TypeAlias = bytes | memoryview
 class Rewriter:
     """Rewriting of one file's events."""
 
-    def __init__(
-        self,
-        row: Row,
-        place: Place,
-        ids: FlowIds,
-        tracks: Tracks,
-        cut: Cut,
-        notes: Notes,
-        crossing: Crossing = _NOTHING,
-    ) -> None:
-        """Args: crossing: Slices that get another line of their thread."""
-        self._crossing = crossing
-        self._batch = -1
-        self.crossing = 0
-        """Number of events on another line."""
+    def __init__(self, row: Row, place: Place, ids: FlowIds, tracks: Tracks, cut: Cut, notes: Notes) -> None:
+        self.lines = Lines()
         self._row = row
         self._place = place
         self._ids = ids
         self._tracks = tracks
         self._cut = cut
         self._notes = notes
-        self._template = Template(row, place, ids, tracks, cut)
+        self._template = Template(row, place, ids, tracks, cut, self.lines)
         self._metadata_before: dict[bytes, bytes | None] = {}
         """{metadata as read: metadata as written}."""
         self._repeating = False
@@ -88,26 +74,6 @@ class Rewriter:
         Raises:
             DecodeError: the array is no JSON.
         """
-        moved = self._crossing.get(self._batch + 1)
-        text = self._rewrite(array) if moved is None else self._with_lines(raw_elements(array), moved)
-        self._batch += 1  # not of text that is no JSON
-        return text
-
-    def _with_lines(self, elements: list[msgspec.Raw], lines: bytes | bytearray) -> bytes:
-        texts = list[Text]()
-        after = 0
-        for at in [*(at for at, line in enumerate(lines) if line), len(elements)]:
-            run = elements[after:at]
-            texts.append(self._rewrite(array_of(run)) if len(run) > _FEW else self.thoroughly(run))
-            event = self._one(elements[at], lines[at]) if at < len(elements) else None
-            if event is not None:
-                texts.append(event)
-                self.written += 1
-                self.crossing += 1
-            after = at + 1
-        return b",\n".join(text for text in texts if text)
-
-    def _rewrite(self, array: bytes) -> Text:
         done: tuple[Text, int] | None = self._repeated(array) if self._repeating else None
         if done is None and not _ends_apart(array):
             done = self._template.rewritten(array)
@@ -156,7 +122,7 @@ class Rewriter:
         first, last = _ends(elements)
         if first or last < len(elements):
             yield self.thoroughly(elements[:first])
-            yield self._rewrite(array_of(elements[first:last])) if first < last else b""
+            yield self.rewrite(array_of(elements[first:last])) if first < last else b""
             yield self.thoroughly(elements[last:])
             self._repeating = first == len(elements)
             return
@@ -164,12 +130,12 @@ class Rewriter:
             if apart or len(run) <= _FEW:
                 yield self.thoroughly(run)
             elif len(run) < len(elements):
-                yield self._rewrite(array_of(run))
+                yield self.rewrite(array_of(run))
             else:
                 middle = len(run) // 2
-                yield from (self._rewrite(array_of(half)) for half in (run[:middle], run[middle:]))
+                yield from (self.rewrite(array_of(half)) for half in (run[:middle], run[middle:]))
 
-    def _one(self, raw: msgspec.Raw, line: int = 0) -> bytes | None:
+    def _one(self, raw: msgspec.Raw) -> bytes | None:
         text = bytes(raw)
         if text in self._metadata_before:
             return self._metadata_before[text]
@@ -180,18 +146,20 @@ class Rewriter:
             return None
         phase = bytes(fields.get("ph", b""))
         if phase != b'"M"':
-            return self._moved(fields, phase, line) if self._timed(fields, phase) else None
+            return self._moved(fields, phase) if self._timed(fields, phase) else None
         written = self._moved(fields, phase) if self._metadata(fields) else None
         if len(self._metadata_before) < _REPEATED:
             self._metadata_before[text] = written
         return written
 
-    def _moved(self, fields: dict[str, msgspec.Raw], phase: bytes, line: int = 0) -> bytes:
+    def _moved(self, fields: dict[str, msgspec.Raw], phase: bytes) -> bytes:
         pid, tid = _text(fields.get("pid")), _text(fields.get("tid"))
         row = self._tracks.counters(self._row, pid) if phase == b'"C"' else self._row.pid
         track = self._tracks.foreign(self._row, pid, tid)
-        if line:
-            track = self._tracks.beside(self._row, pid, tid, line)
+        if phase == b'"X"':
+            dur_us = _duration_ns(fields.get("dur")) / 1000
+            line = self.lines.line_of(track, float(bytes(fields["ts"])), dur_us)
+            track = self._tracks.beside(self._row, track, line) if line else track
         if phase == b'"M"':
             self._tracks.name_known(self._row, track)
         fields["pid"] = msgspec.Raw(b"%d" % row)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
-from stepscope_report.timeline.merge.crossing import find_crossing
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place
 from stepscope_report.timeline.merge.merged import MergedFile
 from stepscope_report.timeline.merge.rewrite import Rewriter, Text
@@ -86,13 +85,12 @@ def write_row(
         file = ChromeTrace(trace.path)
         place = Place(row, trace.base_ns, common.axis)
         ids = FlowIds(trace.number, common.files)
-        crossing = find_crossing(trace.path)
-        rewriter = Rewriter(row, place, ids, common.tracks, common.cut, file.notes, crossing)
+        rewriter = Rewriter(row, place, ids, common.tracks, common.cut, file.notes)
         texts = file.texts(rewriter.rewrite, on_read)
         outcome.left_out += write_texts(
             trace.name, texts, rewriter, lambda: [row], common.tracks, out, limit_of(out)
         )
-        written, crossed = rewriter.written, rewriter.crossing
+        written, crossed = rewriter.written, rewriter.lines.moved
         outcome.files.append(MergedFile(file=trace.name, row=row.pid, events=written, crossing=crossed))
         outcome.problems += noted(trace.name, file.notes)
     return outcome

@@ -39,9 +39,10 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from stepscope_report.timeline.merge.crossing import Lines, Moved
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place
 from stepscope_report.timeline.merge.tracks import Tracks
-from stepscope_report.timeline.readers.json_array import last_boundary
+from stepscope_report.timeline.readers.json_array import array_of, last_boundary, raw_elements
 from stepscope_report.timeline.step.rows import Row
 
 _SECONDS = 16
@@ -114,12 +115,14 @@ class _Needle(NamedTuple):
 
 
 _plain = msgspec.json.Decoder(list[Plain]).decode
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Template:
     """The fast way for one file. It changes only the tracks, to which it adds new threads."""
 
-    def __init__(self, row: Row, place: Place, ids: FlowIds, tracks: Tracks, cut: Cut) -> None:
+    def __init__(self, row: Row, place: Place, ids: FlowIds, tracks: Tracks, cut: Cut, lines: Lines) -> None:
+        self._lines = lines
         self._row = row
         self._place = place
         self._ids = ids
@@ -132,7 +135,7 @@ class Template:
         self._id: list[_Needle] = []
         self._plan: _Plan | None = None
 
-    def rewritten(self, array: bytes) -> tuple[memoryview, int] | None:
+    def rewritten(self, array: bytes) -> tuple[bytes | memoryview, int] | None:
         """Return the events of the array, without its brackets, and their number, or None if the fast way
         does not fit.
 
@@ -146,7 +149,21 @@ class Template:
         if learned is not None:  # else these events are others, and what is known still holds for the next
             self._plan = learned
             done = learned.carried_out(array)
-        return done
+        if done is None or self._plan is None:
+            return None
+        text, events = done
+        moved = self._lines.place(events, self._plan.tracks)
+        if moved:
+            text = self._on_lines(text, moved)
+        return memoryview(text)[1:-1], len(events)
+
+    def _on_lines(self, array: bytes, moved: list[Moved]) -> bytes:
+        elements: list[bytes | msgspec.Raw] = [*raw_elements(array)]
+        for at, track, line in moved:
+            fields = _fields(elements[at])
+            fields["tid"] = msgspec.Raw(b"%d" % self._tracks.beside(self._row, track, line))
+            elements[at] = msgspec.json.encode(fields)
+        return array_of(elements)
 
     def _learned_early(self, array: bytes) -> _Plan | None:
         """Return a plan for the first events of a file."""
@@ -173,10 +190,11 @@ class Template:
         if any(event.id >= 0 for event in events):
             self._id = self._ids_of(array)
         decode = _decoder(
-            threads.pids, threads.tids, (times.first, times.beyond), times.one_by_one is not None,
+            threads.pids, tuple(sorted(threads.tids)),
+            (times.first, times.beyond), times.one_by_one is not None,
             (int(self._ids.prefix) * 10, (int(self._ids.prefix) + 1) * self._ids.below),
         )  # fmt: skip
-        return _Plan(times, [*self._id, *threads.needles], decode)
+        return _Plan(times, [*self._id, *threads.needles], threads.tids, decode)
 
     def _ids_of(self, array: bytes) -> list[_Needle]:
         match = _ID.search(array)
@@ -197,13 +215,13 @@ class Template:
         colon, between, before_tid, behind = glue
         start = b'"pid"%b%%d%b"tid"%b' % (colon, between, before_tid)
         needles = list[_Needle]()
-        pids, may_be = {own}, set[int]()
+        pids, tracks = {own}, dict[int, int]()
         for number, pid in enumerate((own, *sorted(self._pids))):
             kind, before = _MARKED_PID + number, b"%d" % (_MARKED_TID + number)
             tids = {tid: new for (file_pid, tid), new in self._tids.items() if file_pid == pid}
             moved = any(tid != new for tid, new in tids.items())
             if pid == own:
-                may_be = {tid for tid, new in tids.items() if tid == new}
+                tracks = {tid: new for tid, new in tids.items() if tid == new}
                 tids = {tid: new for tid, new in tids.items() if tid != new}
             if moved:
                 tids = {tid: new for tid, new in tids.items() if (pid, tid) in pairs}
@@ -215,8 +233,8 @@ class Template:
                 for end, new in ends
             ]
             pids |= {kind} if ends else set()
-            may_be |= {int(b"%b%d" % (before, new)) for new in tids.values()}
-        return _Threads(needles, tuple(sorted(pids)), tuple(sorted(may_be)))
+            tracks |= {int(b"%b%d" % (before, new)): new for new in tids.values()}
+        return _Threads(needles, tuple(sorted(pids)), tracks)
 
     def _times(self, array: bytes, events: list[Plain]) -> _Times | None:
         times = [event.ts for event in events]
@@ -253,8 +271,8 @@ class _Threads(NamedTuple):
     needles: list[_Needle]
     pids: tuple[int, ...]
     """The pids of a marked batch."""
-    tids: tuple[int, ...]
-    """The tids of a marked batch."""
+    tids: dict[int, int]
+    """{tid in a marked batch: tid in the timeline}."""
 
 
 class _EachTime(NamedTuple):
@@ -317,10 +335,12 @@ class _Plan(NamedTuple):
 
     times: _Times
     needles: list[_Needle]
+    tracks: dict[int, int]
+    """{tid in a marked batch: tid in the timeline}."""
     decode: Callable[[bytes], list[Any]]
 
-    def carried_out(self, array: bytes) -> tuple[memoryview, int] | None:
-        """Return the changed events and their number, or None if the plan does not fit these events."""
+    def carried_out(self, array: bytes) -> tuple[bytes, list[Any]] | None:
+        """Return the changed text and its events as marked, or None if the plan does not fit them."""
         text, at = array, 0
         for needle in self.times.needles:
             text, count = _replaced(text, needle.written, needle.final)
@@ -354,7 +374,7 @@ class _Plan(NamedTuple):
             text, again = _replaced(text, needle.marked, needle.final)
             if again != count:
                 return None
-        return memoryview(text)[1:-1], len(events)
+        return text, events
 
 
 def _replaced(text: bytes, old: bytes, new: bytes) -> tuple[bytes, int]:
@@ -393,13 +413,16 @@ def _decoder(
         ("marked_id", Annotated[int, msgspec.Meta(ge=ids[0], lt=ids[1])], -1),
         ("pid", pid),
         ("tid", tid),
-        ("marked_ts" if each_time else "ts", time),
+        ("ts", time),
+        ("dur", float, 0.0),
         ("id", _NEVER, "\0"),
         ("bind_id", _NEVER, "\0"),
         ("id2", _NEVER, "\0"),
     ]
     if each_time:
-        fields.append(("ts", _NEVER, "\0"))
-    keys = {"marked_id": _MARKED_ID.decode().strip('"'), "marked_ts": _MARKED_TIME.decode().strip('"')}
+        fields.append(("unmarked_ts", _NEVER, "\0"))
+    keys = {"marked_id": _MARKED_ID.decode().strip('"')}
+    if each_time:
+        keys |= {"ts": _MARKED_TIME.decode().strip('"'), "unmarked_ts": "ts"}
     event: Any = msgspec.defstruct("Proven", fields, rename=keys, kw_only=True, gc=False)
     return msgspec.json.Decoder(list[event]).decode

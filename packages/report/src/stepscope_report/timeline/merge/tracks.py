@@ -15,6 +15,8 @@ from stepscope_report.timeline.step.rows import Row
 Event: TypeAlias = dict[str, object]
 _OWN = "\0stepscope"
 """The key of stepscope's own tracks, in the place of a file's pid; no file has such a pid."""
+_BESIDE = "\0beside"
+"""The key of further lines of threads, likewise."""
 _FURTHER = 1 << 30
 """Number of further pids, which begin above all pids of Linux and are shared equally by the rows. All are
 below 2^31, as Perfetto's own format requires."""
@@ -75,12 +77,15 @@ class Tracks:
             self._unnamed[row.pid, known] = self.prefixed(row, pid, name)
         return known
 
-    def beside(self, row: Row, pid: str, tid: str, line: int) -> int:
-        """Return the tid of a further line of a thread of a file, for slices that cross others."""
-        text = f"{tid}\0{line}"
-        known = self._rows[row.pid].tids.get(pid, {}).get(text)
+    def beside(self, row: Row, track: int, line: int) -> int:
+        """Return the tid of a further line of a track of a file, for slices that cross others."""
+        threads = self._rows[row.pid].tids
+        known = threads.get(_BESIDE, {}).get(f"{track} {line}")
         if known is None:
-            known = self._new(row, pid, text)
+            pid, tid = next(
+                (pid, tid) for pid in threads for tid in threads[pid] if threads[pid][tid] == track
+            )
+            known = self._new(row, _BESIDE, f"{track} {line}")
             self._beside[row.pid, known] = pid, tid, line
         return known
 
