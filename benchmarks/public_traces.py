@@ -4,8 +4,8 @@ Arguments: folders of Kineto traces, for instance `tests/traces` of a clone of T
 one of HolisticTraceAnalysis; no package has them. The computation reads the JSON with exact decimals and
 unites intervals of integers. Where HolisticTraceAnalysis reads a file, the share of communication that
 computation hides must be the same too, in whole us as it rounds. So must be the gaps before kernels that were
-launched late: exactly by the computation, and as its `host_wait` where all kernels are on one stream. Nothing
-is timed.
+launched late: exactly by the computation, and as its `host_wait` where all kernels are on one stream. Rules
+of advice must speak as expected, and not where they should not. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,23 @@ COMMUNICATION = ("nccl", "rccl", "all_reduce", "allreduce")
 """Parts of the names of kernels that communicate, in lower case."""
 
 
+ADVICE: dict[str, set[str]] = {
+    "tests/data/df_index_resolver/df_index_resolver.json.gz": {
+        "slow-launches", "exposed-communication", "single-precision", "unfused-optimizer",
+    },
+    "tests/data/nccl_parser_config/nccl_data.json.gz": {"slow-launches"},
+    "tests/data/negative_queue_length_values_check/rank0.json.gz": {
+        "exposed-communication", "single-precision",
+    },
+    "h100/Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz": set(),
+    "h100/facebook_timesformer-base-finetuned-k400__1016002.json.gz": set(),
+    "h100/gaunernst_bert-small-uncased__1016001.json.gz": {"no-operator", "slow-launches", "synchronisation"},
+    "h100/google_owlv2-large-patch14-ensemble__1016001.json.gz": {"data-loader", "unpinned-copies"},
+    "mi300/resnet_act_checkpoint.json.gz": {"exposed-communication"},
+}  # fmt: skip
+"""Rules of advice that speak about traces of known programs, and no others."""
+
+
 class Numbers(NamedTuple):
     devices: dict[str, dict[str, int]]
     """Nanoseconds of each of `WORKS`, by the number of the device."""
@@ -45,6 +62,7 @@ class Numbers(NamedTuple):
     """Time of gaps whose next kernel was launched after they began, or None of several devices."""
     gaps: int = 0
     streams: int = 0
+    advice: frozenset[str] = frozenset()
     hidden: float | None = None
     """Percentage of communication that computation hides, of times in whole us as HTA rounds them."""
 
@@ -103,7 +121,7 @@ def independent(path: Path) -> Numbers | None:
     if not devices:
         return None
     host_wait_ns, gaps, streams = host_waits(trace["traceEvents"]) if len(devices) == 1 else (None, 0, 0)
-    return Numbers(devices, dict(kernels), rounding_ns, host_wait_ns, gaps, streams, _hidden(rounded))
+    return Numbers(devices, dict(kernels), rounding_ns, host_wait_ns, gaps, streams, hidden=_hidden(rounded))
 
 
 def host_waits(events: list[dict[str, Any]]) -> tuple[int, int, int]:
@@ -163,7 +181,8 @@ def reported(path: Path) -> Numbers:
     done = subprocess.run(command, capture_output=True, text=True)
     if not done.stdout.strip():
         raise OSError(done.stderr.strip())
-    traces = json.loads(done.stdout)["traces"]
+    report = json.loads(done.stdout)
+    traces = report["traces"]
     devices = {
         row["device"].removeprefix("GPU "): {work: row[f"{work}_ns"] for work in WORKS}
         for row in traces["devices"]
@@ -173,8 +192,9 @@ def reported(path: Path) -> Numbers:
         for row in traces["operators"]
         if row["kind"] in ("compute", "communication")
     }
-    waited = sum(row["total_ns"] for row in json.loads(done.stdout)["gaps"] if row["kind"] in ON_HOST)
-    return Numbers(devices, kernels, host_wait_ns=waited)
+    waited = sum(row["total_ns"] for row in report["gaps"] if row["kind"] in ON_HOST)
+    rules = frozenset(advice["rule"] for advice in report["advice"])
+    return Numbers(devices, kernels, host_wait_ns=waited, advice=rules)
 
 
 def differences(path: Path, expected: Numbers, ours: Numbers) -> Iterator[str]:
@@ -185,6 +205,9 @@ def differences(path: Path, expected: Numbers, ours: Numbers) -> Iterator[str]:
         for work, ns in works.items():
             if abs(ns - ours.devices[device][work]) >= max(1000, expected.rounding_ns):
                 yield f"{path.name}: device {device}: {work}: {ours.devices[device][work]} ns, expected {ns}"
+    rules = next((rules for name, rules in ADVICE.items() if path.as_posix().endswith(name)), None)
+    if rules is not None and rules != ours.advice:
+        yield f"{path.name}: advice {sorted(ours.advice)}, expected {sorted(rules)}"
     wait_ns, ours_ns = expected.host_wait_ns, ours.host_wait_ns or 0
     if wait_ns is not None and abs(wait_ns - ours_ns) >= max(1000, expected.rounding_ns):
         yield f"{path.name}: host wait: {ours_ns} ns, expected {wait_ns}"

@@ -42,7 +42,7 @@ class Plan:
         self.steps = range(at + 3)
         self.step = 0
         self._took_ns = Counter[int]()
-        self._without_core_ns = Counter[int]()
+        self._without_cores_ns = Counter[int]()
 
     def configure(self) -> None:
         """Capture each planted step and the one before it, without profilers."""
@@ -57,12 +57,12 @@ class Plan:
         return self.step in self.planted
 
     def each(self) -> Iterator[int]:
-        """Yield the steps, and ask the kernel how long this process was without a core in each."""
+        """Yield the steps, and ask the kernel how long the host had too few cores in each."""
         for step in self.steps:
             self.step = step
-            began_ns = _without_core_ns()
+            began_ns = _without_cores_ns()
             yield step
-            self._without_core_ns[step] = _without_core_ns() - began_ns
+            self._without_cores_ns[step] = _without_cores_ns() - began_ns
 
     @contextmanager
     def clocked(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class Plan:
 
     def write(self) -> None:
         """Write what this process' own clock says of each step."""
-        times = {"planted": self._took_ns, "without a core": self._without_core_ns}
+        times = {"planted": self._took_ns, "without cores": self._without_cores_ns}
         (self.folder / f"clock-{os.getpid()}.json").write_text(json.dumps(times))
 
 
@@ -85,7 +85,7 @@ def own_clock(folder: Path, what: str) -> Counter[int]:
     """Return {step: the longest time of a process}, by the processes' own clocks.
 
     Args:
-        what: `planted`, or `without a core`.
+        what: `planted`, or `without cores`.
     """
     longest = Counter[int]()
     for path in folder.glob("clock-*.json"):
@@ -93,8 +93,10 @@ def own_clock(folder: Path, what: str) -> Counter[int]:
     return longest
 
 
-def _without_core_ns() -> int:
-    return int(Path("/proc/self/schedstat").read_text().split()[1])
+def _without_cores_ns() -> int:
+    """Return how long some program of the host has had work and no core, by the kernel's PSI."""
+    some = Path("/proc/pressure/cpu").read_text().partition("\n")[0]
+    return int(some.rpartition("total=")[2]) * 1000
 
 
 def sleep(seconds: float) -> None:

@@ -88,7 +88,7 @@ def run_steps(slow: SlowStep, folder: Path, runs: int) -> list[Verdict]:
     report = [sys.executable, "-m", "stepscope", "report", str(folder), "--step", numbers, "--json"]
     steps = json.loads(subprocess.run(report, capture_output=True, check=True).stdout)["steps"]
     assert [step["step"] for step in steps] == plan.planted
-    took_ns, cores_ns = own_clock(folder, "planted"), own_clock(folder, "without a core")
+    took_ns, cores_ns = own_clock(folder, "planted"), own_clock(folder, "without cores")
     usual_ns = median(took_ns[step] for step in plan.steps if step not in plan.planted)
     return [
         _judge(slow, step["cause"], took_ns[step["step"]] - usual_ns, cores_ns[step["step"]])
@@ -96,12 +96,10 @@ def run_steps(slow: SlowStep, folder: Path, runs: int) -> list[Verdict]:
     ]
 
 
-def _judge(slow: SlowStep, cause: Any, took_ns: float, without_core_ns: int) -> Verdict:
+def _judge(slow: SlowStep, cause: Any, took_ns: float, without_cores_ns: int) -> Verdict:
     if cause is None or slow.kind is None:
         # Other work on this machine is a culprit too, if the kernel says so.
-        busy = (
-            cause is not None and cause["kind"] == "slow-host" and cause["longer_ns"] <= 2 * without_core_ns
-        )
+        busy = cause is not None and cause["kind"] == "slow-host" and cause["longer_ns"] <= without_cores_ns
         is_right = slow.kind is None and (cause is None or busy)
         line = "nothing is named" if cause is None else f"{cause['kind']}: {cause['sentence']}"
         return Verdict(is_right, is_right, is_right, is_right, line)

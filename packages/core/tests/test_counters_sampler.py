@@ -68,6 +68,7 @@ def test_a_window_is_cut_out_of_the_ring() -> None:
     run(sampler, source)
     ticks = sampler.between(0, 1 << 62)
     assert sampler.between(ticks[0].at_ns, ticks[2].at_ns) == ticks[1:3]
+    assert sampler.around(ticks[0].at_ns + 1, ticks[2].at_ns - 1) == ticks[:3]
 
 
 def test_the_ring_keeps_the_latest() -> None:

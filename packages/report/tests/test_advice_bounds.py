@@ -102,15 +102,6 @@ def test_with_a_slot_for_each_request_a_step_loses_no_more_than_the_bound(
     assert 0 < tight.wall_ns - free.wall_ns <= bound_ns <= tight.wall_ns
 
 
-def test_the_advice_on_queues_gives_the_bound(tmp_path: Path) -> None:
-    tight = Rollout(slots=1)
-    free = replace(tight, slots=100)
-    saves_ns = tight.advice(tmp_path / "tight")["queueing"].saves_ns
-    free.report(tmp_path / "free")
-    assert saves_ns is not None
-    assert tight.wall_ns - free.wall_ns <= saves_ns <= 1.1 * (tight.wall_ns - free.wall_ns)
-
-
 def test_without_prefill_a_step_loses_no_more_than_the_bound(tmp_path: Path) -> None:
     """Each replica reads prompts for 90 ms while it writes for others, and for 90 ms alone."""
     rollout = Rollout(prefill_ms=lambda number, turn: 60, begin_ms=lambda number: 40 if number > 3 else 0)

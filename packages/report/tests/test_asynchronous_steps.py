@@ -198,16 +198,6 @@ def test_where_nothing_calls_consume_the_steps_own_spans_say_it(recorded: RunLay
     assert [(row.trajectory, row.begun_step, row.steps) for row in seven.worst] == [("t7", 5, 2)]
 
 
-def test_where_nothing_is_stale_nothing_is_said(tmp_path: Path) -> None:
-    config = ProfileConfig(save_path=str(tmp_path), steps=[0])
-    with capture(0, config=config):
-        with trajectory("a", policy_version=1), turn(0):
-            pass
-        with span("update", role="trainer", policy_version=1):
-            pass
-    assert report(RunLayout(tmp_path), 0).staleness is None
-
-
 def test_without_a_capture_consuming_does_nothing() -> None:
     consume("t1", begun=1, policy_version=2)
 

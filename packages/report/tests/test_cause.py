@@ -108,6 +108,32 @@ def test_a_rank_that_is_late_in_no_call_began_late(tmp_path: Path) -> None:
     assert re.search("trainer 1 .* 520 ms .* trainer 0", cause.sentence)
 
 
+def updates(root: Path, begun_ms: int) -> StepFolder:
+    """Two ranks whose `update` has a collective and work of 10 to 20 ms after it. The second rank begins the
+    first one at `begun_ms`, and ends it with the first rank.
+    """
+    folder = StepFolder(root)
+    trainers = [folder.process("trainer", rank, owner=True) for rank in range(2)]
+    at_ms = ([5, 260, 282, 300, 316, 330], [begun_ms, 256, 276, 294, 312, 326])
+    until_ms = ([259, 281, 299, 315, 329, 345], [255, 275, 293, 311, 325, 362])
+    for trainer, begins, ends in zip(trainers, at_ms, until_ms, strict=True):
+        for begin, end in zip(begins, ends, strict=True):
+            trainer.span("update", begin * MS, end * MS)
+        trainer.close((ends[-1] + 1) * MS)
+    return folder
+
+
+def test_a_rank_is_late_for_calls_with_work_after_their_collective(tmp_path: Path) -> None:
+    cause = cause_of(updates(tmp_path, 248))
+    assert cause.process is not None
+    assert (cause.kind, cause.process.rank, cause.stage, cause.ns) == ("late-rank", 1, None, 243 * MS)
+
+
+def test_a_rank_that_waited_for_the_opening_of_another_ranks_capture_is_not_slow(tmp_path: Path) -> None:
+    """Its own capture opened 210 ms earlier, because no profiler started in it."""
+    assert reported(updates(tmp_path, -205)).cause is None
+
+
 def test_a_rank_with_more_tokens_has_an_uneven_batch(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     trainers = [folder.process("trainer", rank, owner=True) for rank in range(4)]
@@ -406,6 +432,62 @@ def test_what_held_a_late_rank_is_its_cause(tmp_path: Path, counter: str, kind: 
     assert cause.process is not None
     assert (cause.kind, cause.process.rank, cause.stage) == (kind, 1, "forward")
     assert cause.ns == pytest.approx(540 * MS)
+
+
+@pytest.mark.parametrize(
+    ("work_ms", "waited_ms", "busy", "kind"),
+    [
+        (120, 8, 100, None),  # in each 100 ms, anywhere: 20 ms longer three times
+        (280, 20, 100, "late-rank"),
+        (280, None, 100, None),  # no sample came
+        (280, None, 40, "late-rank"),
+        (280, 80, 100, "slow-host"),
+    ],
+)
+def test_a_rank_that_may_have_lacked_a_core_for_as_long_is_not_named(
+    tmp_path: Path, work_ms: int, waited_ms: int | None, busy: int, kind: str | None
+) -> None:
+    folder = ranks(tmp_path, 3, lambda rank: work_ms if rank == 1 else 100)
+    folder.processes[0].counter(
+        "host CPU", {0: busy, 500 * MS: busy}, unit="%", kind="interval", scope="host"
+    )
+    if waited_ms is not None:
+        for rank, waits in enumerate((5, waited_ms, 5)):
+            values = {ms * MS: float(waits) for ms in range(0, 1000, 100)}
+            folder.processes[rank].counter("main thread waits for a core", values, unit="%", kind="interval")
+            folder.processes[rank].counter(
+                "process CPU", {0: 20.0, 500 * MS: 20.0}, unit="%", kind="interval"
+            )
+    cause = reported(folder).cause
+    assert (cause and cause.kind) == kind
+    if cause is not None and kind == "slow-host":
+        assert (
+            "all cores of a were busy (100 %), and 3 processes of the step used 0.6 of them" in cause.sentence
+        )
+
+
+def test_a_rank_that_opened_late_among_busy_cores_is_not_named(tmp_path: Path) -> None:
+    def late_on(name: str, busy: float) -> StepReport:
+        folder = StepFolder(tmp_path / name)
+        trainers = [folder.process("trainer", rank, owner=True) for rank in range(3)]
+        trainers[0].counter("host CPU", {0: busy, 600 * MS: busy}, unit="%", kind="interval", scope="host")
+        for rank, trainer in enumerate(trainers):
+            late_ms = 400 if rank == 1 else 0
+            waited = {ms * MS: 1.0 for ms in range(late_ms, 601, 100)}
+            trainer.counter("main thread waits for a core", waited, unit="%", kind="interval")
+            trainer.span("all_reduce", (late_ms + 10) * MS, 510 * MS)
+        close(folder, 600 * MS)
+        return reported(folder)
+
+    free, busy = late_on("free", 40.0).cause, late_on("busy", 100.0).cause
+    assert (free and free.kind, busy) == ("late-rank", None)
+
+
+def test_a_disk_sleep_that_was_seen_in_another_call_holds_no_call(tmp_path: Path) -> None:
+    folder = ranks(tmp_path, 3, lambda rank: 280 if rank == 1 else 100)
+    seen = {0: 0.0, 286 * MS: 100.0, 570 * MS: 100.0}  # in `all_reduce`
+    folder.processes[1].counter("main thread in disk sleep", seen, unit="%", kind="interval")
+    assert cause_of(folder).kind == "late-rank"
 
 
 @pytest.mark.parametrize("skips", [True, False])

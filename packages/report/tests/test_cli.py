@@ -19,7 +19,6 @@ import pytest
 
 import stepscope_report
 from packages.report.tests.commands import Command
-from stepscope import ProfileConfig, capture, span, trajectory
 from stepscope.errors import RecordError
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.run import RunRecord
@@ -84,13 +83,6 @@ def test_several_steps_are_told_in_short_and_one_in_full(
     assert run(["report", str(a_run(tmp_path)), *words, "--no-html"]) == 0
     lines = {line.strip() for line in capsys.readouterr().out.splitlines()}
     assert [heading for heading in HEADINGS if heading in lines] == shown.split(", ")
-
-
-def test_one_step_is_reported_by_number_or_by_its_folder(tmp_path: Path, command: Command) -> None:
-    a_run(tmp_path)
-    by_number = command("report", tmp_path, "--step", "4").out
-    assert command("report", tmp_path / "step_000004").out == by_number
-    assert "Step 2" not in by_number
 
 
 def test_what_is_broken_or_gone_is_reported_around_and_exits_with_3(tmp_path: Path, command: Command) -> None:
@@ -242,23 +234,6 @@ def test_ls_shows_each_step_with_its_state_and_what_is_missing(tmp_path: Path, c
     assert row["bytes"] == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_a_real_capture_is_listed_and_reported(tmp_path: Path, command: Command) -> None:
-    config = ProfileConfig(save_path=tmp_path, steps=[7], roles={"*": {"profiler": "off"}})
-    with capture(7, config=config, workers={}):  # Ray may run: of other tests
-        for index in range(3):
-            with trajectory(f"t{index}"), span("generate", role="rollout"):
-                pass
-    command("ls", tmp_path)
-    printed = command("report", tmp_path, "--json").out
-    (step,) = json.loads(printed[printed.index("{") :])["steps"]
-    assert [(s["stage"], s["calls"]) for s in step["long_tail"]["spreads"]] == [
-        ("trajectory", 3),
-        ("generate", 3),
-    ]
-    assert step["health"]["complete"]
-    assert sum(line["wall_ns"] for line in step["breakdown"]["lines"]) == step["breakdown"]["window_ns"]
-
-
 def test_validate_shows_the_resolved_configuration_and_its_steps(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +308,13 @@ def a_trace(save_path: Path, content: bytes) -> Path:
     (step / "traces" / "actor").mkdir(parents=True)
     (step / "traces" / "actor" / "t.json").write_bytes(content)
     return step
+
+
+def test_without_traces_none_is_opened(tmp_path: Path, command: Command) -> None:
+    words = "report", a_trace(tmp_path, b"no trace at all"), "--json"
+    read, unread = command(*words, code=3), command(*words, "--no-traces", code=3)
+    assert read.json["steps"][0]["traces"]["problems"]
+    assert unread.json["steps"][0]["traces"] is None
 
 
 def test_a_step_is_merged_into_one_timeline(tmp_path: Path, command: Command) -> None:

@@ -73,16 +73,6 @@ def test_a_run_has_the_rows_of_all_steps_in_each_file(tmp_path: Path, command: C
     assert {file.name for file in (path / "tables").iterdir()} == {f"{name}.parquet" for name in ROWS}
 
 
-def test_a_step_has_its_own_files(tmp_path: Path) -> None:
-    a_run(tmp_path)
-    folder = tmp_path / "step_000004"
-    assert run(["export", str(folder), "--parquet", "-q"]) == 0
-    step = stepscope_report.open(folder)
-    for name in ROWS:
-        assert rows_of(folder / "tables", name) == as_written(name, step.table(name))
-    assert run(["ls", str(folder)]) == 0
-
-
 def test_steps_and_the_folder_can_be_named(tmp_path: Path) -> None:
     path = a_run(tmp_path / "run")
     command = ["export", str(path), "--parquet", "--step", "4", "--run", "run1"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from packages.report.tests.commands import Command
-from packages.report.tests.test_cli import MS, a_run, damage
+from packages.report.tests.test_cli import MS, a_run
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.steps import StepFolder
@@ -64,32 +63,3 @@ def test_a_page_links_to_the_artifacts_that_are_there_and_to_none_outside(tmp_pa
         "traces/",
         "traces/actor/t.json.gz",
     ]
-
-
-def test_two_steps_are_compared(tmp_path: Path, command: Command) -> None:
-    steps = [str(a_run(tmp_path) / f"step_{step:06d}") for step in (2, 4)]
-    printed = command("diff", *steps).out
-    for phrase in (
-        "A: step 2 of run run1",
-        "B: step 4 of run run1",
-        "What changed",
-        "rollout",
-        "+ opening, closing",
-    ):
-        assert phrase in printed
-    comparison = command("diff", *steps, "--json").json
-    assert (comparison["a"]["step_ns"], comparison["delta_ns"]) == (10 * MS, 0)
-
-
-def test_two_runs_are_compared_also_within_one_folder(tmp_path: Path, command: Command) -> None:
-    a_run(tmp_path, (2, 4), "old")
-    a_run(tmp_path, (4, 6), "new")
-    both = [str(tmp_path), str(tmp_path), "--run-a", "old", "--run-b", "new"]
-    assert re.search("B: 2 steps, 4 .*6 .*run new", command("diff", *both).out)
-    assert "does not exist" in command("diff", tmp_path, tmp_path / "absent", code=2).err
-
-
-def test_a_comparison_of_what_is_not_complete_exits_with_3(tmp_path: Path, command: Command) -> None:
-    steps = [str(a_run(tmp_path) / f"step_{step:06d}") for step in (2, 4)]
-    damage(tmp_path)
-    assert "not complete" in command("diff", *steps, code=3).out

@@ -268,15 +268,6 @@ def test_a_late_rank_of_unknown_reason_is_not_known() -> None:
     ]
 
 
-def test_ranks_that_begin_together_wait_for_the_last_to_end() -> None:
-    spans = [
-        span(0, "score", 0, 700 * MS),
-        span(1, "log_prob", 1 * MS, 400 * MS, role="actor"),
-        span(2, "log_prob", 2 * MS, 698 * MS, role="actor"),
-    ]
-    assert known(step(700 * MS, spans))[1] == (2, "log_prob", "work", 696 * MS)
-
-
 def test_work_beside_others_that_nothing_followed_is_no_cause() -> None:
     """A worker ran something else meanwhile: what the driver waited for is not known."""
     spans = [
@@ -288,14 +279,6 @@ def test_work_beside_others_that_nothing_followed_is_no_cause() -> None:
         (0, "update", "work", 5 * MS),
         (0, "update", "not known", 695 * MS),
         (0, "update", "work", 300 * MS),
-    ]
-
-
-def test_a_short_call_of_a_worker_inside_a_long_call_of_the_owner_is_no_cause() -> None:
-    spans = [span(0, "rollout", 0, 500 * MS), span(1, "save", 0, 100 * MS, role="actor")]
-    assert known(step(500 * MS, spans)) == [
-        (0, "rollout", "not known", 100 * MS),
-        (0, "rollout", "work", 400 * MS),
     ]
 
 
@@ -389,7 +372,3 @@ def test_requests_without_a_carrier_follow_the_turns_of_their_trajectory() -> No
         (1, "request", "work", 660 * MS),
         (0, "rollout", "work", 10 * MS),
     ]
-
-
-def test_a_step_without_spans_is_not_known() -> None:
-    assert known(step(100 * MS, [])) == [(0, None, "not known", 100 * MS)]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from stepscope import ProfileConfig, capture, carrier, trajectory, turn
+from stepscope import ProfileConfig, capture, carrier, span, trajectory, turn
 from stepscope._recording.process.run import run_id
 from stepscope.engines import passes
 from stepscope.files.layout import RunLayout
@@ -87,7 +87,7 @@ async def test_a_forward_pass_that_fails_fails_every_request_and_not_the_next_on
     assert await replica.generate(PROMPT, "0", None)
 
 
-PASS_MS, REQUEST_MS = 4, 0.5
+PASS_MS, REQUEST_MS = 6, 0.75
 """Time of a forward pass, and of each request in it, of `timed_run`."""
 
 
@@ -101,8 +101,12 @@ async def timed_run(root: Path, slots: int, monkeypatch: pytest.MonkeyPatch) -> 
         ProfileConfig(save_path=root, steps="0", roles={"*": {"profiler": "off"}}),
     )
 
+    due_s = 0.0
+
     def forward(tokens: torch.Tensor, _view: object) -> torch.Tensor:
-        time.sleep((PASS_MS + REQUEST_MS * len(tokens)) / 1000)
+        nonlocal due_s  # what the machine adds to a pass is taken from the next
+        due_s = max(due_s, time.monotonic() - 0.1) + (PASS_MS + REQUEST_MS * len(tokens)) / 1000
+        time.sleep(max(0.0, due_s - time.monotonic()))
         return torch.zeros(*tokens.shape, len(task.VOCABULARY))
 
     monkeypatch.setattr(replica, "model", forward)
@@ -110,7 +114,7 @@ async def timed_run(root: Path, slots: int, monkeypatch: pytest.MonkeyPatch) -> 
     async def converse(number: int) -> None:
         with trajectory(f"t{number}"):
             for index in range(2):
-                with turn(index):
+                with turn(index), span("generate", role="rollout"):
                     await replica.generate(PROMPT, f"{number}-{index}", carrier())
 
     layout = RunLayout(root).step(0)
@@ -135,7 +139,7 @@ async def test_a_larger_batch_takes_what_the_measured_curve_predicts(
     assert (prediction.model.measured, prediction.model.slots) == (True, 6)
     last = prediction.model.curve[-1]
     known = last.requests / (PASS_MS + REQUEST_MS * last.requests) * 1000
-    assert known / 2 < last.tokens_per_second <= 1.05 * known
+    assert known / 2 < last.tokens_per_second <= 1.2 * known
     assert prediction.predicted_ns < 0.9 * prediction.measured_ns
     assert prediction.predicted_ns == pytest.approx(many.window.wall_ns, rel=0.2)
     advice = {one.rule: one for one in step_report(few).advice}

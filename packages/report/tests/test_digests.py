@@ -24,7 +24,6 @@ from stepscope_report.timeline.activity.content import TraceContent
 from stepscope_report.timeline.activity.content_reader import nothing_read
 from stepscope_report.timeline.clocks import refine
 from stepscope_report.timeline.digests import packed, unpacked
-from stepscope_report.timeline.processes import workers
 
 
 @pytest.fixture(autouse=True)
@@ -148,27 +147,6 @@ def test_a_digest_follows_no_link(step: Path, tmp_path: Path) -> None:
     StepLayout(step).digests.symlink_to(tmp_path / "elsewhere")
     reported(step)
     assert not list((tmp_path / "elsewhere").iterdir())
-
-
-def test_small_traces_get_none(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "SMALLEST", 1 << 18)
-    reported(step)
-    assert not kept(step)
-
-
-def test_two_processes_make_the_same_digests(step: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(step, tmp_path / "other")
-    with workers(2, 0) as executor:
-        load_traces(other, load_step(other), executor=executor)
-    reported(step)
-    assert [path.read_bytes() for path in kept(other)] == [path.read_bytes() for path in kept(step)]
-
-
-def test_a_bar_goes_on_over_digests(step: Path) -> None:
-    first, second = list[int](), list[int]()
-    for read in (first, second):
-        load_traces(step, load_step(step), on_read=read.append)
-    assert sum(first) == sum(second) > 0
 
 
 def test_no_digests_reads_the_traces(

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packages.report.tests.steps import close
 from packages.report.tests.traces import (
     BASE_NS,
     add_trace,
@@ -247,15 +246,6 @@ def test_a_recording_of_many_hours_is_believed(tmp_path: Path) -> None:
     assert (content.kernels[0].count, content.problems) == (50, {})
 
 
-def test_a_file_that_is_no_trace_is_a_problem_and_no_exception(tmp_path: Path) -> None:
-    (tmp_path / "empty.json").touch()
-    (tmp_path / "other.json").write_text('{"a": 1}')
-    for name in ("empty.json", "other.json", "absent.json"):
-        content = read_trace(tmp_path / name)
-        assert content.problems
-        assert (content.events, content.first_us) == (0, None)
-
-
 def step_with_traces(tmp_path: Path, ranks: int = 3) -> StepFolder:
     folder = StepFolder(tmp_path)
     folder.process("trainer", owner=True).close(10**9)
@@ -275,18 +265,6 @@ def test_a_trace_belongs_to_its_process_and_stands_on_the_owners_clock(tmp_path:
     begins = [a.unix_ns(a.content.first_us or 0) - OPENED_NS for a in traces.activities]
     assert begins == [0, 1_000_000, 2_000_000]
     assert (traces.problems, traces.unread) == ((), ())
-
-
-def test_a_clock_that_is_ahead_is_moved(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    actor = folder.process("actor", 0, host="host-b", skew_ns=11_560_000_000)
-    driver.measures(actor, 0)
-    close(folder, 10**9)
-    add_trace(folder, actor, [op("aten::mm", 11_560_000 + 1000, 500)])
-    path = folder.write()
-    (activity,) = load_traces(path, load_step(path)).activities
-    assert activity.unix_ns(activity.content.first_us or 0) - OPENED_NS == 1_000_000
 
 
 PAIRS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=40)

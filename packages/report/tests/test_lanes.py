@@ -49,16 +49,3 @@ def test_what_stands_inside_another_belongs_to_it(intervals: list[Interval]) -> 
             if other != one and lanes[other] == lanes[one] and outer.start_ns < inner.start_ns < outer.end_ns
         }
         assert around <= ancestors
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=30))
-def test_tops_take_as_many_lanes_as_ever_overlap(spans: list[tuple[int, int]]) -> None:
-    lanes = pack([Interval(start, start + length, None) for start, length in spans])
-    deepest = max((sum(s <= at < s + n for s, n in spans) for at, _ in spans), default=0)
-    assert len(set(lanes)) == deepest
-
-
-def test_children_stand_in_their_parents_lane_and_concurrent_ones_beside_it() -> None:
-    tree = [Interval(0, 10, None), Interval(1, 5, 0), Interval(2, 6, 0), Interval(5, 9, 0), Interval(2, 4, 1)]
-    assert pack(tree) == [0, 0, 1, 0, 0]
-    assert pack([Interval(0, 10, 1), Interval(5, 9, None)]) == [0, 1]  # a parent may open after its child

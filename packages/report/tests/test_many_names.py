@@ -49,24 +49,11 @@ def test_the_longest_names_have_rows_and_the_others_share_one(tmp_path: Path) ->
     assert "ids-in-names" in rules(report)
 
 
-def test_what_lists_single_calls_keeps_their_names(tmp_path: Path) -> None:
-    names = [f"generate {number}" for number in range(1, 101)]
-    report = step_report(a_step(tmp_path, names))
-    assert [row.stage for row in report.health.errors] == names
-
-
 def test_roles_with_ids_share_a_row_too(tmp_path: Path) -> None:
     report = step_report(a_step(tmp_path, ["generate"] * 2000, role="worker {}"))
     assert len(report.stages) == MOST_NAMES + 1
     assert (OTHER_NAMES, OTHER_NAMES) in {(stage.role, stage.stage) for stage in report.stages}
     assert "ids-in-names" in rules(report)
-
-
-def test_as_many_names_as_rows_stay_as_they_are(tmp_path: Path) -> None:
-    names = [f"stage {number}" for number in range(MOST_NAMES)]
-    report = step_report(a_step(tmp_path, names))
-    assert {stage.stage for stage in report.stages} == set(names)
-    assert "ids-in-names" not in rules(report)
 
 
 @pytest.mark.parametrize("name", ["trajectory", "turn", "queue", "prefill", "decode"])

@@ -26,7 +26,7 @@ from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report.timeline import Merged, Selection, load_step, merge_step
-from stepscope_report.timeline.clocks.wall import MARGIN_NS, NOT_NEAR
+from stepscope_report.timeline.clocks.wall import MARGIN_NS
 from stepscope_report.timeline.merge.write import TimelineFile
 
 MS = 1_000_000
@@ -130,21 +130,6 @@ def two(tmp_path: Path) -> tuple[StepFolder, FakeProcess, FakeProcess]:
     for process in (driver, actor):
         process.close(100 * MS)
     return folder, driver, actor
-
-
-def test_a_kernel_stands_inside_the_span_that_launched_it(tmp_path: Path) -> None:
-    folder, _, actor = two(tmp_path)
-    actor.span("update_actor", 2 * MS, 5 * MS)
-    trace(folder, actor, [kernel("gemm", 3 * MS + 1)])
-    path = folder.write()
-    merged = merge_step(path)
-    assert since_opening_ns(path, "update_actor") == [2 * MS]
-    assert since_opening_ns(path, "gemm") == [3 * MS + 1]
-    (span,), (gemm,) = ([e for e in events_of(path) if e["name"] == n] for n in ("update_actor", "gemm"))
-    assert span["pid"] == gemm["pid"]
-    assert span["tid"] != gemm["tid"]
-    assert merged.problems == ()
-    assert merged.events == 2
 
 
 def test_rows_stand_from_the_driver_down_to_the_critic(tmp_path: Path) -> None:
@@ -298,16 +283,6 @@ def test_pids_tids_and_flows_of_many_files_never_meet(tmp_path: Path) -> None:
     assert all(number < 1 << 53 for number in ids)
 
 
-def test_the_traces_of_all_stages_of_a_process_share_its_row_and_its_threads(tmp_path: Path) -> None:
-    folder, _, actor = two(tmp_path)
-    for name in ("a", "b"):
-        trace(folder, actor, [kernel(name, MS)], name=f"{name}.json")
-    path = folder.write()
-    merge_step(path)
-    first, second = events_of(path, "X")
-    assert (first["pid"], first["tid"]) == (second["pid"], second["tid"])
-
-
 def test_devices_are_tracks_of_their_process_and_carry_their_name(tmp_path: Path) -> None:
     folder, _, actor = two(tmp_path)
     events: list[Event] = [
@@ -438,14 +413,6 @@ def test_a_limit_on_size_is_kept_and_every_file_gets_its_share(tmp_path: Path) -
     assert all("for its size" in line for line in merged.left_out)
     assert len(merged.left_out) == 2
     assert "step" in {event["name"] for event in events_of(path, "X")}
-
-
-def test_an_event_far_from_the_step_is_left_out_and_counted(tmp_path: Path) -> None:
-    folder, _, actor = two(tmp_path)
-    trace(folder, actor, [kernel("then", -OPENED_NS), kernel("now", MS), {**kernel("odd", 0), "ts": "soon"}])
-    path = folder.write()
-    assert problems(merge_step(path)) == [(NOT_NEAR, 2)]
-    assert [event["name"] for event in events_of(path)] == ["now"]
 
 
 def test_what_nobody_reads_is_named_and_is_no_defect(tmp_path: Path) -> None:

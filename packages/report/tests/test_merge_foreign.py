@@ -183,12 +183,6 @@ def test_every_layout_keeps_every_field_of_every_event(tmp_path: Path, layout: s
     assert_unchanged(timed(json.loads(content, parse_float=Decimal)["traceEvents"]), after)
 
 
-def test_an_array_without_an_object_around_it_is_read(tmp_path: Path) -> None:
-    merged, after = merged_of(tmp_path, json.dumps([event(), event(name="b")]).encode())
-    assert [e["name"] for e in after] == ["k", "b"]
-    assert [row.alignment for row in merged.rows] == ["owner"]
-
-
 def test_local_ids_of_two_processes_in_one_file_stay_apart(tmp_path: Path) -> None:
     events = [event(ph="b", pid=pid, id2={"local": "0x1"}) for pid in (1, 2, 1)]
     content = json.dumps({"baseTimeNanoseconds": 0, "traceEvents": events}).encode()

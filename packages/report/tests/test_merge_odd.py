@@ -11,13 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from packages.report.tests.commands import Command
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report.timeline import Merged, merge_step
 from stepscope_report.timeline.clocks.wall import NOT_NEAR
-from stepscope_report.timeline.readers.json_array import REPAIRED
 
 MS = 1_000_000
 AT_US = OPENED_NS // 1000
@@ -69,17 +67,6 @@ def merged(folder: StepFolder) -> tuple[Merged, list[Event]]:
 
 def problems(result: Merged) -> dict[str, int | None]:
     return {problem.what: problem.events for problem in result.problems}
-
-
-def test_bad_utf8_and_nan_cost_the_character_and_the_value(tmp_path: Path) -> None:
-    folder, actor = step(tmp_path)
-    text = json.dumps(
-        {"baseTimeNanoseconds": 0, "traceEvents": [kernel(name="NAME", args={"x": 7}), kernel()]}
-    )
-    trace(folder, actor, text.encode().replace(b"NAME", b"a\xffb").replace(b'"x": 7', b'"x": NaN'))
-    result, (first, second) = merged(folder)
-    assert (first["name"], second["name"]) == ("a\ufffdb", "k")
-    assert problems(result)[REPAIRED] == 1
 
 
 @pytest.mark.parametrize("ts", ["NaN", "-Infinity", "null", '"soon"', "1e400", "-5", "0", "12345678"])
@@ -171,9 +158,3 @@ def test_times_since_1970_need_no_base(tmp_path: Path) -> None:
     assert result.rows[0].alignment == "same host"
     assert result.base_ns + round(event["ts"] * 1000) == (AT_US + 5) * 1000
     assert problems(result)[NOT_NEAR] == 1
-
-
-def test_each_of_these_ends_with_exit_code_3(tmp_path: Path, command: Command) -> None:
-    folder, actor = step(tmp_path)
-    trace(folder, actor, [kernel(0), kernel()], baseTimeNanoseconds=0)
-    assert f"traces/actor/t.json: {NOT_NEAR} (1 event)" in command("merge", folder.write(), code=3).out

@@ -202,19 +202,6 @@ def test_what_kineto_writes_goes_the_quick_way(
         assert len({event["tid"] for event in events_out}) == 4
 
 
-def test_what_looks_like_a_field_in_names_and_arguments_stays() -> None:
-    fake = '"pid": 0, "tid": 7, "ts": 4443469590446.220, "id": 5'
-    nested = "{" + fake + "}"
-    kinds = [{"name": json.dumps(fake)}, {"args": nested}, {"args": f'{{"a": [{nested}]}}'}]
-    for kind in kinds:
-        events = [written(OLDER, **{**PLAIN, "pid": "0", "tid": "7", "id": "9"})] * 3
-        events.append(written(OLDER, **{**PLAIN, "pid": "0", "tid": "7", **kind}))
-        events_out = rewritten([events], 3 * SECOND_NS, None).events
-        before = json.loads(events[-1], parse_float=Decimal)
-        assert (events_out[-1]["name"], events_out[-1]["args"]) == (before["name"], before["args"])
-        assert (events_out[-1]["pid"], len(events_out)) == (4242, 4)
-
-
 @pytest.mark.slow
 def test_a_plan_is_not_carried_over_to_events_that_it_does_not_fit() -> None:
     """Each of these stands in a batch of its own behind one that was learned from."""

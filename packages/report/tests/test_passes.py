@@ -15,10 +15,12 @@ from stepscope.engines import passes
 from stepscope.engines.passes import PassLog
 from stepscope.errors import RecordError
 from stepscope.files.passes import SUFFIX, PassFile, check_passes
+from stepscope.files.spans import CONSUME
 from stepscope.testing.engine_conformance import a_capture
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import step_report
 from stepscope_report.sections.batches import step_batches
+from stepscope_report.sections.requests import step_requests
 from stepscope_report.served import turn_times
 from stepscope_report.timeline import Timeline, load_step, merge_step
 from stepscope_report.timeline.merge.merge import EVERYTHING
@@ -31,7 +33,9 @@ def a_step(root: Path, turns: list[tuple[str, int, int, dict[str, Any]]]) -> Ste
     driver = folder.process("agent_loop", owner=True)
     for name, start, end, attrs in turns:
         whole = driver.span("trajectory", start * MS, end * MS, trajectory=name)
-        driver.span("turn", start * MS, end * MS, trajectory=name, turn=0, parent=whole, attrs=attrs)
+        driver.span(
+            "turn", start * MS, end * MS, trajectory=name, turn=0, parent=whole, attrs=attrs, policy_version=6
+        )
     for number in (0, 1):
         folder.process("rollout", number, replica=number)
     close(folder, 200 * MS)
@@ -51,11 +55,13 @@ def note(folder: StepFolder, process: FakeProcess, replica: int, log: PassLog) -
         name: [anchor.mono_ns + ms * MS for ms in getattr(file.passes, name)]
         for name in ("begin_ns", "end_ns")
     }
+    weights = [anchor.mono_ns + ms * MS for ms in file.weights.at_ns]
     arrived = [None if ms is None else anchor.mono_ns + ms * MS for ms in file.requests.arrived_ns]
     placed = msgspec.structs.replace(
         file, host=process.info.host, anchor=anchor, closed=process.anchor(200 * MS),
         passes=msgspec.structs.replace(file.passes, **at),
         requests=msgspec.structs.replace(file.requests, arrived_ns=arrived),
+        weights=msgspec.structs.replace(file.weights, at_ns=weights),
     )  # fmt: skip
     passes.publish_passes(placed, capture)
 
@@ -176,6 +182,31 @@ def test_a_merge_has_the_passes_and_arrows_of_the_slowest_trajectories_unless_al
     (drawn,) = [event for event in events if event.get("cat") == "pass"]
     assert (drawn["name"], drawn["dur"]) == ("decode 12", 10_000)
     assert sum(event["ph"] == "s" and event["name"] == "pass" for event in events) == arrows
+
+
+def test_a_request_has_the_weights_of_each_of_its_tokens_and_the_step_that_trains_on_it(
+    tmp_path: Path,
+) -> None:
+    """Weights change at 30 ms. Request a runs before and after, with three and two tokens; b before."""
+    folder = a_step(tmp_path, [(f"t{name}", 5, 80, {"request_id": name}) for name in ("a", "b", "c")])
+    driver = folder.processes[0]
+    driver.span("sync_weights", 20 * MS, 32 * MS, role="trainer", policy_version=7)
+    driver.span("update_actor", 90 * MS, 150 * MS, role="trainer", policy_version=7)
+    for name, ms in (("a", 85), ("b", 86)):
+        driver.span(CONSUME, ms * MS, ms * MS, trajectory=f"t{name}", attrs={"begun_version": 6})
+    folder.write()
+    log = PassLog(10)
+    for begin in (10, 15, 20):
+        log.note(begin, begin + 5, "decode", {"a": 1, "b": 1}, [1, 1], running=2, waiting=0)
+    log.update(30)
+    for begin in (40, 50):
+        log.note(begin, begin + 5, "decode", {"a": 1, "c": 1}, [1, 1], running=2, waiting=0)
+    note(folder, folder.processes[1], 0, log)
+    a, b, c = step_requests(load_step(folder.layout.root))
+    assert (a.version_begun, a.version_ended, a.trained_by) == (6, 7, 2)
+    assert [(lag.versions, lag.tokens) for lag in a.lags] == [(0, 2), (1, 3)]
+    assert (b.version_begun, b.version_ended, b.trained_by) == (6, 6, 2)
+    assert (c.version_begun, c.version_ended, c.trained_by, c.lags) == (7, 7, None, ())
 
 
 def test_passes_beyond_the_limit_are_counted() -> None:

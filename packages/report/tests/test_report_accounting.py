@@ -94,15 +94,6 @@ def test_a_percentile_has_that_share_of_the_values_at_or_below_it(count: int, pe
     assert rank == 0 or rank * 100 < percent * count
 
 
-def test_a_child_that_outlives_its_parent_still_covers_the_grandparent() -> None:
-    spans = [Interval(0, 30, None, 0), Interval(0, 10, 0, 1), Interval(5, 20, 1, 2)]
-    assert {tuple(bits_of(mask)): ns for (mask, _), ns in sweep(spans, 0, 30).items()} == {
-        (1,): 5,
-        (2,): 15,
-        (0,): 10,
-    }
-
-
 def test_an_empty_window_divides_into_nothing() -> None:
     shares = divide([Interval(0, 10, None, 0)], 5, 5, labels=LABELS, tiers=TIERS)
     assert (sum(shares.wall_ns.values()), shares.idle_ns) == (0, 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from packages.report.tests.steps import MS, Row, a_step, close
-from stepscope.files.manifest.records import Absent, Expectation, OwnCost
+from stepscope.files.manifest.records import Absent, OwnCost
 from stepscope.files.spans import PROFILING
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import Breakdown, stage_times, step_breakdown, step_health
@@ -188,41 +188,6 @@ def test_work_of_another_step_is_in_the_account_and_counted_by_its_owner(tmp_pat
     assert wall(step_breakdown(load_step(path))) == {"rollout generate": 4, "trainer update": 6}
     (other,) = step_health(load_step(path)).other_steps
     assert (other.step, other.spans, other.total_ns, other.policy_versions) == (5, 2, 8 * MS, (2, 3))
-
-
-def test_dropped_spans_are_counted_and_make_a_step_incomplete(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = driver_of(folder)
-    driver.dropped = 7
-    close(folder, 10 * MS)
-    health = step_health(load_step(folder.write()))
-    assert (health.dropped, health.complete) == (7, False)
-
-
-def test_a_whole_step_is_complete_and_errors_of_the_user_do_not_change_that(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = driver_of(folder)
-    driver.span("tool", 0, MS, role="env", error="ValueError: no such tool")
-    driver.expected.append(
-        Expectation(name="torch trace", kind="trace", state="skipped", reason="role trainer is not selected")
-    )
-    close(folder, 10 * MS)
-    health = step_health(load_step(folder.write()))
-    assert health.complete
-    assert [row.error[:10] for row in health.errors if row.error] == ["ValueError"]
-    assert [what.split(": ")[:2] for what in health.skipped] == [["trainer_host-a_pid1000", "torch trace"]]
-
-
-def test_a_broken_file_makes_a_step_incomplete(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = driver_of(folder)
-    close(folder, 10 * MS)
-    path = folder.write()
-    with driver.span_path.open("ab") as file:
-        file.write(b"garbage\n")
-    health = step_health(load_step(path))
-    assert not health.complete
-    assert [problem.what.split()[0] for problem in health.broken] == ["lines"]
 
 
 def test_ranks_that_capture_by_themselves_cost_as_much_as_the_slowest(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from packages.report.tests.commands import Command
 from packages.report.tests.simulated import Rollout
 from packages.report.tests.steps import close
-from packages.report.tests.test_cli import a_run, damage
+from packages.report.tests.test_cli import a_run
 from stepscope.files.counters import KV_CACHE, PREEMPTIONS
 from stepscope.testing.steps import StepFolder
 from stepscope_report import SettingChange, StepReport, step_report
@@ -58,41 +58,9 @@ def full_kv_cache(root: Path) -> StepReport:
     return written(folder)
 
 
-def serial_reward(root: Path) -> StepReport:
-    """All answers are there after 300 ms. Then rewards are computed one after the other, for 600 ms."""
-    folder = StepFolder(root)
-    driver = folder.process("trainer", owner=True)
-    driver.span("rollout", 0, 300 * MS, role="agent_loop")
-    for number in range(20):
-        driver.span("compute_reward", (300 + 30 * number) * MS, (330 + 30 * number) * MS, role="reward")
-    return written(folder)
-
-
 def written(folder: StepFolder) -> StepReport:
     close(folder, 1000 * MS)
     return step_report(load_step(folder.write()))
-
-
-CAUSES: dict[Callable[[Path], StepReport], tuple[str, ...]] = {
-    slow_tool: ("tool search", "[slow-tools]"),
-    straggler_rank: (
-        "actor 2 is slower than the others in actor update_actor",
-        "actor update_actor took 900 ms (the others: 500 ms), on actor 2",
-    ),
-    long_tail: ("the step waits for its slowest trajectories", "Slowest trajectory: t7", "decode 2.70 s"),
-    full_kv_cache: ("the KV cache of replica 0 is full", "7 preemptions", "max_num_seqs"),
-    serial_reward: ("60.0 % reward compute_reward: 600 ms, nothing else ran",),
-}
-
-
-@pytest.mark.parametrize("seed", CAUSES, ids=lambda seed: seed.__name__)
-def test_the_brief_names_the_cause(tmp_path: Path, seed: Callable[[Path], StepReport]) -> None:
-    parts = step_brief(seed(tmp_path), tmp_path)
-    text = brief_text(parts)
-    for phrase in CAUSES[seed]:
-        assert phrase in text
-    assert len(text.splitlines()) <= LINES
-    assert [part.title for part in parts[1:]] == ["Where it went", "What to do", "Findings", "Next"]
 
 
 RULES: dict[Callable[[Path], StepReport], str] = {
@@ -142,15 +110,6 @@ def test_of_a_run_the_brief_is_of_the_longest_step(tmp_path: Path, command: Comm
     assert re.search("longest of 2 .* 10.0 ms", printed)
     assert f"stepscope report {tmp_path}/step_000002 --full" in printed
     assert not (path / "report.html").exists()
-
-
-def test_a_brief_of_a_damaged_step_says_so_and_exits_with_3(tmp_path: Path, command: Command) -> None:
-    path = a_run(tmp_path, steps=[2])
-    damage(path)
-    printed = command("report", path, "--brief", "--markdown", code=3).out
-    assert printed.startswith("## Step 2 ")
-    assert "- Not complete: spans/" in printed
-    assert "--full  # all tables" in printed
 
 
 @pytest.mark.parametrize("options", [["--markdown"], ["--brief", "--json"]])

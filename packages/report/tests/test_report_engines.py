@@ -158,14 +158,6 @@ def decode(start_ms: float, dur_ms: float, requests: int = 1) -> Any:
     return event(name, "user_annotation", 1000 * start_ms, 1000 * dur_ms)
 
 
-def test_a_server_has_one_row_of_its_own_name(tmp_path: Path) -> None:
-    rollout = Rollout(tmp_path)
-    rollout.record(0, [decode(2, 10)])
-    rollout.request(0, 20, prompt_tokens=5, output_tokens=3)
-    (row,) = rollout.rows().values()
-    assert (row.replica, row.source, row.iterations, row.output_tokens) == ("replica 0", "iterations", 1, 3)
-
-
 def test_time_without_a_pass_and_with_requests_is_held_up(tmp_path: Path) -> None:
     rollout = Rollout(tmp_path)
     rollout.record(0, [decode(2, 10), decode(50, 5)])

@@ -6,15 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from packages.report.tests.steps import MS, close, printed
 from packages.report.tests.test_report_html import page_of
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import idle_times, step_report
-from stepscope_report.accounting import Interval
-from stepscope_report.gaps import find_stretches
 from stepscope_report.sections.breakdown import Breakdown, step_breakdown
 from stepscope_report.spans import MOVES_WEIGHTS, TRANSFER
 from stepscope_report.timeline import load_step
@@ -74,16 +70,6 @@ def test_a_step_without_spans_is_one_gap(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     folder.process("trainer", owner=True).close(10 * MS)
     assert gaps(folder) == [(None, None, 10, 1)]
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=12))
-def test_stretches_are_what_no_interval_covers(pairs: list[tuple[int, int]]) -> None:
-    intervals = [Interval(min(pair), max(pair), None, 0) for pair in pairs]
-    free = {
-        at for stretch in find_stretches(intervals, 5, 45) for at in range(stretch.start_ns, stretch.end_ns)
-    }
-    covered = {at for interval in intervals for at in range(interval.start_ns, interval.end_ns)}
-    assert free == set(range(5, 45)) - covered
 
 
 def synced(folder: StepFolder, *, first: tuple[str, str], then: tuple[str, str]) -> None:

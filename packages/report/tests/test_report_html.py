@@ -14,7 +14,6 @@ from stepscope.files.manifest.records import Absent
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.html.colours import colour_of
-from stepscope_report.html.markup import Html, tag, text
 from stepscope_report.html.run_page import RunStep, render_run
 from stepscope_report.html.step_page import DOCS, WORDS, legend_of_words, render_step
 from stepscope_report.html.timecharts import ticks
@@ -263,14 +262,6 @@ def test_a_page_of_512_ranks_and_2000_trajectories_is_smaller_than_4_mb(tmp_path
     assert sum(Page(page).marks.values()) < 25_000
 
 
-def test_text_is_escaped_by_type() -> None:
-    assert (
-        tag("td", "a < b", Html("<b>c</b>"), data_t='"', class_=None)
-        == '<td data-t="&quot;">a &lt; b<b>c</b></td>'
-    )
-    assert text("\x00\u202e") == "\\x00\\u202e"
-
-
 def test_ticks_are_round_and_few() -> None:
     assert ticks(1000 * MS) == [at * 100 * MS for at in range(11)]
     assert ticks(0) == [0]
@@ -312,11 +303,3 @@ def test_sections_of_traces_are_drawn_and_no_name_is_taken_for_markup(tmp_path: 
     ):
         assert phrase in page.text[section]
     assert "img" not in {kind for kind, _ in page.tags}
-
-
-def test_what_to_do_stands_before_everything_else(tmp_path: Path) -> None:
-    folder = rl_step(tmp_path)
-    folder.processes[0].dropped = 5
-    page = page_of(folder)
-    assert "dropped" in Page(page).text["todo"]
-    assert page.index('id="todo"') < page.index('id="account"')

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 from hypothesis import given
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 from packages.report.tests.pictures import MS, rl_step
 from stepscope.testing.steps import StepFolder
 from stepscope_report import stage_times
-from stepscope_report.charts.gantt import FULL_ROWS, Gantt, draw_gantt, pack, pack_trajectories
+from stepscope_report.charts.gantt import FULL_ROWS, Gantt, draw_gantt, pack_trajectories
 from stepscope_report.charts.marks import Mark, blend_short, join_near, pick
 from stepscope_report.timeline import load_step
 
@@ -157,21 +156,6 @@ def test_of_too_many_lanes_those_of_the_slowest_are_kept(tmp_path: Path) -> None
 def max_overlap(count: int) -> int:
     times = [(index, 100 + 500 * (index + 1) // count) for index in range(count)]
     return max(sum(start <= at < end for start, end in times) for at, _ in times)
-
-
-intervals = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 50))).map(
-    lambda pairs: sorted((start, start + length) for start, length in pairs)
-)
-
-
-@given(intervals)
-def test_lanes_are_as_few_as_the_overlap_needs_and_hold_no_two_at_once(pairs: list[tuple[int, int]]) -> None:
-    slots = pack(pairs)
-    needed = max((sum(s <= at < e for s, e in pairs) for at, _ in pairs), default=0)
-    assert max(slots, default=-1) + 1 == needed
-    for slot in set(slots):
-        together = [pair for pair, at in zip(pairs, slots, strict=True) if at == slot]
-        assert all(one[1] <= other[0] for one, other in pairwise(together))
 
 
 def in_a_row(lengths: list[tuple[int, int, bool]]) -> list[Mark]:

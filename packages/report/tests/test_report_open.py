@@ -10,11 +10,10 @@ from types import ModuleType
 import pytest
 
 import stepscope_report
-from packages.report.tests.simulated import Rollout
 from packages.report.tests.test_cli import a_run
 from packages.report.tests.traces import kernel, op, write_trace
 from stepscope.errors import RecordError, StepscopeError
-from stepscope_report import OpenRun, OpenStep, OpenTraces
+from stepscope_report import OpenRun, OpenTraces
 
 
 def open_run(path: Path) -> OpenRun:
@@ -48,19 +47,6 @@ def test_a_table_is_a_list_of_dicts(tmp_path: Path) -> None:
     assert [row["step"] for row in run.table("stages")] == [2, 4]
     with pytest.raises(ValueError, match=r"'stage'; .*, breakdown, stages"):
         run[2].table("stage")
-
-
-def test_every_table_can_be_read(tmp_path: Path) -> None:
-    Rollout(slots=2).report(tmp_path)
-    (folder,) = tmp_path.glob("step_*")
-    step = stepscope_report.open(folder)
-    assert isinstance(step, OpenStep)
-    full = {name for name in step.tables if step.table(name)}
-    assert full >= {"breakdown", "stages", "idle", "trajectories", "spreads", "engines", "processes", "spans"}
-    (trajectory,) = (
-        row for row in step.table("spans") if (row["stage"], row["trajectory"]) == ("trajectory", "t3")
-    )
-    assert (trajectory["process"], trajectory["start_ns"]) == ("trainer", 0)
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])

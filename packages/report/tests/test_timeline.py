@@ -28,57 +28,6 @@ def placed(timeline: Timeline) -> dict[str, tuple[int, int | None]]:
     }
 
 
-def test_spans_of_all_processes_of_a_host_stand_where_they_were(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    actor = folder.process("actor", 0)
-    driver.span("step", 0, 10 * MS)
-    actor.span("update_actor", 2 * MS, 5 * MS)
-    for process in (driver, actor):
-        process.close(10 * MS)
-    timeline = load_step(folder.write())
-    assert placed(timeline) == {"step": (0, 10 * MS), "update_actor": (2 * MS, 5 * MS)}
-    assert timeline.window.wall_ns == 10 * MS
-    assert [process.clock.alignment for process in timeline.processes] == ["owner", "same host"]
-    assert timeline.problems == ()
-
-
-def test_a_skew_of_11_seconds_between_hosts_is_taken_out(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    actor = folder.process("actor", 0, host="host-b", skew_ns=11_560 * MS)
-    actor.span("update_actor", 2 * MS, 5 * MS)
-    driver.measures(actor, 0, uncertainty_ns=40_000)
-    driver.measures(actor, 10 * MS, uncertainty_ns=40_000)
-    for process in (driver, actor):
-        process.close(10 * MS)
-    timeline = load_step(folder.write())
-    assert placed(timeline) == {"update_actor": (2 * MS, 5 * MS)}
-    clock = timeline.processes[1].clock
-    assert (clock.alignment, clock.offset_ns, clock.uncertainty_ns) == (
-        "measured",
-        11_560 * MS,
-        40_010,
-    )  # and 200 ppm of it
-
-
-def test_another_host_without_a_measurement_is_unaligned(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path)
-    driver = folder.process("trainer", owner=True)
-    actor = folder.process("actor", 0, host="host-b", skew_ns=S)
-    actor.span("update_actor", 0, 5 * MS)
-    for process in (driver, actor):
-        process.close(10 * MS)
-    timeline = load_step(folder.write())
-    stranger = timeline.processes[1]
-    assert (stranger.clock.alignment, stranger.clock.uncertainty_ns, stranger.aligned) == (
-        "unaligned",
-        None,
-        False,
-    )
-    assert timeline.window.wall_ns == 10 * MS
-
-
 def test_a_measured_offset_on_the_owners_host_is_the_noise_of_the_exchange() -> None:
     anchor = ClockAnchor(wall_ns=100 * S, mono_ns=0)
     owner = align_owner(anchor, None)
@@ -173,15 +122,6 @@ def test_a_cycle_of_links_is_cut() -> None:
     parents: list[int | None] = [1, 2, 0, 0, 4, None]
     cut_cycles(parents)
     assert parents == [1, 2, None, 0, None, None]
-
-
-def test_spans_know_the_step_that_owns_them(tmp_path: Path) -> None:
-    folder = StepFolder(tmp_path, step=4)
-    driver = folder.process("trainer", owner=True)
-    driver.span("generate", 0, MS)
-    driver.span("generate", 0, MS, step=5)
-    driver.close(2 * MS)
-    assert [span.step for span in load_step(folder.write()).spans] == [4, 5]
 
 
 def test_two_runs_in_one_folder_are_never_mixed(tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ from stepscope_report.whatif.replay import Rules, replay
 
 SATURATED = Curve(((1.0, 1.0), (100.0, 1.0)))
 """One token per ns, for any number of requests together."""
-PARALLEL = Curve(((1.0, 1.0), (100.0, 100.0)))
-"""One token per ns for each request."""
 
 
 def a_call(number: int, kind: CallKind, ns: int, *, offset_ns: int = 0) -> Call:
@@ -38,33 +36,9 @@ def generating(count: int) -> list[Trajectory]:
     return [a_trajectory(Phase(0, (a_call(number, "generate", 100),))) for number in range(count)]
 
 
-def test_a_slow_replica_takes_longer() -> None:
-    slow = Rules(curve=PARALLEL, speeds=(1.0, 0.5), works=[100.0] * 2, assigned=[[0], [1]])
-    assert replay(generating(2), slow) == pytest.approx([100, 200])
-
-
-def test_gaps_offsets_and_rests_take_as_long_as_measured() -> None:
-    calls = (a_call(0, "tool", 30), a_call(1, "reward", 20, offset_ns=15))
-    played = a_trajectory(Phase(5, calls), Phase(7, (a_call(2, "reward", 3),)), start_ns=100, rest_ns=4)
-    assert replay([played], rules(SATURATED, [0.0] * 3, [[]])) == pytest.approx([100 + 5 + 35 + 7 + 3 + 4])
-
-
 def test_trajectories_start_as_others_end_if_they_have_a_limit() -> None:
     tools = [a_trajectory(Phase(0, (a_call(number, "tool", 10),))) for number in range(5)]
     assert replay(tools, rules(SATURATED, [0.0] * 5, [[]] * 5, at_once=2)) == [10, 10, 20, 20, 30]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_saturated_replica_ends_when_all_work_is_done(seed: int) -> None:
-    """However it shares itself, it ends as one that takes requests one after the other would."""
-    draw = random.Random(seed)
-    starts = sorted(draw.randrange(4000) for _ in range(60))
-    works = [float(draw.randrange(1, 120)) for _ in starts]
-    played = [a_trajectory(*one.phases, start_ns=at) for one, at in zip(generating(60), starts, strict=True)]
-    free = 0.0
-    for start, work in zip(starts, works, strict=True):
-        free = max(free, start) + work
-    assert max(replay(played, rules(SATURATED, works, [[0]] * 60))) == pytest.approx(free)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -115,11 +89,6 @@ def test_the_fit_gives_the_curve_that_made_the_times() -> None:
     for requests, total in curve.points:
         assert total == pytest.approx(made.rate(requests) * requests, rel=0.1)
     assert flight.served_by(curve.rate) == pytest.approx(works, rel=0.1)
-
-
-def test_beyond_what_was_measured_a_replica_does_no_more() -> None:
-    curve = Curve(((2.0, 10.0), (4.0, 16.0)))
-    assert [curve.rate(requests) * requests for requests in (1, 2, 3, 4, 8)] == [5.0, 10.0, 13.0, 16.0, 16.0]
 
 
 def tool_at(start_ns: int, end_ns: int, gap_ns: int, wait_ns: int = 0) -> Trajectory:

@@ -242,12 +242,6 @@ def test_the_version_of_cann_is_in_the_sidecar_where_torch_npu_has_found_it(
 # The three defects of another tool's NPU path, none of which is here.
 
 
-def test_verl_defect_no_npu_data_by_default(make: Any, compiled: Compiled) -> None:
-    for artifact in record(make(contents=[])):
-        artifact.discard()
-    assert any(call.startswith("_start_profiler") and call.endswith("CPU+NPU)") for call in compiled.calls)
-
-
 def test_verl_defect_a_stage_that_raises_leaves_its_range_open(
     make: Any, compiled: Compiled, tmp_path: Path
 ) -> None:
@@ -403,15 +397,6 @@ def test_an_analysis_that_fails_leaves_the_recording_and_says_so(captured: Any) 
 # Failures that torch_npu swallows.
 
 
-def test_a_start_that_fails_in_cpp_says_why(make: Any, compiled: Compiled) -> None:
-    compiled.fails["_init_profiler"] = "aclprofInit: 100000"
-    backend = make()
-    with pytest.raises(BackendError, match="init_profiler: aclprofInit: 100000"):
-        backend.start(a_window())
-    del backend
-    gc.collect()  # a profile's destructor stops it once more, and writes into the working directory
-
-
 def test_a_start_that_comes_to_no_call_at_all_is_an_error(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_npu.profiler._profiler_path_creator import ProfPathCreator
 
@@ -423,61 +408,36 @@ def test_a_start_that_comes_to_no_call_at_all_is_an_error(make: Any, monkeypatch
         make().start(a_window())
 
 
-def test_a_start_that_fails_in_cpp_leaves_nothing_running(
-    make: Any, compiled: Compiled, tmp_path: Path
+@pytest.mark.parametrize("failing", ["_init_profiler", "_start_profiler"])
+def test_a_start_that_fails_in_cpp_says_why_and_leaves_nothing_running(
+    make: Any, compiled: Compiled, tmp_path: Path, failing: str
 ) -> None:
-    compiled.fails["_start_profiler"] = "no"
-    with pytest.raises(BackendError):
+    compiled.fails[failing] = "aclprof: 100000"
+    with pytest.raises(BackendError, match=f"{failing[1:]}: aclprof: 100000"):
         make().start(a_window())
-    assert compiled.calls[-1] == "_finalize_profiler()"
-    assert not list(tmp_path.rglob("*_ascend_pt"))
-    gc.collect()  # a profile's destructor stops it once more
+    gc.collect()  # a profile's destructor stops it once more, and writes into the working directory
     assert compiled.calls[-1] == "_finalize_profiler()"
     assert compiled.calls.count("_finalize_profiler()") == 1
+    assert not list(tmp_path.rglob("*_ascend_pt"))
     compiled.fails.clear()
-    assert record(make())
-
-
-def test_a_stop_that_fails_in_cpp_is_finished_all_the_same(
-    make: Any, compiled: Compiled, tmp_path: Path
-) -> None:
-    backend = make()
-    backend.start(a_window())
-    mark(backend)
-    compiled.fails["_stop_profiler"] = "aclprofStop: 100000"
-    [artifact] = backend.stop()
-    assert artifact.lacking is not None
-    assert "aclprofStop: 100000" in artifact.lacking
-    compiled.fails.clear()
-    artifact.discard()
     assert record(make())
 
 
 @pytest.mark.parametrize("schedule", [None, {"active": 2}], ids=["whole", "cut"])
-def test_a_stop_that_failed_is_not_made_once_more_by_the_destructor(
+def test_a_stop_that_fails_in_cpp_is_finished_and_not_made_once_more_by_the_destructor(
     make: Any, compiled: Compiled, schedule: object
 ) -> None:
     backend = make(schedule=schedule)
     backend.start(a_window())
+    mark(backend)
     compiled.fails["_stop_profiler"] = "aclprofStop: 100000"
     [artifact] = backend.stop()
+    assert "aclprofStop: 100000" in str(artifact.lacking)
     artifact.discard()
     gc.collect()
     assert compiled.calls.count("_stop_profiler()") == compiled.calls.count("_finalize_profiler()") == 1
-
-
-def test_a_finish_that_fails_in_cpp_does_not_keep_the_next_recording_out(
-    make: Any, compiled: Compiled, tmp_path: Path
-) -> None:
-    backend = make()
-    backend.start(a_window())
-    compiled.fails["_finalize_profiler"] = "aclprofFinalize: 100000"
-    with pytest.raises(BackendError, match=r"not finish.*aclprofFinalize: 100000"):
-        backend.stop()
-    assert not list(tmp_path.rglob("*_ascend_pt"))
     compiled.fails.clear()
-    for later in record(make()):
-        later.discard()
+    assert record(make())
 
 
 def test_a_recording_that_was_open_before_anything_of_ours_is_known_by_torch_npus_own_mark(make: Any) -> None:
@@ -526,14 +486,22 @@ def test_a_device_that_does_not_synchronize_does_not_keep_the_recording(
     assert record(make())
 
 
-def test_an_end_that_fails_in_every_part_of_it_leaves_the_process_free(make: Any, compiled: Compiled) -> None:
+@pytest.mark.parametrize(
+    ("failing", "message"),
+    [
+        (["_finalize_profiler"], "not finish.*: lost"),
+        (["synchronize", "_stop_profiler", "_finalize_profiler"], "stop_profiler: lost"),
+    ],
+)
+def test_an_end_that_fails_leaves_the_process_free(
+    make: Any, compiled: Compiled, tmp_path: Path, failing: list[str], message: str
+) -> None:
     backend = make()
     backend.start(a_window())
-    compiled.fails = dict.fromkeys(
-        ("synchronize", "_stop_profiler", "_finalize_profiler"), "the device is lost"
-    )
-    with pytest.raises(BackendError, match="stop_profiler: "):
+    compiled.fails = dict.fromkeys(failing, "lost")
+    with pytest.raises(BackendError, match=message):
         backend.stop()
+    assert not list(tmp_path.rglob("*_ascend_pt"))
     compiled.fails.clear()
     [artifact] = record(make())
     artifact.discard()
@@ -743,19 +711,17 @@ def test_a_window_that_ends_late_is_waited_for_and_still_gives_every_cycle(
     assert backend.stop() == []
 
 
-def test_a_schedule_that_is_never_reached_says_so(make: Any) -> None:
-    backend = make(schedule={"skip_first": 5})
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [({"skip_first": 5}, "mini-batch 5 .* 1 times"), ({"warmup": 2}, "mini-batch 2 on")],
+)
+def test_a_window_that_ends_before_its_schedule_records_leaves_nothing_and_says_so(
+    make: Any, tmp_path: Path, schedule: object, message: str
+) -> None:
+    backend = make(schedule=schedule)
     backend.start(a_window())
     backend.advance()
-    with pytest.raises(BackendError, match=r"mini-batch 5 .* 1 times"):
-        backend.stop()
-
-
-def test_a_window_that_ends_in_a_warm_up_leaves_nothing(make: Any, tmp_path: Path) -> None:
-    backend = make(schedule={"warmup": 2})
-    backend.start(a_window())
-    backend.advance()
-    with pytest.raises(BackendError, match="mini-batch 2 on"):
+    with pytest.raises(BackendError, match=message):
         backend.stop()
     assert not list((tmp_path / "run").glob("step_*/*"))
 

@@ -247,15 +247,6 @@ def test_a_range_may_end_after_the_window_and_on_another_thread(
     assert ranges(folder) == ["default:actor.long", "default:actor.short"]
 
 
-def test_torch_profiler_first_and_then_this_is_refused(make: Callable[..., NpuBackend]) -> None:
-    """Without the refusal, in this order, both lose everything and nobody says so."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as theirs:
-        with pytest.raises(ProfilerBusyError, match=r"a torch\.profiler session"):
-            make().start(a_window())
-        torch.ones(2) + 1
-    assert any(event.name == "aten::add" for event in theirs.events())
-
-
 def test_torch_profiler_after_this_ends_ours_and_works(
     make: Callable[..., NpuBackend], tmp_path: Path
 ) -> None:
@@ -335,14 +326,6 @@ def test_torch_profiler_reaches_mspti_where_the_torch_backend_is_told_to(tmp_pat
         "msptiActivityFlushAll",
         "msptiUnsubscribe",
     ]
-
-
-def test_hooks_of_torch_npu_are_named(make: Callable[..., NpuBackend]) -> None:
-    backend = make()
-    backend.start(a_window())
-    [artifact] = backend.stop()
-    artifact.discard()
-    assert artifact.options["patched_by_torch_npu"] == "DataLoader.__iter__,torch.serialization.save"
 
 
 @pytest.mark.parametrize("command", ["window", "threads", "cost"])

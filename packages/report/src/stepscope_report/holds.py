@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from stepscope.files.counters import CORE_WAIT, DISK_SLEEP, GC, MEMORY_PRESSURE, PREEMPTIONS
-from stepscope_report.accounting import Pair, joined
+from stepscope.files.spans import SEQUENCE
+from stepscope_report.accounting import Pair, clipped, joined, union_ns
 from stepscope_report.formatting import count, duration
-from stepscope_report.sections.counters import Piece, pieces_of
+from stepscope_report.sections.counters import BusyHost, Piece, pieces_of, say_busy_host
 from stepscope_report.spans import whole
 from stepscope_report.suspects import CauseKind, StepPath, Suspect
 from stepscope_report.timeline import Timeline, model
@@ -60,12 +61,14 @@ class Holds:
 
     Args:
         usual: Preempted requests in a neighbouring step.
+        busy_hosts: Hosts whose cores were all busy.
     """
 
-    def __init__(self, timeline: Timeline, usual: int = 0) -> None:
+    def __init__(self, timeline: Timeline, busy_hosts: Iterable[BusyHost] = (), usual: int = 0) -> None:
         self._timeline = timeline
         preempted = preempted_requests(timeline)
         self._preempted = preempted if sum(preempted.values()) > 2 * usual else Counter[int]()
+        self._busy_hosts = {host.host: host for host in busy_hosts}
         self._pieces: dict[tuple[int, str], list[Piece]] = {
             (process, counter.name): pieces_of(counter, timeline)
             for counter in timeline.counters
@@ -74,18 +77,39 @@ class Holds:
         }
 
     def ns(self, process: int, name: str, pairs: Iterable[Pair]) -> int:
-        """Return how long a counter held a process in these stretches."""
+        """Return how long a counter held a process in these stretches.
+
+        A disk sleep was seen at the moment of its sample: it held the stretch in which that lies.
+        """
         pieces = self._pieces.get((process, name), ())
         held = 0.0
         for start_ns, end_ns in joined(pairs):
             for piece in pieces:
                 overlap_ns = min(end_ns, piece.end_ns) - max(start_ns, piece.start_ns)
-                held += piece.value * max(0, overlap_ns)
+                if name != DISK_SLEEP or start_ns <= piece.end_ns <= end_ns:
+                    held += piece.value * max(0, overlap_ns)
         return round(held / 100)
 
-    def reason(self, suspect: Suspect) -> Suspect:
+    def at_most_ns(self, process: int, pairs: Iterable[Pair], *, sampled: bool = True) -> int:
+        """Return the longest time for which the process may have lacked a core in these stretches.
+
+        A sample tells how long its main thread lacked a core since the sample before, and not when. Without
+        samples, and for threads that are not sampled, all of the time counts if all cores of the host were
+        busy.
+        """
+        pairs, pieces = joined(pairs), self._pieces.get((process, CORE_WAIT), ()) if sampled else ()
+        held = 0.0
+        for piece in pieces:
+            inside_ns = union_ns(clipped(pairs, piece.start_ns, piece.end_ns))
+            held += min(inside_ns, piece.value / 100 * (piece.end_ns - piece.start_ns))
+        if self._timeline.processes[process].info.host in self._busy_hosts:
+            covered = [(piece.start_ns, piece.end_ns) for piece in pieces]
+            held += union_ns([*pairs, *covered]) - union_ns(covered)
+        return round(held)
+
+    def reason(self, suspect: Suspect) -> Suspect | None:
         """Return the suspect with what held its process for longest, if all that held it explains half of its
-        excess.
+        excess; None if it may have lacked a core for as long.
         """
         if self._preempted and suspect.label is not None and suspect.label[0] in GENERATES:
             ((engine, number),) = self._preempted.most_common(1)
@@ -101,32 +125,46 @@ class Holds:
             return suspect
         own = [node for node in suspect.nodes if spans[node].process == process]
         pid = self._timeline.processes[process].info.pid
-        held: dict[str, int] = {}
-        for name in _HOLDS:
-            main = name in _OF_MAIN_THREAD
-            pairs = [
-                (spans[node].start_ns, self._timeline.until_ns(spans[node]))
-                for node in own
-                if not main or spans[node].thread == pid
-            ]
-            held[name] = self.ns(process, name, [*pairs, *suspect.spells])
+        every = [(spans[node].start_ns, self._timeline.until_ns(spans[node])) for node in own]
+        of_main = [pair for node, pair in zip(own, every, strict=True) if spans[node].thread == pid]
+        held = {
+            name: self.ns(process, name, [*(of_main if name in _OF_MAIN_THREAD else every), *suspect.spells])
+            for name in _HOLDS
+        }
         if sum(held.values()) * 2 < suspect.longer_ns:
-            return suspect
+            meets = any(SEQUENCE in (spans[node].attrs or {}) for node in own)  # other threads send
+            core_ns = self.at_most_ns(process, [*of_main, *suspect.spells], sampled=not meets)
+            return None if core_ns * 2 >= suspect.longer_ns else suspect
         collects = held[GC] * 2 >= suspect.longer_ns  # while it collects, it may also lack a core
         name = GC if collects else max(held, key=lambda name: held[name])
         said = f"{_HOLDS[name].says} {duration(min(held[name], suspect.longer_ns))}"
         kind = _HOLDS[name].kind
         named = process if kind == "slow-host" else suspect.process
+        if name == CORE_WAIT:
+            said += self._say_host(process)
         return suspect._replace(kind=kind, process=named, because=said)
+
+    def _say_host(self, process: int) -> str:
+        host = self._busy_hosts.get(self._timeline.processes[process].info.host)
+        return "" if host is None else f" ({say_busy_host(host)})"
 
     def busy_host(self, path: StepPath) -> Suspect | None:
         """Return the lack of cores on the critical path, or None if no process lacked one."""
-        pairs: dict[int, list[Pair]] = defaultdict(list)
-        for piece in path.pieces:
-            pairs[path.graph.process_of(piece.node)].append((piece.start_ns, piece.end_ns))
+        pairs = _by_process(path)
         held = {process: self.ns(process, CORE_WAIT, own) for process, own in pairs.items()}
         process = max(held, key=lambda process: held[process], default=None)
         if process is None or not held[process]:
             return None
         ns = sum(held.values())
-        return Suspect("slow-host", ns, ns, process=process)
+        return Suspect("slow-host", ns, ns, process=process, because=self._say_host(process))
+
+    def may_lack_ns(self, path: StepPath) -> int:
+        """Return the longest time for which processes on the critical path may have lacked a core."""
+        return sum(self.at_most_ns(process, own) for process, own in _by_process(path).items())
+
+
+def _by_process(path: StepPath) -> dict[int, list[Pair]]:
+    pairs: dict[int, list[Pair]] = defaultdict(list)
+    for piece in path.pieces:
+        pairs[path.graph.process_of(piece.node)].append((piece.start_ns, piece.end_ns))
+    return pairs

@@ -22,6 +22,7 @@ from stepscope_report.sections.idle import Idle
 from stepscope_report.sections.labels import LabelRow
 from stepscope_report.sections.long_tail import LongTail
 from stepscope_report.sections.operators import TraceTables
+from stepscope_report.sections.requests import Request
 from stepscope_report.sections.stages import Stage
 from stepscope_report.sections.staleness import Staleness
 from stepscope_report.sections.throughput import Throughput
@@ -87,6 +88,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that generated tokens and are not among `engines`."""
     batches: tuple[Batches, ...] = ()
     """Forward passes by batch size. Empty if no engine noted its passes."""
+    requests: tuple[Request, ...] = ()
+    """The requests that noted passes served."""
     throughput: Throughput | None = None
     """Tokens and FLOPs per second, or None if neither is known."""
     weight_sync: WeightSync | None = None

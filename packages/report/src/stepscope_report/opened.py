@@ -28,6 +28,7 @@ from stepscope_report.sections.health import ProcessRow
 from stepscope_report.sections.idle import Idle
 from stepscope_report.sections.long_tail import SlowTrajectory, Spread
 from stepscope_report.sections.operators import DeviceRow, OperatorRow
+from stepscope_report.sections.requests import Request
 from stepscope_report.sections.stages import Stage
 from stepscope_report.table import Rows, Table
 from stepscope_report.timeline import Timeline, load_step, load_traces
@@ -109,6 +110,7 @@ ROWS: Mapping[str, type[msgspec.Struct]] = {
     "trajectories": SlowTrajectory,
     "spreads": Spread,
     "engines": Engine,
+    "requests": Request,
     "operators": OperatorRow,
     "devices": DeviceRow,
     "counters": CounterRow,
@@ -292,6 +294,7 @@ def _values(report: StepReport) -> dict[str, Sequence[Any]]:
         "trajectories": () if tail is None else tail.worst,
         "spreads": () if tail is None else tail.spreads,
         "engines": report.engines,
+        "requests": report.requests,
         "operators": () if traces is None else traces.operators,
         "devices": () if traces is None else traces.devices,
         "counters": () if counters is None else counters.rows,

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from stepscope_report.advice.evidence import Advice
+from stepscope_report.advice.traces import TraceEvidence, trace_advice
 from stepscope_report.block import Block, Listing, TextTable
 from stepscope_report.brief import Part, engine_lines
 from stepscope_report.formatting import count, duration, moment
@@ -19,6 +21,7 @@ from stepscope_report.html.page import draw_section, page
 from stepscope_report.model import StepReport
 from stepscope_report.report import step_report
 from stepscope_report.section import Page, Section
+from stepscope_report.sections.advice import advice_blocks, draw_advice, savings
 from stepscope_report.sections.engines import ENGINES, Engine
 from stepscope_report.sections.gaps import GAPS, GapRow, causes_of_gaps, where
 from stepscope_report.sections.health import ProcessRow, clock_notes
@@ -39,11 +42,11 @@ from stepscope_report.timeline.clocks.wall import is_wall
 from stepscope_report.timeline.step.plain import PlainStep
 
 _SECTIONS: tuple[Section[Any], ...] = (GAPS, LABELS, ENGINES, THROUGHPUT, TRACES)
-_DEVICES, _CAUSES, _OPERATORS, _MARKS, _TROUBLE = 5, 4, 4, 3, 6
+_ADVICE, _DEVICES, _CAUSES, _OPERATORS, _MARKS, _TROUBLE = 2, 4, 3, 2, 2, 5
 """Lines of each kind in a brief."""
 LEFT_OUT = (
     "Left out, because traces have no spans of stepscope: where the step went, calls, idle processes, "
-    "long tail, staleness, advice."
+    "long tail, staleness."
 )
 
 
@@ -56,6 +59,8 @@ class PlainReport(msgspec.Struct, frozen=True, kw_only=True):
     opened_ns: int
     window_ns: int
     """Time in ns from the first to the last event of all processes, on one clock."""
+    advice: tuple[Advice, ...]
+    """Advice: alarms first, then the largest possible saving."""
     processes: tuple[ProcessRow, ...]
     engines: tuple[Engine, ...]
     throughput: Throughput | None
@@ -90,6 +95,19 @@ class Plain:
         self._timeline = step.timeline
         traces = place_traces(step.files, step.contents, step.timeline)
         self._report: StepReport = step_report(step.timeline, traces)
+        tables = self._report.traces
+        self._advice = (
+            ()
+            if tables is None
+            else trace_advice(
+                TraceEvidence(
+                    gaps=self._report.gaps,
+                    labels=self._report.labels,
+                    traces=tables,
+                    activities=traces.activities,
+                )
+            )
+        )
 
     @property
     def complete(self) -> bool:
@@ -120,6 +138,7 @@ class Plain:
         named = " ".join(quote(str(path)) for path in paths)
         parts = [
             Part(self.title, (self._extent(), LEFT_OUT)),
+            Part("What to fix first", tuple(self._first())),
             Part("Devices", () if traces is None else tuple(device_lines(traces.devices, _DEVICES))),
             Part("Why the devices were idle", tuple(_idle(self._report.gaps))),
             Part("Operators and kernels", () if traces is None else tuple(_longest(traces))),
@@ -132,6 +151,17 @@ class Plain:
         ]
         return [part.on_one_line() for part in parts if part.lines]
 
+    def _first(self) -> Iterator[str]:
+        for advice in self._advice[:_ADVICE]:
+            saves = savings(advice, self._timeline.window.wall_ns)
+            yield f"{advice.what}{f' (at most {saves})' if saves else ''} [{advice.rule}]"
+            yield f"  {'; '.join(advice.because)}"
+            yield f"  Try: {advice.do}"
+        if rest := self._advice[_ADVICE:]:
+            yield f"{len(rest)} more: {', '.join(advice.rule for advice in rest)}"
+        if not self._advice:
+            yield "No rule of advice applies"
+
     def _trouble(self) -> Iterator[str]:
         traces = self._report.traces
         if traces is not None:
@@ -139,6 +169,7 @@ class Plain:
         yield from (*clock_notes(self._report.health), *self._unaligned())
 
     def blocks(self) -> Iterator[Block]:
+        yield from advice_blocks(self._advice, self._report)
         for section in _SECTIONS:
             yield from section.blocks_of(self._report)
         yield from self._files()
@@ -169,6 +200,7 @@ class Plain:
             name=self._timeline.run_id,
             opened_ns=window.start_ns,
             window_ns=window.wall_ns,
+            advice=self._advice,
             processes=report.health.processes,
             engines=report.engines,
             throughput=report.throughput,
@@ -182,7 +214,8 @@ class Plain:
         drawn = Page(self._timeline, self._report, Colours([], []), ())
         notes = (tag("p", sentence, class_="note") for sentence in (self._extent(), LEFT_OUT))
         header = tag("header", tag("h1", self.title), *notes)
+        advice = draw_advice(self._advice, drawn)
         sections = [part for section in _SECTIONS for part in section.html_of(drawn)]
         files = draw_section("files", "Files", self._files())
         clocks = draw_section("clocks", "Notes on clocks", self._clocks())
-        return page(self.title, header, *sections, *files, *clocks)
+        return page(self.title, header, *advice, *sections, *files, *clocks)

@@ -31,6 +31,7 @@ from stepscope_report.sections.labels import LABELS
 from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.sections.metrics import METRICS
 from stepscope_report.sections.operators import TRACES
+from stepscope_report.sections.requests import REQUESTS
 from stepscope_report.sections.stages import STAGES
 from stepscope_report.sections.staleness import STALENESS
 from stepscope_report.sections.throughput import THROUGHPUT
@@ -53,6 +54,7 @@ SECTIONS: tuple[Section[Any], ...] = (
     ENGINES,
     PHASELESS,
     BATCHES,
+    REQUESTS,
     THROUGHPUT,
     WEIGHT_SYNC,
     GAPS,

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from itertools import pairwise
 from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
 
 from stepscope.files.spans import PROFILING
-from stepscope_report.accounting import Label, Pair, clipped, union_ns
+from stepscope_report.accounting import Label, Pair, clipped, joined, union_ns
 from stepscope_report.formatting import count, duration, middle
 from stepscope_report.skipped import skipped_collectives
 from stepscope_report.spans import ToolNames, is_tool, replica_of, whole
@@ -81,7 +82,7 @@ class Suspect(NamedTuple):
     nodes: tuple[int, ...] = ()
     """The suspect's calls."""
     spells: tuple[Pair, ...] = ()
-    """Stretches in which a rank that was late in no call was late."""
+    """Stretches in which a rank that was late in no call was in none."""
     because: str = ""
     """Words for the thing that held the process meanwhile, or empty."""
 
@@ -104,8 +105,11 @@ class Work(NamedTuple):
 
     nodes: list[int]
     own_ns: int
-    """Sum of the calls' own times, without calls below them and without waits for ranks that entered
-    later."""
+    """Sum of the calls' own times in the step, without calls below them and without waits for ranks that
+    entered later."""
+    whole_ns: int
+    """The same with time before the step, of an owner whose capture opened before the first one. Another
+    process is compared with it: only time in the step makes a process slow."""
     tokens: int | None
     """Sum of the calls' attributes `tokens`, or None if a call has none."""
 
@@ -132,8 +136,8 @@ class _Lineup:
         self._window_ns = max(1, self._timeline.window.wall_ns)
         self._names = ToolNames(self._timeline)
         self._labels = [self._names.label_of(span) for span in self._timeline.spans]
-        self._waited_ns = _waited_ns(path.graph)
-        self._own_ns = [self._own(node) for node in range(len(self._timeline.spans))]
+        self._began_ns = list(map(self._begin_ns, range(len(self._timeline.spans))))
+        self._own_ns = list(map(self._own, range(len(self._timeline.spans)), path.graph.start_ns))
         self._works = self._all_works(cut)
 
     def run(self, *, tail: bool) -> list[Suspect]:
@@ -152,16 +156,20 @@ class _Lineup:
         """Return whether the step would be shorter without the suspect, or whether that is unknown."""
         return suspect.ns is None or suspect.ns * LEAST >= self._window_ns
 
-    def _own(self, node: int) -> int:
+    def _begin_ns(self, node: int) -> int:
+        """Return the begin of a call. The capture of an owner may have opened before the first one."""
+        span = self._timeline.spans[node]
+        return span.start_ns if self._timeline.processes[span.process].owner else self._graph.start_ns[node]
+
+    def _own(self, node: int, start_ns: int) -> int:
+        """Return the own time of a call from `start_ns` on."""
         graph, span = self._graph, self._timeline.spans[node]
         if not self._timeline.processes[span.process].aligned:
             return span.dur_ns or 0
-        start_ns, end_ns = graph.start_ns[node], graph.end_ns[node]
-        if self._timeline.processes[span.process].owner:
-            start_ns = span.start_ns  # its own capture may have opened before the first one
+        end_ns = graph.end_ns[node]
         below = [*graph.kids.get(node, ())]
         below += (member for cluster in graph.clusters.get(node, ()) for member in cluster.members)
-        pairs = [(graph.start_ns[kid], graph.end_ns[kid]) for kid in below]
+        pairs = [(self._began_ns[kid], graph.end_ns[kid]) for kid in below]
         if self._timeline.stalls and span.role == "rollout":
             replica = replica_of(self._timeline, span)
             pairs += (
@@ -169,8 +177,10 @@ class _Lineup:
                 for stall in self._timeline.stalls
                 if replica is not None and stall.replica == replica.number and not replica.role
             )
+        if node in graph.last_of:
+            pairs.append((start_ns, graph.start_ns[graph.last_of[node]]))
         busy_ns = union_ns(clipped(pairs, start_ns, end_ns)) if pairs else 0
-        return max(0, end_ns - start_ns - busy_ns - self._waited_ns.get(node, 0))
+        return max(0, end_ns - start_ns - busy_ns)
 
     def _all_works(self, cut: Set[str]) -> Works:
         nodes: dict[Label, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -190,9 +200,13 @@ class _Lineup:
     def _work(self, nodes: list[int]) -> Work:
         tokens = [whole(self._timeline.spans[node], "tokens") for node in nodes]
         known = [number for number in tokens if number is not None]
-        return Work(
-            nodes, sum(self._own_ns[node] for node in nodes), sum(known) if len(known) == len(nodes) else None
+        own_ns = self._sum(nodes)
+        before_ns = sum(
+            self._own(node, self._began_ns[node]) - self._own_ns[node]
+            for node in nodes
+            if self._began_ns[node] < self._graph.start_ns[node]
         )
+        return Work(nodes, own_ns, own_ns + before_ns, sum(known) if len(known) == len(nodes) else None)
 
     # Ranks for which others waited.
 
@@ -269,9 +283,7 @@ class _Lineup:
                 evidence=(self._say_met(first, len(times)),),
                 awaited_in=meeting,
                 nodes=tuple(cuts),
-                spells=tuple(
-                    (graph.start_ns[node] - late_ns, graph.start_ns[node]) for node, late_ns in sooner.items()
-                ),
+                spells=tuple(pair for one in times if label is None for pair in one.spells),
             )
 
     def _lateness(
@@ -291,13 +303,16 @@ class _Lineup:
         others = [member for member in members if member != last]
         late_ns = graph.start_ns[last] - middle(graph.start_ns[member] for member in others)
         usual_ns = {
-            label: middle(self._sum(stretches[other].get(label, ())) for other in others) for label in own
+            label: middle(self._work([*stretches[other].get(label, ())]).whole_ns for other in others)
+            for label in own
         }
         longer_ns = {label: self._sum(nodes) - usual_ns[label] for label, nodes in own.items()}
         label = max(longer_ns, key=lambda label: longer_ns[label], default=None)
         if label is None or longer_ns[label] <= 0 or longer_ns[label] * 2 < late_ns:
-            outside_ns = graph.start_ns[last] - since_ns - self._covered(own, since_ns, graph.start_ns[last])
-            return _Lateness(last, tuple(members), min(late_ns, outside_ns), None, 0, 0, {})
+            spells = self._outside(own, since_ns, graph.start_ns[last])
+            return _Lateness(
+                last, tuple(members), min(late_ns, union_ns(spells)), None, 0, 0, {}, spells=spells
+            )
         took_ns = self._sum(own[label])
         share = min(longer_ns[label], late_ns) / took_ns
         return _Lateness(
@@ -314,12 +329,13 @@ class _Lineup:
             self._is_uneven(own[label], [stretches[other].get(label, ()) for other in others]),
         )
 
-    def _covered(self, own: Mapping[Label, Sequence[int]], since_ns: int, until_ns: int) -> int:
-        """Return the part of a stretch in which any of these calls ran."""
+    def _outside(self, own: Mapping[Label, Sequence[int]], since_ns: int, until_ns: int) -> tuple[Pair, ...]:
+        """Return the parts of a stretch in which none of these calls ran."""
         pairs = (
             (self._graph.start_ns[node], self._graph.end_ns[node]) for nodes in own.values() for node in nodes
         )
-        return union_ns(clipped(pairs, since_ns, until_ns))
+        ran = [(since_ns, since_ns), *joined(clipped(pairs, since_ns, until_ns)), (until_ns, until_ns)]
+        return tuple((end_ns, start_ns) for (_, end_ns), (start_ns, _) in pairwise(ran) if end_ns < start_ns)
 
     def _is_uneven(self, nodes: Sequence[int], others: Sequence[Sequence[int]]) -> bool:
         """Return whether calls have more tokens than those of the others, and no more time for each token."""
@@ -368,7 +384,7 @@ class _Lineup:
             kind = "slow-replica" if self._is_replica(slowest) else "slow-rank"
         else:
             slowest = max(candidates, key=lambda process: compared[process].own_ns)
-            others_ns = middle(work.own_ns for process, work in compared.items() if process != slowest)
+            others_ns = middle(work.whole_ns for process, work in compared.items() if process != slowest)
             usual_ns = lambda _: others_ns  # noqa: E731
             if not self._is_slow(compared[slowest], usual_ns):
                 return None
@@ -595,7 +611,7 @@ def _slowest(candidates: Mapping[int, Work], compared: Mapping[int, Work]) -> tu
     """
     if not all(work.tokens for work in compared.values()):
         return max(candidates, key=lambda process: compared[process].own_ns), None
-    each = {process: work.own_ns / (work.tokens or 1) for process, work in compared.items()}
+    each = {process: work.whole_ns / (work.tokens or 1) for process, work in compared.items()}
     usual = median(each.values())
     slowest = max(candidates, key=lambda p: compared[p].own_ns - usual * (compared[p].tokens or 0))
     return slowest, median(ns for process, ns in each.items() if process != slowest)
@@ -618,20 +634,13 @@ class _Lateness(NamedTuple):
     usual_ns: int
     cuts_ns: Mapping[int, int]
     uneven: bool = False
+    spells: tuple[Pair, ...] = ()
+    """The stretches before the meeting in which the rank was in no call, if it was late there."""
 
 
 def ranked(suspects: Sequence[Suspect]) -> list[Suspect]:
     """Return the suspects, the largest saving first."""
     return sorted(suspects, key=lambda one: (-(one.ns or 0), -one.longer_ns, one.kind, one.label or ("", "")))
-
-
-def _waited_ns(graph: StepGraph) -> dict[int, int]:
-    """Return for each call of a meeting how long it waited for the last one to begin."""
-    return {
-        node: max(0, min(graph.start_ns[graph.last_of[node]], graph.end_ns[node]) - graph.start_ns[node])
-        for members in graph.meetings
-        for node in members
-    }
 
 
 def _is_cut(timeline: Timeline, by_process: Mapping[int, Sequence[int]], cut: Set[str]) -> bool:

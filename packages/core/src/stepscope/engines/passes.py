@@ -72,6 +72,8 @@ class PassLog:
         self._counts, self._running, self._waiting = array("l"), array("l"), array("l")
         self._requests, self._tokens, self._outputs = array("l"), array("l"), array("l")
         self._preempted: list[tuple[int, str]] = []
+        self._weights: list[tuple[int, Version]] = []
+        """(time, version of the weights from then on), in order."""
 
     def arrive(self, request: str, *, caller_id: str | None = None, at_ns: int | None = None) -> None:
         """Note that a request was put into the engine's queue.
@@ -90,6 +92,14 @@ class PassLog:
         """Note the id under which the caller knows a request."""
         if caller_id != request:
             self._callers[request] = caller_id
+
+    def update(self, at_ns: int | None = None) -> None:
+        """Note that the engine has new weights.
+
+        Args:
+            at_ns: Time by CLOCK_MONOTONIC; None for now.
+        """
+        self._weights.append((time.monotonic_ns() if at_ns is None else at_ns, None))
 
     @property
     def requests(self) -> list[str]:
@@ -138,6 +148,7 @@ class PassLog:
             self._preempted += [(number, request) for request in preempted]
             if weights != (self._versions[-1][1] if self._versions else None):
                 self._versions.append((number, weights))
+                self._weights.append((begin_ns, weights))
 
     def file(self, dp: int = 0) -> PassFile:
         """Return all passes so far, as the content of a file. `publish_passes` adds whose they are."""
@@ -180,6 +191,10 @@ class PassLog:
                     output=self._outputs.tolist(),
                 ),
                 preempted=preempted,
+                weights=records.Weights(
+                    at_ns=[at_ns for at_ns, _ in self._weights],
+                    version=[version for _, version in self._weights],
+                ),
             )
 
     def _versions_of(self, requests: int) -> tuple[list[Version], list[Version]]:

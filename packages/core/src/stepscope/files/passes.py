@@ -86,6 +86,14 @@ class Preempted(msgspec.Struct, frozen=True, kw_only=True):
     request: list[Number]
 
 
+class Weights(msgspec.Struct, frozen=True, kw_only=True):
+    """One row for each time at which the engine had new weights, and one for the first known version."""
+
+    at_ns: list[Number] = []
+    version: list[Version] = []
+    """The version of the weights from then on, or None if the engine does not know it."""
+
+
 class PassFile(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one file: the passes of one engine in one capture.
 
@@ -109,6 +117,7 @@ class PassFile(msgspec.Struct, frozen=True, kw_only=True):
     passes: Passes
     served: Served
     preempted: Preempted
+    weights: Weights = Weights()
 
 
 def read_passes(path: Path) -> PassFile:
@@ -146,7 +155,7 @@ def check_passes(file: PassFile) -> None:
     Raises:
         RecordError: columns of one table differ in length, a request has no row, or times run backwards.
     """
-    for table in ("requests", "passes", "served", "preempted"):
+    for table in ("requests", "passes", "served", "preempted", "weights"):
         columns = msgspec.structs.asdict(getattr(file, table))
         if len({len(column) for column in columns.values()}) > 1:
             sizes = ", ".join(f"{name} {len(column)}" for name, column in columns.items())

@@ -42,7 +42,9 @@ def straggler(evidence: Evidence) -> Advice | None:
         else f"{name} {more} than the others in {role} {cause.stage}",
         because=tuple(because),
         do=(
-            "balance requests by length and load, not in turn"
+            f"see what {name} did before it, such as fetching data: put it in a span to have its name here"
+            if cause.stage is None
+            else "balance requests by length and load, not in turn"
             if role in GENERATES
             else "spread its calls over the others; if it is always that process, look at its host"
             if role in ROLLOUT

@@ -18,7 +18,7 @@ from stepscope_report.near import NearStep, is_longer, near_step, top_stages
 from stepscope_report.section import Section, Sources
 from stepscope_report.sections.baseline import BASELINE, Baseline
 from stepscope_report.sections.breakdown import BREAKDOWN
-from stepscope_report.sections.counters import COUNTERS, Counters
+from stepscope_report.sections.counters import COUNTERS, BusyHost, Counters
 from stepscope_report.sections.health import cut_processes
 from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.spans import MOVES_WEIGHTS, ToolNames, is_tool
@@ -91,6 +91,7 @@ def explain(
     baseline: Baseline | None,
     near: Sequence[NearStep] = (),
     profiler_ns: int = 0,
+    busy_hosts: Sequence[BusyHost] = (),
 ) -> Explained:
     """Return the suspects of a step, compared with similar calls in the step and with the neighbouring steps.
 
@@ -99,6 +100,7 @@ def explain(
         baseline: Neighbouring steps that were not captured.
         near: Neighbouring steps that were captured.
         profiler_ns: Time that profilers took inside the step.
+        busy_hosts: Hosts whose cores were all busy.
     """
     window_ns = max(1, timeline.window.wall_ns)
     usual_ns, steps = _usual(timeline, baseline, near)
@@ -110,10 +112,9 @@ def explain(
     excess_ns = window_ns - usual_ns
     if not is_longer(window_ns, usual_ns) or not _is_unusual(window_ns, baseline, near):
         return Explained(ranked(found), max(0, excess_ns), usual_ns, excess_ns, steps)
-    holds = Holds(timeline, middle(step.preempted for step in near) if near else 0)
-    grown = [
-        holds.reason(one) for one in (_grown(path, near) if near else _grown_at_the_top(timeline, baseline))
-    ]
+    holds = Holds(timeline, busy_hosts, middle(step.preempted for step in near) if near else 0)
+    longer = list(_grown(path, near) if near else _grown_at_the_top(timeline, baseline))
+    grown = list(filter(None, map(holds.reason, longer)))
     blocks = [one for one in found if one.kind == "event-loop"]
     within = [] if near else found
     """Suspects within the step, unless captured neighbours could show them too."""
@@ -130,7 +131,9 @@ def explain(
     )
     found += [one for one in grown if not _is_known(one, found, within)]
     unexplained_ns = max(0, excess_ns - explained_ns)
-    if unexplained_ns * 2 > excess_ns:
+    doubtful_ns = sum(one.longer_ns for one in longer) - sum(one.longer_ns for one in grown)
+    doubtful_ns += holds.may_lack_ns(path)
+    if unexplained_ns * 2 > excess_ns and doubtful_ns * 2 < unexplained_ns:
         found.append(Suspect("unexplained", unexplained_ns, unexplained_ns))
     grows = {one.label for one in grown}
     ordered = ranked(found)
@@ -341,7 +344,8 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
         return f"profilers took {duration(suspect.ns)} of it"
     if suspect.kind == "slow-host" and suspect.label is None and suspect.process is not None:
         info = timeline.processes[suspect.process].info
-        return f"processes of host {info.host} had work and no free core for {duration(suspect.longer_ns)}"
+        lacked = duration(suspect.longer_ns)
+        return f"processes of host {info.host} had work and no free core for {lacked}{suspect.because}"
     if suspect.kind in ("gc", "event-loop") and suspect.process is not None and not suspect.because:
         name, longer = timeline.processes[suspect.process].name, duration(suspect.longer_ns)
         if suspect.kind == "gc":
@@ -411,14 +415,21 @@ def _explained(sources: Sources) -> Explained:
         sources.value_of(BASELINE),
         sources.near,
         sum(line.wall_ns for line in sources.value_of(BREAKDOWN).lines if line.kind == "profiler"),
+        _busy_hosts(sources),
     )
+
+
+def _busy_hosts(sources: Sources) -> Sequence[BusyHost]:
+    counters = sources.value_of(COUNTERS)
+    return () if counters is None else counters.busy_hosts
 
 
 def _suspects(sources: Sources) -> list[Suspect]:
     tail = sources.value_of(LONG_TAIL)
     slowed = tail is not None and tail.trajectories > 0 and tail.last_profiled == tail.last
-    holds = Holds(sources.timeline)
-    found = map(holds.reason, suspects_of(sources.path, cut_processes(sources.timeline), tail=not slowed))
+    holds = Holds(sources.timeline, _busy_hosts(sources))
+    inside = suspects_of(sources.path, cut_processes(sources.timeline), tail=not slowed)
+    found = filter(None, map(holds.reason, inside))
     stopped = list(_stopped(sources.path, sources.value_of(COUNTERS)))
     blockers = {one.label for one in stopped if one.label is not None}
     others = [one for one in found if one.label not in blockers]

@@ -131,10 +131,15 @@ def say_busy_hosts(counters: Counters) -> str:
         return ""
     worst, others = counters.busy_hosts[0], len(counters.busy_hosts) - 1
     so = f" So were those of {count(others, 'other host')}." if others else ""
-    processes = count(worst.processes, "process")
+    return f"{say_busy_host(worst)[:1].upper()}{say_busy_host(worst)[1:]}.{so}"
+
+
+def say_busy_host(host: BusyHost) -> str:
+    """Return the two numbers on a host whose cores were all busy."""
+    processes = count(host.processes, "process")
     return (
-        f"All cores of {worst.host} were busy ({worst.busy:.0f} %), and {processes} of the step used "
-        f"{worst.cores:.2g} of them.{so}"
+        f"all cores of {host.host} were busy ({host.busy:.0f} %), and {processes} of the step used "
+        f"{host.cores:.2g} of them"
     )
 
 

@@ -36,6 +36,7 @@ class LabelRow(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which the device ran kernels that were launched within the label, or None if the traces have no
     launches."""
     communication_ns: int | None
+    kernels: int
     idle_ns: int | None
     """Time within the label in which the device was not busy, or None without a device."""
     gaps: dict[GapKind, int]
@@ -52,6 +53,7 @@ def label_rows(activities: Iterable[TraceActivity]) -> Table[LabelRow]:
             own.processes.add(activity.name)
             own.count += label.count
             own.cpu_us += label.cpu_us
+            own.kernels += label.kernels
             own.launched |= label.busy_us is not None
             own.device |= label.idle_us is not None
             own.busy_us += label.busy_us or 0.0
@@ -66,6 +68,7 @@ class _Sum:
     def __init__(self) -> None:
         self.processes: set[str] = set()
         self.count, self.cpu_us, self.device, self.launched = 0, 0.0, False, False
+        self.kernels = 0
         self.busy_us = self.communication_us = self.idle_us = 0.0
         self.gaps: dict[GapKind, float] = {}
 
@@ -88,6 +91,7 @@ def _of_role(role: str, labels: dict[tuple[str, ...], _Sum]) -> Iterator[LabelRo
             cpu_ns=_ns(own.cpu_us),
             busy_ns=_ns(own.busy_us) if own.launched else None,
             communication_ns=_ns(own.communication_us) if own.launched else None,
+            kernels=own.kernels,
             idle_ns=_ns(own.idle_us) if own.device else None,
             gaps={kind: _ns(us) for kind, us in own.gaps.items()},
         )

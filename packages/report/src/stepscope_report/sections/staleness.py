@@ -92,6 +92,14 @@ def step_staleness(timeline: Timeline) -> Staleness | None:
     )
 
 
+def trained_under(timeline: Timeline) -> dict[str, int | None]:
+    """Return the version of the weights with which each consumed trajectory is trained, or None if it is
+    unknown.
+    """
+    trainer = _trainer_version(timeline)
+    return {name: trainer if one.under is None else one.under for name, one in _consumed(timeline).items()}
+
+
 def _consumed(timeline: Timeline) -> dict[str, _Consumed]:
     consumed: dict[str, _Consumed] = {}
     for mark in timeline.consumed:

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from statistics import median_low
 from typing import NamedTuple
 
 from stepscope.files.spans import GROUP, ISSUED_NS, SEQUENCE
@@ -369,7 +370,7 @@ class _Builder:
                 yield from (nodes for nodes in turns if self._turn(nodes).begins_apart)
 
     def _turn(self, nodes: Sequence[int]) -> _Turn:
-        starts, ends = ([times[node] for node in nodes] for times in (self._start, self._end))
+        starts, ends = [self._begin_ns(node) for node in nodes], [self._end[node] for node in nodes]
         return _Turn(
             max(starts) - min(starts),
             max(ends) - min(ends),
@@ -377,14 +378,21 @@ class _Builder:
             max(starts) < min(ends),
         )
 
+    def _begin_ns(self, node: int) -> int:
+        """Return the time at which a call began, which for an owner may be before the step."""
+        span = self._spans[node]
+        return span.start_ns if self._timeline.processes[span.process].owner else self._start[node]
+
     def _meet(self, turns: Sequence[_Turn]) -> bool:
         """Return whether the calls of a stage wait for each other: none ends before the last has begun, and
         they end together.
 
-        On a busy host, each of them ends when it gets a core: they end together beside how far they began
-        apart.
+        On a busy host, and with work after the collective, each of them ends when it gets there. They end
+        together beside how far they began apart, in the turns that began further apart than such calls end.
         """
-        apart_ns, spread_ns = sum(turn.apart_ns for turn in turns), sum(turn.spread_ns for turn in turns)
+        usual_ns = median_low(turn.spread_ns for turn in turns)
+        telling = [turn for turn in turns if turn.is_apart and turn.apart_ns >= 4 * usual_ns]
+        apart_ns, spread_ns = sum(turn.apart_ns for turn in telling), sum(turn.spread_ns for turn in telling)
         together = spread_ns * 10 <= apart_ns or all(turn.ends_together for turn in turns)
         return together and all(turn.overlaps for turn in turns)
 

@@ -31,6 +31,8 @@ _CAPTURE = re.compile(r"step_\d{6,}_")
 """Beginning of the names of stepscope's captures."""
 _RANDOM = re.compile(r"-[0-9a-f]{8}$")
 """End that vLLM appends to the id of a request."""
+_UPDATES = re.compile(r"(update|load|sync|receive)\w*weight|weight\w*(update|load|sync)")
+"""Names of workers' methods that bring new weights, of vLLM and of frameworks."""
 _COMPLETION = re.compile(r"(cmpl-.+)-\d+")
 """Id of one prompt of a request to /v1/completions, whose answer has the id without the number."""
 
@@ -124,13 +126,16 @@ class _Notes:
         self._idle = getattr(core, "execute_dummy_batch", None)
         core.scheduler.schedule, core.scheduler.update_from_output = self.schedule, self.update
         core.scheduler.add_request, core.preprocess_add_request = self.add, self.admit
+        self._rpc = getattr(core, "collective_rpc", None)
+        if self._rpc is not None:
+            core.collective_rpc = self.rpc
         if self._idle is not None:
             core.execute_dummy_batch = self.idle
 
     def undo(self) -> None:
         for name in ("schedule", "update_from_output", "add_request"):
             vars(self._scheduler).pop(name, None)
-        for name in ("preprocess_add_request", "execute_dummy_batch"):
+        for name in ("preprocess_add_request", "execute_dummy_batch", "collective_rpc"):
             vars(self._core).pop(name, None)
 
     def admit(self, request: Any) -> Any:
@@ -139,6 +144,12 @@ class _Notes:
         self.log.name(request.request_id, _of_caller(known))
         self.named.add(request.request_id)
         return admitted
+
+    def rpc(self, method: Any, *args: Any, **kw: Any) -> Any:
+        results = self._rpc(method, *args, **kw) if self._rpc is not None else None
+        if _UPDATES.search(method if isinstance(method, str) else getattr(method, "__name__", "")):
+            self.log.update()
+        return results
 
     def add(self, request: Any) -> Any:
         self.log.arrive(request.request_id)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import threading
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from queue import Empty, SimpleQueue
 from time import monotonic_ns, thread_time_ns
 from typing import NamedTuple, TypeAlias
@@ -56,6 +58,9 @@ class Tick(NamedTuple):
     """Time of the tick: CLOCK_MONOTONIC, ns."""
     values: dict[int, float]
     """{number in `Sampler.series`: value}."""
+
+
+_at_ns = attrgetter("at_ns")
 
 
 class Sampler:
@@ -145,6 +150,12 @@ class Sampler:
     def between(self, start_ns: int, end_ns: int) -> list[Tick]:
         """Return the kept ticks after `start_ns` and up to `end_ns`, in order (CLOCK_MONOTONIC)."""
         return [tick for tick in tuple(self._ticks) if start_ns < tick.at_ns <= end_ns]
+
+    def around(self, start_ns: int, end_ns: int) -> list[Tick]:
+        """Return the kept ticks from the last one before `start_ns` to the first one after `end_ns`."""
+        ticks = tuple(self._ticks)
+        first = max(0, bisect_right(ticks, start_ns, key=_at_ns) - 1)
+        return list(ticks[first : bisect_left(ticks, end_ns, key=_at_ns) + 1])
 
     def means(self, start_ns: int, end_ns: int) -> dict[Series, float]:
         """Return the mean of each series, except totals, that has a sample in the time from `start_ns` to

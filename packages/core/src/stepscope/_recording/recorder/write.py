@@ -225,8 +225,8 @@ class StepWriter:
             manifest_part.expect(outcome)
 
     def _counters(self, sampler: Sampler, window: Window) -> bytes:
-        """Return the content of the counter file."""
-        ticks = sampler.between(window.opened.mono_ns, window.closed.mono_ns)
+        """Return the content of the counter file. Samples around the step tell how its time was covered."""
+        ticks = sampler.around(window.opened.mono_ns, window.closed.mono_ns)
         head = counters.Header(
             step=window.step,
             run_id=self._order.run_id,

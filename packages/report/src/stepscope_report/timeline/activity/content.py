@@ -84,6 +84,13 @@ class Device(msgspec.Struct):
     memory_us: float
 
 
+class Stream(msgspec.Struct):
+    """Computation on one stream of a device: the sum of its kernels."""
+
+    device: str
+    compute_us: float
+
+
 class Peak(msgspec.Struct):
     """The most memory that torch's allocator held of one device, as `profile_memory` recorded it."""
 
@@ -166,6 +173,7 @@ class TraceContent(msgspec.Struct, kw_only=True):
     """Time in which a collective on the CPU went on and no operator ran."""
     kernels: list[Kernel]
     devices: list[Device]
+    streams: list[Stream] = []
     collectives: list[Collective]
     grouped: list[GroupCalls] = []
     """The calls by process group. Only collectives that no rank leaves before all have entered are

@@ -33,6 +33,7 @@ from stepscope_report.timeline.activity.content import (
     Kernel,
     Operator,
     Peak,
+    Stream,
     TraceContent,
     Work,
 )
@@ -231,6 +232,8 @@ class Reading:
         self.kernels: dict[str, Kernel] = {}
         self.operators_ran = Cover()
         self.devices: dict[int | str, dict[Work, Cover]] = defaultdict(lambda: defaultdict(Cover))
+        self._streams: dict[tuple[int | str, int | str], float] = defaultdict(float)
+        """Sums of the computation on each stream, by device and stream."""
         self.collectives: dict[str, array[float]] = defaultdict(lambda: array("d"))
         """{name of a device's kernel, or of a CPU's call, as `gloo:all_reduce`: times}. The times are the
         start and the end of each call in turn, in arrays, because lists of floats would fragment memory."""
@@ -367,6 +370,8 @@ class Reading:
         key = event.pid if about.device is None else about.device
         self.devices[key][work].add(start, start + dur)
         self._host.devices[key].add(start, start + dur, about.correlation, talks=work == "communication")
+        if work == "compute":
+            self._streams[key, event.tid] += dur
         if not isinstance(event, Linked):  # other profilers have graphs and groups on their tracks
             self._launches.work((event.pid, event.tid), start, dur, about.correlation, about.node)
 
@@ -464,6 +469,7 @@ class Reading:
             waiting_us=length(ran.leave(on_cpu)),
             kernels=sorted(self.kernels.values(), key=lambda kernel: (-kernel.total_us, kernel.name)),
             devices=devices,
+            streams=[Stream(str(device), us) for (device, _), us in self._streams.items()],
             collectives=[_collective(name, times) for name, times in sorted(self.collectives.items())],
             grouped=[
                 GroupCalls(op, group, times.tobytes(), numbers.tobytes())

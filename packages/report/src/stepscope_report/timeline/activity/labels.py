@@ -38,6 +38,8 @@ class LabelTime(msgspec.Struct):
     """Time in which a device ran kernels that were launched within the label, or None if the trace has
     no launches."""
     communication_us: float | None
+    kernels: int
+    """Number of kernels that were launched within the label."""
     idle_us: float | None
     """Time within the label in which no device was busy."""
     idle: dict[GapKind, float]
@@ -47,11 +49,11 @@ class LabelTime(msgspec.Struct):
 class _Node:
     """One label in the tree."""
 
-    __slots__ = ("busy", "count", "cpu_us", "idle", "idle_us", "name", "parent", "talked")
+    __slots__ = ("busy", "count", "cpu_us", "idle", "idle_us", "kernels", "name", "parent", "talked")
 
     def __init__(self, parent: int, name: str) -> None:
         self.parent, self.name = parent, name
-        self.count, self.cpu_us, self.idle_us = 0, 0.0, 0.0
+        self.count, self.cpu_us, self.idle_us, self.kernels = 0, 0.0, 0.0, 0
         self.busy: Cover | None = None
         self.talked: Cover | None = None
         self.idle: dict[GapKind, float] = {}
@@ -81,6 +83,7 @@ class Labels:
             own = nodes[node]
             own.busy = own.busy or Cover()
             own.busy.add(start, end)
+            own.kernels += 1
             if talks:
                 own.talked = own.talked or Cover()
                 own.talked.add(start, end)
@@ -146,8 +149,10 @@ class Labels:
 def _rows(nodes: list[_Node], *, has_device: bool, launched: bool) -> list[LabelTime]:
     busy, talked = (_with_below(nodes, which) for which in ("busy", "talked"))
     children = defaultdict[int, list[int]](list)
-    for number, node in enumerate(nodes[1:], 1):
+    for number in range(len(nodes) - 1, 0, -1):
+        node = nodes[number]
         children[node.parent].append(number)
+        nodes[node.parent].kernels += node.kernels
     kept = {_ROOT, *sorted(range(1, len(nodes)), key=lambda at: -nodes[at].cpu_us)[:KEPT]}
     rows: list[LabelTime] = []
     todo: list[tuple[int, tuple[str, ...]]] = [(_ROOT, ())]
@@ -162,6 +167,7 @@ def _rows(nodes: list[_Node], *, has_device: bool, launched: bool) -> list[Label
                     cpu_us=node.cpu_us,
                     busy_us=busy[number] if launched else None,
                     communication_us=talked[number] if launched else None,
+                    kernels=node.kernels,
                     idle_us=node.idle_us if has_device else None,
                     idle=node.idle,
                 )

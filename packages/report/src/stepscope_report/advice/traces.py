@@ -1,0 +1,391 @@
+"""Advice from traces alone: rules on gaps, labels, kernels, streams and ranks, each with the time at stake.
+
+Thresholds are shares of the time that the process recorded, because a trace tells no step of the whole run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+
+from stepscope_report.advice.evidence import Advice, percentage_of
+from stepscope_report.formatting import count, duration, size
+from stepscope_report.sections.gaps import REMEDIES, GapRow
+from stepscope_report.sections.labels import LabelRow
+from stepscope_report.sections.operators import DeviceRow, TraceTables
+from stepscope_report.table import grouped
+from stepscope_report.timeline import TraceActivity
+from stepscope_report.timeline.activity.device_idle import GapKind
+
+
+class TraceEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of traces that rules use."""
+
+    gaps: Sequence[GapRow]
+    labels: Sequence[LabelRow]
+    traces: TraceTables
+    activities: Sequence[TraceActivity]
+
+    def recorded_ns(self, process: str) -> int:
+        """Return the time for which a process recorded."""
+        return sum(row.recorded_ns for row in self.traces.traces if row.process == process)
+
+
+def trace_advice(evidence: TraceEvidence) -> tuple[Advice, ...]:
+    """Return what the rules say: alarms first, then the largest possible saving."""
+    said = (advice for rule in RULES for advice in rule(evidence))
+    return tuple(sorted(said, key=lambda advice: (advice.kind != "alarm", -(advice.saves_ns or 0))))
+
+
+def _share(process: str, ns: int, evidence: TraceEvidence) -> str:
+    recorded_ns = evidence.recorded_ns(process)
+    return f"{process}: {duration(ns)}, {percentage_of(ns, recorded_ns)} of the time recorded"
+
+
+class _Gaps(msgspec.Struct, frozen=True):
+    """A rule on the gaps of one cause."""
+
+    kind: GapKind
+    rule: str
+    share: float
+    """Part of the recorded time from which the rule speaks."""
+    what: str
+
+
+_OF_GAPS = (
+    _Gaps("synchronisation", "synchronisation", 0.02, "the device ran dry because the program waited for it"),
+    _Gaps("data loader", "data-loader", 0.05, "the device waits for the data loader"),
+    _Gaps("garbage collection", "garbage-collection", 0.02, "the device waits while Python collects garbage"),
+    _Gaps("compilation", "recompilation", 0.02, "the device waits while code is compiled"),
+    _Gaps("memory allocation", "allocation", 0.02, "the device waits while its memory is allocated or freed"),
+    _Gaps("copies", "blocking-copies", 0.02, "the device waits while the program is in a call that copies"),
+    _Gaps("collective", "host-collectives", 0.02, "the device waits for collectives on the CPU"),
+    _Gaps("slow launches", "slow-launches", 0.1, "the CPU launches more slowly than the device runs"),
+    _Gaps("no operator", "no-operator", 0.1, "the device waits while the CPU runs no operator"),
+)
+_LOOP = 5
+"""Number of gaps by one call at one place in each step, from which the call is in a loop."""
+
+
+def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:
+    """Advise on each cause of gaps that left the devices of a process idle for long enough."""
+    by_kind = grouped(evidence.gaps, lambda row: row.kind)
+    steps = _steps(evidence)
+    for rule in _OF_GAPS:
+        rows = by_kind.get(rule.kind, ())
+        totals: dict[str, int] = defaultdict(int)
+        for row in rows:
+            totals[row.process] += row.total_ns
+        process = max(totals, key=lambda name: totals[name], default=None)
+        if process is None or totals[process] < rule.share * evidence.recorded_ns(process):
+            continue
+        own = [row for row in rows if row.process == process]
+        worst = max(own, key=lambda row: row.total_ns)
+        where = ", ".join(filter(None, (worst.call, worst.place)))
+        because = [
+            _share(process, totals[process], evidence),
+            _say_gaps(own),
+            *([f"most in {where}: {duration(worst.total_ns)}"] if where else []),
+        ]
+        loops = rule.kind == "synchronisation" and worst.count >= _LOOP * max(1, steps.get(process, 0))
+        do = REMEDIES[rule.kind]
+        if rule.kind == "data loader" and "_SingleProcess" in worst.call:
+            do = f"num_workers is 0, so that the training loads its data itself: {do}"
+        yield Advice(
+            rule="sync-in-loop" if loops else rule.rule,
+            what="a synchronisation in a loop empties the device's queue again and again"
+            if loops
+            else rule.what,
+            because=tuple(because),
+            do=do,
+            saves_ns=totals[process],
+        )
+
+
+def _say_gaps(rows: Sequence[GapRow]) -> str:
+    longest_ns = max(row.longest_ns for row in rows)
+    return f"{count(sum(row.count for row in rows), 'gap')}, the longest {duration(longest_ns)}"
+
+
+def _steps(evidence: TraceEvidence) -> dict[str, int]:
+    steps: dict[str, int] = defaultdict(int)
+    for row in evidence.traces.steps:
+        steps[row.process] += 1
+    return steps
+
+
+_SMALL_US = 10.0
+_MANY = 200
+"""Fewest kernels of a process of which is told that they are small."""
+
+
+def small_kernels(evidence: TraceEvidence) -> Iterator[Advice]:
+    """Advise if nine of ten kernels take under 10 us on average, and a tenth of the time is between them."""
+    worst: tuple[int, str, int, int] | None = None
+    for name, own in grouped(evidence.activities, lambda activity: activity.name).items():
+        kernels = [kernel for one in own for kernel in one.content.kernels if kernel.work == "compute"]
+        total = sum(kernel.count for kernel in kernels)
+        small = sum(kernel.count for kernel in kernels if kernel.total_us < _SMALL_US * kernel.count)
+        between_ns = sum(
+            row.total_ns
+            for row in evidence.gaps
+            if row.process == name and row.kind in ("queued", "slow launches")
+        )
+        if total < _MANY or small * 10 < total * 9 or between_ns * 10 < evidence.recorded_ns(name):
+            continue
+        if worst is None or between_ns > worst[0]:
+            worst = between_ns, name, small, total
+    if worst is not None:
+        between_ns, name, small, total = worst
+        yield Advice(
+            rule="small-kernels",
+            what="nearly all kernels are small, so that the time between them counts",
+            because=(f"{small:,} of {total:,} kernels take under 10 us", _share(name, between_ns, evidence)),
+            do="torch.compile or fused kernels, CUDA graphs (mode='reduce-overhead'), larger batches",
+            saves_ns=between_ns,
+        )
+
+
+_COMPILES = re.compile(r".*\(dynamo_timed\)")
+
+
+def compiled_again(evidence: TraceEvidence) -> Iterator[Advice]:
+    """Advise if torch.compile compiled within the trace for a twentieth of it, where no device shows it."""
+    if any(row.kind == "compilation" for row in evidence.gaps):
+        return
+    roots = [
+        row
+        for row in evidence.labels
+        if _COMPILES.match(row.path[-1]) and not any(_COMPILES.match(name) for name in row.path[:-1])
+    ]
+    ns, times = sum(row.cpu_ns for row in roots), sum(row.count for row in roots)
+    recorded_ns = sum(row.recorded_ns for row in evidence.traces.traces)
+    if ns * 20 >= recorded_ns > 0:
+        yield Advice(
+            rule="recompilation",
+            what="torch.compile compiles within the recorded time",
+            because=(
+                f"{count(times, 'time')}, {duration(ns)}: {percentage_of(ns, recorded_ns)} of the recording",
+            ),
+            do=REMEDIES["compilation"],
+            saves_ns=ns,
+        )
+
+
+def unpinned_copies(evidence: TraceEvidence) -> Iterator[Advice]:
+    """Advise if copies between the device and pageable memory took 1 % of the time."""
+    for role, own in grouped(evidence.activities, lambda activity: activity.info.role).items():
+        copies = [
+            kernel
+            for one in own
+            for kernel in one.content.kernels
+            if "Pageable" in kernel.name and kernel.work == "memory"
+        ]
+        ns = round(sum(kernel.total_us for kernel in copies) * 1000)
+        recorded_ns = sum(evidence.recorded_ns(name) for name in {one.name for one in own})
+        if copies and ns * 100 >= recorded_ns:
+            worst = max(copies, key=lambda kernel: kernel.total_us)
+            yield Advice(
+                rule="unpinned-copies",
+                what="memory that is not pinned is copied",
+                because=(
+                    f"{role}: {duration(ns)}, {percentage_of(ns, recorded_ns)} of the time recorded",
+                    f"{worst.name}: {count(worst.count, 'copy')}",
+                ),
+                do="pin_memory=True in the DataLoader, tensor.pin_memory(), and non_blocking=True",
+                saves_ns=ns,
+            )
+
+
+def exposed_communication(evidence: TraceEvidence) -> Iterator[Advice]:
+    """Advise if communication that no computation hides took a tenth of the time of a device."""
+    worst = max(evidence.traces.devices, key=lambda row: row.exposed_ns, default=None)
+    if worst is None or worst.exposed_ns * 10 < worst.recorded_ns:
+        return
+    waited = [row for row in evidence.traces.stragglers if row.process == worst.process]
+    waited_ns = min(sum(row.waited_ns for row in waited), worst.exposed_ns)
+    late = waited_ns * 2 >= worst.exposed_ns
+    before = f"{duration(waited_ns)} of it before the last rank had entered"
+    yield Advice(
+        rule="exposed-communication",
+        what="communication is not hidden behind computation",
+        because=(_share(worst.process, worst.exposed_ns, evidence), *([before] if waited else [])),
+        do="even out the ranks' work: see the rule stragglers"
+        if late
+        else "larger buckets, prefetch (forward_prefetch and backward_prefetch of FSDP), smaller groups",
+        saves_ns=worst.exposed_ns,
+    )
+
+
+def stragglers(evidence: TraceEvidence) -> Iterator[Advice]:
+    """Advise if the others waited for one process in collectives for a twentieth of their time."""
+    totals: dict[str, int] = defaultdict(int)
+    for row in evidence.traces.stragglers:
+        totals[row.process] += row.others_waited_ns
+    if len(totals) < 2:
+        return
+    process = max(totals, key=lambda name: totals[name])
+    each_ns = totals[process] // (len(totals) - 1)
+    if each_ns * 20 < evidence.recorded_ns(process) or totals[process] * 2 < sum(totals.values()):
+        return
+    part = percentage_of(each_ns, evidence.recorded_ns(process))
+    yield Advice(
+        rule="stragglers",
+        what=f"the other ranks wait for {process} in collectives",
+        because=(f"each for {duration(each_ns)}, {part} of the time recorded",),
+        do=f"look at {process}: its data (tokens in a micro-batch), work that it does alone, its host",
+        saves_ns=each_ns,
+    )
+
+
+def uneven_work(evidence: TraceEvidence) -> Iterator[Advice]:
+    """Advise if the device of one rank computes for a fifth longer than the median of its role."""
+    for role, rows in grouped(evidence.traces.devices, lambda row: row.role).items():
+        ordered = sorted(rows, key=lambda row: row.compute_ns)
+        if len(ordered) < 2:
+            continue
+        middle, longest = ordered[(len(ordered) - 1) // 2], ordered[-1]
+        more_ns = longest.compute_ns - middle.compute_ns
+        if more_ns * 5 < middle.compute_ns or more_ns * 50 < longest.recorded_ns or not _together(ordered):
+            continue
+        yield Advice(
+            rule="uneven-work",
+            what=f"{longest.process} computes for longer than the other ranks",
+            because=(f"{duration(longest.compute_ns)}, median of {role} {duration(middle.compute_ns)}",),
+            do="balance the batch by tokens, or the layers of pipeline stages; else look at the device",
+            saves_ns=more_ns,
+        )
+
+
+def _together(rows: Sequence[DeviceRow]) -> bool:
+    """Return whether the devices recorded for about the same time, as ranks of one run do."""
+    recorded = [row.recorded_ns for row in rows]
+    return max(recorded) * 4 <= min(recorded) * 5
+
+
+def memory_headroom(evidence: TraceEvidence) -> Iterator[Advice]:
+    """Advise if torch's allocator held 95 % of a device or more."""
+    full = [
+        row
+        for row in evidence.traces.memory
+        if row.capacity_bytes and row.reserved_bytes >= 0.95 * row.capacity_bytes
+    ]
+    for row in sorted(full, key=lambda row: -row.reserved_bytes)[:1]:
+        fragments = row.reserved_bytes - row.allocated_bytes > 0.2 * row.reserved_bytes
+        yield Advice(
+            rule="memory-headroom",
+            kind="alarm",
+            what=f"{row.process} held nearly all memory of {row.device}",
+            because=(
+                f"{size(row.reserved_bytes)} of {size(row.capacity_bytes or 0)} reserved",
+                f"{size(row.allocated_bytes)} in use at most",
+            ),
+            do="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the rest is fragments"
+            if fragments
+            else "smaller micro-batches, or activation checkpointing, before a longer sequence ends the run",
+        )
+
+
+_OPTIMIZER = "Optimizer.step#"
+_FEW_KERNELS = 20
+
+
+def unfused_optimizer(evidence: TraceEvidence) -> Iterator[Advice]:
+    """Advise if steps of the optimizer launch many kernels, none of them fused, and take 3 % of the time."""
+    fused = any(row.name.startswith("aten::_fused_") for row in evidence.traces.operators)
+    rows = [row for row in evidence.labels if row.path[-1].startswith(_OPTIMIZER) and row.count]
+    if fused or not rows:
+        return
+    row = max(rows, key=lambda row: row.cpu_ns)
+    each = row.kernels // row.count
+    recorded_ns = sum(one.recorded_ns for one in evidence.traces.traces if one.process)
+    at_stake_ns = max(row.cpu_ns, row.busy_ns or 0)
+    if each >= _FEW_KERNELS and at_stake_ns * 100 >= 3 * recorded_ns:
+        yield Advice(
+            rule="unfused-optimizer",
+            what="the optimizer launches many kernels, none of them fused",
+            because=(
+                f"{row.path[-1]}: {each:,} kernels a step",
+                f"{duration(row.cpu_ns)} on the CPU, {duration(row.busy_ns)} on the device",
+            ),
+            do="fused=True in torch's Adam, AdamW and SGD, else foreach=True",
+            saves_ns=at_stake_ns,
+        )
+
+
+_FP32 = re.compile(r".*(?<![a-z])sgemm|.*f32f32_f32f32|.*tf32|Cijk_\w+_SB_|.*s1688gemm", re.IGNORECASE)
+_HALF = re.compile(r".*(b|_|p)f16|.*half|.*fp16", re.IGNORECASE)
+"""Names of matrix products as cuBLAS, cutlass and Tensile (`_SB_`) write them."""
+_TF32 = re.compile(r".*tf32|.*s1688gemm", re.IGNORECASE)
+
+
+def is_single(kernel: str) -> bool:
+    """Return whether a kernel is a matrix product of numbers in single precision."""
+    return _FP32.match(kernel) is not None and _HALF.match(kernel) is None
+
+
+def single_precision(evidence: TraceEvidence) -> Iterator[Advice]:
+    """Advise if matrix products in single precision took a fifth of the computation of a role."""
+    for role, rows in grouped(evidence.traces.operators, lambda row: row.role).items():
+        single = [row for row in rows if row.kind == "compute" and is_single(row.name)]
+        ns = sum(row.total_ns for row in single)
+        compute_ns = sum(row.compute_ns for row in evidence.traces.devices if row.role == role)
+        if not single or ns * 5 < compute_ns:
+            continue
+        worst = max(single, key=lambda row: row.total_ns)
+        yield Advice(
+            rule="single-precision",
+            what="matrix products run in single precision",
+            because=(f"{role}: {duration(ns)} of {duration(compute_ns)} computation", f"{worst.name[:60]}"),
+            do="torch.autocast(dtype=torch.bfloat16), or BF16 weights"
+            + ("" if _TF32.match(worst.name) else "; at least torch.set_float32_matmul_precision('high')"),
+            saves_ns=ns // 2,
+        )
+
+
+def serial_streams(evidence: TraceEvidence) -> Iterator[Advice]:
+    """Advise if several streams of a device compute, one long after the other, hardly ever at once."""
+    for activity in evidence.activities:
+        for device, streams in grouped(activity.content.streams, lambda stream: stream.device).items():
+            usage = next((one for one in activity.content.devices if one.name == device), None)
+            ordered = sorted((stream.compute_us for stream in streams), reverse=True)
+            if usage is None or len(ordered) < 2 or ordered[1] * 5 < ordered[0]:
+                continue
+            at_once_us = sum(ordered) - usage.compute_us
+            others_us = sum(ordered[1:])
+            if at_once_us * 10 > others_us:
+                continue
+            yield Advice(
+                rule="uneven-streams",
+                what="streams that could compute at once run one after the other",
+                because=(
+                    f"{activity.name}: {len(ordered)} streams",
+                    f"the busiest {_say(ordered[0])}, the others {_say(others_us)}",
+                    f"at once {_say(max(0.0, at_once_us))}",
+                ),
+                do="look for events and synchronisations between them; else one stream does as well",
+                saves_ns=round(others_us * 1000),
+            )
+            return
+
+
+def _say(us: float) -> str:
+    return duration(round(us * 1000))
+
+
+RULES: tuple[Callable[[TraceEvidence], Iterable[Advice]], ...] = (
+    idle_causes,
+    small_kernels,
+    compiled_again,
+    unpinned_copies,
+    exposed_communication,
+    stragglers,
+    uneven_work,
+    memory_headroom,
+    unfused_optimizer,
+    single_precision,
+    serial_streams,
+)

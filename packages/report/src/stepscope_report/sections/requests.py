@@ -1,0 +1,238 @@
+"""Each request of a step: its turn, its passes, and the weights that wrote it, for `--json` and Parquet."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from stepscope_report.block import Block, TextTable
+from stepscope_report.formatting import percent_of
+from stepscope_report.section import ROLLOUT, Section
+from stepscope_report.sections.staleness import trained_under
+from stepscope_report.spans import MOVES_WEIGHTS, above
+from stepscope_report.timeline import Span, Timeline
+from stepscope_report.timeline.model import EnginePasses
+from stepscope_report.timeline.step.passes import (
+    RequestKey,
+    linked_requests,
+    pass_of_rows,
+    passes_of_requests,
+)
+
+if TYPE_CHECKING:
+    from stepscope_report.model import StepReport
+
+_AFTER_NS = 1_000_000_000
+"""Largest time between the end of a span that moves weights and the note of the engine that has them."""
+
+
+class TokenLag(msgspec.Struct, frozen=True, kw_only=True):
+    versions: int
+    """The version of the weights that are trained with these tokens, minus the version that wrote them."""
+    tokens: int
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of a replica in noted passes."""
+
+    replica: int
+    dp: int
+    """Number of the data-parallel engine in its replica."""
+    id: str
+    """The engine's name for the request."""
+    trajectory: str | None
+    """The trajectory whose turn names the request, or None if no span names it."""
+    turn: int | None
+    start_ns: int | None
+    """Begin of its first pass in ns after the opening of the capture, or None without a pass."""
+    queued_ns: int | None
+    """Time in the engine's queue before that, or None if the request arrived before the notes began."""
+    wall_ns: int
+    """Time from its first pass to the end of its last one."""
+    passes: int
+    computed: int
+    """Tokens that the passes computed."""
+    tokens: int
+    """Tokens that the passes wrote."""
+    preemptions: int
+    version_begun: int | str | None
+    """Version of the weights at its first pass, or None if nothing tells it."""
+    version_ended: int | str | None
+    """Version of the weights at its last pass."""
+    trained_by: int | None
+    """The step that trains on its trajectory, or None if that is unknown."""
+    lags: tuple[TokenLag, ...]
+    """Its tokens by the age of the weights that wrote them. Empty if a version is unknown."""
+
+
+class _Weights(NamedTuple):
+    """The weights of one engine: from each time on, a version, or None if it is unknown."""
+
+    at_ns: Sequence[int]
+    versions: Sequence[int | str | None]
+
+    def place(self, ns: int) -> int:
+        """Return the index of the weights at a time; -1 for those before the first change."""
+        return bisect_right(self.at_ns, ns) - 1
+
+
+def step_requests(timeline: Timeline) -> tuple[Request, ...]:
+    """Return the requests of a step, by replica and engine. Empty if no engine noted its passes."""
+    links = linked_requests(timeline)
+    under = trained_under(timeline) if timeline.passes else {}
+    rows = []
+    for at, engine in enumerate(timeline.passes):
+        weights, passes = _weights_of(timeline, engine), pass_of_rows(engine)
+        lost = Counter(engine.noted.preempted.request)
+        for request, own in enumerate(passes_of_requests(engine)):
+            index = links.get(RequestKey(at, request))
+            span = None if index is None else timeline.spans[index]
+            reading = _Reading(timeline, engine, request, span, own, [passes[row] for row in own])
+            rows.append(reading.request(weights, lost[request], under))
+    return tuple(rows)
+
+
+class _Reading(NamedTuple):
+    timeline: Timeline
+    engine: EnginePasses
+    number: int
+    span: Span | None
+    rows: Sequence[int]
+    passes: Sequence[int]
+
+    def request(self, weights: _Weights, lost: int, under: Mapping[str, int | None]) -> Request:
+        engine, noted, span, passes = self.engine, self.engine.noted, self.span, self.passes
+        begin_ns = engine.begins_ns[passes[0]] if passes else None
+        arrived_ns = noted.requests.arrived_ns[self.number]
+        trajectory = None if span is None else span.trajectory
+        versions = self._versions(weights)
+        trained = None if trajectory is None else under.get(trajectory)
+        return Request(
+            replica=engine.replica,
+            dp=noted.dp,
+            id=noted.requests.id[self.number],
+            trajectory=trajectory,
+            turn=None if span is None else span.turn,
+            start_ns=None if begin_ns is None else begin_ns - self.timeline.window.start_ns,
+            queued_ns=max(0, noted.passes.begin_ns[passes[0]] - arrived_ns)
+            if passes and arrived_ns is not None
+            else None,
+            wall_ns=0 if begin_ns is None else engine.ends_ns[passes[-1]] - begin_ns,
+            passes=len(passes),
+            computed=sum(noted.served.tokens[row] for row in self.rows),
+            tokens=sum(noted.served.output[row] for row in self.rows),
+            preemptions=lost,
+            version_begun=versions[0] if versions else None,
+            version_ended=versions[-1] if versions else None,
+            trained_by=self._trained_by(),
+            lags=tuple(self._lags(versions, trained)),
+        )
+
+    def _versions(self, weights: _Weights) -> list[int | str | None]:
+        """Return the version of the weights at each of the passes.
+
+        Where the engine and the weight syncs tell none, the spans of the request do, for the weights with
+        which it began.
+        """
+        places = [weights.place(self.engine.begins_ns[at]) for at in self.passes]
+        known = [None if place < 0 else weights.versions[place] for place in places]
+        begun = self._of_spans() if known and known[0] is None else None
+        return [
+            begun if version is None and place == places[0] else version
+            for version, place in zip(known, places, strict=True)
+        ]
+
+    def _of_spans(self) -> int | None:
+        if self.span is None:
+            return None
+        around = (self.span, *above(self.timeline, self.span))
+        return next((span.policy_version for span in around if span.policy_version is not None), None)
+
+    def _trained_by(self) -> int | None:
+        span, step = self.span, self.timeline.step
+        if span is None or span.trajectory is None:
+            return None
+        if self.timeline.consumes(span):
+            return step
+        return None if span.step == step else span.step
+
+    def _lags(self, versions: Sequence[int | str | None], trained: int | None) -> Iterator[TokenLag]:
+        numbers = [version for version in versions if isinstance(version, int)]
+        if trained is None or len(numbers) < len(versions):
+            return
+        tokens = Counter[int]()
+        for row, version in zip(self.rows, numbers, strict=True):
+            tokens[trained - version] += self.engine.noted.served.output[row]
+        for lag, number in sorted(tokens.items()):
+            if number:
+                yield TokenLag(versions=lag, tokens=number)
+
+
+def _weights_of(timeline: Timeline, engine: EnginePasses) -> _Weights:
+    """Return the changes of an engine's weights, with the versions that the engine or a weight sync states.
+
+    An engine that noted no change has that of each weight sync, at its end.
+    """
+    noted = engine.noted
+    shift_ns = noted.anchor.wall_ns - noted.anchor.mono_ns
+    if engine.begins_ns:
+        shift_ns = engine.begins_ns[0] - noted.passes.begin_ns[0]
+    syncs = [
+        (span.start_ns, timeline.until_ns(span), span.policy_version)
+        for span in timeline.spans
+        if span.policy_version is not None and MOVES_WEIGHTS.search(span.stage)
+    ]
+    at_ns = [ns + shift_ns for ns in noted.weights.at_ns]
+    versions = [_number(version) for version in noted.weights.version]
+    if not at_ns:
+        ends_ns: dict[int, int] = {}
+        for _, end_ns, version in syncs:
+            ends_ns[version] = max(ends_ns.get(version, 0), end_ns)
+        changes = sorted((end_ns, version) for version, end_ns in ends_ns.items())
+        return _Weights([end_ns for end_ns, _ in changes], [version for _, version in changes])
+    stated = [
+        version if version is not None else _of_syncs(ns, syncs)
+        for ns, version in zip(at_ns, versions, strict=True)
+    ]
+    return _Weights(at_ns, stated)
+
+
+def _of_syncs(ns: int, syncs: Sequence[tuple[int, int, int]]) -> int | None:
+    """Return the version of the weight syncs that ran at a time, or ended shortly before; None if these have
+    several.
+    """
+    found = {version for start, end, version in syncs if start <= ns <= end + _AFTER_NS}
+    return found.pop() if len(found) == 1 else None
+
+
+def _number(version: int | str | None) -> int | str | None:
+    return int(version) if isinstance(version, str) and version.isdecimal() else version
+
+
+def requests_blocks(requests: Sequence[Request], report: StepReport) -> Iterator[Block]:
+    """Yield the tokens by the age of the weights that wrote them, if some are not the trained ones."""
+    tokens = Counter[int]()
+    for request in requests:
+        for lag in request.lags:
+            tokens[lag.versions] += lag.tokens
+    if any(tokens):
+        share = partial(percent_of, total=tokens.total())
+        rows = tuple((str(lag), f"{number:,}", share(number)) for lag, number in sorted(tokens.items()))
+        changed = sum(len(request.lags) > 1 for request in requests)
+        note = f"{changed:,} of {len(requests):,} requests ran while weights changed." if changed else ""
+        columns = (">versions behind", ">tokens", ">of all, %")
+        yield TextTable("Tokens by the age of their weights", columns, rows, note, "line")
+
+
+REQUESTS = Section(
+    name="requests",
+    title="Requests",
+    compute=lambda sources: step_requests(sources.whole),
+    terminal=requests_blocks,
+    page=ROLLOUT,
+)
