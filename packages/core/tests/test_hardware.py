@@ -18,13 +18,24 @@ from stepscope.files.manifest.records import Hardware
 
 def device_module(name: str, *, initialised: bool) -> SimpleNamespace:
     """Return what this asks of `torch.cuda`. There is no GPU here; the names are torch's."""
-    return SimpleNamespace(is_initialized=lambda: initialised, get_device_name=lambda: name)
+    return SimpleNamespace(
+        is_initialized=lambda: initialised, get_device_name=lambda: name, current_device=lambda: 1
+    )
 
 
-def test_a_process_on_a_gpu_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("visible", "gpu"), [(None, 1), ("0,1", 1), ("4, 6", 6), ("GPU-8d3f,GPU-a01c", None), ("3", None)]
+)
+def test_a_process_on_a_gpu_names_it(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu: int | None
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     cuda = device_module("NVIDIA H200", initialised=True)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    assert read_hardware(ThroughputConfig()).device == "NVIDIA H200"
+    hardware = read_hardware(ThroughputConfig())
+    assert (hardware.device, hardware.gpu) == ("NVIDIA H200", gpu)
 
 
 def test_a_process_on_an_npu_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

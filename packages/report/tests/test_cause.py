@@ -20,6 +20,7 @@ from packages.report.tests.commands import Command
 from packages.report.tests.steps import MS, close, printed
 from packages.report.tests.test_critical_path import span, step
 from stepscope.files.layout import RunLayout
+from stepscope.files.manifest.records import Hardware
 from stepscope.files.recorder import StepLine
 from stepscope.files.values import AttrValue
 from stepscope.testing.steps import FakeProcess, StepFolder
@@ -464,6 +465,19 @@ def test_a_rank_that_may_have_lacked_a_core_for_as_long_is_not_named(
         assert (
             "all cores of a were busy (100 %), and 3 processes of the step used 0.6 of them" in cause.sentence
         )
+
+
+@pytest.mark.parametrize(("gpu", "named"), [(3, True), (2, False), (None, False)])
+def test_a_rank_whose_gpu_was_slowed_in_its_calls_has_that_as_its_reason(
+    tmp_path: Path, gpu: int | None, named: bool
+) -> None:
+    folder = ranks(tmp_path, 3, lambda rank: 280 if rank == 1 else 100)
+    folder.processes[1].hardware = Hardware(device="NVIDIA H200", gpu=gpu)
+    slowed = {0: 0.0, **{ms * MS: 1.0 for ms in range(100, 1000, 100)}}
+    folder.processes[0].counter("GPU throttled", slowed, of="GPU 3", scope="host")
+    cause = cause_of(folder)
+    assert (cause.kind, cause.ns) == ("late-rank", pytest.approx(540 * MS))
+    assert ("heat or power slowed GPU 3 for " in cause.sentence) == named
 
 
 def test_a_rank_that_opened_late_among_busy_cores_is_not_named(tmp_path: Path) -> None:

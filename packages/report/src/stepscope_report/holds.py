@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from stepscope.files.counters import CORE_WAIT, DISK_SLEEP, GC, MEMORY_PRESSURE, PREEMPTIONS
+from stepscope.files.counters import (
+    CORE_WAIT,
+    DISK_SLEEP,
+    GC,
+    GPU_THROTTLED,
+    MEMORY_PRESSURE,
+    PREEMPTIONS,
+)
 from stepscope.files.spans import SEQUENCE
-from stepscope_report.accounting import Pair, clipped, joined, union_ns
+from stepscope_report.accounting import Pair, clipped, common_ns, joined, union_ns
 from stepscope_report.formatting import count, duration
 from stepscope_report.sections.counters import BusyHost, Piece, pieces_of, say_busy_host
 from stepscope_report.spans import whole
@@ -75,6 +82,7 @@ class Holds:
             if counter.name in _HOLDS and timeline.processes[counter.process].aligned
             for process in _described(counter, timeline)
         }
+        self._throttled = _throttled(timeline)
 
     def ns(self, process: int, name: str, pairs: Iterable[Pair]) -> int:
         """Return how long a counter held a process in these stretches.
@@ -134,7 +142,7 @@ class Holds:
         if sum(held.values()) * 2 < suspect.longer_ns:
             meets = any(SEQUENCE in (spans[node].attrs or {}) for node in own)  # other threads send
             core_ns = self.at_most_ns(process, [*of_main, *suspect.spells], sampled=not meets)
-            return None if core_ns * 2 >= suspect.longer_ns else suspect
+            return None if core_ns * 2 >= suspect.longer_ns else self._slowed(suspect, process, every)
         collects = held[GC] * 2 >= suspect.longer_ns  # while it collects, it may also lack a core
         name = GC if collects else max(held, key=lambda name: held[name])
         said = f"{_HOLDS[name].says} {duration(min(held[name], suspect.longer_ns))}"
@@ -143,6 +151,14 @@ class Holds:
         if name == CORE_WAIT:
             said += self._say_host(process)
         return suspect._replace(kind=kind, process=named, because=said)
+
+    def _slowed(self, suspect: Suspect, process: int, calls: Sequence[Pair]) -> Suspect:
+        """Return the suspect with the time for which its GPU was slowed, if that is half of its excess."""
+        gpu, slow = self._throttled.get(process, ("", []))
+        ns = common_ns(joined(calls), slow)
+        if ns * 2 < suspect.longer_ns or not ns:
+            return suspect
+        return suspect._replace(because=f"heat or power slowed {gpu} for {duration(ns)} of that")
 
     def _say_host(self, process: int) -> str:
         host = self._busy_hosts.get(self._timeline.processes[process].info.host)
@@ -161,6 +177,24 @@ class Holds:
     def may_lack_ns(self, path: StepPath) -> int:
         """Return the longest time for which processes on the critical path may have lacked a core."""
         return sum(self.at_most_ns(process, own) for process, own in _by_process(path).items())
+
+
+def _throttled(timeline: Timeline) -> dict[int, tuple[str, list[Pair]]]:
+    """Return {process: its GPU, and the stretches in which heat or power slowed that}."""
+    parts = () if timeline.manifest is None else timeline.manifest.processes
+    gpus = {part.process.key: f"GPU {part.hardware.gpu}" for part in parts if part.hardware.gpu is not None}
+    slowed = {
+        (timeline.processes[counter.process].info.host, counter.of): [
+            (piece.start_ns, piece.end_ns) for piece in pieces_of(counter, timeline) if piece.value
+        ]
+        for counter in timeline.counters
+        if counter.name == GPU_THROTTLED and timeline.processes[counter.process].aligned
+    }
+    return {
+        index: (gpu, joined(slowed.get((process.info.host, gpu), ())))
+        for index, process in enumerate(timeline.processes)
+        if (gpu := gpus.get(process.info.key))
+    }
 
 
 def _by_process(path: StepPath) -> dict[int, list[Pair]]:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from stepscope._recording.counters.sampler import AbsentError
 from stepscope.backends.counters import CounterSource
-from stepscope.files.counters import GPU, GPU_MEMORY, CounterKind, CounterScope
+from stepscope.files.counters import GPU, GPU_MEMORY, GPU_THROTTLED, CounterKind, CounterScope
 
 Handle = TypeVar("Handle")
 
@@ -113,7 +113,7 @@ def _counters(nvml: Any, handles: Mapping[str, Any]) -> Iterator[CounterSource]:
         (GPU_MEMORY, "B", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
         ("GPU power", "W", lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
         ("GPU SM clock", "MHz", lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
-        ("GPU throttled", "", _throttle_query(nvml)),
+        (GPU_THROTTLED, "", _throttle_query(nvml)),
     )
     for name, unit, query in queries:
         yield DeviceCounter(name, unit, query, handles, error=nvml.NVMLError)

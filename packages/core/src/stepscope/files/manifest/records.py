@@ -148,6 +148,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str | None = None
     """Name of the device on which torch computes, or None if torch has initialised none."""
+    gpu: Int | None = None
+    """Number of that device in `nvidia-smi`, if it is a GPU and CUDA_VISIBLE_DEVICES has numbers."""
     peak_tflops: float | None = None
     """Configured `throughput.device_peak_tflops`, or None."""
     flops_per_token: float | None = None
