@@ -476,8 +476,19 @@ def test_a_rank_whose_gpu_was_slowed_in_its_calls_has_that_as_its_reason(
     slowed = {0: 0.0, **{ms * MS: 1.0 for ms in range(100, 1000, 100)}}
     folder.processes[0].counter("GPU throttled", slowed, of="GPU 3", scope="host")
     cause = cause_of(folder)
-    assert (cause.kind, cause.ns) == ("late-rank", pytest.approx(540 * MS))
+    assert cause.kind == "late-rank"
+    assert cause.ns == pytest.approx(540 * MS)
     assert ("heat or power slowed GPU 3 for " in cause.sentence) == named
+
+
+@pytest.mark.parametrize(("last_ms", "named"), [(880, True), (1600, False)])
+def test_a_difference_within_the_spread_of_the_neighbours_is_no_cause(
+    tmp_path: Path, last_ms: int, named: bool
+) -> None:
+    """The rank costs 540 ms of 870; nine tenths of the steps before vary by 10 or by 730 ms."""
+    folder = ranks(tmp_path, 3, lambda rank: 280 if rank == 1 else 100)
+    lines(folder, 870, {}, last_ms=last_ms)
+    assert (reported(folder).cause is not None) == named
 
 
 def test_a_rank_that_opened_late_among_busy_cores_is_not_named(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The cause of a slow step, in one sentence: the first line of a report."""
+"""The cause of a slow step, in one sentence: the first line of a report.
+
+One file above 500 lines: what is chosen as the cause is what the sentence says.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from stepscope_report.formatting import count, duration, middle, numbers
 from stepscope_report.holds import Holds
 from stepscope_report.near import NearStep, is_longer, near_step, top_stages
 from stepscope_report.section import Section, Sources
-from stepscope_report.sections.baseline import BASELINE, Baseline
+from stepscope_report.sections.baseline import BASELINE, ENOUGH, Baseline
 from stepscope_report.sections.breakdown import BREAKDOWN
 from stepscope_report.sections.counters import COUNTERS, BusyHost, Counters
 from stepscope_report.sections.health import cut_processes
@@ -31,6 +34,8 @@ OTHERS = 4
 
 _SURE: frozenset[CauseKind] = frozenset({"event-loop", "skipped-collective"})
 """Kinds that no step should have, whatever its neighbours have."""
+_NOT_OF_CORES: frozenset[CauseKind] = frozenset({"slow-host", "between-steps", "profiler"})
+"""Further kinds that stand beside an excess that the lack of cores may explain."""
 
 
 class CauseProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +109,9 @@ def explain(
     """
     window_ns = max(1, timeline.window.wall_ns)
     usual_ns, steps = _usual(timeline, baseline, near)
-    found = [*suspects, *_between(window_ns, baseline)]
+    varies_ns = _varies_ns(baseline)
+    found = [one for one in suspects if one.kind in _SURE or (one.ns or one.longer_ns) >= varies_ns]
+    found += _between(window_ns, baseline)
     if profiler_ns * LEAST_OF_CALLS >= window_ns:
         found.append(Suspect("profiler", profiler_ns, profiler_ns))
     if usual_ns is None:
@@ -133,7 +140,9 @@ def explain(
     unexplained_ns = max(0, excess_ns - explained_ns)
     doubtful_ns = sum(one.longer_ns for one in longer) - sum(one.longer_ns for one in grown)
     doubtful_ns += holds.may_lack_ns(path)
-    if unexplained_ns * 2 > excess_ns and doubtful_ns * 2 < unexplained_ns:
+    if unexplained_ns * 2 > excess_ns and doubtful_ns * 2 >= unexplained_ns:  # cores may explain it as well
+        found = [one for one in found if one.kind in _SURE or one.kind in _NOT_OF_CORES]
+    elif unexplained_ns * 2 > excess_ns:
         found.append(Suspect("unexplained", unexplained_ns, unexplained_ns))
     grows = {one.label for one in grown}
     ordered = ranked(found)
@@ -182,6 +191,13 @@ def _usual(
     if near and timeline.window.closed:
         return middle(step.wall_ns for step in near), [step.step for step in near]
     return None, ()
+
+
+def _varies_ns(baseline: Baseline | None) -> int:
+    """Return by how much nine tenths of the step's neighbours vary; 0 if too few are known."""
+    if baseline is None or not baseline.alike or len(baseline.steps) < ENOUGH:
+        return 0
+    return baseline.p90_ns - baseline.p50_ns
 
 
 def _is_unusual(window_ns: int, baseline: Baseline | None, near: Sequence[NearStep]) -> bool:
