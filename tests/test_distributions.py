@@ -175,9 +175,8 @@ def test_a_page_on_the_index_links_to_pages_that_exist(package: Path) -> None:
     home = project(package)["urls"]["Homepage"]
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (package / "README.md").read_text())
     assert links
-    assert all(link.startswith("https://") for link in links), (
-        "the index shows the page without its neighbours"
-    )
+    # the index shows the page without its neighbours
+    assert all(link.startswith("https://") for link in links)
     ours = [
         re.sub(r"^/(?:blob|tree)/main/", "", link.removeprefix(home)) for link in links if home + "/" in link
     ]

@@ -94,7 +94,7 @@ def test_a_part_that_is_too_slow_ends_with_all_that_it_started() -> None:
     with process.stdout:
         int(process.stdout.readline())
         assert parts._end_of(process, 0.05) is None
-        assert process.stdout.read() == b"", "nobody holds its output any more"
+        assert process.stdout.read() == b""  # nobody holds its output any more
 
 
 def test_a_folder_that_is_too_large_loses_the_timeline_first(tmp_path: Path) -> None:

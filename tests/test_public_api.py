@@ -152,7 +152,7 @@ def test_a_decorated_function_keeps_its_type() -> None:
 
 def test_settings_are_typed_one_by_one(tmp_path: Path) -> None:
     assert configure(save_path=tmp_path, steps=[2, "10:50"], torch={"with_stack": True}).selects(2)
-    with pytest.raises(ConfigError, match=r"save_paht.* 'save_path'"):
+    with pytest.raises(ConfigError, match=r"save_paht.*'save_path'"):
         configure(save_paht=tmp_path)  # type: ignore[call-arg]  # the fact of this test
     with pytest.raises(ConfigError, match="mode is 'twice'"):
         configure(mode="twice")  # type: ignore[arg-type]  # likewise

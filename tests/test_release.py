@@ -58,7 +58,7 @@ def test_a_combination_that_fails_is_named_with_its_output(
     assert release.main(["--only", "cli", "--python", "true"]) == 1
     output = capsys.readouterr().out
     assert "broken\n(exited with 1)" in output
-    assert output.endswith("FAILED: stepscope[cli]. Nothing is to be uploaded.\n")
+    assert "FAILED: stepscope[cli]. " in output
 
 
 def test_the_core_is_uploaded_before_what_requires_it(wheels: list[release.Wheel]) -> None:

@@ -33,7 +33,7 @@ class TestEveryDistribution:
     def test_pins_its_siblings_to_that_version(self, package: Path) -> None:
         named = [r for r in every_requirement(project(package)) if name_of(r).startswith("stepscope")]
         siblings = [r for r in named if not r.startswith("stepscope[")]  # the core's own extras
-        assert siblings, "every distribution names another one"
+        assert siblings  # every distribution names another one
         assert {r.partition("==")[2] for r in siblings} == {VERSION}
 
     def test_requires_nothing_that_is_the_users_own(self, package: Path) -> None:
@@ -63,4 +63,4 @@ def test_an_adapter_states_the_range_of_its_engine_as_an_extra(package: Path) ->
 def test_the_changelog_has_a_heading_for_the_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     assert text.count("## [Unreleased]\n") == 1
-    assert f"## [{VERSION}]" in text or VERSION == "0.1.0", "0.1.0 is what is being written"
+    assert f"## [{VERSION}]" in text or VERSION == "0.1.0"  # 0.1.0 is what is being written

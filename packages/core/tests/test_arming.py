@@ -107,4 +107,4 @@ def test_an_engine_that_cannot_be_armed_is_built_all_the_same(
     broken.broken = True
     assert broken.create() == [None]
     failures.take()
-    assert "by enginelib.settings:Settings.create" in caplog.text
+    assert "settings:Settings.create" in caplog.text

@@ -64,10 +64,9 @@ def test_a_disk_that_is_nearly_full_gets_spans_alone(tmp_path: Path, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 0, 500 << 20))
     with capture(1, config=config), span("update"):
         pass
-    assert outcomes(config, 1)["torch trace"] == (
-        "failed",
-        f"budget.free_mb: 500 MB are free in {config.save_path}, 1024 wanted",
-    )
+    state, reason = outcomes(config, 1)["torch trace"]
+    assert state == "failed"
+    assert re.match(rf"budget\.free_mb: 500 .*{re.escape(str(config.save_path))}, 1024 ", str(reason))
     assert outcomes(config, 1)["spans"][0] == "ok"
 
 
@@ -83,7 +82,7 @@ def test_traces_of_earlier_steps_count_against_the_run(tmp_path: Path) -> None:
         pass
     state, reason = outcomes(config, 1)["torch trace"]
     assert state == "failed"
-    assert str(reason).startswith("budget.run_trace_mb: 3 MB lie in")
+    assert str(reason).startswith("budget.run_trace_mb: 3 ")
 
 
 @pytest.mark.needs("torch")
@@ -118,7 +117,7 @@ def test_on_a_disk_that_is_nearly_full_no_engine_is_started(
         assert not engine.recordings
     state, reason = outcomes(config, 1)["replica 0"]
     assert state == "failed"
-    assert str(reason).startswith("budget.free_mb: 500 MB are free in")
+    assert str(reason).startswith("budget.free_mb: 500 ")
 
 
 def grows_from(before_mb: int, *, to: int) -> Callable[[], int]:
@@ -251,7 +250,7 @@ def test_a_resumed_run_removes_its_own_part_of_steps_that_an_earlier_run_capture
                 (trace / "of_ascend").mkdir(parents=True)  # its recordings are folders
         files[name] = {file for file in run.step(3).root.rglob("*") if file.is_file()}
     assert {part.run_id for part in read_parts(run.step(3))[0]} == {"before"}
-    assert files["resumed"] == files["before"], "with its trace and spans, and without the resumed run's"
+    assert files["resumed"] == files["before"]  # with its trace and spans, and without the resumed run's
     assert {part.run_id for part in read_parts(run.step(4))[0]} == {"before", "resumed"}
     assert load_step(run.step(3).root).run_id == "before"
     assert run.removed.read_text().startswith("step 3")

@@ -84,7 +84,7 @@ def test_a_capture_says_where_its_files_are_and_what_reads_them(
     with caplog.at_level(logging.INFO, "stepscope"), capture(1, config=config), capture(2, config=config):
         pass
     (message,) = [line for line in caplog.messages if "captured" in line]
-    assert message.startswith("stepscope: step 2 captured: 1 process, 0 traces, in ")
+    assert "captured: 1 process, 0 traces" in message
     assert message.endswith(f"`stepscope report {config.save_path} --step 2`")
 
 
@@ -98,10 +98,10 @@ def test_a_role_that_nobody_has_is_named_with_the_likely_one(
         pass
     item = expectation(config, 2, "roles.actr")
     assert item.state == "missing"
-    assert item.reason == (
-        "roles.actr matched nothing; roles in this capture: actor, trainer. Did you mean 'actor'?"
-    )
-    assert item.reason in caplog.text
+    assert "roles.actr" in str(item.reason)
+    assert "actor, trainer" in str(item.reason)
+    assert str(item.reason).endswith("'actor'?")
+    assert str(item.reason) in caplog.text
     assert "act*" not in caplog.text
 
 
@@ -142,7 +142,7 @@ def test_open_and_close_for_loops_that_cannot_indent(config: ProfileConfig) -> N
 def test_a_second_capture_is_refused_and_leaves_the_open_one(config: ProfileConfig) -> None:
     with capture(2, config=config):
         with (
-            pytest.raises(CaptureOpenError, match=r"step 2 is open.*before opening step 3"),
+            pytest.raises(CaptureOpenError, match=r"step 2 .* step 3"),
             capture(3, config=config),
         ):
             pass
@@ -154,7 +154,7 @@ def test_a_second_capture_is_refused_and_leaves_the_open_one(config: ProfileConf
 
 def test_opening_a_capture_that_is_open_is_refused_and_leaves_it_open(config: ProfileConfig) -> None:
     cap = capture(2, config=config).open()
-    with pytest.raises(CaptureError, match="step 2 is open; make a new one"), cap:
+    with pytest.raises(CaptureError, match=r"step 2 .*new one"), cap:
         pass
     with span("after"):
         pass
@@ -166,7 +166,7 @@ def test_a_capture_is_used_once(config: ProfileConfig) -> None:
     cap = capture(2, config=config)
     with cap:
         pass
-    with pytest.raises(CaptureError, match="closed; make a new one"):
+    with pytest.raises(CaptureError, match="closed"):
         cap.open()
 
 
@@ -258,7 +258,7 @@ def test_what_is_skipped_says_why(config: ProfileConfig) -> None:
         pass
     item = expectation(config, 2, "torch trace")
     assert item.state == "skipped"
-    assert item.reason == "no pattern in roles matches role 'trainer'"
+    assert "role 'trainer'" in str(item.reason)
 
 
 def test_two_runs_in_one_folder_keep_apart(config: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,9 @@ def test_a_full_budget_of_spans_is_partial(tmp_path: Path) -> None:
         for _ in range(5):
             with span("many"):
                 pass
-    assert expectation(config, 2, "spans").reason == "3 spans were dropped: budget.spans is 2"
+    reason = str(expectation(config, 2, "spans").reason)
+    assert reason.startswith("3 spans ")
+    assert reason.endswith("budget.spans is 2")
     with pytest.raises(MissingArtifactsError, match="3 spans were dropped"):
         cap.result.raise_for_missing()
 
@@ -379,7 +381,7 @@ async def test_a_replica_that_hangs_costs_its_deadline_and_not_everyones(tmp_pat
         assert well.recordings
     assert asyncio.get_running_loop().time() - began < 10
     assert expectation(config, 2, "replica 0").state == "failed"
-    assert expectation(config, 2, "replica 0").reason == "timeout: start did not return within 1 s"
+    assert str(expectation(config, 2, "replica 0").reason).startswith("timeout: start ")
     assert expectation(config, 2, "replica 1").state == "ok"
 
 
@@ -410,7 +412,7 @@ async def test_ranks_select_replicas(tmp_path: Path) -> None:
     async with capture(2, config=config, engines=[FakeEngineProfiler(engine) for engine in engines]):
         assert not engines[0].recordings
         assert engines[1].recordings
-    assert expectation(config, 2, "replica 0").reason == "its ranks 0 to 1 are not in roles.rollout.ranks [2]"
+    assert str(expectation(config, 2, "replica 0").reason).endswith("roles.rollout.ranks [2]")
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "again-and-again"])
@@ -788,7 +790,7 @@ async def test_prepare_finds_what_would_go_wrong(config: ProfileConfig) -> None:
             raise EngineError("profiling is off in this engine. Fix: pass profiler_config=...")
 
     await stepscope.aprepare(engines=[FakeEngineProfiler(FakeEngine())], config=config)
-    with pytest.raises(CaptureError, match=r"in 1 place.*\n.*replica 1: EngineError: profiling is off"):
+    with pytest.raises(CaptureError, match=r"1 place.*\n.*replica 1: EngineError"):
         await stepscope.aprepare(
             engines=[FakeEngineProfiler(FakeEngine()), Unprofiled(FakeEngine())], config=config
         )
@@ -804,8 +806,8 @@ async def test_prepare_says_what_an_engine_cannot_record(
 
     engines = [FakeEngineProfiler(FakeEngine())]
     await stepscope.aprepare(engines=engines, config=asking(by_stage=True))
-    assert "replica 0: by_stage has no effect: " in caplog.text
-    with pytest.raises(CaptureError, match="replica 0: EngineError: the fake engine has no option 'depth'"):
+    assert "replica 0: by_stage " in caplog.text
+    with pytest.raises(CaptureError, match=r"replica 0: EngineError: .*'depth'"):
         await stepscope.aprepare(engines=engines, config=asking(extra={"depth": 3}))
     unused = asking(extra={"depth": 3}, profiler=False)  # no capture would ask it
     await stepscope.aprepare(engines=engines, config=unused)
@@ -821,7 +823,7 @@ async def test_prepare_warns_of_stops_that_take_long(
     heavy = config.replace(torch={"with_stack": True})
     for _ in range(2):
         await stepscope.aprepare(engines=engines, config=heavy)
-    assert caplog.text.count("25 to 108 s were seen, and a stop is waited for 30 s. Fix: roles.rollout") == 1
+    assert len(re.findall(r"25 to 108 s .* 30 s\. .*roles", caplog.text)) == 1
 
 
 def test_prepare_names_a_role_that_nothing_known_before_the_run_has(
@@ -833,8 +835,8 @@ def test_prepare_names_a_role_that_nothing_known_before_the_run_has(
     roles = {"trainr": {"ranks": "first"}, "verif*": {"ranks": "first"}, "*": {"ranks": "first"}}
     stepscope.prepare(config=ProfileConfig(save_path=str(tmp_path), steps=[2], roles=roles))
     (message,) = caplog.messages
-    assert re.search(r"roles\.trainr matched nothing; roles known before the run: .*\btrainer\b", message)
-    assert "Did you mean 'trainer'?" in message
+    assert re.search(r"roles\.trainr .*\btrainer\b", message)
+    assert "'trainer'?" in message
 
 
 def test_prepare_starts_the_profiler_for_nothing_in_a_run_that_is_only_triggered(
@@ -863,7 +865,8 @@ def test_prepare_warns_of_what_is_wrong_in_a_run_that_is_only_triggered(
     (tmp_path / "file").write_text("")
     stepscope.prepare(config=ProfileConfig(save_path=str(tmp_path / "file" / "run")))
     (message,) = caplog.messages
-    assert "a capture on request would not be whole: save_path" in message
+    assert "on request " in message
+    assert "save_path" in message
 
 
 def test_prepare_does_nothing_for_a_run_that_captures_nothing(
@@ -936,7 +939,7 @@ def test_a_span_that_is_entered_twice_is_recorded_once_and_said(
         with outer, again:
             if not within:
                 again.__exit__(None, None, None)
-            with pytest.raises(CaptureError, match=r"'generate' is entered a second time.*in each `with`"):
+            with pytest.raises(CaptureError, match=r"'generate' .*`with`"):
                 again.__enter__()
             monkeypatch.setenv("STEPSCOPE_RAISE", "0")
             with again as same:

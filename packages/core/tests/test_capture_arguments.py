@@ -113,7 +113,7 @@ def test_what_is_wrong_later_is_entered_and_the_run_goes_on(
             assert manifest is not None
             assert len([line for line in manifest.problems() if "engines: failed" in line]) == 1
     logged = [record.getMessage() for record in caplog.records if "engines: failed" in record.getMessage()]
-    assert len(logged) == 2, "a line for each captured step"
+    assert len(logged) == 2  # a line for each captured step
 
 
 @pytest.mark.parametrize("wrong", [{"config": {"steps": [1]}}, {"role": "my role!"}])

@@ -151,7 +151,7 @@ def test_a_worker_that_is_stopped_while_it_starts_does_not_stay_open(
     opening = Session.open_files
     monkeypatch.setattr(Session, "open_files", open_while_stopped)
     answer = start_worker(StartRequest(capture_id="c", run_id="r", step=1, config=config, role="actor"))
-    assert answer.refused == "the capture was over before it began here"
+    assert "before it began" in str(answer.refused)
     assert slot.session() is None
     monkeypatch.undo()
     with capture(2, config=config):  # the process is free

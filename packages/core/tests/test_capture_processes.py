@@ -124,7 +124,7 @@ with span("update"):
     assert process.returncode == -signal.SIGTERM
     (part,) = parts(tmp_path)
     assert part.closed is not None
-    assert part.error == "the process was terminated (SIGTERM)"
+    assert "SIGTERM" in str(part.error)
     assert isinstance(lines(tmp_path)[-1], End)
 
 
@@ -178,7 +178,7 @@ def test_sigterm_while_a_capture_opens_says_that_nothing_was_recorded(tmp_path: 
     (part,) = parts(tmp_path)
     assert states(part)["spans"] == "skipped"
     assert not step(tmp_path).spans.exists()
-    assert part.error == "the process was terminated (SIGTERM)"
+    assert "SIGTERM" in str(part.error)
 
 
 ASYNCHRONOUS = """
@@ -262,7 +262,7 @@ cap.result.raise_for_missing()
     (part,) = parts(tmp_path)
     (absent,) = part.absent
     assert absent.state == "skipped"
-    assert "forked while the capture was open" in absent.reason
+    assert "forked" in absent.reason
 
 
 @pytest.mark.parametrize("leaving", ["sys.exit(5)", "pass"])
@@ -362,7 +362,7 @@ print("trained on")
         tmp_path,
     )
     assert "trained on" in out
-    assert out.count("disabled writing the manifest") == 1
+    assert out.count("writing the manifest") == 1
 
 
 def test_a_folder_that_becomes_read_only_costs_the_record_and_not_the_run(tmp_path: Path) -> None:
@@ -401,7 +401,7 @@ print(cap.result.wait().state)
         tmp_path,
     )
     assert out.startswith("read-only\nok\nfailed\nok\n")
-    assert out.count("disabled writing the manifest") == 1
+    assert out.count("writing the manifest") == 1
     assert [line.stage for line in lines(tmp_path) if isinstance(line, Span)] == ["before", "after"]
     assert parts(tmp_path)[0].closed is None  # its last word could not be written
     assert manifest(tmp_path).state == "missing"
@@ -477,13 +477,11 @@ def test_the_last_one_to_close_tells_of_a_peer_that_was_killed(
     tmp_path: Path, peer: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     captured_beside(tmp_path)
-    assert "missing" not in caplog.text, "it is open, and nobody knows better"
+    assert "missing" not in caplog.text  # it is open, and nobody knows better
     peer.kill()
     peer.wait()
     captured_beside(tmp_path)
-    assert (
-        "spans: missing: the process is gone: nothing says that its process closed the capture" in caplog.text
-    )
+    assert "process is gone" in caplog.text
 
 
 def test_nobody_waits_for_a_peer_that_was_killed(tmp_path: Path, peer: subprocess.Popen[str]) -> None:
@@ -491,5 +489,5 @@ def test_nobody_waits_for_a_peer_that_was_killed(tmp_path: Path, peer: subproces
     peer.kill()
     peer.wait()
     assert not files_of(result).unfinished()
-    with pytest.raises(MissingArtifactsError, match="nothing says that its process closed"):
+    with pytest.raises(MissingArtifactsError, match="process is gone"):
         result.raise_for_missing(60)

@@ -190,5 +190,5 @@ def test_a_step_whose_folder_cannot_be_made_is_not_said_to_be_captured(
     with capture(2, config=config) as cap:
         pass
     exporter.exporter().drain(30)  # it fails to write, too
-    assert "step 2 was not captured: NotADirectoryError" in cap.result.summary()
+    assert "not captured: NotADirectoryError" in cap.result.summary()
     assert "step 2 captured" not in caplog.text

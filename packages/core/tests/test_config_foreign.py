@@ -29,10 +29,10 @@ def test_a_configuration_of_verl_is_sent_to_from_verl(name: str) -> None:
     file = wheel("verl==0.9.1") / "verl/trainer/config" / name
     if "sft" in name:  # as Hydra composes it
         data = {**yaml.safe_load(file.read_text()), "profiler": {}}
-        with pytest.raises(ConfigError, match=r"of verl'.*ProfileConfig.from_verl"):
+        with pytest.raises(ConfigError, match=r"verl'.*\.from_verl"):
             resolve(data)
     else:
-        with pytest.raises(ConfigError, match=r"of verl'.*ProfileConfig.from_verl"):
+        with pytest.raises(ConfigError, match=r"verl'.*\.from_verl"):
             resolve(file)
 
 

@@ -87,7 +87,7 @@ def test_an_entry_that_no_call_reaches_is_refused() -> None:
     assert len(listed(conditional, ENTRY, ENTRY | {"role": None, "step": "around"})) == 3
     assert len(listed(ENTRY, FUNCTION | {"kind": "trajectory"}, FUNCTION | {"kind": "turn"})) == 3
     for second in (ENTRY, conditional, ENTRY | {"role": "critic"}, FUNCTION | {"kind": "tool"}):
-        with pytest.raises(ConfigError, match=r"trainer\.loop:Loop\.update"):
+        with pytest.raises(ConfigError, match=r"loop:Loop\.update"):
             listed(ENTRY, second)
 
 

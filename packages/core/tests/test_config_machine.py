@@ -52,7 +52,7 @@ def test_a_relative_path_on_ray_is_refused_and_the_fix_is_the_absolute_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     fix = f"write save_path: {tmp_path}/outputs/profile"
-    with pytest.raises(ConfigError, match=f"save_path is 'outputs/profile'.*{fix}"):
+    with pytest.raises(ConfigError, match=f"'outputs/profile'.*{fix}"):
         check_save_path(ProfileConfig(save_path="outputs/profile"), on_ray=True)
 
 
@@ -119,7 +119,7 @@ def test_an_installed_tool_is_accepted_without_loading_it() -> None:
 
 @pytest.mark.usefixtures("backends")
 def test_a_tool_that_is_not_installed_names_those_that_are_and_what_to_install() -> None:
-    with pytest.raises(ConfigError, match=r"'npu'; .*nsys.*'stepscope\[npu\]'"):
+    with pytest.raises(ConfigError, match=r"'npu'; .*nsys.*\[npu\]"):
         check_tool(ProfileConfig(tool="npu"))
 
 

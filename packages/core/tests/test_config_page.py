@@ -89,7 +89,7 @@ def test_v9_defaults_on_the_page_are_those_of_the_code(field: str) -> None:
 
 
 def test_v9_a_schedule_works_in_both_modes_as_the_page_says() -> None:
-    assert "A schedule works in both modes." in PAGE
+    assert "both modes" in PAGE
     for mode in ("continuous", "discrete"):
         config = ProfileConfig.from_mapping({"mode": mode, "torch": {"schedule": {"active": 2}}})
         assert config.torch.schedule is not None

@@ -316,10 +316,10 @@ def test_a_file_that_is_not_text_is_no_configuration(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere.*No such file"):
+    with pytest.raises(ConfigError, match=r"nowhere.*No such"):
         ProfileConfig.from_file(tmp_path / "nowhere")
 
 
 def test_a_missing_file_in_the_environment_names_the_variable() -> None:
-    with pytest.raises(ConfigError, match="STEPSCOPE_CONFIG is '/nowhere'"):
+    with pytest.raises(ConfigError, match=r"STEPSCOPE_CONFIG.*'/nowhere'"):
         resolve(environ={"STEPSCOPE_CONFIG": "/nowhere"})

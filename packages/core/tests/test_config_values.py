@@ -239,7 +239,7 @@ def test_a_wrong_value_names_field_value_allowed_and_fix(
 
 @pytest.mark.parametrize("data", [None, [], "steps", 3])
 def test_what_is_no_mapping_is_no_configuration(data: object) -> None:
-    with pytest.raises(ConfigError, match="keys save_path, steps"):
+    with pytest.raises(ConfigError, match="save_path, steps"):
         ProfileConfig.from_mapping(data)  # type: ignore[arg-type]  # what is tested
 
 

@@ -23,6 +23,7 @@ from stepscope.errors import ConfigError, VerlDifference
 from tests.downloads import wheel
 
 RELEASES = ("0.7.1", "0.8.0", "0.9.1")
+TORCH = "actor_rollout_ref.rollout.profiler.tool_config.torch"
 
 
 @cache
@@ -104,7 +105,7 @@ def test_a_key_of_an_older_release_is_an_error_that_names_the_release(
     with pytest.raises(ConfigError) as caught:
         quietly(old(release, **values))
     assert caught.value.field == field
-    assert re.search(r"this is one of 0\.[56]", str(caught.value.allowed))
+    assert re.search(r" of 0\.[56]", str(caught.value.allowed))
     assert caught.value.fix
 
 
@@ -150,10 +151,10 @@ def test_what_is_a_trap_in_verl_is_named() -> None:
     config["critic"]["profiler"]["enable"] = True
     tool_config(config, "rollout", "torch").update(profile_token_start=4, profile_token_end=20)
     message = differences(config)
-    assert "critic: ranks is empty, which verl reads as rank 0" in message
-    assert "contents is empty, which verl documents as everything" in message
-    assert "rollout has discrete: false, with which verl records no rollout" in message
-    assert "profile_token_start and profile_token_end count engine iterations" in message
+    assert "critic: ranks" in message
+    assert "contents is empty" in message
+    assert "discrete: false" in message
+    assert "engine iterations" in message
     assert "profile_continuous_steps" in message
     iterations = quietly(config).roles["rollout"].engine.iterations
     assert (iterations.start, iterations.count) == (4, 16)
@@ -168,11 +169,12 @@ def test_what_is_a_trap_in_verl_is_named() -> None:
     ],
 )
 def test_the_command_at_the_end_is_taken_with_its_ranks(overall: dict[str, object], ranks: object) -> None:
-    config = trainer_config("0.9.1", finish_hook_cmd='upload "$VERL_PROFILE_SAVE_PATH"', **overall)
+    command = 'upload "$VERL_PROFILE_SAVE_PATH"'
+    config = trainer_config("0.9.1", finish_hook_cmd=command, **overall)
     read = quietly(config).finish
-    assert str(read.command).endswith('\nupload "$VERL_PROFILE_SAVE_PATH"')
+    assert str(read.command).endswith("\n" + command)
     assert read.ranks == ranks
-    assert "finish_hook_cmd runs after each captured step here" in differences(config)
+    assert "finish_hook_cmd" in differences(config)
 
 
 def test_the_command_finds_the_variables_of_verl(tmp_path: Path) -> None:
@@ -191,7 +193,7 @@ def test_the_command_finds_the_variables_of_verl(tmp_path: Path) -> None:
 def test_steps_without_an_enabled_role_capture_nothing_and_say_so() -> None:
     config = trainer_config("0.9.1")
     config["actor_rollout_ref"]["actor"]["profiler"]["enable"] = False
-    assert "no role has profiler.enable, so nothing is captured" in differences(config)
+    assert "profiler.enable" in differences(config)
     assert quietly(config).steps == ()
 
 
@@ -210,26 +212,26 @@ def test_options_and_tools_that_do_not_hold_are_named() -> None:
     rollout.update(enable=True, tool="torch", tool_config={"torch": {"contents": ["cuda"]}})
     config["actor_rollout_ref"]["actor"]["profiler"]["tool"] = "torch"
     message = differences(config)
-    assert "global_profiler.tool is nsys, and that of the roles is torch" in message
-    assert "the tool's options of rollout differ" in message
+    assert re.search(r"is nsys.* torch", message)
+    assert "options of rollout" in message
 
 
 def test_a_tool_without_counterpart_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"global_profiler.tool is 'precision_debugger'.*no counterpart"):
+    with pytest.raises(ConfigError, match=r"'precision_debugger'"):
         quietly(trainer_config("0.9.1", tool="precision_debugger"))
 
 
 def test_roles_with_different_tools_are_refused() -> None:
     config = trainer_config("0.9.1")
     config["critic"]["profiler"].update(enable=True, tool="torch_memory")
-    with pytest.raises(ConfigError, match=r"critic.profiler.tool is 'torch_memory'; allowed: 'torch'"):
+    with pytest.raises(ConfigError, match=r"critic.*allowed: 'torch'"):
         quietly(config)
 
 
 def test_what_is_no_configuration_of_verls_is_refused() -> None:
-    with pytest.raises(ConfigError, match="global_profiler is None; allowed: verl's block of that name"):
+    with pytest.raises(ConfigError, match="global_profiler"):
         ProfileConfig.from_verl({"save_path": "x"})
-    with pytest.raises(ConfigError, match="a mapping, an OmegaConf, or a YAML file"):
+    with pytest.raises(ConfigError, match="OmegaConf, or a YAML"):
         ProfileConfig.from_verl(7)
 
 
@@ -285,7 +287,7 @@ def test_the_engines_own_keys_are_the_engines_options(
 def test_what_verl_refuses_is_refused(options: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         quietly(rollout_config(**options))
-    assert caught.value.field == f"actor_rollout_ref.rollout.profiler.tool_config.torch.{field}"
+    assert caught.value.field == f"{TORCH}.{field}"
 
 
 def test_the_contents_of_each_release_are_accepted() -> None:
@@ -305,7 +307,7 @@ def test_keys_that_verl_does_not_know_are_named() -> None:
     config["actor_rollout_ref"]["rollout"]["profiler"]["rank"] = 0
     named = differences(config)
     for key in ("global_profiler.setps", "rollout.profiler.rank", "torch.profile_tokens"):
-        assert f"{key} is no setting of verl's" in named
+        assert f"{key} is no setting" in named
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -71,7 +71,7 @@ def test_nvidias_package_on_a_library_of_its_functions_gives_every_counter(tmp_p
         "GPU SM clock": {"GPU 0": 1410, "GPU 1": 1410},
         "GPU throttled": {"GPU 0": 0, "GPU 1": 1},
     }
-    assert second == first, "the GPU without power is not asked again"
+    assert second == first  # the GPU without power is not asked again
 
 
 class NVMLError(Exception):
@@ -165,7 +165,7 @@ def test_every_gpu_is_sampled_and_nvml_is_shut_down_once(
 
 def test_without_the_package_the_reason_names_it(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(AbsentError, match=r"pip install 'stepscope\[counters\]'"):
+    with pytest.raises(AbsentError, match=r"'stepscope\[counters\]'"):
         list(nvidia_gpus())
 
 
@@ -228,7 +228,7 @@ def test_npus_are_looked_for_where_torch_npu_is(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
     assert list(catalogue._ascend_npus()) == []
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
-    with pytest.raises(AbsentError, match="npu-smi, cannot be"):
+    with pytest.raises(AbsentError, match="npu-smi"):
         list(catalogue._ascend_npus())
 
 

@@ -158,7 +158,7 @@ def test_a_machine_without_a_library_says_so_in_the_manifest(
     with capture(1, config=config(tmp_path)), span("update"):
         work(0.05)
     item = entry(tmp_path)
-    assert item.state == "ok", "a counter that a machine lacks is no problem"
+    assert item.state == "ok"  # a counter that a machine lacks is no problem
     assert [note.endswith(f": {devices.MISSING}") for note in item.notes] == [True]
     end = file_of(tmp_path).end
     assert end is not None

@@ -80,7 +80,7 @@ def test_the_pauses_of_the_collector_are_as_long_as_collections_take() -> None:
         gc.collect()
         took_ms = (time.monotonic_ns() - began) / 1e6
         assert longest.sample()[""] == pytest.approx(took_ms, rel=0.1, abs=0.5)
-        assert share.sample()[""] > 50, "almost all of the time since the last sample"
+        assert share.sample()[""] > 50  # almost all of the time since the last sample
     finally:
         share.close()
     assert len(gc.callbacks) == before

@@ -85,7 +85,7 @@ def test_the_rate_is_the_one_that_was_asked_for() -> None:
     run(sampler, source, hz=20)
     ticks = sampler.between(0, 1 << 62)[:-1]  # the last one is that of the stop
     late_ns = [tick.at_ns - began_ns - 50_000_000 * number for number, tick in enumerate(ticks)]
-    assert min(late_ns) > -5_000_000, "none before it is due; on a busy machine all may be late"
+    assert min(late_ns) > -5_000_000  # none before it is due; on a busy machine all may be late
 
 
 def test_a_running_sampler_changes_its_rate_and_a_stopped_one_starts_again() -> None:
@@ -105,7 +105,7 @@ def test_a_source_with_an_interval_is_asked_less_often() -> None:
     often, seldom = Ticks(enough=20), Ticks("seldom", interval_s=3600)
     sampler = Sampler({"own": lambda: [seldom, often]})
     run(sampler, often)
-    assert seldom.last == 2, "at the first tick and at the last"
+    assert seldom.last == 2  # at the first tick and at the last
 
 
 def test_an_absent_source_is_a_reason_and_the_others_are_sampled() -> None:

@@ -800,14 +800,14 @@ def test_a_function_without_a_role_has_that_of_the_span_around_it_else_of_the_pr
 
 @pytest.mark.parametrize("role", ["", "  ", 7])
 def test_a_role_is_text(role: str) -> None:
-    with pytest.raises(ConfigError, match=r'role.*text.*role="actor"'):
+    with pytest.raises(ConfigError, match=r'text.*role="actor"'):
         profile_step(role=role)
-    with pytest.raises(ConfigError, match=r'role.*text.*role="actor"'):
+    with pytest.raises(ConfigError, match=r'text.*role="actor"'):
         profile_step(role)
 
 
 def test_a_stage_is_text_and_attrs_are_a_mapping_or_a_function() -> None:
-    with pytest.raises(ConfigError, match=r"stage.*leave it out"):
+    with pytest.raises(ConfigError, match=r"stage.*leave"):
         profile_step(role="actor", stage="")
     with pytest.raises(ConfigError, match=r"attrs.*mapping"):
         profile_step(role="actor", attrs=[("size", 7)])  # type: ignore[call-overload] # that is the point

@@ -108,7 +108,7 @@ async def test_every_answer_is_stamped_on_both_sides(actors: dict[str, Any], kin
     line = ActorLine(actors[kind])
     await line.ask(present)
     (stamps,) = line.stamps
-    assert sorted(stamps) == list(stamps), "sent, heard, answered, received: both sides read one clock here"
+    assert sorted(stamps) == list(stamps)  # sent, heard, answered, received: both sides read one clock here
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,7 +124,7 @@ async def test_an_argument_that_cannot_be_pickled_is_an_error_of_one_line(actors
 
 
 async def test_a_result_that_cannot_be_pickled_is_an_error(actors: dict[str, Any]) -> None:
-    with pytest.raises(CallFailedError, match=r"cannot pickle '_thread\.lock'"):
+    with pytest.raises(CallFailedError, match=r"_thread\.lock"):
         await ActorLine(actors["sync"]).call(give_a_lock)
 
 
@@ -134,7 +134,7 @@ async def test_a_dead_actor_says_what_it_died_of() -> None:
     await asyncio.to_thread(end, actor)
     line = ActorLine(actor)
     line.tell(fail)
-    with pytest.raises(ActorGoneError, match=r"actor died: .*`ray\.kill`"):
+    with pytest.raises(ActorGoneError, match=r"died: .*`ray\.kill`"):
         await line.ask(present)
 
 

@@ -139,4 +139,4 @@ async def test_a_trace_that_stayed_on_another_host_is_partial_and_says_where_it_
     assert manifest is not None
     (item,) = [item for part in manifest.processes for item in part.expected if item.name == "replica 0"]
     assert item.state == "partial"
-    assert f"on other-host, below {RunLayout(tmp_path).step(1).root} " in str(item.reason)
+    assert f"other-host, below {RunLayout(tmp_path).step(1).root} " in str(item.reason)

@@ -72,7 +72,7 @@ def test_the_first_sample_is_of_before_the_step_and_each_further_one_reads_once(
     assert (sample(sources), engine.asked) == ({RUNNING: 1}, 1)
     assert (sample(sources), engine.asked) == ({RUNNING: 2}, 2)
     engine.now = {}
-    assert sample(sources) == {}, "it does not answer: nothing is known, and nothing is raised"
+    assert sample(sources) == {}  # it does not answer: nothing is known, and nothing is raised
 
 
 def test_the_hit_rate_is_that_of_the_tokens_since_the_sample_before() -> None:
@@ -83,7 +83,7 @@ def test_the_hit_rate_is_that_of_the_tokens_since_the_sample_before() -> None:
     for queries, hits in ((100, 10), (200, 85), (200, 85), (300, 85)):
         engine.now = {PREFIX_QUERIES: queries, PREFIX_HITS: hits}
         rates.append(sample(sources).get(HITS))
-    assert rates == [None, 10, 75, None, 0], "None where nothing was looked up"
+    assert rates == [None, 10, 75, None, 0]  # None where nothing was looked up
 
 
 def test_a_server_is_asked_by_a_thread_that_ends_with_the_capture() -> None:
@@ -114,4 +114,4 @@ def test_a_capture_samples_the_engines_that_it_was_given(tmp_path_factory: pytes
         pass
     (counter,) = [item for item in load_step(folder / "step_000001").counters if item.name == FINISHED]
     assert (counter.of, counter.kind, counter.values[0]) == ("replica 0", "total", 10.0)
-    assert counter.values[-1] > 10, "the last sample is taken when the capture closes"
+    assert counter.values[-1] > 10  # the last sample is taken when the capture closes

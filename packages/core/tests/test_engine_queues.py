@@ -76,7 +76,8 @@ def test_a_server_that_does_not_answer_is_named(file: str) -> None:
     )
     first = answer.calls[answer.culprits[0]]
     assert (first.kind, first.stage) == ("engine", "replica 1")
-    assert say_call(first).endswith("engine replica 1, 0 requests, no answer for 41.0 s")
+    assert say_call(first).endswith("no answer for 41.0 s")
+    assert "replica 1" in say_call(first)
     assert len(answer.culprits) == 1
 
 

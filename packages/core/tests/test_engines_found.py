@@ -69,7 +69,7 @@ def test_adapters_are_looked_for_once_and_again_after_a_miss(monkeypatch: pytest
 
 def test_an_entry_point_that_names_a_class_is_told_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EntryPoint, "load", lambda point: Factory)
-    with pytest.raises(EngineError, match=r"fake = .* names a class.*FACTORY = Factory\(\)"):
+    with pytest.raises(EngineError, match=r"fake = .*FACTORY = Factory\(\)"):
         load_engine("fake")
     with pytest.raises(EngineError, match="names a class"):
         recognise(FakeEngine(), 0)
@@ -108,7 +108,7 @@ def test_a_name_that_stands_for_nothing_says_what_to_pass() -> None:
 
 
 def test_an_unknown_name_lists_the_adapters_and_how_to_install_one() -> None:
-    with pytest.raises(ConfigError, match=r"\(aaa, fake\).*'stepscope\[vllm\]'"):
+    with pytest.raises(ConfigError, match=r"aaa, fake.*\[vllm"):
         profilers_of("vlm")
 
 

@@ -72,11 +72,11 @@ def test_prepare_pays_the_first_start_on_every_worker(
     config = ProfileConfig(save_path=tmp_path, steps=[1], roles=roles)
     try:
         prepare(workers={"actor": handles}, config=config)
-        assert "roles.actr matched nothing" in caplog.text
-        assert "roles.actor matched nothing" not in caplog.text
+        assert "roles.actr matched" in caplog.text
+        assert "roles.actor matched" not in caplog.text
         assert not RunLayout(tmp_path).steps()
         end(handles[1])
-        with pytest.raises(CaptureError, match=r"1 place\(s\):\n  actor\[1\] Actor\(Replica.*died"):
+        with pytest.raises(CaptureError, match=r"actor\[1\] .*died"):
             prepare(workers={"actor": handles}, config=config)
     finally:
         for handle in handles:
@@ -90,7 +90,7 @@ def test_prepare_reaches_every_worker_of_a_run_that_is_only_triggered(
     config = ProfileConfig(save_path=tmp_path, roles={"atcor": {"ranks": "all"}, "*": {"ranks": "first"}})
     try:
         prepare(workers={"actor": handles}, config=config)
-        assert "roles.atcor matched nothing" in caplog.text
+        assert "roles.atcor matched" in caplog.text
         assert not RunLayout(tmp_path).steps()
         end(handles[1])
         prepare(workers={"actor": handles}, config=config)

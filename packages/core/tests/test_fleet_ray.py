@@ -230,7 +230,7 @@ def test_what_is_not_rays_is_left_to_other_fleets(ray_cluster: None, workers: ob
 
 
 def test_a_stranger_among_the_handles_is_an_error(crew: dict[str, list[Any]]) -> None:
-    with pytest.raises(ConfigError, match=r"capture\(workers=\)\[1\].*Ray actor handle"):
+    with pytest.raises(ConfigError, match=r"capture\(workers=\)\[1\].*handle"):
         fleet_of([crew["sync"][0], None])
 
 
@@ -242,12 +242,12 @@ def test_a_class_in_place_of_its_handles_is_named_with_its_role(
     workers = {"class": {"actor": cls}, "list": {"actor": [cls]}}.get(
         shape, {"critic": crew["sync"], "actor": cls}
     )
-    with pytest.raises(ConfigError, match=r"capture\(workers=\)\['actor'\] is .* Trainer\.remote\("):
+    with pytest.raises(ConfigError, match=r"\['actor'\] .* Trainer\.remote\("):
         capture(1, workers=workers, config=config).open()
 
 
 def test_a_role_without_workers_is_named(crew: dict[str, list[Any]], config: ProfileConfig) -> None:
-    with pytest.raises(ConfigError, match=r"capture\(workers=\)\['critic'\] is \[\]"):
+    with pytest.raises(ConfigError, match=r"\(workers=\)\['critic'\] is \[\]"):
         capture(1, workers={"actor": crew["sync"], "critic": []}, config=config).open()
 
 
@@ -303,7 +303,7 @@ def test_workers_that_were_prepared_and_not_captured_are_named(
 def test_an_actor_given_as_an_engine_is_told_where_it_belongs(
     crew: dict[str, list[Any]], config: ProfileConfig
 ) -> None:
-    with pytest.raises(ConfigError, match=r"workers=\{'rollout': \[actor\]\}.*RayRollout\(actor"):
+    with pytest.raises(ConfigError, match=r"\{'rollout': \[actor\]\}.*RayRollout"):
         capture(1, config=config, engines=[crew["sync"][0]]).open()
 
 
@@ -410,9 +410,9 @@ async def test_a_busy_actor_costs_its_own_deadline_and_begins_nothing_later(
         return outcome
 
     outcomes = await asyncio.gather(*map(noted, both.workers))
-    assert done == ["ok", "failed"], "the idle one was through before the busy one's deadline"
+    assert done == ["ok", "failed"]  # the idle one was through before the busy one's deadline
     assert re.search(r"^timeout: start .* 0\.5 s", str(outcome_of(outcomes, busy).reason))
-    assert ray_worker._here == {idle._actor_id.hex()}, "who gave no answer is asked next time"
+    assert ray_worker._here == {idle._actor_id.hex()}  # who gave no answer is asked next time
     free.touch()
     await held
     assert not await busy.captured.remote()
@@ -513,7 +513,7 @@ async def test_between_machines_the_true_offset_lies_within_the_stated_uncertain
     for clock in [outcome.clock for outcome in [*started, *stopped]]:
         assert clock is not None
         assert clock.process.startswith("actor_rank")
-        assert abs(clock.offset_ns) <= clock.uncertainty_ns, "both sides read one clock: the true offset is 0"
+        assert abs(clock.offset_ns) <= clock.uncertainty_ns  # both sides read one clock: the true offset is 0
         assert clock.uncertainty_ns < 100_000_000
         assert clock.at_mono_ns <= time.monotonic_ns()
 

@@ -37,4 +37,4 @@ def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "failed: BackendError: " in done.stdout
-    assert "torch trace: failed" in done.stderr, "the log tells it too"
+    assert "torch trace: failed" in done.stderr  # the log tells it too

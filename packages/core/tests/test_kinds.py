@@ -52,8 +52,8 @@ def test_lengths_without_a_pattern_are_of_one_kind(spread: float) -> None:
 
 def test_steps_with_the_same_large_stages_are_of_one_kind() -> None:
     usual = {"rollout/generate": 6.0, "actor/update": 3.0, "trainer/log": 0.01}
-    assert alike(usual, {"rollout/generate": 5.0, "actor/update": 3.5}), "a small stage does not count"
-    assert alike(usual, {"rollout/generate": 500.0, "actor/update": 3.0}), "a stall is in a usual step"
+    assert alike(usual, {"rollout/generate": 5.0, "actor/update": 3.5})  # a small stage does not count
+    assert alike(usual, {"rollout/generate": 500.0, "actor/update": 3.0})  # a stall is in a usual step
     assert not alike(usual, {**usual, "trainer/save_checkpoint": 4.0})
     assert not alike(usual, {"actor/update": 3.0})
     assert alike({}, {})

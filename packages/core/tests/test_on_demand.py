@@ -570,7 +570,7 @@ def test_a_request_to_a_run_that_has_ended_is_refused_and_the_next_run_hears_not
     end_a_run(config, killed=killed)
     shown = command("trigger", config.save_path, "--wait", "0", code=3)
     assert "has ended (trainer," in shown.err
-    assert "stepscope trigger --next-run" in shown.err
+    assert "trigger --next-run" in shown.err
     assert "Listening" not in shown.out
     train(config, range(2))
     assert steps_of(config) == []

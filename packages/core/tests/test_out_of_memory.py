@@ -153,8 +153,8 @@ def test_a_run_keeps_a_few_snapshots_and_a_record_of_each_error(tmp_path: Path, 
         for _ in range(4):
             runs_out(cuda)
     assert [record.snapshot is not None for record in kept(config)] == [True, True, False, False]
-    assert "(cuda_memory.oom_snapshots = 2)" in str(kept(config)[3].why_none)
-    assert cuda.snapshots == 2, "none is taken that is not kept"
+    assert "oom_snapshots = 2" in str(kept(config)[3].why_none)
+    assert cuda.snapshots == 2  # none is taken that is not kept
 
 
 def test_an_allocator_that_tells_nobody_costs_a_warning_and_no_step(
@@ -166,7 +166,7 @@ def test_an_allocator_that_tells_nobody_costs_a_warning_and_no_step(
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuse, raising=False)
     with capture(1, config=a_config(tmp_path)):
         pass
-    assert "cuda_memory.oom_any_step has no" in caplog.text
+    assert "oom_any_step" in caplog.text
     assert "not yet support" in caplog.text
 
 
@@ -179,7 +179,7 @@ def test_a_disk_that_is_nearly_full_gets_the_record_alone(
         runs_out(cuda)
     (record,) = kept(config)
     assert record.snapshot is None
-    assert str(record.why_none).startswith("budget.free_mb: 1 MB ")
+    assert str(record.why_none).startswith("budget.free_mb: 1 ")
 
 
 def test_a_folder_that_cannot_be_written_does_not_stand_before_the_error(
@@ -230,7 +230,7 @@ def test_with_history_the_allocator_records_between_captures_and_windows_have_th
         kinds = [artifact.kind for artifact in backend.stop()]
         assert {"cuda_memory_snapshot", "cuda_memory_oom_snapshot"} <= set(kinds)
         assert kept(config) == []
-        assert cuda.history is not None, "on again after the window"
+        assert cuda.history is not None  # on again after the window
         runs_out(cuda)
     assert [record.history for record in kept(config)] == [True]
     assert len(cuda.observers) == 1

@@ -308,7 +308,7 @@ def test_a_worker_whose_part_is_lost_is_missing_by_name(config: ProfileConfig) -
         (cap.result.path or Path()).joinpath("manifest.json").read_bytes(), type=Manifest
     )
     assert manifest.state == "missing"
-    assert "env[0] Actor(Env, 1234): missing: " in str(manifest.problems())
+    assert "Actor(Env, 1234): missing: " in str(manifest.problems())
 
 
 def test_a_tensor_on_a_device_is_named_and_not_read() -> None:

@@ -176,7 +176,7 @@ def test_a_function_is_not_timed_twice(name: str, framework: Any) -> None:
     with pytest.raises(ConfigError, match=r"remove\(\) the first"):
         instrument(name, "load", role="critic")
     instrument(name, "Base.inherited", role="rollout", stage="decode")
-    with pytest.raises(ConfigError, match=r"Engine\.inherited.* as rollout/decode"):
+    with pytest.raises(ConfigError, match=r"inherited.*rollout/decode"):
         instrument(name, "Engine.inherited", role="rollout")
 
 
@@ -224,7 +224,7 @@ def test_a_module_below_folders_without_an_init_is_not_missed(
 
 
 def test_a_package_that_is_not_installed_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no_such_package\.engine.*install 'no_such_package'"):
+    with pytest.raises(ConfigError, match=r"'no_such_package'"):
         instrument("no_such_package.engine", "LLM.generate", role="rollout")
     with pytest.raises(ConfigError, match="can be imported"):
         instrument("", "LLM.generate", role="rollout")

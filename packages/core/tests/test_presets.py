@@ -249,7 +249,7 @@ def test_a_preset_that_no_longer_fits_names_what_is_missing_and_the_rest_is_time
     trainer, messages = stale_trl
     (missing,) = [line for line in messages if "'GRPOTrainer._generate'" in line]
     assert "0.29.0 to 1.16.0 (9.9 is" in missing
-    assert "mean 'GRPOTrainer._generate_all'?" in missing
+    assert "'GRPOTrainer._generate_all'?" in missing
     assert "training continues" in missing
     assert any("'rloo_trainer' in trl.trainer" in line for line in messages)
     assert trainer()._calculate_rewards() == "_calculate_rewards"
@@ -282,7 +282,7 @@ def test_workers_without_a_rank_leave_it_to_the_main_process(worker: str) -> Non
 
 
 def test_a_preset_of_a_framework_that_is_not_installed_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"instrument\.preset is 'areal'"):
+    with pytest.raises(ConfigError, match=r"instrument\.preset.*'areal'"):
         configured.apply(ProfileConfig(instrument=["areal"]))
 
 

@@ -131,7 +131,7 @@ def test_a_slow_step_holds_what_its_actors_did(
         # Longer than any step that a busy machine made slow.
         step_of(config, number, actors, (0.02, 5 * max(took_s) if number == 12 else 0.02))
         took_s.append(time.perf_counter() - began_s)
-    assert len(calls) == 2, "each actor is told once, and not once a step"
+    assert len(calls) == 2  # each actor is told once, and not once a step
     drained()
     layout = RunLayout(tmp_path)
     assert 12 in layout.steps()  # and others that a busy machine made slow
@@ -200,11 +200,11 @@ def test_a_jump_of_the_wall_clock_moves_no_span(tmp_path: Path, actors: list[Any
     took_s = sorted((span.dur_ns or 0) / 1e9 for span in updates)
     assert len(took_s) == 4
     assert 0.1 <= took_s[0] < took_s[2]
-    assert 0.2 <= took_s[2] <= took_s[3] < 60, "busy machines wake sleepers late, and not by hours"
+    assert 0.2 <= took_s[2] <= took_s[3] < 60  # busy machines wake sleepers late, and not by hours
     ends = [(span.start_ns, span.start_ns + (span.dur_ns or 0)) for span in updates]
     assert all(train.start_ns - 10**6 <= start for start, _ in ends)
     assert all(end <= train.start_ns + (train.dur_ns or 0) + 10**6 for _, end in ends)
-    assert len(states) == 3, "an order is obeyed, however early the clock says that it was made"
+    assert len(states) == 3  # an order is obeyed, however early the clock says that it was made
 
 
 def test_an_actor_that_is_terminated_writes_its_spans(tmp_path: Path, actors: list[Any]) -> None:
@@ -227,7 +227,7 @@ def test_an_actor_that_is_terminated_writes_its_spans(tmp_path: Path, actors: li
     assert "(SIGTERM)" in own.recorder.reason
     assert [part.process.pid for part in parts if part.process.pid == pid] == [pid]
     stages = {span.stage: span.dur_ns for span in load_step(RunLayout(tmp_path).step(1).root).spans}
-    assert stages["update"] is None, "it had not ended"
+    assert stages["update"] is None  # it had not ended
 
 
 def test_an_idle_actor_that_is_ended_in_its_last_step_was_not_killed(
@@ -294,7 +294,7 @@ def test_the_actor_that_hangs_is_named(tmp_path: Path, ray_cluster: None) -> Non
     first = [answer.calls[index] for index in answer.culprits]
     assert {call.stage for call in first} == {"update", "hang"}
     (hung,) = [call for call in first if call.stage == "hang"]
-    assert hung.where.startswith("wait_for_the_lock at ")
+    assert "wait_for_the_lock" in hung.where
     train = next(call for call in answer.calls if call.stage == "train")
     assert len(train.waits_for) == 4
 

@@ -80,7 +80,7 @@ def test_everything_is_off_and_nothing_is_written(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
     # A mistake in the configuration is told and stops nothing.
-    assert "no-such-file.yaml" in done.stderr
+    assert "no-such-file" in done.stderr
     assert "nonsense" in done.stderr
 
 
@@ -99,7 +99,7 @@ def test_a_program_under_stepscope_run_is_not_patched(tmp_path: Path) -> None:
     environment = {**os.environ, "STEPSCOPE_DISABLE": "1", "STEPSCOPE_INSTRUMENT": entry}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["json", str(len(environment))]
-    assert "STEPSCOPE_DISABLE is set" in done.stderr
+    assert "STEPSCOPE_DISABLE" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
@@ -114,7 +114,7 @@ def test_a_command_that_would_record_says_why_it_does_not(words: list[str], tmp_
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode != 0
-    assert "STEPSCOPE_DISABLE is set" in done.stderr
+    assert "STEPSCOPE_DISABLE" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -235,7 +235,7 @@ async def test_a_second_capture_of_the_same_name_overwrites_nothing(decoder: Dec
         decoder.generate(1)
         artifacts += await profiler.stop()
     assert len({artifact.path for artifact in artifacts}) == 2
-    assert len(contents(capture.step_dir)) == 4, "two traces and two sidecars"
+    assert len(contents(capture.step_dir)) == 4  # two traces and two sidecars
 
 
 async def test_an_unwritable_folder_is_an_error_and_the_next_capture_works(

@@ -149,6 +149,5 @@ def test_a_run_that_goes_on_answers_with_its_counters(tmp_path: Path) -> None:
     devices, engines = view.fleets
     assert (devices.group, devices.step) == ("devices", None)
     assert [row.values for row in devices.rows] == [{"utilisation": 93}, {"utilisation": 41}]
-    assert (engines.group, engines.number, engines.step) == ("engines", 3, 5), (
-        "engines are sampled in captures"
-    )
+    # engines are sampled in captures
+    assert (engines.group, engines.number, engines.step) == ("engines", 3, 5)

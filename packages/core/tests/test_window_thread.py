@@ -165,12 +165,10 @@ def test_it_works_in_the_child_of_a_fork_in_the_middle_of_a_task(thread: WindowT
 class TestProcessLock:
     def test_the_second_one_is_told_who_has_it(self) -> None:
         lock = ProcessLock()
-        lock.acquire("the trace of step 2")
-        with pytest.raises(
-            ProfilerBusyError, match=r"trace of step 3 cannot start: the trace of step 2 is being"
-        ):
-            lock.acquire("the trace of step 3")
-        assert lock.holder == "the trace of step 2"
+        lock.acquire("trace of step 2")
+        with pytest.raises(ProfilerBusyError, match=r"step 3 .* step 2 "):
+            lock.acquire("trace of step 3")
+        assert lock.holder == "trace of step 2"
 
     def test_any_thread_may_give_it_back(self) -> None:
         lock = ProcessLock()

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import re
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -124,7 +125,7 @@ def test_discrete_is_one_trace_for_each_stage(configure: Configure) -> None:
     inner = outcome(config, "fake trace of inner")
     assert inner.state == "skipped"
     assert inner.reason is not None
-    assert "ran inside the window of `fake trace of update`" in inner.reason
+    assert "trace of update`" in inner.reason
 
 
 async def test_discrete_traces_a_coroutine_to_its_end(configure: Configure) -> None:
@@ -181,7 +182,9 @@ def test_discrete_records_the_roles_that_are_selected(configure: Configure) -> N
     config = configure(mode="discrete", roles={"actor": RoleConfig(ranks=(5,)), "*": RoleConfig()})
     with capture(2, config=config, rank=0):
         Trainer().update()
-    assert outcome(config, "fake trace of update").reason == "rank 0 is not in roles.actor.ranks [5]"
+    reason = str(outcome(config, "fake trace of update").reason)
+    assert reason.startswith("rank 0 ")
+    assert reason.endswith("roles.actor.ranks [5]")
 
 
 def test_an_exception_in_a_stage_closes_its_window_and_passes(
@@ -205,7 +208,7 @@ def test_a_profiler_that_cannot_start_costs_its_trace_and_nothing_else(
     with capture(2, config=config):
         Trainer().update()
     assert outcome(config, "fake trace").state == "failed"
-    assert outcome(config, "fake trace").reason == "BackendError: the fake profiler cannot start"
+    assert str(outcome(config, "fake trace").reason).startswith("BackendError: ")
     assert outcome(config, "spans").state == "ok"
 
 
@@ -256,11 +259,11 @@ def test_a_profiler_that_cannot_stop_is_failed(
 
     def broken() -> None:
         stop()
-        raise BackendError("nothing was recorded")
+        raise BackendError("nothing recorded")
 
     with capture(2, config=config):
         monkeypatch.setattr(backend, "stop", broken)
-    assert outcome(config, "fake trace").reason == "BackendError: nothing was recorded"
+    assert outcome(config, "fake trace").reason == "BackendError: nothing recorded"
 
 
 def test_broken_markers_do_not_reach_the_recorded_code(
@@ -344,7 +347,8 @@ def test_a_trace_budget_that_is_used_up_opens_no_further_window(
         pass
     item = outcome(config, "fake trace")
     assert item.state == "missing"
-    assert item.reason == item.truncated == "budget.trace_mb: 3 MB of traces are written, 3 allowed"
+    assert item.reason == item.truncated
+    assert re.match(r"budget\.trace_mb: 3 .* 3 ", str(item.reason))
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -373,15 +377,15 @@ def test_windows_that_the_trace_budget_kept_shut_are_in_the_manifest_and_logged_
         for _ in range(3):
             work()
     cap.result.wait()
-    reason = "budget.trace_mb: 1 MB of traces are written, 1 allowed"
     item = outcome(config, "fake trace of work")
-    assert (item.state, item.reason, item.truncated) == ("partial", reason, reason)
+    assert (item.state, item.reason) == ("partial", item.truncated)
+    assert str(item.reason).startswith("budget.trace_mb: 1 ")
     assert len(item.artifacts) == 1
     (problem,) = cap.result.problems()
-    assert problem.endswith(f"fake trace of work: partial: {reason}")
-    assert [record.getMessage() for record in caplog.records if "truncated" in record.getMessage()] == [
-        f"stepscope: step 2 is truncated: {reason}; no further window opens"
-    ]
+    assert problem.endswith(f"partial: {item.reason}")
+    (logged,) = [line for line in caplog.messages if "truncated" in line]
+    assert "step 2 " in logged
+    assert str(item.reason) in logged
 
 
 def test_deferred_traces_are_written_when_asked_for(configure: Configure) -> None:
@@ -423,12 +427,12 @@ def test_a_recording_that_lacks_something_is_there_and_partial(
     configure: Configure, backend: FakeBackend
 ) -> None:
     config = configure()
-    backend.lacks = "no device data: the driver said no"
+    backend.lacks = "no device data"
     with capture(2, config=config) as cap:
         Trainer().update()
     cap.result.wait()
     item = outcome(config, "fake trace")
-    assert (item.state, item.reason) == ("partial", "no device data: the driver said no")
+    assert (item.state, item.reason) == ("partial", "no device data")
     assert len(item.artifacts) == 1
 
 
@@ -437,10 +441,10 @@ def test_a_trace_that_was_cut_is_partial(configure: Configure, backend: FakeBack
     with capture(2, config=config) as cap:
         active = slot.active
         assert isinstance(active, session.Session)
-        active.truncate("other code started torch.profiler")
+        active.truncate("other code profiles")
     cap.result.wait()
     item = outcome(config, "fake trace")
-    assert (item.state, item.reason) == ("partial", "other code started torch.profiler")
+    assert (item.state, item.reason) == ("partial", "other code profiles")
     assert len(item.artifacts) == 1
 
 
@@ -450,7 +454,7 @@ def test_a_stage_is_recorded_again_once_the_users_profiler_has_ended(
     config, start = configure(mode="discrete"), backend.start
 
     def busy(window: Window) -> None:
-        raise ProfilerBusyError("a session that is not stepscope's is open")
+        raise ProfilerBusyError("another session")
 
     with capture(2, config=config) as cap:
         monkeypatch.setattr(backend, "start", busy)
@@ -460,7 +464,7 @@ def test_a_stage_is_recorded_again_once_the_users_profiler_has_ended(
     cap.result.wait()
     item = outcome(config, "fake trace of inner")
     assert (item.state, len(item.artifacts)) == ("partial", 1)
-    assert "a session that is not stepscope's is open" in str(item.reason)
+    assert "another session" in str(item.reason)
 
 
 def test_a_file_that_fails_after_the_capture_is_logged(
@@ -472,4 +476,5 @@ def test_a_file_that_fails_after_the_capture_is_logged(
         pass
     assert "no device data" not in caplog.text
     stepscope.flush()
-    assert "stepscope: step 2: fake trace: partial: no device data" in caplog.text
+    (line,) = [line for line in caplog.messages if "no device data" in line]
+    assert "step 2: fake trace" in line

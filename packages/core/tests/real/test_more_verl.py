@@ -143,7 +143,7 @@ def test_the_weights_of_each_step_are_those_of_a_training_without_stepscope(tmp_
         versions.append({file.stem: digest(file) for file in (folder / "weights").glob("*.pt")})
     plain, captured = versions
     assert sorted(plain) == ["0", "1", "2", "3"]
-    assert len(set(plain.values())) == 4, "each step changes the weights"
+    assert len(set(plain.values())) == 4  # each step changes the weights
     assert captured == plain
 
 

@@ -182,7 +182,7 @@ def test_two_processes_of_one_session_have_one_report_and_the_other_one_is_told(
             assert len(reports(tmp_path / rank, 1)) == 1
         else:
             assert state == "failed"
-            assert "another process of the session has a window" in why
+            assert "another process" in why
     assert "ok" in [state for state, _ in told]
 
 
@@ -202,7 +202,7 @@ def test_an_nsys_that_records_the_whole_run_is_named_and_goes_on(tmp_path: Path)
     under(["profile", *words, *program(tmp_path, [1])], tmp_path)
     state, why = states(tmp_path, 1)["nsys trace"]
     assert state == "failed"
-    assert "records the whole run" in why
+    assert "whole run" in why
     assert "nsys launch" in why
     assert (tmp_path / "theirs.nsys-rep").exists()
 
