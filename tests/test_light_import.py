@@ -23,6 +23,8 @@ HEAVY = {
     "plotly",
     "yaml",
     "isal",
+    "psutil",
+    "pynvml",
     "stringzilla",
     "asyncio",
 }

@@ -125,21 +125,6 @@ def grows_from(before_mb: int, *, to: int) -> Callable[[], int]:
     return lambda: to if threading.current_thread().name == "stepscope-watchdog" else before_mb
 
 
-def test_memory_that_grows_ends_the_capture_and_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "POLL_S", 0.001)
-    monkeypatch.setattr(control, "resident_mb", grows_from(100, to=400))
-    reached: list[str] = []
-    done = threading.Event()
-
-    def expired(reason: str) -> None:
-        reached.append(reason)
-        done.set()
-
-    control.Watchdog(BudgetConfig(memory_mb=200), expired).start()
-    assert done.wait(20)
-    assert [re.findall(r"\d+", why) for why in reached] == [["300", "200"]]
-
-
 def test_a_capture_that_outgrows_its_budget_is_truncated_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +137,7 @@ def test_a_capture_that_outgrows_its_budget_is_truncated_and_training_goes_on(
             until.wait(0.001)
         after = "training goes on"
     assert after
-    assert "by 800 MB" in str(outcomes(config, 1)["spans"])
+    assert re.search(r"by 800 MB\D*500", str(outcomes(config, 1)["spans"]))
 
 
 def test_a_cancelled_watchdog_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ stands in its place, and a capture has its span.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from stepscope._recording.instrument.patch import Instrument
 from stepscope.testing.recorded_run import RecordedRun
 
 torch = pytest.importorskip("torch")
+testing = pytest.importorskip("torch._dynamo.testing")
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*Dynamo does not know how to trace", "ignore:The .grad attribute"
 )
@@ -280,3 +282,80 @@ def test_they_are_counted_below_a_graph(recorded: RecordedRun) -> None:
     with capture(0):
         assert compiled(torch.ones(2)).tolist() == [2, 2]
     assert recorded.stages(0) == ["trainer/counting", "trainer/step_tokens"]
+
+
+# Decorators of torch, and code that is compiled once.
+
+
+def double(x: Any, *, by: float = 2.0) -> Any:
+    return x * by
+
+
+@profile_step(role="actor", attrs=lambda x: {"size": x.numel()})
+def layer(x: Any) -> Any:
+    return profiled(x)
+
+
+profiled = profile_step(role="actor")(double)
+
+
+@pytest.mark.parametrize("way", ["decorated", "instrumented"])
+def test_a_capture_recompiles_nothing(recorded: RecordedRun, way: str) -> None:
+    module = ModuleType("sample")
+    module.__dict__.update(double=layer if way == "decorated" else double)
+    if way == "instrumented":
+        timings = [timing("span", condition=Condition({"by": 2.0}, {})), timing("span")]
+        Instrument("sample", "double", timings).install(module)
+    counter = testing.CompileCounter()
+    compiled = torch.compile(lambda x: module.double(x) - 1, fullgraph=True, backend=counter)
+    for step in range(3):
+        assert compiled(torch.ones(2)).tolist() == [1, 1]
+        with capture(step):
+            assert compiled(torch.ones(2)).tolist() == [1, 1]
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_function_is_timed_with_the_decorator_above(recorded: RecordedRun) -> None:
+    compiled = torch.compile(profiled, fullgraph=True, backend="eager")
+    forward = profile_step(role="actor", stage="forward")(compiled)
+    with capture(1):
+        assert forward(torch.ones(2)).tolist() == [2, 2]
+    assert recorded.stages(1) == ["actor/forward"]
+
+
+async def doubled(x: Any) -> Any:
+    with span("inside"):
+        await asyncio.sleep(0)
+    return torch.as_tensor(x * 2)
+
+
+HIDING = {  # torch itself compiles no function that awaits
+    "no_grad": torch.no_grad(),
+    "inference_mode": torch.inference_mode(),
+    "disable": torch.compiler.disable,
+}
+
+
+@pytest.mark.parametrize("hide", HIDING)
+def test_a_coroutine_below_a_decorator_of_torch_is_timed_to_its_end(recorded: RecordedRun, hide: str) -> None:
+    timed = profile_step(role="actor", stage="outer")(HIDING[hide](doubled))
+
+    async def main() -> None:
+        async with capture(1):
+            assert (await timed(torch.ones(2))).tolist() == [2, 2]
+            with span("after"):
+                pass
+
+    asyncio.run(main())
+    outer, inside, after = recorded.spans(1)
+    assert (outer.stage, inside.parent, after.parent) == ("outer", outer.span, None)
+    assert inside.start_ns + inside.dur_ns <= outer.start_ns + outer.dur_ns
+
+
+without_gradients = torch.no_grad()(profiled)
+
+
+def test_a_decorator_above_stays_in_the_graph() -> None:
+    x = torch.ones(2, requires_grad=True)
+    compiled = torch.compile(lambda x: without_gradients(x) + x.detach(), fullgraph=True, backend="eager")
+    assert not compiled(x).requires_grad

@@ -202,27 +202,6 @@ def test_concurrent_coroutines_are_siblings(config: ProfileConfig, spans: Spans)
     assert second.start_ns < first.start_ns + first.dur_ns
 
 
-def test_every_thread_has_spans_of_its_own(config: ProfileConfig, spans: Spans) -> None:
-    with capture(1, config=config):
-        threads = [threading.Thread(target=Worker().update, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(spans()) == 4
-    assert {recorded.parent for recorded in spans()} == {None}
-
-
-def test_a_long_recursion_is_a_chain_of_spans(config: ProfileConfig, spans: Spans) -> None:
-    @profile_step(role="env")
-    def down(n: int) -> int:
-        return 0 if n == 0 else 1 + down(n - 1)
-
-    with capture(1, config=config):
-        assert down(200) == 200
-    assert [recorded.parent for recorded in spans()[1:]] == [recorded.span for recorded in spans()[:-1]]
-
-
 def test_a_recursion_without_an_end_is_the_users_own_error(
     config: ProfileConfig, spans: Spans, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -266,12 +245,6 @@ def test_a_capture_takes_nothing_from_the_depth_that_recursion_has(config: Profi
 
 
 # Generators.
-
-
-def test_a_generator_is_timed_per_resumption(config: ProfileConfig, spans: Spans) -> None:
-    with capture(1, config=config):
-        assert exhausted(Worker().stream(2)) == ([0, 1], "done [None, None]")
-    assert [recorded.attrs for recorded in spans()] == [{"resumption": i} for i in range(3)]
 
 
 def test_the_consumer_is_not_billed_to_the_generator(config: ProfileConfig, spans: Spans) -> None:

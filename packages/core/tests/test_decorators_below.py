@@ -597,11 +597,3 @@ def test_an_entry_whose_function_looks_at_its_caller_is_refused(shop: type[Shop]
     with pytest.raises((ConfigError, TypeError), match="of its caller"):
         instrument("shop_of_this_test", "Shop.looks", role="env")
     assert shop.looks is looks  # type: ignore[attr-defined] # as above
-
-
-def test_removing_puts_the_decorators_own_function_back(shop: type[Shop]) -> None:
-    original = shop.sync
-    handle = instrument("shop_of_this_test", "Shop.sync", role="trainer")
-    assert shop.sync is not original
-    handle.remove()
-    assert shop.sync is original

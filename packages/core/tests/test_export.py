@@ -134,14 +134,6 @@ def test_nobody_else_can_read_a_trace(exporter: Exporter, tmp_path: Path) -> Non
             assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_nothing_else_is_left_in_the_folder(exporter: Exporter, tmp_path: Path) -> None:
-    Submission(exporter, tmp_path / "a.json")
-    Submission(exporter, tmp_path / "plain.json", compress=False)
-    exporter.drain(30)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"a.json.gz", "a.json.gz.meta.json", "plain.json", "plain.json.meta.json"}
-
-
 def test_a_name_that_is_taken_is_not_used_again(exporter: Exporter, tmp_path: Path) -> None:
     done = [Submission(exporter, tmp_path / "a.json") for _ in range(3)]
     exporter.drain(30)

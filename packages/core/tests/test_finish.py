@@ -25,7 +25,6 @@ from stepscope._recording.after import pipeline, programs
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.output import exporter
 from stepscope._recording.process import shutdown
-from stepscope.config import resolve
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest.records import Expectation, Manifest, awaited
@@ -245,11 +244,6 @@ def test_a_run_of_wandb_that_cannot_be_read_is_none(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=object()))
     assert programs._wandb_run() == {}
-
-
-def test_alone_the_variable_of_the_step_is_a_slip() -> None:
-    with pytest.raises(ConfigError, match="'STEPSCOPE_STEPS'"):
-        resolve(None, {"STEPSCOPE_STEP": "2"})
 
 
 def test_a_command_that_fails_is_recorded_with_its_exit_code_and_output(tmp_path: Path) -> None:

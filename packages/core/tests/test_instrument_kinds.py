@@ -468,16 +468,6 @@ def test_an_entry_that_does_not_fit_is_logged_at_the_import(
     assert expected in caplog.text
 
 
-def test_the_kinds_that_no_call_recorded_are_named(framework: Entries) -> None:
-    framework(TRAJECTORY, TURN, TOOL, {"name": "Trainer.sample", "kind": "consume", "id": "result.uids"})
-    assert sorted(stage for stages in configured.timed().values() for stage in stages) == [
-        "*/consume",
-        "agent_loop/trajectory",
-        "agent_loop/turn",
-        "env/*",
-    ]
-
-
 def test_the_report_names_the_kinds_that_no_call_recorded(framework: Entries, tmp_path: Path) -> None:
     sample = {"name": "Trainer.sample", "kind": "consume", "id": "result.uids"}
     built = framework(TRAJECTORY, TURN, TOOL, sample)

@@ -76,9 +76,12 @@ def codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, bool]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("backend")
-def test_a_mistyped_role_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_role_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     result = captured(config_of(tmp_path, actr={"ranks": "all"}, **{"*": {"ranks": "first"}}), workers={})
     assert item(result, "roles.actr").state == "missing"
+    assert str(item(result, "roles.actr").reason) in caplog.text
     with pytest.raises(MissingArtifactsError, match="mean 'actor'"):
         result.raise_for_missing()
     assert codes(tmp_path, capsys) == (3, False)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, flush, request_capture, span
@@ -23,18 +22,14 @@ from stepscope._recording.fanout.worker_side import start_worker
 from stepscope._recording.output import exporter
 from stepscope._recording.process import private_loop
 from stepscope._recording.session import budget
-from stepscope._recording.session.session import Session
 from stepscope._recording.spans import slot
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts
-from stepscope.files.manifest.records import Manifest
 from stepscope.files.requests import read_requests
-from stepscope.files.sidecar import Artifact
 from stepscope.files.storage.temporary import remove_abandoned, temporary
 from stepscope.files.values import attr_value
-from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 
 @pytest.fixture
@@ -79,13 +74,6 @@ def test_a_capture_that_cannot_open_leaves_the_step_alone(
     assert cap.result.problems() == []
 
 
-@pytest.mark.usefixtures("in_production")
-async def test_the_same_in_asynchronous_code(config: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "Watchdog", fail(OSError(116, "Stale file handle")))
-    async with capture(1, config=config):
-        assert slot.session() is None
-
-
 def test_a_worker_that_cannot_open_is_ready_for_the_next_capture(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,46 +111,6 @@ def test_work_that_is_interrupted_is_over_before_it_is_undone(monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         private_loop.run(work())
     assert happened == ["cancelled"]
-
-
-class InterruptsItsStop(FakeEngineProfiler):
-    """Somebody presses Ctrl-C when it has begun to stop."""
-
-    async def stop(self) -> list[Artifact]:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        await asyncio.sleep(0.05)
-        return await super().stop()
-
-
-def test_engines_are_stopped_to_the_end_though_the_closing_is_interrupted(config: ProfileConfig) -> None:
-    engine = FakeEngine()
-    with (
-        pytest.raises(KeyboardInterrupt),
-        capture(1, engines=[InterruptsItsStop(engine)], config=config) as cap,
-    ):
-        pass
-    assert not engine.recordings
-    assert cap.result.problems() == []
-
-
-def test_engines_are_stopped_though_the_closing_is_interrupted_before_it_comes_to_them(
-    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, end = FakeEngine(), Session.end
-
-    def interrupted(session: Session, *, truncated: str | None = None, discard: str | None = None) -> None:
-        end(session, truncated=truncated, discard=discard)
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Session, "end", interrupted)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        capture(1, engines=[FakeEngineProfiler(engine)], config=config) as cap,
-    ):
-        pass
-    assert not engine.recordings
-    assert cap.result.problems() == []
 
 
 def test_a_capture_that_never_opened_claims_no_spans(
@@ -296,19 +244,7 @@ def test_a_request_that_cannot_be_met_does_not_raise_in_the_training_loop(
     assert cap.selected
 
 
-# Who began and left no word.
-
-
-def test_a_worker_whose_part_is_lost_is_missing_by_name(config: ProfileConfig) -> None:
-    with capture(1, config=config) as cap:
-        session = slot.active
-        assert isinstance(session, Session)
-        session.manifest_part.update(began={"env_rank0_h_pid7": "env[0] Actor(Env, 1234)"})
-    manifest = msgspec.json.decode(
-        (cap.result.path or Path()).joinpath("manifest.json").read_bytes(), type=Manifest
-    )
-    assert manifest.state == "missing"
-    assert "Actor(Env, 1234): missing: " in str(manifest.problems())
+# Values and names.
 
 
 def test_a_tensor_on_a_device_is_named_and_not_read() -> None:

@@ -378,12 +378,6 @@ def test_without_a_trigger_one_line_per_step_is_all_that_is_written(tmp_path: Pa
     assert lines[3].stages["rollout/generate"] >= 0.05
 
 
-def test_a_captured_step_has_a_line_too(tmp_path: Path) -> None:
-    steps_of(config_in(tmp_path, steps=[2]), {}, 4)
-    lines = lines_of(drained(tmp_path))
-    assert [(line.step, line.captured) for line in lines] == [(0, False), (1, False), (2, True), (3, False)]
-
-
 def test_captured_steps_before_the_first_recorded_one_have_lines(tmp_path: Path) -> None:
     config = config_in(tmp_path, steps=[0, 1, 3])
     for step in range(4):

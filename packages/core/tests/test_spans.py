@@ -112,45 +112,10 @@ def test_the_clock_of_spans_is_the_monotonic_one(log: SpanLog) -> None:
     assert before <= span.start_ns <= inside <= span.start_ns + span.dur_ns <= after
 
 
-def test_an_open_span_is_on_disk_before_it_closes(log: SpanLog) -> None:
-    with log.new("hang"):
-        opened = wait_for_lines(log, 2)[1]
-        assert type(opened) is Open
-        assert opened.stage == "hang"
-    assert [span.span for span in closed(log)] == [opened.span]
-
-
-def test_a_short_span_has_one_line_and_not_two(log: SpanLog) -> None:
-    for _ in range(5):
-        with log.new("short"):
-            pass
-    log.close(read_anchor())
-    assert len(lines(log)) == 7
-
-
-def test_children_name_their_parent(log: SpanLog) -> None:
-    with log.new("outer") as outer, log.new("inner"):
-        pass
-    parents = {span.stage: span.parent for span in closed(log)}
-    assert parents == {"outer": None, "inner": outer.id}
-
-
 def test_the_role_is_the_enclosing_spans_and_else_the_process(log: SpanLog) -> None:
     with log.new("a"), log.new("b", "ref"), log.new("c"):
         pass
     assert {span.stage: span.role for span in closed(log)} == {"a": "actor", "b": "ref", "c": "ref"}
-
-
-def test_trajectory_turn_and_version_reach_every_span_inside(log: SpanLog) -> None:
-    with (
-        LiveSpan(log, "trajectory", None, None, trajectory="t1", policy_version=4, step=2),
-        LiveSpan(log, "turn", None, None, turn=1),
-        log.new("generate"),
-    ):
-        pass
-    innermost = next(span for span in closed(log) if span.stage == "generate")
-    assert (innermost.trajectory, innermost.turn, innermost.policy_version) == ("t1", 1, 4)
-    assert innermost.step == 2
 
 
 def test_a_trajectory_inside_a_turn_does_not_inherit_the_turn(log: SpanLog) -> None:
@@ -163,20 +128,6 @@ def test_a_trajectory_inside_a_turn_does_not_inherit_the_turn(log: SpanLog) -> N
         pass
     innermost = next(span for span in closed(log) if span.stage == "generate")
     assert (innermost.trajectory, innermost.turn) == ("sub-agent", None)
-
-
-def test_a_span_inside_a_trajectory_begun_outside_the_capture_knows_it(log: SpanLog) -> None:
-    with Place(trajectory="early", policy_version=1), log.new("generate"):
-        pass
-    (span,) = closed(log)
-    assert (span.trajectory, span.policy_version, span.parent, span.link) == ("early", 1, None, None)
-
-
-def test_the_error_that_left_a_span_is_named_and_goes_on(log: SpanLog) -> None:
-    with pytest.raises(ValueError, match="boom"), log.new("update"):
-        raise ValueError("boom")
-    (span,) = closed(log)
-    assert span.error == "ValueError: boom"
 
 
 def test_an_error_that_cannot_be_printed_does_not_hide_the_users(log: SpanLog) -> None:
@@ -229,20 +180,6 @@ def test_a_long_text_is_cut(log: SpanLog) -> None:
     assert line.attrs == {"text": "x" * MAX_TEXT + "..."}
 
 
-def test_spans_over_the_budget_are_dropped_and_counted(tmp_path: Path) -> None:
-    log = SpanLog(tmp_path / "s.jsonl", process=ACTOR, step=3, run_id="r", limit=10)
-    log.open()
-    log.start(read_anchor())
-    for _ in range(25):
-        with log.new("many"):
-            pass
-    assert len(closed(log)) == 10
-    assert log.dropped == 15
-    end = lines(log)[-1]
-    assert isinstance(end, End)
-    assert end.dropped == 15
-
-
 def test_gathered_tasks_keep_their_own_parents(log: SpanLog) -> None:
     async def one(name: str) -> None:
         with log.new(name):
@@ -259,21 +196,6 @@ def test_gathered_tasks_keep_their_own_parents(log: SpanLog) -> None:
     for i in range(20):
         assert by_stage[f"task{i}"].parent == by_stage["root"].span
         assert by_stage[f"task{i}.inner"].parent == by_stage[f"task{i}"].span
-
-
-def test_to_thread_keeps_the_parent(log: SpanLog) -> None:
-    def work() -> None:
-        with log.new("in thread"):
-            pass
-
-    async def main() -> None:
-        with log.new("root"):
-            await asyncio.to_thread(work)
-
-    asyncio.run(main())
-    by_stage = {span.stage: span for span in closed(log)}
-    assert by_stage["in thread"].parent == by_stage["root"].span
-    assert by_stage["in thread"].thread != by_stage["root"].thread
 
 
 def test_a_bare_thread_takes_its_place_from_a_carrier(log: SpanLog) -> None:

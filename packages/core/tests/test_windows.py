@@ -187,31 +187,6 @@ def test_discrete_records_the_roles_that_are_selected(configure: Configure) -> N
     assert reason.endswith("roles.actor.ranks [5]")
 
 
-def test_an_exception_in_a_stage_closes_its_window_and_passes(
-    configure: Configure,
-) -> None:
-    config = configure(mode="discrete")
-    with capture(2, config=config) as cap:
-        with pytest.raises(ValueError, match="mine"):
-            Trainer().update(fails=True)
-        assert PROCESS_LOCK.holder is None
-        Trainer().update()
-    cap.result.raise_for_missing()
-    assert len(traces(config)) == 2
-
-
-def test_a_profiler_that_cannot_start_costs_its_trace_and_nothing_else(
-    configure: Configure, backend: FakeBackend
-) -> None:
-    config = configure()
-    backend.fails_to_start = True
-    with capture(2, config=config):
-        Trainer().update()
-    assert outcome(config, "fake trace").state == "failed"
-    assert str(outcome(config, "fake trace").reason).startswith("BackendError: ")
-    assert outcome(config, "spans").state == "ok"
-
-
 def test_a_stage_without_a_role_is_selected_by_the_role_of_the_enclosing_span(configure: Configure) -> None:
     config = configure(mode="discrete", roles={"actor": {"ranks": "all"}})
     with capture(2, config=config) as cap, span("epoch", role="actor"):
@@ -235,20 +210,6 @@ def test_where_every_role_asks_for_spans_alone_discrete_mode_prepares_no_profile
         Trainer().update()
     cap.result.raise_for_missing()
     assert outcome(config, "torch trace").state == "skipped"
-
-
-def test_a_profiler_that_failed_at_one_step_records_the_next(
-    configure: Configure, backend: FakeBackend
-) -> None:
-    config = configure()
-    backend.fails_to_start = True
-    with capture(2, config=config):
-        pass
-    backend.fails_to_start = False
-    with capture(3, config=config) as cap:
-        pass
-    cap.result.raise_for_missing()
-    assert outcome(config, "fake trace", step=3).state == "ok"
 
 
 def test_a_profiler_that_cannot_stop_is_failed(
