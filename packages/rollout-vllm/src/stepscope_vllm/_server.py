@@ -14,6 +14,7 @@ from stepscope.engines import EngineCapture
 from stepscope.engines.http import Answer, AnswerLostError, Server, UnreachableError, workers_of
 from stepscope.engines.metrics import EngineMetrics
 from stepscope.engines.own_thread import own_thread
+from stepscope.engines.protocol import refuse_passes_alone
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
 from stepscope_vllm._capture import options
@@ -144,6 +145,7 @@ class VllmServer(ReplicaProfiler):
             )
 
     def check_capture(self, capture: EngineCapture) -> Mapping[str, str]:
+        refuse_passes_alone(capture)
         if self._dialect is None or self._folder is None:
             self.check()
         if self._dialect is None:

@@ -22,6 +22,7 @@ from stepscope.engines import EngineCapture, EngineProfiler, Iterations, load_en
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest.records import Expectation
+from stepscope.files.passes import KIND as PASSES
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
 from stepscope_report import step_report
@@ -192,6 +193,22 @@ def test_what_vllm_writes_inside_the_step_is_no_ones_decode(
     breakdown = step_report(load_step(RunLayout(run_folder).step(905).root)).breakdown
     assert wrote_ns > 0
     assert abs(breakdown.stalled_ns - wrote_ns) < 50_000_000
+
+
+def test_passes_are_noted_without_the_engines_own_profiler(llm: LLM, run_folder: Path) -> None:
+    engine = {"profiler": "passes"}
+    alone = ProfileConfig(
+        save_path=run_folder, steps="0:1000", roles={"rollout": {"ranks": "all", "engine": engine}}
+    )
+    for step in (930, 931):
+        with capture(step, engines=[llm], config=alone) as cap:
+            outputs = generate(llm, tokens=5, requests=3)
+        item = replica_of(cap)
+        assert (item.state, item.reason) == ("ok", None)
+        (artifact,) = item.artifacts
+        assert artifact.kind == PASSES
+        (noted,) = load_step(RunLayout(run_folder).step(step).root).passes
+        assert sum(noted.noted.served.output) == sum(len(one.outputs[0].token_ids) for one in outputs)
 
 
 def test_two_steps_of_a_loop_have_their_own_files_with_what_the_engine_did(

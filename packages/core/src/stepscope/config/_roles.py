@@ -53,6 +53,17 @@ def parse_profiler(value: object, field: str) -> bool:
     raise ConfigError(field, value, "on or off", "write profiler: off for spans alone, or leave it out")
 
 
+def parse_engine_profiler(value: object, field: str) -> bool | Literal["passes"]:
+    """Return what `parse_profiler` returns, or `passes`."""
+    if value == "passes":
+        return "passes"
+    try:
+        return parse_profiler(value, field)
+    except ConfigError:
+        fix = "write profiler: passes for the engine's forward passes without its own profiler"
+        raise ConfigError(field, value, "on, off or passes", fix) from None
+
+
 def parse_roles(value: object, field: str) -> dict[str, RoleConfig]:
     """Return {pattern: its settings} in written order, in which the first match wins.
 
@@ -156,10 +167,12 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Options of the inference engine's own profiler, for a role served by engines."""
 
     _at: ClassVar[str] = "roles.<role>.engine"
-    _parsers: ClassVar[Mapping[str, Parser]] = {"profiler": parse_profiler}
+    _parsers: ClassVar[Mapping[str, Parser]] = {"profiler": parse_engine_profiler}
 
-    profiler: bool = True
-    """`off`: no engine is recorded, neither those given to `capture` nor those of `instrument` entries."""
+    profiler: bool | Literal["passes"] = True
+    """`off`: no engine is recorded, neither those given to `capture` nor those of `instrument` entries.
+    `passes`: the engine's own profiler does not run, and its forward passes are noted: vLLM in the process or
+    in Ray actors."""
     iterations: IterationsConfig = msgspec.field(default_factory=IterationsConfig)
     """Engine iterations that are recorded."""
     by_stage: bool = False

@@ -56,6 +56,8 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     merge: bool = False
     passes: int = 0
     """Largest number of forward passes to note in a file of `files.passes`; 0 for none."""
+    profiler: bool = True
+    """False if the engine's own profiler shall not run, and its passes alone are noted."""
     seconds: float | None = None
     """A profiler that can ends the recording by itself after this long: its opener may be gone by then."""
     stop_seconds: float | None = None
@@ -184,6 +186,19 @@ def refuse_second_start(running: EngineCapture | None) -> None:
     """
     if running is not None:
         raise EngineError(f"this engine already records step {running.step}. Fix: stop() it first")
+
+
+def refuse_passes_alone(capture: EngineCapture) -> None:
+    """Raise an error if a capture wants passes without the engine's own profiler.
+
+    Raises:
+        EngineError: `capture.profiler` is False.
+    """
+    if not capture.profiler:
+        raise EngineError(
+            "engine.profiler is passes, and this engine notes its passes only while its own profiler runs. "
+            "Fix: engine.profiler: on, with engine.iterations.count: 1 for a small trace"
+        )
 
 
 class EngineFactory(Protocol):

@@ -20,6 +20,7 @@ from stepscope.engines.protocol import (
     EngineCapture,
     EngineFactory,
     EngineProfilerBase,
+    refuse_passes_alone,
     refuse_second_start,
 )
 from stepscope.engines.torch_recording import Recording
@@ -99,10 +100,12 @@ class TorchRolloutProfiler(EngineProfilerBase):
             raise EngineError(str(error)) from error
 
     def check_capture(self, capture: EngineCapture) -> Mapping[str, str]:
+        refuse_passes_alone(capture)
         _config_of(capture)
         return _unable(capture)
 
     async def start(self, capture: EngineCapture) -> None:
+        refuse_passes_alone(capture)
         refuse_second_start(None if self._recording is None else self._recording.capture)
         recording = Recording(capture, _config_of(capture), self._module, self._rank, self._world_size)
         self._recording = recording

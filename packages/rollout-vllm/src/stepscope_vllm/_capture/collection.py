@@ -33,7 +33,7 @@ def collect(recording: Recording, late: Recording | None) -> list[Artifact]:
     started = recording.started
     if started is None:
         raise EngineError("the capture did not begin")
-    if started.by_others:
+    if started.by_others or not recording.capture.profiler:
         return []
     files = files_of(recording, started, late)
     if not any(map(names.is_trace, files)) and outcome.is_idle(recording.target.reports):

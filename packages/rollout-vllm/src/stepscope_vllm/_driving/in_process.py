@@ -39,6 +39,8 @@ class InProcessTarget:
         self.passes: Sequence[PassFile] = ()
         self._noting: str | bool = False
         """True while passes are noted, False if they are not wanted, or the reason why they cannot be."""
+        self._profiles = True
+        """False while passes alone are noted."""
         self._aimed: Path | None = None
         """Folder of the capture that the workers' profilers are set to write to, or None after their
         release."""
@@ -120,6 +122,12 @@ class InProcessTarget:
     # Its profiler.
 
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
+        self._profiles = capture.profiler
+        if not capture.profiler:
+            await self._begin_passes(capture.passes)
+            if self._noting is not True:
+                raise EngineError(f"{self._noting or 'engine.passes is 0'}, and engine.profiler is passes")
+            return Started(Path(capture.out_dir), named=True, aimed=True)
         dialect = self.dialect
         aimed = await self._aim(capture, name, ranks)
         if not dialect.guarded and frontend_records(self.calls):
@@ -144,6 +152,8 @@ class InProcessTarget:
     async def stop(self) -> dict[str, str]:
         """Stop the recording; return {part that failed: reason}."""
         failures = await self._end_passes()
+        if not self._profiles:
+            return failures
         if not self.dialect.guarded and frontend_records(self.calls) is not None:
             # The steps of stop_profile, one after the other, and only for profilers that record: one stop too
             # many, or two at once, end this very process.

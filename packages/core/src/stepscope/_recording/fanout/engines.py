@@ -304,6 +304,7 @@ def _capture_of(
         by_stage=role.engine.by_stage,
         merge=role.engine.merge,
         passes=role.engine.passes,
+        profiler=role.engine.profiler is True,
         ranks=None if isinstance(role.ranks, str) else role.ranks,
         extra=role.engine.extra,
     )
