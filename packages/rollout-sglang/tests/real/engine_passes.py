@@ -10,10 +10,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 from tiny_sglang import on_its_loop
 
 from stepscope import ProfileConfig, capture, trajectory, turn
 from stepscope_report.sections.batches import step_batches
+from stepscope_report.sections.requests import step_requests
 from stepscope_report.timeline import load_step
 from stepscope_report.timeline.step.passes import RequestKey, linked_requests
 from stepscope_sglang import record_request
@@ -43,7 +45,13 @@ def test_every_request_is_joined_to_its_turn_and_has_the_tokens_of_its_answer(
 
     async def step() -> None:
         async with capture(7, engines=engine, config=config):
-            await asyncio.gather(*(play(engine, number, answers) for number in range(REQUESTS)))
+            await asyncio.gather(*(play(engine, number, answers) for number in range(REQUESTS // 2)))
+            await engine.tokenizer_manager.update_weight_version(
+                UpdateWeightVersionReqInput(new_version="7", abort_all_requests=False)
+            )
+            await asyncio.gather(
+                *(play(engine, number, answers) for number in range(REQUESTS // 2, REQUESTS))
+            )
 
     on_its_loop(engine, step())
     timeline = load_step(tmp_path / "step_000007")
@@ -66,6 +74,8 @@ def test_every_request_is_joined_to_its_turn_and_has_the_tokens_of_its_answer(
     assert max(noted.passes.requests) <= 8  # so many run at once
     assert max(noted.passes.waiting) > 0
     assert {"prefill", "decode"} <= set(noted.passes.kind)
+    begun = {request.trajectory: request.version_begun for request in step_requests(timeline)}
+    assert begun == {f"task-{n}": None if n < REQUESTS // 2 else 7 for n in range(REQUESTS)}
     (batches,) = step_batches(timeline)
     assert batches.linked == REQUESTS
     assert batches.passes > 3  # notes go on when the profile has its count of passes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from stepscope.files.passes import PassKind
 
 ASK, END = ".stepscope-passes", ".stepscope-passes-end"
 """Files in a capture's folder: the number of passes to note, and the end of the capture."""
+_SCHEDULER = "sglang.srt.managers.scheduler"
 _notes: Notes | None = None
 """The notes of this process' scheduler, or None. Writers: `begin` and `end`."""
 
@@ -153,9 +155,18 @@ class Notes:
             running=launched.running,
             waiting=launched.waiting,
             kv_use=launched.kv_use,
+            weights=_version(),
             preempted=retracted,
         )
         self._ended_ns = ended_ns
+
+
+def _version() -> str | None:
+    """Return the version of the weights as set in SGLang (from 0.5.23), or None if it was never set."""
+    with suppress(Exception):  # earlier versions keep it in another process
+        version = sys.modules[_SCHEDULER].get_serving().weight_version
+        return None if version in (None, "default") else str(version)
+    return None
 
 
 def _kind(batch: Any) -> PassKind:
