@@ -62,7 +62,8 @@ RUN_BY = {
     "test_wheels.py": ("0.31.0",),
     "test_why_engine.py": ("0.32.0",),
     "test_passes.py": ("0.27.1", "0.32.0"),
-    "test_vllm_more.py": (),  # in an environment of its own, on request
+    "test_vllm_more.py": (),  # in an environment of its own, on request, as the next
+    "test_vllm_more_passes.py": (),
 }
 """Files that take a minute each, for engines in processes of their own or for fetching, and the vLLM that run
 them. The others run on every version.
