@@ -53,6 +53,7 @@ TABLES = {
         "holds",
         "skipped",
         "plain",
+        "plain_steps",
         "opened",
         "scalars",
         "components",

@@ -122,3 +122,42 @@ def test_labels_of_the_cpu_alone_have_no_device_time(tmp_path: Path, command: Co
     report = command("report", tmp_path, "--json").json
     assert [(row["path"], row["busy_ns"]) for row in report["labels"]] == [(["rollout"], None)]
     assert report["gaps"] == []
+
+
+def recorded_steps(folder: Path, kernel_us: float, steps: range, mark: str = "ProfilerStep#{}") -> Path:
+    """Write steps of 100 us each, with an optimizer's step and a kernel that was launched late."""
+    events = list[Json]()
+    for step in steps:
+        at = step * 100.0
+        events += launched(at + 20, at + 20 + kernel_us + step % 3, step + 1, at + 19)
+        events += [
+            on_host("user_annotation", mark.format(step), at, at + 100),
+            on_host("user_annotation", "Optimizer.step#AdamW.step", at + 80, at + 90),
+            on_host("cpu_op", "autograd::engine::evaluate_function: MmBackward0", at + 40, at + 60),
+        ]
+    return trace(folder / "rank0.json", events).parent
+
+
+def test_steps_are_those_that_the_user_names_else_of_the_optimizer(tmp_path: Path, command: Command) -> None:
+    folder = recorded_steps(tmp_path, 30, range(6), mark="train batch")
+    steps = command("report", folder, "--json").json["traces"]["steps"]
+    assert [(step["step"], step["dur_ns"]) for step in steps] == [(n, 100_000) for n in range(1, 6)]
+    steps = command("report", folder, "--json", "--step-mark", "train*").json["traces"]["steps"]
+    assert [(step["step"], step["dur_ns"]) for step in steps] == [(n, 100_000) for n in range(6)]
+    assert {(step["backward_ns"], step["optimizer_ns"], step["forward_ns"]) for step in steps} == {
+        (20_000, 10_000, None)
+    }
+    refused = command("report", folder, "--step-mark", "epoch", code=2)
+    assert "train batch" in refused.err  # the names that there are
+
+
+def test_steps_of_two_recordings_are_compared_and_gated(tmp_path: Path, command: Command) -> None:
+    slow = recorded_steps(tmp_path / "a", 20, range(8)), recorded_steps(tmp_path / "b", 40, range(8))
+    change = command("diff", *slow, "--json").json
+    assert change["a"]["step_ns"] == change["b"]["step_ns"] == 100_000
+    deltas = {row["stage"]: (row["delta_ns"], row["apart"]) for row in change["changes"]}
+    assert deltas["computation and copies"] == (20_000, True)
+    assert sum(delta for delta, _ in deltas.values()) == 0
+    limit = ("--stage", "computation and copies", "--fail-above", "10%")
+    assert command("diff", *slow, "--json", *limit, code=1).json["gate"]["failed"] is True
+    command("diff", *slow, "--stage", "backward", "--fail-above", "10%")

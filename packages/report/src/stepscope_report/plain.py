@@ -14,7 +14,7 @@ from stepscope_report.advice.evidence import Advice
 from stepscope_report.advice.traces import TraceEvidence, trace_advice
 from stepscope_report.block import Block, Listing, TextTable
 from stepscope_report.brief import Part, engine_lines
-from stepscope_report.formatting import count, duration, moment
+from stepscope_report.formatting import count, duration, few, moment
 from stepscope_report.html.colours import Colours
 from stepscope_report.html.markup import tag
 from stepscope_report.html.page import draw_section, page
@@ -36,6 +36,7 @@ from stepscope_report.sections.operators import (
     say_problem,
     short,
 )
+from stepscope_report.sections.profiler_steps import ProfilerStepRow
 from stepscope_report.sections.throughput import THROUGHPUT, Throughput
 from stepscope_report.timeline.activity.traces import place_traces
 from stepscope_report.timeline.clocks.wall import is_wall
@@ -108,6 +109,15 @@ class Plain:
                 )
             )
         )
+
+    @property
+    def steps(self) -> Sequence[ProfilerStepRow]:
+        """Return the steps of all processes. Empty if no trace tells its steps."""
+        return () if self._report.traces is None else self._report.traces.steps
+
+    def names(self) -> str:
+        """Return names of the outermost ranges."""
+        return few(sorted({row.path[0] for row in self._report.labels}), 8) or "there is none"
 
     @property
     def complete(self) -> bool:

@@ -19,6 +19,7 @@ from stepscope.files.run import RunSteps
 from stepscope_report.cli import screen
 from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.cli.find import find_run, is_step, of_one_run
+from stepscope_report.cli.plain import expect_plain, is_plain, read_plain_steps
 from stepscope_report.cli.report import Reports, read_reports
 from stepscope_report.diff import Diff, KernelTimes, kernel_diff, kernel_times
 from stepscope_report.diff import diff as compare
@@ -26,6 +27,7 @@ from stepscope_report.formatting import duration, plain
 from stepscope_report.gate.gate import Check, Gate, Limit, check_gate, parse_limits
 from stepscope_report.gate.interval import ENOUGH, NOISE
 from stepscope_report.gate.steps import GateSteps, read_gate_steps
+from stepscope_report.plain_steps import plain_diff
 from stepscope_report.terminal.diff import diff_markdown, render_diff
 from stepscope_report.terminal.layout import markdown_table, table
 from stepscope_report.timeline import Timeline, Traces
@@ -148,7 +150,9 @@ class Side(msgspec.Struct, frozen=True):
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a run, or of one step in it.")],
+    a: Annotated[
+        Path, typer.Argument(metavar="A", help="Folder of a run, of one step in it, or of others' traces.")
+    ],
     b: Annotated[Path, typer.Argument(metavar="B", help="What is compared with it.")],
     run_a: Annotated[str | None, typer.Option(help="A's run, where several wrote into one folder.")] = None,
     run_b: Annotated[str | None, typer.Option(help="B's run.")] = None,
@@ -178,19 +182,46 @@ def diff(
     junit: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the verdicts there, as JUnit XML.")
     ] = None,
+    step_mark: Annotated[
+        str | None, typer.Option(metavar="LABEL", help="Of others' traces: the range that is one step.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns, of the gate in s.")] = False,
 ) -> None:
     """Show what changed from A to B, stage by stage. Of a run, the mean of its captured steps is compared."""
     limits = _limits(fail_above or (), stage or (), junit, require_verdict=require_verdict)
     if json and markdown:
         raise typer.BadParameter("--markdown goes without --json")
-    one = read_side("--steps-a", a, run_a, steps_a, gated=bool(limits), kernels=kernels)
-    other = read_side("--steps-b", b, run_b, steps_b, gated=bool(limits), kernels=kernels)
-    change, gate = compare_sides(one, other, limits)
-    if kernels and change is None:
-        screen.warn(
-            "--kernels needs captured steps on both sides; one side has only steps of the flight recorder"
-        )
+    if is_plain([a]) or is_plain([b]):
+        given = {"--run-a": run_a, "--run-b": run_b, "--kernels": kernels or None}
+        expect_plain(a, b, [name for name, value in given.items() if value is not None])
+        sides = [
+            read_plain_steps(path, steps, option, step_mark)
+            for path, steps, option in ((a, steps_a, "--steps-a"), (b, steps_b, "--steps-b"))
+        ]
+        change: Diff | None = plain_diff(*sides)
+        gate = check_gate(sides[0].gate(), sides[1].gate(), limits) if limits else None
+        sound = all(side.complete for side in sides)
+    else:
+        if step_mark is not None:
+            raise ConfigError("--step-mark", step_mark, "only of traces of others", "omit it")
+        one = read_side("--steps-a", a, run_a, steps_a, gated=bool(limits), kernels=kernels)
+        other = read_side("--steps-b", b, run_b, steps_b, gated=bool(limits), kernels=kernels)
+        change, gate = compare_sides(one, other, limits)
+        sound = _sound(one, other)
+        if kernels and change is None:
+            screen.warn(
+                "--kernels needs captured steps on both sides; one side has only steps of the flight recorder"
+            )
+    _tell(change, gate, junit, json=json, markdown=markdown)
+    if gate is not None and gate.failed:
+        raise typer.Exit(Exit.ERROR)
+    if gate is not None and gate.undecided and require_verdict:
+        raise typer.Exit(Exit.UNDECIDED)
+    raise typer.Exit(Exit.OK if sound else Exit.INCOMPLETE)
+
+
+def _tell(change: Diff | None, gate: Gate | None, junit: Path | None, *, json: bool, markdown: bool) -> None:
+    """Print the change and the verdict, and write the verdict to `junit`."""
     if json:
         document = {"format": 1} if change is None else msgspec.to_builtins(change)
         screen.show_json(document if gate is None else {**document, "gate": gate})
@@ -199,11 +230,6 @@ def diff(
     if junit is not None and gate is not None:
         junit.parent.mkdir(parents=True, exist_ok=True)
         junit.write_bytes(gate_junit(gate))
-    if gate is not None and gate.failed:
-        raise typer.Exit(Exit.ERROR)
-    if gate is not None and gate.undecided and require_verdict:
-        raise typer.Exit(Exit.UNDECIDED)
-    raise typer.Exit(Exit.OK if _sound(one, other) else Exit.INCOMPLETE)
 
 
 def compare_sides(one: Side, other: Side, limits: Sequence[Limit]) -> tuple[Diff | None, Gate | None]:

@@ -9,6 +9,8 @@ from typing import NoReturn
 import typer
 from rich.text import Text
 
+from stepscope.config import parse_steps
+from stepscope.errors import ConfigError
 from stepscope.files.storage.atomic import write_atomic
 from stepscope_report.brief import brief_markdown, brief_text, step_brief
 from stepscope_report.cli import screen
@@ -16,6 +18,7 @@ from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.formatting import plain
 from stepscope_report.html.step_page import render_step
 from stepscope_report.plain import Plain
+from stepscope_report.plain_steps import PlainSteps, plain_steps
 from stepscope_report.report import step_report
 from stepscope_report.terminal.layout import draw
 from stepscope_report.terminal.text import render
@@ -33,7 +36,14 @@ def is_plain(paths: Sequence[Path]) -> bool:
 
 
 def report_plain(
-    paths: Sequence[Path], output: Path | None, jobs: int | None, *, json: bool, brief: bool, markdown: bool
+    paths: Sequence[Path],
+    output: Path | None,
+    jobs: int | None,
+    step_mark: str | None = None,
+    *,
+    json: bool,
+    brief: bool,
+    markdown: bool,
 ) -> NoReturn:
     """Print the report of traces, write its page to `output` if it is named, and exit.
 
@@ -47,8 +57,11 @@ def report_plain(
         report_otlp(paths, output, json=json, brief=brief, markdown=markdown)
     total = plain_bytes(paths)
     with screen.progress("reading traces", total) as done, workers(jobs, total) as executor:
-        step = read_plain(paths, done, executor)
+        step = read_plain(paths, done, executor, step_mark)
     report = Plain(step)
+    if step_mark is not None and not report.steps:
+        expected = f"the name of a range: {report.names()}"
+        raise ConfigError("--step-mark", step_mark, expected, "name one of these; * is any text")
     if json:
         screen.show_json(report.to_json())
     elif brief:
@@ -59,6 +72,42 @@ def report_plain(
         write_atomic(output, report.to_html().encode())
         screen.say(f"Page: {output}")
     raise typer.Exit(Exit.OK if report.complete else Exit.INCOMPLETE)
+
+
+def expect_plain(a: Path, b: Path, options: Sequence[str]) -> None:
+    """Raise `CommandError` if only one of two sides is traces of others, or options need a run."""
+    for path, other in ((a, b), (b, a)):
+        if not is_plain([path]):
+            raise CommandError(f"{other} is traces of others, and {path} is not: compare two of a kind")
+    if options:
+        raise CommandError(f"{', '.join(options)}: only of a run or a step of stepscope")
+
+
+def read_plain_steps(path: Path, steps: str | None, option: str, step_mark: str | None) -> PlainSteps:
+    """Return the steps of traces.
+
+    Raises:
+        CommandError: the path does not exist, or no trace tells its steps.
+        ConfigError: `steps` is no range, or names no step.
+    """
+    expect_traces([path])
+    report = Plain(read_plain([path], step_mark=step_mark))
+    if not report.steps:
+        raise CommandError(
+            f"{path}: no trace tells its steps. Call profiler.step() after each, or name the range that is "
+            f"one step with --step-mark: {report.names()}"
+        )
+    wanted = None if steps is None else parse_steps(steps, option)
+    found = plain_steps(
+        path.name,
+        report.steps,
+        lambda step: wanted is None or any(step in part for part in wanted),
+        complete=report.complete,
+    )
+    if not found.parts:
+        present = ", ".join(map(str, sorted({row.step for row in report.steps})))
+        raise ConfigError(option, steps, f"steps of the traces: {present}", "name some of these")
+    return found
 
 
 def report_otlp(

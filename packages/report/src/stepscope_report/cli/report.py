@@ -121,6 +121,11 @@ class Asked:
         typer.Option("--output", "-o", help="Of traces that stepscope did not write: file for the page."),
     ] = None
 
+    step_mark: Annotated[
+        str | None,
+        typer.Option(metavar="LABEL", help="Of such traces: the range that is one step. * is any text."),
+    ] = None
+
     @property
     def path(self) -> Path:
         """The folder or trace that was named first, or the sample's folder."""
@@ -152,8 +157,9 @@ def report(asked: Asked) -> None:
     asked.check()
     if asked.paths and not asked.sample and is_plain(asked.paths):
         report_traces(asked, asked.paths)
-    if asked.output is not None:
-        raise typer.BadParameter("--output is for traces that stepscope did not write")
+    if asked.output is not None or asked.step_mark is not None:
+        option = "--output" if asked.step_mark is None else "--step-mark"
+        raise typer.BadParameter(f"{option} is for traces that stepscope did not write")
     if asked.by:
         chosen = find_of_run(asked.path, asked.step, asked.run)
         steps = list(chosen.steps.values())
@@ -168,7 +174,15 @@ def report_traces(asked: Asked, paths: list[Path]) -> NoReturn:
     if given := [name for name, value in {**ours, "--ray": asked.ray}.items() if value is not None]:
         needed = f"{', '.join(given)}: only of a run or a step of stepscope"
         raise typer.BadParameter(f"{needed}, and {asked.path} is none; --output FILE writes the page")
-    report_plain(paths, asked.output, asked.jobs, json=asked.json, brief=asked.brief, markdown=asked.markdown)
+    report_plain(
+        paths,
+        asked.output,
+        asked.jobs,
+        asked.step_mark,
+        json=asked.json,
+        brief=asked.brief,
+        markdown=asked.markdown,
+    )
 
 
 def report_steps(asked: Asked) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Table of the steps that torch's profiler names, and what the slowest one has more of than the median."""
+"""Table of the steps of a program, and what the slowest one has more of than the median."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = 10
 
 
 class ProfilerStepRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One `ProfilerStep#N` of a process. Times in ns; None without a device."""
+    """One step of a process. Times in ns; None without a device."""
 
     process: str
     step: int
@@ -30,6 +30,12 @@ class ProfilerStepRow(msgspec.Struct, frozen=True, kw_only=True):
     """Gaps of the devices within the step by cause; devices are added up."""
     exposed_ns: int | None
     loading_ns: int
+    h2d_ns: int | None = None
+    """Time of copies from the host to a device, or None if the trace has none."""
+    forward_ns: int | None = None
+    """Time in ranges named for the forward pass, on the CPU, or None if the trace has none."""
+    backward_ns: int | None = None
+    """Time in the backward pass, on the CPU, or None if the trace does not tell it."""
     optimizer_ns: int
 
 
@@ -45,6 +51,9 @@ def profiler_steps(activities: Iterable[TraceActivity]) -> Table[ProfilerStepRow
             gaps={kind: _ns(us) for kind, us in step.idle.items()},
             exposed_ns=None if step.exposed_us is None else _ns(step.exposed_us),
             loading_ns=_ns(step.loading_us),
+            h2d_ns=_known(step.h2d_us),
+            forward_ns=_known(step.forward_us),
+            backward_ns=_known(step.backward_us),
             optimizer_ns=_ns(step.optimizer_us),
         )
         for activity in activities
@@ -56,24 +65,26 @@ def _ns(us: float) -> int:
     return round(us * 1000)
 
 
+def _known(us: float | None) -> int | None:
+    return None if us is None else _ns(us)
+
+
 def step_tables(rows: Sequence[ProfilerStepRow]) -> Iterator[TextTable]:
     """Yield a table for each process with steps."""
     for process, own in grouped(rows, lambda row: row.process).items():
         longest = sorted(own, key=lambda row: -row.dur_ns)[:SHOWN]
         shown = sorted(longest, key=lambda row: row.step)
-        columns = (
-            ">step",
-            ">took",
-            ">device busy",
-            ">idle",
-            ">exposed",
-            ">data loading",
-            ">optimizer",
-            "idle because",
-        )
+        known = [(name, of) for name, of in _COLUMNS.items() if any(of(row) is not None for row in own)]
         less = f"The {SHOWN} longest of {len(own):,}. " if len(own) > SHOWN else ""
-        cells = tuple((f"{row.step:,}", *map(duration, _times(row)), _because(row)) for row in shown)
-        yield TextTable(f"Steps of {process}", columns, cells, f"{less}{_slowest(own)}".strip(), noun="step")
+        cells = [(f"{row.step:,}", *(duration(of(row)) for _, of in known), _because(row)) for row in shown]
+        if len(own) > 2:
+            cells.append(("median", *(duration(_median(own, of)) for _, of in known), ""))
+        columns = (">step", *(f">{name}" for name, _ in known), "idle because")
+        yield TextTable(f"Steps of {process}", columns, tuple(cells), f"{less}{_slowest(own)}".strip())
+
+
+def _median(rows: Sequence[ProfilerStepRow], of: Callable[[ProfilerStepRow], int | None]) -> int:
+    return round(median(value for row in rows if (value := of(row)) is not None))
 
 
 def _because(row: ProfilerStepRow) -> str:
@@ -84,10 +95,6 @@ def _because(row: ProfilerStepRow) -> str:
             known += ns
             named.append(f"{kind} {duration(ns)}")
     return ", ".join(named)
-
-
-def _times(row: ProfilerStepRow) -> tuple[int | None, ...]:
-    return row.dur_ns, row.busy_ns, row.idle_ns, row.exposed_ns, row.loading_ns, row.optimizer_ns
 
 
 def _slowest(rows: Sequence[ProfilerStepRow]) -> str:
@@ -111,8 +118,22 @@ def _slowest(rows: Sequence[ProfilerStepRow]) -> str:
 
 _PARTS: dict[str, Callable[[ProfilerStepRow], int | None]] = {
     "data loading": lambda row: row.loading_ns,
+    "the forward pass": lambda row: row.forward_ns,
+    "the backward pass": lambda row: row.backward_ns,
     "the optimizer": lambda row: row.optimizer_ns,
     "exposed communication": lambda row: row.exposed_ns,
     "device time": lambda row: row.busy_ns,
     "idle time of the device": lambda row: row.idle_ns,
 }
+_COLUMNS: dict[str, Callable[[ProfilerStepRow], int | None]] = {
+    "took": lambda row: row.dur_ns,
+    "device busy": lambda row: row.busy_ns,
+    "idle": lambda row: row.idle_ns,
+    "exposed": lambda row: row.exposed_ns,
+    "data loading": lambda row: row.loading_ns or None,
+    "host to device": lambda row: row.h2d_ns,
+    "forward": lambda row: row.forward_ns,
+    "backward": lambda row: row.backward_ns,
+    "optimizer": lambda row: row.optimizer_ns or None,
+}
+"""Columns of the table; those without a time in any step are left out."""

@@ -116,6 +116,12 @@ class ProfilerStep(msgspec.Struct):
     """Time in which the data loader was waited for."""
     optimizer_us: float
     """Time in `Optimizer.step`, on the CPU."""
+    forward_us: float | None = None
+    """Time in ranges named for the forward pass, on the CPU, or None if the trace has none."""
+    backward_us: float | None = None
+    """Time in torch's backward, or in ranges named for it, on the CPU, or None if the trace has neither."""
+    h2d_us: float | None = None
+    """Time of copies from the host to a device, or None if the trace has none."""
     idle: dict[GapKind, float] = {}
     """Time in which a device had nothing to run, by cause; devices are added up."""
 
@@ -187,7 +193,7 @@ class TraceContent(msgspec.Struct, kw_only=True):
     flops: Flops = msgspec.field(default_factory=Flops)
     """The FLOPs of matrix products and attention; empty where the trace has no shapes."""
     steps: list[ProfilerStep] = []
-    """The steps of torch's profiler, if the program told it."""
+    """The steps of the program, if it told torch's profiler, or if an optimizer or a range tells them."""
     gaps: list[DeviceGaps] = []
     """Gaps of the devices by cause, the longest total first."""
     labels: list[LabelTime] = []

@@ -13,6 +13,7 @@ Layouts: Kineto's from torch 1.8 to 2.13; CUDA, ROCm, MTIA and CPU.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,7 +53,7 @@ from stepscope_report.timeline.activity.nesting import (
     new_operator,
     operator_key,
 )
-from stepscope_report.timeline.activity.profiler_steps import ProfilerSteps
+from stepscope_report.timeline.activity.profiler_steps import BACKWARD, ProfilerSteps
 from stepscope_report.timeline.clocks.collectives import calls_in
 from stepscope_report.timeline.clocks.wall import FEW, MARGIN_US, NOT_NEAR, Hours, middle, wall_base
 from stepscope_report.timeline.readers.blocks import Notes
@@ -67,6 +68,8 @@ DEVICE = frozenset(
 )  # fmt: skip
 """Categories of what a device did. `communication` comes from readers of other formats."""
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"})
+_TO_DEVICE = re.compile(r"HtoD|H2D|Host-to-Device|HOST_TO_DEVICE", re.IGNORECASE)
+"""Names of copies from the host: Kineto's, ROCm's and those of nsys."""
 _FRAMES = frozenset({"python_function"})
 _ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "python_user_annotation"})
 
@@ -76,12 +79,18 @@ ANOTHER_SHAPE = "events that are not as Kineto writes them"
 OF_NO_TIME = "events of impossible duration"
 
 
-def read_trace(path: Path, on_read: Callable[[int], None] | None = None) -> TraceContent:
-    """Read the trace in `path`. A missing or damaged file raises no exception; see `problems`."""
-    content, unordered = _read(path, frozenset(), None, on_read)
+def read_trace(
+    path: Path, on_read: Callable[[int], None] | None = None, step_mark: str | None = None
+) -> TraceContent:
+    """Read the trace in `path`. A missing or damaged file raises no exception; see `problems`.
+
+    Args:
+        step_mark: Name of the ranges that are the program's steps, as of `ProfilerSteps`.
+    """
+    content, unordered = _read(path, frozenset(), None, on_read, step_mark)
     near = None if is_short(content.first_us, content.last_us) else _near(path)
     # Kineto writes a thread's operators in the order of their starts. Other threads are sorted.
-    return _read(path, unordered, near, None)[0] if unordered or near else content
+    return _read(path, unordered, near, None, step_mark)[0] if unordered or near else content
 
 
 def is_short(first_us: float | None, last_us: float | None) -> bool:
@@ -218,9 +227,16 @@ class Reading:
     """State of one pass over one file."""
 
     def __init__(
-        self, notes: Notes, sort: frozenset[Thread], near: tuple[float, float] | None = None
+        self,
+        notes: Notes,
+        sort: frozenset[Thread],
+        near: tuple[float, float] | None = None,
+        step_mark: str | None = None,
     ) -> None:
-        """Args: near: The first and the last believed time in us, or None for all."""
+        """Args:
+        near: The first and the last believed time in us, or None for all.
+        step_mark: As of `read_trace`.
+        """
         self.notes = notes
         self.times: list[float] = []
         """Times in us of the file's first events, which tell its clock."""
@@ -246,7 +262,7 @@ class Reading:
         self._launches = Launches()
         self._host, self._labels = Host(), Labels()
         self._async = AsyncCalls()
-        self._steps = ProfilerSteps()
+        self._steps = ProfilerSteps(step_mark)
         self._runtime = False
         self.first, self.last = float("inf"), float("-inf")
         self._threads: dict[Thread, Nesting] = defaultdict(Nesting)
@@ -323,6 +339,8 @@ class Reading:
         else:
             thread = self._host.thread((event.pid, event.tid))
             self._host.operator(event.name, event.ts, event.dur, thread)
+            if event.name.startswith(BACKWARD):
+                self._steps.add_backward(event.ts, event.dur)
         self._open(event, key)
 
     def _frame(self, event: Complete) -> None:
@@ -370,6 +388,8 @@ class Reading:
         key = event.pid if about.device is None else about.device
         self.devices[key][work].add(start, start + dur)
         self._host.devices[key].add(start, start + dur, about.correlation, talks=work == "communication")
+        if work == "memory" and _TO_DEVICE.search(event.name):
+            self._steps.add_copy(start, dur)
         if work == "compute":
             self._streams[key, event.tid] += dur
         if not isinstance(event, Linked):  # other profilers have graphs and groups on their tracks
@@ -416,6 +436,8 @@ class Reading:
             self._host.operator(operator, event.ts, event.dur, thread)
             return
         self._host.mark(event.name, event.ts, event.dur)
+        if event.cat in _OPERATORS:  # as of `_RecordFunctionFast`
+            self._steps.add(event.name, event.ts, event.dur)
         self._labels.add(name, event.ts, event.dur, thread)
 
     def _memory(self, ts: float, args: _MemoryArgs) -> None:
@@ -504,9 +526,10 @@ def _read(
     sort: frozenset[Thread],
     near: tuple[float, float] | None,
     on_read: Callable[[int], None] | None,
+    step_mark: str | None,
 ) -> tuple[TraceContent, frozenset[Thread]]:
     trace = ChromeTrace(path)
-    reading = Reading(trace.notes, sort, near)
+    reading = Reading(trace.notes, sort, near, step_mark)
     fields = trace.read(reading.parse, reading.take, on_read)
     fields = msgspec.structs.replace(fields, base_ns=wall_base(fields.base_ns, middle(reading.times)))
     return reading.finish(fields), frozenset(reading.unordered)

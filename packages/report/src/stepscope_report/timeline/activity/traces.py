@@ -50,12 +50,13 @@ class TracePart(msgspec.Struct, frozen=True, kw_only=True):
     sidecar: Sidecar | None
     torch: bool
     """True for a torch trace; False if an installed reader reads the file."""
+    step_mark: str | None = None
 
 
 def read_part(part: TracePart) -> list[ProcessContent]:
     trace = TraceFile(part.path, part.name, part.sidecar)
     reader = None if part.torch else Readers().claim(trace.found_file)[0]
-    return _read_here(trace._replace(reader=reader), None)
+    return _read_here(trace._replace(reader=reader), None, part.step_mark)
 
 
 def read_all(
@@ -63,16 +64,18 @@ def read_all(
     on_read: Callable[[int], None] | None = None,
     executor: Executor | None = None,
     digests: Digests | None = None,
+    step_mark: str | None = None,
 ) -> list[list[ProcessContent]]:
     """Return what each file holds of each of its processes, in the order of `traces`.
 
     Args:
         digests: Holds the content of traces that were read before; the content of the others is added.
+        step_mark: As of `read_trace`.
     """
     contents = {} if digests is None else _kept(traces, digests, on_read)
     missing = [trace for trace in traces if trace.path not in contents]
     stamps = {} if digests is None else {trace.path: digests.stamps([trace.path]) for trace in missing}
-    with closing(_read(missing, on_read, executor)) as parts:
+    with closing(_read(missing, on_read, executor, step_mark)) as parts:
         for trace, content in zip(missing, parts, strict=True):
             if isinstance(content, Lost):
                 contents[trace.path] = _alone(nothing_read(f"not read: {content.why}"))
@@ -97,14 +100,17 @@ def _kept(
 
 
 def _read(
-    traces: Sequence[TraceFile], on_read: Callable[[int], None] | None, executor: Executor | None
+    traces: Sequence[TraceFile],
+    on_read: Callable[[int], None] | None,
+    executor: Executor | None,
+    step_mark: str | None,
 ) -> Generator[list[ProcessContent] | Lost, None, None]:
     if executor is None:
         for trace in traces:
-            yield _read_here(trace, on_read)
+            yield _read_here(trace, on_read, step_mark)
         return
     parts = [
-        TracePart(path=path, name=name, sidecar=sidecar, torch=reader is None)
+        TracePart(path=path, name=name, sidecar=sidecar, torch=reader is None, step_mark=step_mark)
         for path, name, sidecar, reader in traces
     ]
     with closing(results(executor, read_part, parts, [[trace.path] for trace in traces])) as contents:
@@ -114,10 +120,12 @@ def _read(
                 on_read(size_of(trace.path, executor))
 
 
-def _read_here(trace: TraceFile, on_read: Callable[[int], None] | None) -> list[ProcessContent]:
+def _read_here(
+    trace: TraceFile, on_read: Callable[[int], None] | None, step_mark: str | None
+) -> list[ProcessContent]:
     if trace.reader is None:
-        return _alone(read_trace(trace.path, on_read))
-    contents = read_recording(trace.reader, trace.found_file)
+        return _alone(read_trace(trace.path, on_read, step_mark))
+    contents = read_recording(trace.reader, trace.found_file, step_mark)
     if on_read is not None:
         on_read(size_of(trace.path))
     return contents
@@ -139,13 +147,13 @@ class ProcessContent(msgspec.Struct, kw_only=True):
     """`base_ns` is the time of the file at which its times begin, or None if its clock is unknown."""
 
 
-def read_recording(reader: Reader, file: FoundFile) -> list[ProcessContent]:
+def read_recording(reader: Reader, file: FoundFile, step_mark: str | None = None) -> list[ProcessContent]:
     """Read a recording. One that cannot be read raises no exception; see `TraceContent.problems`."""
-    contents = _Contents(reader, file, {}, None)
+    contents = _Contents(reader, file, {}, None, step_mark)
     near = None if contents.is_short() else contents.hours.near()
     unordered = {pid: frozenset(reading.unordered) for pid, reading in contents.readings.items()}
     if near or any(unordered.values()):  # threads whose operators do not come by their starts are sorted
-        contents = _Contents(reader, file, unordered, near)
+        contents = _Contents(reader, file, unordered, near, step_mark)
     return contents.finish()
 
 
@@ -158,7 +166,9 @@ class _Contents:
         file: FoundFile,
         sort: dict[int | None, frozenset[Thread]],
         near: tuple[float, float] | None,
+        step_mark: str | None,
     ) -> None:
+        self._step_mark = step_mark
         self._notes = Notes()
         self._sort = sort
         self._near = near
@@ -204,7 +214,9 @@ class _Contents:
         events = self._pending.pop(pid)
         reading = self.readings.get(pid)
         if reading is None:
-            reading = self.readings[pid] = Reading(Notes(), self._sort.get(pid, frozenset()), self._near)
+            reading = self.readings[pid] = Reading(
+                Notes(), self._sort.get(pid, frozenset()), self._near, self._step_mark
+            )
         self.hours.add(starts(events))
         reading.take(events)
         if self._near is not None:

@@ -112,9 +112,15 @@ def plain_bytes(paths: Sequence[Path]) -> int:
 
 
 def read_plain(
-    paths: Sequence[Path], on_read: Callable[[int], None] | None = None, executor: Executor | None = None
+    paths: Sequence[Path],
+    on_read: Callable[[int], None] | None = None,
+    executor: Executor | None = None,
+    step_mark: str | None = None,
 ) -> PlainStep:
     """Return the traces in files and folders as one step. Writes nothing.
+
+    Args:
+        step_mark: Name of the ranges that are the program's steps, as of `ProfilerSteps`.
 
     Raises:
         RecordError: no file holds an event of a trace.
@@ -122,7 +128,8 @@ def read_plain(
     root = _root(paths)
     below = _found(paths, root)
     files, traces, contents = StepFiles([], below.unread, below.problems, [], []), list[_Trace](), []
-    for trace, held in zip(below.traces, read_all(below.traces, on_read, executor), strict=True):
+    read = read_all(below.traces, on_read, executor, step_mark=step_mark)
+    for trace, held in zip(below.traces, read, strict=True):
         problems = [(what, events) for one in held for what, events in one.content.problems.items()]
         rows = None if trace.reader is not None else rows_of(trace.path, trace.found_file.head())
         if rows is not None:
