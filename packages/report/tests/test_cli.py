@@ -19,6 +19,7 @@ import pytest
 
 import stepscope_report
 from packages.report.tests.commands import Command
+from stepscope import ProfileConfig, capture, flush
 from stepscope.errors import RecordError
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.run import RunRecord
@@ -428,3 +429,121 @@ def test_the_command_starts_without_torch_and_ray() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
+
+
+# `stepscope ls` of one step's folder.
+
+
+def test_a_steps_folder_shows_that_step_whatever_it_is_called(tmp_path: Path, command: Command) -> None:
+    folder = StepFolder(tmp_path / "run", step=7)
+    folder.process("trainer", owner=True).close(10 * MS)
+    moved = folder.write().rename(tmp_path / "from the cluster")
+    (row,) = command("ls", moved, "--json").json
+    assert (row["step"], row["wall_ns"]) == (7, 10 * MS)
+
+
+def test_a_step_in_which_nothing_says_its_number_is_refused(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "copy" / "spans").mkdir(parents=True)
+    assert "unknown number" in command("ls", tmp_path / "copy", code=2).err
+
+
+def test_a_step_that_an_exception_ended_is_marked_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    config = ProfileConfig(save_path=tmp_path, steps=[0, 1])
+    with capture(0, config=config):
+        pass
+    with pytest.raises(ValueError, match="no prompt"), capture(1, config=config):
+        raise ValueError("no prompt")
+    flush()
+    run(["ls", str(tmp_path)])
+    text = capsys.readouterr().out
+    assert text.count("ended early") == 1
+    assert "ValueError: no prompt" in text
+    run(["ls", str(tmp_path), "--json"])
+    assert [row["error"] for row in json.loads(capsys.readouterr().out)] == [
+        None,
+        "ValueError: no prompt",
+    ]
+    run(["report", str(tmp_path), "--no-html"])
+    text = capsys.readouterr().out
+    assert "yes, ended early" in text
+    assert "with ValueError: no" in text
+
+
+def test_a_short_recording_of_an_engine_is_told_by_ls_the_report_and_its_page(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    note, ignored = (
+        "9 of 50 engine iterations: the engine ran no more",
+        {"iterations.count": "prefill was cut"},
+    )
+    driver.expected.append(
+        Expectation(name="replica 0", kind="engine", state="ok", notes=(note,), ignored=ignored)
+    )
+    driver.close(10 * MS)
+    step = folder.write()
+    shown = command("ls", tmp_path).out, command("report", step).out
+    for text in (*shown, (step / "report.html").read_text()):
+        assert f"replica 0: {note}" in text
+        assert "iterations.count is" in text
+
+
+# Pages that `stepscope report` leaves, and `stepscope diff`.
+
+
+def test_a_report_leaves_a_page_in_each_step_and_one_for_the_run(tmp_path: Path, command: Command) -> None:
+    a_run(tmp_path)
+    assert command("report", tmp_path / "step_000002").err == f"Page: {tmp_path}/step_000002/report.html\n"
+    assert pages_of(tmp_path) == ["step_000002/report.html"]
+    command("report", tmp_path)
+    assert pages_of(tmp_path) == ["report.html", "step_000002/report.html", "step_000004/report.html"]
+    assert "./step_000004/report.html" in (tmp_path / "report.html").read_text()
+    assert 'href="./spans/"' in (tmp_path / "step_000004" / "report.html").read_text()
+
+
+def test_json_leaves_no_page_unless_asked_for(tmp_path: Path, command: Command) -> None:
+    a_run(tmp_path)
+    command("report", tmp_path, "--json")
+    command("report", tmp_path, "--no-html")
+    assert pages_of(tmp_path) == []
+    assert len(command("report", tmp_path, "--json", "--html").json["steps"]) == 2
+    assert len(pages_of(tmp_path)) == 3
+
+
+def test_a_folder_that_cannot_be_written_to_costs_the_page_alone(tmp_path: Path, command: Command) -> None:
+    (a_run(tmp_path) / "step_000002" / "report.html").mkdir()
+    printed = command("report", tmp_path, code=3)
+    assert "Step 2 of" in printed.out
+    assert f"error: {tmp_path}/step_000002/report.html " in printed.err
+    assert "step_000002" not in (tmp_path / "report.html").read_text()
+
+
+def pages_of(save_path: Path) -> list[str]:
+    return sorted(str(path.relative_to(save_path)) for path in save_path.rglob("report.html"))
+
+
+def test_a_page_links_to_the_artifacts_that_are_there_and_to_none_outside(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path, step=2)
+    driver = folder.process("trainer", owner=True)
+    (folder.layout.traces / "actor").mkdir(parents=True)
+    (folder.layout.traces / "actor" / "t.json.gz").write_bytes(b"trace")
+    (tmp_path / "outside.json").touch()
+    outside = str(tmp_path / "outside.json")
+    for path in ("traces/actor/t.json.gz", "traces/gone.json.gz", "../outside.json", outside):
+        trace = Artifact(path=path, kind="torch_trace", tool="torch", role="actor", host="h", size_bytes=9)
+        driver.expected.append(Expectation(name="torch trace", kind="trace", state="ok", artifacts=(trace,)))
+    driver.close(10 * MS)
+    folder.write()
+    run(["report", str(tmp_path / "step_000002")])
+    page = (tmp_path / "step_000002" / "report.html").read_text()
+    assert [part.partition('"')[0] for part in page.split('href="./')[1:]] == [
+        "spans/",
+        "processes/",
+        "traces/",
+        "traces/actor/t.json.gz",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -18,7 +19,10 @@ from stepscope.files.passes import read_passes
 from stepscope.testing.engine_conformance import a_capture
 from stepscope_report import step_report
 from stepscope_report.demo import rollout, task
+from stepscope_report.demo.calculator import Calculator
+from stepscope_report.demo.model import KVCache, Transformer, View, token_log_probs
 from stepscope_report.demo.rollout import SLOTS, RolloutReplica
+from stepscope_report.demo.task import group_advantages
 from stepscope_report.timeline import Timeline, load_step
 from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.prediction import predict
@@ -145,3 +149,66 @@ async def test_a_larger_batch_takes_what_the_measured_curve_predicts(
     advice = {one.rule: one for one in step_report(few).advice}
     assert advice["queueing"].saves_ns is not None
     assert advice["queueing"].saves_ns > 0.2 * few.window.wall_ns  # by another replica: its cache is full
+
+
+# The demo's model and its GRPO arithmetic.
+
+
+@torch.inference_mode()
+def test_decoding_with_the_cache_gives_the_logits_of_a_whole_forward() -> None:
+    torch.manual_seed(0)
+    model, cache = Transformer(), KVCache(slots=5)
+    tokens = torch.randint(1, len(task.VOCABULARY), (2, 12))
+    lengths, slots = torch.tensor([7, 4]), torch.tensor([3, 0])  # of the prompts; the shorter one is padded
+    prompts = tokens[:, :7].clone()
+    prompts[1, 4:] = task.PADDING
+    model(prompts, View(cache, slots, torch.arange(7).expand(2, 7)))
+    for step in range(5):
+        positions = (lengths + step)[:, None]
+        decoded = model(tokens.gather(1, positions), View(cache, slots, positions))[:, 0]
+        whole = model(tokens)[torch.arange(2), positions[:, 0]]
+        torch.testing.assert_close(decoded, whole)
+
+
+def test_log_probs_are_of_the_token_that_follows() -> None:
+    model, tokens = Transformer(), torch.tensor([[1, 2, 3]])
+    expected = model(tokens)[0, 0].log_softmax(-1)[2]
+    torch.testing.assert_close(token_log_probs(model, tokens)[0, 0], expected)
+
+
+def test_advantages_are_relative_to_the_group() -> None:
+    advantages = group_advantages([0.0, 1.0, 1.0, 1.0], group=2)
+    assert advantages.flatten().tolist() == pytest.approx([-0.7070, 0.7070, 0.0, 0.0], abs=1e-3)
+
+
+# The demo's tool: a process that computes, refuses, and ends.
+
+
+async def test_it_computes_in_another_process() -> None:
+    async with Calculator() as calculator:
+        assert await calculator.ask("8+5") == "13"
+        assert await calculator.ask("5-8") == "-3"
+        assert calculator.pid != os.getpid()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", ["", "8+", "8*5", "-3+5", "8+5+1", "__import__('os')", "८+५"])
+async def test_what_is_no_expression_is_refused(expression: str) -> None:
+    async with Calculator() as calculator:
+        assert await calculator.ask(expression) == "!"
+
+
+async def test_one_that_was_killed_is_an_error_and_no_endless_wait() -> None:
+    async with Calculator() as calculator:
+        os.kill(calculator.pid, 9)
+        with pytest.raises(RuntimeError, match=f"pid {calculator.pid}. is gone"):
+            await calculator.ask("1+1")
+
+
+async def test_an_answer_that_nobody_waited_for_is_never_taken_for_the_next_one() -> None:
+    async with Calculator() as calculator:
+        asking = asyncio.create_task(calculator.ask("1+1"))
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(RuntimeError, match="is gone"):
+            await calculator.ask("2+2")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from packages.report.tests.pictures import rl_step
+from packages.report.tests.pictures import HOSTILE, rl_step
 from packages.report.tests.steps import printed
 from stepscope._recording.after.metrics import MetricsLog
 from stepscope._recording.output import exporter
 from stepscope._recording.process import run
 from stepscope.files.layout import RunLayout
 from stepscope.files.scalars import StepMetrics, read_metrics, write_metrics
+from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report, to_scalars
 from stepscope_report.block import TextTable
 from stepscope_report.html.step_page import render_step
@@ -90,3 +92,37 @@ def test_a_broken_file_is_named_and_its_numbers_are_left_out(tmp_path: Path) -> 
     (problem,) = timeline.problems
     assert problem.file == broken.name
     assert "no numbers" in problem.what
+
+
+# A step's figures under flat names, for programs that draw curves.
+
+
+def scalars(folder: StepFolder) -> dict[str, float]:
+    return to_scalars(step_report(load_step(folder.write())))
+
+
+def test_stages_and_the_rest_add_up_to_the_step_without_its_capture(tmp_path: Path) -> None:
+    values = scalars(rl_step(tmp_path))
+    parts = [value for name, value in values.items() if name.startswith("stage/")]
+    rest = values["step/profiler_seconds"] + values["step/unaccounted_seconds"]
+    assert values["step/wall_seconds"] == pytest.approx(1.0) == pytest.approx(sum(parts) + rest)
+    assert values["capture/opening_seconds"] == pytest.approx(0.004)
+    assert values["capture/closing_seconds"] == pytest.approx(0.006)
+    assert "stage/actor/update_actor_seconds" in values
+
+
+def test_idle_is_the_mean_of_a_roles_processes(tmp_path: Path) -> None:
+    # Rank r of two works from 600 ms to (700 + r) ms, of a second.
+    assert scalars(rl_step(tmp_path, ranks=2))["idle/actor_seconds"] == pytest.approx(0.8995)
+
+
+def test_the_long_tail_is_there_where_there_are_trajectories(tmp_path: Path) -> None:
+    with_some = scalars(rl_step(tmp_path / "some"))
+    without = scalars(rl_step(tmp_path / "none", trajectories=0))
+    assert with_some["long_tail/rollout_seconds"] == pytest.approx(0.6)
+    assert not any(name.startswith("long_tail/") for name in without)
+
+
+def test_names_hold_nothing_that_a_store_of_metrics_refuses(tmp_path: Path) -> None:
+    values = scalars(rl_step(tmp_path, hostile=HOSTILE))
+    assert all(re.fullmatch(r"(\w[\w.-]*/)+[\w.-]+", name) for name in values)

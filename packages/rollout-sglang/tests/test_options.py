@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from stepscope.engines import supported
 from stepscope.engines.protocol import Iterations
+from stepscope.engines.supported import supported_by
 from stepscope.errors import EngineError
 from stepscope.testing.engine_conformance import a_capture
 from stepscope_sglang import _versions
-from stepscope_sglang._capture.opening import check_options
+from stepscope_sglang._capture.opening import check_facts, check_options
 from stepscope_sglang._capture.options import Plan, plan
 from stepscope_sglang._driving.facts import EngineFacts, facts_of
 from stepscope_sglang._engine_side.states import (
@@ -272,3 +274,39 @@ def test_xpu_is_for_xpu_from_0_5_10_on() -> None:
 def test_a_value_that_the_scheduler_would_die_of_is_refused(option: str, value: Any) -> None:
     with pytest.raises(EngineError, match=rf"extra\.{option} is .*allowed: .*Fix: "):
         told(an_engine(), extra={option: value})
+
+
+# The `engine` extra of this distribution is the range that holds at run time.
+
+
+def test_an_engine_above_the_range_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    supported._warn.cache_clear()
+    _versions.check("99.0.0")
+    (record,) = caplog.records
+    assert f"newer than {supported_by(_versions.ADAPTER)}" in record.getMessage()
+
+
+def test_an_engine_below_the_range_is_refused() -> None:
+    with pytest.raises(EngineError, match="pip install 'sglang>="):
+        _versions.check("0.0.1")
+
+
+# SGLang on an NPU is refused before the run, with what to do instead. It was not run: no NPU here.
+
+
+def test_an_engine_on_an_npu_is_refused_with_the_tool_that_records_it() -> None:
+    facts = EngineFacts(
+        version="0.5.23",
+        options=frozenset(),
+        device="npu",
+        tp=1,
+        dp=1,
+        pp=1,
+        dp_attention=False,
+        sleep_on_idle=True,
+        speculative=False,
+        disaggregation=None,
+        metrics=False,
+    )
+    with pytest.raises(EngineError, match="the tool npu"):
+        check_facts(facts)
