@@ -404,6 +404,25 @@ def test_a_call_that_blocks_the_event_loop_of_others_is_named(tmp_path: Path) ->
     assert cause.ns == pytest.approx(600 * MS, rel=0.1)
 
 
+@pytest.mark.parametrize("since_ms", [5, 50, 95])
+def test_a_block_of_a_loop_is_as_long_as_its_call_wherever_the_samples_lie(
+    tmp_path: Path, since_ms: int
+) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    begin_ns, end_ns = (300 + since_ms) * MS, (800 + since_ms) * MS
+    driver.span("tool", begin_ns, end_ns, role="env")
+    driver.span("generate", begin_ns - MS, end_ns + MS, role="rollout")
+    late = {
+        ms * MS: float(max(0, ms - 400)) for ms in range(0, 900, 100)
+    }  # sent at 400 ms, and run at the end
+    late |= {900 * MS: 400.0 + since_ms, 1000 * MS: 0.0}
+    driver.counter("event loop late", late, of="MainThread", unit="ms", kind="interval")
+    close(folder, 1000 * MS)
+    cause = cause_of(folder)
+    assert (cause.kind, cause.stage, cause.longer_ns) == ("event-loop", "tool", 500 * MS)
+
+
 def test_a_collector_that_stops_the_process_that_the_step_waits_for_is_named(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)

@@ -44,6 +44,11 @@ def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
             if blocker is not None and not _is_beside_others(blocker, calls, start_ns, end_ns, timeline):
                 continue
             call = None if blocker is None else timeline.spans[blocker]
+            if (
+                call is not None and call.start_ns < start_ns
+            ):  # since the sample before, at which the loop ran
+                ran_ns = max((time for time in counter.times_ns if time < start_ns), default=start_ns)
+                start_ns = call.start_ns if call.start_ns >= ran_ns else start_ns
             yield LateLoop(
                 process=process.name,
                 role=process.info.role,
@@ -58,17 +63,23 @@ def _blocks(counter: Counter, timeline: Timeline) -> list[Pair]:
     """Return the stretches of the step in which the loop did not run.
 
     The sampler gives the loop a callback when it samples, and each sample says how late that callback was so
-    far. So a block begins at the latest sample that allows for its length.
+    far. So a block begins at the latest sample that allows for its length. A callback that is later than the
+    time since the sample before is that sample's.
     """
     longest: dict[int, int] = {}
+    start_ns, before_ns = None, counter.times_ns[0]
     aligned, window = timeline.processes[counter.process].aligned, timeline.window
     for at_ns, value in zip(counter.times_ns, counter.values, strict=True):
         late_ns = round(value * 1e6)
         sent_ns = at_ns - late_ns
+        if sent_ns + _CLOSE_NS >= before_ns:
+            start_ns = None
+        before_ns = at_ns
         if late_ns <= LATE_NS or (aligned and not (window.start_ns <= at_ns and sent_ns <= window.end_ns)):
             continue
-        before = (time for time in counter.times_ns if time <= sent_ns + _CLOSE_NS)
-        start_ns = max(before, default=sent_ns)
+        if start_ns is None:
+            before = (time for time in counter.times_ns if time <= sent_ns + _CLOSE_NS)
+            start_ns = max(before, default=sent_ns)
         longest[start_ns] = max(late_ns, longest.get(start_ns, 0))
     return [(start_ns, start_ns + late_ns) for start_ns, late_ns in longest.items()]
 
