@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from packages.report.tests.steps import MS, close
+from packages.report.tests.traces import add_trace, event, kernel
 from stepscope.engines import passes
 from stepscope.engines.passes import PassLog
 from stepscope.errors import RecordError
@@ -261,3 +262,49 @@ def test_files_that_an_engine_left_are_taken_and_a_damaged_one_is_said(
     assert [path.name[:3] for path in tmp_path.iterdir()] == ["y_0"]
     assert "forward passes are" in caplog.text
     assert "x_1" in caplog.text
+
+
+def test_a_pass_points_to_what_it_launched_first_also_where_it_was_launched_ahead(tmp_path: Path) -> None:
+    """The second pass is launched, as a graph, while the first runs. The third has no work on the device."""
+    folder = a_step(tmp_path, [(name, 5, 90, {"request_id": name}) for name in "ab"])
+    log = PassLog(10)
+    log.note(10, 30, "prefill", {"a": 8}, [1], running=1, waiting=0)
+    log.note(30, 50, "decode", {"a": 1, "b": 1}, [1, 1], running=2, waiting=0)
+    log.note(50, 60, "decode", {"b": 1}, [1], running=1, waiting=0)
+    note(folder, folder.processes[1], 0, log)
+
+    def flow(phase: str, number: int, ms: float, pid: int, tid: int) -> dict[str, Any]:
+        end = {"bp": "e"} if phase == "f" else {}
+        common = {"cat": "ac2g", "name": "ac2g", "id": number, "pid": pid, "tid": tid, "ts": ms * 1000}
+        return {"ph": phase, **common, **end}
+
+    annotations = [
+        ("execute_context_1(8)_generation_0(0)", 11, 6), ("execute_context_0(0)_generation_2(2)", 20, 5),
+        ("execute_context_0(0)_generation_1(1)", 51, 5),
+    ]  # fmt: skip
+    kernels = [(1, 12, "gemm", 13), (2, 14, "norm", 16), (3, 21, "graph, later", 36), (3, 21, "graph", 32)]
+    events: list[Any] = [
+        {**event(name, "user_annotation", ms * 1000, dur * 1000), "args": {"External id": 7}}
+        for name, ms, dur in annotations
+    ]
+    for number, launched, name, ms in kernels:
+        events += [
+            flow("s", number, launched, 1, 1),
+            flow("f", number, ms, 0, 7),
+            kernel(name, ms * 1000, 1000),
+        ]
+    add_trace(folder, folder.processes[1], events)
+    to = tmp_path / "merged.json.gz"
+    merge_step(folder.write(), to=to, selection=msgspec.structs.replace(EVERYTHING, requests="all"))
+    with gzip.open(to) as file:
+        merged = json.load(file)["traceEvents"]
+    names = {
+        (one["pid"], one["tid"], one["ts"]): one["name"]
+        for one in merged
+        if one.get("cat") in ("kernel", "pass")
+    }
+    arrows: dict[int, list[str]] = {}
+    for one in merged:
+        if one.get("name") == "first kernel":
+            arrows.setdefault(one["id"], []).append(names[one["pid"], one["tid"], one["ts"]])
+    assert sorted(arrows.values()) == [["decode 2", "graph"], ["prefill 1", "gemm"]]

@@ -266,12 +266,17 @@ def _write(
 ) -> Merged:
     """Write the events of a plan and return what was written."""
     outcome = RowOutcome()
-    spans = write_spans(plan, out.objects, outcome)
+    ids = FlowIds(0, plan.common.files)
+    spans = write_spans(plan, out.objects, outcome, ids)
     counters = write_counters(plan, out.objects)
     shares = iter(range(sum(len(row.traces) for row in plan.traces) + len(plan.recordings), 0, -1))
     limit_of = partial(_limit, plan.selection.max_mb, shares)
     for traces in plan.traces:
-        outcome.add(write_row(traces, plan.common, out, limit_of=limit_of, on_read=on_read))
+        launches = plan.drawn.launches(traces.row)
+        see = None if launches is None else launches.see
+        outcome.add(write_row(traces, plan.common, out, limit_of=limit_of, on_read=on_read, see=see))
+    for batch in _batches(plan.drawn.kernels(ids)):
+        out.objects(batch)
     for recording in plan.recordings:
         outcome.add(_write_recording(recording, plan, out, limit_of(out)))
         if on_read is not None:
@@ -279,7 +284,7 @@ def _write(
     return merged(plan, spans, counters, outcome)
 
 
-def write_spans(plan: Plan, write: Write, outcome: RowOutcome) -> int:
+def write_spans(plan: Plan, write: Write, outcome: RowOutcome, ids: FlowIds) -> int:
     """Write the spans of a plan's rows, and the arrows between them. Return their number."""
     tracks, drawn, written = plan.common.tracks, plan.drawn, 0
     for row in plan.rows:
@@ -291,7 +296,7 @@ def write_spans(plan: Plan, write: Write, outcome: RowOutcome) -> int:
             drawn.passes(row, tracks),
         )
         written += _write_own(events, row, tracks, write)
-    for batch in _batches(chain(tracks.take(), drawn.arrows(FlowIds(0, plan.common.files)))):
+    for batch in _batches(chain(tracks.take(), drawn.arrows(ids))):
         write(batch)
     if drawn.outside:
         outcome.left_out.append(f"{drawn.outside} spans outside the selected time")

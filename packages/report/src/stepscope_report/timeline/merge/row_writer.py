@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -73,12 +73,14 @@ def write_row(
     *,
     limit_of: Callable[[TimelineFile], int | None],
     on_read: Callable[[int], None] | None,
+    see: Callable[[Text], None] | None = None,
 ) -> RowOutcome:
     """Write the traces of a row, in their order.
 
     Args:
         limit_of: Called with `out` before each trace: the size of the file at which it ends.
         on_read: Called with a number of bytes each time that many more of the files were read.
+        see: Called with the events before they are written.
     """
     row, outcome = traces.row, RowOutcome()
     for trace in traces.traces:
@@ -87,6 +89,8 @@ def write_row(
         ids = FlowIds(trace.number, common.files)
         rewriter = Rewriter(row, place, ids, common.tracks, common.cut, file.notes)
         texts = file.texts(rewriter.rewrite, on_read)
+        if see is not None:
+            texts = _seen(texts, see)
         outcome.left_out += write_texts(
             trace.name, texts, rewriter, lambda: [row], common.tracks, out, limit_of(out)
         )
@@ -94,6 +98,12 @@ def write_row(
         outcome.files.append(MergedFile(file=trace.name, row=row.pid, events=written, crossing=crossed))
         outcome.problems += noted(trace.name, file.notes)
     return outcome
+
+
+def _seen(texts: Iterable[Text], see: Callable[[Text], None]) -> Iterator[Text]:
+    for text in texts:
+        see(text)
+        yield text
 
 
 def write_texts(

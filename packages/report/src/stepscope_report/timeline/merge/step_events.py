@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope_report.timeline.critical_path import critical_path
+from stepscope_report.timeline.merge.launches import Launches
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds
 from stepscope_report.timeline.merge.tracks import Event, Tracks, microseconds
 from stepscope_report.timeline.model import Counter, EnginePasses, Span, Timeline
@@ -90,6 +91,10 @@ class Drawn:
             self._counters_of[counter.process].append(counter)
         self._passes_at: dict[int, Event] = {}
         """{index of an engine in `Timeline.passes`: the pid and tid of its drawn passes}."""
+        self._launches: dict[int, Launches] = {}
+        """{index of an engine: the launches in its traces}."""
+        self._pointed: dict[int, set[int]] = defaultdict(set)
+        """{index of an engine: its passes with an arrow from a turn}."""
         self._stalled: set[int] = set()
         """Replicas whose stalls are drawn: each in its first row."""
         self.outside = 0
@@ -203,11 +208,31 @@ class Drawn:
                 continue
             served = [places[at][row] for row in rows[at][request]]
             for edge in dict.fromkeys((served[0], served[-1])):
+                self._pointed[at].add(edge)
                 begin = self._timeline.passes[at].begins_ns[edge] - self._axis.base_ns
                 number = ids.number(b"%d-%d-%d" % (at, request, edge), "pass")
                 common: Event = {"cat": "stepscope", "name": "pass", "id": number}
                 yield {"ph": "s", **common, **self._at(index)}
                 yield {"ph": "f", "bp": "e", **common, **self._passes_at[at], "ts": microseconds(begin)}
+
+    def launches(self, row: Row) -> Launches | None:
+        """Return what is to see the events of a row's traces, or None if the row is of no engine whose passes
+        are drawn, or of several.
+        """
+        engines = [at for at in self._passes_at if self._timeline.passes[at].replica == row.info.replica]
+        if len(engines) != 1 or row.unaligned is not None:
+            return None
+        return self._launches.setdefault(engines[0], Launches())
+
+    def kernels(self, ids: FlowIds) -> Iterator[Event]:
+        """Yield arrows from passes to their first work on a device. Call this after all traces are
+        written.
+        """
+        for at, launches in self._launches.items():
+            engine = self._timeline.passes[at]
+            every = self._selection.requests == "all"
+            wanted = set(range(len(engine.begins_ns))) if every else self._pointed[at]
+            yield from launches.arrows(engine, wanted, self._passes_at[at], self._axis.base_ns, ids)
 
     def _slowest(self) -> frozenset[str | None]:
         """Return the names of the longest trajectories."""
