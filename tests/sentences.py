@@ -63,7 +63,6 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def offences(sentence: str) -> Iterator[str]:
-    """Yield what is wrong with a sentence."""
     for word in _WEAK.findall(sentence):
         yield f"{word!r} adds nothing: leave it out, or say what is meant"
     for word in _TWICE.findall(sentence):

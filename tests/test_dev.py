@@ -168,7 +168,6 @@ def test_a_bump_refuses_what_is_no_new_version(checkout: Path, version: str) -> 
 
 @pytest.fixture
 def recipes(checkout: Path) -> Path:
-    """Return two recipes in that checkout, the second over the first."""
     folder = checkout / "packages/rollout-vllm/tests/engines"
     for name in ("vllm-2", "vllm-1"):
         (folder / name).mkdir(parents=True)

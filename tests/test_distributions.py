@@ -119,7 +119,6 @@ def test_an_extra_of_the_sdk_brings_an_adapter_alone(package: Path) -> None:
 
 
 def modules(requirements: list[str]) -> set[str]:
-    """Return the modules that requirements are named after."""
     return {name.replace("-", "_") for name in names(requirements)}
 
 

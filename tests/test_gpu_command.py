@@ -20,11 +20,6 @@ from tools.gpu.standin_smi import VALUES
 from tools.gpu.trace_files import Work, busy_ns
 from tools.gpu.wheels import CORE as WHEELS
 
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
-
 SMI = [sys.executable, str(ROOT / "tools/gpu/standin_smi.py")]
 
 

@@ -37,9 +37,8 @@ def test_a_long_file_says_why_at_its_top() -> None:
 
 def test_the_tree_has_its_folders_and_no_others() -> None:
     folders = {path.relative_to(ROOT).parts[0] for path in files() if path.parent != ROOT}
-    assert folders == {".ci", ".github", "benchmarks", "docs", "examples", "packages", "tests", "tools"}, (
-        "a test may have left one"
-    )
+    # a test may have left one
+    assert folders == {".ci", ".github", "benchmarks", "docs", "examples", "packages", "tests", "tools"}
 
 
 def test_no_file_holds_a_path_of_one_machine() -> None:

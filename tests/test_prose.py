@@ -34,7 +34,6 @@ def test_docstrings_open_with_a_subject_or_a_verb(place: str) -> None:
 
 
 def wrong_sentences(path: Path, texts: Iterable[tuple[int, str]]) -> list[str]:
-    """Return the offences in texts of a file, with their lines."""
     return [
         f"{path.relative_to(ROOT)}:{line}: {offence}: {sentence}"
         for line, text in texts

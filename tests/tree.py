@@ -31,7 +31,6 @@ def files(*suffixes: str) -> list[Path]:
 
 
 def project(package: Path) -> dict[str, Any]:
-    """Return the `[project]` table of a distribution."""
     table: dict[str, Any] = tomli.loads((package / "pyproject.toml").read_text())["project"]
     return table
 

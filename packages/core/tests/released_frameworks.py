@@ -53,7 +53,6 @@ def released(preset: str, version: str) -> Path:
 
 
 def preset_at(name: str, version: str) -> Preset:
-    """Return the preset as it is where this version is installed."""
     if version == NEWEST:
         return read_preset(name, lambda _: read_facts(name).version)
     loaded = read_preset(name, lambda _: version)
@@ -77,7 +76,6 @@ def facts_at(name: str, version: str) -> dict[str, FunctionFacts]:
 
 
 def settings_of(preset: str, source: Path) -> set[str]:
-    """Return the settings that a released framework has."""
     if preset == "verl":
         tree = yaml.safe_load((source / "verl/trainer/config/_generated_ppo_trainer.yaml").read_text())
         return set(_dotted(tree))

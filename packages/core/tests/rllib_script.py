@@ -28,7 +28,6 @@ def configuration(learners: int) -> PPOConfig:
 
 
 def digest(algorithm: Algorithm) -> str:
-    """Return a digest of all weights."""
     assert algorithm.learner_group is not None
     weights = algorithm.learner_group.get_weights()["default_policy"]
     return hashlib.sha256(b"".join(np.asarray(weights[key]).tobytes() for key in sorted(weights))).hexdigest()

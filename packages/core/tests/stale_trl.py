@@ -8,7 +8,6 @@ _METHODS = ("_calculate_rewards", "_generate_all", "_generate_and_score_completi
 
 
 def write_stale_trl(folder: Path) -> Path:
-    """Write the package into `folder` and return that."""
     package = folder / "trl" / "trainer"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()

@@ -287,8 +287,6 @@ def built_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
 
 
 class Built(NamedTuple):
-    """The functions of a preset, built."""
-
     facts: dict[str, FunctionFacts]
     modules: dict[tuple[str, str], ModuleType]
     """(module, class) -> the module with it."""

@@ -98,8 +98,6 @@ def framework(module: str, tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def spans(tmp_path: Path) -> Spans:
-    """{step: the stages recorded in it}."""
-
     def read() -> dict[int, list[str]]:
         run = tmp_path / "run"
         return {step: [span.stage for span in finished_spans(run, step)] for step in RunLayout(run).steps()}

@@ -72,7 +72,6 @@ class Trainer:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Provide the framework."""
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "asyncframework.py").write_text(FRAMEWORK)

@@ -232,20 +232,6 @@ def test_what_is_skipped_says_why(config: ProfileConfig) -> None:
     assert "role 'trainer'" in str(item.reason)
 
 
-def test_two_runs_in_one_folder_keep_apart(config: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepscope._recording.process import run
-
-    for name in ("aaaaaaaa", "bbbbbbbb"):
-        monkeypatch.setattr(run, "_ids", {"run": name})
-        monkeypatch.setattr(run, "_recorded", set())
-        with capture(2, config=config), span(f"update {name}"):
-            pass
-    layout = RunLayout(config.save_path)
-    assert len(list(layout.step(2).spans.glob("*.jsonl"))) == 2
-    assert len(list(layout.step(2).processes.glob("*.json"))) == 2
-    assert len(layout.runs()) == 2
-
-
 def test_a_budget_of_seconds_truncates_and_says_so(tmp_path: Path) -> None:
     config = ProfileConfig(
         save_path=str(tmp_path / "run"), steps=[2], roles={"x": {}}, budget={"seconds": 0.05}
@@ -603,7 +589,6 @@ async def test_a_cancelled_opening_ends_the_starts_and_stops_their_engines_once(
 
 
 async def cancel_twice(task: asyncio.Task[Any]) -> None:
-    """And sees that it goes on."""
     for _ in range(2):
         task.cancel()
         for _ in range(5):

@@ -34,7 +34,6 @@ def shipped(release: str) -> Any:
 
 
 def trainer_config(release: str, **overall: object) -> dict[str, Any]:
-    """Return the configuration of verl's trainer, with the actor enabled."""
     config: dict[str, Any] = deepcopy(shipped(release))
     config["global_profiler"].update({"tool": "torch", "steps": [2, 5]} | overall)
     config["actor_rollout_ref"]["actor"]["profiler"].update(enable=True, ranks=[0, 8])

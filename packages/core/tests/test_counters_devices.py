@@ -126,7 +126,6 @@ class FakeNvml:
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand for NVIDIA's driver."""
     (tmp_path / "version").touch()
     monkeypatch.setattr(devices, "DRIVER", str(tmp_path / "version"))
 

@@ -224,7 +224,6 @@ def test_the_file_of_a_counter_that_does_not_answer_is_closed_once_it_does(tmp_p
 
 
 def open_files() -> set[str]:
-    """Return the paths of the files that this process has open."""
     numbers = Path("/proc/self/fd").iterdir()
     return {os.readlink(number) for number in numbers if number.is_symlink()}
 
@@ -255,7 +254,6 @@ def test_the_child_of_a_fork_samples_nothing(tmp_path: Path) -> None:
 
 
 def pauses() -> int:
-    """Return the number of callbacks of the collector that are ours."""
     return sum(isinstance(callback, partial) for callback in gc.callbacks)
 
 

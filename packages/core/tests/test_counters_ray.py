@@ -38,8 +38,6 @@ class Engine(FakeEngine):
 
 
 class Counting(FakeEngineProfiler):
-    """The profiler of such an engine."""
-
     def counters(self) -> Sequence[CounterSource]:
         engine = cast(Engine, self.engine)
         metrics = EngineMetrics(lambda: {FINISHED: float(engine.ran)}, "replica 0", blocks=False)

@@ -120,8 +120,6 @@ def test_an_absent_source_is_a_reason_and_the_others_are_sampled() -> None:
 
 
 class Broken(Ticks):
-    """A source that raises at its third sample."""
-
     def sample(self) -> Mapping[str, float]:
         if self.last == 2:
             raise OSError("the device is gone")

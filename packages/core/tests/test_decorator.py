@@ -141,29 +141,21 @@ def test_a_coroutine_that_is_never_awaited_is_no_span(config: ProfileConfig, spa
     assert spans() == []
 
 
-@pytest.mark.parametrize("name", ["below_classmethod", "above_classmethod"])
-def test_classmethods_are_timed_with_the_decorator_on_either_side(
-    config: ProfileConfig, spans: Spans, name: str
+@pytest.mark.parametrize("place", ["below", "above"])
+@pytest.mark.parametrize(
+    ("kind", "arguments", "result"), [(classmethod, (), "Child"), (staticmethod, (7,), 7)]
+)
+def test_class_and_static_methods_are_timed_with_the_decorator_on_either_side(
+    config: ProfileConfig, spans: Spans, place: str, kind: type, arguments: tuple[int, ...], result: object
 ) -> None:
     class Child(Worker):
         pass
 
+    name = f"{place}_{kind.__name__}"
     with capture(1, config=config):
-        assert getattr(Child, name)() == "Child"
-        assert getattr(Child(), name)() == "Child"
+        assert getattr(Child, name)(*arguments) == getattr(Child(), name)(*arguments) == result
     assert [recorded.stage for recorded in spans()] == [name, name]
-    assert isinstance(vars(Worker)[name], classmethod)
-
-
-@pytest.mark.parametrize("name", ["below_staticmethod", "above_staticmethod"])
-def test_staticmethods_are_timed_with_the_decorator_on_either_side(
-    config: ProfileConfig, spans: Spans, name: str
-) -> None:
-    with capture(1, config=config):
-        assert getattr(Worker, name)(7) == 7
-        assert getattr(Worker(), name)(7) == 7
-    assert [recorded.stage for recorded in spans()] == [name, name]
-    assert isinstance(vars(Worker)[name], staticmethod)
+    assert isinstance(vars(Worker)[name], kind)
 
 
 def test_nested_calls_and_stacked_decorators_are_nested_spans(config: ProfileConfig, spans: Spans) -> None:

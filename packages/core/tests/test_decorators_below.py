@@ -417,8 +417,6 @@ def caller_of_two_levels() -> str:
 
 
 def named_by_its_caller(fn: Any_) -> Any_:
-    """Call with the name of the calling function."""
-
     def inner(*args: Any, **kwargs: Any) -> Any:
         return fn(caller_of_two_levels(), *args, **kwargs)
 

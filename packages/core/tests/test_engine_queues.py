@@ -59,7 +59,6 @@ def test_an_engine_without_statistics_is_judged_by_its_unfinished_requests() -> 
 
 
 def asking(engine: EngineState, *, file: str) -> ProcessState:
-    """Return a process with one call, in a file."""
     process = ProcessInfo(role="trainer", rank=None, world_size=None, host="a", pid=1)
     span = OpenSpan(span=1, role="rollout", stage="generate", age_ns=99 * S, thread=7)
     thread = Thread(id=7, name="MainThread", frames=(Frame(file, 3, "get"), Frame("loop.py", 2, "rollout")))

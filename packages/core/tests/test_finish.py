@@ -60,7 +60,6 @@ def captured(config: ProfileConfig, step: int = 1, rank: int | None = None) -> C
 
 
 def drain() -> None:
-    """Wait until files, hooks and commands are done."""
     assert not exporter.exporter().drain(60)
     assert not pipeline._hooks.drain(60)
     assert not pipeline._commands.drain(60)

@@ -171,16 +171,6 @@ def test_actors_of_every_kind_record_without_a_change_to_their_class(
     assert {part.process.actor_id for part in parts} == {actor._actor_id.hex() for actor in crew[kind]}
 
 
-async def test_a_capture_in_a_coroutine_reaches_them_too(
-    crew: dict[str, list[Any]], config: ProfileConfig
-) -> None:
-    everyone = [*crew["sync"], *crew["threaded"], *crew["async"]]
-    async with capture(1, workers=everyone, config=config) as cap:
-        await asyncio.gather(*(actor.update.remote() for actor in everyone))
-    assert await asyncio.to_thread(cap.result.problems) == []
-    assert len(workers_of(config, 1)) == 6
-
-
 def test_a_mapping_names_the_roles(crew: dict[str, list[Any]], config: ProfileConfig) -> None:
     with capture(1, workers={"critic": crew["sync"], "reward": crew["async"][0]}, config=config):
         pass

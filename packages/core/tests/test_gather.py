@@ -62,7 +62,6 @@ class Host:
         import torch  # noqa: F401  # what it does is what `tool: torch` records
 
     def keeps(self) -> int:
-        """Return the number of captures whose files it hands out."""
         return len(fetch._sessions)
 
     def lose(self, name: str) -> None:
@@ -112,7 +111,6 @@ def hosts(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def mortal(ray_cluster: None, tmp_path: Path) -> Iterator[Any]:
-    """Provide a host that may be killed."""
     host = start(tmp_path, "host-m")
     yield host
     ray.kill(host)

@@ -110,8 +110,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 @pytest.fixture
 def framework(module: str, tmp_path: Path) -> Entries:
-    """Configure these entries, and return the framework."""
-
     def build(*entries: dict[str, object]) -> Any:
         listed: list[Any] = [{"module": module, **entry} for entry in entries]
         configure(
@@ -124,7 +122,6 @@ def framework(module: str, tmp_path: Path) -> Entries:
 
 @pytest.fixture
 def spans(tmp_path: Path) -> Spans:
-    """Return the recorded spans, in the order of their begin."""
     return lambda: finished_spans(tmp_path / "run")
 
 

@@ -12,13 +12,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import pytest
 
-from packages.core.tests.interruptions import LEFTOVERS, OURS
+from packages.core.tests.interruptions import LEFTOVERS, OURS, Signal
 from stepscope import ProfileConfig, capture, span
 from stepscope._recording.capture import capture as captures
 from stepscope._recording.output import exporter
@@ -41,30 +41,18 @@ TORCHS = ("torch/autograd/profiler.py", "torch/profiler/profiler.py")
 pytestmark = LEFTOVERS
 
 
-class Interrupter:
-    """Raises at the moment of that number; `where` it was, None when there were not so many."""
+def ctrl_c(number: int) -> Signal:
+    def press() -> None:
+        raise KeyboardInterrupt
 
-    def __init__(self, number: int) -> None:
-        self.where: str | None = None
-        self._left = number
-
-    def __call__(self, frame: FrameType, event: str, called: object) -> None:
-        file = frame.f_code.co_filename
-        if event not in ("call", "c_return") or not (file.startswith(OURS) or file.endswith(TORCHS)):
-            return
-        # `with lock:` takes no signal between the two, but for a bug of CPython 3.14 (gh-148874).
-        if getattr(called, "__name__", "") == "__enter__":
-            return
-        if file.startswith(TESTING):
-            return
-        self._left -= 1
-        if self._left < 0:
-            sys.setprofile(None)
-            self.where = f"{file}:{frame.f_lineno}"
-            raise KeyboardInterrupt
+    return Signal(number, press, is_interrupted)
 
 
-def closed(cap: captures.Capture, interrupter: Interrupter) -> None:
+def is_interrupted(file: str) -> bool:
+    return file.endswith(TORCHS) or (file.startswith(OURS) and not file.startswith(TESTING))
+
+
+def closed(cap: captures.Capture, interrupter: Signal) -> None:
     cap.open()
     with span("reward"):
         pass
@@ -72,7 +60,7 @@ def closed(cap: captures.Capture, interrupter: Interrupter) -> None:
     cap.close()
 
 
-def closed_in_a_loop(cap: captures.Capture, interrupter: Interrupter) -> None:
+def closed_in_a_loop(cap: captures.Capture, interrupter: Signal) -> None:
     async def step() -> None:
         await cap.aopen()
         with span("reward"):
@@ -89,13 +77,13 @@ def hidden_files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob(".*") if path.name != ".recordings"]
 
 
-Way: TypeAlias = Callable[[captures.Capture, Interrupter], None]
+Way: TypeAlias = Callable[[captures.Capture, Signal], None]
 """Opens a capture, and closes it under the interrupter."""
 
 
 def interrupted(cap: captures.Capture, number: int, way: Way) -> str | None:
     """Interrupt a capture. Return the place of the Ctrl-C; None if closing was over before it."""
-    interrupter = Interrupter(number)
+    interrupter = ctrl_c(number)
     before = sys.getprofile()
     try:
         way(cap, interrupter)
@@ -146,7 +134,7 @@ def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: str,
 def test_a_ctrl_c_while_a_file_is_written_leaves_the_old_or_the_new_one_and_no_other(tmp_path: Path) -> None:
     for number in itertools.count():
         file = tmp_path / str(number) / "manifest.json"
-        interrupter = Interrupter(number)
+        interrupter = ctrl_c(number)
         try:
             sys.setprofile(interrupter)
             write_atomic(file, b"{}")

@@ -15,13 +15,12 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
 import pytest
 
-from packages.core.tests.interruptions import LEFTOVERS, OURS
+from packages.core.tests.interruptions import LEFTOVERS, OURS, Signal
 from stepscope import ProfileConfig, capture
 from stepscope._recording.capture import capture as captures
 from stepscope._recording.capture.work import CaptureWork
@@ -51,28 +50,12 @@ LEFT_ALONE = tuple(os.path.join(OURS, name) for name in ("config", "files", "err
 pytestmark = LEFTOVERS
 
 
-class Signal:
-    """Comes at the moment of that number, once; `where` it was, None when there were not so many."""
+def is_interrupted(file: str) -> bool:
+    return file.endswith(LIBRARIES) or (file.startswith(OURS) and not file.startswith(LEFT_ALONE))
 
-    def __init__(self, number: int, handler: Callable[[], object]) -> None:
-        self.where: str | None = None
-        self._left = number
-        self._handler = handler
 
-    def __call__(self, frame: FrameType, event: str, called: object) -> None:
-        file = frame.f_code.co_filename
-        if event not in ("call", "c_return") or file.startswith(LEFT_ALONE):
-            return
-        # `with lock:` takes no signal between the two, but for a bug of CPython 3.14 (gh-148874).
-        if getattr(called, "__name__", "") == "__enter__":
-            return
-        if not file.startswith(OURS) and not file.endswith(LIBRARIES):
-            return
-        self._left -= 1
-        if self._left < 0:
-            sys.setprofile(None)
-            self.where = f"{file}:{frame.f_lineno} {event}"
-            self._handler()
+def signal_at(number: int, handler: Callable[[], object]) -> Signal:
+    return Signal(number, handler, is_interrupted)
 
 
 @contextmanager
@@ -179,7 +162,7 @@ def test_a_signal_while_a_capture_opens_leaves_nothing_recording(
     whole_capture(config, 999)  # and with it the one-off costs
     for count in itertools.count():
         cap = capture(count, config=config)
-        signal = Signal(first + 9 * count, lambda cap=cap: handler(cap.close))  # type: ignore[misc]  # mypy
+        signal = signal_at(first + 9 * count, lambda cap=cap: handler(cap.close))  # type: ignore[misc]  # mypy
         with under(signal):
             cap.open()
         if handler is closes_and_raises and signal.where is not None and has_claimed(cap):
@@ -235,7 +218,7 @@ def test_a_signal_at_any_moment_of_a_profilers_start_and_stop_leaves_it_off(
         windows = Windows(kind(config), config, RunLayout(tmp_path).step(1), manifest_part, None)
         finish = partial(windows.finish, discard="closed")
         # A capture's close does the same in a handler: it does not disturb the start or stop of a profiler.
-        signal = Signal(number, lambda finish=finish: handler(lambda: postponed(finish) or finish()))  # type: ignore[misc]  # mypy
+        signal = signal_at(number, lambda finish=finish: handler(lambda: postponed(finish) or finish()))  # type: ignore[misc]  # mypy
         with under(signal):
             windows.open(None, "actor")
             windows.finish(discard="over")
@@ -256,7 +239,7 @@ def test_a_signal_while_a_worker_opens_leaves_nothing_recording(
         request = StartRequest(
             capture_id=f"{handler}{count}", run_id="r", step=count, config=config, role="actor"
         )
-        signal = Signal(19 * count, lambda: handler(end_of_the_process))
+        signal = signal_at(19 * count, lambda: handler(end_of_the_process))
         with under(signal):
             start_worker(request)
         stop_worker(StopRequest(capture_id=request.capture_id))

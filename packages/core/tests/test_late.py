@@ -199,8 +199,6 @@ async def test_files_that_a_dead_process_did_not_write_are_missing_until_they_co
 
 
 class Patient(FakeEngineProfiler):
-    """Notes how long it is waited for."""
-
     def __init__(self, engine: FakeEngine) -> None:
         super().__init__(engine)
         self.waited_s: list[float] = []

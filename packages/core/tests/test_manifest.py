@@ -18,7 +18,7 @@ from stepscope.errors import MissingArtifactsError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import fold, read_parts
-from stepscope.files.manifest.records import AWAITED, Expectation, Manifest, Pending, ProcessPart, awaited
+from stepscope.files.manifest.records import AWAITED, Manifest, Pending, ProcessPart, awaited
 from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.files.storage.reading import decode, files_below, size_below
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
@@ -169,11 +169,6 @@ def test_a_user_error_in_the_words_of_an_exit_cuts_nothing(tmp_path: Path) -> No
     cap.close(error="the process exited")
     assert cap.result.path is not None
     assert not cut_processes(load_step(cap.result.path))
-
-
-def test_an_expectation_says_of_what_kind_it_is() -> None:
-    with pytest.raises(TypeError, match="kind"):
-        Expectation(name="torch trace", state="ok")  # type: ignore[call-arg]  # on purpose
 
 
 def test_a_folder_that_goes_while_files_are_listed_is_left_out(tmp_path: Path) -> None:

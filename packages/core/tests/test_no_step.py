@@ -87,7 +87,7 @@ def test_a_step_boundary_that_never_fires_is_said_once_at_the_end(tmp_path: Path
     )
     done = launch(tmp_path, program)
     (line,) = [line for line in done.stderr.splitlines() if "no step began" in line]
-    assert re.search(r"loop:Loop\.step .*called", line)
+    assert re.search(r"Loop\.step .*called", line)
     assert "other_loop:Loop" in line
     assert "list under `instrument`" in line
 

@@ -245,34 +245,32 @@ def test_the_thread_answers_between_two_steps(config: ProfileConfig) -> None:
     assert (process.pid, process.step, process.answers[request].state) == (os.getpid(), 0, "heard")
 
 
-def test_a_signal_captures_the_next_step_of_this_process(tmp_path: Path) -> None:
-    program = """
-import os, signal, sys, stepscope
-stepscope.configure(save_path=sys.argv[1], control={"poll_seconds": 3600})
-for step in range(4):
-    with stepscope.capture(step):
-        if step == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
-"""
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=True)
-    assert list(RunLayout(tmp_path / "run").steps()) == [2]
+SIGNAL = "os.kill(os.getpid(), signal.SIGUSR1)"
 
 
 @pytest.mark.parametrize(
-    "early", ["stepscope.configure(config)", "stepscope.prepare(config=config)"], ids=["configure", "prepare"]
+    ("early", "in_step_1", "captured"),
+    [
+        ("", SIGNAL, 2),
+        (f"stepscope.configure(config)\n{SIGNAL}", "pass", 0),
+        (f"stepscope.prepare(config=config)\n{SIGNAL}", "pass", 0),
+    ],
+    ids=["in a step", "after configure", "after prepare"],
 )
-def test_a_signal_before_the_first_capture_asks_for_its_step(early: str, tmp_path: Path) -> None:
+def test_a_signal_captures_the_next_step_of_this_process(
+    early: str, in_step_1: str, captured: int, tmp_path: Path
+) -> None:
     program = f"""
 import os, signal, sys, stepscope
 config = stepscope.ProfileConfig(save_path=sys.argv[1], control={{"poll_seconds": 3600}})
 {early}
-os.kill(os.getpid(), signal.SIGUSR1)
-for step in range(3):
+for step in range(4):
     with stepscope.capture(step, config=config):
-        pass
+        if step == 1:
+            {in_step_1}
 """
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=True)
-    assert list(RunLayout(tmp_path / "run").steps()) == [0]
+    assert list(RunLayout(tmp_path / "run").steps()) == [captured]
 
 
 def test_who_is_off_dies_of_the_signal_as_ever(tmp_path: Path) -> None:
@@ -529,7 +527,6 @@ for step in range(3):
 
 
 def answer_of(config: ProfileConfig, request: str) -> Answer:
-    """Return the answer that the process has written."""
     (listening,) = read_listening(RunLayout(config.save_path))
     return listening.answers.get(request, Answer(state="heard"))
 

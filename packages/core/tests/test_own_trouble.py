@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope import ProfileConfig, capture, flush, request_capture, span
+from stepscope import ProfileConfig, capture, flush, span
 from stepscope._recording.capture import on_demand
 from stepscope._recording.fanout.messages import StartRequest
 from stepscope._recording.fanout.worker_side import start_worker
@@ -24,9 +24,8 @@ from stepscope._recording.process import private_loop
 from stepscope._recording.session import budget
 from stepscope._recording.spans import slot
 from stepscope.engines.own_thread import own_thread
-from stepscope.errors import ConfigError, RecordError
+from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import read_parts
 from stepscope.files.requests import read_requests
 from stepscope.files.storage.temporary import remove_abandoned, temporary
 from stepscope.files.values import attr_value
@@ -111,18 +110,6 @@ def test_work_that_is_interrupted_is_over_before_it_is_undone(monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         private_loop.run(work())
     assert happened == ["cancelled"]
-
-
-def test_a_capture_that_never_opened_claims_no_spans(
-    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("stepscope._recording.capture.lifecycle.Lifecycle._begin", fail(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        capture(1, config=config).open()
-    (part,) = read_parts(RunLayout(config.save_path).step(1))[0]
-    (spans,) = [item for item in part.expected if item.name == "spans"]
-    assert spans.state == "skipped"
-    assert "opening failed" in (spans.reason or "")
 
 
 # The disk.
@@ -227,21 +214,6 @@ def test_a_listener_that_failed_once_goes_on(config: ProfileConfig, monkeypatch:
     while not list(layout.listeners.glob("*.json")):
         assert time.monotonic() < until
         os.sched_yield()
-
-
-@pytest.mark.usefixtures("in_production")
-def test_a_request_that_cannot_be_met_does_not_raise_in_the_training_loop(
-    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config.replace(steps=[])
-    request_capture("7", save_path=config.save_path, next_run=True)
-    monkeypatch.setattr(
-        "stepscope._recording.capture.configure.check",
-        fail(ConfigError("save_path", "x", "a folder", "mend it")),
-    )
-    with capture(7, config=config) as cap:
-        assert slot.session() is None
-    assert cap.selected
 
 
 # Values and names.

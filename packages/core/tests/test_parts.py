@@ -8,8 +8,8 @@ import pytest
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest.parts import fold, read_parts, worst, write_manifest
-from stepscope.files.manifest.records import Absent, Expectation, Manifest, ProcessPart, State
+from stepscope.files.manifest.parts import fold, read_parts, worst
+from stepscope.files.manifest.records import Expectation, ProcessPart, State
 from stepscope.files.sidecar import ProcessInfo
 
 
@@ -63,13 +63,6 @@ def test_the_owner_comes_first_then_roles_and_ranks_in_order() -> None:
     ]
 
 
-def test_a_worker_that_wrote_no_part_counts() -> None:
-    gone = Absent(name="actor[1]", state="missing", reason="the actor died")
-    folded = fold([part("trainer", None, "ok", owner=True, absent=(gone,)), part("actor", 0, "ok")])
-    assert folded.state == "missing"
-    assert folded.problems()[0].startswith("actor[1]: missing: ")
-
-
 def test_two_runs_are_never_folded_into_one_manifest() -> None:
     with pytest.raises(RecordError, match=r"run1, .*run2"):
         fold([part(), part(run_id="run2")])
@@ -100,10 +93,3 @@ def test_parts_are_read_and_files_that_are_none_are_named_with_the_reason(tmp_pa
 
 def test_a_folder_without_parts_is_read_as_empty(tmp_path: Path) -> None:
     assert read_parts(StepLayout(tmp_path / "absent")) == ([], {})
-
-
-def test_the_manifest_is_written_and_reads_back_equal(tmp_path: Path) -> None:
-    step = StepLayout(tmp_path)
-    manifest = fold([part("trainer", None, "ok", owner=True), part("actor", 0, "partial")])
-    write_manifest(step, manifest)
-    assert msgspec.json.decode(step.manifest.read_bytes(), type=Manifest) == manifest

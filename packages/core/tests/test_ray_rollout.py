@@ -65,8 +65,6 @@ class Rollout:
 
 
 class AsyncRollout:
-    """An async actor."""
-
     def __init__(self) -> None:
         self.engine = FakeEngine()
         self.loops: set[int] = set()
@@ -155,8 +153,6 @@ def _actor(profiler: EngineProfiler) -> Any:
 
 
 class LoopNoting(FakeEngineProfiler):
-    """Says on which event loop it was started."""
-
     async def start(self, capture: EngineCapture) -> None:
         await super().start(capture)
         self._ignored = {"loop": str(id(asyncio.get_running_loop()))}
@@ -203,7 +199,6 @@ def make(kind: type, **options: Any) -> Any:
 
 @pytest.fixture
 def actor() -> Iterator[Any]:
-    """Provide a sync actor that may be killed."""
     handle = make(Rollout, max_restarts=1)
     yield handle
     ray.kill(handle)

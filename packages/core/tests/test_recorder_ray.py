@@ -35,7 +35,6 @@ POLL_S = 0.1
 
 
 def set_clock(seconds: float) -> None:
-    """Move this process' time of day."""
     real = getattr(time, "_real_time_ns", time.time_ns)
     time._real_time_ns = real  # type: ignore[attr-defined]  # where a second call finds it
     time.time_ns = (lambda: real() + int(seconds * 1e9)) if seconds else real
@@ -104,6 +103,12 @@ def step_of(config: ProfileConfig, number: int, actors: list[Any], seconds: tupl
         ray.get(calls)
 
 
+def await_recorders(actors: list[Any]) -> None:
+    """Wait until each actor has a recorder: they are told in the background."""
+    while min(ray.get([actor.recorded.remote() for actor in actors])) < 0:
+        time.sleep(0.02)
+
+
 def drained() -> None:
     recorder = standing.standing()
     assert recorder is not None
@@ -123,8 +128,7 @@ def test_a_slow_step_holds_what_its_actors_did(
     monkeypatch.setattr(Worker, "prepare", counted)
     config = config_in(tmp_path)
     step_of(config, 0, actors, (0.01, 0.01))
-    while min(ray.get([actor.recorded.remote() for actor in actors])) < 0:
-        time.sleep(0.02)  # they are told in the background
+    await_recorders(actors)
     took_s = [0.2]
     for number in range(1, 14):
         began_s = time.perf_counter()
@@ -179,8 +183,7 @@ def test_clocks_of_other_hosts_are_measured_at_first_and_with_the_step(
 def test_a_jump_of_the_wall_clock_moves_no_span(tmp_path: Path, actors: list[Any], seconds: float) -> None:
     config = config_in(tmp_path, recorder={"triggers": []})
     step_of(config, 0, actors, (0.01, 0.01))
-    while min(ray.get([actor.recorded.remote() for actor in actors])) < 0:
-        time.sleep(0.02)
+    await_recorders(actors)
     recorder = standing.standing()
     assert recorder is not None
     try:
@@ -210,8 +213,7 @@ def test_a_jump_of_the_wall_clock_moves_no_span(tmp_path: Path, actors: list[Any
 def test_an_actor_that_is_terminated_writes_its_spans(tmp_path: Path, actors: list[Any]) -> None:
     config = config_in(tmp_path, recorder={"triggers": ["signal"], "last": 1})
     step_of(config, 0, actors, (0.01, 0.01))
-    while min(ray.get([actor.recorded.remote() for actor in actors])) < 0:
-        time.sleep(0.02)
+    await_recorders(actors)
     pid = ray.get(actors[1].pid.remote())
     with capture(1, config=config), span("train", role="trainer"):
         call = actors[1].update.remote(60, carrier())
@@ -254,8 +256,7 @@ def test_an_idle_actor_that_is_ended_in_its_last_step_was_not_killed(
 def test_an_actor_that_is_gone_is_named(tmp_path: Path, actors: list[Any]) -> None:
     config = config_in(tmp_path, control={"poll_seconds": POLL_S}, recorder={"triggers": ["exception"]})
     step_of(config, 0, actors, (0.01, 0.01))
-    while min(ray.get([actor.recorded.remote() for actor in actors])) < 0:
-        time.sleep(0.02)
+    await_recorders(actors)
     recorder = standing.standing()
     assert recorder is not None
     while len(recorder.workers) < 2:
@@ -276,8 +277,7 @@ def test_the_actor_that_hangs_is_named(tmp_path: Path, ray_cluster: None) -> Non
     config = config_in(tmp_path)
     try:
         step_of(config, 0, workers, (0.01,) * 4)
-        while min(ray.get([actor.recorded.remote() for actor in workers])) < 0:
-            time.sleep(0.02)
+        await_recorders(workers)
         with capture(1, config=config), span("train", role="trainer"):
             for actor in workers[:2] + workers[3:]:
                 actor.update.remote(30, carrier())
@@ -294,7 +294,7 @@ def test_the_actor_that_hangs_is_named(tmp_path: Path, ray_cluster: None) -> Non
     first = [answer.calls[index] for index in answer.culprits]
     assert {call.stage for call in first} == {"update", "hang"}
     (hung,) = [call for call in first if call.stage == "hang"]
-    assert "wait_for_the_lock" in hung.where
+    assert Trainer.wait_for_the_lock.__name__ in hung.where
     train = next(call for call in answer.calls if call.stage == "train")
     assert len(train.waits_for) == 4
 

@@ -53,10 +53,6 @@ def test_a_known_rank_is_kept_in_a_world_of_one() -> None:
     assert not decide(CONFIG, role="actor", rank=3, world_size=1).record
 
 
-def test_the_same_arguments_decide_the_same() -> None:
-    assert decide(CONFIG, role="actor", rank=8) == decide(CONFIG, role="actor", rank=8)
-
-
 def test_a_process_of_several_roles_records_when_one_is_selected_and_says_which() -> None:
     decision = decide_process(CONFIG, roles=["env", "actor", "ref"], rank=8)
     assert decision.record

@@ -63,7 +63,6 @@ def report(installed: Path, run: Path) -> dict[str, Any]:
 
 
 def sidecars(run: Path) -> dict[str, dict[str, Any]]:
-    """Return the sidecars' artifacts by tool and kind."""
     paths = run.glob("step_000001/traces/**/*.meta.json")
     artifacts = [json.loads(path.read_bytes())["artifact"] for path in paths]
     return {f"{artifact['tool']} {artifact['kind']}": artifact for artifact in artifacts}

@@ -336,17 +336,6 @@ class TestOtherProfilers:
         with torch.autograd.profiler.profile(), pytest.raises(ProfilerBusyError):
             make().start(a_window())
 
-    def test_one_that_has_ended_is_no_hindrance(
-        self, make: Callable[..., TorchBackend], tmp_path: Path
-    ) -> None:
-        with torch.profiler.profile(activities=self.CPU) as theirs:
-            work("theirs")
-        backend = make()
-        backend.start(a_window())
-        work("ours")
-        assert names(backend.stop()[0], tmp_path)["ours"] == 1
-        self.assert_whole(theirs, tmp_path, 1)
-
     def assert_whole(self, theirs: Any, folder: Path, count: int) -> None:
         path = folder / "theirs.json"
         theirs.export_chrome_trace(str(path))

@@ -222,39 +222,29 @@ def test_a_signal_handler_that_interrupts_a_stop_is_told_and_the_trace_is_kept(r
 
 
 @both
-def test_a_user_profiler_inside_ours_ends_ours_and_both_are_whole(run: Run, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("call", "thread"),
+    [("theirs()", "MainThread"), ("in_thread(lambda: [theirs()])", "test-thread")],
+    ids=["the same thread", "another thread"],
+)
+def test_a_user_profiler_inside_ours_ends_ours_and_both_are_whole(
+    run: Run, flags: tuple[str, ...], call: str, thread: str
+) -> None:
     done = run(
-        """
+        f"""
         start()
-        theirs()
+        {call}
         work("later")
         pending = backend.stop()
         print(pending[0].truncated)
         found = write(pending)
-        assert "ours" in found and not {"theirs", "later"} & found, found
+        assert "ours" in found and not {{"theirs", "later"}} & found, found
         start()
         assert "ours" in write(backend.stop())
         """,
         *flags,
     )
-    assert done.endswith("on thread MainThread\n")
-
-
-@both
-def test_a_user_profiler_of_another_thread_ends_ours_and_both_are_whole(
-    run: Run, flags: tuple[str, ...]
-) -> None:
-    done = run(
-        """
-        start()
-        in_thread(lambda: [theirs()])
-        pending = backend.stop()
-        print(pending[0].truncated)
-        assert "ours" in write(pending)
-        """,
-        *flags,
-    )
-    assert done.endswith("test-thread\n")
+    assert done.endswith(f"on thread {thread}\n")
 
 
 def test_ranges_for_other_tools_and_legacy_profilers_end_ours_and_run(run: Run) -> None:
@@ -303,25 +293,6 @@ def test_a_user_profiler_that_would_crash_the_process_is_refused(run: Run) -> No
     )
     assert "cannot start on" in done
     assert done.endswith("None\n")
-
-
-def test_a_user_profiler_that_encloses_ours_is_left_alone(run: Run) -> None:
-    done = run(
-        """
-        with profile(activities=[ProfilerActivity.CPU]) as session:
-            work("theirs")
-            backend.prepare()
-            try:
-                start()
-            except ProfilerBusyError:
-                print("refused")
-            backend.stop()
-            work("more")
-        session.export_chrome_trace("theirs.json")
-        print({"theirs", "more"} <= names("theirs.json"))
-        """
-    )
-    assert done == "refused\nTrue\n"
 
 
 @both

@@ -49,7 +49,6 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the framework."""
     folder = tmp_path_factory.mktemp("framework")
     (folder / "server_loop.py").write_text(FRAMEWORK)
     return folder

@@ -41,8 +41,6 @@ def verl(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def make(verl: Any, tmp_path: Path) -> Iterator[Any]:
-    """Provide a worker's profiler from the options of verl's tool `torch`."""
-
     def build(role: str = "actor", **options: Any) -> WorkerProfiler:
         torch = verl.TorchProfilerToolConfig(**({"contents": ["cpu"]} | options))
         config = verl.ProfilerConfig(

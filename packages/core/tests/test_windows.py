@@ -23,11 +23,10 @@ import stepscope
 from stepscope import ProfileConfig, capture, prepare, profile_step, span
 from stepscope._recording.fanout import worker_side
 from stepscope._recording.session import selection, session
-from stepscope._recording.spans import scopes, slot
-from stepscope.backends import Window
+from stepscope._recording.spans import scopes
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.config import RoleConfig
-from stepscope.errors import BackendError, ProfilerBusyError
+from stepscope.errors import BackendError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.files.sidecar import Sidecar
@@ -395,37 +394,6 @@ def test_a_recording_that_lacks_something_is_there_and_partial(
     item = outcome(config, "fake trace")
     assert (item.state, item.reason) == ("partial", "no device data")
     assert len(item.artifacts) == 1
-
-
-def test_a_trace_that_was_cut_is_partial(configure: Configure, backend: FakeBackend) -> None:
-    config = configure(budget={"seconds": 60})
-    with capture(2, config=config) as cap:
-        active = slot.active
-        assert isinstance(active, session.Session)
-        active.truncate("other code profiles")
-    cap.result.wait()
-    item = outcome(config, "fake trace")
-    assert (item.state, item.reason) == ("partial", "other code profiles")
-    assert len(item.artifacts) == 1
-
-
-def test_a_stage_is_recorded_again_once_the_users_profiler_has_ended(
-    configure: Configure, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, start = configure(mode="discrete"), backend.start
-
-    def busy(window: Window) -> None:
-        raise ProfilerBusyError("another session")
-
-    with capture(2, config=config) as cap:
-        monkeypatch.setattr(backend, "start", busy)
-        Trainer().inner()
-        monkeypatch.setattr(backend, "start", start)
-        Trainer().inner()
-    cap.result.wait()
-    item = outcome(config, "fake trace of inner")
-    assert (item.state, len(item.artifacts)) == ("partial", 1)
-    assert "another session" in str(item.reason)
 
 
 def test_a_file_that_fails_after_the_capture_is_logged(

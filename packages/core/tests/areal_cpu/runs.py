@@ -14,7 +14,6 @@ _NUMBER = re.compile(r"(?<=│) ([\w./-]+) +│ +(-?[\d.]+e[-+]\d+)")
 
 
 def captured_training(folder: Path, *overrides: str) -> Training:
-    """Train in `folder`, and capture two of the five steps."""
     save_path = folder / "profile"
     before = stepscope_run(save_path, "--preset", "areal", "--require-capture")
     code, output = train(folder, *overrides, before=before)

@@ -12,7 +12,6 @@ from reward import TURNS, ones  # type: ignore[import-not-found]  # beside this 
 
 
 def prompts(many: int) -> Dataset:
-    """Return sums as prompts."""
     return Dataset.from_list(
         [{"messages": [{"role": "user", "content": f"{number}+{number * 7}="}]} for number in range(many)]
     )

@@ -117,7 +117,6 @@ class Session:
         return fault
 
     def settle(self) -> None:
-        """Wait until all that was ordered is written."""
         # Its own `drain` is for the end of the process, and waits for no worker.
         if self.recorder._work.drain(30):
             self.say(self.number, "the recorder was still writing after 30 s")

@@ -35,8 +35,6 @@ STUCK_S = 8.0
 
 @dataclass
 class World:
-    """The objects that a fault may touch."""
-
     trainer: Trainer
     layout: RunLayout
     step: StepLayout
@@ -46,8 +44,6 @@ class World:
 
 @dataclass
 class Fault:
-    """One fault, chosen for one step."""
-
     name: str
     moment: str
     """The moment at which `strike` is called, on a separate thread."""

@@ -16,8 +16,6 @@ Label: TypeAlias = tuple[str, str]
 
 
 class Step(NamedTuple):
-    """A captured step."""
-
     number: int
     folder: Path
     metrics: dict[str, float]
@@ -27,7 +25,6 @@ class Step(NamedTuple):
 
     @property
     def calls(self) -> dict[Label, int]:
-        """The number of calls by role and stage."""
         return {(stage["role"], stage["stage"]): stage["calls"] for stage in self.report["stages"]}
 
     @property
@@ -63,8 +60,6 @@ class ToolCall(NamedTuple):
 
 
 class Training(NamedTuple):
-    """A training that ended."""
-
     output: str
     metrics: dict[int, dict[str, float]]
     """Numbers that the framework printed, by step."""
@@ -74,7 +69,6 @@ class Training(NamedTuple):
     """Calls of all steps."""
 
     def tools(self, step: Step) -> list[ToolCall]:
-        """Return the calls within a step."""
         opened_ns = int(step.report["opened_ns"])  # behind the capture's opening
         end_ns = opened_ns + step.report["breakdown"]["window_ns"]
         return [call for call in self.tool_calls if opened_ns <= call.begun_ns <= end_ns]
@@ -87,7 +81,6 @@ def stepscope_run(save_path: Path, *options: str, steps: Sequence[int] = CAPTURE
 
 
 def captured_steps(save_path: Path, metrics: Mapping[int, dict[str, float]]) -> dict[int, Step]:
-    """Return what `stepscope report` says of the captured steps."""
     command = [sys.executable, "-m", "stepscope", "report", str(save_path), "--no-html", "--json"]
     # 3: a part of a step is missing, which is for the tests to say
     reported = subprocess.run(command, capture_output=True, text=True)
@@ -102,7 +95,6 @@ def captured_steps(save_path: Path, metrics: Mapping[int, dict[str, float]]) -> 
 def read_training(
     folder: Path, save_path: Path, output: str, metrics: dict[int, dict[str, float]]
 ) -> Training:
-    """Return a training that ended in `folder`."""
     log = folder / TOOL_CALLS
     calls = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     steps = captured_steps(save_path, metrics)

@@ -10,7 +10,6 @@ SECONDS = 0.02
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, object]:
-    """Return the rewards of some responses."""
     time.sleep(SECONDS)
     found = torch.tensor([float(query.count("1")) for query in queries])
     return {"rewards": found, "scores": found.clamp(max=1.0), "extra_logs": {"ones": found}}

@@ -16,7 +16,6 @@ _NUMBER = re.compile(r"'([\w./]+)': (-?[\d.]+(?:e[-+]\d+)?)")
 
 
 def captured_training(folder: Path, *options: str) -> Training:
-    """Train in `folder`, and capture two of the four steps."""
     save_path = folder / "profile"
     before = stepscope_run(save_path, "--preset", "openrlhf", "--require-capture")
     code, output = train(folder, *options, before=before)

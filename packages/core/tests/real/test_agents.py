@@ -43,7 +43,6 @@ def instrument(folder: Path, preset: str) -> None:
 
 
 def spans_of(folder: Path) -> list[Span]:
-    """Return the recorded spans, in the order of their begin."""
     decoder = msgspec.json.Decoder(Line)
     files = [path.read_bytes() for path in folder.glob("step_*/spans/*.jsonl")]
     lines = [line for file in files for line in decoder.decode_lines(file)]

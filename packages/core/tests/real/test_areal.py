@@ -46,7 +46,6 @@ def test_the_batches_of_asynchronous_rollouts_are_as_stale_as_areal_says(tmp_pat
 
 @pytest.fixture(params=CAPTURED)
 def step(training: Training, request: pytest.FixtureRequest) -> Step:
-    """Return one captured step."""
     return training.steps[request.param]
 
 

@@ -45,7 +45,6 @@ def command_folder(folder: Path) -> Path:
 
 
 def printed(notebook: Any) -> list[str]:
-    """Return what each cell of code printed."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return ["".join(output.text for output in cell.outputs) for cell in cells]
 

@@ -66,7 +66,6 @@ def separate_training(folder: Path, *overrides: str, main: str = "verl.trainer.m
 
 @pytest.fixture(scope="session")
 def separate(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """Return a training with verl's `separate_async`."""
     return separate_training(tmp_path_factory.mktemp("separate"), *SEPARATE_ASYNC)
 
 
@@ -82,7 +81,6 @@ def one_step_off(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 @pytest.fixture(scope="session")
 def legacy(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """Return a training with RayPPOTrainer and two replicas."""
     return captured_training(tmp_path_factory.mktemp("legacy"), "trainer.use_v1=False", gpus=2)
 
 
@@ -98,13 +96,11 @@ def selected(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 @pytest.fixture(params=CAPTURED)
 def asynchronous_step(asynchronous: Training, request: pytest.FixtureRequest) -> Step:
-    """Return one captured step of the asynchronous trainer."""
     return asynchronous.steps[request.param]
 
 
 @pytest.fixture(params=CAPTURED)
 def legacy_step(legacy: Training, request: pytest.FixtureRequest) -> Step:
-    """Return one captured step of the legacy trainer."""
     return legacy.steps[request.param]
 
 

@@ -46,7 +46,6 @@ CRITIC = {("critic", "compute_values"): BATCHES, ("critic", "update_critic"): 1}
 
 @pytest.fixture(scope="session")
 def rewarded(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """Return a training with one turn and a function of rewards."""
     return captured_training(tmp_path_factory.mktemp("rewarded"), *REWARDED)
 
 
@@ -65,20 +64,17 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 @pytest.fixture(params=["rewarded", "agents"])
 def training(request: pytest.FixtureRequest) -> Training:
-    """Return a training with the default trainer."""
     found: Training = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture(params=CAPTURED)
 def number(request: pytest.FixtureRequest) -> int:
-    """Return the number of a captured step."""
     return int(request.param)
 
 
 @pytest.fixture
 def step(training: Training, number: int) -> Step:
-    """Return one captured step of one training."""
     return training.steps[number]
 
 

@@ -38,13 +38,11 @@ SPENT = {"completion": ("agent_loop", "trajectory"), "llm": ("agent_loop", "turn
 
 @pytest.fixture(scope="session")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """Return a training of four steps, of which two were captured."""
     return captured_training(tmp_path_factory.mktemp("skyrl"))
 
 
 @pytest.fixture(params=CAPTURED)
 def step(training: Training, request: pytest.FixtureRequest) -> Step:
-    """Return one captured step."""
     return training.steps[request.param]
 
 

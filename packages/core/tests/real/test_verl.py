@@ -24,13 +24,11 @@ NEVER_TRUE = {
 
 @pytest.fixture(scope="session")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """Return a training of four steps, of which two were captured."""
     return example_training(tmp_path_factory.mktemp("verl"), *TOOLS)
 
 
 @pytest.fixture(params=CAPTURED)
 def step(training: Training, request: pytest.FixtureRequest) -> Step:
-    """Return one captured step."""
     return training.steps[request.param]
 
 

@@ -69,7 +69,6 @@ class Worker(DistProfilerExtension):  # type: ignore[misc]  # verl has no types
 
 
 def stages(folder: Path) -> dict[int, list[str]]:
-    """Return the stages of each captured step."""
     stepscope.flush(10)
     decode = msgspec.json.Decoder(Line).decode_lines
     return {

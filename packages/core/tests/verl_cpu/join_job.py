@@ -18,8 +18,6 @@ from stepscope.integrations import verl as plugin
 
 @ray.remote(num_cpus=0)
 class Worker:
-    """A process that imports verl."""
-
     def steps(self) -> str:
         import verl  # noqa: F401  # this loads the entry point
 

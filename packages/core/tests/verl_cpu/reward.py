@@ -4,5 +4,4 @@ from __future__ import annotations
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: object) -> float:
-    """Return the reward of one response."""
     return float(solution_str.count("1"))

@@ -21,8 +21,6 @@ _NUMBER = re.compile(r"(\S+?):(?:np\.\w+\()?(-?[\d.]+(?:e-?\d+)?)")
 
 
 class Training(NamedTuple):
-    """A training that ended."""
-
     save_path: Path
     output: str
     metrics: dict[int, dict[str, float]]

@@ -10,8 +10,6 @@ waiting = 3
 
 
 class Queue(CounterSource):
-    """Jobs that wait."""
-
     name = "toy queue"
     unit = ""
 
