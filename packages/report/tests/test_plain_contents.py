@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from packages.report.tests.commands import Command
 from packages.report.tests.test_plain_traces import BASE_NS, kernel, trace
-from stepscope_report.timeline.activity.launches import EARLY, LOST, OVERRUN
+from stepscope_report.timeline.activity.launches import EARLY, LOST, OVERRUN, UNSYNCED
 
 
 def test_a_merged_timeline_is_read_back_by_process(tmp_path: Path, command: Command) -> None:
@@ -109,7 +110,13 @@ def launched(start_us: float, dur_us: float, number: int, node: int = 0) -> dict
     return kernel("gemm", start_us, dur_us) | {"args": about}
 
 
-DOUBTS = {
+def waited(start_us: float) -> dict[str, object]:
+    args = {"cuda_sync_kind": "Stream Sync", "stream": 7, "device": 0}
+    about = {"cat": "cuda_sync", "name": "Stream Synchronize", "pid": 0, "tid": 7, "args": args}
+    return {"ph": "X", **about, "ts": start_us, "dur": 2.0}
+
+
+DOUBTS: dict[str, list[dict[str, Any]]] = {
     LOST: [
         *(launch(100.0 * n, n) for n in range(200)),
         *(launched(100.0 * n + 10, 80, n) for n in range(120, 200)),
@@ -126,19 +133,41 @@ DOUBTS = {
         *(launch(100.0 * n, n) for n in range(100)),
         *(launched(100.0 * n + 20, 5000 if n % 10 == 0 else 60, n) for n in range(100)),
     ],
+    UNSYNCED: [
+        *(launch(100.0 * n, n) for n in range(100)),
+        *(launched(100.0 * n + 20, 60, n) for n in range(100)),
+        *(waited(100.0 * n + 50) for n in range(0, 100, 20)),
+        *(waited(100.0 * n + 90) for n in range(0, 100, 20)),
+    ],
 }
 
 
-COUNTS = {LOST: 120, "lost graphs": 98, EARLY: 50, OVERRUN: 10}
+COUNTS = {LOST: 120, "lost graphs": 98, EARLY: 50, OVERRUN: 10, UNSYNCED: 5}
 
 
 @pytest.mark.parametrize("doubt", DOUBTS)
 def test_what_a_profiler_lost_or_timed_wrong_is_counted(tmp_path: Path, command: Command, doubt: str) -> None:
     """As public reports describe it. The numbers are those of what was written."""
     trace(tmp_path / "rank0.json", DOUBTS[doubt])
-    (problem,) = command("report", tmp_path, "--json", code=3).json["traces"]["problems"]
+    report = command("report", tmp_path, "--json", code=3).json
+    (problem,) = report["traces"]["problems"]
+    assert report["advice"] == []  # gaps of such a trace are no evidence
+    assert all(row["doubted"] for row in (*report["traces"]["devices"], *report["gaps"]))
     assert (problem["what"], problem["events"]) == (LOST if doubt == "lost graphs" else doubt, COUNTS[doubt])
     assert f"({COUNTS[doubt]} events)" in " ".join(command("report", tmp_path, code=3).out.split())
+
+
+@pytest.mark.parametrize(
+    ("doubt", "rule"), [(EARLY, "_check_gpu_kernel_causality"), (UNSYNCED, "_check_stream_sync_overlap")]
+)
+def test_torchs_own_validator_doubts_the_same_times(tmp_path: Path, doubt: str, rule: str) -> None:
+    validator = pytest.importorskip("torch.profiler._trace_validator", reason="torch before 2.12")
+    events = [
+        event | {"args": event["args"] | {"External id": event["args"].get("correlation", -1)}}
+        for event in DOUBTS[doubt]
+    ]
+    _, violations = validator.validate_trace(str(trace(tmp_path / "rank0.json", events)))
+    assert {violation.rule_name for violation in violations} == {rule}
 
 
 def test_a_sound_trace_has_no_doubt(tmp_path: Path, command: Command) -> None:

@@ -140,6 +140,19 @@ def percentage(part: int, whole: int) -> str:
     return f"{rounded / 10:+.1f}" if rounded else "0.0"
 
 
+DOUBTED = "?: see Can these traces be believed?"
+
+
+def doubt(name: str, doubted: bool) -> str:
+    """Return the name, marked if the numbers beside it depend on a doubt."""
+    return f"{name} ?" if doubted else name
+
+
+def say_doubted(doubted: Iterable[bool]) -> str:
+    """Return the explanation of the mark of `doubt`, if anything has it."""
+    return f" {DOUBTED}" if any(doubted) else ""
+
+
 def starred(name: str, profiled: bool) -> str:
     """Return the name of a process, with a `*` if a profiler recorded it."""
     return f"{name}*" if profiled else name

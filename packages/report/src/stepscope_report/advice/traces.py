@@ -19,6 +19,7 @@ from stepscope_report.sections.operators import DeviceRow, TraceTables
 from stepscope_report.table import grouped
 from stepscope_report.timeline import TraceActivity
 from stepscope_report.timeline.activity.device_idle import GapKind
+from stepscope_report.timeline.activity.launches import DOUBTS
 
 
 class TraceEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,14 +30,26 @@ class TraceEvidence(msgspec.Struct, frozen=True, kw_only=True):
     traces: TraceTables
     activities: Sequence[TraceActivity]
 
+    @property
+    def untrusted(self) -> frozenset[str]:
+        """Return the processes with a trace that lost work of a device or timed it wrong: their gaps are no
+        evidence.
+        """
+        return frozenset(one.name for one in self.activities if DOUBTS & one.content.problems.keys())
+
     def recorded_ns(self, process: str) -> int:
         """Return the time for which a process recorded."""
         return sum(row.recorded_ns for row in self.traces.traces if row.process == process)
 
 
+IN_DOUBT = "in doubt: see Can these traces be believed?"
+
+
 def trace_advice(evidence: TraceEvidence) -> tuple[Advice, ...]:
     """Return what the rules say: alarms first, then the largest possible saving."""
-    said = (advice for rule in RULES for advice in rule(evidence))
+    said: Iterable[Advice] = (advice for rule in RULES for advice in rule(evidence))
+    if any(activity.content.problems for activity in evidence.activities):
+        said = (msgspec.structs.replace(advice, because=(*advice.because, IN_DOUBT)) for advice in said)
     return tuple(sorted(said, key=lambda advice: (advice.kind != "alarm", -(advice.saves_ns or 0))))
 
 
@@ -72,7 +85,8 @@ _LOOP = 5
 
 def idle_causes(evidence: TraceEvidence) -> Iterator[Advice]:
     """Advise on each cause of gaps that left the devices of a process idle for long enough."""
-    by_kind = grouped(evidence.gaps, lambda row: row.kind)
+    untrusted = evidence.untrusted
+    by_kind = grouped((row for row in evidence.gaps if row.process not in untrusted), lambda row: row.kind)
     steps = _steps(evidence)
     for rule in _OF_GAPS:
         rows = by_kind.get(rule.kind, ())
@@ -134,7 +148,12 @@ def small_kernels(evidence: TraceEvidence) -> Iterator[Advice]:
             for row in evidence.gaps
             if row.process == name and row.kind in ("queued", "slow launches")
         )
-        if total < _MANY or small * 10 < total * 9 or between_ns * 10 < evidence.recorded_ns(name):
+        if (
+            name in evidence.untrusted
+            or total < _MANY
+            or small * 10 < total * 9
+            or between_ns * 10 < evidence.recorded_ns(name)
+        ):
             continue
         if worst is None or between_ns > worst[0]:
             worst = between_ns, name, small, total

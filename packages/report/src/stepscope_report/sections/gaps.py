@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from stepscope_report.block import Block, TextTable
-from stepscope_report.formatting import duration, percent_of
+from stepscope_report.formatting import doubt, duration, percent_of, say_doubted
 from stepscope_report.section import DEVICES, Section
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import TraceActivity
@@ -51,10 +51,13 @@ class GapRow(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     total_ns: int
     longest_ns: int
+    doubted: bool = False
+    """True if a trace of the process is in doubt."""
 
 
-def gap_rows(activities: Iterable[TraceActivity]) -> Table[GapRow]:
+def gap_rows(activities: Sequence[TraceActivity]) -> Table[GapRow]:
     """Return the gaps of each process, the longest total first."""
+    doubted = {activity.name for activity in activities if activity.content.problems}
     sums: dict[tuple[str, str, GapKind, str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for activity in activities:
         for gaps in activity.content.gaps:
@@ -72,6 +75,7 @@ def gap_rows(activities: Iterable[TraceActivity]) -> Table[GapRow]:
             count=int(count),
             total_ns=round(total_us * 1000),
             longest_ns=round(longest_us * 1000),
+            doubted=process in doubted,
         )
         for (process, role, kind, call, place), (count, total_us, longest_us) in sums.items()
     )
@@ -130,8 +134,10 @@ def gap_blocks(rows: Sequence[GapRow], report: StepReport) -> Iterator[Block]:
             for cause in shown
         )
         note = "From the first to the last event. edges: before the first kernel and after the last one."
+        doubted = any(row.doubted for row in rows if row.role == role)
         if shown:
-            yield TextTable(f"Why is the device idle? {role}", columns, cells, note)
+            title = f"Why is the device idle? {doubt(role, doubted)}"
+            yield TextTable(title, columns, cells, note + say_doubted([doubted]))
 
 
 def where(cause: CauseOfGaps) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope_report.block import Block, TextTable
-from stepscope_report.formatting import duration
+from stepscope_report.formatting import doubt, duration, say_doubted
 from stepscope_report.section import DEVICES, Section
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import TraceActivity
@@ -39,6 +39,8 @@ class LabelRow(msgspec.Struct, frozen=True, kw_only=True):
     kernels: int
     idle_ns: int | None
     """Time within the label in which the device was not busy, or None without a device."""
+    doubted: bool = False
+    """True if the trace of a process of the role is in doubt."""
     gaps: dict[GapKind, int]
     """Gaps of the device that began within this label and no label below it, by cause."""
 
@@ -46,7 +48,10 @@ class LabelRow(msgspec.Struct, frozen=True, kw_only=True):
 def label_rows(activities: Iterable[TraceActivity]) -> Table[LabelRow]:
     """Return the labels of each role; each stands before those within it."""
     sums: dict[str, dict[tuple[str, ...], _Sum]] = {}
+    doubted = set[str]()
     for activity in activities:
+        if activity.content.problems:
+            doubted.add(activity.info.role)
         of_role = sums.setdefault(activity.info.role, {})
         for label in activity.content.labels:
             own = of_role.setdefault(label.path, _Sum())
@@ -61,7 +66,9 @@ def label_rows(activities: Iterable[TraceActivity]) -> Table[LabelRow]:
             own.idle_us += label.idle_us or 0.0
             for kind, us in label.idle.items():
                 own.gaps[kind] = own.gaps.get(kind, 0.0) + us
-    return Table(row for role, labels in sums.items() for row in _of_role(role, labels))
+    return Table(
+        row for role, labels in sums.items() for row in _of_role(role, labels, doubted=role in doubted)
+    )
 
 
 class _Sum:
@@ -73,7 +80,7 @@ class _Sum:
         self.gaps: dict[GapKind, float] = {}
 
 
-def _of_role(role: str, labels: dict[tuple[str, ...], _Sum]) -> Iterator[LabelRow]:
+def _of_role(role: str, labels: dict[tuple[str, ...], _Sum], *, doubted: bool) -> Iterator[LabelRow]:
     longest = sorted(labels, key=lambda path: -labels[path].cpu_us)[:KEPT]
     chosen = {path[:depth] for path in longest for depth in range(1, len(path) + 1)}
 
@@ -93,6 +100,7 @@ def _of_role(role: str, labels: dict[tuple[str, ...], _Sum]) -> Iterator[LabelRo
             communication_ns=_ns(own.communication_us) if own.launched else None,
             kernels=own.kernels,
             idle_ns=_ns(own.idle_us) if own.device else None,
+            doubted=doubted,
             gaps={kind: _ns(us) for kind, us in own.gaps.items()},
         )
 
@@ -114,7 +122,9 @@ def label_blocks(rows: Sequence[LabelRow], report: StepReport) -> Iterator[Block
         note = "Sums over calls and processes." + (
             " device: kernels that were launched within." if on_device else ""
         )
-        yield TextTable(f"Labels: {role}", columns, cells, less + note)
+        doubted = own[0].doubted
+        note += say_doubted([doubted and on_device])
+        yield TextTable(f"Labels: {doubt(role, doubted and on_device)}", columns, cells, less + note)
 
 
 def _cells(row: LabelRow, *, on_device: bool) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import msgspec
 from stepscope_report.accounting import rank_of
 from stepscope_report.block import Block, Listing, TextTable
 from stepscope_report.charts.marks import pick
-from stepscope_report.formatting import LISTED, count, duration, percent_of, size
+from stepscope_report.formatting import LISTED, count, doubt, duration, percent_of, say_doubted, size
 from stepscope_report.html.markup import Html, tag
 from stepscope_report.html.page import ROWS, draw, percent, section, stacked, table
 from stepscope_report.section import DEVICES, Section
@@ -68,6 +68,8 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     """Time of communication without computation at the same time."""
     memory_ns: int
     """Time of copies and fills."""
+    doubted: bool = False
+    """True if `problems` names a trace of the process, so that its times may be wrong."""
 
 
 class NoDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,18 +123,27 @@ class TraceTables(msgspec.Struct, frozen=True, kw_only=True):
 
 def trace_tables(traces: Traces, opened_ns: int) -> TraceTables:
     """Return all tables that are computed from the traces alone."""
-    activities = traces.activities
+    activities, doubted = traces.activities, doubted_processes(traces.activities)
     return TraceTables(
         traces=Table(map(_trace, activities)),
         operators=operator_times(activities),
-        devices=device_usage(activities),
-        steps=profiler_steps(activities),
+        devices=Table(
+            msgspec.structs.replace(row, doubted=row.process in doubted) for row in device_usage(activities)
+        ),
+        steps=Table(
+            msgspec.structs.replace(row, doubted=row.process in doubted) for row in profiler_steps(activities)
+        ),
         stragglers=stragglers(activities),
         without_device=missing_devices(activities),
         memory=memory_peaks(activities, opened_ns),
         unread=traces.unread,
         problems=traces.problems,
     )
+
+
+def doubted_processes(activities: Iterable[TraceActivity]) -> frozenset[str]:
+    """Return the processes with a trace of which something was lost or timed wrong."""
+    return frozenset(activity.name for activity in activities if activity.content.problems)
 
 
 def operator_times(activities: Iterable[TraceActivity]) -> Table[OperatorRow]:
@@ -350,7 +361,7 @@ def _said_operator(row: OperatorRow) -> tuple[str, ...]:
 def _devices(rows: Sequence[DeviceRow]) -> TextTable:
     columns = ("process", "device", ">recorded", ">busy", ">compute", ">exposed communication", ">copies")
     ordered, order = least_busy_first(rows, 2 * LISTED)
-    note = f"{order} {DEVICE_NOTE}".lstrip()
+    note = f"{order} {DEVICE_NOTE}{say_doubted(row.doubted for row in rows)}".lstrip()
     return TextTable("Devices", columns, tuple(map(_said_device, ordered)), note, noun="device")
 
 
@@ -399,7 +410,7 @@ def _said_device(row: DeviceRow) -> tuple[str, ...]:
         f"{duration(ns)} {percent_of(ns, row.recorded_ns)} %"
         for ns in (row.busy_ns, row.compute_ns, row.exposed_ns, row.memory_ns)
     )
-    return row.process, row.device, duration(row.recorded_ns), *parts
+    return doubt(row.process, row.doubted), row.device, duration(row.recorded_ns), *parts
 
 
 def straggler_table(rows: Sequence[StragglerRow]) -> TextTable:
@@ -519,7 +530,7 @@ def _devices_and_memory(traces: TraceTables) -> Iterator[Html]:
         ordered, order = least_busy_first(traces.devices, ROWS)
         shown = [ordered[at] for at in pick(len(ordered), DRAWN, range(ROWS))]
         parts.append(_drawn_devices(shown))
-        notes = [order, DEVICE_NOTE]
+        notes = [order, f"{DEVICE_NOTE}{say_doubted(row.doubted for row in traces.devices)}"]
         if len(shown) < len(ordered):
             notes.append(f"{len(shown):,} are shown: the least busy ones, and others evenly chosen.")
     parts += map(draw, step_tables(traces.steps))
@@ -550,7 +561,8 @@ def _drawn_device(row: DeviceRow) -> tuple[str | Html, ...]:
     parts = (("compute", row.compute_ns), ("communication", row.exposed_ns), ("memory", rest_ns))
     bars = ((f"w-{kind}", ns, f"{row.process}: {kind} {duration(ns)}") for kind, ns in parts)
     return (
-        row.process, row.device, stacked(bars, row.recorded_ns), duration(row.recorded_ns),
+        doubt(row.process, row.doubted), row.device, stacked(bars, row.recorded_ns),
+        duration(row.recorded_ns),
         duration(row.busy_ns), percent_of(row.busy_ns, row.recorded_ns), duration(row.compute_ns),
         duration(row.communication_ns), duration(row.exposed_ns), duration(row.memory_ns),
     )  # fmt: skip

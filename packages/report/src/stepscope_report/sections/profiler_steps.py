@@ -8,7 +8,7 @@ from statistics import median
 import msgspec
 
 from stepscope_report.block import TextTable
-from stepscope_report.formatting import duration
+from stepscope_report.formatting import doubt, duration, say_doubted
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import TraceActivity
 from stepscope_report.timeline.activity.device_idle import GapKind
@@ -37,6 +37,8 @@ class ProfilerStepRow(msgspec.Struct, frozen=True, kw_only=True):
     backward_ns: int | None = None
     """Time in the backward pass, on the CPU, or None if the trace does not tell it."""
     optimizer_ns: int
+    doubted: bool = False
+    """True if a trace of the process is in doubt, so that the times of its device may be wrong."""
 
 
 def profiler_steps(activities: Iterable[TraceActivity]) -> Table[ProfilerStepRow]:
@@ -80,7 +82,9 @@ def step_tables(rows: Sequence[ProfilerStepRow]) -> Iterator[TextTable]:
         if len(own) > 2:
             cells.append(("median", *(duration(_median(own, of)) for _, of in known), ""))
         columns = (">step", *(f">{name}" for name, _ in known), "idle because")
-        yield TextTable(f"Steps of {process}", columns, tuple(cells), f"{less}{_slowest(own)}".strip())
+        doubted = own[0].doubted
+        note = f"{less}{_slowest(own)}{say_doubted([doubted])}".strip()
+        yield TextTable(f"Steps of {doubt(process, doubted)}", columns, tuple(cells), note)
 
 
 def _median(rows: Sequence[ProfilerStepRow], of: Callable[[ProfilerStepRow], int | None]) -> int:

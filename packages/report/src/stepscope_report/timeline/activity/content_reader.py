@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import chain
-from operator import or_
+from operator import itemgetter, or_
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -43,7 +43,7 @@ from stepscope_report.timeline.activity.event_names import is_collective, is_ran
 from stepscope_report.timeline.activity.flops import SHAPES, FlopCounter
 from stepscope_report.timeline.activity.intervals import Cover, Stretches, length, unpacked
 from stepscope_report.timeline.activity.labels import MODULE, Labels
-from stepscope_report.timeline.activity.launches import Launches
+from stepscope_report.timeline.activity.launches import UNSYNCED, Launches
 from stepscope_report.timeline.activity.nesting import (
     NONE,
     Nesting,
@@ -70,6 +70,7 @@ DEVICE = frozenset(
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"})
 _TO_DEVICE = re.compile(r"HtoD|H2D|Host-to-Device|HOST_TO_DEVICE", re.IGNORECASE)
 """Names of copies from the host: Kineto's, ROCm's and those of nsys."""
+_SYNCS = frozenset({"cuda_sync"})
 _FRAMES = frozenset({"python_function"})
 _ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "python_user_annotation"})
 
@@ -309,6 +310,7 @@ class Reading:
             **dict.fromkeys(_RUNTIME, self._call),
             **dict.fromkeys(_ANNOTATIONS, self._annotation),
             **dict.fromkeys(_FRAMES, self._frame),
+            **dict.fromkeys(_SYNCS, self._wait),
             "Trace": lambda event: self.seen(event.ts, event.ts + event.dur),
         }.get
         for event in events:
@@ -342,6 +344,11 @@ class Reading:
             if event.name.startswith(BACKWARD):
                 self._steps.add_backward(event.ts, event.dur)
         self._open(event, key)
+
+    def _wait(self, event: Complete) -> None:
+        device = _about(event).device
+        if event.name == "Stream Synchronize" and device is not None and isinstance(event.tid, int):
+            self._host.wait(device, event.tid, event.ts)
 
     def _frame(self, event: Complete) -> None:
         thread = self._host.thread((event.pid, event.tid))
@@ -387,7 +394,9 @@ class Reading:
         # Merged files have pids of their own.
         key = event.pid if about.device is None else about.device
         self.devices[key][work].add(start, start + dur)
-        self._host.devices[key].add(start, start + dur, about.correlation, talks=work == "communication")
+        self._host.devices[key].add(
+            start, start + dur, about.correlation, event.tid, talks=work == "communication"
+        )
         if work == "memory" and _TO_DEVICE.search(event.name):
             self._steps.add_copy(start, dur)
         if work == "compute":
@@ -469,7 +478,8 @@ class Reading:
         on_cpu = Stretches(sorted(chain.from_iterable(calls)))
         if self._async.never_ended:
             self.notes.events(NEVER_ENDED, self._async.never_ended)
-        for what, number in self._launches.doubts():
+        doubts = [*self._launches.doubts(), (UNSYNCED, self._host.unsynced())]
+        for what, number in filter(itemgetter(1), doubts):
             self.notes.events(what, number)
         steps = self._steps.finish(map(_stretches, self.devices.values()))
         gaps = self._host.gaps(self.first, self.last)

@@ -61,6 +61,8 @@ _NOT_OURS = re.compile(
 """Files of a call stack that are no code of the user. Kineto leaves out the part of a path before `torch`."""
 SOON_US = 1.0
 """Time in us by which a call may seem to end before the kernel that it waited for."""
+_WAITS = 64
+"""Number of waits for streams that are compared with kernels."""
 KEPT = 64
 """Number of rows of a trace; further ones are added up by cause."""
 OTHERS = "others"
@@ -101,21 +103,27 @@ class _Cause(NamedTuple):
 
 
 class Device:
-    """Kernels of one device, in 24 bytes each."""
+    """Kernels of one device, in 33 bytes each."""
 
     def __init__(self) -> None:
         self.starts, self.ends, self.correlations = array("d"), array("d"), array("q")
+        self.streams = array("q")
+        """Number of the stream of each kernel, or -1."""
         self.talks = bytearray()
         """1 for each kernel that communicates."""
 
-    def add(self, start: float, end: float, correlation: int, *, talks: bool) -> None:
+    def add(self, start: float, end: float, correlation: int, stream: object, *, talks: bool) -> None:
         self.starts.append(start)
         self.ends.append(end)
         self.correlations.append(correlation)
+        self.streams.append(stream if isinstance(stream, int) and stream >= 0 else -1)
         self.talks.append(talks)
 
-    def covered(self) -> Covered:
-        return Covered(sorted(zip(self.starts, self.ends, strict=True)))
+    def running(self, at_us: float, stream: int) -> Iterator[float]:
+        """Yield the ends of the kernels of a stream that run at a moment."""
+        for start, end, own in zip(self.starts, self.ends, self.streams, strict=True):
+            if own == stream and start < at_us < end:
+                yield end
 
 
 class Host:
@@ -131,6 +139,8 @@ class Host:
         self._threads: dict[tuple[int | str, int | str], int] = {}
         self._syncs: list[tuple[float, float, int, int]] = []
         """(end, start, thread, name)."""
+        self._waits: list[tuple[int | str, int, float]] = []
+        """(device, stream, start) of the waits for a stream, as the device's own records have them."""
         self._held: dict[GapKind, Cover] = defaultdict(Cover)
         """Times in calls of each kind, on any thread."""
         self._calls: dict[GapKind, Slices] = defaultdict(Slices)
@@ -150,6 +160,20 @@ class Host:
             self._hold("memory allocation", name, start, end)
         elif _COPIES.fullmatch(name):
             self._hold("copies", name, start, end)
+
+    def wait(self, device: int | str, stream: int, start: float) -> None:
+        """Add the device's record of a wait for a stream."""
+        if len(self._waits) < _WAITS:
+            self._waits.append((device, stream, start))
+
+    def unsynced(self) -> int:
+        """Return the number of kernels that run while a wait for their stream begins."""
+        return sum(
+            end > start + SOON_US
+            for device, stream, start in self._waits
+            if device in self.devices
+            for end in self.devices[device].running(start, stream)
+        )
 
     def operator(self, name: str, start: float, dur: float, thread: int) -> None:
         self._operators[thread].add(start, start + dur, self.names.number(name))

@@ -14,6 +14,9 @@ from collections.abc import Iterator
 LOST = "launches without a kernel: the profiler lost device work, so that busy times are too short"
 EARLY = "kernels that begin before their launch: the device's clock is wrong"
 OVERRUN = "kernels that last on while their stream runs the next ones: durations are wrong"
+UNSYNCED = "kernels that run on while a wait for their stream begins: the device's clock is wrong"
+"""A rule of `torch.profiler._trace_validator`, whose other one on times is `EARLY`."""
+DOUBTS = frozenset({LOST, EARLY, OVERRUN, UNSYNCED})
 _LAUNCH = re.compile(r"(cu|hip)\w*Launch(?!Host)")
 _PAGE = 1 << 12
 _FEW = 10
