@@ -72,12 +72,13 @@ def test_it_runs_without_what_msprof_or_torchs_own_loading_of_torch_npu_would_do
 ) -> None:
     for name in ("PROFILING_MODE", "PROFILER_SAMPLECONFIG"):
         monkeypatch.setenv(name, "dynamic")
-    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    autoload = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    monkeypatch.delenv(autoload, raising=False)
     seen = "Path(sys.argv[1], 'seen').write_text('\\n'.join(f'{k}={v}' for k, v in os.environ.items()))"
     run_instead(monkeypatch, f"import os\n{seen}\n{WRITES}")
     analyse(recording, timeout_s=60)
     lines = (recording / "seen").read_text().splitlines()
-    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in lines
+    assert f"{autoload}=0" in lines
     assert not [line for line in lines if line.startswith("PROFIL")]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from stepscope_npu._doctor import Seen, cann_version, rows_of
 
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 LIBHCCL = "ImportError: libhccl.so: cannot open shared object file: No such file or directory"
 
 
@@ -25,13 +26,11 @@ def test_a_machine_without_cann_breaks_import_torch_and_one_variable_repairs_it(
     assert (torch_npu.state, cann.state, msprof.state, autoload.state) == ("red", "amber", "amber", "red")
     assert "libhccl.so" in torch_npu.found
     assert "set_env.sh" in str(torch_npu.fix)
-    assert autoload.fix == "export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-    repaired = Seen(
-        torch_npu="2.13.0", autoloads=True, message=LIBHCCL, environ={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    )
-    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in states(repaired)
+    assert autoload.fix == f"export {AUTOLOAD}=0"
+    repaired = Seen(torch_npu="2.13.0", autoloads=True, message=LIBHCCL, environ={AUTOLOAD: "0"})
+    assert AUTOLOAD not in states(repaired)
     old = Seen(torch_npu="2.1.0.post8", message=LIBHCCL)  # `import torch` leaves it alone
-    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in states(old)
+    assert AUTOLOAD not in states(old)
 
 
 def test_a_driver_that_shows_no_npu_is_red_and_points_to_the_versions() -> None:

@@ -20,6 +20,8 @@ from stepscope_report import StepReport, step_report
 from stepscope_report.html.step_page import render_step
 from stepscope_report.timeline import load_step, load_traces, merge_step
 
+FORWARD, BACKWARD = "train/forward.py:41 forward", "train/backward.py:41 backward"
+
 MB = 1_000_000
 MS = 1_000_000
 OPENED_US = OPENED_NS // 1000
@@ -74,7 +76,7 @@ def test_the_most_is_found_with_what_was_there_before_the_recording() -> None:
 
 def test_a_line_is_the_innermost_that_is_not_torchs_own() -> None:
     (device,) = summarise(snapshot(), 1000).devices
-    assert device.frames == ("train/forward.py:41 forward", "train/backward.py:41 backward")
+    assert device.frames == (FORWARD, BACKWARD)
 
 
 def test_without_stacks_and_times_the_sizes_are_there() -> None:
@@ -171,8 +173,8 @@ def test_what_held_the_memory_is_said_by_stage_and_line(tmp_path: Path, skew_ns:
         30 * MS,
     )
     assert [(holder.stage, holder.where, holder.bytes // MB) for holder in row.holders] == [
-        ("actor forward", "train/forward.py:41 forward", 300),
-        ("actor update_actor", "train/backward.py:41 backward", 50),
+        ("actor forward", FORWARD, 300),
+        ("actor update_actor", BACKWARD, 50),
     ]
     assert (
         row.before_bytes + row.other_bytes + sum(holder.bytes for holder in row.holders)

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+MACHINE = r'"vm"|_vm_|"/(tmp|home|root|work)/'
+
 
 def _golden() -> ModuleType:
     spec = importlib.util.spec_from_file_location("golden", Path(__file__).with_name("golden.py"))
@@ -34,4 +36,4 @@ def test_no_path_or_host_of_the_recording_machine_is_in_them() -> None:
     for path in golden.DATA.rglob("*"):
         assert "_vm_" not in path.name
         if path.suffix in (".json", ".jsonl"):
-            assert not re.search(r'"vm"|_vm_|"/(tmp|home|root|work)/', path.read_text()), path
+            assert not re.search(MACHINE, path.read_text()), path

@@ -212,7 +212,7 @@ def test_a_damaged_trace_is_trouble(tmp_path: Path, command: Command) -> None:
     trace(tmp_path / "rank0.json", [])
     (tmp_path / "rank1.pt.trace.json.gz").write_bytes(b"")
     (problem,) = command("report", tmp_path, "--json", code=3).json["traces"]["problems"]
-    assert problem["file"] == "rank1.pt.trace.json.gz"
+    assert problem["file"].startswith("rank1.")
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path: Path, command: Command) -> None:

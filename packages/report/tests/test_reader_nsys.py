@@ -29,6 +29,7 @@ MS = 1_000_000
 SESSION_NS = OPENED_NS - 500 * MS
 """Start of the nsys session, the zero of all times in the file."""
 PID, OTHER = 4711, 4712
+WORKER, COPIED = "thread 4712 (worker)", "Memcpy Host-to-Device"
 Json = dict[str, Any]
 Rows = dict[str, list[dict[str, Any]]]
 
@@ -186,10 +187,10 @@ def test_everything_stands_at_its_time_in_the_row_of_its_process(folder: StepFol
         shown
         == {
             ("actor.update", "user_annotation"): (0, 40, "NVTX thread 4712 (worker)"),
-            ("cudaLaunchKernel", "cuda_runtime"): (1, 3, "CUDA API thread 4712 (worker)"),
+            ("cudaLaunchKernel", "cuda_runtime"): (1, 3, f"CUDA API {WORKER}"),
             ("gemm<float>", "kernel"): (5, 10, "GPU 0 stream 7"),
-            ("cudaMemcpyAsync", "cuda_runtime"): (16, 2, "CUDA API thread 4712 (worker)"),
-            ("Memcpy Host-to-Device", "gpu_memcpy"): (20, 10, "GPU 0 stream 8"),
+            ("cudaMemcpyAsync", "cuda_runtime"): (16, 2, f"CUDA API {WORKER}"),
+            (COPIED, "gpu_memcpy"): (20, 10, "GPU 0 stream 8"),
             ("Memset", "gpu_memset"): (20, 10, "GPU 0 stream 8 (2)"),
         }
         or shown[("Memset", "gpu_memset")][2] == "GPU 0 stream 8"
@@ -243,7 +244,7 @@ def test_an_export_without_a_session_start_is_unaligned(folder: StepFolder) -> N
     result, _ = merged(folder, rows)
     (row,) = result.rows
     assert row.alignment == "unaligned"
-    assert "TARGET_INFO_SESSION_START_TIME.utcEpochNs" in str(row.reason)
+    assert "utcEpochNs" in str(row.reason)
 
 
 @pytest.mark.parametrize("column", ["globalPid", "correlationId", "streamId", "demangledName", "gridX"])
@@ -378,7 +379,7 @@ def test_a_report_that_was_not_exported_is_named_with_what_to_do(folder: StepFol
     result = merge_step(folder.layout.root)
     fix = "nsys export --type sqlite report.nsys-rep"
     (what,) = result.left_out
-    assert what.startswith("traces/actor/report.nsys-rep: ")
+    assert what.partition(": ")[0].endswith("/report.nsys-rep")
     assert what.endswith(fix)
     assert result.problems == ()
 

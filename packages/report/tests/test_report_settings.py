@@ -274,7 +274,8 @@ def test_replicas_may_be_counted_in_devices(tmp_path: Path) -> None:
     case = Case(tmp_path)
     queue(case)
     settings = named(rollout_devices=("--rollout-num-gpus", 8), tensor_parallel=("tp", 2))
-    assert lines_of(advice_of(case, "queueing", settings).settings) == ("mine: --rollout-num-gpus: 8 -> 10",)
+    (line,) = lines_of(advice_of(case, "queueing", settings).settings)
+    assert line.endswith("num-gpus: 8 -> 10")
 
 
 @pytest.mark.parametrize(("reserved", "line"), [(47, "4 -> 8"), (48, "4 -> higher")])
@@ -291,7 +292,8 @@ def test_weights_do_not_go_from_device_to_device_where_there_is_none(tmp_path: P
     weights_to_replicas(case)
     add_trace(case.folder, case.actors[0], [op("aten::mm", 500_000, 400_000)])
     advice = advice_of(case, "weight-sync", named(**PRESENT))
-    assert lines_of(advice.settings) == ("mine: bucket MB: 512 -> higher",)
+    (line,) = lines_of(advice.settings)
+    assert line.endswith(" MB: 512 -> higher")
 
 
 def test_dynamic_batches_have_no_micro_batch(tmp_path: Path) -> None:

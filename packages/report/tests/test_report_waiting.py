@@ -54,7 +54,7 @@ def test_nobody_probably_waits_for_one_who_waits(tmp_path: Path) -> None:
 def test_a_wait_while_nobody_was_busy_who_could_end_it_is_named_with_its_seconds(tmp_path: Path) -> None:
     report = report_of(polling_step(tmp_path))
     (advice,) = (advice for advice in report.advice if advice.rule == "vain-wait")
-    assert re.search("^trainer .* wait_for_samples ", advice.what)
+    assert re.search(" wait_for_samples ", advice.what)
     assert advice.because[0].startswith("1.73 s, 38.6 % ")
     assert advice.saves_ns == 1730 * MS
 

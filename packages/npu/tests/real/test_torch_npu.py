@@ -63,7 +63,7 @@ def test_a_process_that_leaves_an_open_capture_keeps_its_recording(
     [folder] = (tmp_path / "run").glob("step_000002/traces/*/*_ascend_pt")
     assert b"aten::matmul" in (folder / "FRAMEWORK" / "torch.op_range").read_bytes()
     assert list(folder.glob("profiler_info*.json"))
-    assert list(folder.glob("PROF_*/host/fake_ranges.tsv"))
+    assert list(folder.glob("PROF_*/host/*.tsv"))
 
 
 def test_a_live_run_records_the_next_step_when_it_is_asked_to(
@@ -97,5 +97,5 @@ def test_a_live_run_records_the_next_step_when_it_is_asked_to(
     [artifact] = window.artifacts
     folder = manifest.parent / artifact.path
     assert b"aten::matmul" in (folder / "FRAMEWORK" / "torch.op_range").read_bytes()
-    [ranges] = folder.glob("PROF_*/host/fake_ranges.tsv")
+    [ranges] = folder.glob("PROF_*/host/*.tsv")
     assert "actor.update" in ranges.read_text()

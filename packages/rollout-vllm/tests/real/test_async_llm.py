@@ -246,7 +246,7 @@ def test_a_stop_that_its_caller_gave_up_leaves_the_files_and_the_next_capture_wa
 
     (artifact,) = home.run(loop())
     assert "step_000002" in str(Path(second.step_dir) / artifact.path)
-    assert len(list(Path(first.step_dir).rglob("*.pt.trace.json.gz"))) == 1
+    assert len(list(Path(first.step_dir).rglob("*.trace.json.gz"))) == 1
     assert len(list(Path(first.step_dir).rglob("*.meta.json"))) == 1
 
 
