@@ -214,6 +214,8 @@ class Trainer:
             for rank, learner in enumerate(self.learners)
         ]
         took_ns: list[int] = ray.get(calls)
+        slowest = self.learners[took_ns.index(max(took_ns))]
+        self.plan.hosts[self.plan.step] = ray.get(slowest.host.remote())
         return max(took_ns)
 
 

@@ -41,6 +41,8 @@ class Plan:
             self.planted.append(at)
         self.steps = range(at + 3)
         self.step = 0
+        self.hosts = dict[int, str]()
+        """{step: host of the learner that took longest by its own clock}."""
         self._took_ns = Counter[int]()
         self._without_cores_ns = Counter[int]()
 
@@ -78,6 +80,8 @@ class Plan:
     def write(self) -> None:
         """Write what this process' own clock says of each step."""
         times = {"planted": self._took_ns, "without cores": self._without_cores_ns}
+        if self.hosts:
+            (self.folder / "hosts.json").write_text(json.dumps(self.hosts))
         (self.folder / f"clock-{os.getpid()}.json").write_text(json.dumps(times))
 
 

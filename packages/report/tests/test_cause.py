@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from packages.report.tests.commands import Command
 from packages.report.tests.steps import MS, close, printed
 from packages.report.tests.test_critical_path import span, step
+from stepscope.files.counters import CounterScope
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Hardware
 from stepscope.files.recorder import StepLine
+from stepscope.files.spans import SpanLink
 from stepscope.files.values import AttrValue
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import StepReport, step_report
@@ -510,6 +512,30 @@ def test_a_difference_within_the_spread_of_the_neighbours_is_no_cause(
     assert (reported(folder).cause is not None) == named
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_call_that_may_have_lacked_a_core_stands_behind_one_that_did(tmp_path: Path, busy: bool) -> None:
+    def trained(step: int, play_ms: int, update_ms: int) -> StepFolder:
+        folder = StepFolder(tmp_path, step=step, opened_ns=1_750_000_000_000_000_000 + step * 10**10)
+        driver, other = folder.process("trainer", owner=True), folder.process("agent_loop")
+        rollout = driver.span("rollout", 0, play_ms * MS)
+        link = SpanLink(process=driver.info.key, span=rollout)
+        other.span("play", 0, play_ms * MS, link=link)
+        driver.span("update", (play_ms + 1) * MS, (play_ms + 1 + update_ms) * MS)
+        if step == 6:
+            end_ns = (play_ms + update_ms) * MS
+            for name, value in (("host CPU", 99.0 if busy else 50.0), ("main thread waits for a core", 60.0)):
+                scope: CounterScope = "host" if name == "host CPU" else "process"
+                driver.counter(name, {0: value, end_ns: value}, unit="%", kind="interval", scope=scope)
+        close(folder, (play_ms + update_ms + 2) * MS)
+        return folder
+
+    for number in (4, 5):
+        trained(number, 100, 100).write()
+    cause = seen(trained(6, 400, 300)).cause
+    assert cause is not None
+    assert (cause.kind, cause.stage) == (("slow-host", "update") if busy else ("slow-stage", "play"))
+
+
 def test_a_rank_that_opened_late_among_busy_cores_is_not_named(tmp_path: Path) -> None:
     def late_on(name: str, busy: float) -> StepReport:
         folder = StepFolder(tmp_path / name)
@@ -553,8 +579,8 @@ def test_a_rank_whose_collectives_meet_earlier_ones_of_the_others_skipped_one(
             trainer.span("update", 500 * MS, 600 * MS)
         for number, (start_ms, end_ms) in enumerate(met):
             attrs: dict[str, AttrValue] = {"wait": True, "group": "0", "sequence": 7 + number}
-            if odd:  # its thread lost the core between the call and the wait
-                attrs["issued_ns"] = MS
+            if odd or rank == 0:  # its thread lost the core between the call and the wait
+                attrs["issued_ns"] = MS if odd else (end_ms - start_ms) * MS // 100
             trainer.span("all_reduce", start_ms * MS, end_ms * MS, attrs=attrs)
             if number == 0 and not (odd and skips):
                 trainer.span("update", 601 * MS, (602 if odd else 650) * MS)

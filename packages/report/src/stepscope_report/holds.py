@@ -152,6 +152,20 @@ class Holds:
             said += self._say_host(process)
         return suspect._replace(kind=kind, process=named, because=said)
 
+    def is_unsampled(self, suspect: Suspect) -> bool:
+        """Return whether no sample tells if a suspect's calls lacked a core, and all cores of their host were
+        busy.
+        """
+        if suspect.kind not in _WORKS:
+            return False
+        calls = [self._timeline.spans[node] for node in suspect.nodes]
+        infos = {call.process: self._timeline.processes[call.process].info for call in calls}
+        return any(
+            infos[call.process].host in self._busy_hosts
+            and (call.thread != infos[call.process].pid or (call.process, CORE_WAIT) not in self._pieces)
+            for call in calls
+        )
+
     def _slowed(self, suspect: Suspect, process: int, calls: Sequence[Pair]) -> Suspect:
         """Return the suspect with the time for which its GPU was slowed, if that is half of its excess."""
         gpu, slow = self._throttled.get(process, ("", []))

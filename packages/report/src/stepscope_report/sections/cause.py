@@ -150,6 +150,10 @@ def explain(
         ordered.sort(
             key=lambda one: one.label is not None and one.label not in grows and one.kind not in _SURE
         )
+    lacked = next((one for one in ordered if one.kind == "slow-host"), None)
+    if lacked and holds.is_unsampled(ordered[0]) and lacked.longer_ns * 2 >= ordered[0].longer_ns:
+        ordered.remove(lacked)
+        ordered.insert(0, lacked)
     return Explained(ordered, unexplained_ns, usual_ns, excess_ns, steps)
 
 

@@ -454,7 +454,9 @@ def _collective_of(span: Span) -> tuple[object, ...] | None:
     """
     attrs = span.attrs or {}
     issued_ns = attrs.get(ISSUED_NS, 0)
-    if SEQUENCE not in attrs or not isinstance(issued_ns, int) or issued_ns > _TOGETHER_NS:
+    if SEQUENCE not in attrs or not isinstance(issued_ns, int):
+        return None
+    if issued_ns > max(_TOGETHER_NS, (span.dur_ns or 0) // 50):
         return None
     return span.role, span.stage, attrs.get(GROUP), attrs[SEQUENCE]
 
