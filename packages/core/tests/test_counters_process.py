@@ -19,7 +19,7 @@ import pytest
 from stepscope import ProfileConfig, capture, span
 from stepscope._recording.counters.host_load import HostClaim, HostCpu, MemoryPressure
 from stepscope._recording.counters.process_load import OpenFiles, ProcessCpu, ProcessMemory, garbage
-from stepscope.files.counters import EVENT_LOOP
+from stepscope.files.counters import EVENT_LOOP, IN
 from stepscope_report.event_loops import late_loops
 from stepscope_report.timeline import Counter, load_step
 
@@ -190,7 +190,8 @@ def config(tmp_path: Path) -> ProfileConfig:
 
 
 def counter(config: ProfileConfig, name: str) -> Counter:
-    (only,) = [item for item in load_step(f"{config.save_path}/step_000001").counters if item.name == name]
+    counters = load_step(f"{config.save_path}/step_000001").counters
+    (only,) = [item for item in counters if item.name == name and IN not in item.of]
     return only
 
 
@@ -263,3 +264,33 @@ def test_a_call_that_blocks_its_loop_is_named_if_others_wait_for_the_loop(
         asyncio.run(work())
     late = list(late_loops(load_step(f"{config.save_path}/step_000001")))
     assert [loop.blocker for loop in late] == ([("env", "add")] if others else [])
+
+
+@pytest.mark.slow
+def test_the_running_task_tells_the_call_that_blocks_a_loop_and_its_line(config: ProfileConfig) -> None:
+    """Other calls end before it, because their timers ran out meanwhile, and it goes on after its block."""
+
+    async def waits() -> None:
+        for _ in range(5):
+            with span("generate", role="rollout"):
+                await asyncio.sleep(0.1)
+
+    async def adds() -> None:
+        with span("add", role="env"):
+            await asyncio.sleep(0.15)
+            time.sleep(0.5)  # noqa: ASYNC251  # the line
+            await asyncio.sleep(0.05)
+
+    async def work() -> None:
+        await asyncio.gather(*(waits() for _ in range(4)), adds())
+
+    with capture(1, config=config):
+        asyncio.run(work())
+    (late,) = late_loops(load_step(f"{config.save_path}/step_000001"))
+    assert late.blocker == ("env", "add")
+    lines = Path(__file__).read_text().splitlines()
+    file, _, number = late.line.partition(":")
+    assert (file, lines[int(number) - 1].partition("# ")[2]) == (
+        Path(__file__).name,
+        "noqa: ASYNC251  # the line",
+    )

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from stepscope.files.counters import EVENT_LOOP
+from stepscope.files.counters import BLOCKED_NS, EVENT_LOOP, IN
 from stepscope_report.accounting import Pair, clipped, union_ns
 from stepscope_report.timeline import Counter, Span, Timeline
 
-LATE_NS = 100_000_000
 _CLOSE_NS = 10_000_000
 """Two times at most this far apart count as one. A sample's clock is read before its sources are."""
 
@@ -25,22 +24,26 @@ class LateLoop(msgspec.Struct, frozen=True, kw_only=True):
     late_ns: int
     """Longest time for which it did not run."""
     blocker: tuple[str, str] | None = None
-    """Role and stage of the call that ended when the loop ran again. None if no recorded call did."""
+    """Role and stage of the call that the loop's task was in meanwhile, else of the call that ended when the
+    loop ran again. None if no recorded call did."""
+    line: str = ""
+    """The blocker's line: `tools.py:33`; empty if the sampler did not see it."""
 
 
 def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
-    """Yield each loop that was late by more than `LATE_NS` in the step, with its longest block.
+    """Yield each loop that was late by more than `BLOCKED_NS` in the step, with its longest block.
 
     A block is harmless if recorded calls fill it, the loop ran again when one of these calls ended, and no
     other call was open at the same time: then no recorded call waited.
     """
     for counter in timeline.counters:
-        if counter.name != EVENT_LOOP:
+        if counter.name != EVENT_LOOP or IN in counter.of:
             continue
         process = timeline.processes[counter.process]
         calls = [index for index, span in enumerate(timeline.spans) if span.process == counter.process]
         for start_ns, end_ns in sorted(_blocks(counter, timeline), key=lambda block: block[0] - block[1]):
-            blocker = _blocker(calls, start_ns, end_ns, counter.times_ns[-1], timeline)
+            seen = _seen(counter, calls, start_ns, end_ns, timeline)
+            blocker = seen[0] if seen else _blocker(calls, start_ns, end_ns, counter.times_ns[-1], timeline)
             if blocker is not None and not _is_beside_others(blocker, calls, start_ns, end_ns, timeline):
                 continue
             call = None if blocker is None else timeline.spans[blocker]
@@ -55,6 +58,7 @@ def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
                 thread=counter.of,
                 late_ns=end_ns - start_ns,
                 blocker=None if call is None else (call.role, call.stage),
+                line=seen[1] if seen else "",
             )
             break
 
@@ -75,13 +79,40 @@ def _blocks(counter: Counter, timeline: Timeline) -> list[Pair]:
         if sent_ns + _CLOSE_NS >= before_ns:
             start_ns = None
         before_ns = at_ns
-        if late_ns <= LATE_NS or (aligned and not (window.start_ns <= at_ns and sent_ns <= window.end_ns)):
+        if late_ns <= BLOCKED_NS or (aligned and not (window.start_ns <= at_ns and sent_ns <= window.end_ns)):
             continue
         if start_ns is None:
             before = (time for time in counter.times_ns if time <= sent_ns + _CLOSE_NS)
             start_ns = max(before, default=sent_ns)
         longest[start_ns] = max(late_ns, longest.get(start_ns, 0))
     return [(start_ns, start_ns + late_ns) for start_ns, late_ns in longest.items()]
+
+
+def _seen(
+    loop: Counter, calls: Sequence[int], start_ns: int, end_ns: int, timeline: Timeline
+) -> tuple[int, str] | None:
+    """Return the call that the sampler saw in the block, as an index of a span, and its line. None if it saw
+    none, or the call is not among `calls`.
+    """
+    seen = [
+        (value, counter.of.removeprefix(loop.of + IN))
+        for counter in timeline.counters
+        if (counter.name, counter.process) == (EVENT_LOOP, loop.process)
+        and counter.of.startswith(loop.of + IN)
+        for at_ns, value in zip(counter.times_ns, counter.values, strict=True)
+        if start_ns <= at_ns <= end_ns + _CLOSE_NS
+    ]
+    if not seen:
+        return None
+    label, _, line = max(seen)[1].rpartition(", ")
+    held = [
+        (min(end_ns, timeline.until_ns(span)) - max(start_ns, span.start_ns), index)
+        for index in calls
+        for span in [timeline.spans[index]]
+        if f"{span.role} {span.stage}" == label
+    ]
+    longest_ns, call = max(held, default=(0, 0))
+    return (call, line) if longest_ns > 0 else None
 
 
 def _blocker(

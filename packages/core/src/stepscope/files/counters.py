@@ -21,6 +21,10 @@ CounterScope: TypeAlias = Literal["process", "host"]
 """The thing that a counter describes: a process, or its host, which one process of each host samples."""
 
 EVENT_LOOP = "event loop late"
+BLOCKED_NS = 100_000_000
+"""An event loop that is late by more than this is blocked."""
+IN = " in "
+"""Between the thread of a blocked event loop and the call that blocks it, in the name of what is counted."""
 GC = "garbage collector"
 PROCESS_CPU = "process CPU"
 HOST_CPU = "host CPU"

@@ -26,7 +26,9 @@ def late_event_loop(evidence: Evidence) -> Advice | None:
         return None
     worst = late[0]
     because = [f"a callback on its thread {worst.thread} waited for {duration(worst.late_ns)}"]
-    if worst.blocker is not None:
+    if worst.line:
+        because.append(f"meanwhile the call was at {worst.line}")
+    elif worst.blocker is not None:
         because.append(f"the loop ran again when {' '.join(worst.blocker)} ended")
     if len(late) > 1:
         because.append(f"so it was on {count(len(late), 'loop')}")

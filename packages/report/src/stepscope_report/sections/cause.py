@@ -371,7 +371,9 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
         if suspect.kind == "gc":
             return f"Python's garbage collector stopped {name} for {longer}"
         what = "something" if suspect.label is None else " ".join(suspect.label)
-        return f"{what} blocked the event loop of {name} for {longer}"
+        return f"{what} blocked the event loop of {name} for {longer}" + (
+            f", at {suspect.beside}" if suspect.beside else ""
+        )
     if suspect.kind == "preemption" and suspect.process is not None:
         name = timeline.processes[suspect.process].name
         return f"{suspect.because} of {name}, which took {duration(suspect.longer_ns)}"
@@ -477,7 +479,9 @@ def _stopped(path: StepPath, counters: Counters | None) -> Iterator[Suspect]:
         index = places[loop.process]
         evidence = (f"a callback on its thread {loop.thread} waited for {duration(loop.late_ns)}",)
         ns = min(loop.late_ns, on_path[index])
-        suspect = Suspect("event-loop", ns, loop.late_ns, loop.blocker, index, evidence=evidence)
+        suspect = Suspect(
+            "event-loop", ns, loop.late_ns, loop.blocker, index, beside=loop.line, evidence=evidence
+        )
         yield from _stop(timeline, suspect)
 
 

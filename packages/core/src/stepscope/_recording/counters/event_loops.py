@@ -4,6 +4,8 @@ The sampler's thread gives each loop a callback, and looks how long the loop tak
 blocked does not: the time since then counts, so that a hang is seen while it lasts. If the block began before
 the callback was given, only the time since then counts: the value is too small by at most one tick of the
 sampler.
+
+While a loop is blocked, the running task tells the call that blocks it, and its line.
 """
 
 from __future__ import annotations
@@ -12,16 +14,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import ref
 
 from stepscope._recording.process.event_loop import running_loop
+from stepscope._recording.spans import tasks
 from stepscope._recording.spans.maker import SpanMaker, SpanObserver
-from stepscope._recording.spans.scopes import Placing
+from stepscope._recording.spans.scopes import Placing, inherited
 from stepscope._recording.spans.span import Span
 from stepscope.backends.counters import CounterSource
 from stepscope.errors import ours
-from stepscope.files.counters import EVENT_LOOP, CounterKind
+from stepscope.files.counters import BLOCKED_NS, EVENT_LOOP, IN, CounterKind
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 LOOKS = 8
 """Number of spans after each tick that are asked for their event loop. The other spans cost nothing more."""
 MOST_LOOPS = 16
+_MOST_PLACES = 32
+"""Largest number of places in which blocks of a loop are counted."""
 
 
 class LoopFinder(SpanObserver):
@@ -103,6 +109,25 @@ class _Watched:
         """Number of the latest callback. Answers to earlier callbacks do not count."""
         self._sent_ns: int | None = None
         self._latest_ns = 0
+        self._places = set[str]()
+
+    def place(self) -> str | None:
+        """Return the innermost span of the task that blocks the loop, and its line: `env tool, tools.py:33`.
+        None if the loop is not blocked, or a callback outside of tasks and spans blocks it.
+        """
+        loop, sent_ns = self.loop(), self._sent_ns
+        if loop is None or sent_ns is None or time.monotonic_ns() - sent_ns < BLOCKED_NS:
+            return None
+        task = tasks.current_task(loop)
+        span = None if task is None else tasks.span_of(task)
+        if span is None or self._sent_ns != sent_ns:  # the loop has run meanwhile
+            return None
+        role, code = inherited(span)[0] or span.log.process.role, tasks.place_of(task)
+        line = "?" if code is None else f"{Path(code[0].co_filename).name}:{code[1]}"
+        place = f"{role} {span.stage}, {line}"
+        if len(self._places) < _MOST_PLACES:
+            self._places.add(place)
+        return place if place in self._places else None
 
     def late_ns(self) -> int | None:
         """Return how late the loop was since the last call, or None if it does not run."""
@@ -135,7 +160,9 @@ class _Watched:
 
 
 class EventLoops(CounterSource):
-    """Longest time for which each loop was late, by the name of its thread."""
+    """Longest time for which each loop was late, by the name of its thread. While a call blocks a loop, also
+    by the thread and that call: `MainThread in env tool, tools.py:33`.
+    """
 
     name = EVENT_LOOP
     unit = "ms"
@@ -157,6 +184,8 @@ class EventLoops(CounterSource):
             late_ns = watched.late_ns()
             if late_ns is not None:
                 values[watched.name] = max(values.get(watched.name, 0.0), late_ns / 1e6)
+                if (place := watched.place()) is not None:
+                    values[f"{watched.name}{IN}{place}"] = late_ns / 1e6
         return values
 
     def close(self) -> None:

@@ -20,13 +20,12 @@ import msgspec
 
 from stepscope._recording.counters.sampler import Sampler
 from stepscope._recording.process.shutdown import on_sigterm
-from stepscope._recording.recorder import tasks
 from stepscope._recording.recorder.collectives import collectives_here
 from stepscope._recording.recorder.engine_queues import engine_states
 from stepscope._recording.recorder.in_time import in_time
-from stepscope._recording.recorder.tasks import DEPTH, Place, frame_of
-from stepscope._recording.spans import collective_calls, lines, scopes
+from stepscope._recording.spans import collective_calls, lines, scopes, tasks
 from stepscope._recording.spans.span import Span
+from stepscope._recording.spans.tasks import DEPTH, Place, frame_of
 from stepscope.errors import ours
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SEQUENCE, WAIT, WAITING
