@@ -61,7 +61,7 @@ RANKS = 3
 STEPS = {
     "linear layers": (record, 300, 1.15),
     "a transformer, with shapes": (record_transformer, 20, 1.15),
-    "a transformer, with stacks": (record_stacks, 40, 1.3),
+    "a transformer, with stacks": (record_stacks, 40, 2),
 }
 """Steps of the recorded training: some 100 MB of JSON, by all ranks. The last number is the goal of the
 search for slices that cross, of the CPU of a merge without it."""
@@ -274,7 +274,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         step = build_of_files(Path(folder), traces)
         contenders.pop("json")  # it takes as long as SGLang's
-        compared(step, contenders, rounds, f"JSON in {len(traces)} files, older Kineto layouts", 12, 1.3)
+        compared(step, contenders, rounds, f"JSON in {len(traces)} files, older Kineto layouts", 12, 1.15)
 
 
 if __name__ == "__main__":

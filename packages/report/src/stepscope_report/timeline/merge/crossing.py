@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import merge
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 _MOST_LINES = 16
 """Largest number of lines of a thread. What crosses all of them stays on the first."""
@@ -28,7 +28,6 @@ _NEAR = 512
 _JOINED = 8
 """Number of runs that become one, and of such runs again."""
 _ALWAYS = float("inf")
-_Add: TypeAlias = Callable[[float], None]
 
 
 class Moved(NamedTuple):
@@ -49,14 +48,19 @@ class _Run:
         for start, end in slices:
             self.starts.append(start)
             self.ends.append(end)
+        self.late_starts, self.late_ends = list[float](), list[float]()
+        """The latest slices, until `settle`: a list takes one in a third of the time."""
         self.joins = joins
         self._outer = array("i")
         """Of each slice, the number of the one that it is in, or -1. It grows when it is needed."""
         self._latest = 0
         """Number of slices that begin no later than the last slice that was compared."""
 
-    def __len__(self) -> int:
-        return len(self.starts)
+    def settle(self) -> None:
+        self.starts.extend(self.late_starts)
+        self.ends.extend(self.late_ends)
+        self.late_starts.clear()
+        self.late_ends.clear()
 
     def room(self, start: float, end: float) -> float:
         """Return the first start or end here after `start`: slices between the two cross nothing. Return
@@ -135,13 +139,9 @@ class _Line:
 
     def latest(self) -> float:
         """Return the latest start of the run, or of a slice that did not nest in it."""
+        self.run.settle()
         starts = self.run.starts
         return max(self.now, starts[-1]) if starts else self.now
-
-    def fast(self) -> tuple[float, float, float, list[float], _Add, _Add, _Add]:
-        """Return what `Lines.place` needs, until another method is called that adds a slice."""
-        add_start, add_end = self.run.starts.append, self.run.ends.append
-        return self.latest(), self.since, self.until, self.open, self.open.append, add_start, add_end
 
     def is_free(self, start: float, end: float) -> bool:
         """Return whether a slice crosses none of the earlier runs."""
@@ -170,8 +170,8 @@ class _Line:
                 self.now = start
                 return False
             still.append(end)
-            self.run.starts.append(start)
-            self.run.ends.append(end)
+            self.run.late_starts.append(start)
+            self.run.late_ends.append(end)
             return True
         if self.run.room(start, end) == -_ALWAYS:
             return False
@@ -193,7 +193,7 @@ class _Line:
         while len(latest := earlier[-_JOINED:]) == _JOINED and latest[0].joins == latest[-1].joins:
             earlier[-_JOINED:] = [_joined(latest)]
         self.run, self.open = _Run(), [_ALWAYS]
-        self.now, self.since = -_ALWAYS, _ALWAYS
+        self.now, self.since, self.until = -_ALWAYS, _ALWAYS, -_ALWAYS
 
 
 class Lines:
@@ -226,39 +226,45 @@ class Lines:
         self.moved += 1
         return len(lines) - 1
 
-    def place(self, events: Iterable[Any], tracks: Mapping[int, int]) -> list[Moved]:
+    def place(self, events: Sequence[Any], tracks: Mapping[int, int]) -> list[Moved]:
         """Add the slices among these events. Return those that need a further line.
+
+        This runs for each event of a file. It takes slices in the order of their starts itself, if they
+        cross nothing.
 
         Args:
             tracks: {tid of an event: its track in the timeline}.
         """
         moved = list[Moved]()
-        tid, lines = -1, [_Line()]
-        latest, since, until, still, opened, add_start, add_end = lines[0].fast()
-        for at, event in enumerate(events):
+        tid, at, lines = -1, 0, [_Line()]
+        line = lines[0]
+        latest, until, still, starts, ends = 0.0, 0.0, line.open, line.run.late_starts, line.run.late_ends
+        for event in events:
             if event.ph != "X":
                 continue
             if tid != event.tid:
                 tid = event.tid
                 lines = self._thread(tracks[tid])
-                latest, since, until, still, opened, add_start, add_end = lines[0].fast()
+                line = lines[0]
+                latest, until, still = line.latest(), line.until, line.open
+                starts, ends = line.run.late_starts, line.run.late_ends
             start = event.ts
             end = start + event.dur - _SHORTER_US
             if start > latest:
                 while still[-1] <= start:
                     still.pop()
-                free = since <= start and end <= until
-                if not free and lines[0].is_free(start, end):
-                    free, since, until = True, lines[0].since, lines[0].until
-                if free and end <= still[-1]:
-                    opened(end)
-                    add_start(start)
-                    add_end(end)
+                if end <= still[-1] and (end <= until or line.is_free(start, end)):
+                    until = line.until
+                    still.append(end)
+                    starts.append(start)
+                    ends.append(end)
                     latest = start
                     continue
-                lines[0].now = start
-            line = self._line(lines, start, end)
-            if line:
-                moved.append(Moved(at, tracks[tid], line))
+                line.now = start
+            number = self._line(lines, start, end)
+            if number:
+                while events[at] is not event:
+                    at += 1
+                moved.append(Moved(at, tracks[tid], number))
             tid = -1  # the line may have begun another run
         return moved
