@@ -5,7 +5,9 @@ one of HolisticTraceAnalysis; no package has them. The computation reads the JSO
 unites intervals of integers. Where HolisticTraceAnalysis reads a file, the share of communication that
 computation hides must be the same too, in whole us as it rounds. So must be the gaps before kernels that were
 launched late: exactly by the computation, and as its `host_wait` where all kernels are on one stream. Rules
-of advice must speak as expected, and not where they should not. Nothing is timed.
+of advice must speak as expected, and not where they should not. Each pass that an engine annotated must lead
+to the work that its first launch on the same thread has by its correlation, CUDA graphs included. Nothing is
+timed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from typing import Any, NamedTuple
 import report_traces
 from _measure import table, verdict
 
+from stepscope.engines.passes import PassLog
+from stepscope.files.passes import PassKind
+from stepscope_report.timeline.activity.content import Iteration
 from stepscope_report.timeline.activity.device_idle import ON_HOST
+from stepscope_report.timeline.activity.event_names import iteration_of
+from stepscope_report.timeline.merge.launches import Launches
+from stepscope_report.timeline.merge.mapping import FlowIds
+from stepscope_report.timeline.model import EnginePasses
 
 Pair = tuple[int, int]
 WORKS = ("busy", "compute", "communication", "exposed")
@@ -230,6 +239,54 @@ def hidden_share(path: Path) -> float | None:
         return None
 
 
+def first_kernels(path: Path) -> tuple[int, list[str]]:
+    """Return the number of an engine's passes in a trace, and those that an arrow leads elsewhere."""
+    text = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read()
+    events = json.loads(text.decode("utf-8", "replace"), strict=False)["traceEvents"]
+    spans = sorted(
+        (event for event in events if event.get("cat") == "user_annotation" and event.get("ph") == "X"),
+        key=lambda event: float(event["ts"]),
+    )
+    passes: list[tuple[Any, Iteration]] = []
+    for span in spans:
+        named = iteration_of(span["name"])
+        if named is not None and (not passes or span["ts"] > passes[-1][0]["ts"] + passes[-1][0]["dur"]):
+            passes.append((span, named))
+    ran: dict[Any, float] = {}
+    launches: list[tuple[float, Any, Any]] = []
+    for event in events:
+        number = event.get("args", {}).get("correlation")
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            ran[number] = min(event["ts"], ran.get(number, math.inf))
+        elif event.get("cat") in ("cuda_runtime", "cuda_driver"):
+            launches.append((event["ts"], event["tid"], number))
+    launches.sort()
+    log, seen, different = PassLog(len(passes)), Launches(), []
+    times = [(int(span["ts"] * 1000), int((span["ts"] + span["dur"]) * 1000)) for span, _ in passes]
+    for (begin, end), (_, named) in zip(times, passes, strict=True):
+        requests = {f"r{number}": 1 for number in range(named.prefills + named.decodes)}
+        kind: PassKind = "mixed" if named.prefills else "decode"
+        log.note(begin, end, kind, requests, [1] * len(requests), running=len(requests), waiting=0)
+    begins, ends = ([pair[at] for pair in times] for at in (0, 1))
+    engine = EnginePasses(file="", replica=0, begins_ns=begins, ends_ns=ends, noted=log.file())
+    seen.see(json.dumps(events).encode())
+    arrows = seen.arrows(engine, set(range(len(passes))), {"pid": 0, "tid": 0}, 0, FlowIds(0, 1))
+    ours = [float(str(event["ts"])) for event in arrows if event["ph"] == "f"]
+    for span, _ in passes:
+        until = span["ts"] + span["dur"]
+        first = next(
+            (
+                ran[n]
+                for ts, tid, n in launches
+                if span["ts"] <= ts <= until and tid == span["tid"] and n in ran
+            ),
+            None,
+        )
+        if first is not None and not any(abs(ts - first) < 0.01 for ts in ours):
+            different.append(f"{path.name}: {span['name'][:40]} leads to none of {first} us")
+    return len(ours), different
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="without HolisticTraceAnalysis")
@@ -248,13 +305,15 @@ def main() -> None:
         with_hta = False
         print("not installed: HolisticTraceAnalysis")
     rows, different = list[list[str]](), list[str]()
-    times = kernels = shares = waits = 0
+    times = kernels = shares = waits = passes = 0
     for path in sorted(path for folder in options.folders for path in folder.rglob("*.json*")):
         expected = independent(path)
         if expected is None:
             continue
         ours = reported(path)
         different += differences(path, expected, ours)
+        pointed, elsewhere = first_kernels(path)
+        passes, different = passes + pointed, different + elsewhere
         times += sum(len(works) for works in expected.devices.values())
         kernels += len(ours.kernels)
         if with_hta and expected.streams == 1 and (wait_us := hta_host_wait(path)) is not None:
@@ -276,6 +335,7 @@ def main() -> None:
     print(*(f"DIFFERENT  {line}" for line in different), sep="\n", end="\n" * bool(different))
     print(f"compared: {times} times of {len(rows)} devices, {kernels} kernels")
     print(f"and the hidden communication of {shares} traces that HTA reads, and its host_wait of {waits}")
+    print(f"and the first work of {passes} passes of engines")
     verdict("numbers that differ", len(different), 0, "")
 
 

@@ -280,6 +280,7 @@ def test_a_pass_points_to_what_it_launched_first_also_where_it_was_launched_ahea
 
     annotations = [
         ("execute_context_1(8)_generation_0(0)", 11, 6), ("execute_context_0(0)_generation_2(2)", 20, 5),
+        ("step[DECODE bs=1]", 21, 1),
         ("execute_context_0(0)_generation_1(1)", 51, 5),
     ]  # fmt: skip
     kernels = [(1, 12, "gemm", 13), (2, 14, "norm", 16), (3, 21, "graph, later", 36), (3, 21, "graph", 32)]

@@ -87,8 +87,6 @@ class Launches:
             wanted: The passes, by position.
             track: The pid and tid of the drawn passes.
         """
-        for launches in self._launches.values():
-            launches.sort()
         for at, work in self._first_work(engine, base_ns).items():
             if at in wanted:
                 number = ids.number(b"%d-%d-%d" % (engine.replica, engine.noted.dp, at), "kernel")
@@ -98,9 +96,14 @@ class Launches:
                 yield {"ph": "f", "bp": "e", **common, "pid": work.pid, "tid": work.tid, "ts": work.ts}
 
     def _first_work(self, engine: EnginePasses, base_ns: int) -> Mapping[int, _Seen]:
+        for launches in self._launches.values():
+            launches.sort()
         first: dict[int, _Seen] = {}
-        place = 0
+        place, until = 0, 0.0
         for start, end, requests, prefills, thread in sorted(self._annotations):
+            if start < until:
+                continue  # SGLang marks a pass twice, one annotation in the other
+            until = end
             at = self._pass_of(engine, place, base_ns, start, end, requests, prefills)
             if at is None:
                 continue
