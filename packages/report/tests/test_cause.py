@@ -298,10 +298,11 @@ def test_what_is_as_long_in_the_steps_before_is_not_why_a_step_is_longer(tmp_pat
     assert [other.kind for other in cause.others] == ["slow-tool"]
 
 
-def test_what_no_stage_explains_is_said(tmp_path: Path) -> None:
+def test_what_no_stage_explains_is_said_with_its_place(tmp_path: Path) -> None:
     for number in (4, 5):
         tools(tmp_path, step=number).write()
     folder = tools(tmp_path, step=6)
+    folder.processes[0].span("publish", 1360 * MS, 1365 * MS)
     close(folder, 1370 * MS)
     report = seen(folder)
     assert report.cause is not None
@@ -310,6 +311,7 @@ def test_what_no_stage_explains_is_said(tmp_path: Path) -> None:
         1000 * MS,
         1000 * MS,
     )
+    assert re.search("after trainer update and before trainer publish", report.cause.sentence)
 
 
 def lines(

@@ -143,7 +143,8 @@ def explain(
     if unexplained_ns * 2 > excess_ns and doubtful_ns * 2 >= unexplained_ns:  # cores may explain it as well
         found = [one for one in found if one.kind in _SURE or one.kind in _NOT_OF_CORES]
     elif unexplained_ns * 2 > excess_ns:
-        found.append(Suspect("unexplained", unexplained_ns, unexplained_ns))
+        gap = _longest_gap(path, unexplained_ns // 2)
+        found.append(Suspect("unexplained", unexplained_ns, unexplained_ns, because=gap))
     grows = {one.label for one in grown}
     ordered = ranked(found)
     if near:  # what is as long in its neighbours does not explain why this one is longer
@@ -155,6 +156,26 @@ def explain(
         ordered.remove(lacked)
         ordered.insert(0, lacked)
     return Explained(ordered, unexplained_ns, usual_ns, excess_ns, steps)
+
+
+def _longest_gap(path: StepPath, least_ns: int) -> str:
+    """Return the longest stretch of the critical path in no span, and the stages around it. Empty if it is
+    shorter than `least_ns`.
+    """
+    graph, names = path.graph, ToolNames(path.graph.timeline)
+    stages = [graph.span_of(piece.node) for piece in path.pieces]
+    at = max(
+        (place for place, span in enumerate(stages) if span is None),
+        key=lambda place: path.pieces[place].wall_ns,
+        default=None,
+    )
+    if at is None or path.pieces[at].wall_ns < least_ns:
+        return ""
+    before = next((names.label_of(span) for span in reversed(stages[:at]) if span is not None), None)
+    after = next((names.label_of(span) for span in stages[at:] if span is not None), None)
+    where = [f"after {' '.join(before)}"] if before else []
+    where += [f"before {' '.join(after)}"] if after else []
+    return f"{duration(path.pieces[at].wall_ns)} passed in no span, {' and '.join(where)}".rstrip(", ")
 
 
 def _stood_still(grown: Suspect, found: Sequence[Suspect]) -> bool:
@@ -378,7 +399,8 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
         name = timeline.processes[suspect.process].name
         return f"{suspect.because} of {name}, which took {duration(suspect.longer_ns)}"
     if suspect.kind == "unexplained":
-        return f"no recorded stage explains {duration(suspect.ns)} of it"
+        where = f": {suspect.because}" if suspect.because else ""
+        return f"no recorded stage explains {duration(suspect.ns)} of it{where}"
     if suspect.kind == "skipped-collective" and suspect.process is not None and suspect.label is not None:
         name, longer = timeline.processes[suspect.process].name, duration(suspect.longer_ns)
         return f"{name} skipped {' '.join(suspect.label)}, and {suspect.beside} waited for {longer}"
