@@ -97,3 +97,10 @@ def test_the_command_prints_it_and_writes_the_page(
     assert run(["report", str(folder), "--json"]) == 0
     (step,) = json.loads(capsys.readouterr().out)["steps"]
     assert step["tracer"] == "OpenTelemetry"
+
+
+def test_a_merge_of_spans_alone_names_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = traces(tmp_path / "spans", "AGENT")
+    assert run(["merge", str(folder), "--output", str(tmp_path / "timeline.json.gz")]) == 1
+    assert f"stepscope report {folder}" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "timeline.json.gz").exists()

@@ -14,6 +14,7 @@ from packages.report.tests.commands import Command
 from stepscope_report.cli import run
 from stepscope_report.timeline.activity.event_names import iteration_of
 from stepscope_report.timeline.step.plain import read_plain
+from stepscope_report.timeline.step.trace_names import named
 
 BASE_NS = 1_700_000_000_000_000_000
 RECORDED = Path(__file__).parent / "recorded_engines"
@@ -128,6 +129,44 @@ def test_names_of_verls_profiler_tell_the_process(
     trace(tmp_path / name, [])
     (info,) = [one.info for one in read_plain([tmp_path]).timeline.processes]
     assert (info.role, info.rank, info.world_size, info.replica) == process
+
+
+@pytest.mark.parametrize(
+    ("name", "process"),
+    [
+        ("iteration_10/rank3_trace.json.gz", ("rank", 3, None, 10)),  # torchtitan
+        ("profile_2.json", ("rank", 2, None, None)),  # accelerate, of TRL and transformers
+        ("1764.5-TP-1-EXTEND.trace.json.gz", ("rank", 1, "prefill", None)),  # SGLang
+        ("1764.5-TP-0-DP-1-decode.trace.json.gz", ("trace", None, "decode", None)),
+        (
+            "actor_compute_log_prob_step2_rank0-of-8_tp0-pp0_1111_1700000000.json",
+            ("actor", 0, "compute_log_prob", 2),
+        ),
+        ("actor_train_step3_rank1-of-2_tp0-dp1_pid71_20261128190354123.json.gz", ("actor", 1, "train", 3)),
+        ("step_4/rank1/trace.json", ("rank", 1, None, 4)),
+        ("train.json", ("trace", None, None, None)),
+    ],
+)
+def test_names_of_frameworks_tell_stage_and_step(
+    tmp_path: Path, name: str, process: tuple[str, int | None, str | None, int | None], command: Command
+) -> None:
+    trace(tmp_path / name, [])
+    report = command("report", tmp_path, "--json").json
+    (row,), (info,) = report["traces"]["traces"], read_plain([tmp_path]).timeline.processes
+    assert (info.info.role, info.info.rank, row["stage"], row["step"]) == process
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dtensor_policy_worker_2:5_4711.sqlite", ("actor", 4711)),
+        ("vllm_generation_worker_2:5_4712.sqlite", ("rollout", 4712)),
+        ("trtllm_async_generation_worker_2:5_4713.sqlite", ("rollout", 4713)),
+    ],
+)
+def test_names_of_nemo_rls_reports_tell_the_worker(name: str, said: tuple[str, int]) -> None:
+    of_name = named(f"logs/nsight/{name}")
+    assert (of_name.role, of_name.pid) == said
 
 
 def test_actors_and_engines_of_one_rank_are_processes_of_their_own(tmp_path: Path, command: Command) -> None:

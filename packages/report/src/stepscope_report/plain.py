@@ -191,10 +191,16 @@ class Plain:
         """
         traces = self._report.traces
         if traces is not None and len(traces.traces) > 1:
+            said = {
+                "step": ["" if row.step is None else f"{row.step}" for row in traces.traces],
+                "stage": [row.stage or "" for row in traces.traces],
+            }
+            known = {name: cells for name, cells in said.items() if any(cells)}
             rows = tuple(
-                (row.process, row.file, f"{row.events:,}", duration(row.recorded_ns)) for row in traces.traces
+                (row.process, row.file, *more, f"{row.events:,}", duration(row.recorded_ns))
+                for row, *more in zip(traces.traces, *known.values(), strict=True)
             )
-            yield TextTable("Files", ("process", "file", ">events", ">recorded"), rows, noun="file")
+            yield TextTable("Files", ("process", "file", *known, ">events", ">recorded"), rows, noun="file")
 
     def _clocks(self) -> Iterator[Block]:
         if notes := (*clock_notes(self._report.health), *self._unaligned()):

@@ -27,6 +27,7 @@ from stepscope_report.sections.stages import Share, Stage
 from stepscope_report.terminal.layout import listing
 from stepscope_report.timeline import Merged, Selection, bytes_to_read, load_step, merge_step
 from stepscope_report.timeline.merge.merge import merge_plain
+from stepscope_report.timeline.step.otlp_run import is_otlp
 from stepscope_report.timeline.step.plain import plain_bytes
 
 _SHOWN = 20
@@ -97,6 +98,9 @@ def merge(
         if step is not None or run is not None:
             raise CommandError(f"--step and --run are for runs of stepscope, and {paths[0]} is none")
         expect_traces(paths)
+        if is_otlp(paths):
+            command = f"stepscope report {shlex.join(map(str, paths))}"
+            raise CommandError(f"spans of OpenTelemetry alone have a report, and no timeline: {command}")
         if output is None:  # folders of others are left as they are
             raise CommandError("stepscope did not write these traces: say where to write with --output")
         target, step_path = output, None

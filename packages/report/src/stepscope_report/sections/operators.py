@@ -99,6 +99,8 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     process: str
     stage: str | None
+    step: int | None = None
+    """The step that the trace covers, or None if nothing says it."""
     events: int
     recorded_ns: int
     operators_ns: int
@@ -284,6 +286,7 @@ def _trace(activity: TraceActivity) -> TraceRow:
         file=activity.file,
         process=activity.name,
         stage=activity.stage,
+        step=activity.step,
         events=activity.content.events,
         recorded_ns=_recorded_ns(activity),
         operators_ns=_ns(activity.content.operators_us),

@@ -268,6 +268,8 @@ class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Index in `Timeline.processes`, or None if it left no spans (an engine's worker)."""
     stage: str | None
     """The stage that the trace covers; None if it covers the whole capture."""
+    step: int | None = None
+    """The step that the trace covers, or None if nothing says it."""
     replica: int | None = None
     """Number of the recorded inference replica. `info` may have none."""
     topology: Mapping[str, int] | None = None
@@ -418,6 +420,7 @@ def _activity(timeline: Timeline, placed: _Placed) -> TraceActivity:
         info=row.info,
         process=row.process,
         stage=None if sidecar is None else sidecar.artifact.stage,
+        step=None if sidecar is None or sidecar.step < 0 else sidecar.step,
         replica=row.info.replica if sidecar is None else sidecar.artifact.replica,
         topology=None if sidecar is None else sidecar.artifact.topology,
         unaligned=row.unaligned,

@@ -1,8 +1,7 @@
 """Timeline of traces that stepscope did not write: of torch.profiler, of engines, and of installed readers.
 
 Each process is known by its traces alone. Its rank is taken from `distributedInfo` or from the recording;
-else from the name of its file or of a folder around it (`rank0`, `rank_0`, `rank-0`, or SGLang's `TP-0`
-without other dimensions); else it is unknown.
+else from names of files and folders, as `trace_names` reads them; else it is unknown.
 """
 
 from __future__ import annotations
@@ -36,23 +35,14 @@ from stepscope_report.timeline.step.load import align_without_owner, process_of,
 from stepscope_report.timeline.step.own_timeline import read_timeline, rows_of
 from stepscope_report.timeline.step.rows import names_of
 from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile
+from stepscope_report.timeline.step.trace_names import dimensions, named
 
 _SUFFIXES = (".json", ".json.gz")
 _OTHERS = (".sqlite", ".ncu-rep", ".pickle")
 """Suffixes of profilers' files that are listed as unread unless a reader claims them."""
 _ASCEND = "_ascend_pt"
-_RANK = re.compile(r"(?:^|[^a-z])rank[-_]?(\d+)", re.IGNORECASE)
-_DIMENSION = re.compile(r"(?:^|[^A-Za-z])(tp|pp|dp|ep)[-_]?(\d+)(?=[^0-9]|$)", re.IGNORECASE)
-_REPLICA = re.compile(r"replica[-_]?(\d+)", re.IGNORECASE)
 _HANDLER = re.compile(r"(.+)_(\d+)\.\d+\.pt\.trace\.json")
 """`host_pid.time.pt.trace.json`, of torch's `tensorboard_trace_handler`."""
-_VERL = re.compile(
-    r"(?:(?!step)(?P<role>[^_]+)_)?(?:(?!step)[^_]+_)?(?:step[^_]+_)?rank(?P<rank>\d+)(?:-of-(?P<world>\d+))?_"
-    r"(?:[^_]+_)?pid(?P<pid>\d+)_\d{14,}"
-)
-"""`actor_train_step3_rank0-of-8_tp0-pp0-dp0_pid71_20261128190354123.json.gz`, of verl's profiler: role, scope
-or stage, step, rank, layout, pid, time. Its engines' traces lie in `agent_loop_rollout_replica_0`, or have
-the prefix `rollout-replica0-globalrank0_`."""
 _FIELD = re.compile(rb'"(?:traceEvents|schemaVersion|ph)"\s*:')
 _HEAD = 1 << 18
 _MERGED = "merged-"
@@ -234,38 +224,37 @@ def _info(trace: TraceFile, content: TraceContent) -> tuple[ProcessInfo, dict[st
     """Return what a torch trace and its name tell about its process, and the place in the parallel layout."""
     fields, name = ChromeTrace(trace.path).fields(), trace.path.name
     distributed, pid = content.distributed, fields.pid or 0
-    topology = {key.lower(): int(number) for key, number in _DIMENSION.findall(name)}
-    named = _HANDLER.match(name)
-    host = content.host or (named[1] if named is not None and int(named[2]) == pid else _NO_HOST)
+    topology, said = dimensions(name), named(trace.name)
+    handler = _HANDLER.match(name)
+    host = content.host or (handler[1] if handler is not None and int(handler[2]) == pid else _NO_HOST)
     rank = None if distributed is None else distributed.rank
     if rank is None:
-        rank = _named_rank(trace.name)
+        rank = said.rank
     if rank is None and set(topology) == {"tp"}:
         rank = topology["tp"]
-    replica, verls = _REPLICA.search(trace.name), _VERL.match(name)
-    of_verl: dict[str, str | None] = {} if verls is None else verls.groupdict()
-    world = of_verl.get("world") if distributed is None else distributed.world_size
-    role = "rollout" if content.iterations or replica is not None else of_verl.get("role")
+    role = "rollout" if content.iterations else said.role
     info = ProcessInfo(
         role=role or _role(rank),
         rank=rank,
-        world_size=None if world is None else int(world),
+        world_size=said.world_size if distributed is None else distributed.world_size,
         host=host,
-        pid=pid or int(of_verl.get("pid") or 0),
-        replica=None if replica is None else int(replica[1]),
+        pid=pid or said.pid or 0,
+        replica=said.replica,
     )
     return info, topology
 
 
 def _info_of(trace: TraceFile, origin: Origin) -> ProcessInfo:
     """Return what a recording and its name tell about its process."""
-    rank = _named_rank(trace.name) if origin.rank is None else origin.rank
+    said = named(trace.name)
+    rank = said.rank if origin.rank is None else origin.rank
     return ProcessInfo(
-        role=_role(rank),
+        role=said.role or _role(rank),
         rank=rank,
         world_size=origin.world_size,
         host=origin.host or _NO_HOST,
-        pid=origin.pid or 0,
+        pid=origin.pid or said.pid or 0,
+        replica=said.replica,
     )
 
 
@@ -273,15 +262,8 @@ def _role(rank: int | None) -> str:
     return "trace" if rank is None else "rank"
 
 
-def _named_rank(name: str) -> int | None:
-    """Return the rank in the name of a file, else in that of the nearest folder around it that has one; else
-    None.
-    """
-    matches = map(_RANK.search, reversed(name.split("/")))
-    return next((int(match[1]) for match in matches if match is not None), None)
-
-
 def _described(trace: TraceFile, info: ProcessInfo, tool: str, topology: dict[str, int] | None) -> TraceFile:
+    said = named(trace.name)
     artifact = Artifact(
         path=trace.name,
         kind=f"{tool}_trace",
@@ -289,13 +271,21 @@ def _described(trace: TraceFile, info: ProcessInfo, tool: str, topology: dict[st
         role=info.role,
         rank=info.rank,
         world_size=info.world_size,
+        stage=said.stage,
         replica=info.replica,
         topology=topology,
         host=info.host,
         pid=info.pid,
         size_bytes=trace.path.stat().st_size,
     )
-    sidecar = Sidecar(step=0, run_id="", artifact=artifact, process=info.key, opened=None, closed=None)
+    sidecar = Sidecar(
+        step=-1 if said.step is None else said.step,
+        run_id="",
+        artifact=artifact,
+        process=info.key,
+        opened=None,
+        closed=None,
+    )
     return trace._replace(sidecar=sidecar)
 
 
