@@ -73,6 +73,13 @@ def test_a_capture_that_cannot_open_leaves_the_step_alone(
     assert cap.result.problems() == []
 
 
+@pytest.mark.usefixtures("in_production")
+async def test_the_same_in_asynchronous_code(config: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "Watchdog", fail(OSError(116, "Stale file handle")))
+    async with capture(1, config=config):
+        assert slot.session() is None
+
+
 def test_a_worker_that_cannot_open_is_ready_for_the_next_capture(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
