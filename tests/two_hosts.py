@@ -262,11 +262,6 @@ def steps_of(host: Host, save_path: Path) -> int:
     return listeners[0].step or 0
 
 
-def hosts_of(folder: Path) -> set[str]:
-    """Return the hosts of the files in a folder, by their names."""
-    return {path.name.split("_")[2] for path in folder.iterdir()}
-
-
 def captured(host: Host, save_path: Path) -> Manifest | None:
     """Return the newest manifest in which nothing is on its way."""
     for layout in reversed(RunLayout(host.view(save_path)).steps().values()):

@@ -24,8 +24,6 @@ import pytest
 
 from stepscope import profile_step
 from stepscope._recording.fanout import worker_side
-from stepscope._recording.spans import slot
-from stepscope._recording.spans.wrapping import Declared
 
 HERE = Path(__file__).parent
 
@@ -294,43 +292,6 @@ def test_importable_functions_and_methods_are_pickled_by_reference(sample_tasks:
         for dumps in (pickle.dumps, cloudpickle.dumps):
             assert len(dumps(obj)) < 200
     assert pickle.loads(pickle.dumps(sample_tasks.task)) is sample_tasks.task
-
-
-class StandIn:
-    """The object that a capture in the worker would put into the slot."""
-
-    def __init__(self) -> None:
-        self.log = self
-        self.told: list[tuple[str | None, str]] = []
-
-    def begin(self, declared: Declared, *told: object) -> StandIn:
-        self.told.append((declared.role, declared.stage))
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-def test_what_is_pickled_by_value_sees_the_capture_of_the_process_it_arrives_in(
-    sample_tasks: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arrived = cloudpickle.loads(by_value(sample_tasks, (sample_tasks.task, sample_tasks.Actor)))
-    task, actor = arrived
-    assert task is not sample_tasks.task
-    session = StandIn()
-    monkeypatch.setattr(slot, "active", session)
-    assert task(1)[0] == 2
-    assert actor().update(1, lr=2.0) == 2
-    assert actor.create() == "Actor"
-    assert actor.double(4) == 8
-    assert list(actor().stream(1)) == [0]
-    assert session.told == [
-        ("env", "task"),
-        ("actor", "update"),
-        ("actor", "create"),
-        ("actor", "double"),
-        ("rollout", "stream"),
-        ("rollout", "stream"),
-    ]
 
 
 def test_what_is_pickled_by_value_carries_little(sample_tasks: ModuleType) -> None:

@@ -26,9 +26,6 @@ class Sync:
 
 
 class Async:
-    async def thread(self) -> str:
-        return threading.current_thread().name
-
     async def release(self, path: str) -> None:
         Path(path).touch()  # noqa: ASYNC240
 
@@ -82,18 +79,6 @@ async def test_a_plain_function_runs_on_a_sync_actors_main_thread(actors: dict[s
     assert await ActorLine(actors["sync"]).call(thread_here) == "main"
 
 
-async def test_a_coroutine_function_runs_on_an_async_actors_own_loop(actors: dict[str, Any]) -> None:
-    thread = await ActorLine(actors["async"]).call(thread_of_the_loop)
-    assert thread == await actors["async"].thread.remote()
-
-
-@pytest.mark.parametrize("kind", ["sync", "threaded"])
-async def test_a_coroutine_function_has_a_loop_in_an_actor_without_one(
-    actors: dict[str, Any], kind: str
-) -> None:
-    assert await ActorLine(actors[kind]).call(thread_of_the_loop) == "stepscope-engine-loop"
-
-
 async def test_a_plain_function_that_waits_leaves_an_async_actor_at_work_v10(
     actors: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -101,20 +86,6 @@ async def test_a_plain_function_that_waits_leaves_an_async_actor_at_work_v10(
     await asyncio.sleep(0)
     await asyncio.wait_for(actors["async"].release.remote(str(tmp_path / "free")), 20)
     assert await waiting == "released"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_every_answer_is_stamped_on_both_sides(actors: dict[str, Any], kind: str) -> None:
-    line = ActorLine(actors[kind])
-    await line.ask(present)
-    (stamps,) = line.stamps
-    assert sorted(stamps) == list(stamps)  # sent, heard, answered, received: both sides read one clock here
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_failure_arrives_as_text(actors: dict[str, Any], kind: str) -> None:
-    with pytest.raises(CallFailedError, match=r"no such luck$"):
-        await ActorLine(actors[kind]).call(fail)
 
 
 async def test_an_argument_that_cannot_be_pickled_is_an_error_of_one_line(actors: dict[str, Any]) -> None:

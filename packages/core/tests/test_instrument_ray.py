@@ -221,21 +221,6 @@ def test_actors_that_live_already_are_instrumented_by_the_first_capture(
             ray.kill(worker)
 
 
-def test_an_actor_made_after_the_driver_was_instrumented_is_timed_once(
-    framework: tuple[Any, dict[str, Any]], config: ProfileConfig
-) -> None:
-    module, environment = framework
-    configured.apply(config)
-    actor = ray.remote(module.Base).options(runtime_env=environment).remote()
-    try:
-        for step in (4, 5):
-            with capture(step, config=config, workers=[actor]):
-                assert ray.get(actor.update.remote()) == 2
-            assert spans(config, step) == [("actor", "forward"), ("actor", "update")]
-    finally:
-        ray.kill(actor)
-
-
 def test_trajectories_of_an_unedited_async_actor_make_the_long_tail(
     framework: tuple[Any, dict[str, Any]], config: ProfileConfig
 ) -> None:
@@ -257,21 +242,6 @@ def test_trajectories_of_an_unedited_async_actor_make_the_long_tail(
                 ("trajectory", 3),
                 ("turn", 6),
             ]
-    finally:
-        ray.kill(actor)
-
-
-def test_a_class_behind_ray_remote_travels_instrumented(
-    framework: tuple[Any, dict[str, Any]], config: ProfileConfig
-) -> None:
-    module, environment = framework
-    module.Decorated.__ray_metadata__.last_export_cluster_and_job = None  # as in a driver that made none yet
-    configured.apply(config)
-    actor = module.Decorated.options(runtime_env=environment).remote()
-    try:
-        with capture(3, config=config, workers={"critic": actor}):
-            ray.get(actor.update.remote())
-        assert spans(config, 3) == [("critic", "update")]
     finally:
         ray.kill(actor)
 

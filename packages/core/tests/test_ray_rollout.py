@@ -297,26 +297,6 @@ async def test_an_engine_that_hangs_on_start_leaves_its_actor_to_its_work(actor:
     await asyncio.wait([starting])
 
 
-async def test_an_engine_that_hangs_costs_its_own_deadline_and_nobody_elses(tmp_path: Path) -> None:
-    actors = [make(AsyncRollout) for _ in range(2)]
-    await actors[0].spoil.remote("hangs_on_start", 0)
-    await actors[1].loop.remote()
-    done: list[int] = []
-
-    async def start(number: int) -> None:
-        await asyncio.wait_for(rollout(actors[number]).start(a_capture(tmp_path, replica=number)), 1.0)
-        done.append(number)
-
-    starts = [asyncio.create_task(start(number)) for number in range(2)]
-    await asyncio.wait([starts[1]])
-    assert done == [1]
-    assert not starts[0].done()
-    with pytest.raises(asyncio.TimeoutError):
-        await starts[0]
-    for actor in actors:
-        ray.kill(actor)
-
-
 async def test_an_exception_that_does_not_unpickle_arrives_as_text(actor: Any, tmp_path: Path) -> None:
     replica = RayRollout(actor, raising, attribute="engine")
     with pytest.raises(EngineError, match="StubbornError: 7: "):

@@ -161,7 +161,7 @@ def test_the_rank_whose_step_was_slow_is_named(tmp_path: Path) -> None:
     assert "rank 3: it took 0.3" in recorder.reason
 
 
-def test_its_report_speaks_of_a_recorder_and_not_of_a_capture(tmp_path: Path) -> None:
+def test_its_report_and_ls_speak_of_a_recorder_and_not_of_a_capture(tmp_path: Path, command: Command) -> None:
     steps_of(config_in(tmp_path, recorder={"then_capture": 0, "slow_factor": 12}), {15: 0.3}, 20)
     layout = drained(tmp_path)
     timeline = load_step(layout.step(15).root)
@@ -175,11 +175,6 @@ def test_its_report_speaks_of_a_recorder_and_not_of_a_capture(tmp_path: Path) ->
     assert "opening and closing" not in text
     assert "longer than the" in text
     assert "flight recorder" in render_step(timeline, report)
-
-
-def test_ls_names_the_trigger(tmp_path: Path, command: Command) -> None:
-    steps_of(config_in(tmp_path, recorder={"then_capture": 0, "slow_factor": 12}), {15: 0.3}, 16)
-    drained(tmp_path)
     rows = command("ls", tmp_path, "--json").json
     assert [row["recorder"]["trigger"] for row in rows] == ["slow", "slow"]
 

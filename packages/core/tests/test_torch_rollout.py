@@ -24,7 +24,7 @@ from stepscope.engines.protocol import EngineCapture, EngineProfiler, Iterations
 from stepscope.engines.torch_inprocess import TorchRolloutProfiler, iteration
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact, ProcessInfo
-from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture, contents
+from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
 
 if TYPE_CHECKING:
     import torch
@@ -112,13 +112,6 @@ async def test_generation_is_recorded_on_whatever_thread_it_runs(
     assert artifact.kind == "torch_trace"
     assert artifact.rank is None
     assert artifact.pid is not None
-
-
-def test_generation_beside_the_loop_is_recorded(decoder: Decoder, tmp_path: Path) -> None:
-    profiler, capture = TorchRolloutProfiler(decoder.model), a_capture(tmp_path)
-    asyncio.run(profiler.start(capture))
-    decoder.generate(3)
-    assert iterations_in(asyncio.run(profiler.stop()), capture) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -225,17 +218,6 @@ async def _seen(profiler: TorchRolloutProfiler, iterations: int) -> None:
     assert recording is not None
     while recording.seen < iterations:  # noqa: ASYNC110  (the module's hook has no event, and needs none)
         await asyncio.sleep(0.001)
-
-
-async def test_a_second_capture_of_the_same_name_overwrites_nothing(decoder: Decoder, tmp_path: Path) -> None:
-    profiler, capture = TorchRolloutProfiler(decoder.model), a_capture(tmp_path)
-    artifacts = []
-    for _ in range(2):
-        await profiler.start(capture)
-        decoder.generate(1)
-        artifacts += await profiler.stop()
-    assert len({artifact.path for artifact in artifacts}) == 2
-    assert len(contents(capture.step_dir)) == 4  # two traces and two sidecars
 
 
 async def test_an_unwritable_folder_is_an_error_and_the_next_capture_works(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +138,11 @@ def test_registered_engines_have_the_numbers_of_the_framework(trainer: Any, tmp_
         assert artifact.path.startswith(f"traces/rollout/replica{name[-1]}/")
 
 
-def test_actors_with_engines_of_another_adapter_are_left_out(trainer: Any, tmp_path: Path) -> None:
-    ray.get(trainer.handles[0].__ray_call__.remote(register_as_anothers))
+@pytest.mark.parametrize("registering", [register_as_anothers, register_no_engine])
+def test_actors_without_an_engine_of_this_adapter_are_left_out(
+    trainer: Any, tmp_path: Path, registering: Callable[[Any], None]
+) -> None:
+    ray.get(trainer.handles[0].__ray_call__.remote(registering))
     trainer.step()
     assert list(rows(tmp_path, 0)) == ["replica 0"]
 
@@ -187,12 +190,6 @@ def test_an_actor_may_name_the_server_that_it_launched(trainer: Any, tmp_path: P
     (row,) = rows(tmp_path, 0).values()
     assert (row.name, row.state) == ("replica 3", "failed")
     assert "drives no servers" in str(row.reason)
-
-
-def test_an_actor_whose_call_made_no_engine_is_left_out(trainer: Any, tmp_path: Path) -> None:
-    ray.get(trainer.handles[0].__ray_call__.remote(register_no_engine))
-    trainer.step()
-    assert list(rows(tmp_path, 0)) == ["replica 0"]
 
 
 def test_a_dead_actor_costs_its_own_row(trainer: Any, tmp_path: Path) -> None:
