@@ -252,6 +252,20 @@ def test_an_activity_alone_that_the_engine_lacks_is_an_error(activity: str) -> N
         told(an_engine(), activities=(activity,))
 
 
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"activities": "CUDA_PROFILER"}, "kills an engine"),
+        ({"activities": "RPD"}, "kills an engine"),
+        ({"activities": "MEM"}, "profile_memory"),
+        ({"num_steps": 3}, "iterations.count"),
+    ],
+)
+def test_what_would_kill_or_mislead_the_engine_is_refused(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        told(an_engine(device="cpu"), activities=("cpu",), extra=extra)
+
+
 def test_xpu_is_for_xpu_from_0_5_10_on() -> None:
     both = ("cpu", "xpu")
     assert told(an_engine(device="xpu"), activities=both).request["activities"] == ["CPU", "XPU"]

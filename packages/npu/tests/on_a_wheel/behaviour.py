@@ -737,7 +737,7 @@ def test_a_profiler_the_user_has_made_writes_where_the_user_said(
     [artifact] = record(make())
     theirs.start()
     theirs.stop()
-    assert len(list((tmp_path / "theirs").glob("mine_*/profiler_*.json"))) == 1
+    assert len(list((tmp_path / "theirs").glob("mine_*/*_info.json"))) == 1
     artifact.discard()
 
 
@@ -752,7 +752,7 @@ def test_a_profiler_the_user_makes_during_a_window_writes_where_the_user_said_to
     assert messages(folder) == ["actor.update"]
     theirs.start()
     theirs.stop()
-    assert len(list((tmp_path / "theirs").glob("mine_*/profiler_*.json"))) == 1
+    assert len(list((tmp_path / "theirs").glob("mine_*/*_info.json"))) == 1
 
 
 def test_a_profiler_of_the_users_that_deletes_what_it_made_in_the_end_does_not_delete_ours(

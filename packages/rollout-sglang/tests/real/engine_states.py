@@ -37,7 +37,6 @@ from stepscope_report.timeline import load_step
 from stepscope_report.waiting import say_call
 from stepscope_report.why import Why, why
 from stepscope_sglang import SglangProfiler
-from stepscope_sglang._driving.in_process import InProcessTarget
 from stepscope_sglang._versions import PLUGINS_SINCE
 
 VERSION = numbers(sglang.__version__)
@@ -275,17 +274,6 @@ def test_no_token_comes_while_sglang_writes_and_the_account_bills_that_to_the_pr
     assert_works(engine, tmp_path)
 
 
-def test_an_exception_in_the_step_leaves_no_profiler_running(engine: Any, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with capture(1, engines=engine, config=ProfileConfig(save_path=str(tmp_path), steps="1")):
-            await generate(engine, 1, 3)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        on_its_loop(engine, scenario())
-    assert_works(engine, tmp_path)
-
-
 def test_a_capture_that_begins_while_the_engine_generates_has_what_is_left(
     engine: Any, tmp_path: Path
 ) -> None:
@@ -508,39 +496,6 @@ def test_a_stage_that_never_came_is_not_left_armed(engine: Any, tmp_path: Path, 
 
 
 # What is refused, before the engine hears of it.
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"activities": ("cuda",)}, "runs on cpu"),
-        ({"activities": ("xpu",)}, "can be recorded"),
-        ({"activities": ("mtia",)}, "SGLang records cpu, cuda and xpu"),
-        ({"extra": {"activities": "CUDA_PROFILER"}}, "kills an engine on cpu"),
-        ({"extra": {"activities": "RPD"}}, "kills an engine on cpu"),
-        ({"extra": {"activities": "MEM"}}, "torch.profile_memory"),
-        ({"extra": {"no_such_option": 1}}, "has no option 'no_such_option'"),
-        ({"extra": {"num_steps": 3}}, "iterations.count does"),
-        ({"out_dir": "/proc/no-such-folder"}, "would kill its scheduler"),
-    ],
-    ids=str,
-)
-def test_what_would_kill_or_mislead_the_engine_is_refused(
-    engine: Any, tmp_path: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heard: list[object] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(InProcessTarget, "_call", lambda line, ask, *_: heard.append(ask))
-        with pytest.raises(EngineError, match=message):
-            record(engine, asked(tmp_path, **changes))
-    assert not heard
-    on_its_loop(engine, generate(engine, 1, 2))
-
-
-def test_v2_is_refused_by_the_check(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_PROFILE_V2", "1")
-    with pytest.raises(EngineError, match="SGLANG_PROFILE_V2"):
-        SglangProfiler(engine).check()
 
 
 def test_a_profile_that_somebody_else_runs_is_left_alone(engine: Any, tmp_path: Path) -> None:
