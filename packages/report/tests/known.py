@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepscope.files.layout import sidecar_of
-from stepscope.files.sidecar import Artifact, Sidecar
+from packages.report.tests.traces import put
 from stepscope.files.spans import SpanLink
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 
@@ -208,28 +207,14 @@ class KnownStep:
         return self._kernel(process, name, start_ns, end_ns, **args)
 
     def _trace(self, process: FakeProcess, events: list[dict[str, object]], ranks: int) -> None:
-        layout, info = self._folder.layout, process.info
-        path = layout.traces / info.role / f"rank{info.rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        info = process.info
         group = {"pg_name": "0", "backend_config": "cuda:nccl", "ranks": list(range(ranks))}
-        path.write_bytes(
-            msgspec.json.encode(
-                {
-                    "distributedInfo": {"backend": "nccl", "rank": info.rank, "pg_config": [group]},
-                    "baseTimeNanoseconds": BASE_NS,
-                    "traceEvents": events,
-                }
-            )
-        )
-        artifact = Artifact(
-            path=path.relative_to(layout.root).as_posix(), kind="torch_trace", tool="torch", role=info.role,
-            rank=info.rank, host=info.host, pid=info.pid, size_bytes=path.stat().st_size,
-        )  # fmt: skip
-        sidecar = Sidecar(
-            step=self._folder.step, run_id=self._folder.run_id, artifact=artifact, process=info.key,
-            opened=None, closed=None,
-        )  # fmt: skip
-        sidecar_of(path).write_bytes(msgspec.json.encode(sidecar))
+        trace = {
+            "distributedInfo": {"backend": "nccl", "rank": info.rank, "pg_config": [group]},
+            "baseTimeNanoseconds": BASE_NS,
+            "traceEvents": events,
+        }
+        put(self._folder, f"traces/{info.role}/rank{info.rank}.json", process, msgspec.json.encode(trace))
 
 
 def some_clocks(seed: int, *, measured: bool = True) -> Iterator[Clock]:

@@ -11,10 +11,9 @@ import msgspec
 import pytest
 
 from packages.report.tests.steps import close, printed
+from packages.report.tests.traces import put as put_file
 from stepscope.backends.cuda_memory.backend import LISTED, summarise
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY, MemorySummary
-from stepscope.files.layout import sidecar_of
-from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.html.step_page import render_step
@@ -119,18 +118,8 @@ def test_what_is_no_snapshot_is_refused() -> None:
 
 
 def put(folder: StepFolder, process: FakeProcess, data: bytes, kind: str = SUMMARY) -> None:
-    path = folder.layout.traces / process.info.role / f"capture_{kind}.json.gz"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(data))
-    artifact = Artifact(
-        path=path.relative_to(folder.layout.root).as_posix(), kind=kind, tool="cuda_memory",
-        role=process.info.role, rank=0, host=process.info.host, pid=process.info.pid, size_bytes=len(data),
-    )  # fmt: skip
-    sidecar = Sidecar(
-        step=folder.step, run_id=folder.run_id, artifact=artifact, process=process.info.key,
-        opened=None, closed=None,
-    )  # fmt: skip
-    sidecar_of(path).write_bytes(msgspec.json.encode(sidecar))
+    name = f"traces/{process.info.role}/capture_{kind}.json.gz"
+    put_file(folder, name, process, gzip.compress(data), kind=kind, tool="cuda_memory", rank=0)
 
 
 def a_step(path: Path, *, skew_ns: int = 0) -> tuple[StepFolder, FakeProcess]:

@@ -154,7 +154,7 @@ def test_no_digests_reads_the_traces(
 ) -> None:
     reads: list[Path] = []
 
-    def read(path: Path, on_read: object = None) -> TraceContent:
+    def read(path: Path, *_: object) -> TraceContent:
         reads.append(path)
         return nothing_read("by the test")
 

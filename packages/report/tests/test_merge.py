@@ -25,8 +25,8 @@ import pytest
 from typer.testing import CliRunner
 
 from packages.report.tests.pictures import rl_step
+from packages.report.tests.traces import put
 from stepscope.files.layout import sidecar_of
-from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report.cli.app import app
 from stepscope_report.timeline import Merged, Selection, load_step, merge_step
@@ -69,24 +69,12 @@ def trace(
     host: str | None = None,
 ) -> Path:
     """Return a trace in the step's folder, by one of its processes or by a stranger."""
-    path = folder.layout.traces / role / name
-    path.parent.mkdir(parents=True, exist_ok=True)
     base = {} if base_ns is None else {"baseTimeNanoseconds": base_ns}
-    path.write_bytes(
-        events if isinstance(events, bytes) else msgspec.json.encode({**base, "traceEvents": events})
-    )
-    info = None if process is None else process.info
-    artifact = Artifact(
-        path=str(path.relative_to(folder.layout.root)), kind="torch_trace", tool="torch", role=role,
-        rank=None if info is None else info.rank, host=host or (info.host if info else "host-a"),
-        pid=None if info is None else info.pid, size_bytes=1,
-    )  # fmt: skip
-    if sidecar:
-        key = None if info is None else info.key
-        made = Sidecar(
-            step=folder.step, run_id=folder.run_id, artifact=artifact, process=key, opened=None, closed=None
-        )
-        sidecar_of(path).write_bytes(msgspec.json.encode(made))
+    content = events if isinstance(events, bytes) else msgspec.json.encode({**base, "traceEvents": events})
+    by: dict[str, Any] = {"role": role} if process is not None else {"role": role, "host": host or "host-a"}
+    path = put(folder, f"traces/{role}/{name}", process, content, **by)
+    if not sidecar:
+        sidecar_of(path).unlink()
     return path
 
 

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.files.layout import sidecar_of
-from stepscope.files.sidecar import Artifact, Sidecar
+from packages.report.tests.traces import put
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report.timeline import Merged, Selection, merge_step
 from stepscope_report.timeline.merge.mapping import FlowIds
@@ -47,15 +46,7 @@ def merged_of(
     folder = StepFolder(tmp_path)
     actor = folder.process("actor", 0, owner=True, skew_ns=opened_ns - OPENED_NS)
     actor.close(1_000_000_000)
-    path = folder.layout.traces / "actor" / "t.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    artifact = Artifact(
-        path="traces/actor/t.json", kind="torch_trace", tool="torch", role="actor", rank=0, host="host-a",
-        pid=actor.info.pid, size_bytes=len(content),
-    )  # fmt: skip
-    made = Sidecar(step=2, run_id="run1", artifact=artifact, process=actor.info.key, opened=None, closed=None)
-    sidecar_of(path).write_bytes(msgspec.json.encode(made))
+    put(folder, "traces/actor/t.json", actor, content)
     step = folder.write()
     merged = merge_step(step, selection=selection or Selection())
     written = gzip.decompress((step / "timeline.json.gz").read_bytes())

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from packages.report.tests.traces import put
 from stepscope.files.layout import sidecar_of
-from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.files.sidecar import Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report.timeline import Merged, merge_step
 from stepscope_report.timeline.clocks.wall import NOT_NEAR
@@ -43,18 +44,11 @@ def trace(
     **fields: object,
 ) -> Path:
     """`process` None: without a sidecar."""
-    path = folder.layout.traces / "actor" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
     body = events if isinstance(events, bytes) else json.dumps({**fields, "traceEvents": events}).encode()
-    path.write_bytes(body)
-    if process is not None:
-        info = process.info
-        artifact = Artifact(
-            path=f"traces/actor/{name}", kind="torch_trace", tool="torch", role=info.role, rank=info.rank,
-            host=info.host, pid=info.pid, size_bytes=len(body),
-        )  # fmt: skip
-        made = Sidecar(step=2, run_id="run1", artifact=artifact, process=info.key, opened=None, closed=None)
-        sidecar_of(path).write_bytes(msgspec.json.encode(made))
+    by: dict[str, Any] = {} if process else {"host": "h"}
+    path = put(folder, f"traces/actor/{name}", process, body, role="actor", **by)
+    if process is None:
+        sidecar_of(path).unlink()
     return path
 
 

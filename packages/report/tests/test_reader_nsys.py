@@ -14,11 +14,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from stepscope.files.layout import sidecar_of
-from stepscope.files.sidecar import NSYS_RANGES, Artifact, Sidecar
+from packages.report.tests.traces import put
+from stepscope.files.sidecar import NSYS_RANGES
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report.testing import ReaderConformance
 from stepscope_report.timeline import Merged, merge_step
@@ -144,17 +143,10 @@ def merged(folder: StepFolder, content: Rows, *, has_ranges: bool = False) -> tu
     """Return the actor's report and its export, merged."""
     path = folder.layout.traces / "actor" / "report.nsys-rep"
     write(path.with_suffix(".sqlite"), content)
-    path.write_bytes(b"opaque")
-    artifact = Artifact(
-        path="traces/actor/report.nsys-rep", kind="nsys_report", tool="nsys", role="actor", rank=0,
-        host="host-a", pid=PID, size_bytes=6,
+    put(
+        folder, "traces/actor/report.nsys-rep", folder.processes[1], b"opaque", kind="nsys_report",
+        tool="nsys", sidecar={"options": {NSYS_RANGES: has_ranges}},
     )  # fmt: skip
-    key = folder.processes[1].info.key
-    made = Sidecar(
-        step=2, run_id="run1", artifact=artifact, process=key, opened=None, closed=None,
-        options={NSYS_RANGES: has_ranges},
-    )  # fmt: skip
-    sidecar_of(path).write_bytes(msgspec.json.encode(made))
     step = folder.write()
     result = merge_step(step)
     text = gzip.decompress((step / "timeline.json.gz").read_bytes())

@@ -19,10 +19,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from packages.report.tests.traces import put
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.layout import sidecar_of
-from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report.testing import ReaderConformance
 from stepscope_report.timeline import Merged, Selection, load_step, load_traces, merge_step
@@ -151,25 +150,10 @@ def recorded(
     content: bytes | None = None,
 ) -> Path:
     """Return a file of lines that the actor recorded."""
-    path = folder.layout.traces / "actor" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
     head = msgspec.json.encode(origin or Origin(clock="realtime")) + b"\n"
-    path.write_bytes(head + b"".join(map(line, events)) if content is None else content)
-    info = (process or actor(folder)).info
-    artifact = Artifact(
-        path=f"traces/actor/{name}", kind=kind, tool="t", role="actor", rank=info.rank, host=info.host,
-        pid=info.pid, size_bytes=1,
-    )  # fmt: skip
-    made = Sidecar(
-        step=folder.step,
-        run_id=folder.run_id,
-        artifact=artifact,
-        process=info.key,
-        opened=anchor,
-        closed=None,
-    )
-    sidecar_of(path).write_bytes(msgspec.json.encode(made))
-    return path
+    text = head + b"".join(map(line, events)) if content is None else content
+    by, sidecar = process or actor(folder), {"opened": anchor}
+    return put(folder, f"traces/actor/{name}", by, text, sidecar=sidecar, kind=kind, tool="t", role="actor")
 
 
 def merged(folder: StepFolder, **selection: Any) -> tuple[Merged, list[Json]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,26 @@ def write_trace(path: Path, events: list[Any], **fields: Any) -> Path:
     return path
 
 
+def put(
+    folder: StepFolder, name: str, process: FakeProcess | None, content: bytes | None, *,
+    sidecar: Mapping[str, Any] | None = None, **artifact: Any,
+) -> Path:  # fmt: skip
+    """Write a file of a step, and the sidecar of it. `content` None: the file is there."""
+    path, key = folder.layout.root / name, None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if content is not None:
+        path.write_bytes(content)
+    made: dict[str, Any] = {"kind": "torch_trace", "tool": "torch", "size_bytes": path.stat().st_size}
+    if process is not None:
+        info, key = process.info, process.info.key
+        made |= {"role": info.role, "rank": info.rank, "host": info.host, "pid": info.pid}
+    described: dict[str, Any] = {"process": key, "opened": None, "closed": None, **(sidecar or {})}
+    file = Artifact(path=name, **{**made, **artifact})
+    record = Sidecar(step=folder.step, run_id=folder.run_id, artifact=file, **described)
+    sidecar_of(path).write_bytes(msgspec.json.encode(record))
+    return path
+
+
 def add_trace(
     folder: StepFolder, process: FakeProcess, events: list[Any], *, options: dict[str, Any] | None = None,
     ignored: dict[str, str] | None = None, name: str = "trace", stage: str | None = None,
@@ -71,17 +92,9 @@ def add_trace(
     """Put a process' trace with its sidecar into a step's folder. `ts` is given after the opening."""
     for event in events:
         event["ts"] += (OPENED_NS - BASE_NS) / 1000
-    info = process.info
-    path = folder.layout.traces / info.role / f"{name}_pid{info.pid}.json.gz"
-    write_trace(path, events, **fields)
-    artifact = Artifact(
-        path=path.relative_to(folder.layout.root).as_posix(), kind="torch_trace", tool="torch",
-        role=info.role, rank=info.rank, host=info.host, pid=info.pid, stage=stage, replica=replica,
-        topology=topology, size_bytes=path.stat().st_size, ignored=ignored or {},
+    sidecar = {"options": options or {"activities": "cpu,cuda"}, "versions": {"torch": "2.13.0"}}
+    return put(
+        folder, f"traces/{process.info.role}/{name}_pid{process.info.pid}.json.gz", process,
+        gzip.compress(trace_text(events, **fields)), sidecar=sidecar, stage=stage, replica=replica,
+        topology=topology, ignored=ignored or {},
     )  # fmt: skip
-    sidecar = Sidecar(
-        step=folder.step, run_id=folder.run_id, artifact=artifact, process=info.key, opened=None, closed=None,
-        options=options or {"activities": "cpu,cuda"}, versions={"torch": "2.13.0"},
-    )  # fmt: skip
-    sidecar_of(path).write_bytes(msgspec.json.encode(sidecar))
-    return path
