@@ -21,14 +21,17 @@ pytestmark = pytest.mark.needs("sglang")  # not imported: each group has a proce
 HERE = Path(__file__).parent
 _OLDEST_WITH_ALL = (0, 5, 23)
 """The others run what says how an engine of their version behaves."""
+_OLDEST_WITH_PASSES = (0, 5, 12)
 _LAYOUTS = (0, 5, 20)
 """Run on request: it starts several schedulers."""
 
 VERSION = tuple(int(part) for part in (installed() or "0").split(".")[:3])
 GROUPS = [["engine_states.py", "engine_table.py"]]
 """Files that share a process and its engine."""
+if VERSION >= _OLDEST_WITH_PASSES:
+    GROUPS[0].append("engine_passes.py")
 if VERSION >= _OLDEST_WITH_ALL:
-    GROUPS[0] += ["engine_passes.py", "engine_contract.py", "engine_documented_loop.py"]
+    GROUPS[0] += ["engine_contract.py", "engine_documented_loop.py"]
     GROUPS += [["engine_server.py"], ["engine_ray.py"], ["engine_unedited.py", "engine_example.py"]]
 if VERSION == _LAYOUTS:
     GROUPS += [["engine_parallel.py"], ["engine_router.py"]]
