@@ -386,11 +386,12 @@ def test_shares_stand_below_their_times_at_80_columns() -> None:
     assert drawn[at + 1].split() == ["91.6", "%", "91.2", "%", "27.5", "%", "0.4", "%"]
 
 
-def test_words_of_texts_stay_whole_where_there_is_room() -> None:
+@pytest.mark.parametrize("width", [100, 74])  # with wide gaps, and with narrow ones
+def test_words_of_texts_stay_whole_where_there_is_room(width: int) -> None:
     columns = ("stage", ">on the path", ">%", ">with below", ">could save", "process", "longest in")
     stage = ("ref compute_ref_log_prob", "251 ms", "9.6", "437 ms", "65.0 ms", "ref 0", "problem15-1 turn 3")
     wait = ("rollout queue (waiting)", "1.20 ms", "0.1", "", "", "agent_loop replica 12", "")
     out = io.StringIO()
-    Console(file=out, width=100).print(table("Critical path", columns, [stage, wait]))
+    Console(file=out, width=width).print(table("Critical path", columns, [stage, wait]))
     for word in (*stage[0].split(), *wait[-2].split(), *stage[-1].split()):
         assert word in out.getvalue()

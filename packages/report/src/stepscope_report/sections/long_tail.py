@@ -456,9 +456,9 @@ def long_tail_blocks(tail: LongTail | None, report: StepReport) -> Iterator[Bloc
     if tail.worst:
         rows = tuple((*slow_cells(slow), waits(slow)) for slow in tail.worst)
         yield TextTable("Slowest trajectories", ("trajectory", ">took", ">began at", "of that"), rows)
-        rows = tuple(turn_rows(tail.worst))
+        columns, rows = _turns(tail.worst)
         if rows:
-            yield TextTable("Turns of the slowest trajectories", _TURNS, rows, TURNS_NOTE, "turn")
+            yield TextTable("Turns of the slowest trajectories", columns, rows, TURNS_NOTE, "turn")
 
 
 def _said_spread(spread: Spread) -> tuple[str, ...]:
@@ -479,16 +479,23 @@ def waits(slow: SlowTrajectory) -> str:
 
 
 _TURNS = (
-    "turn", ">took", ">queued", ">prefill", ">alone", f">fewer than {FEW}", ">more", ">held up", ">preempted",
+    "turn", ">took", ">queued", ">prefill", ">alone", f">under {FEW}", ">more", ">held up", ">preempted",
     ">outside", ">tokens",
 )  # fmt: skip
 TURNS_NOTE = (
-    f"alone, fewer than {FEW}, more: decoding with so many requests in the pass; held up: the engine served "
+    f"alone, under {FEW}, more: decoding with so many requests in the pass; held up: the engine served "
     "others; outside: not in the engine."
 )
 
 
-def turn_rows(worst: Iterable[SlowTrajectory]) -> Iterator[tuple[str, ...]]:
+def _turns(worst: Iterable[SlowTrajectory]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """Return the columns and rows on the turns of the slowest trajectories. A column of zeros is left out."""
+    rows = list(_turn_rows(worst))
+    kept = [at for at, column in enumerate(zip(*rows, strict=True)) if set(column) != {"0"}]
+    return tuple(_TURNS[at] for at in kept), tuple(tuple(row[at] for at in kept) for row in rows)
+
+
+def _turn_rows(worst: Iterable[SlowTrajectory]) -> Iterator[tuple[str, ...]]:
     """Yield the turns of the slowest trajectories, by what their engine did."""
     for slow in worst:
         for own in slow.turns:
@@ -648,12 +655,12 @@ def _slowest(worst: Sequence[SlowTrajectory], colours: Colours) -> list[Html]:
     rows = [_drawn_slow(slow, longest_ns, colours) for slow in worst]
     columns = ("trajectory", ">took", ">began at", "what it did or waited for", "the most of it")
     drawn = [tag("h3", "Slowest trajectories"), table(columns, rows, "slowest")]
-    turns = list(turn_rows(worst))
+    columns, turns = _turns(worst)
     if turns:
         drawn += [
             tag("h3", "Their turns"),
             tag("p", TURNS_NOTE, class_="said"),
-            table(_TURNS, turns, "turns"),
+            table(columns, turns, "turns"),
         ]
     return drawn
 

@@ -52,7 +52,7 @@ def table(
     """Return a titled table. A column whose name starts with `>` is of numbers: right-aligned.
 
     No number is cut. In a narrow terminal headings and texts take more lines. If that is not enough, gaps are
-    narrower and shares stand below their times. In the end numbers take more lines too.
+    narrower, words break, and shares stand below their times. In the end numbers take more lines too.
     """
     return _titled(title, _Grid(columns, [[plain(cell) for cell in row] for row in rows]), note)
 
@@ -67,8 +67,8 @@ class _Grid:
         gaps = len(self.headings) - 1
         rows, gap, least = self.rows, 3, self._least(self.rows)
         whole = [max(pair) for pair in zip(least, self._longest_words(), strict=True)]
-        if sum(whole) + gap * gaps <= options.max_width:
-            least = whole
+        if sum(whole) + gaps <= options.max_width:  # narrower gaps rather than broken names
+            least, gap = whole, 3 if sum(whole) + gap * gaps <= options.max_width else 1
         if sum(least) + gap * gaps > options.max_width:
             rows = [[_SHARE.sub(r"\n\1", cell) for cell in row] for row in rows]
             gap, least = 1, self._least(rows)
