@@ -456,9 +456,9 @@ def long_tail_blocks(tail: LongTail | None, report: StepReport) -> Iterator[Bloc
     if tail.worst:
         rows = tuple((*slow_cells(slow), waits(slow)) for slow in tail.worst)
         yield TextTable("Slowest trajectories", ("trajectory", ">took", ">began at", "of that"), rows)
-        columns, rows = _turns(tail.worst)
-        if rows:
-            yield TextTable("Turns of the slowest trajectories", columns, rows, TURNS_NOTE, "turn")
+        shown, turns = _turns(tail.worst)
+        if turns:
+            yield TextTable("Turns of the slowest trajectories", shown, turns, TURNS_NOTE, "turn")
 
 
 def _said_spread(spread: Spread) -> tuple[str, ...]:
@@ -655,12 +655,12 @@ def _slowest(worst: Sequence[SlowTrajectory], colours: Colours) -> list[Html]:
     rows = [_drawn_slow(slow, longest_ns, colours) for slow in worst]
     columns = ("trajectory", ">took", ">began at", "what it did or waited for", "the most of it")
     drawn = [tag("h3", "Slowest trajectories"), table(columns, rows, "slowest")]
-    columns, turns = _turns(worst)
+    shown, turns = _turns(worst)
     if turns:
         drawn += [
             tag("h3", "Their turns"),
             tag("p", TURNS_NOTE, class_="said"),
-            table(columns, turns, "turns"),
+            table(shown, turns, "turns"),
         ]
     return drawn
 

@@ -354,9 +354,13 @@ class _Builder:
             elif key is None and span.role not in ROLLOUT:
                 calls[_label(span)][span.process].append(node)
         for ranks in collectives.values():
-            turn = self._turn(members := tuple(ranks.values()))
-            if turn.overlaps and turn.is_apart:
-                yield members
+            longest_ns = self._turn(tuple(ranks.values())).whole_ns // 50
+            members = [node for node in ranks.values() if self._is_at_once(node, longest_ns)]
+            for node in ranks.values():
+                if node not in members:
+                    calls[_label(self._spans[node])][self._spans[node].process].append(node)
+            if members and (turn := self._turn(members)).overlaps and turn.is_apart:
+                yield tuple(members)
         for by_process in calls.values():
             numbers = {len(nodes) for nodes in by_process.values()}
             if len(by_process) < 2 or len(numbers) > 1:
@@ -368,6 +372,11 @@ class _Builder:
             turns = list(zip(*by_process.values(), strict=True))
             if self._meet([self._turn(nodes) for nodes in turns]):
                 yield from (nodes for nodes in turns if self._turn(nodes).begins_apart)
+
+    def _is_at_once(self, node: int, longest_ns: int) -> bool:
+        """Return whether a collective's span begins soon after its call, beside the length of the meeting."""
+        issued_ns = (self._spans[node].attrs or {}).get(ISSUED_NS, 0)
+        return isinstance(issued_ns, int) and issued_ns <= max(_TOGETHER_NS, longest_ns)
 
     def _turn(self, nodes: Sequence[int]) -> _Turn:
         starts, ends = [self._begin_ns(node) for node in nodes], [self._end[node] for node in nodes]
@@ -449,16 +458,9 @@ def _end_ns(process: Process, window_ns: int) -> int:
 
 
 def _collective_of(span: Span) -> tuple[object, ...] | None:
-    """Return the role, name, group and number of the collective that a span is, or None if it is none, or was
-    issued long before the span begins.
-    """
+    """Return the role, name, group and number of the collective that a span is, or None if it is none."""
     attrs = span.attrs or {}
-    issued_ns = attrs.get(ISSUED_NS, 0)
-    if SEQUENCE not in attrs or not isinstance(issued_ns, int):
-        return None
-    if issued_ns > max(_TOGETHER_NS, (span.dur_ns or 0) // 50):
-        return None
-    return span.role, span.stage, attrs.get(GROUP), attrs[SEQUENCE]
+    return (span.role, span.stage, attrs.get(GROUP), attrs[SEQUENCE]) if SEQUENCE in attrs else None
 
 
 def _label(span: Span) -> Label:
