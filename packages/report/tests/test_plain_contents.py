@@ -215,3 +215,31 @@ def test_a_variable_names_further_collectives(
     assert communication_ns() == [10_000]
     monkeypatch.setenv("STEPSCOPE_COLLECTIVES", "(")
     assert "STEPSCOPE_COLLECTIVES" in command("report", tmp_path, code=2).err
+
+
+BANDWIDTHS = {
+    # What NCCL's Inspector prints of its own calls, in its README: size, time in us, both bandwidths.
+    "allreduce": (17_179_869_184, 61_974, 277.210914, 485.119099, 8),
+    # nccl-tests: of 8 ranks, (n-1)/n of the algorithm bandwidth; a broadcast has no factor.
+    "_allgather_base": (8_000_000_000, 40_000, 200.0, 175.0, 8),
+    "reduce_scatter_tensor_coalesced": (8_000_000_000, 40_000, 200.0, 175.0, 8),
+    "all_to_all": (8_000_000_000, 40_000, 200.0, 175.0, 8),
+    "broadcast": (8_000_000_000, 40_000, 200.0, 200.0, 8),
+}
+
+
+@pytest.mark.parametrize("op", BANDWIDTHS)
+def test_bandwidths_of_collectives_are_nccls(tmp_path: Path, command: Command, op: str) -> None:
+    total, us, algorithm, bus, ranks = BANDWIDTHS[op]
+    gathers = "gather" in op
+    args = {
+        "Collective name": op, "In msg nelems": total // 2 // (ranks if gathers else 1),
+        "Out msg nelems": total // 2 // (1 if gathers else ranks), "Group size": ranks, "dtype": "BFloat16",
+        "Process Group Name": "3", "Process Group Ranks": str([*range(ranks)]), "stream": 7, "device": 0,
+    }  # fmt: skip
+    calls = [kernel("ncclDevKernel", 100_000.0 * n, us * (2 if n else 1)) | {"args": args} for n in range(2)]
+    trace(tmp_path / "rank0.json", calls, rank=0)
+    (row,) = command("report", tmp_path, "--json").json["collectives"]
+    assert (row["bytes"], row["ranks"], row["calls"], row["reach"]) == (total, ranks, 2, None)
+    assert (row["algorithm_gbs"], row["bus_gbs"]) == pytest.approx((algorithm, bus), rel=1e-6)
+    assert row["mean_bus_gbs"] == pytest.approx(bus / 1.5, rel=1e-6)

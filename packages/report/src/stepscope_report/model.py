@@ -12,6 +12,7 @@ from stepscope_report.sections.baseline import Baseline
 from stepscope_report.sections.batches import Batches
 from stepscope_report.sections.breakdown import Breakdown
 from stepscope_report.sections.cause import Cause
+from stepscope_report.sections.collectives import CollectiveRow
 from stepscope_report.sections.counters import Counters
 from stepscope_report.sections.critical_path import CriticalPath
 from stepscope_report.sections.cuda_memory import CudaMemory
@@ -98,6 +99,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Gaps between the kernels of devices, by cause. Empty if no trace has a device."""
     labels: tuple[LabelRow, ...] = ()
     """Time by label, as a tree. Empty if no trace has labels."""
+    collectives: tuple[CollectiveRow, ...] = ()
+    """Bandwidth of collectives by process group and size. Empty if no trace states sizes."""
     traces: TraceTables | None
     """Tables of the traces, or None if these were not read."""
     cuda_memory: tuple[CudaMemory, ...]

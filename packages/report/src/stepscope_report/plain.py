@@ -22,6 +22,7 @@ from stepscope_report.model import StepReport
 from stepscope_report.report import step_report
 from stepscope_report.section import Page, Section
 from stepscope_report.sections.advice import advice_blocks, draw_advice, savings
+from stepscope_report.sections.collectives import COLLECTIVES, CollectiveRow
 from stepscope_report.sections.engines import ENGINES, Engine
 from stepscope_report.sections.gaps import GAPS, GapRow, causes_of_gaps, where
 from stepscope_report.sections.health import ProcessRow, clock_notes
@@ -42,7 +43,7 @@ from stepscope_report.timeline.activity.traces import place_traces
 from stepscope_report.timeline.clocks.wall import is_wall
 from stepscope_report.timeline.step.plain import PlainStep
 
-_SECTIONS: tuple[Section[Any], ...] = (GAPS, LABELS, ENGINES, THROUGHPUT, TRACES)
+_SECTIONS: tuple[Section[Any], ...] = (GAPS, LABELS, COLLECTIVES, ENGINES, THROUGHPUT, TRACES)
 _ADVICE, _DEVICES, _CAUSES, _OPERATORS, _MARKS, _TROUBLE = 2, 4, 3, 2, 2, 5
 """Lines of each kind in a brief."""
 LEFT_OUT = (
@@ -67,6 +68,7 @@ class PlainReport(msgspec.Struct, frozen=True, kw_only=True):
     throughput: Throughput | None
     gaps: tuple[GapRow, ...]
     labels: tuple[LabelRow, ...]
+    collectives: tuple[CollectiveRow, ...]
     traces: TraceTables | None
     left_out: str = LEFT_OUT
 
@@ -222,6 +224,7 @@ class Plain:
             throughput=report.throughput,
             gaps=report.gaps,
             labels=report.labels,
+            collectives=report.collectives,
             traces=report.traces,
         )
 

@@ -20,6 +20,7 @@ from stepscope_report.sections.baseline import BASELINE
 from stepscope_report.sections.batches import BATCHES
 from stepscope_report.sections.breakdown import BREAKDOWN
 from stepscope_report.sections.cause import CAUSE, UNEXPLAINED
+from stepscope_report.sections.collectives import COLLECTIVES
 from stepscope_report.sections.counters import COUNTERS
 from stepscope_report.sections.critical_path import CRITICAL_PATH
 from stepscope_report.sections.cuda_memory import CUDA_MEMORY
@@ -59,6 +60,7 @@ SECTIONS: tuple[Section[Any], ...] = (
     WEIGHT_SYNC,
     GAPS,
     LABELS,
+    COLLECTIVES,
     TRACES,
     CUDA_MEMORY,
     COUNTERS,

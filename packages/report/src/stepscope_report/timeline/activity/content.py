@@ -162,6 +162,20 @@ class GroupCalls(msgspec.Struct):
         return calls if ascending else iter(sorted(dict(calls).items()))
 
 
+class SizedCalls(msgspec.Struct):
+    """All calls of one collective in one process group with one size."""
+
+    op: str
+    group: str
+    """Name and ranks of the group."""
+    ranks: int
+    bytes: int
+    count: int = 0
+    total_us: float = 0.0
+    best_us: float = float("inf")
+    """Time of the fastest call."""
+
+
 class TraceContent(msgspec.Struct, kw_only=True):
     """Content of a trace. Times are us on its own clock: unix ns = `base_ns` + us * 1000."""
 
@@ -180,6 +194,7 @@ class TraceContent(msgspec.Struct, kw_only=True):
     kernels: list[Kernel]
     devices: list[Device]
     streams: list[Stream] = []
+    sized: list[SizedCalls] = []
     collectives: list[Collective]
     grouped: list[GroupCalls] = []
     """The calls by process group. Only collectives that no rank leaves before all have entered are

@@ -34,6 +34,7 @@ from stepscope_report.timeline.activity.content import (
     Kernel,
     Operator,
     Peak,
+    SizedCalls,
     Stream,
     TraceContent,
     Work,
@@ -54,7 +55,7 @@ from stepscope_report.timeline.activity.nesting import (
     operator_key,
 )
 from stepscope_report.timeline.activity.profiler_steps import BACKWARD, ProfilerSteps
-from stepscope_report.timeline.clocks.collectives import calls_in
+from stepscope_report.timeline.clocks.collectives import Call, calls_in
 from stepscope_report.timeline.clocks.wall import FEW, MARGIN_US, NOT_NEAR, Hours, middle, wall_base
 from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
@@ -74,6 +75,8 @@ _SYNCS = frozenset({"cuda_sync"})
 _FRAMES = frozenset({"python_function"})
 _ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "python_user_annotation"})
 
+_SIZES = 4096
+"""Number of collectives of different groups and sizes that one trace keeps."""
 _BESIDE = 0.002
 """Overlap in us that two neighbouring operators may show, because `ts` and `dur` are both rounded."""
 ANOTHER_SHAPE = "events that are not as Kineto writes them"
@@ -249,6 +252,7 @@ class Reading:
         self.kernels: dict[str, Kernel] = {}
         self.operators_ran = Cover()
         self.devices: dict[int | str, dict[Work, Cover]] = defaultdict(lambda: defaultdict(Cover))
+        self.sized: dict[tuple[str, str, int, int], SizedCalls] = {}
         self._streams: dict[tuple[int | str, int | str], float] = defaultdict(float)
         """Sums of the computation on each stream, by device and stream."""
         self.collectives: dict[str, array[float]] = defaultdict(lambda: array("d"))
@@ -287,13 +291,27 @@ class Reading:
                     events.append(_decode_one(element))
                 except msgspec.ValidationError:
                     self.notes.events(ANOTHER_SHAPE)
-        for op, group, start, dur, number in calls_in(text):
-            if not self.is_near(start, dur):
+        for call in calls_in(text):
+            if not self.is_near(call.start_us, call.dur_us):
                 continue
-            times, numbers = self.grouped[op, group]
-            times.extend((start, start + dur))
-            numbers.append(number)
+            if call.waits:
+                times, numbers = self.grouped[call.op, call.group]
+                times.extend((call.start_us, call.start_us + call.dur_us))
+                numbers.append(call.number)
+            if call.bytes and call.ranks:
+                self._add_sized(call)
         return events
+
+    def _add_sized(self, call: Call) -> None:
+        key = call.op, call.group, call.ranks, call.bytes
+        known = self.sized.get(key)
+        if known is None:
+            if len(self.sized) >= _SIZES:
+                return
+            known = self.sized[key] = SizedCalls(*key)
+        known.count += 1
+        known.total_us += call.dur_us
+        known.best_us = min(known.best_us, call.dur_us)
 
     def is_near(self, start: float, dur: float) -> bool:
         return self._near[0] <= start and start + dur <= self._near[1]
@@ -502,6 +520,7 @@ class Reading:
             kernels=sorted(self.kernels.values(), key=lambda kernel: (-kernel.total_us, kernel.name)),
             devices=devices,
             streams=[Stream(str(device), us) for (device, _), us in self._streams.items()],
+            sized=list(self.sized.values()),
             collectives=[_collective(name, times) for name, times in sorted(self.collectives.items())],
             grouped=[
                 GroupCalls(op, group, times.tobytes(), numbers.tobytes())

@@ -41,6 +41,14 @@ _ALL_WAIT = frozenset(
         "reduce_scatter_tensor_coalesced",
     )
 )  # fmt: skip
+_WIDTHS = {
+    **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2", "Float8_e4m3fnuz"), 1),
+    **dict.fromkeys(("Short", "Half", "BFloat16"), 2),
+    **dict.fromkeys(("Int", "Float"), 4),
+    **dict.fromkeys(("Long", "Double", "ComplexFloat"), 8),
+    "ComplexDouble": 16,
+}
+"""Bytes of an element, by the names of c10::ScalarType."""
 _SAME_SIZE = frozenset(
     ("gloo:all_reduce", "allreduce", "allreduce_coalesced", "_allgather_base", "_reduce_scatter_base")
 )
@@ -99,6 +107,9 @@ class _Arguments(msgspec.Struct, frozen=True):
     op: msgspec.Raw = msgspec.field(name="Collective name", default=msgspec.Raw())
     group: msgspec.Raw = msgspec.field(name="Process Group Name", default=msgspec.Raw())
     ranks: msgspec.Raw = msgspec.field(name="Process Group Ranks", default=msgspec.Raw())
+    received: msgspec.Raw = msgspec.field(name="Out msg nelems", default=msgspec.Raw())
+    members: msgspec.Raw = msgspec.field(name="Group size", default=msgspec.Raw())
+    dtype: msgspec.Raw = msgspec.Raw()
     elements: msgspec.Raw = msgspec.field(name="In msg nelems", default=msgspec.Raw())
     shape: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw())
     number: msgspec.Raw = msgspec.field(name="Seq", default=msgspec.Raw())
@@ -143,17 +154,36 @@ class Call(NamedTuple):
     dur_us: float
     number: int
     """Number that torch gave the call, or -1 if it gave none."""
+    waits: bool
+    """True if no rank leaves the collective before all have entered."""
+    ranks: int
+    """Number of ranks of the group, or 0 if the trace does not say."""
+    bytes: int
+    """Size as nccl-tests counts it, or 0 if the trace does not say."""
 
 
 def calls_in(events: bytes) -> Iterator[Call]:
-    """Yield the collectives with a named process group in a text of whole events."""
+    """Yield the collectives with a name in a text of whole events."""
     for at, needle in _hits(events, (_NCCL,)):
         start = _start(events, at, needle)
         end = None if start < 0 else _end(events, start)
         event = None if end is None else _decoded(events[start:end])
-        kind = None if event is None else _kind(event, "", "")
-        if event is not None and kind is not None:
-            yield Call(kind.op, kind.group, event.ts, event.dur, _number(event))
+        if event is not None:
+            op, args = _text(event.args.op), event.args
+            group = f"{_text(args.group)} {_text(args.ranks)}"
+            ranks = _integer(args.members)
+            yield Call(op, group, event.ts, event.dur, _number(event), op in _ALL_WAIT, ranks, _bytes(args))
+
+
+def _bytes(args: _Arguments) -> int:
+    """Return the size of a collective: of a gather what a rank has in the end, else what it began with."""
+    gathers = "gather" in _text(args.op)
+    return _integer(args.received if gathers else args.elements) * _WIDTHS.get(_text(args.dtype), 0)
+
+
+def _integer(raw: msgspec.Raw) -> int:
+    digits = bytes(raw)
+    return int(digits) if digits.isdigit() and len(digits) < 19 else 0
 
 
 def join(kind: Kind, ranks: Iterable[Mapping[Kind, Series | Refused]]) -> Series | Refused:

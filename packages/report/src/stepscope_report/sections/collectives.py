@@ -1,0 +1,140 @@
+"""*Collectives*: size, algorithm bandwidth and bus bandwidth by process group.
+
+The formulas are those of nccl-tests (doc/PERFORMANCE.md): algorithm bandwidth is the size by the time, and
+the bus bandwidth is that times a factor for what crosses a link. A call lasts until the last rank has
+entered: the mean has waiting in it, and the fastest call says most of the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import msgspec
+
+from stepscope_report.block import Block, TextTable
+from stepscope_report.formatting import duration, size
+from stepscope_report.section import DEVICES, Section
+from stepscope_report.table import Table
+from stepscope_report.timeline import TraceActivity
+
+if TYPE_CHECKING:
+    from stepscope_report.model import StepReport
+
+Reach: TypeAlias = Literal["one host", "several hosts"]
+KEPT = 64
+"""Number of rows that a report keeps, those with the most time."""
+
+
+class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls of one collective in one process group with one size, over all processes with a trace."""
+
+    op: str
+    group: str
+    """Name of the process group."""
+    ranks: int
+    """Number of ranks in the group."""
+    reach: Reach | None
+    """Hosts of the group's ranks, or None if not all of them are known."""
+    bytes: int
+    """Size as nccl-tests counts it: of an all-gather what a rank has in the end, else what it began with."""
+    processes: int
+    calls: int
+    mean_ns: int
+    best_ns: int
+    algorithm_gbs: float
+    """Algorithm bandwidth of the fastest call, in GB/s."""
+    bus_gbs: float
+    """Bus bandwidth of the fastest call, in GB/s."""
+    mean_bus_gbs: float
+    """Bus bandwidth of the mean call, with the waiting for other ranks."""
+
+
+def bus_factor(op: str, ranks: int) -> float:
+    """Return the factor from algorithm to bus bandwidth."""
+    name = op.lower().replace("_", "")
+    if ranks < 2:
+        return 1.0
+    if "allreduce" in name:
+        return 2 * (ranks - 1) / ranks
+    if any(part in name for part in ("allgather", "reducescatter", "alltoall")):
+        return (ranks - 1) / ranks
+    return 1.0
+
+
+def collective_rows(activities: Sequence[TraceActivity]) -> Table[CollectiveRow]:
+    """Return the collectives of known size, those with the most time first."""
+    hosts = {one.info.rank: one.info.host for one in activities if one.info.rank is not None}
+    sums: dict[tuple[str, str, int, int], _Sum] = {}
+    for activity in activities:
+        for calls in activity.content.sized:
+            own = sums.setdefault((calls.op, calls.group, calls.ranks, calls.bytes), _Sum())
+            own.processes.add(activity.name)
+            own.count += calls.count
+            own.total_us += calls.total_us
+            own.best_us = min(own.best_us, calls.best_us)
+    ordered = sorted(sums.items(), key=lambda item: (-item[1].total_us, item[0]))
+    return Table(_row(*key, own, hosts) for key, own in ordered[:KEPT])
+
+
+class _Sum:
+    def __init__(self) -> None:
+        self.processes: set[str] = set()
+        self.count, self.total_us, self.best_us = 0, 0.0, float("inf")
+
+
+def _row(op: str, group: str, ranks: int, total: int, own: _Sum, hosts: dict[int, str]) -> CollectiveRow:
+    mean_us, factor = own.total_us / own.count, bus_factor(op, ranks)
+    name, _, members = group.partition(" ")
+    return CollectiveRow(
+        op=op,
+        group=name,
+        ranks=ranks,
+        reach=_reach(members, hosts),
+        bytes=total,
+        processes=len(own.processes),
+        calls=own.count,
+        mean_ns=round(mean_us * 1000),
+        best_ns=round(own.best_us * 1000),
+        algorithm_gbs=_gbs(total, own.best_us),
+        bus_gbs=_gbs(total, own.best_us) * factor,
+        mean_bus_gbs=_gbs(total, mean_us) * factor,
+    )
+
+
+def _gbs(total: int, us: float) -> float:
+    return total / us / 1000 if us > 0 else 0.0
+
+
+def _reach(members: str, hosts: dict[int, str]) -> Reach | None:
+    try:
+        ranks = msgspec.json.decode(members, type=list[int])
+    except msgspec.DecodeError:
+        return None
+    known = {hosts.get(rank) for rank in ranks}
+    if not ranks or None in known:
+        return "several hosts" if len(known - {None}) > 1 else None
+    return "one host" if len(known) == 1 else "several hosts"
+
+
+def collective_blocks(rows: Sequence[CollectiveRow], report: StepReport) -> Iterator[Block]:
+    if rows:
+        times = (">calls", ">mean", ">fastest", ">algorithm GB/s", ">bus GB/s", ">bus, mean")
+        columns = ("collective", "group", ">ranks", "within", ">size", *times)
+        note = "GB/s of the fastest call; the mean has waiting for the last rank in it."
+        yield TextTable("Collectives", columns, tuple(map(_cells, rows)), note, noun="row")
+
+
+def _cells(row: CollectiveRow) -> tuple[str, ...]:
+    place = (row.op, row.group, f"{row.ranks:,}", row.reach or "", size(row.bytes), f"{row.calls:,}")
+    rates = (f"{rate:.2f}" for rate in (row.algorithm_gbs, row.bus_gbs, row.mean_bus_gbs))
+    return (*place, duration(row.mean_ns), duration(row.best_ns), *rates)
+
+
+COLLECTIVES = Section(
+    name="collectives",
+    title="Collectives",
+    compute=lambda sources: collective_rows(sources.activities),
+    terminal=collective_blocks,
+    page=DEVICES,
+)
