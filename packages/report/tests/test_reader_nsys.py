@@ -343,26 +343,23 @@ def test_warnings_of_nsys_itself_are_problems_of_the_file(folder: StepFolder) ->
     assert texts == [f"text {number} of nsys" for number in (2, 3)]
 
 
-def test_a_window_that_lost_its_ranges_says_so(folder: StepFolder) -> None:
-    rows = tables()
-    rows["NVTX_EVENTS"] = [nvtx("mark", 3, None, 34)]
-    result, _ = merged(folder, rows, has_ranges=True)
-    assert [problem.what for problem in result.problems] == [NO_RANGES]
-    del rows["NVTX_EVENTS"]
-    result, _ = merged(folder, rows, has_ranges=True)
-    assert [problem.what for problem in result.problems] == [NO_RANGES]
-
-
-def test_a_window_without_ranges_of_ours_lost_none(folder: StepFolder) -> None:
-    rows = tables()
-    del rows["NVTX_EVENTS"]
-    assert merged(folder, rows)[0].problems == ()
-
-
-def test_a_window_with_its_ranges_is_whole(folder: StepFolder) -> None:
-    rows = tables()
-    rows["NVTX_EVENTS"] = [nvtx("actor.update", 0, 40, 60)]
-    assert merged(folder, rows, has_ranges=True)[0].problems == ()
+@pytest.mark.parametrize(
+    ("events", "has_ranges", "lost"),
+    [
+        ([nvtx("mark", 3, None, 34)], True, True),
+        ([], True, True),
+        ([], False, False),
+        ([nvtx("actor.update", 0, 40, 60)], True, False),
+    ],
+)
+def test_a_window_that_lost_its_ranges_says_so(
+    folder: StepFolder, events: list[Json], has_ranges: bool, lost: bool
+) -> None:
+    rows = {**tables(), "NVTX_EVENTS": events}
+    if not events:
+        del rows["NVTX_EVENTS"]
+    result, _ = merged(folder, rows, has_ranges=has_ranges)
+    assert [problem.what for problem in result.problems] == [NO_RANGES] * lost
 
 
 def test_a_report_that_was_not_exported_is_named_with_what_to_do(folder: StepFolder) -> None:

@@ -107,7 +107,7 @@ def test_the_brief_of_many_traces_stays_short(tmp_path: Path) -> None:
         write_trace(tmp_path / f"rank{rank}.json", [*events, {"ph": "X", "cat": "kernel", "dur": "x"}])
     brief = stepscope_report.open(tmp_path).brief()
     assert len(brief.splitlines()) <= 40
-    assert "25 others were busier" in brief
+    assert "others were busier" in brief
 
 
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:

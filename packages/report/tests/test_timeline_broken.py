@@ -44,15 +44,36 @@ def edit(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:
     path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
 
 
-def test_a_last_line_that_was_cut_off_costs_that_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "has_part", "left", "noted"),
+    [
+        (lambda lines: [*lines[:3], lines[3][:40]], True, "01", [("last line", 1)]),
+        (lambda lines: [lines[0], *lines[2:]], True, "12", [("spans lost:", 1)]),
+        (lambda lines: [lines[0], b"x" * (9 << 20) + b"\n", *lines[1:]], True, "012", [("lines that", 3)]),
+        (lambda lines: lines[1:], True, "012", [("no header", None)]),
+        (lambda lines: lines[1:], False, "", [("no header", None), ("left out:", 3)]),
+        (lambda lines: [], True, "", [("empty", None)]),
+        (lambda lines: lines, False, "012", []),
+    ],
+    ids=["cut off", "line gone", "pieces of 4 MiB", "no header", "no header, no part", "empty", "no part"],
+)
+def test_what_is_left_of_a_process_is_read_and_the_rest_is_noted(
+    tmp_path: Path,
+    change: Callable[[list[bytes]], list[bytes]],
+    has_part: bool,
+    left: str,
+    noted: list[tuple[str, int | None]],
+) -> None:
     path, actor = folder_of(tmp_path)
-    edit(actor.span_path, lambda lines: [*lines[:3], lines[3][:40]])
+    edit(actor.span_path, change)
+    if not has_part:
+        actor.part_path.unlink()
     timeline = load_step(path)
-    assert stages(timeline) == ["step", "stage0", "stage1"]
-    (problem,) = timeline.problems
-    assert problem.file == f"spans/{actor.span_path.name}"
-    assert problem.what.startswith("last line")
-    assert problem.lines == 1
+    assert stages(timeline) == ["step", *(f"stage{number}" for number in left)]
+    assert problems(timeline) == noted
+    assert {problem.file for problem in timeline.problems} <= {f"spans/{actor.span_path.name}"}
+    found = [process for process in timeline.processes if process.info == actor.info]
+    assert [process.cost is None for process in found] == ([not has_part] if left or has_part else [])
 
 
 @pytest.mark.parametrize(
@@ -109,41 +130,6 @@ def test_a_span_of_another_clock_is_left_out_and_counted(
     assert (f"spans/{driver.span_path.name}", 1) in [(one.file, one.lines) for one in timeline.problems]
 
 
-def test_without_a_header_the_part_says_whose_spans_they_are(tmp_path: Path) -> None:
-    path, actor = folder_of(tmp_path)
-    edit(actor.span_path, lambda lines: lines[1:])
-    timeline = load_step(path)
-    assert stages(timeline) == ["step", "stage0", "stage1", "stage2"]
-    assert timeline.processes[1].info == actor.info
-    assert problems(timeline) == [("no header", None)]
-
-
-def test_without_header_and_part_the_spans_are_left_out_and_counted(tmp_path: Path) -> None:
-    path, actor = folder_of(tmp_path)
-    edit(actor.span_path, lambda lines: lines[1:])
-    actor.part_path.unlink()
-    timeline = load_step(path)
-    assert stages(timeline) == ["step"]
-    assert problems(timeline) == [("no header", None), ("left out:", 3)]
-
-
-def test_an_empty_file_belongs_to_a_process_without_spans(tmp_path: Path) -> None:
-    path, actor = folder_of(tmp_path)
-    actor.span_path.write_bytes(b"")
-    timeline = load_step(path)
-    assert [process.name for process in timeline.processes] == ["trainer", "actor 0"]
-    assert stages(timeline) == ["step"]
-    assert problems(timeline) == [("empty", None)]
-
-
-def test_without_a_part_the_span_file_is_enough(tmp_path: Path) -> None:
-    path, actor = folder_of(tmp_path)
-    actor.part_path.unlink()
-    timeline = load_step(path)
-    assert stages(timeline) == ["step", "stage0", "stage1", "stage2"]
-    assert timeline.processes[1].cost is None
-
-
 def test_a_broken_part_is_named(tmp_path: Path) -> None:
     path, actor = folder_of(tmp_path)
     actor.part_path.write_bytes(actor.part_path.read_bytes()[:50])
@@ -152,20 +138,6 @@ def test_a_broken_part_is_named(tmp_path: Path) -> None:
     assert problem.file == f"processes/{actor.part_path.name}"
     assert "truncated" in problem.what
     assert stages(timeline) == ["step", "stage0", "stage1", "stage2"]
-
-
-def test_lines_that_went_missing_are_noticed_by_the_count_in_the_end(tmp_path: Path) -> None:
-    path, actor = folder_of(tmp_path)
-    edit(actor.span_path, lambda lines: [lines[0], *lines[2:]])
-    assert problems(load_step(path)) == [("spans lost:", 1)]
-
-
-def test_an_overlong_line_is_not_held_in_memory_and_the_rest_is_used(tmp_path: Path) -> None:
-    path, actor = folder_of(tmp_path)
-    edit(actor.span_path, lambda lines: [lines[0], b"x" * (9 << 20) + b"\n", *lines[1:]])
-    timeline = load_step(path)
-    assert stages(timeline) == ["step", "stage0", "stage1", "stage2"]
-    assert problems(timeline) == [("lines that", 3)]  # in pieces of 4 MiB
 
 
 def test_a_file_of_another_step_is_left_out(tmp_path: Path) -> None:

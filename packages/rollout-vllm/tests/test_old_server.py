@@ -116,53 +116,32 @@ async def recorded(
     return dict(zip(names, (artifact.rank for artifact in artifacts), strict=True)), profiler
 
 
-@pytest.mark.parametrize("names", [("rank0", "rank1"), ("inst9-rank-0", "inst9-rank-1")])
-async def test_of_ranks_0_and_8_at_tensor_parallel_2_exactly_these_are_there(
-    server: OldServer, tmp_path: Path, names: tuple[str, str]
-) -> None:
-    for replica, rank in ((0, 0), (4, 8)):
-        server.files = dict.fromkeys(names, EMPTY)
-        ranks, _ = await recorded(server, tmp_path, replica, (0, 8), tensor_parallel_size=2)
-        assert ranks == {names[0]: rank}
-
-
-async def test_all_ranks_of_a_replica_count_from_its_first(server: OldServer, tmp_path: Path) -> None:
-    server.files = {"rank0": EMPTY, "rank1": EMPTY}
-    ranks, _ = await recorded(server, tmp_path, 4, None, tensor_parallel_size=2)
-    assert ranks == {"rank0": 8, "rank1": 9}
-
-
-async def test_of_engines_of_one_worker_the_replica_is_the_rank(server: OldServer, tmp_path: Path) -> None:
-    server.files = {"rank0": EMPTY}
-    assert (await recorded(server, tmp_path, 8, None))[0] == {"rank0": 8}
-
-
-async def test_a_file_that_says_no_rank_is_kept_whatever_ranks_are_asked_for(
-    server: OldServer, tmp_path: Path
-) -> None:
-    server.files = {"host_12345": EMPTY}
-    ranks, _ = await recorded(server, tmp_path, 0, (0,), tensor_parallel_size=2)
-    assert ranks == {"host_12345": None}
-
-
-async def test_the_rank_in_a_file_is_believed_over_the_one_in_its_name(
-    server: OldServer, tmp_path: Path
-) -> None:
-    server.files = {"rank0": {"distributedInfo": {"rank": 1, "world_size": 2}, **EMPTY}}
-    ranks, _ = await recorded(server, tmp_path, 4, None, tensor_parallel_size=2)
-    assert ranks == {"rank0": 9}
+SAID = {"distributedInfo": {"rank": 1, "world_size": 2}, **EMPTY}
 
 
 @pytest.mark.parametrize(
-    "trace", [EMPTY, {"distributedInfo": {"rank": 1, "world_size": 2}, **EMPTY}], ids=["name", "content"]
+    ("files", "replica", "asked", "tensor_parallel_size", "ranks"),
+    [
+        ({"rank0": EMPTY, "rank1": EMPTY}, 0, (0, 8), 2, {"rank0": 0}),
+        ({"rank0": EMPTY, "rank1": EMPTY}, 4, (0, 8), 2, {"rank0": 8}),
+        ({"inst9-rank-0": EMPTY, "inst9-rank-1": EMPTY}, 0, (0, 8), 2, {"inst9-rank-0": 0}),
+        ({"inst9-rank-0": EMPTY, "inst9-rank-1": EMPTY}, 4, (0, 8), 2, {"inst9-rank-0": 8}),
+        ({"rank0": EMPTY, "rank1": EMPTY}, 4, None, 2, {"rank0": 8, "rank1": 9}),
+        ({"rank0": EMPTY}, 8, None, 1, {"rank0": 8}),
+        ({"host_12345": EMPTY}, 0, (0,), 2, {"host_12345": None}),  # it says none, and is kept
+        ({"rank0": SAID}, 4, None, 2, {"rank0": 9}),  # its content is believed over its name
+        ({"rank9": EMPTY}, 3, None, 1, {"rank9": None}),  # an engine of one worker has no such rank
+        ({"rank9": SAID}, 3, None, 1, {"rank9": None}),
+    ],
 )
-async def test_a_rank_that_the_engine_as_it_was_said_to_be_cannot_have_is_not_made_up(
-    server: OldServer, tmp_path: Path, trace: dict[str, Any]
-) -> None:
-    server.files = {"rank9": trace}
-    ranks, profiler = await recorded(server, tmp_path, 3, None)
-    assert ranks == {"rank9": None}
-    assert "tensor_parallel_size=" in profiler.ignored["ranks"]
+async def test_global_ranks_are_those_of_files_and_none_is_made_up(
+    server: OldServer, tmp_path: Path, files: dict[str, dict[str, Any]], replica: int,
+    asked: tuple[int, ...] | None, tensor_parallel_size: int, ranks: dict[str, int | None],
+) -> None:  # fmt: skip
+    server.files = files
+    found, profiler = await recorded(server, tmp_path, replica, asked, tensor_parallel_size)
+    assert found == ranks
+    assert ("tensor_parallel_size=" in profiler.ignored.get("ranks", "")) == ("rank9" in files)
 
 
 async def test_of_a_pipeline_the_log_says_once_what_its_server_needs(

@@ -12,64 +12,41 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.manifest.records import ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope_vllm._capture.late_files import runs_that_are_over
-from stepscope_vllm._capture.outcome import Ending, ending_of
+from stepscope_vllm._capture.outcome import ending_of
 from stepscope_vllm._driving.engine_calls import EngineCalls
 from stepscope_vllm._driving.in_process import stop_frontend
 from stepscope_vllm._files import engine_folder, traces
 
 
-def ending(
-    recorded: int | None,
-    *,
-    asked: int | None = None,
-    early: bool = False,
-    ran: int | None = None,
-    expired: str | None = None,
-    certain: bool = True,
-) -> Ending:
-    return ending_of(recorded=recorded, asked=asked, early=early, ran=ran, expired=expired, certain=certain)
-
-
-def test_our_stop_ends_what_nothing_else_has() -> None:
-    assert ending(9) == Ending("capture", None, None)
-
-
-def test_fewer_iterations_than_asked_for_are_noted() -> None:
-    ended = ending(9, asked=50)
-    assert (ended.ended, ended.truncated) == ("capture", None)
-    assert str(ended.note).startswith("9 of 50 ")
-
-
-def test_a_count_that_is_reached_ends_it() -> None:
-    assert ending(4, asked=4, early=True, ran=40) == Ending("count", None, None)
-
-
-def test_a_budget_ends_it() -> None:
-    why = "open for more than 3 s"
-    assert ending(4, asked=8, expired=why) == Ending("budget", why, None)
-
-
-def test_somebody_elses_stop_cuts_it_short_with_numbers() -> None:
-    ended, truncated, note = ending(8, asked=16, early=True, ran=16)
-    assert (ended, note) == ("others", None)
-    assert truncated is not None
-    assert re.findall(r"\d+", truncated) == ["8", "16", "8"]
-
-
-def test_somebody_elses_stop_behind_the_last_iteration_is_a_note() -> None:
-    ended, truncated, note = ending(8, early=True, ran=8)
-    assert (ended, truncated) == ("others", None)
-    assert note is not None
-    assert note.endswith("ran no more")
-
-
-def test_nobody_is_blamed_where_the_engine_may_end_recordings_itself() -> None:
-    assert ending(8, early=True, ran=16, certain=False) == Ending(None, None, None)
+@pytest.mark.parametrize(
+    ("recorded", "given", "ended", "truncated", "note"),
+    [
+        (9, {}, "capture", None, None),
+        (9, {"asked": 50}, "capture", None, ["9", "50"]),
+        (4, {"asked": 4, "early": True, "ran": 40}, "count", None, None),
+        (4, {"asked": 8, "expired": "open for more than 3 s"}, "budget", ["3"], None),
+        (8, {"asked": 16, "early": True, "ran": 16}, "others", ["8", "16", "8"], None),
+        (8, {"early": True, "ran": 8}, "others", None, ["8"]),
+        (8, {"early": True, "ran": 16, "certain": False}, None, None, None),  # it may end recordings itself
+    ],
+)
+def test_what_ended_a_recording_is_told_with_its_numbers(
+    recorded: int,
+    given: dict[str, Any],
+    ended: str | None,
+    truncated: list[str] | None,
+    note: list[str] | None,
+) -> None:
+    usual = {"asked": None, "early": False, "ran": None, "expired": None, "certain": True}
+    told = ending_of(recorded=recorded, **{**usual, **given})
+    numbers = [None if text is None else re.findall(r"\d+", text) for text in (told.truncated, told.note)]
+    assert (told.ended, *numbers) == (ended, truncated, note)
 
 
 def a_trace(folder: Path, name: str, iterations: int) -> Path:
@@ -89,22 +66,22 @@ def test_a_trace_says_how_many_iterations_it_has_and_when_its_recording_ended(tm
     assert trace.window == (1_700_000_000_001_000_500, 1_700_000_000_009_000_250)
 
 
-def test_an_engine_writes_until_its_table_is_whole(tmp_path: Path) -> None:
-    name = "p_rank0.17.pt.trace.json.gz"
-    for file, at_s in ((name, 10), ("p_rank0.profiler_out.txt", 20), ("p_rank1.profiler_out.txt", 30)):
+@pytest.mark.parametrize(
+    ("name", "tables", "shown"),
+    [
+        ("p_rank0.17.pt.trace.json.gz", ("p_rank0.profiler_out.txt", "p_rank1.profiler_out.txt"), "capture_"),
+        ("abc-rank-1.17.pt.trace.json.gz", ("profiler_out_1.txt", "profiler_out_0.txt"), ""),
+    ],
+    ids=["newer", "older"],
+)
+def test_an_engine_writes_until_the_table_of_its_rank_is_whole(
+    tmp_path: Path, name: str, tables: tuple[str, str], shown: str
+) -> None:
+    for at_s, file in zip((10, 20, 30), (name, *tables), strict=True):
         (tmp_path / file).write_text("")
         os.utime(tmp_path / file, (at_s, at_s))
     changed = engine_folder.changed_ns(tmp_path, [path.name for path in tmp_path.iterdir()])
-    assert engine_folder.whole_ns(changed, f"capture_{name}") == 20 * 10**9
-
-
-def test_tables_of_older_releases_belong_to_their_rank(tmp_path: Path) -> None:
-    name = "abc-rank-1.17.pt.trace.json.gz"
-    for file, at_s in ((name, 10), ("profiler_out_1.txt", 20), ("profiler_out_0.txt", 30)):
-        (tmp_path / file).write_text("")
-        os.utime(tmp_path / file, (at_s, at_s))
-    changed = engine_folder.changed_ns(tmp_path, [path.name for path in tmp_path.iterdir()])
-    assert engine_folder.whole_ns(changed, name) == 20 * 10**9
+    assert engine_folder.whole_ns(changed, f"{shown}{name}") == 20 * 10**9
 
 
 # The AsyncLLM's own profiler, where it does not stop: the capture goes on and says what is missing.
@@ -173,23 +150,20 @@ def part(**changes: Any) -> ProcessPart:
     return msgspec.structs.replace(PART, process=msgspec.structs.replace(PART.process, **process), **changes)
 
 
-def test_files_of_a_capture_that_is_over_are_taken() -> None:
-    assert runs_that_are_over([part(), part(owner=False, pid=1)]) == {"run1"}
-
-
-def test_files_of_a_capture_that_another_process_still_holds_stay() -> None:
+@pytest.mark.parametrize(
+    ("parts", "over"),
+    [
+        ([part(), part(owner=False, pid=1)], True),
+        ([part(closed=None)], False),
+        ([part(closed=None, host="elsewhere", pid=999_999_999)], False),
+        ([part(), part(pid=1)], False),
+        ([part(closed=None, pid=999_999_999)], True),
+        ([part(), part()], True),
+    ],
+    ids=["over", "open", "open elsewhere", "of two processes", "its process is gone", "captured twice"],
+)
+def test_files_of_a_capture_that_is_over_are_taken_and_others_stay(
+    parts: list[ProcessPart], over: bool
+) -> None:
     """Each rank that opens captures of its own has a replica 0, and they share the engine's folder."""
-    assert runs_that_are_over([part(closed=None)]) == set()
-    assert runs_that_are_over([part(closed=None, host="elsewhere", pid=999_999_999)]) == set()
-
-
-def test_files_that_may_be_of_either_of_two_processes_stay() -> None:
-    assert runs_that_are_over([part(), part(pid=1)]) == set()
-
-
-def test_files_of_a_process_that_is_gone_are_taken() -> None:
-    assert runs_that_are_over([part(closed=None, pid=999_999_999)]) == {"run1"}
-
-
-def test_a_step_that_was_captured_twice_by_one_process_has_one_owner() -> None:
-    assert runs_that_are_over([part(), part()]) == {"run1"}
+    assert runs_that_are_over(parts) == ({"run1"} if over else set())
