@@ -24,7 +24,6 @@ import stepscope
 from packages.core.tests.suspensions import CancelledAt
 from stepscope import Capture, ProfileConfig, capture, profile_step, span, trajectory, turn
 from stepscope._recording.capture import capture as capture_module
-from stepscope._recording.capture import conclusion
 from stepscope._recording.fanout import worker_side
 from stepscope._recording.output import manifest_part
 from stepscope._recording.process import failures, run
@@ -71,17 +70,6 @@ def expectation(config: ProfileConfig, step: int, name: str) -> Expectation:
         item for part in manifest_of(config, step).processes for item in part.expected if item.name == name
     ]
     return outcome
-
-
-def test_a_capture_says_where_its_files_are_and_what_reads_them(
-    config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(conclusion, "_is_torch_explained", True)  # torch may have run in another test
-    with caplog.at_level(logging.INFO, "stepscope"), capture(1, config=config), capture(2, config=config):
-        pass
-    (message,) = [line for line in caplog.messages if "captured" in line]
-    assert "captured: 1 process, 0 traces" in message
-    assert message.endswith(f"`stepscope report {config.save_path} --step 2`")
 
 
 def test_a_selected_step_is_recorded(config: ProfileConfig) -> None:

@@ -36,13 +36,6 @@ def a_part(pid: int, owner: bool = False) -> ProcessPart:
     )
 
 
-def test_what_workers_miss_is_logged_once_in_a_process(caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        tell_missed([a_part(1), a_part(2)])
-    line = f"stepscope: disabled {PLACE}; training continues: ConfigError: no such name"
-    assert caplog.messages == [line]
-
-
 def test_what_the_main_process_has_logged_is_not_repeated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
