@@ -195,6 +195,10 @@ def test_what_vllm_writes_inside_the_step_is_no_ones_decode(
     assert abs(breakdown.stalled_ns - wrote_ns) < 50_000_000
 
 
+def update_weights(worker: object) -> None:
+    """Stand for the method of a framework that brings new weights to a worker."""
+
+
 def test_passes_are_noted_without_the_engines_own_profiler(llm: LLM, run_folder: Path) -> None:
     engine = {"profiler": "passes"}
     alone = ProfileConfig(
@@ -203,12 +207,18 @@ def test_passes_are_noted_without_the_engines_own_profiler(llm: LLM, run_folder:
     for step in (930, 931):
         with capture(step, engines=[llm], config=alone) as cap:
             outputs = generate(llm, tokens=5, requests=3)
+            llm.collective_rpc(update_weights)
+            outputs += generate(llm, tokens=5, requests=2)
         item = replica_of(cap)
         assert (item.state, item.reason) == ("ok", None)
         (artifact,) = item.artifacts
         assert artifact.kind == PASSES
         (noted,) = load_step(RunLayout(run_folder).step(step).root).passes
         assert sum(noted.noted.served.output) == sum(len(one.outputs[0].token_ids) for one in outputs)
+        (updated_ns,) = noted.noted.weights.at_ns
+        begun = [begin_ns > updated_ns for begin_ns in noted.noted.passes.begin_ns]
+        assert begun == sorted(begun)
+        assert sum(begun) == 5, "passes of the second generation"
 
 
 def test_two_steps_of_a_loop_have_their_own_files_with_what_the_engine_did(
