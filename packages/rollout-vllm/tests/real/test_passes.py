@@ -61,6 +61,7 @@ def ran(model: str, sizes: dict[str, Any], config: ProfileConfig) -> Ran:
         try:
             async with capture(3, engines=[llm], config=config):
                 await asyncio.gather(*(play(llm, number, answers) for number in range(TRAJECTORIES)))
+                assert len(await llm.collective_rpc("check_health")) == 1
         finally:
             llm.shutdown()
             del llm

@@ -126,9 +126,9 @@ class _Notes:
         self._idle = getattr(core, "execute_dummy_batch", None)
         core.scheduler.schedule, core.scheduler.update_from_output = self.schedule, self.update
         core.scheduler.add_request, core.preprocess_add_request = self.add, self.admit
-        self._rpc = getattr(core, "collective_rpc", None)
-        if self._rpc is not None:
-            core.collective_rpc = self.rpc
+        rpc = getattr(core, "collective_rpc", None)
+        if rpc is not None:
+            core.collective_rpc = self._noting_updates(rpc)
         if self._idle is not None:
             core.execute_dummy_batch = self.idle
 
@@ -145,11 +145,15 @@ class _Notes:
         self.named.add(request.request_id)
         return admitted
 
-    def rpc(self, method: Any, *args: Any, **kw: Any) -> Any:
-        results = self._rpc(method, *args, **kw) if self._rpc is not None else None
-        if _UPDATES.search(method if isinstance(method, str) else getattr(method, "__name__", "")):
-            self.log.update()
-        return results
+    def _noting_updates(self, rpc: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(rpc)  # vLLM reads the types of a request's arguments off the signature
+        def noted(method: Any, *args: Any, **kw: Any) -> Any:
+            results = rpc(method, *args, **kw)
+            if _UPDATES.search(method if isinstance(method, str) else getattr(method, "__name__", "")):
+                self.log.update()
+            return results
+
+        return noted
 
     def add(self, request: Any) -> Any:
         self.log.arrive(request.request_id)
