@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,12 @@ from stepscope._recording.recorder import standing
 from stepscope._recording.spans import collective_calls
 from stepscope._recording.spans.span import Span
 from stepscope.config import ProfileConfig
+from stepscope.files.layout import RunLayout
 from stepscope.files.values import AttrValue
 from stepscope.testing.recorded_run import finished_spans
 from stepscope_report import step_report
+from stepscope_report.html.step_page import render_step
+from stepscope_report.skipped import unseen_collectives
 from stepscope_report.timeline import load_step
 
 pytestmark = pytest.mark.usefixtures("one_recorder")
@@ -171,6 +175,27 @@ def test_compiled_code_keeps_them_in_its_graph(config: ProfileConfig) -> None:
         reduced(torch.ones(2))
     (graph,) = graphs
     assert "all_reduce" in graph.code
+
+
+@pytest.mark.usefixtures("group")
+def test_buckets_of_ddp_are_counted_as_not_on_record(config: ProfileConfig) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=0.02
+    )
+    config = config.replace(steps=[1], roles={"*": {"profiler": "off"}})
+    torchs: Any = world()
+    with capture(1, config=config, role="actor") as step:
+        distributed.all_reduce(torch.ones(2))
+        before = torchs._get_sequence_number_for_group()
+        model(torch.ones(4, 64)).sum().backward()
+        buckets = torchs._get_sequence_number_for_group() - before
+        distributed.all_reduce(torch.ones(2))
+    assert buckets > 0
+    assert step.result.wait() is not None
+    timeline = load_step(RunLayout(config.save_path).step(1).root)
+    assert unseen_collectives(timeline) == buckets
+    page = render_step(timeline, step_report(timeline))
+    assert f"{buckets} collectives that Python did not call, such as DDP" in page
 
 
 LATE = """

@@ -10,6 +10,7 @@ from stepscope.files.spans import GROUP, SEQUENCE
 from stepscope_report.accounting import Label
 from stepscope_report.formatting import middle
 from stepscope_report.spans import whole
+from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.step_graph import StepGraph
 
 Place: TypeAlias = tuple[Label, Label | None]
@@ -26,6 +27,21 @@ class Skip(NamedTuple):
     """The skipped collective, in the other ranks."""
     late_ns: int
     """Time for which the others waited in it."""
+
+
+def unseen_collectives(timeline: Timeline) -> int:
+    """Return the most collectives of one process that C++ issued between those that Python called, by the
+    numbers that a group lacks.
+    """
+    numbers: dict[tuple[int, object], set[int]] = defaultdict(set)
+    for span in timeline.spans:
+        number = whole(span, SEQUENCE)
+        if number is not None:
+            numbers[span.process, (span.attrs or {}).get(GROUP)].add(number)
+    unseen = Counter[int]()
+    for (process, _), own in numbers.items():
+        unseen[process] += max(own) - min(own) + 1 - len(own)
+    return max(unseen.values(), default=0)
 
 
 def skipped_collectives(graph: StepGraph) -> Iterator[Skip]:

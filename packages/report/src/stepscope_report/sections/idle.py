@@ -25,6 +25,7 @@ from stepscope_report.html.markup import Html
 from stepscope_report.html.page import legend, section, stacked, table
 from stepscope_report.replicas import find_replicas
 from stepscope_report.section import OVERVIEW, Section
+from stepscope_report.skipped import unseen_collectives
 from stepscope_report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is_transfer, label_of, placed
 from stepscope_report.stragglers import matched_calls
 from stepscope_report.suspects import StepPath, step_path
@@ -476,6 +477,8 @@ def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
     note = f"{note} {say_profiled(*(row.profiled for row in shown))}".rstrip()
     if len(shown) < len(rows):
         note += f" {len(shown):,} of {count(len(rows), 'process')} are shown, and the most idle of each role."
+    if unseen := unseen_collectives(page.timeline):
+        note += f" {unseen:,} collectives that Python did not call, such as DDP's, are not on record."
     head = (*columns, "in collectives") if collectives else columns
     yield section("idle", "Idle, and why", key, table(head, cells, "idle-table"), note=note)
 
