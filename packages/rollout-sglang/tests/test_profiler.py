@@ -76,42 +76,35 @@ async def test_a_count_that_is_not_reached_is_stopped_and_noted(tmp_path: Path) 
     assert not manager.recording
 
 
-async def stopped_by_somebody(
-    manager: FakeManager, root: Path, before: int, after: int, count: int | None = None
-) -> Artifact:
-    """One capture in which somebody else stops the engine's profiler between two generations."""
+@pytest.mark.parametrize(
+    ("has_plugin", "count", "after", "truncated", "note"),
+    [
+        (True, None, 5, ["8", "5"], None),
+        (True, 16, 5, ["8", "16", "5"], None),
+        (True, None, 0, None, ["8"]),  # behind the last iteration it cuts nothing off
+        (False, None, 5, ["8"], None),  # nobody counts what ran after it
+    ],
+)
+async def test_a_recording_that_somebody_else_stops_between_two_generations_is_cut_short(
+    tmp_path: Path,
+    has_plugin: bool,
+    count: int | None,
+    after: int,
+    truncated: list[str] | None,
+    note: list[str] | None,
+) -> None:
+    manager = FakeManager()
+    manager.has_plugin = has_plugin
     profiler = SglangProfiler(manager)
-    await profiler.start(asked(root, iterations=Iterations(count=count)))
-    await manager.generate(before)
+    await profiler.start(asked(tmp_path, iterations=Iterations(count=count)))
+    await manager.generate(8)
     await manager.stop_profile()
     if after:
         await manager.generate(after)
     (artifact,) = await profiler.stop()
-    return artifact
-
-
-@pytest.mark.parametrize(("count", "wanted"), [(None, []), (16, ["16"])])
-async def test_a_recording_that_somebody_else_stops_is_cut_short(
-    tmp_path: Path, count: int | None, wanted: list[str]
-) -> None:
-    artifact = await stopped_by_somebody(FakeManager(), tmp_path, 8, 5, count)
     assert (artifact.iterations, artifact.ended) == (8, "others")
-    assert re.findall(r"\d+", str(artifact.truncated)) == ["8", *wanted, "5"]
-
-
-async def test_a_stop_of_somebody_else_behind_the_last_iteration_cuts_nothing_off(tmp_path: Path) -> None:
-    artifact = await stopped_by_somebody(FakeManager(), tmp_path, 8, 0)
-    assert artifact.truncated is None
-    assert artifact.note is not None
-    assert artifact.note.endswith("ran no more")
-
-
-async def test_without_the_plugin_nobody_counts_what_ran_after_somebody_elses_stop(tmp_path: Path) -> None:
-    manager = FakeManager()
-    manager.has_plugin = False
-    artifact = await stopped_by_somebody(manager, tmp_path, 8, 5)
-    assert artifact.truncated is not None
-    assert artifact.truncated.endswith("is not known")
+    told = (artifact.truncated, artifact.note)
+    assert [text and re.findall(r"\d+", text) for text in told] == [truncated, note]
 
 
 async def test_what_sglang_writes_inside_the_capture_is_a_stall(tmp_path: Path) -> None:

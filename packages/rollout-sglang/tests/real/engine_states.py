@@ -170,18 +170,6 @@ COUNTS = numbers(PLUGINS_SINCE) <= VERSION
 """True if schedulers load plugins: ours shows their count of passes."""
 
 
-@pytest.mark.parametrize("count", [None, 2])
-def test_the_first_passes_of_a_capture_are_left_out(engine: Any, tmp_path: Path, count: int | None) -> None:
-    wanted = asked(tmp_path, iterations=Iterations(start=3, count=count))
-    if not COUNTS:
-        with pytest.raises(EngineError, match="to nobody"):
-            record(engine, wanted, tokens=6)
-        return
-    (artifact,) = record(engine, wanted, tokens=8)
-    assert steps_of(artifact, wanted) == ["DECODE"] * (count or 5)
-    assert not artifact.ignored
-
-
 def test_a_later_start_that_was_not_reached_leaves_nothing_armed(engine: Any, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="the first 5" if COUNTS else "to nobody"):
         record(engine, asked(tmp_path, iterations=Iterations(start=5)), tokens=5)
@@ -450,20 +438,6 @@ def test_files_of_a_stop_that_missed_its_deadline_are_pending_until_they_come(
 
 
 # Stages.
-
-
-@pytest.mark.parametrize("count", [None, 2])
-def test_prefill_and_decode_have_files_of_their_own(engine: Any, tmp_path: Path, count: int | None) -> None:
-    wanted = asked(tmp_path, by_stage=True, iterations=Iterations(count=count))
-    artifacts = {artifact.stage: artifact for artifact in record(engine, wanted, tokens=8)}
-    assert set(artifacts) == {"prefill", "decode"}
-    assert {ended(artifact, wanted) for artifact in artifacts.values()} == {
-        "stopped" if count is None else "by itself"
-    }
-    if NAMES_STEPS:
-        assert steps_of(artifacts["prefill"], wanted) == ["EXTEND"]
-        assert steps_of(artifacts["decode"], wanted) == ["DECODE"] * (count or 7)
-    assert_works(engine, tmp_path)
 
 
 def test_stages_of_a_capture_that_begins_during_decoding_do_no_harm(engine: Any, tmp_path: Path) -> None:
