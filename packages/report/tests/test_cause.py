@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from packages.report.tests.commands import Command
 from packages.report.tests.steps import MS, close, printed
 from packages.report.tests.test_critical_path import span, step
+from packages.report.tests.traces import add_trace, event
 from stepscope.files.counters import CounterScope
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Hardware
@@ -32,7 +33,7 @@ from stepscope_report.html.step_page import render_step
 from stepscope_report.near import Neighbours
 from stepscope_report.sections.cause import Cause
 from stepscope_report.suspects import CauseKind, step_path, suspects_of
-from stepscope_report.timeline import load_step
+from stepscope_report.timeline import load_step, load_traces
 
 
 def test_the_docs_list_each_kind() -> None:
@@ -135,6 +136,30 @@ def test_a_rank_is_late_for_calls_with_work_after_their_collective(tmp_path: Pat
 def test_a_rank_that_waited_for_the_opening_of_another_ranks_capture_is_not_slow(tmp_path: Path) -> None:
     """Its own capture opened 210 ms earlier, because no profiler started in it."""
     assert reported(updates(tmp_path, -205)).cause is None
+
+
+@pytest.mark.parametrize("late_ms", [(400, 0), (400, 300), (20, 0)])
+def test_a_rank_that_others_await_in_the_collectives_of_traces_is_late(
+    tmp_path: Path, late_ms: tuple[int, int]
+) -> None:
+    """The spans of both are as long. Rank 1 is late for the first collective, rank 0 for the other."""
+    folder = StepFolder(tmp_path)
+    trainers = [folder.process("trainer", rank, owner=True) for rank in range(2)]
+    for rank, trainer in enumerate(trainers):
+        trainer.span("update", 5 * MS, 995 * MS)
+        enters = [50_000 + late_ms[0] * 1000 * rank, 500_000 + late_ms[1] * 1000 * (1 - rank)]
+        add_trace(folder, trainer, [
+            event("gloo:all_reduce", "user_annotation", at, until - at, tid=2)
+            for at, until in zip(enters, [460_000, 810_000], strict=True)
+        ])  # fmt: skip
+    close(folder, 1000 * MS)
+    path = folder.write()
+    timeline = load_step(path)
+    cause = step_report(timeline, load_traces(path, timeline)).cause
+    named = late_ms == (400, 0)
+    assert (cause and (cause.kind, cause.process and cause.process.name, cause.ns)) == (
+        ("late-rank", "trainer 1", 400 * MS) if named else None
+    )
 
 
 def test_a_rank_with_more_tokens_has_an_uneven_batch(tmp_path: Path) -> None:

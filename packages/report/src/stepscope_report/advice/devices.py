@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepscope_report.advice.evidence import Advice, Evidence, percentage_of
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import duration, size
-from stepscope_report.sections.idle import Idle
+from stepscope_report.sections.idle import Idle, awaited_rank
 from stepscope_report.spans import GENERATES, ROLLOUT
 
 _TRAINS = ("actor", "trainer")
@@ -56,10 +56,11 @@ def collectives(evidence: Evidence) -> Advice | None:
         return None
     late = worst.skew_ns is not None and worst.skew_ns * 2 >= collective_ns
     because = [f"{worst.process}: {duration(collective_ns)} of {duration(worst.busy_ns)} busy"]
-    one = late and worst.awaited is not None and worst.awaited_ns * 2 >= (worst.skew_ns or 0)
+    pair = awaited_rank(evidence.idle)
+    one = late and pair is not None and pair[0] is worst
     if worst.skew_ns is not None:
         because.append(f"{duration(worst.skew_ns)} before the last rank had entered")
-        if late and worst.awaited is not None:
+        if one:
             because.append(f"that was {worst.awaited} for {duration(worst.awaited_ns)} of it")
     whom = worst.awaited if one else "each other"
     if worst.skew_ns is None and _has_unprofiled_peers(evidence, worst.role):

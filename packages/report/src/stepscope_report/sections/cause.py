@@ -6,7 +6,7 @@ One file above 500 lines: what is chosen as the cause is what the sentence says.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +23,7 @@ from stepscope_report.sections.baseline import BASELINE, ENOUGH, Baseline
 from stepscope_report.sections.breakdown import BREAKDOWN
 from stepscope_report.sections.counters import COUNTERS, BusyHost, Counters
 from stepscope_report.sections.health import cut_processes
+from stepscope_report.sections.idle import IDLE, awaited_rank
 from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.spans import MOVES_WEIGHTS, ToolNames, is_tool
 from stepscope_report.suspects import LEAST_OF_CALLS, CauseKind, StepPath, Suspect, ranked, suspects_of
@@ -32,6 +33,7 @@ OTHERS = 4
 """Largest number of further causes that are kept."""
 
 
+_LATE: frozenset[CauseKind] = frozenset({"late-rank", "uneven-batch", "skipped-collective"})
 _SURE: frozenset[CauseKind] = frozenset({"event-loop", "skipped-collective"})
 """Kinds that no step should have, whatever its neighbours have."""
 _NOT_OF_CORES: frozenset[CauseKind] = frozenset({"slow-host", "between-steps", "profiler"})
@@ -404,6 +406,9 @@ def _say(timeline: Timeline, suspect: Suspect) -> str:
     if suspect.kind == "skipped-collective" and suspect.process is not None and suspect.label is not None:
         name, longer = timeline.processes[suspect.process].name, duration(suspect.longer_ns)
         return f"{name} skipped {' '.join(suspect.label)}, and {suspect.beside} waited for {longer}"
+    if suspect.kind == "late-rank" and suspect.process is not None and suspect.awaited_in is None:
+        name, longer = timeline.processes[suspect.process].name, duration(suspect.longer_ns)
+        return f"{suspect.beside} waited for {name} in collectives for {longer}"
     what, where = _what(timeline, suspect), _where(timeline, suspect)
     if suspect.took_ns is None:
         return f"{what}{f': {suspect.because}' if suspect.because else ''}{_waited(suspect)}"
@@ -473,12 +478,33 @@ def _suspects(sources: Sources) -> list[Suspect]:
     slowed = tail is not None and tail.trajectories > 0 and tail.last_profiled == tail.last
     holds = Holds(sources.timeline, _busy_hosts(sources))
     inside = suspects_of(sources.path, cut_processes(sources.timeline), tail=not slowed)
-    found = filter(None, map(holds.reason, inside))
+    found = [one for one in map(holds.reason, inside) if one is not None]
+    found += _awaited(sources, {one.process for one in inside if one.kind in _LATE})
     stopped = list(_stopped(sources.path, sources.value_of(COUNTERS)))
     blockers = {one.label for one in stopped if one.label is not None}
     others = [one for one in found if one.label not in blockers]
     held = {one.process for one in others if one.kind == "gc"}
     return ranked([*(one for one in stopped if one.kind != "gc" or one.process not in held), *others])
+
+
+def _awaited(sources: Sources, known: Set[int | None]) -> Iterator[Suspect]:
+    """Yield the rank for which others waited in the collectives of their traces, unless it is known from
+    spans.
+    """
+    if not sources.activities:
+        return
+    rows = sources.value_of(IDLE)
+    pair = awaited_rank(rows)
+    if pair is None:
+        return
+    waits, last = pair
+    names = [process.name for process in sources.timeline.processes]
+    ns = waits.awaited_ns - (last.skew_ns or 0)
+    if (
+        ns * LEAST_OF_CALLS >= sources.timeline.window.wall_ns
+        and (at := names.index(last.process)) not in known
+    ):
+        yield Suspect("late-rank", ns, ns, process=at, beside=waits.process)
 
 
 def _stopped(path: StepPath, counters: Counters | None) -> Iterator[Suspect]:

@@ -112,7 +112,7 @@ def idle_times(
     for span in timeline.spans:
         ran[span.process].add(label_of(span))
     in_collectives = _collectives(activities)
-    skews = _skews(activities)
+    skews = _skews(activities, timeline.window.start_ns)
     names = [process.name for process in timeline.processes]
     return Table(
         Idle(
@@ -366,6 +366,18 @@ def collectives_of_sync(timeline: Timeline, activities: Iterable[TraceActivity])
     return dict(times)
 
 
+def awaited_rank(rows: Iterable[Idle]) -> tuple[Idle, Idle] | None:
+    """Return (process that waited for longest in collectives, the one process that it waited for). None if
+    it waited for several, or that one waited for half as long itself.
+    """
+    known = {row.process: row for row in rows if row.skew_ns is not None}
+    worst = max(known.values(), key=lambda row: row.skew_ns or 0, default=None)
+    last = None if worst is None or worst.awaited is None else known.get(worst.awaited)
+    if worst is None or last is None or worst.awaited_ns * 2 < (worst.skew_ns or 0):
+        return None
+    return (worst, last) if (last.skew_ns or 0) * 2 < worst.awaited_ns else None
+
+
 class _Skew(NamedTuple):
     """Time that a process spent in collectives before the last rank entered."""
 
@@ -375,7 +387,10 @@ class _Skew(NamedTuple):
     awaited_ns: int
 
 
-def _skews(activities: Iterable[TraceActivity]) -> dict[int, _Skew]:
+def _skews(activities: Iterable[TraceActivity], since_ns: int) -> dict[int, _Skew]:
+    """Return the waits of each process in collectives. Waits before the step are for the opening of a
+    capture.
+    """
     waits: dict[int, dict[int, array[int]]] = defaultdict(lambda: defaultdict(lambda: array("q")))
     """{process: {process that entered last: [from, until, from, ...]}}."""
     for _, _, calls in matched_calls(activity for activity in activities if activity.process is not None):
@@ -384,8 +399,9 @@ def _skews(activities: Iterable[TraceActivity]) -> dict[int, _Skew]:
             last_ns, _, awaited = max(own, key=itemgetter(0, 2))
             for start_ns, end_ns, process in own:
                 of = waits[process]  # also of one that waits for nobody
-                if start_ns < min(last_ns, end_ns):
-                    of[awaited].extend((start_ns, min(last_ns, end_ns)))
+                begin_ns = max(start_ns, since_ns)
+                if begin_ns < min(last_ns, end_ns):
+                    of[awaited].extend((begin_ns, min(last_ns, end_ns)))
     return {process: _skew(process, of) for process, of in waits.items()}
 
 
