@@ -149,7 +149,6 @@ def _group(timeline: Timeline, value: str, spans: Sequence[Span]) -> Group:
 
 
 def group_table(grouping: Grouping, title: str = "") -> TextTable:
-    """Return the groups as one table."""
     states = ("open", "errors", "cancelled")
     extra = [name for name in states if any(getattr(group, name) for group in grouping.groups)]
     heads = (">calls", *(f">{name}" for name in extra), *_TIMES, ">%")

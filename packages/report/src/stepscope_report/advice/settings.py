@@ -14,8 +14,6 @@ Direction: TypeAlias = Literal["higher", "lower", "on"]
 
 
 class SettingChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting to change."""
-
     framework: str
     version: str | None = None
     """The framework's version, as recorded."""

@@ -38,7 +38,6 @@ class TraceEvidence(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(one.name for one in self.activities if DOUBTS & one.content.problems.keys())
 
     def recorded_ns(self, process: str) -> int:
-        """Return the time for which a process recorded."""
         return sum(row.recorded_ns for row in self.traces.traces if row.process == process)
 
 

@@ -251,7 +251,6 @@ _NOTE = (
 
 
 def path_blocks(path: CriticalPath, report: StepReport) -> Iterator[Block]:
-    """Yield the stages of the path."""
     if not path.segments:
         return
     rows = _rows(path, report.breakdown.window_ns)

@@ -72,7 +72,6 @@ def _known(us: float | None) -> int | None:
 
 
 def step_tables(rows: Sequence[ProfilerStepRow]) -> Iterator[TextTable]:
-    """Yield a table for each process with steps."""
     for process, own in grouped(rows, lambda row: row.process).items():
         longest = sorted(own, key=lambda row: -row.dur_ns)[:SHOWN]
         shown = sorted(longest, key=lambda row: row.step)

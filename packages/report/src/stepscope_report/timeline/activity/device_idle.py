@@ -276,8 +276,6 @@ class Host:
 
 
 class DeviceGap(NamedTuple):
-    """One gap with its cause."""
-
     start: float
     end: float
     kind: GapKind

@@ -452,7 +452,6 @@ def _problems(traces: Sequence[TraceFile], contents: Sequence[Sequence[ProcessCo
 
 
 def _read_memory(file: TraceFile, timeline: Timeline) -> MemoryRecord | FileProblem:
-    """Return the record of a summary, or the problem of its file."""
     sidecar = file.sidecar
     keys = [process.info.key for process in timeline.processes]
     if sidecar is None or sidecar.process not in keys:

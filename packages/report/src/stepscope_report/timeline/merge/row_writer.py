@@ -26,8 +26,6 @@ Write: TypeAlias = Callable[[list[Event]], None]
 
 
 class RowTrace(NamedTuple):
-    """A Chrome trace of a row."""
-
     path: Path
     name: str
     """Path of the trace, relative to the step's folder."""

@@ -342,7 +342,6 @@ class Drawn:
 
 
 def _tracks(row: Row, group: str, lanes: Sequence[int], tracks: Tracks) -> list[int]:
-    """Return the tid of each lane."""
     count = max(lanes, default=-1) + 1
     top = _TOP if group != _TRAJECTORIES else _TOP // 2
     names = [group if count == 1 else f"{group} {lane + 1} of {count}" for lane in range(count)]

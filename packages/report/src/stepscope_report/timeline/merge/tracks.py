@@ -25,8 +25,6 @@ _OF_A_ROW = 1 << 11
 
 
 class RowTracks(msgspec.Struct):
-    """The known tracks of one row."""
-
     tids: dict[str, dict[str, int]] = {}
     """The tid in the timeline, by the pid and the tid in a file."""
     labels: dict[str, str] = {}
