@@ -184,8 +184,7 @@ class Capture:
     async def aclose(self, error: str | None = None) -> None:
         """As `close`, without blocking the event loop.
 
-        A cancellation does not interrupt the closing. It is raised when the closing ends; if `error` is
-        given, at the task's next await, so that the error is raised first.
+        A cancellation does not interrupt the closing. It is raised when the closing ends.
         """
         await self._aclose(error)
 
@@ -198,7 +197,7 @@ class Capture:
         self._leave_scopes()
         cancelled = await self._life.aclose(Closing(_ending_of(error)))
         if cancelled is not None and not isinstance(error, type(cancelled)):
-            self._life.raise_cancellation(cancelled, now=error is None)
+            raise cancelled
 
     def end_with_process(self, ending: Ending, deadline_s: float) -> None:
         """See `claims.Taker`."""

@@ -229,18 +229,6 @@ class Lifecycle:
         if work.session is not None and work.state == "closed":
             work.session.hand_back()
 
-    @staticmethod
-    def raise_cancellation(cancelled: asyncio.CancelledError, *, now: bool) -> None:
-        """Raise the cancellation that arrived while a capture was being closed.
-
-        Args:
-            now: False if another error is being raised, which the cancellation would replace. It is then
-                raised at the task's next wait.
-        """
-        if now:
-            raise cancelled
-        private_loop.cancel_later(cancelled)
-
 
 def _result(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work` on the private loop. An exception that interrupts the wait is raised at

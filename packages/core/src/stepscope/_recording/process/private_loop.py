@@ -200,25 +200,6 @@ async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
     return task.result()
 
 
-def cancel_later(cancelled: asyncio.CancelledError) -> None:
-    """Cancel the next wait of the running task, which raises another exception than its cancellation.
-
-    So neither exception is lost (asyncio's TaskGroup does the same from Python 3.13 on). Nothing is cancelled
-    if the code that cancelled (a timeout, for example) has been left by then. Python 3.10 cannot detect the
-    cancellation and loses it.
-    """
-    task: Any = asyncio.current_task()
-    if not hasattr(task, "uncancel"):
-        return
-
-    def cancel() -> None:
-        if task.cancelling():
-            task.uncancel()  # the count of those who asked stays
-            task.cancel(*cancelled.args)
-
-    task.get_loop().call_soon(cancel)
-
-
 def forget() -> None:
     """Forget the loop in the child of a fork, which does not have its thread."""
     global _loop, _lock
