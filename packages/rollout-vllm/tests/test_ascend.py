@@ -163,7 +163,6 @@ class Ascend:
     version = "0.32.0"
     settings: ClassVar[Mapping[str, object]] = {}
     reports: ClassVar[Sequence[Mapping[str, object]]] = ()
-    passes: ClassVar[Sequence[PassFile]] = ()
     layout = Layout(tp=2, pp=1, dp=1, external=False)
 
     def __init__(self, folder: Path) -> None:
@@ -173,6 +172,9 @@ class Ascend:
 
     def facts(self) -> dict[str, str | int | float | bool | None]:
         return {}
+
+    def take_passes(self) -> Sequence[PassFile]:
+        return ()
 
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
         self._name = self._name or name

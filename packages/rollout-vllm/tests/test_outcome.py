@@ -6,18 +6,12 @@ import asyncio
 import gzip
 import os
 import re
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
-from stepscope.files.clock import ClockAnchor
-from stepscope.files.manifest.records import ProcessPart
-from stepscope.files.sidecar import ProcessInfo
-from stepscope_vllm._capture.late_files import runs_that_are_over
 from stepscope_vllm._capture.outcome import ending_of
 from stepscope_vllm._driving.engine_calls import EngineCalls
 from stepscope_vllm._driving.in_process import stop_frontend
@@ -127,43 +121,3 @@ def test_of_a_frontend_that_does_not_record_nothing_is_said() -> None:
     idle = Frontend()
     idle.entered = False
     assert stopped(idle) is None
-
-
-# Owners of files in an engine's folder that no capture fetched.
-
-
-NOW = ClockAnchor(wall_ns=1, mono_ns=1, raw_ns=1, uncertainty_ns=0)
-PART = ProcessPart(
-    run_id="run1",
-    step=2,
-    process=ProcessInfo(role="trainer", rank=0, world_size=None, host=socket.gethostname(), pid=os.getpid()),
-    owner=True,
-    opened=NOW,
-    closed=NOW,
-    recorded=True,
-    why="",
-)
-
-
-def part(**changes: Any) -> ProcessPart:
-    process = {name: changes.pop(name) for name in ("pid", "host") if name in changes}
-    return msgspec.structs.replace(PART, process=msgspec.structs.replace(PART.process, **process), **changes)
-
-
-@pytest.mark.parametrize(
-    ("parts", "over"),
-    [
-        ([part(), part(owner=False, pid=1)], True),
-        ([part(closed=None)], False),
-        ([part(closed=None, host="elsewhere", pid=999_999_999)], False),
-        ([part(), part(pid=1)], False),
-        ([part(closed=None, pid=999_999_999)], True),
-        ([part(), part()], True),
-    ],
-    ids=["over", "open", "open elsewhere", "of two processes", "its process is gone", "captured twice"],
-)
-def test_files_of_a_capture_that_is_over_are_taken_and_others_stay(
-    parts: list[ProcessPart], over: bool
-) -> None:
-    """Each rank that opens captures of its own has a replica 0, and they share the engine's folder."""
-    assert runs_that_are_over(parts) == ({"run1"} if over else set())

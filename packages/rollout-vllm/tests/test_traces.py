@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepscope_vllm._files import engine_folder, names, traces
-from stepscope_vllm._files.names import prefix_of, step_of
+from stepscope_vllm._files.names import prefix_of
 from stepscope_vllm._files.ranks import Layout, global_rank, topology
 
 WHOLE = gzip.compress(b'{"host_name": "node7", "traceEvents": [' + b'{"ph": "X"},' * 5000 + b'{"ph": "X"}]}')
@@ -136,7 +136,3 @@ def test_two_captures_that_differ_anywhere_share_no_prefix(one: str, other: str)
     """The `_` is vLLM's, which puts its own words behind it."""
     assert not f"{prefix_of(one)}_".startswith(f"{prefix_of(other)}_")
     assert not f"{prefix_of(other)}_".startswith(f"{prefix_of(one)}_")
-
-
-def test_the_step_stands_in_a_prefix_that_was_cut() -> None:
-    assert step_of(prefix_of(LONG)) == 2

@@ -14,10 +14,8 @@ import pytest
 import vllm
 from vllm import AsyncEngineArgs, SamplingParams
 
-from stepscope import ProfileConfig, capture
 from stepscope._recording.capture import configure
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.parts import read_parts
 from stepscope.files.sidecar import Sidecar
 from stepscope.testing.engine_conformance import a_capture
 from stepscope_report.sections.long_tail import step_long_tail
@@ -141,26 +139,6 @@ def test_of_two_ranks_the_one_that_is_asked_for_is_there_and_the_other_is_named(
     sidecar = user.run(record())
     assert (sidecar.artifact.rank, sidecar.artifact.topology) == (8, {"tp": 0, "pp": 0, "dp": 0})
     assert sidecar.options["left_aside"] == "rank 9"
-
-
-def test_the_next_capture_brings_home_what_came_after_its_own_process_was_gone(
-    user: User, captured: RunLayout
-) -> None:
-    config = ProfileConfig(save_path=user.save_path, steps="0:1000", roles={"rollout": {"ranks": "all"}})
-    with capture(20, workers={}, config=config):
-        pass  # of a driver that is killed: its name is what its engine still writes under
-    (part,) = read_parts(captured.step(20))[0]
-
-    async def record() -> None:
-        await user.llm.start_profile(f"step_000020_{part.run_id}")
-        await generate(user, "gone")
-        await user.llm.stop_profile()
-        async with capture(21, engines=[user.llm], config=config):
-            await generate(user, "next")
-
-    user.run(record())
-    assert [(sidecar.step, sidecar.artifact.rank) for sidecar in sidecars(captured, 20)] == [(20, 0), (20, 1)]
-    assert [sidecar.artifact.tool for sidecar in sidecars(captured, 21)].count("vllm") == 2
 
 
 async def generate(user: User, request: str) -> None:

@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -22,12 +20,10 @@ from stepscope import ProfileConfig, capture
 from stepscope.engines import EngineProfiler, Iterations
 from stepscope.engines.supported import numbers
 from stepscope.errors import EngineError
-from stepscope.files.layout import RunLayout
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
 from stepscope_report import step_report
 from stepscope_report.timeline import load_step
 from stepscope_vllm import VllmServer
-from stepscope_vllm._files import names, traces
 
 Served: TypeAlias = Any
 """`conftest.Served`: a file of tests cannot be imported from another."""
@@ -130,62 +126,6 @@ async def test_a_server_that_profiles_already_says_who_can_end_it(served: Served
             await VllmServer(served.url, served.folder, replica=0).start(a_capture(tmp_path))
     finally:
         served.post("/stop_profile")
-
-
-@pytest.mark.skipif(not BOUNDS, reason="files of older servers do not bear their capture's name")
-def test_what_a_stop_wrote_after_its_driver_had_gone_is_brought_home_by_the_next_capture(
-    served: Served, config: ProfileConfig, run_folder: Path
-) -> None:
-    worker, layout = _worker_of(served), RunLayout(run_folder)
-    words = (served.url, served.folder, run_folder, worker)
-    try:
-        subprocess.run([sys.executable, "-c", DRIVER, *map(str, words)], check=True, timeout=120)
-        before = load_step(layout.step(30).root).manifest
-        assert before is not None
-        (problem,) = before.problems()
-        assert "process is gone" in problem
-    finally:
-        os.kill(worker, signal.SIGCONT)
-    until = time.monotonic() + 60
-    while not _whole(served.folder, "step_000030_"):
-        assert time.monotonic() < until  # the server wrote nothing
-        time.sleep(0.1)
-    with capture(31, engines=[VllmServer(served.url, served.folder)], config=config):
-        served.complete()
-    manifest = load_step(layout.step(30).root).manifest
-    assert manifest is not None
-    assert (manifest.state, manifest.problems()) == ("ok", [])
-    assert len(layout.step(30).sidecars()) == 1
-
-
-DRIVER = """
-import os, signal, sys
-from stepscope import ProfileConfig, capture
-from stepscope_vllm import VllmServer
-
-url, folder, save_path, worker = sys.argv[1:]
-roles, budget = {"rollout": {"ranks": "all"}}, {"fanout_seconds": 2}
-config = ProfileConfig(save_path=save_path, steps=[30], roles=roles, budget=budget)
-with capture(30, engines=[VllmServer(url, folder)], config=config):
-    os.kill(int(worker), signal.SIGSTOP)
-"""
-
-
-def _worker_of(served: Served) -> int:
-    """Return the pid of its only worker, which is a process of its process group."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            title = (folder / "cmdline").read_bytes()
-            if b"VLLM::Worker" in title and os.getpgid(int(folder.name)) == served.process.pid:
-                return int(folder.name)
-        except OSError:
-            continue
-    raise AssertionError("the server has no worker")
-
-
-def _whole(folder: Path, prefix: str) -> bool:
-    files = [name for name in os.listdir(folder) if name.startswith(prefix) and names.is_trace(name)]
-    return bool(files) and not any(traces.unfinished(folder / name) for name in files)
 
 
 def test_a_server_whose_folder_nobody_said_asks_for_it(served: Served) -> None:

@@ -48,7 +48,7 @@ def publish_passes_of(recording: Recording) -> list[Artifact]:
     """Publish the notes of the engine's passes."""
     if not recording.capture.passes:
         return []
-    files = recording.target.passes
+    files = recording.target.take_passes()
     if not files:
         recording.ignored.setdefault("passes", f"the engine noted no passes. {PASSES_NEEDED}")
     return [one for file in files for one in publish_passes(file, recording.capture)]

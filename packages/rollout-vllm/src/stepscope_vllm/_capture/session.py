@@ -18,7 +18,7 @@ from stepscope.engines import EngineCapture, EngineProfilerBase, refuse_second_s
 from stepscope.engines.artifacts import read_anchor
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
-from stepscope_vllm._capture import collection, late_files
+from stepscope_vllm._capture import collection
 from stepscope_vllm._capture.recording import Recording
 from stepscope_vllm._driving import work_loop
 from stepscope_vllm._driving.target import Target
@@ -131,8 +131,6 @@ class Session:
         captures.
         """
         folder = self._target.folder
-        if folder is not None:
-            late_files.bring_home(self._target, self.recording.capture, folder)
         return engine_folder.listed(folder) | engine_folder.listed(Path(self.recording.capture.out_dir))
 
 

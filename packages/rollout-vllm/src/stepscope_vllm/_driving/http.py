@@ -64,9 +64,8 @@ class ServerTarget:
             return layout  # the start or the stop reports what is wrong
         return {**layout, **facts.scheduler(answer.body.decode(errors="replace"))}
 
-    @property
-    def passes(self) -> Sequence[PassFile]:
-        """Take the notes that the server's plugin left in its folder."""
+    def take_passes(self) -> Sequence[PassFile]:
+        """Return the notes that the server's plugin left in its folder, and remove the files."""
         return take(self.folder, f"{self._name}_*{SUFFIX}")
 
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:

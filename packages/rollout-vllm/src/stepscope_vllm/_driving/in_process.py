@@ -36,7 +36,7 @@ class InProcessTarget:
         asynchronous = self.calls.asynchronous
         self.config: Any = engine.vllm_config if asynchronous else engine.llm_engine.vllm_config
         self.reports: Sequence[Mapping[str, Any]] = ()
-        self.passes: Sequence[PassFile] = ()
+        self._passes: Sequence[PassFile] = ()
         self._noting: str | bool = False
         """True while passes are noted, False if they are not wanted, or the reason why they cannot be."""
         self._profiles = True
@@ -169,8 +169,13 @@ class InProcessTarget:
                 raise
         return {**await self._release(), **failures}
 
+    def take_passes(self) -> Sequence[PassFile]:
+        """Return the notes of the passes that the latest stop took from the engine."""
+        taken, self._passes = self._passes, ()
+        return taken
+
     async def _begin_passes(self, most: int) -> None:
-        self.passes, self._noting = (), False
+        self._passes, self._noting = (), False
         if not most:
             return
         if self.in_this_process:
@@ -187,7 +192,7 @@ class InProcessTarget:
         if noting is True:
             try:
                 contents = await self.calls.ask_cores(passes.END)
-                self.passes = [unpacked(content) for content in contents if content is not None]
+                self._passes = [unpacked(content) for content in contents if content is not None]
             except (EngineError, RecordError) as error:
                 noting = str(error)
         return {"passes": noting} if isinstance(noting, str) else {}

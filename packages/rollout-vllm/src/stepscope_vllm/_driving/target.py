@@ -55,9 +55,8 @@ class Target(Protocol):
         """Reports of the engine's workers after the latest stop (`WorkerExtension.stepscope_release`)."""
         ...
 
-    @property
-    def passes(self) -> Sequence[PassFile]:
-        """Notes of the engine's passes in the latest recording, after its stop. May block."""
+    def take_passes(self) -> Sequence[PassFile]:
+        """Return the notes of the engine's passes in the latest recording, and remove them. May block."""
         ...
 
     def facts(self) -> dict[str, Option]:

@@ -20,9 +20,6 @@ _RECORDING = re.compile(r"_(\d+)_\d+_ascend_pt$")
 
 _FRONTEND = ".async_llm."
 
-_CAPTURE = re.compile(r"step_(\d{6,})_")
-"""Beginning of a capture's name, and so of its files."""
-
 _PREFIX = 100
 """Largest length of a prefix: vLLM appends host, pid, rank and time, and a file's name has at most 255
 characters."""
@@ -40,11 +37,6 @@ def prefix_of(name: str) -> str:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
     return f"{cleaned[: _PREFIX - len(digest) - 1]}-{digest}"
-
-
-def step_of(name: str) -> int | None:
-    """Return the step of the capture that a file is named after, or None for other names."""
-    return _number(_CAPTURE.match(name))
 
 
 def rank_of(name: str) -> int | None:
