@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypedDict
 import msgspec
 
 from stepscope.config._fields import Parser, Section, build, items_of
-from stepscope.config._foreign import refuse_foreign
 from stepscope.config._instrument import InstrumentConfig, parse_instrument
 from stepscope.config._npu import NpuConfig
 from stepscope.config._roles import RoleConfig, parse_roles
@@ -29,7 +28,7 @@ from stepscope.config._sections import (
     TorchConfig,
     parse_counters,
 )
-from stepscope.config._sources import environment_layer, file_layer, overlay
+from stepscope.config._sources import environment_layer, file_layer, overlay, refuse_verl
 from stepscope.config._steps import StepRange, StepSpec, parse_steps
 from stepscope.errors import ConfigError, VerlDifference
 
@@ -278,7 +277,7 @@ def resolve(
 
 def _given_layer(source: object) -> Mapping[str, object]:
     if isinstance(source, Mapping):
-        refuse_foreign(source, "configure(source)")
+        refuse_verl(source, "configure(source)")
         build(ProfileConfig, source, "")  # right by itself, as a file is
         return source
     if isinstance(source, (str, os.PathLike)):

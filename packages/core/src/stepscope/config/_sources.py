@@ -9,7 +9,6 @@ from typing import get_args, get_origin
 import msgspec
 
 from stepscope.config._fields import Mistakes, Section, build, convert, kinds, section_of, take
-from stepscope.config._foreign import refuse_foreign
 from stepscope.config._roles import hides
 from stepscope.config._words import closest, in_words
 from stepscope.errors import ConfigError
@@ -51,6 +50,20 @@ def _overlay_roles(lower: Mapping[str, object], upper: Mapping[str, object]) -> 
     return dict(items)
 
 
+def refuse_verl(data: Mapping[str, object], field: str) -> None:
+    """Check that `data` is not verl's configuration.
+
+    Raises:
+        ConfigError: `data` has verl's keys.
+    """
+    trainer = data.get("trainer")
+    is_sft = "profiler" in data and isinstance(trainer, Mapping) and "profile_interval" in trainer
+    if is_sft or {"global_profiler", "actor_rollout_ref"} & data.keys():
+        fix = "pass it to ProfileConfig.from_verl, and the result to configure"
+        allowed = "stepscope's own settings: steps, save_path, tool..."
+        raise ConfigError(field, "a configuration of verl", allowed, fix)
+
+
 def file_layer(
     root: type[Section], path: str | os.PathLike[str], *, named_by: str = "the configuration file"
 ) -> Mapping[str, object]:
@@ -62,7 +75,7 @@ def file_layer(
     from stepscope.config._yaml import load  # yaml costs 20 ms, and only this needs it
 
     data = load(path, named_by)
-    refuse_foreign(data, os.fspath(path))
+    refuse_verl(data, os.fspath(path))
     try:
         build(root, data, "")
     except ConfigError as error:

@@ -8,7 +8,6 @@ from collections.abc import Hashable, Mapping
 
 import yaml
 
-from stepscope.config._foreign import refuse_foreign_text
 from stepscope.errors import ConfigError
 
 _INT = "tag:yaml.org,2002:int"
@@ -65,7 +64,6 @@ def load(path: str | os.PathLike[str], named_by: str) -> Mapping[str, object]:
         raise
     # PyYAML lets through what int() and date() raise, and an end of the stack.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        refuse_foreign_text(text, name)
         raise ConfigError(named_by, name, "a YAML file", _correction(error, text)) from None
     if data is not None and not isinstance(data, Mapping):
         raise ConfigError(named_by, name, "a YAML file that holds a mapping", "write lines like `steps: [2]`")
