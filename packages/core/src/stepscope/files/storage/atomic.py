@@ -71,12 +71,19 @@ def append_lines(path: Path, records: Iterable[object]) -> int:
     Raises:
         OSError: The file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(handle, "wb") as out:
-        out.write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
-        out.flush()
+    data = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    try:
+        handle = os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, flags, 0o600)
+    try:
+        while data:
+            data = data[os.write(handle, data) :]
         return os.fstat(handle).st_size
+    finally:
+        os.close(handle)
 
 
 def create_once(path: Path) -> bool:
