@@ -567,7 +567,7 @@ def test_a_rank_that_opened_late_among_busy_cores_is_not_named(tmp_path: Path) -
     def late_on(name: str, busy: float) -> StepReport:
         folder = StepFolder(tmp_path / name)
         trainers = [folder.process("trainer", rank, owner=True) for rank in range(3)]
-        trainers[0].counter("host CPU", {0: busy, 600 * MS: busy}, unit="%", kind="interval", scope="host")
+        trainers[0].counter("host CPU", {601 * MS: busy}, unit="%", kind="interval", scope="host")
         for rank, trainer in enumerate(trainers):
             late_ms = 400 if rank == 1 else 0
             waited = {ms * MS: 1.0 for ms in range(late_ms, 601, 100)}
