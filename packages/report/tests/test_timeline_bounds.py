@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stepscope.files.clock import DRIFT_PPM, ClockAnchor, ClockOffset, Exchange, estimate_offset
 from stepscope.files.sidecar import ProcessInfo
 from stepscope_report.timeline.clocks.align import Aligned, Reference, align, align_owner
+from stepscope_report.timeline.clocks.drift_bounds import Band, Line
 from stepscope_report.timeline.model import Process
 from stepscope_report.timeline.step.rows import offset_at
 
@@ -228,3 +229,53 @@ def test_an_exchange_with_long_work_counts_the_drift_during_it() -> None:
     offset = estimate_offset([stamps])
     assert offset is not None
     assert offset.within_ns >= 100 * US
+
+
+# Bands of lines that fit their bounds, and lines between clocks, for any numbers.
+
+reach = st.integers(-(10**10), 10**10)
+bounds = st.lists(st.tuples(st.floats(-0.5, 1.5), st.integers(0, 10**7), st.integers(0, 10**7)), max_size=40)
+
+
+@pytest.mark.slow
+@given(first_ns=reach, change_ns=st.integers(-(10**6), 10**6), bounds=bounds)
+def test_no_line_that_fits_its_bounds_is_cut_off(
+    first_ns: int, change_ns: int, bounds: list[tuple[float, int, int]]
+) -> None:
+    band = Band(1e11, 1e6)
+    for at, below_ns, above_ns in bounds:
+        value = first_ns + at * change_ns
+        band.cut(at, value - below_ns, value + above_ns)
+    assert band
+    fit = band.fit()
+    band.cut(0, first_ns, first_ns)
+    band.cut(1, first_ns + change_ns, first_ns + change_ns)
+    assert band  # the line is one of those left
+    assert abs(fit.first_ns - first_ns) <= fit.within_ns
+    assert abs(fit.last_ns - first_ns - change_ns) <= fit.within_ns
+
+
+@given(st.floats(0, 1), reach, st.integers(10, 10**9))
+def test_bounds_that_exclude_each_other_leave_no_line(at: float, value: int, apart_ns: int) -> None:
+    band = Band(1e11, 1e6)
+    band.cut(at, value + apart_ns, 1e12)
+    band.cut(at, -1e12, value - apart_ns)
+    assert not band
+
+
+offsets = st.integers(-(10**11), 10**11)
+
+
+@given(offsets, st.integers(-500, 500), offsets, st.integers(-500, 500), st.floats(0, 1))
+def test_lines_between_three_clocks_are_consistent(
+    one_ns: int, one_ppm: int, two_ns: int, two_ppm: int, at: float
+) -> None:
+    first_ns, last_ns = UNIX, UNIX + 100 * S
+    one = Line(first_ns, last_ns, one_ns, one_ns + one_ppm * 100_000)
+    two = Line(first_ns, last_ns, two_ns, two_ns + two_ppm * 100_000)
+    wall_ns = first_ns + int(at * 100 * S)
+    second_ns = wall_ns - one.at(wall_ns)
+    third_ns = second_ns - two.at(second_ns)
+    assert abs(one.then(two).at(wall_ns) - (wall_ns - third_ns)) <= 3
+    back = one.inverse(first_ns, last_ns)
+    assert abs(second_ns - back.at(second_ns) - wall_ns) <= 3
