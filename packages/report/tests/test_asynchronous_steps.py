@@ -461,3 +461,39 @@ def test_an_executor_of_processes_gets_what_can_be_pickled(config: ProfileConfig
                 assert await _returned(pool) == "5"
 
     asyncio.run(main())
+
+
+def test_where_nothing_is_stale_nothing_is_said(tmp_path: Path) -> None:
+    config = ProfileConfig(save_path=str(tmp_path), steps=[0])
+    with capture(0, config=config):
+        with trajectory("a", policy_version=1), turn(0):
+            pass
+        with span("update", role="trainer", policy_version=1):
+            pass
+    assert report(RunLayout(tmp_path), 0).staleness is None
+
+
+def test_a_planned_timeout_is_a_cancellation(config: ProfileConfig) -> None:
+    async def main() -> None:
+        async with capture(1, config=config):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(hangs(), 0)
+
+    async def hangs() -> None:
+        with span("hangs"):
+            await asyncio.Event().wait()
+
+    asyncio.run(main())
+    assert set(outcomes(config).values()) <= {(None, True)}  # Python 3.12 starts nothing that has no time
+
+
+def test_an_exception_in_an_executor_reaches_its_caller(config: ProfileConfig) -> None:
+    def fails() -> None:
+        raise KeyError("tool")
+
+    async def main() -> None:
+        async with capture(1, config=config):
+            with trajectory("t"), pytest.raises(KeyError, match="tool"):
+                await asyncio.get_running_loop().run_in_executor(None, fails)
+
+    asyncio.run(main())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -547,3 +548,24 @@ def test_a_page_links_to_the_artifacts_that_are_there_and_to_none_outside(tmp_pa
         "traces/",
         "traces/actor/t.json.gz",
     ]
+
+
+def test_two_runs_are_compared_also_within_one_folder(tmp_path: Path, command: Command) -> None:
+    a_run(tmp_path, (2, 4), "old")
+    a_run(tmp_path, (4, 6), "new")
+    both = [str(tmp_path), str(tmp_path), "--run-a", "old", "--run-b", "new"]
+    assert re.search("B: 2 steps, 4 .*6 .*run new", command("diff", *both).out)
+    assert "does not exist" in command("diff", tmp_path, tmp_path / "absent", code=2).err
+
+
+def test_a_comparison_of_what_is_not_complete_exits_with_3(tmp_path: Path, command: Command) -> None:
+    steps = [str(a_run(tmp_path) / f"step_{step:06d}") for step in (2, 4)]
+    damage(tmp_path)
+    assert "not complete" in command("diff", *steps, code=3).out
+
+
+def test_one_step_is_reported_by_number_or_by_its_folder(tmp_path: Path, command: Command) -> None:
+    a_run(tmp_path)
+    by_number = command("report", tmp_path, "--step", "4").out
+    assert command("report", tmp_path / "step_000004").out == by_number
+    assert "Step 2" not in by_number

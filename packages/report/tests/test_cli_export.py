@@ -190,3 +190,13 @@ def test_without_pyarrow_the_command_names_the_extra(
         monkeypatch.setitem(sys.modules, name, None)
     assert "'stepscope[cli,parquet]'" in command("export", path, "--parquet", code=2).err
     assert not (path / "tables").exists()
+
+
+def test_a_step_has_its_own_files(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    folder = tmp_path / "step_000004"
+    assert run(["export", str(folder), "--parquet", "-q"]) == 0
+    step = stepscope_report.open(folder)
+    for name in ROWS:
+        assert rows_of(folder / "tables", name) == as_written(name, step.table(name))
+    assert run(["ls", str(folder)]) == 0

@@ -465,3 +465,20 @@ def test_a_merged_timeline_has_a_track_of_it(tmp_path: Path) -> None:
     assert len({(event["pid"], event["tid"]) for event in drawn}) == 1
     assert sum(event["dur"] for event in drawn) == 2_950_000
     assert next(event["args"]["kind"] for event in drawn if event["name"] == "env queue") == "wait"
+
+
+def test_ranks_that_begin_together_wait_for_the_last_to_end() -> None:
+    spans = [
+        span(0, "score", 0, 700 * MS),
+        span(1, "log_prob", 1 * MS, 400 * MS, role="actor"),
+        span(2, "log_prob", 2 * MS, 698 * MS, role="actor"),
+    ]
+    assert known(step(700 * MS, spans))[1] == (2, "log_prob", "work", 696 * MS)
+
+
+def test_a_short_call_of_a_worker_inside_a_long_call_of_the_owner_is_no_cause() -> None:
+    spans = [span(0, "rollout", 0, 500 * MS), span(1, "save", 0, 100 * MS, role="actor")]
+    assert known(step(500 * MS, spans)) == [
+        (0, "rollout", "not known", 100 * MS),
+        (0, "rollout", "work", 400 * MS),
+    ]

@@ -165,3 +165,9 @@ def test_no_digests_reads_the_traces(
     run(["report", str(step), "--json", "--no-digests"])
     assert reads
     assert "by the test" in capsys.readouterr().out
+
+
+def test_small_traces_get_none(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "SMALLEST", 1 << 18)
+    reported(step)
+    assert not kept(step)

@@ -536,3 +536,13 @@ def test_without_an_uneven_stage_a_size_is_proposed(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("stepscope_report.cli.merge.EVENTS", 3)
     output = CliRunner().invoke(app, ["merge", str(rl_step(tmp_path, ranks=1).write())]).output
     assert "--max-mb 200" in " ".join(output.split())
+
+
+def test_the_traces_of_all_stages_of_a_process_share_its_row_and_its_threads(tmp_path: Path) -> None:
+    folder, _, actor = two(tmp_path)
+    for name in ("a", "b"):
+        trace(folder, actor, [kernel(name, MS)], name=f"{name}.json")
+    path = folder.write()
+    merge_step(path)
+    first, second = events_of(path, "X")
+    assert (first["pid"], first["tid"]) == (second["pid"], second["tid"])

@@ -101,3 +101,10 @@ def test_slow_trajectories_name_the_profiled_processes_that_served_them(tmp_path
     assert tail.profiled == ("rollout 0",)
     assert tail.last_profiled == 2
     assert {slow.trajectory for slow in tail.worst if slow.profiled} == {"t0", "t1"}
+
+
+def test_trajectories_are_not_marked_where_all_replicas_are_profiled_alike(tmp_path: Path) -> None:
+    tail = served(tmp_path, (0, 1, 2, 3)).long_tail
+    assert tail is not None
+    assert not tail.profiled
+    assert not any(slow.profiled for slow in tail.worst)

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from packages.report.tests.traces import add_trace, event, kernel, op
+from packages.report.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest.records import Expectation, OwnCost
 from stepscope.files.sidecar import Artifact, Stall
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
@@ -380,3 +380,28 @@ def test_alarms_stand_before_hints_and_the_largest_hint_first(tmp_path: Path) ->
     advices = list(case.advice().values())
     assert [advice.kind for advice in advices] == ["alarm", "hint", "hint"]
     assert [advice.rule for advice in advices] == ["dropped", "queueing", "weight-sync"]
+
+
+@pytest.mark.parametrize(("reserved", "speaks"), [(97, True), (60, False)])
+def test_memory_that_is_nearly_full_is_an_alarm(tmp_path: Path, reserved: int, speaks: bool) -> None:
+    case = Case(tmp_path)
+
+    def make(rank: int, actor: FakeProcess) -> None:
+        properties = [{"id": 0, "name": "H100", "totalGlobalMem": 100}]
+        events = [kernel("gemm", 500_000, 400_000), memory(600_000, 50, reserved)]
+        add_trace(case.folder, actor, events, deviceProperties=properties)
+
+    advice = traces(case, make)
+    assert ("memory-nearly-full" in advice) == speaks
+    if speaks:
+        assert "fragments" in advice["memory-nearly-full"].do
+
+
+def test_short_collectives_are_not_worth_a_word(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+
+    def make(rank: int, actor: FakeProcess) -> None:
+        reduce = event("gloo:all_reduce", "user_annotation", 520_000, 3000, tid=2)
+        add_trace(case.folder, actor, [op("aten::mm", 500_000, 20_000), reduce])
+
+    assert traces(case, make) == {}

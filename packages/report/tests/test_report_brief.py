@@ -12,7 +12,7 @@ import pytest
 from packages.report.tests.commands import Command
 from packages.report.tests.simulated import Rollout
 from packages.report.tests.steps import close
-from packages.report.tests.test_cli import a_run
+from packages.report.tests.test_cli import a_run, damage
 from stepscope.files.counters import KV_CACHE, PREEMPTIONS
 from stepscope.testing.steps import StepFolder
 from stepscope_report import SettingChange, StepReport, step_report
@@ -129,3 +129,12 @@ def test_a_process_that_is_slower_by_less_than_a_fiftieth_of_the_step_is_not_nam
             worker.close(2000 * MS)
         report = step_report(load_step(folder.write()))
         assert ("took 52.0 ms" in brief_text(step_brief(report))) == told
+
+
+def test_a_brief_of_a_damaged_step_says_so_and_exits_with_3(tmp_path: Path, command: Command) -> None:
+    path = a_run(tmp_path, steps=[2])
+    damage(path)
+    printed = command("report", path, "--brief", "--markdown", code=3).out
+    assert printed.startswith("## Step 2 ")
+    assert "- Not complete: spans/" in printed
+    assert "--full  # all tables" in printed

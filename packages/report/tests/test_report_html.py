@@ -303,3 +303,11 @@ def test_sections_of_traces_are_drawn_and_no_name_is_taken_for_markup(tmp_path: 
     ):
         assert phrase in page.text[section]
     assert "img" not in {kind for kind, _ in page.tags}
+
+
+def test_what_to_do_stands_before_everything_else(tmp_path: Path) -> None:
+    folder = rl_step(tmp_path)
+    folder.processes[0].dropped = 5
+    page = page_of(folder)
+    assert "dropped" in Page(page).text["todo"]
+    assert page.index('id="todo"') < page.index('id="account"')

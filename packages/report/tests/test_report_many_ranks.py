@@ -142,3 +142,16 @@ def test_roles_with_ids_share_a_row_too(tmp_path: Path) -> None:
 def test_names_with_a_meaning_stay_however_short_they_are(tmp_path: Path, name: str) -> None:
     report = step_report(a_step(tmp_path, [name, *(f"generate {number}" for number in range(200))]))
     assert name in {stage.stage for stage in report.stages}
+
+
+def test_as_many_names_as_rows_stay_as_they_are(tmp_path: Path) -> None:
+    names = [f"stage {number}" for number in range(MOST_NAMES)]
+    report = step_report(a_step(tmp_path, names))
+    assert {stage.stage for stage in report.stages} == set(names)
+    assert "ids-in-names" not in rules(report)
+
+
+def test_what_lists_single_calls_keeps_their_names(tmp_path: Path) -> None:
+    names = [f"generate {number}" for number in range(1, 101)]
+    report = step_report(a_step(tmp_path, names))
+    assert [row.stage for row in report.health.errors] == names

@@ -16,6 +16,8 @@ from stepscope_report.whatif.replay import Rules, replay
 
 SATURATED = Curve(((1.0, 1.0), (100.0, 1.0)))
 """One token per ns, for any number of requests together."""
+PARALLEL = Curve(((1.0, 1.0), (100.0, 100.0)))
+"""One token per ns for each request."""
 
 
 def a_call(number: int, kind: CallKind, ns: int, *, offset_ns: int = 0) -> Call:
@@ -124,3 +126,19 @@ def test_no_rate_of_the_curve_is_zero() -> None:
     lengths = [(0, 10, 1), (0, 20, 10**15), (100, 110, 1), (100, 130, 1), (100, 130, 1)]
     calls = [generate(at, *length) for at, length in enumerate(lengths)]
     assert all(total > 0 for _, total in fit(Flight(calls)).points)
+
+
+def test_a_slow_replica_takes_longer() -> None:
+    slow = Rules(curve=PARALLEL, speeds=(1.0, 0.5), works=[100.0] * 2, assigned=[[0], [1]])
+    assert replay(generating(2), slow) == pytest.approx([100, 200])
+
+
+def test_gaps_offsets_and_rests_take_as_long_as_measured() -> None:
+    calls = (a_call(0, "tool", 30), a_call(1, "reward", 20, offset_ns=15))
+    played = a_trajectory(Phase(5, calls), Phase(7, (a_call(2, "reward", 3),)), start_ns=100, rest_ns=4)
+    assert replay([played], rules(SATURATED, [0.0] * 3, [[]])) == pytest.approx([100 + 5 + 35 + 7 + 3 + 4])
+
+
+def test_beyond_what_was_measured_a_replica_does_no_more() -> None:
+    curve = Curve(((2.0, 10.0), (4.0, 16.0)))
+    assert [curve.rate(requests) * requests for requests in (1, 2, 3, 4, 8)] == [5.0, 10.0, 13.0, 16.0, 16.0]
