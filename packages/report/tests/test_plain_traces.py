@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -404,3 +405,46 @@ def test_memory_of_a_trace_is_its_highest(tmp_path: Path, command: Command) -> N
     trace(tmp_path / "rank0.json", events, rank=0)
     (row,) = command("report", tmp_path, "--json").json["traces"]["memory"]
     assert (row["device"], row["allocated_bytes"], row["reserved_bytes"]) == ("cuda:0", 300, 4096)
+
+
+def test_an_archive_holds_untouched_traces_and_their_places_in_time(tmp_path: Path, command: Command) -> None:
+    """The places are those of the merged timeline. The manifest is as Perfetto describes its version 1."""
+    for rank in range(2):
+        own, base_ns = [kernel(f"gemm{rank}", 40, 10)], BASE_NS + rank * 5_000_000
+        trace(tmp_path / "in" / f"rank{rank}.json.gz", own, rank=rank, pid=100 + rank, base_ns=base_ns)
+    trace(tmp_path / "in" / "rank2.json", [], rank=2, pid=102, base_ns=None)
+    output = tmp_path / "traces.tar"
+    written = command("merge", tmp_path / "in", "--archive", "--output", output, "--json", code=3).json
+    command("merge", tmp_path / "in", "--output", tmp_path / "merged.json", code=3)
+    merged = {
+        event.get("name"): event
+        for event in json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
+    }
+    with tarfile.open(output) as archive:
+        members = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
+    assert list(members) == [
+        "perfetto_manifest.json",
+        "stepscope.json",
+        "rank0.json.gz",
+        "rank1.json.gz",
+        "rank2.json",
+    ]
+    text = members["perfetto_manifest.json"]
+    assert text.startswith(b'{"perfetto_manifest"')  # by which Perfetto knows it
+    manifest = json.loads(text)["perfetto_manifest"]
+    files = {file["path"]: file for file in manifest["files"]}
+    assert (manifest["version"], list(files)) == (1, list(members)[1:])
+    assert [name for name, file in files.items() if "clocks" in file] == ["rank0.json.gz", "rank1.json.gz"]
+    for rank in range(2):
+        name = f"rank{rank}.json.gz"
+        assert members[name] == (tmp_path / "in" / name).read_bytes()
+        clocks = files[name]["clocks"]
+        assert clocks["sync_to"] == {"file": "stepscope.json"}
+        assert 40_000 + clocks["offset_ns"] == round(merged[f"gemm{rank}"]["ts"] * 1000)
+    assert [file["machine"]["name"] for file in manifest["files"]] == [
+        "stepscope",
+        "rank 0",
+        "rank 1",
+        "rank 2 (unaligned)",
+    ]
+    assert any(problem["file"] == "rank2.json" for problem in written["problems"])

@@ -26,6 +26,7 @@ from stepscope_report.sections.health import NOT_COMPLETE
 from stepscope_report.sections.stages import Share, Stage
 from stepscope_report.terminal.layout import listing
 from stepscope_report.timeline import Merged, Selection, bytes_to_read, load_step, merge_step
+from stepscope_report.timeline.merge.archive import Archived, archive_plain, archive_step
 from stepscope_report.timeline.merge.merge import merge_plain
 from stepscope_report.timeline.step.otlp_run import is_otlp
 from stepscope_report.timeline.step.plain import plain_bytes
@@ -80,6 +81,13 @@ def merge(
         str | None, typer.Option(help="The run's id, where several wrote into one folder.")
     ] = None,
     ray: RayAddress = None,
+    archive: Annotated[
+        bool,
+        typer.Option(
+            "--archive",
+            help="Write a TAR of the untouched traces with their places in time, for Perfetto 58 or later.",
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,
 ) -> None:
     """One timeline of a step, spans and traces of all processes on one clock, for ui.perfetto.dev."""
@@ -92,6 +100,8 @@ def merge(
         max_mb=max_mb,
     )
     _check_limits(selection)
+    if archive and not (from_ms is to_ms is max_mb is None):
+        raise CommandError("--archive holds whole traces: leave out --from, --to and --max-mb")
     if ray is not None and is_plain(paths):
         raise CommandError("--ray is for steps of stepscope: name the folder of one")
     if is_plain(paths):
@@ -104,17 +114,24 @@ def merge(
         if output is None:  # folders of others are left as they are
             raise CommandError("stepscope did not write these traces: say where to write with --output")
         target, step_path = output, None
-        total, write = plain_bytes(paths), partial(merge_plain, paths, target)
+        of_plain = archive_plain if archive else merge_plain
+        total, write = plain_bytes(paths), partial(of_plain, paths, target)
     else:
         step_path = absolute(_step_of(paths[0], step, run), ray)
         if ray is not None:
             _fetch(ray, StepLayout(step_path))
-        target = output or StepLayout(step_path).timeline
-        total, write = bytes_to_read(step_path), partial(merge_step, step_path, run_id=run, to=target)
+        layout = StepLayout(step_path)
+        target = output or (layout.timeline.with_name("timeline.tar") if archive else layout.timeline)
+        of_step = archive_step if archive else merge_step
+        total, write = bytes_to_read(step_path), partial(of_step, step_path, run_id=run, to=target)
     with screen.progress("merging", total) as done:
         merged = write(selection=selection, on_read=done)
     if json:
         screen.show_json(merged)
+    elif isinstance(merged, Archived):
+        held = f"{count(len(merged.files), 'trace')} and {count(merged.spans, 'span')}"
+        screen.say(f"{target}: {held}, {size(target.stat().st_size)}. Perfetto reads it from 58 on")
+        _show_rest(merged)
     else:
         _show(merged, target)
         if step_path is not None and merged.events > EVENTS:
@@ -128,7 +145,7 @@ def _fetch(ray: str, step: StepLayout) -> None:
         nodes.fetch_traces()
 
 
-def _exit(written: Merged) -> Exit:
+def _exit(written: Merged | Archived) -> Exit:
     return Exit.INCOMPLETE if written.problems or written.incomplete else Exit.OK
 
 
@@ -163,8 +180,8 @@ def _show(merged: Merged, target: Path) -> None:
     _show_rest(merged)
 
 
-def _show_rest(written: Merged) -> None:
-    crossing = sum(file.crossing for file in written.files)
+def _show_rest(written: Merged | Archived) -> None:
+    crossing = 0 if isinstance(written, Archived) else sum(file.crossing for file in written.files)
     if crossing:
         screen.say(f"On a further line of their thread: {count(crossing, 'event')}, which cross others.")
     if written.left_out:

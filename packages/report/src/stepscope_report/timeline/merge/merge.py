@@ -253,13 +253,13 @@ def _merge(
 ) -> Merged:
     plan = plan_merge(timeline, sources, selection)
     with timeline_file(target, plan.common.axis.base_ns) as out:
-        written = _write(plan, out, on_read)
+        written = write_plan(plan, out, on_read)
         written = msgspec.structs.replace(written, incomplete=incomplete)
         out.finish(written)
     return written
 
 
-def _write(
+def write_plan(
     plan: Plan,
     out: TimelineFile,
     on_read: Callable[[int], None] | None,

@@ -1,0 +1,177 @@
+"""A step as one TAR for Perfetto: the untouched traces, stepscope's own rows, and the place of each in time.
+
+The format is Perfetto's trace manifest, version 1 (docs/reference/perfetto-manifest.md of Perfetto, which
+reads it from 58 on). No event of a trace is rewritten, so that any size takes as long as copying.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+
+from stepscope.files.layout import StepLayout
+from stepscope.files.storage.temporary import temporary
+from stepscope_report.timeline.completeness import gaps
+from stepscope_report.timeline.merge.mapping import Place
+from stepscope_report.timeline.merge.merge import (
+    EVERYTHING,
+    Plan,
+    Sources,
+    plan_merge,
+    read_sources,
+    sources_of,
+    write_plan,
+)
+from stepscope_report.timeline.merge.row_writer import RowTrace, RowTraces
+from stepscope_report.timeline.merge.write import full_disk_names, timeline_file
+from stepscope_report.timeline.model import FileProblem, Timeline
+from stepscope_report.timeline.readers.blocks import keep_memory
+from stepscope_report.timeline.selection import Selection
+from stepscope_report.timeline.step.load import load_step
+from stepscope_report.timeline.step.plain import read_plain
+
+MANIFEST = "perfetto_manifest.json"
+OWN = "stepscope.json"
+"""Name of the file with what stepscope draws itself, to whose times the others are related."""
+
+
+class ArchivedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One trace in an archive."""
+
+    path: str
+    machine: str
+    """Name of the process, under which Perfetto groups the file's tracks."""
+    offset_ns: int | None
+    """Number that is added to the file's times on the archive's time axis, or None if it is unknown."""
+
+
+class Archived(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of an archive."""
+
+    format: int = 1
+    step: int
+    run_id: str
+    base_ns: int
+    """Origin of the time axis in unix ns on the owner's clock."""
+    spans: int
+    files: tuple[ArchivedFile, ...]
+    left_out: tuple[str, ...]
+    problems: tuple[FileProblem, ...]
+    incomplete: tuple[str, ...] = ()
+
+
+def archive_step(
+    path: Path,
+    to: Path,
+    *,
+    run_id: str | None = None,
+    selection: Selection = EVERYTHING,
+    on_read: Callable[[int], None] | None = None,
+) -> Archived:
+    """Write the archive of one captured step. See `merge_step` for the arguments and errors."""
+    keep_memory()
+    timeline = load_step(path, run_id=run_id)
+    return _archive(
+        timeline, read_sources(StepLayout(path), timeline), selection, to, on_read, gaps(timeline)
+    )
+
+
+def archive_plain(
+    paths: Sequence[Path],
+    to: Path,
+    *,
+    selection: Selection = EVERYTHING,
+    on_read: Callable[[int], None] | None = None,
+) -> Archived:
+    """Write the archive of traces that stepscope did not write. See `merge_plain` for the errors."""
+    keep_memory()
+    step = read_plain(paths)
+    return _archive(step.timeline, sources_of(step.files), selection, to, on_read)
+
+
+def _archive(
+    timeline: Timeline,
+    sources: Sources,
+    selection: Selection,
+    to: Path,
+    on_read: Callable[[int], None] | None,
+    incomplete: tuple[str, ...] = (),
+) -> Archived:
+    plan = plan_merge(timeline, sources, selection)
+    files = [_described(row, trace, plan) for row, trace in _traces(plan)]
+    name = temporary(to)
+    try:
+        with TemporaryDirectory(dir=to.absolute().parent) as folder, full_disk_names(to):
+            own = Path(folder) / OWN
+            with timeline_file(own, plan.common.axis.base_ns) as out:
+                merged = write_plan(plan._replace(traces=[]), out, on_read)
+                out.finish(merged)
+            with tarfile.open(name, "x") as archive:
+                _add_text(archive, MANIFEST, _manifest(files, plan))
+                archive.add(own, OWN)
+                for _, trace in _traces(plan):
+                    archive.add(trace.path, trace.name, recursive=False)
+                    if on_read is not None:
+                        on_read(trace.path.stat().st_size)
+        os.replace(name, to)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    unknown = (
+        FileProblem(file=file.path, what="its place in time is unknown: it lies where Perfetto puts it")
+        for file in files
+        if file.offset_ns is None
+    )
+    return Archived(
+        step=timeline.step,
+        run_id=timeline.run_id,
+        base_ns=plan.common.axis.base_ns,
+        spans=merged.spans,
+        files=tuple(files),
+        left_out=merged.left_out,
+        problems=(*merged.problems, *unknown),
+        incomplete=incomplete,
+    )
+
+
+def _traces(plan: Plan) -> Iterator[tuple[RowTraces, RowTrace]]:
+    return ((row, trace) for row in plan.traces for trace in row.traces)
+
+
+def _described(traces: RowTraces, trace: RowTrace, plan: Plan) -> ArchivedFile:
+    """Return where a trace lies. The offset of a clock that drifts is that in the middle of the step."""
+    row, axis, window = traces.row, plan.common.axis, plan.timeline.window
+    offset_ns = None
+    if row.unaligned is None:
+        place = Place(row, trace.base_ns, axis)
+        middle_ns = (window.start_ns + window.end_ns) // 2 - (trace.base_ns or 0)
+        (position,) = place.positions([middle_ns])
+        offset_ns = position - middle_ns
+    return ArchivedFile(path=trace.name, machine=row.name, offset_ns=offset_ns)
+
+
+def _manifest(files: Sequence[ArchivedFile], plan: Plan) -> bytes:
+    """Return the manifest, which Perfetto knows by its first bytes. JSON traces have no clock of their own:
+    each is pinned to `OWN`.
+    """
+    entries: list[dict[str, object]] = [{"path": OWN, "machine": {"name": "stepscope"}}]
+    for file in files:
+        entry: dict[str, object] = {"path": file.path, "machine": {"name": file.machine}}
+        if file.offset_ns is not None:
+            entry["clocks"] = {"sync_to": {"file": OWN}, "offset_ns": file.offset_ns}
+        entries.append(entry)
+    attributes = {"stepscope.run_id": plan.timeline.run_id, "stepscope.step": plan.timeline.step}
+    document = {"perfetto_manifest": {"version": 1, "files": entries, "attributes": attributes}}
+    return msgspec.json.encode(document)
+
+
+def _add_text(archive: tarfile.TarFile, name: str, text: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(text)
+    archive.addfile(member, io.BytesIO(text))
