@@ -122,6 +122,23 @@ def test_the_rule_of_a_planted_fault_speaks_and_no_other(tmp_path: Path, command
     assert rules(tmp_path, command) == {rule} & FAULTS.keys()
 
 
+@pytest.mark.parametrize(("loading_us", "said"), [(30, {"data-loader"}), (3, set())])
+def test_a_data_loader_is_told_without_a_device(
+    tmp_path: Path, command: Command, loading_us: int, said: set[str]
+) -> None:
+    events = list[Json]()
+    for step in range(4):
+        at, end = step * 100, step * 100 + loading_us
+        events += [
+            on_host("user_annotation", f"ProfilerStep#{step}", at, at + 100),
+            on_host(
+                "user_annotation", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", at, end
+            ),
+        ]
+    trace(tmp_path / "rank0.json", events)
+    assert rules(tmp_path, command) == said
+
+
 def test_ranks_that_wait_for_one_and_compute_less_are_told(tmp_path: Path, command: Command) -> None:
     for rank in range(3):
         events, at = list[Json](), 100.0

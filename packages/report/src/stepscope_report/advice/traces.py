@@ -167,6 +167,24 @@ def small_kernels(evidence: TraceEvidence) -> Iterator[Advice]:
         )
 
 
+def host_data_loader(evidence: TraceEvidence) -> Iterator[Advice]:
+    """Advise if a process without a device waited for its data loader for a tenth of its steps."""
+    steps = grouped((row for row in evidence.traces.steps if row.busy_ns is None), lambda row: row.process)
+    waited = {name: sum(row.loading_ns for row in rows) for name, rows in steps.items()}
+    process = max(waited, key=lambda name: waited[name], default=None)
+    if process is None:
+        return
+    took_ns = sum(row.dur_ns for row in steps[process])
+    if waited[process] * 10 >= took_ns:
+        yield Advice(
+            rule="data-loader",
+            what=f"{process} waits for its data loader",
+            because=(f"{duration(waited[process])} of the {duration(took_ns)} of its steps",),
+            do=REMEDIES["data loader"],
+            saves_ns=waited[process],
+        )
+
+
 _COMPILES = re.compile(r".*\(dynamo_timed\)")
 
 
@@ -398,6 +416,7 @@ RULES: tuple[Callable[[TraceEvidence], Iterable[Advice]], ...] = (
     idle_causes,
     small_kernels,
     compiled_again,
+    host_data_loader,
     unpinned_copies,
     exposed_communication,
     stragglers,
