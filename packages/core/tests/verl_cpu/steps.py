@@ -8,6 +8,7 @@ import pytest
 
 from packages.core.tests.on_cpu.runs import CAPTURED, Step, StepsOfATraining
 from packages.core.tests.verl_cpu.runs import Training
+from stepscope_report.sections.requests import step_requests
 from stepscope_report.timeline import load_step
 from stepscope_report.timeline.step.passes import RequestKey, linked_requests
 
@@ -53,6 +54,8 @@ class StepsOfVerl(StepsOfATraining):
             for span in timeline.spans
             if span.stage == "turn"
         }
+        weights = {(r.version_begun, r.version_ended, r.trained_by) for r in step_requests(timeline)}
+        assert weights == {(step.number - 1, step.number - 1, step.number)}
         assert wrote == turns
         assert len(turns) == step.calls["agent_loop", "turn"]
 
