@@ -21,6 +21,7 @@ from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import identify
 from stepscope._recording.recorder import baseline
 from stepscope._recording.session import claims, oom
+from stepscope._recording.spans.scopes import Mark
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError
 from stepscope.files import switch
@@ -113,6 +114,8 @@ class Capture:
         self._asked = Asked(
             step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by
         )
+        self._mark: Mark | None = None
+        """The scope in which the capture was opened, while it is open; else None."""
         self._began: baseline.Began | None = None
         """Start of a step that is not selected, between its opening and its closing; else None."""
         self._end_kept: Callable[[object], None] | None = None
@@ -139,6 +142,7 @@ class Capture:
 
     def open(self) -> Self:
         """Open the capture. A no-op for a step that is not selected."""
+        self._mark = Mark()
         if self._life is None:
             if self._is_first:
                 self._refuse_to_block_a_loop()
@@ -154,6 +158,7 @@ class Capture:
         """Open the capture without blocking the event loop. If this is cancelled, the opening is undone
         first.
         """
+        self._mark = Mark()
         if self._life is None:
             self._begin_unselected()
         else:
@@ -170,6 +175,7 @@ class Capture:
             error: Reason of an early end, or None for a normal end.
             deadline_s: Time limit for each worker and engine, or None for `budget.fanout_seconds`.
         """
+        self._leave_scopes()
         if self._life is None:
             self._end_unselected(error)
         elif not self._life.is_left_to_a_task():
@@ -184,9 +190,11 @@ class Capture:
 
     async def _aclose(self, error: BaseException | str | None) -> None:
         if self._life is None:
+            self._leave_scopes()
             self._end_unselected(error)
             return
         self._life.leave()  # before all else
+        self._leave_scopes()
         cancelled = await self._life.aclose(Closing(_ending_of(error)))
         if cancelled is not None and not isinstance(error, type(cancelled)):
             raise cancelled
@@ -210,9 +218,11 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._life is None:
+            self._leave_scopes()
             self._end_unselected(error)
             return
         self._life.leave()  # before all else
+        self._leave_scopes()
         self._life.close(Closing(_ending_of(error)))
 
     async def __aenter__(self) -> Self:
@@ -222,6 +232,14 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._aclose(error)
+
+    def _leave_scopes(self) -> None:
+        """Leave the scopes of the step that are still entered because an exception of a signal's handler
+        interrupted their exit.
+        """
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.leave_inner()
 
     def _stand(self) -> None:
         """Start the flight recorder, which writes lines for captured steps too."""

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Awaitable, Generator, Iterator, Mapping
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 from stepscope._recording.process import failures
-from stepscope.errors import CaptureError
+from stepscope.errors import CaptureError, ours
 from stepscope.files.values import AttrValue, bounded
 
 if TYPE_CHECKING:
@@ -298,6 +298,35 @@ def _inside(scope: Scope, fields: Inherited) -> Inherited:
     if scope.turn is not None:
         turn = scope.turn
     return role, step, policy_version, trajectory, turn
+
+
+class Mark:
+    """A position in the scopes of a task or thread, to return to.
+
+    Python looks for signals before the first line of `__exit__`. If a handler raises there, the scope stays
+    entered. Returning to an earlier mark leaves such a scope.
+    """
+
+    __slots__ = ("_scope", "_token")
+
+    def __init__(self) -> None:
+        self._scope = _current()
+        self._token: Token[Scope | None] | None = _enter(self._scope)
+
+    def leave_inner(self) -> None:
+        """Leave the scopes that this task or thread entered inside the marked one since the mark."""
+        token, self._token = self._token, None
+        scope = _current()
+        if scope is self._scope:
+            return
+        while scope is not None and scope is not self._scope:
+            scope = scope.parent
+        if token is None or scope is not self._scope:
+            return
+        try:
+            current.reset(token)
+        except ours(ValueError):
+            pass  # the mark is of another task or thread
 
 
 def role_at(scope: Scope | None) -> str | None:
