@@ -17,8 +17,7 @@ from pathlib import Path
 from _measure import arguments, header, table, verdict
 
 from stepscope import ProfileConfig, capture, span
-from stepscope._recording.counters.host_load import HostClaim, host_load
-from stepscope._recording.counters.process_load import garbage, process_load
+from stepscope._recording.counters.load import HostClaim, garbage, host_load, process_load
 from stepscope.backends.counters import CounterSource
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts

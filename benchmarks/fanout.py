@@ -26,8 +26,7 @@ from _measure import Measured, header, interleaved, parser, table, verdict
 
 from stepscope import ProfileConfig
 from stepscope._recording.fanout.messages import StartRequest, StopRequest, WorkerOutcome
-from stepscope._recording.fanout.ray_fleet import RayFleet, fleet_of
-from stepscope._recording.fanout.ray_worker import Worker
+from stepscope._recording.fanout.ray_fleet import RayFleet, Worker, fleet_of
 
 SIZES = (2, 8, 32)
 MANY_ROUNDS = 6

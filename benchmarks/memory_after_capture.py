@@ -17,8 +17,8 @@ import torch
 from _measure import arguments, header, interleaved, table, verdict
 from export_stall import Training, describe
 
-from stepscope._recording.output.exporter import Exporter
-from stepscope.backends.torch import libc
+from stepscope._recording.output import Exporter
+from stepscope.backends.torch import window
 from stepscope.backends.torch.backend import TorchBackend
 from stepscope.config import ProfileConfig
 from stepscope.testing.backend_conformance import a_window
@@ -36,7 +36,7 @@ def resident_mb(field: str = "VmRSS") -> float:
 
 def grown(work: Callable[[], None]) -> tuple[float, float]:
     """MB: (at the peak, afterwards), over what it was before."""
-    libc.give_memory_back()  # what the other side left
+    window.give_memory_back()  # what the other side left
     before = resident_mb()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     work()

@@ -70,7 +70,6 @@ INTEGRATIONS = {
     "transformers",
     "verl",
     "verl_tool",
-    "verl_tracking",
 }
 """Modules of `stepscope.integrations`, which the pages name."""
 

@@ -27,7 +27,7 @@ BELOW = {
 """Room -> the rooms that it may import."""
 ROOT = "stepscope._recording."
 FOLDER = CORE / "src" / "stepscope" / "_recording"
-MODULES = {f"{ROOT}{path.parent.name}.{path.stem}" for path in FOLDER.glob("*/*.py")}
+MODULES = {f"{ROOT}{path.parent.name}.{path.stem}" for path in FOLDER.glob("*/*.py")} | {f"{ROOT}output"}
 
 
 def module_of(target: str) -> str:

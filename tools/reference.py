@@ -17,11 +17,11 @@ import msgspec
 import typer
 import yaml
 
-import stepscope_sglang._driving.facts as sglang
-import stepscope_vllm._driving.facts as vllm
+import stepscope_sglang._driving.target as sglang
+import stepscope_vllm._driving.target as vllm
 from stepscope.config import ProfileConfig
 from stepscope.config.presets import preset_names, read_preset
-from stepscope.files.manifest.settings import KNOBS
+from stepscope.files.manifest.records import KNOBS
 from stepscope_report.advice.remedies import REMEDIES
 from stepscope_report.cli.app import app
 from tools.repository import ROOT

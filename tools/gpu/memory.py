@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from stepscope import ProfileConfig, capture, span
-from stepscope.files.cuda_memory import DeviceMemory
+from stepscope.files.cuda_memory import DeviceMemory, read_out_of_memory
 from stepscope.files.layout import RunLayout
-from stepscope.files.out_of_memory import read_out_of_memory
 from stepscope_report import step_report
 from stepscope_report.timeline import load_step, load_traces
 from tools.gpu.device import Device

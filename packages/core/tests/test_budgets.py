@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from stepscope import ProfileConfig, capture, span
+from stepscope._recording import output
 from stepscope._recording.after import pipeline
-from stepscope._recording.output import exporter
 from stepscope._recording.process import run as run_identity
 from stepscope._recording.session import budget as control
 from stepscope._recording.spans import slot
@@ -203,14 +203,14 @@ def test_a_step_whose_trace_is_still_to_be_written_is_kept_for_now(tmp_path: Pat
 
     try:
         with capture(1, config=config):
-            exporter.exporter().then(hold, deferred=False)
+            output.exporter().then(hold, deferred=False)
         assert pipeline.busy_steps(run) == {1}
     finally:
         held.set()
-    exporter.exporter().drain(60)
+    output.exporter().drain(60)
     with capture(2, config=config):
         pass
-    exporter.exporter().drain(60)
+    output.exporter().drain(60)
     assert 2 in run.steps()
 
 

@@ -16,8 +16,8 @@ from stepscope._recording.capture import capture as captures
 from stepscope._recording.fanout.messages import StartRequest, StopRequest
 from stepscope._recording.fanout.worker_side import start_worker, stop_worker
 from stepscope._recording.process import run
-from stepscope._recording.session import claims
-from stepscope._recording.session.claims import Claim
+from stepscope._recording.session import activation
+from stepscope._recording.session.activation import Claim
 from stepscope._recording.session.session import Session
 from stepscope._recording.spans import slot
 from stepscope.errors import CaptureError, CaptureOpenError
@@ -175,11 +175,11 @@ def test_a_claim_that_another_thread_frees_meanwhile_is_freed_in_silence(
             self.pop(key, None)  # the other one, right behind the look
             return standing
 
-    monkeypatch.setattr(claims, "_held", Interrupted())
+    monkeypatch.setattr(activation, "_held", Interrupted())
     claim = Claim(1)
     assert claim.take() is None
     claim.free()
-    assert claims.holder() is None
+    assert activation.holder() is None
 
 
 def test_threads_that_ask_for_the_id_of_the_run_at_once_get_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.config import ProfileConfig, StepRange
-from stepscope.config._ranges import parse_ranges
+from stepscope.config._steps import parse_ranges
 from stepscope.errors import ConfigError
 
 WINDOW = 400

@@ -19,9 +19,9 @@ import pytest
 from packages.core.tests.compiled import compiled, run_with
 from stepscope._recording.counters import catalogue, devices
 from stepscope._recording.counters.devices import nvidia_gpus
-from stepscope._recording.counters.process_load import allocators
+from stepscope._recording.counters.load import allocators
 from stepscope._recording.counters.sampler import AbsentError
-from stepscope._recording.process import hardware
+from stepscope._recording.process import identity
 from tests.downloads import wheel
 
 PYNVML = "nvidia-ml-py==13.615.71"
@@ -171,7 +171,7 @@ class Cuda:
 def test_allocators_are_read_for_the_devices_that_hold_memory(
     monkeypatch: pytest.MonkeyPatch, library: str, kind: str
 ) -> None:
-    for name, _ in hardware._MODULES:
+    for name, _ in identity._MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, library, SimpleNamespace(**{kind: Cuda()}))
     assert {source.name: dict(source.sample()) for source in allocators()} == {

@@ -17,8 +17,15 @@ from pathlib import Path
 import pytest
 
 from stepscope import ProfileConfig, capture, span
-from stepscope._recording.counters.host_load import HostClaim, HostCpu, MemoryPressure
-from stepscope._recording.counters.process_load import OpenFiles, ProcessCpu, ProcessMemory, garbage
+from stepscope._recording.counters.load import (
+    HostClaim,
+    HostCpu,
+    MemoryPressure,
+    OpenFiles,
+    ProcessCpu,
+    ProcessMemory,
+    garbage,
+)
 from stepscope.files.counters import EVENT_LOOP, IN
 from stepscope_report.event_loops import late_loops
 from stepscope_report.timeline import Counter, load_step
@@ -145,7 +152,7 @@ def test_memory_pressure_is_the_time_in_which_all_programs_stood_still(
     file.write_text(lines.format(100))
     monkeypatch.setattr(MemoryPressure, "file", str(file))
     now_ns = iter([0, 10**9])
-    monkeypatch.setattr("stepscope._recording.counters.host_load.time.monotonic_ns", lambda: next(now_ns))
+    monkeypatch.setattr("stepscope._recording.counters.load.time.monotonic_ns", lambda: next(now_ns))
     source = MemoryPressure()
     file.write_text(lines.format(250_100))
     assert source.sample() == {"": 25.0}
@@ -165,7 +172,7 @@ def test_one_process_of_a_host_samples_it() -> None:
 
 def test_a_killed_process_gives_the_host_back() -> None:
     code = (
-        "import time; from stepscope._recording.counters.host_load import HostClaim\n"
+        "import time; from stepscope._recording.counters.load import HostClaim\n"
         "claim = HostClaim('/run/killed'); print(claim.taken, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:

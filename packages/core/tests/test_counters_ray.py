@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from stepscope import ProfileConfig, capture
-from stepscope._recording.counters.host_load import ray_store
+from stepscope._recording.counters.load import ray_store
 from stepscope.backends.counters import CounterSource
 from stepscope.engines.metrics import FINISHED, EngineMetrics
 from stepscope.engines.ray import ProfilerFactory, RayRollout

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture
-from stepscope.engines import EngineCapture, fetch
+from stepscope.engines import EngineCapture, actor_call
 from stepscope.engines.actor_call import ActorLine, CallFailedError
 from stepscope.engines.artifacts import publish
 from stepscope.files.layout import RunLayout, sidecar_of
@@ -60,13 +60,13 @@ def put_empty(*paths: str) -> None:
 
 
 async def brought(line: OtherHost, given: EngineCapture, *artifacts: Artifact) -> dict[str, str]:
-    return await fetch.bring_home(cast(ActorLine, line), given.step_dir, artifacts)
+    return await actor_call.bring_home(cast(ActorLine, line), given.step_dir, artifacts)
 
 
 async def test_a_trace_on_a_hosts_own_disk_comes_home_whole_with_its_sidecar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "PIECE", 1000)
+    monkeypatch.setattr(actor_call, "PIECE", 1000)
     given, line = a_capture(tmp_path), OtherHost(tmp_path / "other")
     content = bytes(range(256)) * 10
     artifact = put_trace(line.disk, given, "a.pt.trace.json.gz", content)

@@ -7,8 +7,8 @@ from importlib.metadata import EntryPoint, EntryPoints, version
 
 import pytest
 
-from stepscope._recording.fanout.given_engines import profilers_of
-from stepscope._recording.process.versions import versions
+from stepscope._recording.fanout.participants import profilers_of
+from stepscope._recording.process.identity import versions
 from stepscope.engines import (
     EngineCapture,
     EngineFactory,

@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope._recording.output import exporter as export
-from stepscope._recording.output.exporter import Exporter, ExportResult
+from stepscope._recording import output as export
+from stepscope._recording.output import Exporter, ExportResult
 from stepscope.backends import PendingArtifact
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar

@@ -27,11 +27,10 @@ from packages.core.tests.suspensions import CancelledAt
 from stepscope import ProfileConfig, capture, prepare, profile_step
 from stepscope._recording.capture import omissions
 from stepscope._recording.capture.capture import Capture
-from stepscope._recording.fanout import ray_worker
+from stepscope._recording.fanout import ray_fleet
 from stepscope._recording.fanout.in_actor import start_here
 from stepscope._recording.fanout.messages import StartRequest, StopRequest, WorkerOutcome
-from stepscope._recording.fanout.ray_fleet import RayFleet, fleet_of, load_fleet
-from stepscope._recording.fanout.ray_worker import Worker
+from stepscope._recording.fanout.ray_fleet import RayFleet, Worker, fleet_of, load_fleet
 from stepscope._recording.process import failures
 from stepscope._recording.spans import slot
 from stepscope.backends.torch import backend as torch_backend
@@ -388,7 +387,7 @@ async def test_a_busy_actor_costs_its_own_deadline_and_begins_nothing_later(
 ) -> None:
     busy, idle = crew["sync"]
     # The start goes to one known to be on this machine at once, and to others after a question.
-    monkeypatch.setattr(ray_worker, "_here", {actor._actor_id.hex() for actor in crew["sync"] if known})
+    monkeypatch.setattr(ray_fleet, "_here", {actor._actor_id.hex() for actor in crew["sync"] if known})
     free = tmp_path / "free"
     held = busy.busy_until.remote(str(free))
     both = fleet(busy, idle)
@@ -402,7 +401,7 @@ async def test_a_busy_actor_costs_its_own_deadline_and_begins_nothing_later(
     outcomes = await asyncio.gather(*map(noted, both.workers))
     assert done == ["ok", "failed"]  # the idle one was through before the busy one's deadline
     assert re.search(r"^timeout: start .* 0\.5 s", str(outcome_of(outcomes, busy).reason))
-    assert ray_worker._here == {idle._actor_id.hex()}  # who gave no answer is asked next time
+    assert ray_fleet._here == {idle._actor_id.hex()}  # who gave no answer is asked next time
     free.touch()
     await held
     assert not await busy.captured.remote()
@@ -496,7 +495,7 @@ async def test_processes_of_one_machine_share_its_clock(
 async def test_between_machines_the_true_offset_lies_within_the_stated_uncertainty(
     crew: dict[str, list[Any]], request_1: StartRequest, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(ray_worker, "boot_id", lambda: "another machine")
+    monkeypatch.setattr(ray_fleet, "boot_id", lambda: "another machine")
     crewed = fleet(*crew[kind])
     started = await crewed.start(request_1, 20)
     stopped = await crewed.stop(stop_of(request_1), 20)

@@ -21,6 +21,7 @@ import pytest
 
 from packages.core.tests.actors import end
 from stepscope import ProfileConfig, capture, profile_step, request_capture
+from stepscope._recording import output
 from stepscope._recording.after import pipeline, programs
 from stepscope._recording.capture import on_demand
 from stepscope._recording.capture.files import CapturedFiles
@@ -28,11 +29,10 @@ from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.fanout import fetch
 from stepscope._recording.fanout.messages import WorkerOutcome
 from stepscope._recording.fanout.participants import Participants
-from stepscope._recording.output import exporter
 from stepscope._recording.recorder import baseline
 from stepscope._recording.session import budget
 from stepscope._recording.session.session import Session
-from stepscope.engines.fetch import LEFT_BEHIND
+from stepscope.engines.actor_call import LEFT_BEHIND
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, StepLayout
@@ -166,7 +166,7 @@ def alone(config: ProfileConfig, host: Any, step: int = 0) -> CaptureResult:
 def drain() -> None:
     """Finish the work after a capture, and the work at the end of the process."""
     baseline.flush()
-    assert exporter.exporter().drain(120) == []
+    assert output.exporter().drain(120) == []
     assert pipeline._commands.drain(120) == []
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from stepscope import ProfileConfig, capture
-from stepscope._recording.process.hardware import read_hardware
+from stepscope._recording.process.identity import read_hardware
 from stepscope.config import ThroughputConfig
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts

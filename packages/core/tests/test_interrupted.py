@@ -20,12 +20,12 @@ import pytest
 
 from packages.core.tests.interruptions import LEFTOVERS, OURS, Signal
 from stepscope import ProfileConfig, capture, span
+from stepscope._recording import output
 from stepscope._recording.capture import capture as captures
-from stepscope._recording.output import exporter
 from stepscope._recording.process import private_loop
 from stepscope._recording.spans import slot
 from stepscope.backends.process_lock import PROCESS_LOCK
-from stepscope.backends.threaded import threaded_window, window_thread
+from stepscope.backends.threaded import window_thread
 from stepscope.backends.torch import foreign_sessions, window
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Manifest
@@ -121,7 +121,7 @@ def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: str,
         if tool == "torch":
             assert foreign_sessions.busy() is None, where
         else:
-            exporter.exporter().drain(10)  # the record of what closing took
+            output.exporter().drain(10)  # the record of what closing took
             assert not hidden_files(folder), where  # a trace of torch may be on its way
         if way is closed:  # a loop that ends takes an engine's answer with it
             assert {item.name: item.state for item in part.expected}["replica 0"] == "ok", where
@@ -188,7 +188,7 @@ def test_a_ctrl_c_as_soon_as_torchs_session_has_begun_ends_it(
     )
     stop = window._stop
     with monkeypatch.context() as interrupting:
-        interrupting.setattr(threaded_window, "weakref", SimpleNamespace(finalize=interrupted))
+        interrupting.setattr(window_thread, "weakref", SimpleNamespace(finalize=interrupted))
         with pytest.raises(KeyboardInterrupt):
             capture(1, config=config).open()
     assert foreign_sessions.busy() is None

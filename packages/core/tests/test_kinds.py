@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from stepscope.files.kinds import alike, like
+from stepscope.files.uncaptured import alike, like
 
 MS = 1_000_000
 

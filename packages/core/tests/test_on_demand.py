@@ -146,8 +146,8 @@ def test_a_tool_that_is_not_installed_is_refused_and_training_goes_on(
     def missing(_: ProfileConfig) -> None:
         raise ConfigError("tool", "nsys", "an installed backend: torch", "pip install it")
 
-    monkeypatch.setattr(on_demand, "check_tool", missing)
     request = ask(config, tool="nsys")
+    monkeypatch.setattr(on_demand, "check_tool", missing)
     train(config, range(2))
     assert answer(request).state == "refused"
     assert "an installed backend" in str(answer(request).reason)

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from stepscope import ProfileConfig, capture, flush, span
+from stepscope._recording import output
 from stepscope._recording.capture import on_demand
 from stepscope._recording.fanout.messages import StartRequest
 from stepscope._recording.fanout.worker_side import start_worker
-from stepscope._recording.output import exporter
 from stepscope._recording.process import private_loop
 from stepscope._recording.session import budget
 from stepscope._recording.spans import slot
@@ -27,7 +27,7 @@ from stepscope.engines.own_thread import own_thread
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import read_requests
-from stepscope.files.storage.temporary import remove_abandoned, temporary
+from stepscope.files.storage.atomic import remove_abandoned, temporary
 from stepscope.files.values import attr_value
 
 
@@ -149,9 +149,7 @@ def test_hooks_are_called_though_the_manifest_cannot_be_written(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config.replace(finish={"command": "true"})
-    monkeypatch.setattr(
-        "stepscope._recording.output.manifest_part.write_manifest", fail(OSError(28, "No space left"))
-    )
+    monkeypatch.setattr("stepscope._recording.output.write_manifest", fail(OSError(28, "No space left")))
     with capture(1, config=config) as cap:
         pass
     monkeypatch.undo()
@@ -164,7 +162,7 @@ def test_hooks_are_called_though_the_manifest_cannot_be_written(
 def test_what_a_killed_process_was_writing_is_removed_by_the_next_capture(config: ProfileConfig) -> None:
     folder = RunLayout(config.save_path).step(1).traces / "actor"
     folder.mkdir(parents=True)
-    code = "import sys; from pathlib import Path; from stepscope.files.storage.temporary import temporary\n"
+    code = "import sys; from pathlib import Path; from stepscope.files.storage.atomic import temporary\n"
     code += "p = temporary(Path(sys.argv[1])); p.mkdir(); (p / 'half').touch(); print(p, end='')"
     made = subprocess.run(
         [sys.executable, "-c", code, str(folder / "trace.json")], capture_output=True, text=True, check=True
@@ -177,7 +175,7 @@ def test_what_a_killed_process_was_writing_is_removed_by_the_next_capture(config
     with capture(2, config=config):
         pass
     flush()
-    exporter.exporter().drain(30)
+    output.exporter().drain(30)
     assert sorted(folder.iterdir()) == sorted([living, foreign])
     assert remove_abandoned(folder) == []
 

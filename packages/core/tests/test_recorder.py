@@ -35,9 +35,9 @@ from stepscope import (
 )
 from stepscope._recording.capture import on_demand
 from stepscope._recording.process import shutdown
-from stepscope._recording.recorder import standing, step_lines, write
-from stepscope._recording.recorder.ring import SPAN_BYTES, Ring
+from stepscope._recording.recorder import standing, steps, write
 from stepscope._recording.recorder.steps import FIRST, RecordedStep
+from stepscope._recording.recorder.write import SPAN_BYTES, Ring
 from stepscope._recording.spans import lines, slot
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
@@ -404,10 +404,10 @@ def test_a_forked_daemon_lists_a_captured_step_first_too(tmp_path: Path) -> None
 
 
 def test_the_file_of_lines_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_lines, "MOST_BYTES", 2000)
+    monkeypatch.setattr(steps, "MOST_BYTES", 2000)
     path = tmp_path / "steps.jsonl"
     for step in range(200):
-        step_lines.append(path, StepLine(step=step, start_ns=1, dur_ns=2))
+        steps.append(path, StepLine(step=step, start_ns=1, dur_ns=2))
         assert path.stat().st_size <= 2000
     numbers = [line.step for line in read_step_lines(path)]
     assert numbers == list(range(numbers[0], 200))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stepscope import ProfileConfig, attach, capture, carrier, profile_step, span
-from stepscope._recording.fanout.ray_worker import Worker
+from stepscope._recording.fanout.ray_fleet import Worker
 from stepscope._recording.recorder import standing
 from stepscope._recording.recorder.engine_queues import engine_states
 from stepscope.backends.counters import CounterSource

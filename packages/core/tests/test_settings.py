@@ -19,7 +19,7 @@ from stepscope.engines import name_settings, settings
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts
-from stepscope.files.manifest.settings import KNOBS, SWITCHES, FrameworkSettings, Knob, Setting
+from stepscope.files.manifest.records import KNOBS, SWITCHES, FrameworkSettings, Knob, Setting
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
 

@@ -10,8 +10,7 @@ import pytest
 
 from stepscope import capture, profile_step, span, trajectory
 from stepscope.errors import ConfigError, RecordError
-from stepscope.testing.fake_clock import FakeClock
-from stepscope.testing.recorded_run import RecordedRun
+from stepscope.testing.recorded_run import FakeClock, RecordedRun
 
 pytest_plugins = ["stepscope.testing.plugin"]
 

@@ -16,7 +16,7 @@ from stepscope import ProfileConfig, configure
 from stepscope._recording.capture import configure as run
 from stepscope._recording.instrument import configured, step_boundaries
 from stepscope._recording.process import failures
-from stepscope.engines import instrumented_engines
+from stepscope.engines import local_engines
 from stepscope.files.manifest.records import Expectation, Manifest
 
 pytest.importorskip("torch")
@@ -63,7 +63,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(run, "_configured", None)
     monkeypatch.setattr(step_boundaries, "_next", 0)
-    monkeypatch.setattr(instrumented_engines, "_entries", [])
+    monkeypatch.setattr(local_engines, "_entries", [])
     monkeypatch.setattr("stepscope._recording.process.run._prepared_in", 0)
 
     def build(engines: dict[str, str], *kinds: dict[str, object], **rollout: object) -> Any:
@@ -126,12 +126,12 @@ TWO = {"replica 0", "replica 1"}
 
 
 def registered(number: int) -> Act:
-    return lambda trainer: instrumented_engines.register("torch", trainer.engine, number)
+    return lambda trainer: local_engines.register("torch", trainer.engine, number)
 
 
 def twins(trainer: Any) -> None:
     for engine in trainer.twins:
-        instrumented_engines.register("torch", engine, 0)
+        local_engines.register("torch", engine, 0)
 
 
 def gone(trainer: Any) -> None:
@@ -222,7 +222,7 @@ def test_servers_are_registered_by_their_urls_once(
     trainer = framework({}, {"name": "Trainer.launch", "engine": engine})
     for _ in range(2):
         trainer.launch()
-    assert [entry.engine for entry in instrumented_engines.registered("torch")] == urls
+    assert [entry.engine for entry in local_engines.registered("torch")] == urls
     trainer.step()
     assert {row.state for row in rows(0).values()} == {"failed"}
     assert "drives no servers" in str([row.reason for row in rows(0).values()])
@@ -232,7 +232,7 @@ def test_a_url_whose_parts_are_not_there_registers_nothing(
     framework: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     framework({}, {"name": "Trainer.launch", "engine": "http://{self.host}:{self.rank}"}).launch()
-    assert instrumented_engines.registered() == []
+    assert local_engines.registered() == []
     assert "at self.host" in caplog.text
 
 

@@ -15,9 +15,9 @@ from stepscope import ProfileConfig, configure
 from stepscope._recording.capture import configure as run
 from stepscope._recording.fanout import unedited_engines
 from stepscope._recording.instrument import configured, step_boundaries
-from stepscope.engines import instrumented_engines
+from stepscope.engines import local_engines
 from stepscope.engines import ray as engines_of_actors
-from stepscope.engines.instrumented_engines import register, register_none
+from stepscope.engines.local_engines import register, register_none
 from stepscope.files.manifest.records import Expectation, Manifest
 
 ray = pytest.importorskip("ray")
@@ -71,8 +71,8 @@ def servers(folder: Path, ray_cluster: None) -> Iterator[list[Any]]:
 
 def build_anew(server: Any) -> None:
     """Give a server engines that nothing knows."""
-    instrumented_engines._entries.clear()
-    instrumented_engines._empty.clear()
+    local_engines._entries.clear()
+    local_engines._empty.clear()
     engines_of_actors._seats.clear()
     server.build()
 

@@ -11,11 +11,11 @@ import pytest
 
 from packages.report.tests.pictures import HOSTILE, rl_step
 from packages.report.tests.steps import printed
-from stepscope._recording.after.metrics import MetricsLog
-from stepscope._recording.output import exporter
+from stepscope._recording import output
 from stepscope._recording.process import run
 from stepscope.files.layout import RunLayout
 from stepscope.files.scalars import StepMetrics, read_metrics, write_metrics
+from stepscope.integrations.verl import MetricsLog
 from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report, to_scalars
 from stepscope_report.block import TextTable
@@ -31,7 +31,7 @@ def logged(folder: Path, *values: dict[str, object], step: int = 2) -> dict[str,
     log = MetricsLog(folder)
     for some in values:
         log.log(step, some)
-    exporter.exporter().drain(10)
+    output.exporter().drain(10)
     return read_metrics(RunLayout(folder).step(step), run.run_id())
 
 

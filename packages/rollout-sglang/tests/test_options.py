@@ -17,7 +17,7 @@ from stepscope.testing.engine_conformance import a_capture
 from stepscope_sglang import _versions
 from stepscope_sglang._capture.opening import check_facts, check_options
 from stepscope_sglang._capture.options import Plan, plan
-from stepscope_sglang._driving.facts import EngineFacts, facts_of
+from stepscope_sglang._driving.target import EngineFacts, facts_of
 from stepscope_sglang._engine_side.states import (
     COUNT,
     PROFILE_V2,

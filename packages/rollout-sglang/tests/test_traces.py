@@ -9,8 +9,8 @@ import pytest
 from fake_sglang import trace
 
 from stepscope_sglang._capture.publishing import rank_of
-from stepscope_sglang._driving.facts import EngineFacts, facts_of
-from stepscope_sglang._files.traces import Content, TraceName, parse_name, read
+from stepscope_sglang._driving.target import EngineFacts, facts_of
+from stepscope_sglang._files.capture_folder import Content, TraceName, parse_name, read
 
 COMPLETE = Content(complete=True)
 EVERY = {"tp": 3, "dp": 1, "pp": 2, "ep": 3}

@@ -27,7 +27,7 @@ from stepscope_vllm._capture.session import Desk, ReplicaProfiler
 from stepscope_vllm._driving import ascend_profiler
 from stepscope_vllm._driving.in_process import InProcessTarget
 from stepscope_vllm._driving.target import Started
-from stepscope_vllm._files.ranks import Layout
+from stepscope_vllm._files.traces import Layout
 from stepscope_vllm._profiler import VllmProfiler
 from stepscope_vllm._versions import dialect_of
 

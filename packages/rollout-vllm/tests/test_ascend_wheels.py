@@ -15,7 +15,7 @@ import pytest
 
 from stepscope.engines import EngineCapture
 from stepscope_vllm._driving import ascend_profiler
-from stepscope_vllm._files.names import is_recording
+from stepscope_vllm._files.engine_folder import is_recording
 from tests.downloads import members
 
 pytestmark = pytest.mark.slow

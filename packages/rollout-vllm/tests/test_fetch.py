@@ -13,7 +13,7 @@ import pytest
 
 from stepscope.errors import EngineError
 from stepscope_vllm import WorkerExtension
-from stepscope_vllm._driving import remote_disks
+from stepscope_vllm._driving import in_process
 from stepscope_vllm._engine_side import extension
 
 
@@ -39,7 +39,7 @@ async def test_a_workers_trace_comes_in_pieces(tmp_path: Path, monkeypatch: pyte
     home, content = tmp_path / "step" / "a.pt.trace.json.gz", bytes(range(256)) * 3
     source = put(Path(f"{tmp_path / 'far'}{home}"), content)
     workers = Workers(tmp_path / "far", home)
-    assert await remote_disks.bring_home(workers.call, home.parent, reports(home)) == {}
+    assert await in_process.bring_home(workers.call, home.parent, reports(home)) == {}
     assert home.read_bytes() == source.read_bytes() == content
     assert names(home.parent) == [home.name]
 
@@ -47,7 +47,7 @@ async def test_a_workers_trace_comes_in_pieces(tmp_path: Path, monkeypatch: pyte
 async def test_what_no_worker_has_any_more_is_named_with_its_host(tmp_path: Path) -> None:
     home = tmp_path / "step" / "a.pt.trace.json.gz"
     workers = Workers(tmp_path / "far", home)
-    left = await remote_disks.bring_home(workers.call, home.parent, reports(home))
+    left = await in_process.bring_home(workers.call, home.parent, reports(home))
     assert "no worker" in left["worker on far"]
     assert names(home.parent) == []
 
@@ -56,7 +56,7 @@ async def test_a_file_for_another_place_is_left_alone(tmp_path: Path) -> None:
     home = tmp_path / "elsewhere" / "a.pt.trace.json.gz"
     put(Path(f"{tmp_path / 'far'}{home}"), b"x")
     workers = Workers(tmp_path / "far", home)
-    left = await remote_disks.bring_home(workers.call, tmp_path / "step", reports(home))
+    left = await in_process.bring_home(workers.call, tmp_path / "step", reports(home))
     assert f"not in {tmp_path / 'step'}" in left["worker on far"]
     assert not home.exists()
 
@@ -65,7 +65,7 @@ async def test_a_worker_hands_over_its_own_captures_files_alone(tmp_path: Path) 
     worker: Any = WorkerExtension()
     assert worker.stepscope_read(str(put(tmp_path / "secret", b"x")), 0) is None
     with pytest.raises(EngineError, match="no worker has"):
-        await remote_disks._piece(Workers(tmp_path, tmp_path / "a").call, str(tmp_path / "secret"), 0)
+        await in_process._piece(Workers(tmp_path, tmp_path / "a").call, str(tmp_path / "secret"), 0)
 
 
 def put(path: Path, content: bytes) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stepscope_vllm._capture.outcome import ending_of
+from stepscope_vllm._capture.collection import ending_of
 from stepscope_vllm._driving.engine_calls import EngineCalls
 from stepscope_vllm._driving.in_process import stop_frontend
 from stepscope_vllm._files import engine_folder, traces

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from stepscope_vllm._files import engine_folder, names, traces
-from stepscope_vllm._files.names import prefix_of
-from stepscope_vllm._files.ranks import Layout, global_rank, topology
+from stepscope_vllm._files import engine_folder, traces
+from stepscope_vllm._files.engine_folder import prefix_of
+from stepscope_vllm._files.traces import Layout, global_rank, topology
 
 WHOLE = gzip.compress(b'{"host_name": "node7", "traceEvents": [' + b'{"ph": "X"},' * 5000 + b'{"ph": "X"}]}')
 
@@ -43,7 +43,7 @@ def test_a_trace_says_on_which_host_it_was_recorded(tmp_path: Path) -> None:
 
 def a_trace(name: str, rank: int, world_size: int | None) -> traces.Trace:
     read = traces.Trace(Path(name), False, rank, world_size, None, None, None)
-    return read._replace(dp=names.dp_of(name))
+    return read._replace(dp=engine_folder.dp_of(name))
 
 
 @pytest.mark.parametrize(

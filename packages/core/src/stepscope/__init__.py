@@ -26,8 +26,8 @@ from stepscope._recording.spans.scopes import Scope as Span
 if TYPE_CHECKING:
     from stepscope._recording.capture.capture import Capture, capture
     from stepscope._recording.capture.configure import configure
+    from stepscope._recording.capture.on_demand import request_capture
     from stepscope._recording.capture.prepare import aprepare, prepare
-    from stepscope._recording.capture.requesting import request_capture
     from stepscope._recording.capture.result import CaptureResult, on_capture
     from stepscope._recording.instrument.patch import instrument
     from stepscope.config import ProfileConfig
@@ -71,7 +71,7 @@ _LATER = {
     "instrument": "stepscope._recording.instrument.patch",
     "on_capture": "stepscope._recording.capture.result",
     "prepare": "stepscope._recording.capture.prepare",
-    "request_capture": "stepscope._recording.capture.requesting",
+    "request_capture": "stepscope._recording.capture.on_demand",
 }
 
 

@@ -14,8 +14,14 @@ from functools import partial
 from pathlib import Path
 
 from stepscope.backends import PendingArtifact, SpanInfo, Window
-from stepscope.backends.threaded.threaded_window import HeldWindow, Late, about, title
-from stepscope.backends.threaded.window_thread import run_on, thread_for_window
+from stepscope.backends.threaded.window_thread import (
+    HeldWindow,
+    Late,
+    about,
+    run_on,
+    thread_for_window,
+    title,
+)
 from stepscope.backends.torch import foreign_sessions
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError, ProfilerBusyError, ours

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
-from stepscope.backends.threaded.mini_batches import Place
-from stepscope.backends.threaded.scheduled_window import ScheduledWindow
+from stepscope.backends.threaded.scheduled_window import Place, ScheduledWindow
 from stepscope.backends.threaded.window_thread import WindowThread
 from stepscope.backends.torch.foreign_sessions import busy as torch_busy
 from stepscope.config import ScheduleConfig

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import msgspec
 
-from stepscope.files.kinds import like
 from stepscope.files.recorder import StepLine
 from stepscope.files.states import OpenSpan, ProcessState
+from stepscope.files.uncaptured import like
 from stepscope_report.fleet import Fleet, Sampled, fleets
 from stepscope_report.formatting import middle
 from stepscope_report.table import grouped

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import RecordError
-from stepscope.files.kinds import alike
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.storage.reading import read_records
+from stepscope.files.uncaptured import alike
 from stepscope_report.accounting import Label
 from stepscope_report.formatting import middle
 from stepscope_report.holds import preempted_requests

@@ -18,7 +18,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as ge
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from stepscope import ProfileConfig, attach, capture, carrier, span, trajectory, turn
-from stepscope._recording.output import exporter as export
+from stepscope._recording import output as export
 from stepscope.files.layout import RunLayout
 from stepscope.files.spans import Open
 from stepscope.files.trace_context import parse_traceparent

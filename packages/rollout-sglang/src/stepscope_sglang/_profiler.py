@@ -21,9 +21,8 @@ from stepscope.engines import (
 from stepscope.engines.metrics import UNFINISHED, EngineMetrics
 from stepscope.engines.own_thread import users_loop
 from stepscope_sglang._capture.replica import ReplicaProfiler
-from stepscope_sglang._driving.facts import EngineFacts, counters_here
 from stepscope_sglang._driving.in_process import Engine, InProcessTarget, TokenizerManager
-from stepscope_sglang._driving.target import Target
+from stepscope_sglang._driving.target import EngineFacts, Target, counters_here
 
 
 class SglangProfiler(ReplicaProfiler):

@@ -2,16 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 
+import msgspec
+
 from stepscope.backends.counters import CounterSource
-from stepscope.engines.http import Server, workers_of
+from stepscope.engines.http import Answer, Server, workers_of
 from stepscope.engines.metrics import EngineMetrics
+from stepscope.errors import EngineError
+from stepscope_sglang import _versions
 from stepscope_sglang._capture.replica import ReplicaProfiler
-from stepscope_sglang._driving.facts import counters_of
-from stepscope_sglang._driving.http import ServerTarget
-from stepscope_sglang._driving.target import Target
+from stepscope_sglang._driving.target import (
+    ALREADY_RECORDING,
+    EngineFacts,
+    Target,
+    counters_of,
+    facts_of,
+    refusal,
+)
+from stepscope_sglang._engine_side.states import rpd_in, v2_in
+
+_ASK_S = 10.0
+
+_REPLY_S = 600.0
+"""Timeout of a stop, which is answered when the files are written; the server does nothing else meanwhile
+(108 s were seen)."""
+
+_NO_REASON = (b"", b"Internal Server Error")
+"""Texts of SGLang's answers with status 500 that give no reason, in all versions that were run."""
+
+
+class ServerTarget:
+    """One SGLang server.
+
+    SGLang answers 500, without a reason, both when it refuses a request and when it fails. If an answer gives
+    a reason (a proxy's, or a newer version's), the reason is used.
+    """
+
+    remote = True
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.engine: object = server.url
+        self.known: EngineFacts | None = None
+        """The server's facts, or None before they were requested."""
+
+    def facts(self) -> EngineFacts:
+        if self.known is None:
+            info = self._ask()
+            version = info.get("version")
+            version = version if isinstance(version, str) else None
+            states = info.get("internal_states")
+            states = states if isinstance(states, list) else ()
+            self.known = facts_of(
+                info,
+                version=version,
+                options=_versions.options_of(version),
+                profile_v2=v2_in(states),
+                rpd=rpd_in(states),
+            )
+        return self.known
+
+    def start(self, request: Mapping[str, object]) -> None:
+        answer = self._server.request_now("POST", "/start_profile", request, timeout_s=_REPLY_S)
+        self._expect_done("/start_profile", answer, f"profiling is {ALREADY_RECORDING}")
+
+    def stop(self) -> None:
+        answer = self._server.request_now("POST", "/stop_profile", timeout_s=_REPLY_S)
+        self._expect_done("/stop_profile", answer, "it is not recording")
+
+    def states(self, patience_s: float = math.inf) -> Sequence[object]:
+        answer = self._ask(min(patience_s, _ASK_S)).get("internal_states")
+        return answer if isinstance(answer, list) else ()
+
+    def _ask(self, timeout_s: float = _ASK_S) -> dict[str, object]:
+        path = "/server_info"
+        answer = self._server.request_now("GET", path, timeout_s=timeout_s)
+        if answer.status == 404:  # 0.5.5 and older, or a router
+            self._refuse_router()
+            path = "/get_server_info"
+            answer = self._server.request_now("GET", path, timeout_s=timeout_s)
+        self._expect_ok(path, answer)
+        try:
+            return msgspec.json.decode(answer.body, type=dict[str, object])
+        except msgspec.DecodeError as error:
+            raise EngineError(
+                f"{self._server.url}{path} does not answer as SGLang does: {answer.text}"
+            ) from error
+
+    def _refuse_router(self) -> None:
+        """Raise EngineError if the server is a router.
+
+        A router answers `/get_server_info` like a server, and does not pass on requests for profiling
+        (sglang_router 0.3.2: 404).
+        """
+        try:
+            behind = workers_of(self._server.url, headers=self._server.headers, timeout_s=_ASK_S)
+        except EngineError:  # a server names no servers
+            return
+        raise EngineError(
+            f"{self._server.url} is a router before {', '.join(behind)}, and passes no profiling on to them. "
+            f"Fix: *SglangServer.behind({self._server.url!r}), one replica for each server"
+        )
+
+    def _expect_done(self, path: str, answer: Answer, usual: str) -> None:
+        """Raise an error unless the answer is 200.
+
+        Args:
+            usual: The usual reason for a refusal, for a 500 without a reason.
+        """
+        if answer.status == 500:
+            unsaid = answer.body in _NO_REASON
+            guess = f": {usual}, or it failed (its log says which)" if unsaid else ""
+            message = f"{self._server.url}{path} answered 500 {answer.text}{guess}"
+            raise refusal(message, usual if unsaid else answer.text)
+        self._expect_ok(path, answer)
+
+    def _expect_ok(self, path: str, answer: Answer) -> None:
+        if answer.status == 200:
+            return
+        fix = ""
+        if answer.status == 404:
+            self._refuse_router()
+        elif answer.status in (401, 403):
+            fix = ". Fix: SglangServer(url, api_key=...), the admin key where the server has one"
+        raise EngineError(f"{self._server.url}{path} answered {answer.status} {answer.text}{fix}")
 
 
 class SglangServer(ReplicaProfiler):

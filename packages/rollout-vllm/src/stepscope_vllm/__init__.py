@@ -15,8 +15,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from stepscope_vllm._arming.arguments import engine_args, server_args
-from stepscope_vllm._arming.environment import engine_env, engine_environment
+from stepscope_vllm._arming.environment import engine_args, engine_env, engine_environment, server_args
 from stepscope_vllm._engine_side.extension import WorkerExtension
 from stepscope_vllm._requests import record_request, request_facts
 

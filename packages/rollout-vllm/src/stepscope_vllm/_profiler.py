@@ -15,7 +15,7 @@ from stepscope_vllm import _versions
 from stepscope_vllm._arming import unedited
 from stepscope_vllm._capture import options
 from stepscope_vllm._capture.session import Desk, ReplicaProfiler
-from stepscope_vllm._driving import ascend_profiler, discovery, facts
+from stepscope_vllm._driving import ascend_profiler, discovery, target
 from stepscope_vllm._driving.ascend_profiler import Ascend
 from stepscope_vllm._driving.in_process import InProcessTarget
 from stepscope_vllm._engine_side import plugin
@@ -44,7 +44,7 @@ class VllmProfiler(ReplicaProfiler):
         self.engine = engine
         super().__init__(replica, _desks.setdefault(engine, Desk()))
         self._target = InProcessTarget(engine)
-        settings = facts.settings_of(self._target.config)
+        settings = target.settings_of(self._target.config)
         name_settings("vllm", settings, version=self._target.version, engine=True)
 
     @property
@@ -79,7 +79,7 @@ class VllmProfiler(ReplicaProfiler):
 
         def read() -> dict[str, float]:
             living = engine()
-            return {} if living is None else facts.counters_here() | facts.unfinished(living)
+            return {} if living is None else target.counters_here() | target.unfinished(living)
 
         return EngineMetrics(read, f"replica {self.replica or 0}", blocks=False).sources()
 

@@ -6,7 +6,7 @@ import time
 from itertools import pairwise
 from typing import Any, Protocol
 
-from stepscope_vllm._driving.facts import Fact
+from stepscope_vllm._driving.target import Fact
 
 _PHASES = ("queue", "prefill", "decode")
 

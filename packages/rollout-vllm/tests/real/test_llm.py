@@ -28,8 +28,8 @@ from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler
 from stepscope_report import step_report
 from stepscope_report.timeline import load_step
 from stepscope_vllm import VllmProfiler, _versions
+from stepscope_vllm._capture import session
 from stepscope_vllm._capture.session import Desk
-from stepscope_vllm._driving import work_loop
 
 MODERN = _versions.dialect_of_engine(LLM).bounds
 
@@ -115,8 +115,8 @@ class TestConformance(EngineConformance):
     async def recording(self, profiler: EngineProfiler) -> bool | None:
         assert isinstance(profiler, VllmProfiler)
         assert isinstance(profiler.engine, LLM)
-        await work_loop.result_of(
-            work_loop.submit(_idle(profiler._desk))
+        await session.result_of(
+            session.submit(_idle(profiler._desk))
         )  # what a cancelled start has begun is undone
         (active,) = profiler.engine.collective_rpc(
             lambda worker: bool(getattr(worker.profiler, "_active", False))

@@ -14,7 +14,6 @@ from stepscope.config._checks import (
 from stepscope.config._instrument import InstrumentConfig
 from stepscope.config._npu import NpuConfig
 from stepscope.config._profile import Mode, ProfileConfig, Settings, resolve
-from stepscope.config._ranges import parse_ranges
 from stepscope.config._roles import EngineConfig, IterationsConfig, RoleConfig
 from stepscope.config._sections import (
     Activity,
@@ -32,7 +31,7 @@ from stepscope.config._sections import (
     Trigger,
 )
 from stepscope.config._sources import RESERVED_VARIABLES, unknown_variables
-from stepscope.config._steps import StepRange, parse_steps
+from stepscope.config._steps import StepRange, parse_ranges, parse_steps
 from stepscope.config._words import closest
 
 __all__ = [

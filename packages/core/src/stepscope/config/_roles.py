@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, SupportsIndex, TypeAlias
 import msgspec
 
 from stepscope.config._fields import AtLeastOne, Count, Mistakes, Parser, Section, dotted, items_of, take
-from stepscope.config._ranges import check_range, parse_range
+from stepscope.config._steps import check_range, parse_range
 from stepscope.config._words import closest
 from stepscope.errors import ConfigError
 

@@ -29,8 +29,7 @@ from stepscope.files import passes as records
 from stepscope.files.layout import safe
 from stepscope.files.passes import PassFile, PassKind, Version
 from stepscope.files.sidecar import Artifact
-from stepscope.files.storage.atomic import write_atomic
-from stepscope.files.storage.recordings import free_path
+from stepscope.files.storage.atomic import free_path, write_atomic
 
 TOOL = "stepscope"
 """`Artifact.tool` of such a file: no profiler of the engine writes it."""

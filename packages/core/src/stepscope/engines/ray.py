@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from stepscope.engines import driven_engines
-from stepscope.engines.actor_call import ActorLine, CallFailedError, present
-from stepscope.engines.fetch import bring_home
-from stepscope.engines.instrumented_engines import adapters, registered, replica_of
+from stepscope.engines import local_engines
+from stepscope.engines.actor_call import ActorLine, CallFailedError, bring_home, present
+from stepscope.engines.local_engines import adapters, registered, replica_of
 from stepscope.engines.own_thread import own_thread
 from stepscope.engines.protocol import (
     EngineCapture,
@@ -189,7 +188,7 @@ class Seat:
 
     def end(self) -> asyncio.Future[list[Artifact]]:
         self.token = None
-        driven_engines.end(self.profiler)
+        local_engines.end(self.profiler)
         self.stopping = asyncio.ensure_future(self.profiler.stop())
         self.stopping.add_done_callback(_seen)
         return self.stopping
@@ -250,7 +249,7 @@ async def start(
     async with seat.starting:
         await seat.await_stop()
         if token not in _taken_back:
-            driven_engines.begin(seat.profiler)
+            local_engines.begin(seat.profiler)
             await seat.profiler.start(capture)
             seat.token = token
     if token in _taken_back:
@@ -296,7 +295,7 @@ async def _seat(instance: object, place: Place) -> Seat:
     if seat is None or (seat.engine is not engine and seat.token is None):
         earlier = None if seat is None else seat.profiler
         seat = _seats[_key(place)] = Seat(engine, factory(engine, place.replica))
-        driven_engines.seat(seat.profiler, instead_of=earlier)
+        local_engines.seat(seat.profiler, instead_of=earlier)
     return seat
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from stepscope.config._words import closest
 from stepscope.errors import ConfigError
 from stepscope.files import switch
-from stepscope.files.manifest.settings import (
+from stepscope.files.manifest.records import (
     KNOBS,
     SWITCHES,
     FrameworkSettings,

@@ -1,4 +1,6 @@
-"""The summary of a snapshot of CUDA's allocator: a small JSON file for the report, beside the pickle.
+"""Snapshots of CUDA's allocator and out-of-memory errors.
+
+The summary of a snapshot is a small JSON file for the report, beside the pickle.
 
 A pickle can run code when it is read, so stepscope reads none. The recorded process writes the summary,
 because it has the snapshot in memory.
@@ -7,6 +9,11 @@ because it has the snapshot in memory.
 from __future__ import annotations
 
 import msgspec
+
+from stepscope.files.layout import RunLayout
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.reading import read_records
 
 SUMMARY = "cuda_memory_summary"
 OOM_SUMMARY = "cuda_memory_oom_summary"
@@ -56,3 +63,34 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 class MemorySummary(msgspec.Struct, frozen=True, kw_only=True):
     format: int = 1
     devices: tuple[DeviceMemory, ...]
+
+
+class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """One out-of-memory error: `oom/<process>_<n>.json`, with the snapshot beside it as `.pickle`."""
+
+    format: int = 1
+    run_id: str
+    process: ProcessInfo
+    at_ns: int
+    """Time of the error in unix ns."""
+    step: int | None
+    """The step of the open capture, else of the last step that began here; None if unknown."""
+    device: int
+    asked_bytes: int
+    limit_bytes: int
+    """The memory of the device, or the share that `set_per_process_memory_fraction` allows."""
+    free_bytes: int
+    history: bool
+    """True if the snapshot holds the allocator's history with stacks; False if it holds only live blocks."""
+    snapshot: str | None
+    """The file name of the snapshot. Open it at https://pytorch.org/memory_viz."""
+    why_none: str | None = None
+
+
+def write_out_of_memory(run: RunLayout, number: int, record: OutOfMemory) -> None:
+    write_atomic(run.oom_record(record.process, record.run_id, number), msgspec.json.encode(record))
+
+
+def read_out_of_memory(run: RunLayout) -> list[OutOfMemory]:
+    """Return all readable records, by time."""
+    return sorted(read_records(run.oom.glob("[!.]*.json"), OutOfMemory), key=lambda record: record.at_ns)

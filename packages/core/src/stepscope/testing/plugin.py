@@ -15,8 +15,7 @@ from stepscope._recording.capture import configure
 from stepscope._recording.process import shutdown
 from stepscope._recording.spans import slot
 from stepscope.files.manifest.records import Ending
-from stepscope.testing.fake_clock import FakeClock
-from stepscope.testing.recorded_run import RecordedRun
+from stepscope.testing.recorded_run import FakeClock, RecordedRun
 
 
 @pytest.fixture

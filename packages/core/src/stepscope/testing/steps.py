@@ -20,13 +20,13 @@ from stepscope.files.manifest.records import (
     Absent,
     EndedBy,
     Expectation,
+    FrameworkSettings,
     Hardware,
     OpenedBy,
     OwnCost,
     ProcessPart,
     awaited,
 )
-from stepscope.files.manifest.settings import FrameworkSettings
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import End, Header, Open, Span, SpanLink
 from stepscope.files.values import AttrValue

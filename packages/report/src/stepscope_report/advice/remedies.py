@@ -11,7 +11,7 @@ from math import ceil
 from typing import NamedTuple
 
 from stepscope.files.counters import KV_CACHE
-from stepscope.files.manifest.settings import Knob, Setting, Value
+from stepscope.files.manifest.records import Knob, Setting, Value
 from stepscope_report.advice.demand import FULL
 from stepscope_report.advice.evidence import Evidence
 from stepscope_report.advice.settings import Direction, SettingChange

@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from stepscope.files.manifest.records import Manifest
-from stepscope.files.manifest.settings import FrameworkSettings, Setting
+from stepscope.files.manifest.records import FrameworkSettings, Manifest, Setting
 
 Direction: TypeAlias = Literal["higher", "lower", "on"]
 

@@ -21,7 +21,7 @@ import typer
 from stepscope.config import WRITERS
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.storage.temporary import temporary
+from stepscope.files.storage.atomic import temporary
 from stepscope_report.cli import screen
 from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.cli.find import STEPS_HELP, find_of_run, is_step

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.files.kinds import alike, rhythms
 from stepscope.files.layout import RunLayout, safe
 from stepscope.files.recorder import read_step_lines
-from stepscope.files.uncaptured import comparable, read_uncaptured
+from stepscope.files.uncaptured import alike, comparable, read_uncaptured, rhythms
 from stepscope_report.model import StepReport
 
 Durations = Mapping[str, float]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
-from stepscope_sglang._driving.facts import EngineFacts
+from stepscope_sglang._driving.target import EngineFacts
 from stepscope_sglang._engine_side.states import (
     RPD_LIBRARY,
     SCOPES_END,

@@ -12,9 +12,8 @@ from stepscope.errors import EngineError
 from stepscope_sglang import _versions
 from stepscope_sglang._capture.abilities import lacks_plugin, risk_of_whole_captures, stages_end_in_scopes
 from stepscope_sglang._capture.options import expect_first_profiler, plan
-from stepscope_sglang._capture.recording import Recording
-from stepscope_sglang._driving.facts import EngineFacts
-from stepscope_sglang._driving.target import Target
+from stepscope_sglang._capture.outcome import Recording
+from stepscope_sglang._driving.target import EngineFacts, Target
 from stepscope_sglang._engine_side.states import COUNT, SCOPES_END, SENDS_QUIET, counts_in
 from stepscope_sglang._files.capture_folder import CaptureFolder
 

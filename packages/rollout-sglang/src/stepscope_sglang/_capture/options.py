@@ -19,7 +19,7 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import safe
 from stepscope_sglang import _versions
 from stepscope_sglang._capture.abilities import recorded_activities, why_no_stages
-from stepscope_sglang._driving.facts import EngineFacts
+from stepscope_sglang._driving.target import EngineFacts
 from stepscope_sglang._engine_side.states import (
     counts_in,
     v2_in,

@@ -13,11 +13,10 @@ from stepscope.files.sidecar import Artifact
 from stepscope_sglang import _versions
 from stepscope_sglang._capture import outcome
 from stepscope_sglang._capture.options import UNBOUNDED
-from stepscope_sglang._capture.recording import Recording
-from stepscope_sglang._driving.facts import EngineFacts
+from stepscope_sglang._capture.outcome import Recording
+from stepscope_sglang._driving.target import EngineFacts
 from stepscope_sglang._engine_side.states import why_not_shown
-from stepscope_sglang._files.capture_folder import File
-from stepscope_sglang._files.traces import Content, Stage, TraceName
+from stepscope_sglang._files.capture_folder import Content, File, Stage, TraceName
 
 
 def publish_files(recording: Recording, *, complete_only: bool) -> list[Artifact]:

@@ -21,8 +21,7 @@ from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang._capture.opening import check_facts, check_options, prepared
 from stepscope_sglang._capture.session import Session, hand_in_late
-from stepscope_sglang._driving.facts import EngineFacts
-from stepscope_sglang._driving.target import Target
+from stepscope_sglang._driving.target import EngineFacts, Target
 
 T = TypeVar("T")
 

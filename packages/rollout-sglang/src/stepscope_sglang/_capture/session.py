@@ -23,8 +23,8 @@ from stepscope.files.manifest.records import LATE
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang import _versions
 from stepscope_sglang._capture import opening, outcome
+from stepscope_sglang._capture.outcome import Recording
 from stepscope_sglang._capture.publishing import publish_files, publish_late, publish_passes_of
-from stepscope_sglang._capture.recording import Recording
 from stepscope_sglang._driving.target import AlreadyRecordingError, EngineDiedError, RefusedError, Target
 from stepscope_sglang._files.capture_folder import CaptureFolder, File, wait_until
 

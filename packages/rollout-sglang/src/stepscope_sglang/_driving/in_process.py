@@ -22,8 +22,7 @@ from weakref import WeakKeyDictionary
 
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
-from stepscope_sglang._driving.facts import EngineFacts, facts_of
-from stepscope_sglang._driving.target import EngineDiedError, refusal
+from stepscope_sglang._driving.target import EngineDiedError, EngineFacts, facts_of, refusal
 from stepscope_sglang._engine_side.states import RPD_LIBRARY, profile_v2
 
 _LOOK_S = 0.5

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from stepscope import ProfileConfig
-from stepscope_vllm._arming import arguments, joined_extension
+from stepscope_vllm._arming import environment, joined_extension
 
 BUILDER = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
 """Function that builds the configuration of an LLM, an AsyncLLM or a server, before any of its processes
@@ -15,7 +15,7 @@ starts."""
 
 def folder_of(config: ProfileConfig) -> str:
     """Return the folder for traces of all engines that an unedited program builds."""
-    return os.path.join(os.path.abspath(config.save_path), arguments.HIDDEN, "unedited")
+    return os.path.join(os.path.abspath(config.save_path), environment.HIDDEN, "unedited")
 
 
 def arm(config: ProfileConfig, settings: Any) -> None:
@@ -27,7 +27,7 @@ def arm(config: ProfileConfig, settings: Any) -> None:
     profiler: Any = getattr(settings, "profiler_config", None)
     if not hasattr(profiler, "profiler") or _is_chosen(profiler, config):
         return  # this vLLM has none, or somebody has written a mapping
-    ours = arguments.engine_args(config)
+    ours = environment.engine_args(config)
     wanted = ours["profiler_config"]
     if wanted["profiler"] == "torch":
         # One folder for all: the replica is not known yet, and captures name folders of their own.

@@ -2,23 +2,210 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from stepscope.engines.artifacts import Option, publish
+from stepscope.engines import EngineCapture
+from stepscope.engines.artifacts import Option, publish, stalls_of
 from stepscope.engines.passes import publish_passes
 from stepscope.errors import EngineError
+from stepscope.files.clock import ClockAnchor
 from stepscope.files.manifest.records import IDLE
-from stepscope.files.sidecar import Artifact
-from stepscope_vllm._capture import outcome
-from stepscope_vllm._capture.recording import Recording
+from stepscope.files.sidecar import Artifact, Ended, Stall
+from stepscope_vllm import _versions
 from stepscope_vllm._driving import ascend_profiler
-from stepscope_vllm._driving.facts import between, steady
-from stepscope_vllm._driving.target import PASSES_NEEDED, Started
-from stepscope_vllm._files import engine_folder, names, ranks, traces
-from stepscope_vllm._files.ranks import Layout
-from stepscope_vllm._files.traces import Trace
+from stepscope_vllm._driving.target import PASSES_NEEDED, Started, Target, between, steady
+from stepscope_vllm._files import engine_folder, traces
+from stepscope_vllm._files.traces import Layout, Trace
+
+_SCHEDULES = ("wait_iterations", "warmup_iterations")
+"""Settings by which an engine begins and ends recordings on its own."""
+
+
+class Ending(NamedTuple):
+    """The end of one trace."""
+
+    ended: Ended | None
+    truncated: str | None
+    note: str | None
+
+
+def ending_of(
+    *,
+    recorded: int | None,
+    asked: int | None,
+    early: bool,
+    ran: int | None,
+    expired: str | None,
+    certain: bool,
+) -> Ending:
+    """Return the cause of a trace's end.
+
+    Args:
+        recorded: Engine iterations in it, or None if it does not name them.
+        asked: Number of iterations to record, or None for all until the end of the capture.
+        early: True if the trace ended before stepscope stopped the engine.
+        ran: Engine iterations in the capture, by the engine's own counter, or None if nothing counts them.
+        expired: Reason why stepscope stopped the engine before the end of the capture, or None if it did not.
+        certain: True if only a stop, or `asked`, can end this engine's recordings.
+    """
+    if not early:
+        note = None
+        if asked is not None and recorded is not None and recorded < asked and expired is None:
+            note = f"{recorded} of {asked} engine iterations: the engine ran no more"
+        return Ending("capture" if expired is None else "budget", expired, note)
+    if asked is not None and (recorded is None or recorded >= asked):
+        return Ending(None if recorded is None else "count", None, None)
+    if not certain:
+        return Ending(None, expired, None)
+    seen = "early" if recorded is None else f"after {recorded} engine iterations"
+    wanted = "" if asked is None else f" of the {asked} asked for"
+    event = f"somebody else stopped the engine's profiler {seen}{wanted}"
+    if ran is None or recorded is None:
+        return Ending("others", f"{event}; how many more it ran is not known", None)
+    if ran <= recorded:
+        return Ending("others", None, f"{event}; it ran no more")
+    return Ending("others", f"{event}; it ran {ran - recorded} more", None)
+
+
+def is_idle(reports: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the workers counted no iteration; a recording that waits for an iteration then has no
+    file.
+    """
+    counts = [worker.get("ran") for worker in reports]
+    return bool(counts) and all(count == 0 for count in counts)
+
+
+def iterations(recording: Recording, trace: Trace) -> int | None:
+    """Return the number of engine iterations with a request in a trace, or None if the trace does not name
+    them.
+    """
+    passes = _passes(recording, trace)
+    return None if passes is None else passes - trace.empty
+
+
+def _passes(recording: Recording, trace: Trace) -> int | None:
+    """Return the number of engine iterations in a trace as vLLM counts them, including those without a
+    request.
+    """
+    if trace.frontend or trace.is_recording:
+        return None
+    named = _versions.names_iterations(recording.target.version)
+    return trace.iterations if named or trace.iterations else None
+
+
+def ending(recording: Recording, trace: Trace) -> Ending:
+    """Return the cause of a trace's end."""
+    stop_ns = None if recording.started is None else recording.stop_ns
+    if trace.frontend or trace.is_recording or stop_ns is None:
+        return Ending(None, recording.expired, None)
+    here = trace.window is not None and trace.host == socket.gethostname()
+    before = trace.window is not None and trace.window[1] < stop_ns
+    return ending_of(
+        recorded=_passes(recording, trace),
+        asked=recording.iterations_asked,
+        early=before if here else recording.is_early,
+        ran=_ran(recording, trace),
+        expired=recording.expired,
+        certain=_is_certain(recording),
+    )
+
+
+def stalls(recording: Recording, trace: Trace) -> tuple[Stall, ...]:
+    """Return the times in which the engine served nothing because its profiler started or wrote this
+    trace.
+    """
+    if trace.frontend:
+        return ()
+    stamped = [
+        Stall(start_ns=start_ns, end_ns=end_ns, doing=doing, source="stamps")
+        for worker in recording.target.reports
+        if worker.get("pid") == trace.pid and worker.get("host") == trace.host
+        for doing, start_ns, end_ns in worker.get("stalls", ())
+    ]
+    return stalls_of(trace.window, stamped, engine_folder.whole_ns(recording.changed_ns, trace.path.name))
+
+
+def _is_certain(recording: Recording) -> bool:
+    """Return whether only a stop, or the requested count, can end this engine's recordings."""
+    started, settings = recording.started, {**recording.target.settings, **recording.capture.extra}
+    scheduled = any(settings.get(name) for name in _SCHEDULES)
+    return started is not None and (started.aimed or started.named) and not scheduled
+
+
+def _ran(recording: Recording, trace: Trace) -> int | None:
+    """Return the iterations during the capture, as counted by the worker, else by the server's metrics; None
+    if unknown.
+    """
+    start = recording.capture.iterations.start
+    for worker in recording.target.reports:
+        if worker.get("pid") == trace.pid and isinstance(ran := worker.get("ran"), int):
+            return max(ran - start, 0)
+    if "url" not in recording.facts_at_stop:
+        return None  # of engines in this process there may be several, whose numbers are one
+    before, after = recording.facts_at_start.get("iterations"), recording.facts_at_stop.get("iterations")
+    if not isinstance(before, (int, float)) or not isinstance(after, (int, float)):
+        return None
+    return max(int(after - before) - start, 0)
+
+
+@dataclass(kw_only=True)
+class Recording:
+    """State of one recording. Only its session changes it; code that publishes files reads it."""
+
+    target: Target
+    capture: EngineCapture
+    ignored: dict[str, str]
+    """{option or part that is absent: reason}"""
+    started: Started | None = None
+    """Facts about the start, or None before the recording has begun."""
+    files_before: set[str] = field(default_factory=set)
+    """Names in the engine's folder before the start."""
+    files_at_start: set[str] = field(default_factory=set)
+    """Names in the engine's folder after the start."""
+    opened: ClockAnchor | None = None
+    closed: ClockAnchor | None = None
+    facts_at_start: Mapping[str, Option] = field(default_factory=dict)
+    facts_at_stop: Mapping[str, Option] = field(default_factory=dict)
+    expired: str | None = None
+    """Reason why stepscope stopped the engine before the end of the capture, or None."""
+    stop_ns: int | None = None
+    """Time at which stepscope stopped the engine, in unix ns, or None."""
+    is_early: bool = False
+    """True if a trace existed before stepscope stopped the engine."""
+    changed_ns: Mapping[str, int] = field(default_factory=dict)
+    """Times at which its files were complete in the engine's folder (`engine_folder.changed_ns`)."""
+
+    @property
+    def prefix(self) -> str:
+        """Return the prefix of the names of its files."""
+        return engine_folder.prefix_of(self.capture.name)
+
+    @property
+    def local_ranks(self) -> list[int] | None:
+        """Return the wanted ranks in the engine's own numbering, or None for all."""
+        return traces.local_ranks(self.capture.ranks, self.target.layout, self.capture.replica)
+
+    @property
+    def iterations_asked(self) -> int | None:
+        """Return the number of engine iterations to record, or None for all until the end of the capture."""
+        return None if "iterations" in self.ignored else self.capture.iterations.count
+
+    def is_named(self, name: str) -> bool:
+        """Return whether a file has the prefix of this recording."""
+        return name.startswith(f"{self.prefix}_")
+
+    def workers_expected(self, layout: Layout) -> int:
+        """Return the number of workers that write files. With stepscope's extension, workers of unwanted
+        ranks do not.
+        """
+        local = self.local_ranks
+        if self.started is None or not self.started.aimed or local is None:
+            return layout.size
+        return len(local) * layout.dp
 
 
 def collect(recording: Recording, late: Recording | None) -> list[Artifact]:
@@ -36,7 +223,7 @@ def collect(recording: Recording, late: Recording | None) -> list[Artifact]:
     if started.by_others or not recording.capture.profiler:
         return []
     files = files_of(recording, started, late)
-    if not any(map(names.is_trace, files)) and outcome.is_idle(recording.target.reports):
+    if not any(map(engine_folder.is_trace, files)) and is_idle(recording.target.reports):
         recording.ignored[IDLE] = "the engine ran no iteration during the capture"
         return []
     _expect_complete(started.folder, files)
@@ -62,7 +249,7 @@ def files_of(recording: Recording, started: Started, late: Recording | None) -> 
     named = {name for name in present - recording.files_before if recording.is_named(name)}
     if started.aimed:
         return named
-    if started.named and not any(map(names.is_recording, present)):
+    if started.named and not any(map(engine_folder.is_recording, present)):
         return named
     # A worker does one thing after another. So files that came during the start belong to the recording
     # before, if it has none. Otherwise they are ours.
@@ -78,7 +265,7 @@ def has_ended(recording: Recording) -> bool:
     if started is None or not (started.aimed or started.named):
         return False  # nothing tells its files from those that are late
     new = engine_folder.listed(started.folder) - recording.files_before
-    return any(names.is_trace(name) and recording.is_named(name) for name in new)
+    return any(engine_folder.is_trace(name) and recording.is_named(name) for name in new)
 
 
 def remove(recording: Recording) -> None:
@@ -89,7 +276,7 @@ def remove(recording: Recording) -> None:
 
 
 def _expect_complete(folder: Path, files: set[str]) -> None:
-    paths = [folder / name for name in files if names.is_trace(name)]
+    paths = [folder / name for name in files if engine_folder.is_trace(name)]
     if not paths:
         raise EngineError(
             f"vLLM reported success and wrote no trace to {folder}: its workers only log what "
@@ -109,8 +296,8 @@ def _at_home(recording: Recording, started: Started, files: set[str]) -> Sequenc
     home, folder = Path(recording.capture.out_dir), recording.target.folder
     if not started.aimed:
         moved = engine_folder.move(files, started.folder, home, recording.prefix)
-        return [path for path in moved if names.is_trace(path.name)]
-    paths = [started.folder / name for name in files if names.is_trace(name)]
+        return [path for path in moved if engine_folder.is_trace(path.name)]
+    paths = [started.folder / name for name in files if engine_folder.is_trace(name)]
     if folder is not None:  # that of the AsyncLLM itself, whose profiler cannot be aimed
         own = engine_folder.of_frontends(folder) - recording.files_before
         traces.wait_until_complete(folder / name for name in own)
@@ -123,7 +310,7 @@ def publish_traces(recording: Recording, paths: Sequence[Path]) -> list[Artifact
     capture, layout = recording.capture, recording.target.layout
     written = [traces.read(path) for path in paths]
     _note_contradictions(recording, written)
-    placed = [(trace, ranks.global_rank(trace, layout, capture.replica)) for trace in written]
+    placed = [(trace, traces.global_rank(trace, layout, capture.replica)) for trace in written]
     wanted = None if capture.ranks is None else {None, *capture.ranks}  # what names no rank is kept
     unwanted = [pair for pair in placed if wanted is not None and pair[1] not in wanted]
     for trace, _ in unwanted:
@@ -144,11 +331,11 @@ def adopt(recording: Recording, files: set[str], folder: Path) -> None:
     """
     moved = engine_folder.move(files, folder, Path(recording.capture.out_dir), recording.prefix)
     late = replace(recording, closed=None, facts_at_stop={})
-    publish_traces(late, [path for path in moved if names.is_trace(path.name)])
+    publish_traces(late, [path for path in moved if engine_folder.is_trace(path.name)])
 
 
 def _publish(recording: Recording, trace: Trace, rank: int | None, options: dict[str, Option]) -> Artifact:
-    layout, ending = recording.target.layout, outcome.ending(recording, trace)
+    layout, ended = recording.target.layout, ending(recording, trace)
     return publish(
         trace.path,
         recording.capture,
@@ -156,20 +343,20 @@ def _publish(recording: Recording, trace: Trace, rank: int | None, options: dict
         tool="vllm",
         rank=rank,
         world_size=None if layout is None else layout.size,
-        topology=ranks.topology(trace, layout),
+        topology=traces.topology(trace, layout),
         pid=trace.pid,
         host=trace.host,
-        truncated=ending.truncated,
+        truncated=ended.truncated,
         ignored=recording.ignored,
         opened=recording.opened,
         closed=recording.closed,
         versions={"vllm": recording.target.version},
         options=options,
-        stalls=outcome.stalls(recording, trace),
-        iterations=outcome.iterations(recording, trace),
+        stalls=stalls(recording, trace),
+        iterations=iterations(recording, trace),
         iterations_asked=None if trace.frontend else recording.iterations_asked,
-        ended=ending.ended,
-        note=ending.note,
+        ended=ended.ended,
+        note=ended.note,
     )
 
 
@@ -180,7 +367,7 @@ def _kind(trace: Trace) -> str:
 
 
 def _note_contradictions(recording: Recording, written: Sequence[Trace]) -> None:
-    reasons = (ranks.contradiction(trace, recording.target.layout) for trace in written)
+    reasons = (traces.contradiction(trace, recording.target.layout) for trace in written)
     reason = next(filter(None, reasons), None)
     if reason is not None:
         recording.ignored["ranks"] = reason

@@ -9,20 +9,63 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, TypeVar
 
 from stepscope.engines import EngineCapture, EngineProfilerBase, refuse_second_start
 from stepscope.engines.artifacts import read_anchor
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope_vllm._capture import collection
-from stepscope_vllm._capture.recording import Recording
-from stepscope_vllm._driving import work_loop
+from stepscope_vllm._capture.collection import Recording
 from stepscope_vllm._driving.target import Target
 from stepscope_vllm._files import engine_folder
+
+T = TypeVar("T")
+
+_loop: asyncio.AbstractEventLoop | None = None
+"""The work loop, or None before its first use. Writers: `_running`, and a forked child."""
+_lock = threading.Lock()
+"""Lock that is held while the loop is made. A forked child replaces it."""
+
+
+def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Begin `work` on the loop. Work of one caller begins in the order in which it was given."""
+    future = asyncio.run_coroutine_threadsafe(work, _running())
+    future.add_done_callback(_seen)
+    return future
+
+
+async def result_of(future: Future[T]) -> T:
+    """Return the result of `future`. If the waiting task is cancelled, the work goes on."""
+    return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def _running() -> asyncio.AbstractEventLoop:
+    global _loop
+    with _lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="stepscope-vllm", daemon=True).start()
+        return _loop
+
+
+def _seen(future: Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()  # callers that wait raise it; asyncio need not log it as well
+
+
+def _after_fork() -> None:
+    global _loop, _lock
+    _loop, _lock = None, threading.Lock()  # the parent may have held the lock
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Desk:
@@ -80,13 +123,13 @@ class Session:
     def give_up(self) -> None:
         """Stop a recording that has begun and remove its files, because its caller has given up."""
         self._given_up = True
-        work_loop.submit(self._undo())
+        submit(self._undo())
 
     def end(self) -> Future[list[Artifact]]:
         """Return the session's artifacts once they are complete. Every caller gets the same artifacts."""
         with self._desk.lock:
             if self._ending is None:
-                self._ending = work_loop.submit(self._end())
+                self._ending = submit(self._end())
                 self.over.set()
             return self._ending
 
@@ -148,7 +191,7 @@ class ReplicaProfiler(EngineProfilerBase):
         session = self._desk.give_back()
         if session is None:
             return []
-        artifacts = await work_loop.result_of(session.end())
+        artifacts = await result_of(session.end())
         self._ignored = session.recording.ignored
         return artifacts
 
@@ -160,7 +203,7 @@ class ReplicaProfiler(EngineProfilerBase):
         session = Session(self._desk, target, capture, ignored)
         self._desk.take(session)
         try:
-            await work_loop.result_of(work_loop.submit(session.begin()))
+            await result_of(submit(session.begin()))
         except BaseException as error:
             self._desk.give_back()
             session.give_up()

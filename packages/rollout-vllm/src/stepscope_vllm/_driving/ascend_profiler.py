@@ -19,7 +19,7 @@ from typing import NamedTuple
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
 from stepscope_vllm._driving.built_settings import FOLDER_VARIABLE
-from stepscope_vllm._driving.facts import Fact
+from stepscope_vllm._driving.target import Fact
 
 log = logging.getLogger("stepscope")
 _told = False

@@ -3,23 +3,65 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stepscope.engines import EngineCapture
+from stepscope.engines.actor_call import arrive
 from stepscope.engines.artifacts import Option
 from stepscope.errors import EngineError, RecordError
 from stepscope.files.passes import PassFile, unpacked
 from stepscope_vllm import _versions
-from stepscope_vllm._driving import ascend_profiler, built_settings, facts, remote_disks
+from stepscope_vllm._driving import ascend_profiler, built_settings, target
 from stepscope_vllm._driving.engine_calls import TAKEN, EngineCalls, described
 from stepscope_vllm._driving.target import PASSES_NEEDED, Started
 from stepscope_vllm._engine_side import extension, passes, plugin
-from stepscope_vllm._files.ranks import Layout
+from stepscope_vllm._files.traces import Layout
 from stepscope_vllm._versions import Dialect
+
+Call = Callable[..., Awaitable[Any]]
+"""`EngineCalls.call`."""
+
+
+async def bring_home(call: Call, folder: Path, reports: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Copy the traces that workers of other hosts wrote to disks that this process does not see.
+
+    A worker with our extension returns the files of its last capture in pieces, through the engine's own
+    calls. It keeps its copies.
+
+    Args:
+        folder: The capture's folder; files of other folders are not copied.
+        reports: The answers of the workers' `stepscope_release`.
+
+    Returns:
+        `{"worker on <host>": reason}` for files that could not be copied.
+    """
+    absent: dict[str, str] = {}
+    for worker in reports:
+        for name in worker.get("wrote", ()):
+            if await asyncio.to_thread(os.path.exists, name):
+                continue
+            host = worker["host"]
+            try:
+                if Path(name).parent != folder:
+                    raise EngineError(f"it is not in {folder}")
+                await arrive(Path(name), partial(_piece, call, name))
+            except (EngineError, OSError) as error:
+                absent[f"worker on {host}"] = f"{name} was not copied from there: {error}"
+    return absent
+
+
+async def _piece(call: Call, path: str, offset: int) -> bytes:
+    answers = await call("collective_rpc", "stepscope_read", args=(path, offset))
+    pieces = [piece for piece in answers if piece is not None]
+    if not pieces:
+        raise EngineError("no worker has it any more")
+    return bytes(pieces[0])
+
 
 _FRONTEND_STARTS_S = 0.5
 """Longest wait for the start of the AsyncLLM's own profiler, which runs on another thread."""
@@ -117,7 +159,7 @@ class InProcessTarget:
         return isinstance(kind, type) and issubclass(kind, extension.WorkerExtension)
 
     def facts(self) -> dict[str, Option]:
-        return {**facts.of_config(self.config, self.layout.size), **facts.scheduler_here()}
+        return {**target.of_config(self.config, self.layout.size), **target.scheduler_here()}
 
     # Its profiler.
 
@@ -233,7 +275,7 @@ class InProcessTarget:
         method: Any = extension.release if self.in_this_process else "stepscope_release"
         reports = await self.calls.call("collective_rpc", method)
         self.reports = [report for report in reports if report]
-        return await remote_disks.bring_home(self.calls.call, folder, self.reports)
+        return await bring_home(self.calls.call, folder, self.reports)
 
 
 def _start_arguments(capture: EngineCapture, name: str, dialect: Dialect) -> dict[str, object]:

@@ -1,15 +1,140 @@
-"""Interface of an engine to its captures: its facts, and the start and stop of its profiler."""
+"""Facts of an engine: its model, its layout, and the metrics of its scheduler."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from stepscope.engines import EngineCapture
+from stepscope.engines import EngineCapture, metrics
 from stepscope.engines.artifacts import Option
+from stepscope.files.counters import KV_CACHE, PREEMPTIONS
+from stepscope.files.manifest.records import Knob, Named, is_number
 from stepscope.files.passes import PassFile
-from stepscope_vllm._files.ranks import Layout
+from stepscope_vllm._files.traces import Layout
+
+Fact: TypeAlias = str | int | float | bool | None
+
+_METRICS = {
+    "vllm:num_requests_running": "requests_running",
+    "vllm:num_requests_waiting": "requests_waiting",
+    "vllm:kv_cache_usage_perc": "kv_cache_usage",
+    "vllm:gpu_cache_usage_perc": "kv_cache_usage",  # its name until vLLM 0.9
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:generation_tokens_total": "generation_tokens",
+    "vllm:num_preemptions_total": "preemptions",
+    "vllm:iteration_tokens_total_count": "iterations",
+}
+"""{vLLM's Prometheus name: name in sidecars}."""
+_COUNTERS = {
+    "vllm:num_requests_running": metrics.RUNNING,
+    "vllm:num_requests_waiting": metrics.WAITING,
+    "vllm:request_success_total": metrics.FINISHED,
+    "vllm:kv_cache_usage_perc": KV_CACHE,
+    "vllm:gpu_cache_usage_perc": KV_CACHE,
+    "vllm:num_preemptions_total": PREEMPTIONS,
+    "vllm:prompt_tokens_total": metrics.PROMPT_TOKENS,
+    "vllm:generation_tokens_total": metrics.GENERATION_TOKENS,
+    "vllm:prefix_cache_queries_total": metrics.PREFIX_QUERIES,
+    "vllm:prefix_cache_hits_total": metrics.PREFIX_HITS,
+    "vllm:gpu_prefix_cache_queries_total": metrics.PREFIX_QUERIES,  # their names until vLLM 0.9
+    "vllm:gpu_prefix_cache_hits_total": metrics.PREFIX_HITS,
+}
+"""{vLLM's Prometheus name: name of the counter}."""
+SETTINGS: Mapping[Knob, tuple[str, str]] = {
+    "cuda_graphs": ("model_config", "enforce_eager"),
+    "data_parallel": ("parallel_config", "data_parallel_size"),
+    "kv_memory": ("cache_config", "gpu_memory_utilization"),
+    "max_requests": ("scheduler_config", "max_num_seqs"),
+    "mixed_prefill": ("scheduler_config", "enable_chunked_prefill"),
+    "prefix_caching": ("cache_config", "enable_prefix_caching"),
+    "tensor_parallel": ("parallel_config", "tensor_parallel_size"),
+}
+"""{knob: (part of a `VllmConfig`, its field)}. The field is also the name of vLLM's argument."""
+
+
+def of_config(config: Any, world_size: int) -> dict[str, Fact]:
+    """Read the model and the layout from a `VllmConfig`."""
+    parallel, model = config.parallel_config, config.model_config
+    return {
+        "model": str(model.model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": int(model.max_model_len),
+        "tensor_parallel_size": int(parallel.tensor_parallel_size),
+        "pipeline_parallel_size": int(parallel.pipeline_parallel_size),
+        "data_parallel_size": int(getattr(parallel, "data_parallel_size", 1) or 1),
+        "gpus": world_size,
+    }
+
+
+def settings_of(config: Any) -> dict[Knob, Named]:
+    """Read the settings that advice may name from a `VllmConfig`. Settings that this version lacks are left
+    out.
+    """
+    settings: dict[Knob, Named] = {}
+    for knob, (part, field) in SETTINGS.items():
+        value = getattr(getattr(config, part, None), field, None)
+        if value is not None and is_number(value):
+            settings[knob] = (field, value, knob != "cuda_graphs")
+    return settings
+
+
+def scheduler_here() -> dict[str, Fact]:
+    """Read the scheduler's metrics of this process; empty if its engines keep no statistics."""
+    client = sys.modules.get("prometheus_client")
+    return {} if client is None else scheduler(client.generate_latest().decode())
+
+
+def counters_here() -> dict[str, float]:
+    """Read the counters of this process' engines; empty if they keep no statistics.
+
+    Only the needed metrics are collected, because collecting all, with their histograms, takes 10 ms.
+    """
+    client = sys.modules.get("prometheus_client")
+    if client is None:
+        return {}
+    wanted = client.REGISTRY.restricted_registry(list(_COUNTERS))
+    return counters(client.generate_latest(wanted).decode())
+
+
+def unfinished(engine: object) -> dict[str, float]:
+    """Return the number of requests that an engine's front end has not answered; empty if the engine does not
+    show it.
+    """
+    processor = getattr(getattr(engine, "llm_engine", engine), "output_processor", None)
+    count = getattr(processor, "get_num_unfinished_requests", None)
+    return {} if count is None else {metrics.UNFINISHED: float(count())}
+
+
+def counters(page: str) -> dict[str, float]:
+    """Read the counters from a Prometheus page of vLLM."""
+    return metrics.read_page(page, _COUNTERS)
+
+
+def scheduler(page: str) -> dict[str, Fact]:
+    """Read the scheduler's metrics from a Prometheus page of vLLM, summed over its data-parallel engines."""
+    sums = metrics.read_page(page, _METRICS, percents=())
+    return {name: round(value, 6) for name, value in sums.items()}
+
+
+def between(before: Mapping[str, Fact], after: Mapping[str, Fact]) -> dict[str, Fact]:
+    """Join the readings at the start and at the stop for a sidecar: `requests_running_at_start`,
+    `requests_running_at_stop`...
+    """
+    readings = (("at_start", before), ("at_stop", after))
+    return {
+        f"{name}_{when}": value
+        for when, facts in readings
+        for name, value in facts.items()
+        if name in _METRICS.values()
+    }
+
+
+def steady(facts: Mapping[str, Fact]) -> dict[str, Fact]:
+    """Return the facts that do not change while an engine lives."""
+    return {name: value for name, value in facts.items() if name not in _METRICS.values()}
+
 
 PASSES_NEEDED = (
     "Fix: install stepscope-rollout-vllm in the environment of the engine's processes (with `stepscope` in "

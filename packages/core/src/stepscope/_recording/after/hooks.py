@@ -88,9 +88,9 @@ def flush(timeout_s: float = 60.0) -> list[str]:
     """
     if switch.DISABLED:
         return []
-    from stepscope._recording.output import exporter  # import time: loaded already where anything waits
+    from stepscope._recording import output  # import time: loaded already where anything waits
 
-    return exporter.exporter().drain(timeout_s)
+    return output.exporter().drain(timeout_s)
 
 
 def on_artifact(hook: ArtifactHook) -> ArtifactHook:

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepscope._recording import output
 from stepscope._recording.after.programs import COMMAND, SCALARS, Chores, ClosedCapture
-from stepscope._recording.output import exporter
-from stepscope._recording.output.manifest_part import ManifestPart
+from stepscope._recording.output import ManifestPart
 from stepscope._recording.process import failures, fork, shutdown
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.work_queue import WorkQueue
@@ -133,7 +133,7 @@ def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
 
 def once_written(session: Session, work: Callable[[], object]) -> None:
     """Call `work` once the files of this process are written or given up."""
-    exporter.exporter().then(work, deferred=session.config.export.when == "deferred")
+    output.exporter().then(work, deferred=session.config.export.when == "deferred")
 
 
 def fold_when_written(session: Session) -> None:
@@ -184,7 +184,7 @@ def _start_chores(session: Session, closed: ClosedCapture) -> None:
 
 def busy_steps(run: RunLayout) -> set[int]:
     """Return the steps with files that are still written, or with unfinished work after their capture."""
-    files = exporter.exporter().unwritten()
+    files = output.exporter().unwritten()
     written = {
         at for at, step in run.steps().items() if any(file.is_relative_to(step.root) for file in files)
     }
@@ -205,7 +205,7 @@ def _tell(hook: Callable[[Path, Sidecar], object], path: Path, sidecar: Sidecar 
 
 def _end_of_process(ending: Ending, deadline_s: float) -> None:
     until = time.monotonic() + deadline_s
-    unwritten = exporter.exporter().drain(deadline_s)
+    unwritten = output.exporter().drain(deadline_s)
     if unwritten:
         failures.warn("stepscope: lost at the end of the process: %s", ", ".join(unwritten))
     _fold_again()

@@ -20,7 +20,7 @@ from stepscope._recording.process.event_loop import in_event_loop
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import identify
 from stepscope._recording.recorder import baseline
-from stepscope._recording.session import claims, oom
+from stepscope._recording.session import activation, oom
 from stepscope._recording.spans.scopes import Mark
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from stepscope._recording.capture.lifecycle import Lifecycle
-    from stepscope._recording.fanout.arguments import Engines, Workers
+    from stepscope._recording.fanout.participants import Engines, Workers
 
 
 def opened() -> Capture | None:
     """Return the capture of this process that is opening, open or closing."""
-    holder = claims.holder()
+    holder = activation.holder()
     return holder if isinstance(holder, Capture) else None
 
 
@@ -200,13 +200,13 @@ class Capture:
             raise cancelled
 
     def end_with_process(self, ending: Ending, deadline_s: float) -> None:
-        """See `claims.Taker`."""
+        """See `activation.Taker`."""
         if self._life is not None:
             self._life.close(Closing(ending, deadline_s), timeout_s=deadline_s + shutdown.GRACE_S)
 
     def disown(self) -> None:
-        """See `claims.Taker`. A forked child that leaves the `with` block too, for example by `exit()`, must
-        close nothing.
+        """See `activation.Taker`. A forked child that leaves the `with` block too, for example by `exit()`,
+        must close nothing.
         """
         if self._life is not None:
             self._life.disown()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope._recording.instrument import configured, no_step
-from stepscope._recording.process import failures, sigusr1
+from stepscope._recording.process import failures, shutdown
 from stepscope.config import ProfileConfig, check_finish, check_save_path, check_tool, resolve
 from stepscope.errors import ConfigError
 from stepscope.files import switch
@@ -59,7 +59,7 @@ def configure(
     check(config, on_ray=False)
     config = placed(config)
     instrument(config)
-    sigusr1.handle(config)
+    shutdown.handle(config)
     _configured = config
     return config
 

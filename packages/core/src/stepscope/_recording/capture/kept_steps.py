@@ -11,10 +11,9 @@ from socket import gethostname
 
 from stepscope._recording.capture.asked import Asked
 from stepscope._recording.capture.readiness import STARTING_S
-from stepscope._recording.fanout.given_engines import profilers_of
 from stepscope._recording.fanout.messages import PrepareRequest, WorkerOutcome
-from stepscope._recording.fanout.participants import Participants
-from stepscope._recording.process import failures, private_loop, run, versions
+from stepscope._recording.fanout.participants import Participants, profilers_of
+from stepscope._recording.process import failures, identity, private_loop, run
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import identify, is_alone
 from stepscope._recording.recorder import standing
@@ -79,7 +78,7 @@ def _start(asked: Asked) -> Recorder | None:
         return None
     recorder.config = asked.config
     if asked.config.names_folder:
-        recorder.later(partial(run.record, asked.config, versions.versions))
+        recorder.later(partial(run.record, asked.config, identity.versions))
     return recorder
 
 

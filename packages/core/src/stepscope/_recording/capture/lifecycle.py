@@ -24,7 +24,7 @@ from stepscope._recording.process import failures, private_loop
 from stepscope._recording.process.event_loop import running_loop
 from stepscope._recording.process.failures import describe
 from stepscope._recording.session import activation
-from stepscope._recording.session.claims import Claim, Taker
+from stepscope._recording.session.activation import Claim, Taker
 from stepscope._recording.session.session import Session
 from stepscope.backends.threaded.undisturbed import postponed, undisturbed
 from stepscope.engines.own_thread import opened_on, own_thread

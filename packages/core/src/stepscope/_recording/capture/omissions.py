@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from stepscope._recording.output.manifest_part import ManifestPart
+from stepscope._recording.output import ManifestPart
 from stepscope._recording.process import failures
 from stepscope._recording.process.identity import is_first
 from stepscope.config import ProfileConfig, RoleConfig

@@ -16,15 +16,15 @@ from stepscope._recording.capture import configure, omissions
 from stepscope._recording.capture.asked import check_asked
 from stepscope._recording.fanout.messages import PrepareRequest
 from stepscope._recording.fanout.worker_side import prepare_worker
-from stepscope._recording.process import failures, run, sigusr1
+from stepscope._recording.process import failures, run, shutdown
 from stepscope._recording.process.event_loop import in_event_loop
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, StepscopeError, ours
 from stepscope.files import switch
 
 if TYPE_CHECKING:
-    from stepscope._recording.fanout.arguments import Engines, Workers
     from stepscope._recording.fanout.messages import PrepareAnswer
+    from stepscope._recording.fanout.participants import Engines, Workers
 
 
 def prepare(
@@ -76,7 +76,7 @@ async def aprepare(
 
 def _configured(config: ProfileConfig | None) -> ProfileConfig:
     config = configure.current() if config is None else configure.placed(config)
-    sigusr1.handle(config)  # on this thread: the rest of `prepare` runs on the loop's
+    shutdown.handle(config)  # on this thread: the rest of `prepare` runs on the loop's
     return config
 
 

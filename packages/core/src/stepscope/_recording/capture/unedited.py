@@ -10,7 +10,7 @@ from stepscope._recording.capture.capture import Capture, opened
 from stepscope._recording.instrument import no_step
 from stepscope._recording.instrument.step_boundaries import StepCapture
 from stepscope._recording.spans import slot
-from stepscope.engines import instrumented_engines
+from stepscope.engines import local_engines
 
 if TYPE_CHECKING:
     from stepscope._recording.fanout.unedited_engines import UneditedEngines
@@ -80,7 +80,7 @@ def _engines(groups: Mapping[str, object]) -> UneditedEngines | None:
     """Return the engines of this step, or None if there are none, or if none is to be recorded."""
     config = configure.current()
     match = config.role("rollout")
-    if match is None or not match[1].engine.profiler or not (groups or instrumented_engines.registered()):
+    if match is None or not match[1].engine.profiler or not (groups or local_engines.registered()):
         return None
     from stepscope._recording.fanout.unedited_engines import UneditedEngines  # import time: asyncio
 

@@ -22,9 +22,9 @@ from stepscope._recording.capture.files import CapturedFiles
 from stepscope._recording.capture.result import CaptureResult
 from stepscope._recording.fanout.messages import StopRequest
 from stepscope._recording.fanout.participants import Participants
-from stepscope._recording.process import failures, run, versions
+from stepscope._recording.process import failures, identity, run
 from stepscope._recording.process.identity import identify
-from stepscope._recording.session.claims import Claim
+from stepscope._recording.session.activation import Claim
 from stepscope._recording.session.session import Session
 from stepscope.errors import ours
 from stepscope.files.manifest.records import Manifest
@@ -78,7 +78,7 @@ class CaptureWork:
             await participants.start()
             if self._asked.on_request:
                 on_demand.tell_others(session.step, participants.taking_part())
-        run.record(session.config, versions.versions)
+        run.record(session.config, identity.versions)
         pipeline.promise(session, alone=participants is None)
         session.open_logs()
 

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, get_args
 
 from stepscope._recording.counters.devices import nvidia_gpus
 from stepscope._recording.counters.event_loops import EventLoops
-from stepscope._recording.counters.host_load import HostClaim, host_load, ray_store
-from stepscope._recording.counters.process_load import allocators, garbage, process_load
+from stepscope._recording.counters.load import (
+    HostClaim,
+    allocators,
+    garbage,
+    host_load,
+    process_load,
+    ray_store,
+)
 from stepscope._recording.counters.sampler import AbsentError, Opener
 from stepscope._recording.process.failures import describe
 from stepscope._recording.spans.maker import SpanMaker

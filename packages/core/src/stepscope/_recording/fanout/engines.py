@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from stepscope._recording.after import pipeline
-from stepscope._recording.output.manifest_part import ManifestPart
+from stepscope._recording.output import ManifestPart
 from stepscope._recording.process import failures, fork, identity
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.private_loop import within
@@ -20,7 +20,7 @@ from stepscope._recording.session import selection
 from stepscope._recording.session.session import Session
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.engines import EngineCapture, EngineProfiler, Iterations
-from stepscope.engines.fetch import LEFT_BEHIND
+from stepscope.engines.actor_call import LEFT_BEHIND
 from stepscope.engines.own_thread import own_thread
 from stepscope.engines.protocol import waited_s
 from stepscope.errors import ours

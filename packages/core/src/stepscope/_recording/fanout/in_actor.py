@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from stepscope._recording import output
 from stepscope._recording.fanout.messages import (
     PrepareAnswer,
     PrepareRequest,
@@ -16,12 +17,11 @@ from stepscope._recording.fanout.messages import (
     StopRequest,
 )
 from stepscope._recording.fanout.worker_side import prepare_worker, start_worker, stop_worker
-from stepscope._recording.output import exporter
 from stepscope._recording.process import failures
 from stepscope._recording.spans import wrapping
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError, ours
-from stepscope.files.storage.processes import boot_id
+from stepscope.files.storage.atomic import boot_id
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ def stop_here(instance: object, request: StopRequest) -> tuple[bool, int]:
 
 
 async def drain_here(instance: object, timeout_s: float) -> list[str]:
-    return await own_thread(exporter.exporter().drain, timeout_s)
+    return await own_thread(output.exporter().drain, timeout_s)
 
 
 def call_here(instance: object, fn: Callable[..., T], *args: object) -> T:

@@ -8,17 +8,272 @@ known to be on this machine.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
+from contextlib import suppress
+from socket import gethostname
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from stepscope._recording.fanout.fetch import Home
-from stepscope._recording.fanout.messages import PrepareRequest, StartRequest, StopRequest, WorkerOutcome
-from stepscope._recording.fanout.ray_worker import Worker
-from stepscope.errors import ConfigError
+import msgspec
+
+from stepscope._recording.fanout import fetch, in_actor
+from stepscope._recording.fanout.fetch import Home, Remote
+from stepscope._recording.fanout.messages import (
+    PrepareRequest,
+    StartRequest,
+    StopRequest,
+    WorkerOutcome,
+    WorkerRequest,
+)
+from stepscope.engines.actor_call import ActorGoneError, ActorLine, present
+from stepscope.engines.own_thread import own_thread
+from stepscope.errors import ConfigError, EngineError
+from stepscope.files.clock import ClockOffset, Estimate, Exchange, estimate_offset
+from stepscope.files.manifest.records import State
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.storage.atomic import Arrival, boot_id
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+
+R = TypeVar("R", bound=WorkerRequest)
+
+_EXCHANGES = 3
+"""Number of short exchanges after a start or stop, by which clocks are compared: the fastest one counts."""
+_CLOCK_S = 0.1
+"""Deadline of all these exchanges: a worker that has become busy is not waited for."""
+
+
+_here: set[str] = set()
+"""Ids of actors that were on this machine at their last answer, so that their wall clock is this one. One
+writer: `Worker`."""
+
+
+class Begun(NamedTuple):
+    """Answer of a worker to its start."""
+
+    process: ProcessInfo
+    here: bool
+    """True if the worker runs on this machine."""
+    apart: bool
+
+
+class Worker:
+    """One actor of a capture. Its errors become outcomes; only a cancellation is raised."""
+
+    def __init__(self, actor: ActorHandle[Any], role: str | None, position: int, world_size: int) -> None:
+        self.actor_id: str = actor._actor_id.hex()
+        self.name = f"{role or 'worker'}[{position}] {_brief(actor)}"
+        self.begun: Begun | None = None
+        self.in_doubt = False
+        """True if the worker's start was cancelled before its answer, so that it may have begun."""
+        self.spans_only: str | None = None
+        self.replica: int | None = None
+        """Number of the inference replica that the worker belongs to, or None."""
+        self._role = role
+        self._position = position
+        self._world_size = world_size
+        self._line = ActorLine(actor)
+
+    async def prepare(self, request: PrepareRequest, deadline_s: float) -> WorkerOutcome:
+        if self.spans_only is not None and not request.record_only:  # its engine's own check does it
+            return dataclasses.replace(self._outcome("ok"), roles=(self._role or "rollout",))
+        outcome = await self._within(deadline_s, "prepare", self._prepare(self._addressed(request)))
+        if not request.record_only or outcome.process is None:
+            return outcome
+        # The flight recorder places the spans of other hosts by what is measured here.
+        return await self._compared(outcome, outcome.process, f"_{gethostname()}_pid" in outcome.process)
+
+    async def start(self, request: StartRequest, deadline_s: float) -> WorkerOutcome:
+        request = msgspec.structs.replace(self._addressed(request), spans_only=self.spans_only)
+        until_s = time.monotonic() + deadline_s
+        outcome = await self._within(deadline_s, "start", self._start(request, until_s))
+        if outcome.state != "ok":
+            self.take_back(request.capture_id, outcome.reason or outcome.state)
+        return await self._with_clock(outcome)
+
+    def _addressed(self, request: R) -> R:
+        """Return the request with the fields that identify this worker."""
+        return msgspec.structs.replace(
+            request,
+            role=self._role or request.role,
+            position=self._position,
+            world_size=self._world_size,
+            replica=self.replica,
+        )
+
+    def take_back(self, capture_id: str, reason: str) -> None:
+        """End the capture that the worker has begun, or may still begin."""
+        self.begun = None
+        self._line.tell(in_actor.stop_here, StopRequest(capture_id=capture_id, discard=reason))
+
+    async def stop(self, request: StopRequest, deadline_s: float) -> WorkerOutcome:
+        outcome = await self._within(deadline_s, "stop", self._stop(request))
+        return await self._with_clock(outcome)
+
+    async def drain(self, timeout_s: float) -> WorkerOutcome:
+        # The worker keeps to the time by itself; the extra second is for its answer.
+        return await self._within(timeout_s + 1, "writing its files", self._drain(timeout_s))
+
+    async def gather(
+        self, capture_id: str, engine_files: list[str], home: Home, left_s: Callable[[], float]
+    ) -> WorkerOutcome:
+        try:
+            left = await self._fetch(capture_id, engine_files, home, left_s)
+        except asyncio.TimeoutError:
+            return self._outcome("failed", f"not fetched in time; its files are on {self.host}")
+        except (EngineError, OSError, RuntimeError) as error:  # the last: no threads at an interpreter's end
+            return self._outcome("failed", f"{error}; the files that were not fetched are on {self.host}")
+        return self._outcome("ok") if left is None else self._outcome("failed", left)
+
+    def release(self, capture_id: str) -> None:
+        self._line.tell(in_actor.call_here, fetch.release, capture_id)
+
+    @property
+    def host(self) -> str:
+        return "" if self.begun is None else self.begun.process.host
+
+    async def _fetch(
+        self, capture_id: str, engine_files: list[str], home: Home, left_s: Callable[[], float]
+    ) -> str | None:
+        """Return the reason why a file was left on its host, or None if all files are here."""
+        unwritten = ["everything"]
+        while unwritten and left_s() > 0:  # short waits: the time left may shrink
+            unwritten = await asyncio.wait_for(
+                self._line.call(in_actor.drain_here, min(1.0, left_s())), left_s() + 1
+            )
+        files = await asyncio.wait_for(
+            self._line.call(in_actor.call_here, fetch.files_of, capture_id, engine_files), left_s()
+        )
+        refused: str | None = None
+        for file in files:
+            arrival = await own_thread(home.begin, file)
+            if isinstance(arrival, Arrival):
+                await self._fetch_file(capture_id, file, arrival, left_s)
+            else:
+                refused = refused or arrival
+        if refused is not None:
+            return f"traces were left on {self.host}: {refused}"
+        if not any(home.is_part(file) for file in files):
+            disk = f"{self.host}'s disk: full, removed, or not to be written"
+            return f"its part of the manifest is not on {disk}; the rest is here"
+        return f"on {self.host}, not written in time: {', '.join(unwritten)}" if unwritten else None
+
+    async def _fetch_file(
+        self, capture_id: str, file: Remote, arrival: Arrival, left_s: Callable[[], float]
+    ) -> None:
+        try:
+            while arrival.bytes < file.size_bytes:
+                call = self._line.call(
+                    in_actor.call_here, fetch.piece_of, capture_id, file.path, arrival.bytes
+                )
+                piece = await asyncio.wait_for(call, left_s())
+                if not piece:
+                    raise EngineError(f"{file.path} became shorter while it was fetched")
+                await own_thread(arrival.add, piece)
+            await own_thread(arrival.finish)
+        except BaseException:
+            await own_thread(arrival.give_up)
+            raise
+
+    async def _start(self, request: StartRequest, until_s: float) -> WorkerOutcome:
+        now_ns = time.time_ns()
+        if self.actor_id in _here:
+            _here.remove(self.actor_id)  # until it answers: it may have restarted elsewhere
+        else:
+            await self._line.ask(present)
+            now_ns = self._line.stamps[-1].answered_ns
+        expires_ns = now_ns + int((until_s - time.monotonic()) * 1e9)
+        answer, machine = await self._line.call(in_actor.start_here, request, expires_ns)
+        here = machine is not None and machine == boot_id()
+        if here:
+            _here.add(self.actor_id)
+        if answer.refused is not None:
+            return self._outcome("skipped" if answer.off else "failed", answer.refused)
+        self.begun = Begun(answer.process, here, answer.apart)
+        return dataclasses.replace(self._outcome("ok"), apart=answer.apart)
+
+    async def _prepare(self, request: PrepareRequest) -> WorkerOutcome:
+        # After a timeout here it goes on in the worker, which is then ready for a later step.
+        answer = await self._line.call(in_actor.prepare_here, request, keep=True)
+        outcome = self._outcome("ok" if answer.problem is None else "failed", answer.problem)
+        process = None if answer.recorder is None else answer.recorder.key
+        return dataclasses.replace(outcome, roles=answer.roles, warnings=answer.warnings, process=process)
+
+    async def _stop(self, request: StopRequest) -> WorkerOutcome:
+        # After a timeout here it goes on in the worker: a late stop still closes.
+        was_open, pid = await self._line.call(in_actor.stop_here, request, keep=True)
+        if not was_open and self.begun is not None and self.begun.process.pid != pid:
+            return self._outcome("missing", "the actor restarted: what it had recorded is lost")
+        return self._outcome("ok")
+
+    async def _drain(self, timeout_s: float) -> WorkerOutcome:
+        unfinished = await self._line.call(in_actor.drain_here, timeout_s)
+        if unfinished:
+            return self._outcome("failed", f"not written within {timeout_s:g} s: {', '.join(unfinished)}")
+        return self._outcome("ok")
+
+    async def _within(
+        self, deadline_s: float, what: str, work: Coroutine[Any, Any, WorkerOutcome]
+    ) -> WorkerOutcome:
+        try:
+            return await asyncio.wait_for(work, deadline_s)
+        except asyncio.TimeoutError:
+            reason = (
+                f"timeout: {what} had no answer within {deadline_s:g} s; the worker may be busy or starting"
+            )
+            return dataclasses.replace(self._outcome("failed", reason), late=True)
+        except ActorGoneError as error:
+            return self._outcome("missing", str(error))
+        except EngineError as error:
+            return self._outcome("failed", f"{what}: {error}")
+
+    async def _with_clock(self, outcome: WorkerOutcome) -> WorkerOutcome:
+        """Add the worker's clock to its outcome. A worker that answered in time never fails because of
+        this.
+        """
+        if self.begun is None or outcome.state != "ok":
+            return outcome
+        return await self._compared(outcome, self.begun.process.key, self.begun.here)
+
+    async def _compared(self, outcome: WorkerOutcome, process: str, here: bool) -> WorkerOutcome:
+        """Add the clock of a process to the worker's outcome. `here` is True if the process is on this
+        machine.
+        """
+        now_ns, now_mono_ns = time.time_ns(), time.monotonic_ns()
+        estimate: Estimate | None = Estimate(0, 0, now_ns)
+        if not here:
+            with suppress(asyncio.TimeoutError, EngineError):
+                await asyncio.wait_for(self._exchange(), _CLOCK_S)
+            estimate = estimate_offset(Exchange(*stamps) for stamps in self._line.stamps)
+        self._line.stamps.clear()  # the next comparison takes new ones
+        if estimate is None:
+            return outcome
+        clock = ClockOffset(
+            process=process,
+            offset_ns=estimate.offset_ns,
+            uncertainty_ns=estimate.within_ns,
+            at_mono_ns=now_mono_ns + estimate.at_ns - now_ns,
+        )
+        return dataclasses.replace(outcome, clock=clock)
+
+    async def _exchange(self) -> None:
+        for _ in range(_EXCHANGES):
+            await self._line.ask(present)
+
+    def _outcome(self, state: State, reason: str | None = None) -> WorkerOutcome:
+        process = None if self.begun is None else self.begun.process.key
+        return WorkerOutcome(name=self.name, state=state, reason=reason, process=process)
+
+
+def _brief(actor: ActorHandle[Any]) -> str:
+    """Return `Actor(ClassName, 0123abcd)`."""
+    kind, _, number = repr(actor).rstrip(")").partition(", ")
+    return f"{kind}, {number[:8]})"
+
 
 _LISTS = ("workers", "_workers", "actors", "_actors")
 """Attributes in which worker groups keep their handles: `workers` in verl, `_actors` in RLlib's manager."""

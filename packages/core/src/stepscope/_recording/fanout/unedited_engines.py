@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from stepscope._recording.process import failures, private_loop
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineCapture, EngineProfiler, EngineProfilerBase, installed, load_engine
-from stepscope.engines.instrumented_engines import registered
+from stepscope.engines.local_engines import registered
 from stepscope.engines.protocol import ADAPTERS
 from stepscope.engines.ray import Instrumented, RayRollout, is_elsewhere
 from stepscope.errors import EngineError, ours

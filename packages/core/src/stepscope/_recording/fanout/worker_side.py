@@ -23,18 +23,18 @@ from stepscope._recording.fanout.messages import (
     WorkerRequest,
 )
 from stepscope._recording.instrument import configured
-from stepscope._recording.process import sigusr1
+from stepscope._recording.process import shutdown
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import identify
 from stepscope._recording.recorder import standing
 from stepscope._recording.session import activation, oom
-from stepscope._recording.session.claims import Claim
+from stepscope._recording.session.activation import Claim
 from stepscope._recording.session.selection import decide_process, library_loaded, may_record, missing_ranks
 from stepscope._recording.session.session import Session
 from stepscope._recording.spans import slot, wrapping
 from stepscope.backends import load_backend
 from stepscope.backends.threaded.undisturbed import undisturbed
-from stepscope.engines import EngineProfiler, driven_engines
+from stepscope.engines import EngineProfiler, local_engines
 from stepscope.errors import ours
 from stepscope.files import switch
 from stepscope.files.manifest.records import Ending
@@ -123,7 +123,7 @@ def _sample_engines(session: Session) -> None:
         if opened is not None:
             opened.sample_engine(profiler)
 
-    driven_engines.tell(join)
+    local_engines.tell(join)
 
 
 def stop_worker(request: StopRequest) -> bool:
@@ -183,7 +183,7 @@ def _joined(request: WorkerRequest, instance: object) -> tuple[ProcessInfo, tupl
             configured.apply(config, lenient=True)
             if instance is not None:
                 configured.apply_to(instance)
-        sigusr1.handle(config)
+        shutdown.handle(config)
     declared = decorated_roles(type(instance)) if instance is not None else ()
     role = request.role or next(iter(declared), "worker")
     process = identify(

@@ -35,7 +35,7 @@ from stepscope._recording.spans.compiled import uncompiled
 from stepscope._recording.spans.scopes import OFF, Scope, next_turn
 from stepscope._recording.spans.wrapping import Attrs, Declared
 from stepscope.config._instrument import paths_in
-from stepscope.engines import instrumented_engines
+from stepscope.engines import local_engines
 from stepscope.errors import ours
 from stepscope.files.values import AttrValue, whole
 
@@ -348,9 +348,9 @@ class EngineCalls(Calls):
             engines = self._engines(args, kwargs, result)
             number = self.number("replica", self.timing.replica, args, kwargs, (result,))
             for engine in engines:
-                instrumented_engines.register(adapter, engine, whole(number) if len(engines) == 1 else None)
+                local_engines.register(adapter, engine, whole(number) if len(engines) == 1 else None)
             if not engines:
-                instrumented_engines.register_none(adapter)
+                local_engines.register_none(adapter)
         except LookupError:
             pass  # logged
         except ours() as error:

@@ -17,8 +17,7 @@ from stepscope._recording.instrument.calls import Timing
 from stepscope._recording.instrument.patch import Instrument, parent_of, when_imported
 from stepscope._recording.instrument.step_boundaries import Boundary, calls
 from stepscope._recording.process import failures
-from stepscope._recording.process.identity import is_first
-from stepscope._recording.process.versions import installed_version
+from stepscope._recording.process.identity import installed_version, is_first
 from stepscope.config import InstrumentConfig, ProfileConfig
 from stepscope.config.presets import Preset, read_preset
 from stepscope.errors import ConfigError, ours
@@ -26,9 +25,7 @@ from stepscope.files import switch
 from stepscope.files.spans import CONSUME
 
 if TYPE_CHECKING:
-    from stepscope._recording.output.manifest_part import ManifestPart
-
-if TYPE_CHECKING:
+    from stepscope._recording.output import ManifestPart
     from stepscope.engines.protocol import EngineFactory
 
 

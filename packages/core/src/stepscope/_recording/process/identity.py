@@ -1,12 +1,23 @@
-"""Identity of this process: role, rank, host. A rank that nothing states is None."""
+"""Identity of this process: its role, rank, host, devices, and versions of its packages.
+
+A rank that nothing states is None. Nothing here imports torch or initialises a device.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from typing import Any
 
+from stepscope._recording.process import failures
+from stepscope.config import ThroughputConfig
+from stepscope.engines.protocol import distributions
+from stepscope.errors import ours
+from stepscope.files.manifest.records import Hardware
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.values import bounded
 
 
 def identify(
@@ -97,3 +108,62 @@ def is_first() -> bool:
     multiprocessing = sys.modules.get("multiprocessing")  # a child of it has imported it
     is_child = multiprocessing is not None and multiprocessing.parent_process() is not None
     return not (is_child or in_ray_worker())
+
+
+_MODULES = (("torch", "cuda"), ("torch_npu", "npu"))
+"""(library, its module) of devices; `torch_npu.npu` has the functions of `torch.cuda`. ROCm is `cuda` too."""
+
+
+def read_hardware(config: ThroughputConfig) -> Hardware:
+    """Return the device that this process computes on, with the configured figures. Raises nothing."""
+    device = gpu = None
+    try:
+        for kind, module in initialised():
+            device = bounded(str(module.get_device_name()))
+            gpu = _gpu(module.current_device()) if kind == "cuda" else None
+            break
+    except ours() as error:  # a driver in trouble
+        failures.warn("stepscope: the device of this process is unknown: %s", failures.describe(error))
+    return Hardware(
+        device=device,
+        gpu=gpu,
+        peak_tflops=config.device_peak_tflops,
+        flops_per_token=config.flops_per_token,
+    )
+
+
+def _gpu(index: int) -> int | None:
+    """Return the number that `nvidia-smi` shows for a device of torch, or None if it has a name instead."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return index
+    numbers = [int(name) if name.strip().isdecimal() else None for name in visible.split(",")]
+    return numbers[index] if index < len(numbers) else None
+
+
+def initialised() -> Iterator[tuple[str, Any]]:
+    """Yield (`cuda` or `npu`, module) of the devices that this process has initialised."""
+    for library, kind in _MODULES:
+        module = getattr(sys.modules.get(library), kind, None)
+        if module is not None and module.is_initialized():
+            yield kind, module
+
+
+_NAMED = ("stepscope", "torch", "ray", "torch_npu")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions by name: Python's, and those of the packages that are installed."""
+    found = {name: installed_version(name) for name in dict.fromkeys((*_NAMED, *distributions()))}
+    known = {name: version for name, version in found.items() if version is not None}
+    return {"python": sys.version.split()[0], **known}
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # import time: 15 ms
+
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

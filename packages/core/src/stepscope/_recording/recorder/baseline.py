@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from stepscope._recording.output import exporter
+from stepscope._recording import output
 from stepscope._recording.process import failures, fork, shutdown
 from stepscope._recording.session import activation
 from stepscope._recording.spans import slot
@@ -75,7 +75,7 @@ class _Loop:
     def _write(self) -> None:
         steps, self._steps = self._steps, deque(maxlen=KEPT)
         if steps and self._file is not None:
-            exporter.exporter().then(partial(_append, self._file, tuple(steps)), deferred=False)
+            output.exporter().then(partial(_append, self._file, tuple(steps)), deferred=False)
 
 
 def begin() -> Began | None:

@@ -9,8 +9,8 @@ from stepscope._recording.counters.sampler import Sampler, Tick
 from stepscope._recording.process import failures
 from stepscope.backends.counters import CounterSource
 from stepscope.config import ProfileConfig
-from stepscope.engines import EngineProfiler, EngineProfilerBase, driven_engines, load_engine
-from stepscope.engines.instrumented_engines import registered
+from stepscope.engines import EngineProfiler, EngineProfilerBase, load_engine, local_engines
+from stepscope.engines.local_engines import registered
 from stepscope.engines.metrics import FINISHED, GENERATION_TOKENS, PROMPT_TOKENS, RUNNING, UNFINISHED, WAITING
 from stepscope.errors import ours
 from stepscope.files.counters import KV_CACHE
@@ -88,7 +88,7 @@ class _Finder(CounterSource):
             if key not in self._seen:
                 self._seen.add(key)
                 self._add(adapter, engine, replica or 0)
-        for profiler in driven_engines.seated():
+        for profiler in local_engines.seated():
             self._queues.add(profiler)
         return {}
 

@@ -16,16 +16,15 @@ import msgspec
 
 from stepscope._recording.counters.catalogue import openers
 from stepscope._recording.counters.sampler import Sampler
-from stepscope._recording.process import clock, failures, ray_connection, run, versions
+from stepscope._recording.process import clock, failures, identity, ray_connection, run
 from stepscope._recording.process.work_queue import WorkQueue
-from stepscope._recording.recorder import step_lines
+from stepscope._recording.recorder import steps
 from stepscope._recording.recorder.engine_queues import EngineQueues
-from stepscope._recording.recorder.in_time import in_time
-from stepscope._recording.recorder.ring import Ring
-from stepscope._recording.recorder.state import state_of
+from stepscope._recording.recorder.state import in_time, state_of
 from stepscope._recording.recorder.steps import RecordedStep, Steps, StepTokens
 from stepscope._recording.recorder.write import (
     COUNTERS_HZ,
+    Ring,
     StepWriter,
     Window,
     Written,
@@ -250,12 +249,12 @@ class Recorder:
                 step=number,
                 start_ns=opened.wall_ns,
                 dur_ns=closed.mono_ns - opened.mono_ns,
-                stages=step_lines.seconds_of(top_ns),
+                stages=steps.seconds_of(top_ns),
                 tokens=tokens,
                 captured=True,
                 error=error,
             )
-            self._work.put(partial(step_lines.append, self.layout.step_lines(self.run_id), line))
+            self._work.put(partial(steps.append, self.layout.step_lines(self.run_id), line))
 
     def fire(self, trigger: str, reason: str) -> str | None:
         """Write the last steps in the background if the trigger may still write. Return the trigger if so,
@@ -401,18 +400,18 @@ class Recorder:
         """
         stages = self._stages_of(step)
         if self.config.names_folder:
-            line = step_lines.line_of(step, stages, self.sampler)
-            step_lines.append(self.layout.step_lines(self.run_id), line)
+            line = steps.line_of(step, stages, self.sampler)
+            steps.append(self.layout.step_lines(self.run_id), line)
         self.log.drop_before(oldest_ns)
 
     def _stages_of(self, step: RecordedStep) -> dict[str, float]:
         """Return {`role/stage`: seconds} of an ended step. They are summed once."""
         if step.stages is None:
-            step.stages = step_lines.stages_of(step, self.log.since(step.after))
+            step.stages = steps.stages_of(step, self.log.since(step.after))
         return step.stages
 
     def _give_and_obey(self, order: Order, windows: Sequence[Window]) -> None:
-        run.record(self.config, versions.versions)
+        run.record(self.config, identity.versions)
         if self.measure is not None and self.clocks and not self._is_hurried:
             self.clocks += self.measure()
         offsets = {clock.process: clock.offset_ns for clock in self.clocks}

@@ -6,6 +6,7 @@ the same place, the state holds only some of them, because 20,000 trajectories m
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -22,7 +23,6 @@ from stepscope._recording.counters.sampler import Sampler
 from stepscope._recording.process.shutdown import on_sigterm
 from stepscope._recording.recorder.collectives import collectives_here
 from stepscope._recording.recorder.engine_queues import engine_states
-from stepscope._recording.recorder.in_time import in_time
 from stepscope._recording.spans import collective_calls, lines, scopes, tasks
 from stepscope._recording.spans.span import Span
 from stepscope._recording.spans.tasks import DEPTH, Place, frame_of
@@ -31,6 +31,33 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SEQUENCE, WAIT, WAITING
 from stepscope.files.states import RECENT_NS, CounterNow, OpenSpan, ProcessState, Task, Thread
 from stepscope.files.values import bounded
+
+T = TypeVar("T")
+
+
+def in_time(name: str, ask: Callable[[], T], seconds: float) -> T | None:
+    """Call `ask` on a separate thread and return its result, or None if it fails or takes longer than
+    `seconds`.
+
+    Args:
+        name: A noun phrase for the log. A library without an answer is logged and is no failure.
+    """
+    answers: list[T] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except ours() as error:
+            logging.getLogger("stepscope").debug("stepscope: %s: %s", name, error)
+
+    try:
+        thread = threading.Thread(target=run, name="stepscope-why", daemon=True)
+        thread.start()
+    except ours(RuntimeError):  # no thread can be started
+        return None
+    thread.join(seconds)
+    return answers[0] if answers else None
+
 
 MOST = 1000
 """Largest number of innermost spans in a state, and of tasks in addition to the spans' own: people read

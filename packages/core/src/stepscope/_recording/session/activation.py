@@ -1,4 +1,4 @@
-"""The session that records this process: switched on, switched off, and closed when the process ends.
+"""The session that records this process: claimed, switched on and off, and closed when the process ends.
 
 The only writer of `slot.active`.
 """
@@ -6,15 +6,74 @@ The only writer of `slot.active`.
 from __future__ import annotations
 
 import os
+from typing import Protocol
 
 from stepscope._recording.process import fork, shutdown
-from stepscope._recording.session import claims
-from stepscope._recording.session.claims import Claim
 from stepscope._recording.session.session import Session
 from stepscope._recording.spans import collective_calls, compiled, slot
 from stepscope._recording.spans.carrier import keep_places
 from stepscope._recording.spans.slot import FlightRecorder
 from stepscope.files.manifest.records import Ending
+
+_held: dict[str, Claim] = {}
+"""The claim that holds this process, under one key. `dict.setdefault` is atomic, so that no lock is needed
+that an interrupted thread would keep."""
+_KEY = "this process"
+
+
+class Taker(Protocol):
+    """The capture, or the worker's session, that holds a claim."""
+
+    @property
+    def state(self) -> str | None:
+        """The state of a capture, or None for a worker's session."""
+        ...
+
+    def end_with_process(self, ending: Ending, deadline_s: float) -> None:
+        """Close the capture or session because the process ends. `deadline_s` is for each worker and
+        engine.
+        """
+        ...
+
+    def disown(self) -> None:
+        """Give the capture up in a forked child: its files and engines belong to the parent."""
+        ...
+
+
+class Claim:
+    """One attempt of a capture, or of a worker's session, to claim the process."""
+
+    def __init__(self, step: int, taker: Taker | None = None) -> None:
+        """Args: taker: The capture or session, or None if it does not exist yet."""
+        self.step = step
+        self.taker = taker
+
+    def take(self) -> Claim | None:
+        """Claim the process. Return None on success, else the claim that already holds it."""
+        holder = _held.setdefault(_KEY, self)
+        return None if holder is self else holder
+
+    def free(self) -> None:
+        """Free the process if this claim holds it."""
+        if _held.get(_KEY) is self:
+            _held.pop(_KEY, None)  # a signal's handler, or another thread, may have freed it just now
+
+
+def holder() -> Taker | None:
+    """Return the capture that is opening, open or closing here, or the worker's session that records; else
+    None.
+    """
+    claim = _held.get(_KEY)
+    return None if claim is None else claim.taker
+
+
+def forget() -> None:
+    """Drop the claim in a forked child, because it belongs to the parent."""
+    taker = holder()
+    _held.clear()
+    if taker is not None:
+        taker.disown()
+
 
 activations = 0
 """Number of sessions that have recorded this process. One writer: `activate`."""
@@ -59,7 +118,7 @@ def hand_to_worker(claim: Claim, session: Session) -> None:
 
 
 def _end(ending: Ending, deadline_s: float) -> None:
-    taker = claims.holder()
+    taker = holder()
     if taker is not None:
         taker.end_with_process(ending, deadline_s)
 
@@ -73,7 +132,7 @@ def _forget() -> None:
     recorded.
     """
     slot.active = slot.recorder = None
-    claims.forget()
+    forget()
 
 
 def _in_parent() -> None:

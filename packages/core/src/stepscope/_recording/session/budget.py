@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stepscope._recording.counters.process_load import ProcessMemory
+from stepscope._recording.counters.load import ProcessMemory
 from stepscope.config import BudgetConfig, ProfileConfig
 from stepscope.errors import ours
 from stepscope.files.layout import RunLayout

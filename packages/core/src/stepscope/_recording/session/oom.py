@@ -21,12 +21,11 @@ from stepscope.backends.cuda_memory import backend, oom
 from stepscope.backends.cuda_memory.oom import Shortage
 from stepscope.config import ProfileConfig
 from stepscope.errors import ours
+from stepscope.files.cuda_memory import OutOfMemory, write_out_of_memory
 from stepscope.files.layout import RunLayout, safe
 from stepscope.files.manifest.records import Expectation
-from stepscope.files.out_of_memory import OutOfMemory, write_out_of_memory
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.storage.atomic import private
-from stepscope.files.storage.temporary import temporary
+from stepscope.files.storage.atomic import private, temporary
 
 MOST_RECORDS = 100
 """Largest number of records of one process: a loop that searches its batch size runs out of memory many

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from stepscope._recording.output import exporter
-from stepscope._recording.output.manifest_part import ManifestPart
+from stepscope._recording import output
+from stepscope._recording.output import ManifestPart
 from stepscope._recording.process import clock, failures
 from stepscope._recording.process.event_loop import in_event_loop
 from stepscope._recording.session import selection
@@ -250,7 +250,7 @@ class Windows:
 
     def _used_up(self) -> str | None:
         allowed_mb = self._config.budget.trace_mb
-        written_mb = exporter.exporter().bytes_written(self._step) >> 20
+        written_mb = output.exporter().bytes_written(self._step) >> 20
         if written_mb < allowed_mb:
             return None
         return f"budget.trace_mb: {written_mb} MB of traces are written, {allowed_mb} allowed"
@@ -312,7 +312,7 @@ class Windows:
                 options=pending.options,
             )
 
-        def done(result: exporter.ExportResult) -> None:
+        def done(result: output.ExportResult) -> None:
             lacking = pending.lacking() if callable(pending.lacking) else pending.lacking
             trouble = result.error or lacking
             self._manifest_part.export_ends(name, result.artifact, trouble, result.cost_ns)
@@ -322,7 +322,7 @@ class Windows:
                 self._on_artifact(path, result.sidecar, self._manifest_part)
 
         self._manifest_part.export_begins(name, truncated, pending.ignored)
-        exporter.exporter().submit(
+        output.exporter().submit(
             pending,
             target=target,
             describe=describe_file,

@@ -19,14 +19,14 @@ from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
+from stepscope._recording import output
 from stepscope._recording.counters.catalogue import openers
 from stepscope._recording.counters.log import CounterLog
 from stepscope._recording.counters.sampler import Sampler
-from stepscope._recording.output import exporter
-from stepscope._recording.output.manifest_part import ManifestPart
+from stepscope._recording.output import ManifestPart
 from stepscope._recording.process import clock, failures, run, shutdown
 from stepscope._recording.process.failures import describe
-from stepscope._recording.process.hardware import read_hardware
+from stepscope._recording.process.identity import read_hardware
 from stepscope._recording.session import budget, selection
 from stepscope._recording.session.profiler_windows import OnArtifact, Windows
 from stepscope._recording.session.selection import LIBRARY, library_loaded
@@ -156,7 +156,7 @@ class Session:
         """Create the folders and files. This part of opening may run on any thread."""
         if self.config.export.when == "deferred":
             # What nobody has flushed since the last capture must not be written inside this one.
-            exporter.exporter().drain(self.config.budget.export_seconds)
+            output.exporter().drain(self.config.budget.export_seconds)
         self.manifest_part.expect(awaited("spans", "spans", "closing"))
         if self._counters is not None:
             self.manifest_part.expect(awaited("counters", "counters", "closing"))
@@ -275,7 +275,7 @@ class Session:
         """Request that the manifest's part is written after `hand_back`, because earlier writes are part of
         the measured cost.
         """
-        exporter.exporter().then(self._write_cost, deferred=False)
+        output.exporter().then(self._write_cost, deferred=False)
 
     def _write_cost(self) -> None:
         if self._handed_back.wait(_HAND_BACK_S) and self.layout.root.is_dir():  # it may have been removed
@@ -373,7 +373,7 @@ class Session:
             self._watchdog.cancel()
         if self._windows is not None and self._closing is not None and not self._is_awaited:
             self._is_awaited = True  # an export takes the GIL, and the caller would wait longer
-            exporter.exporter().then(self._await_caller, deferred=False)
+            output.exporter().then(self._await_caller, deferred=False)
         if self._windows is not None:
             self._windows.finish(truncated=truncated, discard=discard)
 

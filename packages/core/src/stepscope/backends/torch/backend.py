@@ -20,16 +20,18 @@ from types import MappingProxyType
 import msgspec
 
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
-from stepscope.backends.threaded.threaded_window import (
+from stepscope.backends.threaded.window_thread import (
     HeldWindow,
     Late,
     about,
     begin_on_thread,
     end_on_thread,
+    in_backward,
+    run_on,
+    thread_for_window,
     title,
 )
-from stepscope.backends.threaded.window_thread import in_backward, run_on, thread_for_window
-from stepscope.backends.torch import foreign_sessions, libc, record_function_scopes
+from stepscope.backends.torch import foreign_sessions, record_function_scopes
 from stepscope.backends.torch import window as torch_window
 from stepscope.backends.torch.options import Options, resolve
 from stepscope.backends.torch.window import Recorded, TorchWindow
@@ -93,7 +95,7 @@ def _in_child() -> None:
         if window.options.recorded["with_stack"]:
             sys.setprofile(None)  # and every call
     # A destructor of Kineto waits for a thread that a fork does not copy: exit() would hang.
-    libc.leave_without_destructors()
+    torch_window.leave_without_destructors()
 
 
 _LITTLE_MB = 256

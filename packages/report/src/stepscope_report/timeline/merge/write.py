@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from stepscope.files.storage.temporary import temporary
+from stepscope.files.storage.atomic import temporary
 
 _GZIP = 31
 """The window of zlib's functions that makes a gzip file: 16 more than its 15 bits."""

@@ -1,1 +1,0 @@
-"""Files other than spans that a process writes."""
