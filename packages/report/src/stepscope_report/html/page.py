@@ -78,13 +78,13 @@ def draw_section(name: str, title: str, blocks: Iterable[Block]) -> Iterator[Htm
 
 
 def draw(block: Block, heading: str = "") -> Html:
-    """Return a block as a page shows it. Its title is left out if the heading above is the same."""
+    """Return a block as a page shows it. Its title is left out as far as the heading above says it."""
     if isinstance(block, Paragraph):
         return tag("p", block.text, class_="said")
+    words = block.title.removeprefix(heading).lstrip(": ")
     if isinstance(block, Listing):
-        title = "" if block.title == heading else block.title
-        return listing(title, block.lines, "bad" if block.bad else "")
-    title = EMPTY if block.title == heading else tag("h3", block.title)
+        return listing(words, block.lines, "bad" if block.bad else "")
+    title = tag("h3", words) if words else EMPTY
     if isinstance(block, TextTable):
         note = tag("p", block.note, class_="note") if block.note else EMPTY
         return join(title, table(block.columns, block.rows), note)
