@@ -159,7 +159,7 @@ def test_clocks_of_other_hosts_are_measured_at_first_and_with_the_step(
     tmp_path: Path, actors: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The actors run on this host, whose clock they share: what is measured must allow an offset of 0."""
-    for module in ("fanout.ray_worker", "capture.kept_steps"):
+    for module in ("fanout.ray_fleet", "capture.kept_steps"):
         monkeypatch.setattr(f"stepscope._recording.{module}.gethostname", lambda: "elsewhere")
     config = config_in(tmp_path, recorder={"triggers": []})
     step_of(config, 0, actors, (0.01, 0.01))
