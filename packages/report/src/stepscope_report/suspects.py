@@ -108,8 +108,8 @@ class Work(NamedTuple):
     """Sum of the calls' own times in the step, without calls below them and without waits for ranks that
     entered later."""
     whole_ns: int
-    """The same with time before the step, of an owner whose capture opened before the first one. Another
-    process is compared with it: only time in the step makes a process slow."""
+    """`own_ns` with the time before the step, which an owner has whose capture opened before the first one.
+    Other processes are compared with it; a process itself is slow by `own_ns` alone."""
     tokens: int | None
     """Sum of the calls' attributes `tokens`, or None if a call has none."""
 

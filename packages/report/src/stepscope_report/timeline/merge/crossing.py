@@ -52,7 +52,7 @@ class _Run:
         """The latest slices, until `settle`: a list takes one in a third of the time."""
         self.joins = joins
         self._outer = array("i")
-        """Of each slice, the number of the one that it is in, or -1. It grows when it is needed."""
+        """Number of the slice that each slice is in, or -1. It grows when it is needed."""
         self._latest = 0
         """Number of slices that begin no later than the last slice that was compared."""
 

@@ -123,7 +123,7 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Kineto's category if one fits: `kernel`, `gpu_memcpy`, `gpu_memset`, `cuda_runtime`, `cpu_op`,
     `user_annotation`, `communication`."""
     args: Mapping[str, object] | None = None
-    """Of a kernel and of the call that launched it, `correlation` is the same integer."""
+    """`correlation` of a kernel is the integer of the call that launched it."""
 
 
 class Instant(msgspec.Struct, frozen=True, kw_only=True, gc=False):
