@@ -140,7 +140,7 @@ class Plain:
         processes = count(len({row.process for row in rows}), "process")
         span = f"{duration(window.wall_ns)} from the first event to the last"
         when = moment(window.start_ns) if is_wall(window.start_ns) else "at no known time"
-        return f"{when}: {processes}, {span}"
+        return f"{when}: {processes}, {span}" if window.wall_ns else f"{when}: {processes}"
 
     def brief(self, paths: Sequence[Path]) -> list[Part]:
         """Return the whole story in at most 40 lines. `paths` are the arguments of the commands to run

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stepscope_report.model import StepReport
 
 Reach: TypeAlias = Literal["one host", "several hosts"]
+_REACHES: tuple[Reach, Reach] = ("one host", "several hosts")
 KEPT = 64
 """Number of rows that a report keeps, those with the most time."""
 
@@ -36,6 +37,8 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
     """Number of ranks in the group."""
     reach: Reach | None
     """Hosts of the group's ranks, or None if not all of them are known."""
+    host: str | None
+    """The one host of the group's ranks, or None if there are several or its name is unknown."""
     bytes: int
     """Size as nccl-tests counts it: of an all-gather what a rank has in the end, else what it began with."""
     processes: int
@@ -57,7 +60,7 @@ def bus_factor(op: str, ranks: int) -> float:
         return 1.0
     if "allreduce" in name:
         return 2 * (ranks - 1) / ranks
-    if any(part in name for part in ("allgather", "reducescatter", "alltoall")):
+    if any(part in name for part in ("allgather", "reducescatter", "alltoall", "all2all")):
         return (ranks - 1) / ranks
     return 1.0
 
@@ -65,11 +68,13 @@ def bus_factor(op: str, ranks: int) -> float:
 def collective_rows(activities: Sequence[TraceActivity]) -> Table[CollectiveRow]:
     """Return the collectives of known size, those with the most time first."""
     hosts = {one.info.rank: one.info.host for one in activities if one.info.rank is not None}
-    sums: dict[tuple[str, str, int, int], _Sum] = {}
+    sums: dict[tuple[str, str, int, int, int], _Sum] = {}
     for activity in activities:
         for calls in activity.content.sized:
-            own = sums.setdefault((calls.op, calls.group, calls.ranks, calls.bytes), _Sum())
+            key = calls.op, calls.group, calls.ranks, calls.bytes, calls.nodes or 0
+            own = sums.setdefault(key, _Sum())
             own.processes.add(activity.name)
+            own.hosts.add(activity.info.host)
             own.count += calls.count
             own.total_us += calls.total_us
             own.best_us = min(own.best_us, calls.best_us)
@@ -80,17 +85,22 @@ def collective_rows(activities: Sequence[TraceActivity]) -> Table[CollectiveRow]
 class _Sum:
     def __init__(self) -> None:
         self.processes: set[str] = set()
+        self.hosts: set[str] = set()
         self.count, self.total_us, self.best_us = 0, 0.0, float("inf")
 
 
-def _row(op: str, group: str, ranks: int, total: int, own: _Sum, hosts: dict[int, str]) -> CollectiveRow:
+def _row(
+    op: str, group: str, ranks: int, total: int, nodes: int, own: _Sum, hosts: dict[int, str]
+) -> CollectiveRow:
     mean_us, factor = own.total_us / own.count, bus_factor(op, ranks)
-    name, _, members = group.partition(" ")
+    name, _, members = group.partition(" ") if not nodes else (group, "", "")
+    reach: Reach | None = _reach(members, hosts) if not nodes else _REACHES[nodes > 1]
     return CollectiveRow(
         op=op,
         group=name,
         ranks=ranks,
-        reach=_reach(members, hosts),
+        reach=reach,
+        host=next(iter(own.hosts)) if reach == "one host" and len(own.hosts) == 1 else None,
         bytes=total,
         processes=len(own.processes),
         calls=own.count,
@@ -122,11 +132,14 @@ def collective_blocks(rows: Sequence[CollectiveRow], report: StepReport) -> Iter
         times = (">calls", ">mean", ">fastest", ">algorithm GB/s", ">bus GB/s", ">bus, mean")
         columns = ("collective", "group", ">ranks", "within", ">size", *times)
         note = "GB/s of the fastest call; the mean has waiting for the last rank in it."
-        yield TextTable("Collectives", columns, tuple(map(_cells, rows)), note, noun="row")
+        several = len({row.host for row in rows} - {None}) > 1
+        cells = tuple(_cells(row, row.host if several else None) for row in rows)
+        yield TextTable("Collectives", columns, cells, note, noun="row")
 
 
-def _cells(row: CollectiveRow) -> tuple[str, ...]:
-    place = (row.op, row.group, f"{row.ranks:,}", row.reach or "", size(row.bytes), f"{row.calls:,}")
+def _cells(row: CollectiveRow, host: str | None) -> tuple[str, ...]:
+    within = host or row.reach or ""
+    place = (row.op, row.group, f"{row.ranks:,}", within, size(row.bytes), f"{row.calls:,}")
     rates = (f"{rate:.2f}" for rate in (row.algorithm_gbs, row.bus_gbs, row.mean_bus_gbs))
     return (*place, duration(row.mean_ns), duration(row.best_ns), *rates)
 

@@ -226,7 +226,8 @@ def missing_devices(activities: Iterable[TraceActivity]) -> Table[NoDevice]:
     for activity in activities:
         without_cuda = activity.versions.get("torch", "").endswith("+cpu")
         content = activity.content
-        if content.events and not content.devices and not content.kernels and not without_cuda:
+        timed = content.first_us is not None  # NCCL's Inspector says no times
+        if timed and not content.devices and not content.kernels and not without_cuda:
             causes[_why_no_device(activity)].append(activity.name)
     return Table(
         NoDevice(processes=tuple(dict.fromkeys(names)), cause=cause, fix=fix)

@@ -174,6 +174,13 @@ class SizedCalls(msgspec.Struct):
     total_us: float = 0.0
     best_us: float = float("inf")
     """Time of the fastest call."""
+    nodes: int | None = None
+    """Number of the group's hosts, or None if the file does not say it; `group` then has no ranks."""
+
+    def add(self, us: float) -> None:
+        self.count += 1
+        self.total_us += us
+        self.best_us = min(self.best_us, us)
 
 
 class TraceContent(msgspec.Struct, kw_only=True):

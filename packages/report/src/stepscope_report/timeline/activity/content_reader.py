@@ -309,9 +309,7 @@ class Reading:
             if len(self.sized) >= _SIZES:
                 return
             known = self.sized[key] = SizedCalls(*key)
-        known.count += 1
-        known.total_us += call.dur_us
-        known.best_us = min(known.best_us, call.dur_us)
+        known.add(call.dur_us)
 
     def is_near(self, start: float, dur: float) -> bool:
         return self._near[0] <= start and start + dur <= self._near[1]

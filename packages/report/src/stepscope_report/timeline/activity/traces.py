@@ -37,6 +37,7 @@ from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import Distributed, TraceFields
 from stepscope_report.timeline.readers.contract import FoundFile, Origin, Reader, Slice, Track
 from stepscope_report.timeline.readers.installed import Readers, failure_noted, undeclared
+from stepscope_report.timeline.readers.nccl_inspector import InspectorReader, read_calls
 from stepscope_report.timeline.step.recorded import Recorded
 from stepscope_report.timeline.step.rows import Row, Rows, axis_of, offset_at
 from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile, find_traces
@@ -125,10 +126,20 @@ def _read_here(
 ) -> list[ProcessContent]:
     if trace.reader is None:
         return _alone(read_trace(trace.path, on_read, step_mark))
+    if isinstance(trace.reader, InspectorReader):
+        return _alone(_read_inspected(trace.path, on_read))
     contents = read_recording(trace.reader, trace.found_file, step_mark)
     if on_read is not None:
         on_read(size_of(trace.path))
     return contents
+
+
+def _read_inspected(path: Path, on_read: Callable[[int], None] | None) -> TraceContent:
+    """Return the content of a file of NCCL's Inspector. It has no times."""
+    notes = Notes()
+    sized, lines, written_ns = read_calls(path, notes, on_read)
+    empty = Reading(notes, frozenset()).finish(TraceFields(base_ns=written_ns))
+    return msgspec.structs.replace(empty, events=lines, sized=sized)
 
 
 def _alone(content: TraceContent) -> list[ProcessContent]:

@@ -92,8 +92,9 @@ def _changed(folder: str) -> tuple[str, int | None]:
 
 
 def _own() -> Sequence[Reader]:
+    from stepscope_report.timeline.readers.nccl_inspector import InspectorReader
     from stepscope_report.timeline.readers.nsys import (
         NsysReader,  # import time: sqlite3, which only a merge needs
     )
 
-    return (NsysReader(),)
+    return NsysReader(), InspectorReader()

@@ -30,6 +30,7 @@ from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import ChromeTrace
 from stepscope_report.timeline.readers.contract import FoundFile, Origin
 from stepscope_report.timeline.readers.installed import Readers
+from stepscope_report.timeline.readers.nccl_inspector import InspectorReader
 from stepscope_report.timeline.sources import Source
 from stepscope_report.timeline.step.load import align_without_owner, process_of, window_of
 from stepscope_report.timeline.step.own_timeline import read_timeline, rows_of
@@ -49,6 +50,7 @@ _MERGED = "merged-"
 """Prefix of the file in which SGLang repeats the traces of its ranks."""
 _APART_NS = 60_000_000_000
 """Time between the traces of two runs, in ns. The clocks of two hosts of a run differ by less."""
+_TIMELESS = Aligned(Placement([(0, 0)]), ProcessClock(alignment="assumed"))
 _NO_HOST = "host unknown"
 _ASSUMED = "its traces name no host: its wall clock is taken to be that of the others"
 
@@ -137,6 +139,7 @@ def read_plain(
             files.problems.extend(FileProblem(file=trace.name, what=what, events=n) for what, n in problems)
         else:
             files.unread.append(f"{trace.name}: it holds no event")
+    traces = list(_with_inspected(traces))
     if not traces:
         reasons = "; ".join([*files.unread, *(f"{one.file}: {one.what}" for one in files.problems)][:3])
         raise RecordError(f"no trace in {', '.join(map(str, paths))} ({reasons or 'no such files'})")
@@ -290,15 +293,21 @@ def _described(trace: TraceFile, info: ProcessInfo, tool: str, topology: dict[st
 
 
 def _timeline(root: Path, traces: Sequence[_Trace]) -> Timeline:
-    """Return a timeline without spans. Processes without a wall clock are unaligned, and the last ones."""
+    """Return a timeline without spans. Processes without a wall clock are unaligned, and the last ones; those
+    of NCCL's Inspector alone, which have no times, come before these and are not in the window.
+    """
     by_key: dict[tuple[bool, str], list[_Trace]] = {}
     for trace in traces:
         by_key.setdefault((trace.content.base_ns is None, trace.info.key), []).append(trace)
-    unaligned = sum(1 for own_clock, _ in by_key if own_clock)
     groups = sorted(by_key.values(), key=_order)
     sources = [_source(group) for group in groups]
-    known = len(sources) - unaligned
-    aligned = [*_align(sources[:known], groups[:known]), *map(_unaligned, sources[known:])]
+    known = sum(1 for group in groups if _order(group)[:2] == (False, False))
+    timeless = sum(1 for group in groups if _order(group)[:2] == (False, True))
+    aligned = [
+        *_align(sources[:known], groups[:known]),
+        *(_TIMELESS for _ in range(timeless)),
+        *map(_unaligned, sources[known + timeless :]),
+    ]
     names = names_of([source.info for source in sources])
     processes = tuple(
         msgspec.structs.replace(process_of(source, name, placed, (), profiled=True), dropped=0)
@@ -308,21 +317,35 @@ def _timeline(root: Path, traces: Sequence[_Trace]) -> Timeline:
         step=0,
         run_id=root.name,
         runs=(root.name,),
-        window=window_of(processes) if known else _window(traces),
+        window=window_of(processes[:known]) if known else _window(traces),
         processes=processes,
         spans=[],
         manifest=None,
     )
 
 
-def _order(group: Sequence[_Trace]) -> tuple[bool, str, int, str]:
+def _with_inspected(traces: Sequence[_Trace]) -> Iterator[_Trace]:
+    """Yield the traces; those of NCCL's Inspector as of the process that another trace names."""
+    named = {(one.info.host, one.info.pid): one.info for one in traces if not _is_inspected(one)}
+    for one in traces:
+        known = named.get((one.info.host, one.info.pid)) if _is_inspected(one) else None
+        yield one if known is None else one._replace(info=known)
+
+
+def _is_inspected(trace: _Trace) -> bool:
+    return isinstance(trace.file.reader, InspectorReader)
+
+
+def _order(group: Sequence[_Trace]) -> tuple[bool, bool, str, int, str]:
     first = group[0]
     rank = -1 if first.info.rank is None else first.info.rank
-    return first.content.base_ns is None, first.info.role, rank, first.file.name
+    inspected = all(map(_is_inspected, group))
+    return first.content.base_ns is None, inspected, first.info.role, rank, first.file.name
 
 
 def _source(group: Sequence[_Trace]) -> Source:
-    times = [_extent(trace.content) for trace in group]
+    timed = [trace for trace in group if not _is_inspected(trace)]
+    times = [_extent(trace.content) for trace in timed or group]
     opened, closed = min(first for first, _ in times), max(last for _, last in times)
     return Source(
         "",
