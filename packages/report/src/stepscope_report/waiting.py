@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from stepscope.files.states import (
+    Communicator,
     EngineState,
     Frame,
     PendingCollective,
@@ -115,6 +116,20 @@ without a token. `actor`: a method of a Ray actor that does not record. `process
 call, or does not answer."""
 
 
+class Behind(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that others wait for, by the collectives that each of them has begun."""
+
+    group: str
+    """A process group of torch, or `communicator 0x5f2a` of NCCL."""
+    state: Literal["behind", "dead", "silent"]
+    """`behind`: it has begun fewer. `dead`, `silent`: in the judgement of NCCL."""
+    op: str = "collectives"
+    begun: int | None = None
+    """Number of these collectives that it has begun, or None if unknown."""
+    others: int | None = None
+    """Number that most of the others have begun."""
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """A call that goes on: a span that has not ended and has no children in its process, or another
     `kind`.
@@ -142,6 +157,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the collective in that group, or None."""
     missing: tuple[int, ...] = ()
     """Ranks that have not entered the collective."""
+    behind: Behind | None = None
+    """The collectives in which the call's process is behind, or None if it is not."""
     waits: bool = False
     """True if the call's stage only waits."""
     wait: Wait | None = None
@@ -215,7 +232,7 @@ def say_call(call: Call) -> str:
     if call.kind == "actor":
         return f"Ray actor {call.process[:8]}: {call.stage} since {duration(call.age_ns)}, {call.where}"
     if call.kind == "process":
-        return f"{call.process}: {call.where}"
+        return f"{call.process}: {call.where}{_behind(call)}"
     if call.kind == "engine":
         return f"{call.process}: engine {call.stage}, {call.where}"
     whose = "" if call.trajectory is None else f" ({turn(call.trajectory, call.turn)})"
@@ -226,7 +243,17 @@ def say_call(call: Call) -> str:
         text += ", in Ray for a call that nothing here shows"
     if call.collective is not None:
         text += f", in the collective {call.collective}{_missing(call)}"
-    return text + (f", {call.where}" if call.where else "")
+    return text + (f", {call.where}" if call.where else "") + _behind(call)
+
+
+def _behind(call: Call) -> str:
+    """Return `, has begun 118 AllReduce of communicator 0x5f2a, the others 119`; empty if not behind."""
+    own = call.behind
+    if own is None:
+        return ""
+    if own.state != "behind":
+        return ", and dead for NCCL" if own.state == "dead" else ", and none to NCCL"
+    return f", has begun {own.begun:,} {own.op} of {own.group}, the others {own.others:,}"
 
 
 class Entered:
@@ -266,6 +293,60 @@ class Entered:
             last = self._last[key]
             self._missing[at] = tuple(rank for rank in group.ranks if last.get(rank, -1) < call.number)
         return call, self._missing[at]
+
+
+class Launched:
+    """The ranks that are behind in the communicators of NCCL, from NCCL's RAS.
+
+    Attributes:
+        behind: {process: how far it is behind}. Processes without a state have the name of a silent worker,
+            or NCCL's.
+        awaited: {process: the processes behind it}.
+    """
+
+    def __init__(self, states: Sequence[ProcessState], silent: Iterable[str]) -> None:
+        self.behind: dict[str, Behind] = {}
+        self.awaited: dict[str, set[str]] = defaultdict(set)
+        self._by_pid: dict[int, list[ProcessState]] = defaultdict(list)
+        for state in states:
+            self._by_pid[state.process.pid].append(state)
+        self._silent = list(silent)
+        for state in states:
+            for communicator in state.communicators:
+                self._read(communicator)
+
+    def _read(self, communicator: Communicator) -> None:
+        others = [key for host, pid in communicator.others if (key := self._key(host, pid)) is not None]
+        named = [self._key(rank.host, rank.pid) for rank in communicator.ranks]
+        if not others and not any(named):
+            return  # of another run, whose processes are on the same hosts
+        group = f"communicator {communicator.hash}"
+        for rank, known in zip(communicator.ranks, named, strict=True):
+            key = known or f"rank {rank.rank} of {group} (pid {rank.pid} on {rank.host})"
+            self.behind[key] = Behind(
+                group=group,
+                state=rank.state,
+                op=rank.op or "collectives",
+                begun=rank.begun,
+                others=rank.others,
+            )
+            for other in others:
+                self.awaited[other].add(key)
+
+    def _key(self, host: str, pid: int) -> str | None:
+        """Return the key of a process, or of a worker without an answer. In containers, processes of several
+        hosts may have one id.
+        """
+        there = [state for state in self._by_pid[pid] if _may_be_at(state, host)]
+        known = [state.process.key for state in there]
+        known = known or [key for key in self._silent if key.endswith(f"_pid{pid}")]
+        return known[0] if len(known) == 1 else None
+
+
+def _may_be_at(state: ProcessState, host: str) -> bool:
+    """Return whether a process may run on the host with an IP address; NCCL may know but the loopback's."""
+    own = state.addresses
+    return not own or host in own or host == "unknown" or host.startswith(("127.", "::1"))
 
 
 def rank_of(state: ProcessState) -> int | None:

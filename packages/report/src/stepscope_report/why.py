@@ -8,13 +8,14 @@ from itertools import chain, islice
 
 import msgspec
 
-from stepscope.files.states import Frame, OpenSpan, ProcessState
+from stepscope.files.states import Frame, OpenSpan, ProcessState, Thread
 from stepscope_report.components import components
 from stepscope_report.formatting import count
 from stepscope_report.open_calls import Process, RayCalls
 from stepscope_report.waiting import (
     Call,
     Entered,
+    Launched,
     asks_engine,
     collective_of,
     engine_call,
@@ -135,6 +136,7 @@ class _Answer:
         self._unlinked: dict[str, list[int]] = {}
         """{process: calls of its workers that no known call waits for}."""
         self._entered = Entered(states)
+        self._launched = Launched(states, self.silent)
         self._peers: dict[str, dict[int, ProcessState]] = defaultdict(dict)
         """{role: {rank: state of its process}}."""
         for state in states:
@@ -167,8 +169,7 @@ class _Answer:
         self._stacks[process.key, span.span] = frames
         collective = collective_of(frames)
         pending, missing = self._entered.awaited(process.state)
-        main = next((t for t in process.state.threads if t.name == "MainThread"), None)
-        if collective is None and missing and main is not None and main.id == span.thread:
+        if collective is None and missing and _is_of_main(process.state, span):
             collective = pending.op if pending is not None else None  # a wait for the device, by another name
         joined = pending if collective is not None else None
         holds = span.thread in process.blocked and process.blocked[span.thread] == span.span
@@ -186,6 +187,7 @@ class _Answer:
             group=None if joined is None else joined.description,
             number=None if joined is None else joined.number,
             missing=() if joined is None else missing,
+            behind=self._launched.behind.get(process.key) if _is_of_main(process.state, span) else None,
             waits=span.waits,
             wait=None if collective is not None else wait,
             blocks=holds,
@@ -241,7 +243,10 @@ class _Answer:
         if process.key in self._engines and self._asks(process, span):
             engines = self._engines[process.key]
             known |= {engine for engine in engines if is_stuck(self.calls[engine])} or set(engines)
-        if call.collective is not None:
+        behind = self._launched.awaited.get(process.key, ())
+        if behind and not call.missing and not known and _is_of_main(process.state, span):
+            known |= {at for key in behind for at in self._calls_of(key)}
+        elif call.collective is not None:
             known |= set(self._missing_peers(call, process.state))
         if not known:
             known = set(self._by_its_stack(call, process))
@@ -302,7 +307,12 @@ class _Answer:
                 key = next((key for key in self.silent if key.startswith(f"{call.role}_rank{rank}_")), None)
                 yield self._silent(key or f"{call.role} rank {rank}")
             else:
-                yield from self._of[other.process.key] or [self._idle(other)]
+                yield from self._calls_of(other.process.key)
+
+    def _calls_of(self, key: str) -> Sequence[int]:
+        """Return the calls of a process, or the process itself if it is in no call or does not answer."""
+        known = self.processes.get(key)
+        return [self._silent(key)] if known is None else self._of[key] or [self._idle(known.state)]
 
     def _lacks(self, call: Call, state: ProcessState) -> tuple[int, ...]:
         """Return the ranks of the role that are not in the collective called at the same place; if all
@@ -326,14 +336,25 @@ class _Answer:
         if (key, 0) not in self._at:
             where = self._fates.get(key, _NO_ANSWER)
             self._at[key, 0] = self._add(
-                Call(kind="process", process=key, role=role if rest else key, stage="", age_ns=0, where=where)
+                Call(
+                    kind="process",
+                    process=key,
+                    role=role if rest else key,
+                    stage="",
+                    age_ns=0,
+                    where=where,
+                    behind=self._launched.behind.get(key),
+                )
             )
         return self._at[key, 0]
 
     def _idle(self, state: ProcessState) -> int:
         key = state.process.key
         if (key, 0) not in self._at:
-            self._at[key, 0] = self._add(_no_call(state, _main(state)))
+            idle = msgspec.structs.replace(
+                _no_call(state, _main(state)), behind=self._launched.behind.get(key)
+            )
+            self._at[key, 0] = self._add(idle)
         return self._at[key, 0]
 
     # What holds the others.
@@ -420,7 +441,16 @@ def _no_call(state: ProcessState, where: str, *, blocks: bool = False) -> Call:
     )
 
 
+def _is_of_main(state: ProcessState, span: OpenSpan) -> bool:
+    main = _main_thread(state)
+    return main is not None and main.id == span.thread
+
+
+def _main_thread(state: ProcessState) -> Thread | None:
+    return next((thread for thread in state.threads if thread.name == "MainThread"), None)
+
+
 def _main(state: ProcessState) -> str:
-    main = next((thread for thread in state.threads if thread.name == "MainThread"), None)
+    main = _main_thread(state)
     where = "" if main is None else say_where(main.frames)
     return f"in no call{f': {where}' if where else ''}"

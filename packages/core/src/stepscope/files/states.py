@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from stepscope.files.clock import Int
@@ -133,6 +135,35 @@ class Collectives(msgspec.Struct, frozen=True, kw_only=True):
     pending: tuple[PendingCollective, ...]
 
 
+class CommunicatorRank(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A rank of a communicator of NCCL that differs from the others."""
+
+    rank: Int
+    """Rank in the communicator."""
+    host: str
+    """IP address of its host, or `unknown`."""
+    pid: Int
+    state: Literal["behind", "dead", "silent"]
+    """`behind`: it has launched fewer collectives. `silent`: it does not answer NCCL."""
+    op: str = ""
+    """The collective in which it is behind: `AllReduce`."""
+    begun: Int | None = None
+    """Number of these collectives that it has launched, or None if it does not answer."""
+    others: Int | None = None
+    """Number of these collectives that most of the others have launched."""
+
+
+class Communicator(msgspec.Struct, frozen=True, kw_only=True):
+    """A communicator of NCCL, some of whose ranks differ, from NCCL's RAS."""
+
+    hash: str
+    size: Int
+    ranks: tuple[CommunicatorRank, ...]
+    """The ranks that differ."""
+    others: tuple[tuple[str, Int], ...]
+    """(IP address, process id) of the others."""
+
+
 class RayCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call of a Ray actor that has not returned."""
 
@@ -170,7 +201,11 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineState, ...] = ()
     """The engines that this process holds or queries over HTTP."""
     collectives: Collectives | None = None
+    communicators: tuple[Communicator, ...] = ()
+    """The communicators of the whole job that NCCL's RAS tells of, in the states of two ranks at most."""
+    addresses: tuple[str, ...] = ()
+    """IP addresses of the host, by which NCCL's RAS names it."""
     ray_calls: tuple[RayCall, ...] = ()
     """The calls of all actors of the job, from Ray, in the driver's state."""
     more: bool = False
-    """True if a second state with Ray's calls follows."""
+    """True if a second state follows, with the answers of Ray and of NCCL's RAS."""

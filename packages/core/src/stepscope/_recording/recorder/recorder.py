@@ -18,9 +18,9 @@ from stepscope._recording.counters.catalogue import openers
 from stepscope._recording.counters.sampler import Sampler
 from stepscope._recording.process import clock, failures, identity, ray_connection, run
 from stepscope._recording.process.work_queue import WorkQueue
-from stepscope._recording.recorder import steps
+from stepscope._recording.recorder import nccl_ras, steps
 from stepscope._recording.recorder.engine_queues import EngineQueues
-from stepscope._recording.recorder.state import in_time, state_of
+from stepscope._recording.recorder.state import communicators_in_time, in_time, state_of
 from stepscope._recording.recorder.steps import RecordedStep, Steps, StepTokens
 from stepscope._recording.recorder.write import (
     COUNTERS_HZ,
@@ -369,16 +369,17 @@ class Recorder:
         Raises:
             OSError: The file cannot be written.
         """
-        state = self.state()
-        path, asks_ray = (
-            self.layout.state_of(self.process, order_id),
-            known_here(bool(self.workers)),
-        )
-        write_atomic(path, msgspec.json.encode(msgspec.structs.replace(state, more=asks_ray)))
-        if asks_ray:
-            calls = in_time("asking Ray for calls", open_calls, _RAY_S) or ()
+        state, path = self.state(), self.layout.state_of(self.process, order_id)
+        asks_ray, asks_nccl = known_here(bool(self.workers)), nccl_ras.may_know()
+        write_atomic(path, msgspec.json.encode(msgspec.structs.replace(state, more=asks_ray or asks_nccl)))
+        if asks_ray or asks_nccl:
+            until = time.monotonic() + nccl_ras.ANSWER_S
+            found = communicators_in_time() if asks_nccl else ()
+            left_s = min(_RAY_S, until - time.monotonic())
+            calls = in_time("asking Ray for calls", open_calls, left_s) if asks_ray and left_s > 0 else None
             if path.exists():  # somebody still waits for it
-                write_atomic(path, msgspec.json.encode(msgspec.structs.replace(state, ray_calls=calls)))
+                full = msgspec.structs.replace(state, ray_calls=calls or (), communicators=found)
+                write_atomic(path, msgspec.json.encode(full))
 
     def later(self, work: Callable[[], None]) -> None:
         """Queue work for the background thread, after everything that was triggered before."""

@@ -21,6 +21,7 @@ import msgspec
 
 from stepscope._recording.counters.sampler import Sampler
 from stepscope._recording.process.shutdown import on_sigterm
+from stepscope._recording.recorder import nccl_ras
 from stepscope._recording.recorder.collectives import collectives_here
 from stepscope._recording.recorder.engine_queues import engine_states
 from stepscope._recording.spans import collective_calls, lines, scopes, tasks
@@ -29,7 +30,7 @@ from stepscope._recording.spans.tasks import DEPTH, Place, frame_of
 from stepscope.errors import ours
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SEQUENCE, WAIT, WAITING
-from stepscope.files.states import RECENT_NS, CounterNow, OpenSpan, ProcessState, Task, Thread
+from stepscope.files.states import RECENT_NS, Communicator, CounterNow, OpenSpan, ProcessState, Task, Thread
 from stepscope.files.values import bounded
 
 T = TypeVar("T")
@@ -57,6 +58,11 @@ def in_time(name: str, ask: Callable[[], T], seconds: float) -> T | None:
         return None
     thread.join(seconds)
     return answers[0] if answers else None
+
+
+def communicators_in_time() -> tuple[Communicator, ...]:
+    """Return the communicators of the job that NCCL's RAS tells of; empty without its answer."""
+    return in_time("asking NCCL's RAS", nccl_ras.communicators, nccl_ras.ANSWER_S) or ()
 
 
 MOST = 1000
@@ -116,6 +122,7 @@ def state_of(
         counters=() if sampler is None else tuple(_counters(sampler, now_ns)),
         engines=tuple(engine_states(sampler, now_ns)),
         collectives=in_time("reading torch's flight recorder", collectives_here, _ASK_S),
+        addresses=nccl_ras.addresses(),
     )
 
 

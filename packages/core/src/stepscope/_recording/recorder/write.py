@@ -18,6 +18,8 @@ from stepscope._recording.output import ManifestPart
 from stepscope._recording.process import failures
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import read_hardware
+from stepscope._recording.recorder import nccl_ras
+from stepscope._recording.recorder.state import communicators_in_time
 from stepscope._recording.recorder.steps import RecordedStep
 from stepscope._recording.spans import lines
 from stepscope._recording.spans.maker import SpanMaker, not_kept
@@ -245,7 +247,10 @@ class StepWriter:
         layout = RunLayout(self._config.save_path).step(window.step)
         path = layout.state_of(self._ring.process, self._order.run_id)
         try:
-            write_atomic(path, msgspec.json.encode(self._state()))
+            state = self._state()
+            if self._order.trigger == "hang" and nccl_ras.may_know():
+                state = msgspec.structs.replace(state, communicators=communicators_in_time())
+            write_atomic(path, msgspec.json.encode(state))
         except ours() as error:
             failures.note("writing what the process does, into a step of the flight recorder", error)
 

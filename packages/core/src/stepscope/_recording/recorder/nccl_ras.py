@@ -1,0 +1,211 @@
+"""NCCL's RAS: in every process that uses NCCL, a thread that knows what all ranks of the job have launched.
+
+Any of these threads answers for all. It listens on a port of its host, and speaks lines of text: a request,
+`OK` or an error, and to `STATUS` one document, after which it closes the connection. NCCL 2.28.7 and later
+can make that document JSON, as RCCL's does. Older ones refuse the format, and are not asked further.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from ipaddress import IPv6Address
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from stepscope.errors import ours
+from stepscope.files.states import Communicator, CommunicatorRank
+
+_ADDRESS = "localhost:28028"
+"""The address of RAS if NCCL_RAS_ADDR is not set."""
+ANSWER_S = 1.4
+"""Longest wait for an answer. RAS waits for 1 s for ranks to which its connection is lost, and for 5 s and
+more for ranks that stand still; `why` answers within 2 s."""
+_TRY_S = 0.4
+"""Longest wait for a greeting. The ranks of a host may share the port, and one of them may stand still."""
+_PAIRS = frozenset({"Send", "Recv", "SendRecv", "PutSignal", "Signal", "WaitSignal"})
+"""Operations between two ranks, of which the ranks of a communicator launch different numbers."""
+_MOST = 64
+"""Largest number of communicators, and of ranks of each, that are kept."""
+_NO_COMMA = re.compile(r'("nvml_dev": -?\d+)(?=\s*")')
+"""The place at which NCCL 2.28 leaves out a comma, in each missing rank."""
+_SIOCGIFADDR = 0x8915
+
+
+class _Missing(msgspec.Struct):
+    rank: int
+    host: str = ""
+    pid: int = -1
+    status: dict[str, bool] = {}
+
+
+class _Rank(msgspec.Struct):
+    rank: int
+    host: str = ""
+    pid: int = -1
+    collective_counts: dict[str, int] = {}
+
+    def collectives(self) -> dict[str, int]:
+        return {op: count for op, count in self.collective_counts.items() if op not in _PAIRS}
+
+
+class _Communicator(msgspec.Struct):
+    hash: str
+    size: int
+    ranks: list[_Rank] = []
+    missing_ranks: list[_Missing] = []
+
+
+class _Status(msgspec.Struct):
+    communicators: list[_Communicator]
+
+
+def may_know() -> bool:
+    """Return whether this process should ask: it is the first or the last rank of torch.distributed, and
+    uses NCCL or has an address of RAS. Two ranks ask, because the first may be the one that is gone.
+    """
+    torch: Any = sys.modules.get("torch.distributed")
+    if torch is None or not torch.is_available() or not torch.is_initialized():
+        return False
+    known = "NCCL_RAS_ADDR" in os.environ or "nccl" in str(torch.get_backend())
+    return known and torch.get_rank() in (0, torch.get_world_size() - 1)
+
+
+def communicators() -> tuple[Communicator, ...]:
+    """Return the communicators of the job in which a rank is missing or has launched fewer collectives than
+    the others.
+
+    Raises:
+        Exception: RAS does not answer within `ANSWER_S`, or in another form.
+    """
+    return odd_communicators(_ask(time.monotonic() + ANSWER_S))
+
+
+def odd_communicators(text: str) -> tuple[Communicator, ...]:
+    """Return the communicators that differ, from RAS's answer in JSON, to which RCCL adds a title."""
+    document = text[text.index("{") : text.rindex("}") + 1]
+    status = msgspec.json.decode(_NO_COMMA.sub(r"\1,", document), type=_Status)
+    found = (_odd(communicator) for communicator in status.communicators)
+    return tuple(one for one, _ in zip((odd for odd in found if odd is not None), range(_MOST), strict=False))
+
+
+def addresses() -> tuple[str, ...]:
+    """Return the IP addresses of this host, by which RAS names it, except those of the loopback."""
+    return tuple(
+        dict.fromkeys(address for address in (*_ipv4(), *_ipv6()) if address[:4] not in ("127.", "::1"))
+    )
+
+
+def _ipv4() -> Iterator[str]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                request = struct.pack("256s", name.encode()[:15])
+                yield socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
+            except ours(OSError):  # an interface without an address
+                continue
+
+
+def _ipv6() -> Iterator[str]:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except ours(OSError):
+        return
+    for line in lines:
+        yield str(IPv6Address(int(line.split()[0], 16)))
+
+
+def _ask(until: float) -> str:
+    """Return RAS's answer.
+
+    Raises:
+        OSError: It does not answer until then.
+        ValueError: It answers something else.
+    """
+    host, _, port = os.environ.get("NCCL_RAS_ADDR", _ADDRESS).rpartition(":")
+    address = host.strip("[]"), int(port)
+    while True:
+        with socket.create_connection(address, _left(until)) as connection:
+            lines = connection.makefile("rb")
+            connection.settimeout(min(_TRY_S, _left(until)))
+            try:
+                _request(connection, lines, b"CLIENT PROTOCOL 2", b"SERVER PROTOCOL ")
+            except ours(TimeoutError):
+                continue
+            connection.settimeout(_left(until))
+            _request(connection, lines, b"TIMEOUT 1", b"OK")
+            _request(connection, lines, b"SET FORMAT JSON", b"OK")
+            connection.sendall(b"VERBOSE STATUS\n")
+            answer = bytearray()
+            while part := lines.read1():
+                answer += part
+                connection.settimeout(_left(until))
+            return answer.decode(errors="replace")
+
+
+def _left(until: float) -> float:
+    """Return the seconds that are left.
+
+    Raises:
+        TimeoutError: None is left.
+    """
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("NCCL's RAS does not answer in time")
+    return left
+
+
+def _request(connection: socket.socket, lines: Any, request: bytes, expected: bytes) -> None:
+    connection.sendall(request + b"\n")
+    answer = lines.readline(1024)
+    if not answer.upper().startswith(expected):
+        raise ValueError(f"NCCL's RAS answers {answer!r} to {request!r}")
+
+
+def _odd(communicator: _Communicator) -> Communicator | None:
+    """Return a communicator with those of its ranks that differ from the others, or None if none does."""
+    counts = {rank.rank: rank.collectives() for rank in communicator.ranks}
+    usual = _usual(counts)
+    ranks = [_missing(rank) for rank in communicator.missing_ranks]
+    ranks += [
+        _behind(rank, counts[rank.rank], usual)
+        for rank in communicator.ranks
+        if any(count < usual[op] for op, count in counts[rank.rank].items())
+    ]
+    if not ranks:
+        return None
+    odd = {rank.rank for rank in ranks}
+    return Communicator(
+        hash=communicator.hash,
+        size=communicator.size,
+        ranks=tuple(ranks[:_MOST]),
+        others=tuple((rank.host, rank.pid) for rank in communicator.ranks if rank.rank not in odd),
+    )
+
+
+def _usual(counts: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
+    """Return the counts of most of the ranks that have launched the most collectives."""
+    most = max((sum(own.values()) for own in counts.values()), default=0)
+    first = Counter(tuple(own.items()) for own in counts.values() if sum(own.values()) == most)
+    return dict(first.most_common(1)[0][0]) if first else {}
+
+
+def _missing(rank: _Missing) -> CommunicatorRank:
+    state: Literal["dead", "silent"] = "dead" if rank.status.get("considered_dead") else "silent"
+    return CommunicatorRank(rank=rank.rank, host=rank.host, pid=rank.pid, state=state)
+
+
+def _behind(rank: _Rank, own: Mapping[str, int], usual: Mapping[str, int]) -> CommunicatorRank:
+    op = max(own, key=lambda op: usual[op] - own[op])
+    return CommunicatorRank(
+        rank=rank.rank, host=rank.host, pid=rank.pid, state="behind", op=op, begun=own[op], others=usual[op]
+    )
