@@ -308,6 +308,15 @@ def test_what_an_engine_builds_upon_is_ready_before_its_own_set_up_takes_the_loc
     assert built == [".venv-vllm-2", ".venv-vllm-1"]
 
 
+def test_a_set_up_waits_for_none_of_another_checkout(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with environments.lock():
+        monkeypatch.setattr(repository, "ROOT", ROOT / "packages" / "core")  # a folder with such a file
+        with environments.lock():
+            assert capsys.readouterr().out == ""
+
+
 STAND_IN = """
 import os, signal, sys
 print(os.getpid(), *sys.argv[1:], flush=True)

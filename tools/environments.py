@@ -192,8 +192,8 @@ def check_venv_module() -> None:
 
 @contextmanager
 def lock() -> Iterator[None]:
-    """Allow one set-up at a time in this checkout, by a lock on this file."""
-    with open(__file__, "rb") as handle:
+    """Allow one set-up at a time in this checkout, by a lock on its pyproject.toml."""
+    with open(repository.ROOT / "pyproject.toml", "rb") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
