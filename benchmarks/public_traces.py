@@ -33,8 +33,8 @@ from stepscope.files.passes import PassKind
 from stepscope_report.timeline.activity.content import Iteration
 from stepscope_report.timeline.activity.device_idle import ON_HOST
 from stepscope_report.timeline.activity.event_names import iteration_of
-from stepscope_report.timeline.merge.launches import Launches
 from stepscope_report.timeline.merge.mapping import FlowIds
+from stepscope_report.timeline.merge.step_events import EngineLaunches
 from stepscope_report.timeline.model import EnginePasses
 
 Pair = tuple[int, int]
@@ -261,7 +261,7 @@ def first_kernels(path: Path) -> tuple[int, list[str]]:
         elif event.get("cat") in ("cuda_runtime", "cuda_driver"):
             launches.append((event["ts"], event["tid"], number))
     launches.sort()
-    log, seen, different = PassLog(len(passes)), Launches(), []
+    log, seen, different = PassLog(len(passes)), EngineLaunches(), []
     times = [(int(span["ts"] * 1000), int((span["ts"] + span["dur"]) * 1000)) for span, _ in passes]
     for (begin, end), (_, named) in zip(times, passes, strict=True):
         requests = {f"r{number}": 1 for number in range(named.prefills + named.decodes)}

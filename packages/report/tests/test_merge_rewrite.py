@@ -19,9 +19,8 @@ from packages.report.tests import golden
 from stepscope.files.sidecar import ProcessInfo
 from stepscope_report.timeline import merge_step
 from stepscope_report.timeline.merge import template
-from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place
+from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place, Tracks
 from stepscope_report.timeline.merge.rewrite import Rewriter
-from stepscope_report.timeline.merge.tracks import Tracks
 from stepscope_report.timeline.model import Process, ProcessClock
 from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.json_array import raw_elements

@@ -20,7 +20,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.atomic import remove_abandoned
 from stepscope.testing.steps import StepFolder
 from stepscope_report.timeline import Selection, bytes_to_read, merge_step
-from stepscope_report.timeline.merge.tracks import Tracks
+from stepscope_report.timeline.merge.mapping import Tracks
 from stepscope_report.timeline.merge.write import TimelineFile
 from stepscope_report.timeline.step.rows import Row
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stepscope_report.timeline.activity.content import Requests
     from stepscope_report.timeline.activity.traces import TraceActivity, Traces, load_traces
     from stepscope_report.timeline.merge.merge import bytes_to_read, merge_step
-    from stepscope_report.timeline.merge.merged import Merged, MergedFile, MergedRow
+    from stepscope_report.timeline.merge.records import Merged, MergedFile, MergedRow, Selection
     from stepscope_report.timeline.model import (
         Alignment,
         Counter,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         Timeline,
         Window,
     )
-    from stepscope_report.timeline.selection import Selection
     from stepscope_report.timeline.step.load import load_step, span_bytes
 
 __all__ = [
@@ -60,7 +59,7 @@ _WHERE = {
     "activity.traces": ("TraceActivity", "Traces", "load_traces"),
     "step.load": ("load_step", "span_bytes"),
     "merge.merge": ("bytes_to_read", "merge_step"),
-    "merge.merged": ("Merged", "MergedFile", "MergedRow"),
+    "merge.records": ("Merged", "MergedFile", "MergedRow", "Selection"),
     "model": (
         "Alignment",
         "Counter",
@@ -72,7 +71,6 @@ _WHERE = {
         "Timeline",
         "Window",
     ),
-    "selection": ("Selection",),
 }
 _LATER = {name: module for module, names in _WHERE.items() for name in names}
 

@@ -22,7 +22,19 @@ from stepscope.files.clock import DRIFT_PPM
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
 from stepscope.files.sidecar import Sidecar
 from stepscope.files.storage.reading import read_record
-from stepscope_report.timeline.clocks.align import Aligned, Reference, align_at, anchored, samples_of
+from stepscope_report.timeline.clocks.align import (
+    REACH_NS,
+    WANDER_PPM,
+    Aligned,
+    Band,
+    Line,
+    Reference,
+    Sample,
+    align_at,
+    anchored,
+    fitted,
+    samples_of,
+)
 from stepscope_report.timeline.clocks.collectives import (
     Collectives,
     Kind,
@@ -33,7 +45,6 @@ from stepscope_report.timeline.clocks.collectives import (
     match,
     read_collectives,
 )
-from stepscope_report.timeline.clocks.drift_bounds import REACH_NS, WANDER_PPM, Band, Line, Sample, fitted
 from stepscope_report.timeline.digests import Digests
 from stepscope_report.timeline.processes import Lost, files_elsewhere, results
 from stepscope_report.timeline.sources import Source

@@ -28,11 +28,10 @@ from stepscope_report.timeline.merge.merge import (
     sources_of,
     write_plan,
 )
-from stepscope_report.timeline.merge.row_writer import RowTrace, RowTraces
-from stepscope_report.timeline.merge.write import full_disk_names, timeline_file
+from stepscope_report.timeline.merge.records import Selection
+from stepscope_report.timeline.merge.write import RowTrace, RowTraces, full_disk_names, timeline_file
 from stepscope_report.timeline.model import FileProblem, Timeline
 from stepscope_report.timeline.readers.blocks import keep_memory
-from stepscope_report.timeline.selection import Selection
 from stepscope_report.timeline.step.load import load_step
 from stepscope_report.timeline.step.plain import read_plain
 

@@ -14,27 +14,26 @@ import msgspec
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import StepLayout
 from stepscope_report.timeline.completeness import gaps
-from stepscope_report.timeline.merge.mapping import Cut, FlowIds
-from stepscope_report.timeline.merge.merged import Merged, MergedFile, duplicate_ranks, merged_row
+from stepscope_report.timeline.merge.mapping import Cut, Event, FlowIds, Tracks
 from stepscope_report.timeline.merge.reader_events import Drawing
-from stepscope_report.timeline.merge.row_writer import (
+from stepscope_report.timeline.merge.records import Merged, MergedFile, Selection, duplicate_ranks, merged_row
+from stepscope_report.timeline.merge.step_events import Drawn
+from stepscope_report.timeline.merge.write import (
     Common,
     RowOutcome,
     RowTrace,
     RowTraces,
+    TimelineFile,
     Write,
     noted,
     show,
+    timeline_file,
     write_row,
     write_texts,
 )
-from stepscope_report.timeline.merge.step_events import Drawn
-from stepscope_report.timeline.merge.tracks import Event, Tracks
-from stepscope_report.timeline.merge.write import TimelineFile, timeline_file
 from stepscope_report.timeline.model import FileProblem, Timeline
 from stepscope_report.timeline.readers.blocks import keep_memory
 from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
-from stepscope_report.timeline.selection import Selection
 from stepscope_report.timeline.step.load import load_step, span_bytes
 from stepscope_report.timeline.step.plain import read_plain
 from stepscope_report.timeline.step.recorded import Recorded

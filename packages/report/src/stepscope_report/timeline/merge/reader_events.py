@@ -9,9 +9,8 @@ from typing import Literal
 import msgspec
 
 from stepscope_report.timeline.clocks.wall import NOT_NEAR
-from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place
-from stepscope_report.timeline.merge.tracks import Event as Json
-from stepscope_report.timeline.merge.tracks import Tracks, microseconds
+from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place, Tracks, microseconds
+from stepscope_report.timeline.merge.mapping import Event as Json
 from stepscope_report.timeline.readers.contract import Counter, Flow, Instant, Slice, Track
 from stepscope_report.timeline.readers.installed import failure_noted, undeclared
 from stepscope_report.timeline.step.recorded import Recorded

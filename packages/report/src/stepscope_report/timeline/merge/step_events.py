@@ -1,23 +1,25 @@
-"""Spans and counters as events of a merged timeline.
+"""Spans, counters and forward passes of a step as events of its merged timeline, with arrows between them.
 
-Spans are on tracks above the profilers', with arrows between. Each counter is a track in its process' row.
+Spans are on tracks above the profilers'. Each counter is a track in its process' row.
 """
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from stepscope_report.timeline.activity.event_names import iteration_of
 from stepscope_report.timeline.critical_path import critical_path
-from stepscope_report.timeline.merge.launches import Launches
-from stepscope_report.timeline.merge.mapping import Cut, FlowIds
-from stepscope_report.timeline.merge.tracks import Event, Tracks, microseconds
+from stepscope_report.timeline.merge.mapping import Cut, Event, FlowIds, Tracks, microseconds
+from stepscope_report.timeline.merge.records import Selection
+from stepscope_report.timeline.merge.rewrite import Text
 from stepscope_report.timeline.model import Counter, EnginePasses, Span, Timeline
-from stepscope_report.timeline.selection import Selection
 from stepscope_report.timeline.step.passes import linked_requests, pass_of_rows, passes_of_requests
 from stepscope_report.timeline.step.rows import Axis, Row, Rows
 from stepscope_report.timeline.step.tree import requests
@@ -71,6 +73,9 @@ _TRAJECTORIES = "trajectories"
 _SLOWEST = 10
 """Number of trajectories whose turns have arrows to their passes, unless all are selected."""
 STALL = "profiler: engine writes its trace"
+_FLOW = re.compile(rb'\{[^{}]*"ac2g"[^{}]*\}')
+_ANNOTATION = re.compile(rb'\{[^{}]*"user_annotation"(?:[^{}]|\{[^{}]*\})*\}')
+_Thread: TypeAlias = "tuple[int, int]"
 
 
 class Drawn:
@@ -91,7 +96,7 @@ class Drawn:
             self._counters_of[counter.process].append(counter)
         self._passes_at: dict[int, Event] = {}
         """{index of an engine in `Timeline.passes`: the pid and tid of its drawn passes}."""
-        self._launches: dict[int, Launches] = {}
+        self._launches: dict[int, EngineLaunches] = {}
         """{index of an engine: the launches in its traces}."""
         self._pointed: dict[int, set[int]] = defaultdict(set)
         """{index of an engine: its passes with an arrow from a turn}."""
@@ -215,14 +220,14 @@ class Drawn:
                 yield {"ph": "s", **common, **self._at(index)}
                 yield {"ph": "f", "bp": "e", **common, **self._passes_at[at], "ts": microseconds(begin)}
 
-    def launches(self, row: Row) -> Launches | None:
+    def launches(self, row: Row) -> EngineLaunches | None:
         """Return what is to see the events of a row's traces, or None if the row is of no engine whose passes
         are drawn, or of several.
         """
         engines = [at for at in self._passes_at if self._timeline.passes[at].replica == row.info.replica]
         if len(engines) != 1 or row.unaligned is not None:
             return None
-        return self._launches.setdefault(engines[0], Launches())
+        return self._launches.setdefault(engines[0], EngineLaunches())
 
     def kernels(self, ids: FlowIds) -> Iterator[Event]:
         """Yield arrows from passes to their first work on a device. Call this after all traces are
@@ -383,3 +388,127 @@ def _points(counter: Counter) -> Iterator[tuple[int, float]]:
         return
     first = values[0] if counter.kind == "total" else 0
     yield from zip(times, (value - first for value in values), strict=True)
+
+
+class _Seen(msgspec.Struct):
+    """The fields of an event that are used."""
+
+    ph: str
+    pid: int
+    tid: int
+    ts: float
+    dur: float = 0.0
+    id: int = 0
+    cat: str = ""
+    name: str = ""
+
+
+_decode = msgspec.json.Decoder(_Seen).decode
+
+
+class EngineLaunches:
+    """Annotations and launches in the events of one engine's workers, as its traces are written.
+
+    A worker annotates each pass with the numbers of its requests. A launch within that annotation, on its
+    thread, leads by its correlation to what it launched, also to the kernels of a replayed CUDA graph. Passes
+    and annotations are matched by their order and numbers: a worker may launch a pass before the one before
+    it has ended. The first worker with an annotation counts, because all workers run the same passes.
+    """
+
+    def __init__(self) -> None:
+        self._annotations: list[tuple[float, float, int, int, _Thread]] = []
+        """(start, end, requests, prefilling requests, thread) of each pass."""
+        self._launches: defaultdict[_Thread, list[tuple[float, int]]] = defaultdict(list)
+        """(time, correlation) by thread."""
+        self._work: dict[int, _Seen] = {}
+        """{correlation: the first event on a device}."""
+
+    def see(self, text: Text) -> None:
+        """Note the annotations and launches in written events."""
+        content = bytes(text)
+        for found in _FLOW.finditer(content) if b'"ac2g"' in content else ():
+            flow = _event(found[0])
+            if flow is not None and flow.cat == "ac2g" and flow.ph == "s":
+                self._launches[flow.pid, flow.tid].append((flow.ts, flow.id))
+            elif flow is not None and flow.cat == "ac2g" and flow.ph == "f":
+                known = self._work.get(flow.id)
+                self._work[flow.id] = flow if known is None or flow.ts < known.ts else known
+        for found in _ANNOTATION.finditer(content) if b'"user_annotation"' in content else ():
+            event = _event(found[0])
+            named = None if event is None or event.ph != "X" else iteration_of(event.name)
+            if event is None or named is None or event.cat != "user_annotation":
+                continue
+            thread = event.pid, event.tid
+            if not self._annotations or self._annotations[0][4] == thread:
+                end = event.ts + event.dur
+                number = named.prefills + named.decodes
+                self._annotations.append((event.ts, end, number, named.prefills, thread))
+
+    def arrows(
+        self, engine: EnginePasses, wanted: Set[int], track: Event, base_ns: int, ids: FlowIds
+    ) -> Iterator[Event]:
+        """Yield arrows from passes to their first work on a device.
+
+        Args:
+            wanted: The passes, by position.
+            track: The pid and tid of the drawn passes.
+        """
+        for at, work in self._first_work(engine, base_ns).items():
+            if at in wanted:
+                number = ids.number(b"%d-%d-%d" % (engine.replica, engine.noted.dp, at), "kernel")
+                common: Event = {"cat": "stepscope", "name": "first kernel", "id": number}
+                start = float(microseconds(engine.begins_ns[at] - base_ns))
+                yield {"ph": "s", **common, **track, "ts": min(start, work.ts)}
+                yield {"ph": "f", "bp": "e", **common, "pid": work.pid, "tid": work.tid, "ts": work.ts}
+
+    def _first_work(self, engine: EnginePasses, base_ns: int) -> Mapping[int, _Seen]:
+        for launches in self._launches.values():
+            launches.sort()
+        first: dict[int, _Seen] = {}
+        place, until = 0, 0.0
+        for start, end, number, prefills, thread in sorted(self._annotations):
+            if start < until:
+                continue  # SGLang marks a pass twice, one annotation in the other
+            until = end
+            at = self._pass_of(engine, place, base_ns, start, end, number, prefills)
+            if at is None:
+                continue
+            place = at + 1
+            launches = self._launches[thread]
+            for ts, correlation in launches[bisect_left(launches, (start, 0)) :]:
+                if ts > end:
+                    break
+                if correlation in self._work:
+                    first[at] = self._work[correlation]
+                    break
+        return first
+
+    def _pass_of(
+        self,
+        engine: EnginePasses,
+        place: int,
+        base_ns: int,
+        start: float,
+        end: float,
+        number: int,
+        prefills: int,
+    ) -> int | None:
+        """Return the first pass from `place` on that has the `number` of requests and the prefills of an
+        annotation, ended after its start, and is at most one pass ahead of it.
+        """
+        facts = engine.noted.passes
+        for at in range(place, len(engine.begins_ns)):
+            if at and (engine.begins_ns[at - 1] - base_ns) / 1000 > end:
+                return None
+            if (engine.ends_ns[at] - base_ns) / 1000 < start or facts.requests[at] != number:
+                continue
+            if (facts.kind[at] in ("decode", "speculative")) == (prefills == 0):
+                return at
+        return None
+
+
+def _event(content: bytes) -> _Seen | None:
+    try:
+        return _decode(content)
+    except msgspec.DecodeError:
+        return None

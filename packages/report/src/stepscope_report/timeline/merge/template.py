@@ -40,8 +40,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope_report.timeline.merge.crossing import Lines, Moved
-from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place
-from stepscope_report.timeline.merge.tracks import Tracks
+from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place, Tracks
 from stepscope_report.timeline.readers.json_array import array_of, last_boundary, raw_elements
 from stepscope_report.timeline.step.rows import Row
 

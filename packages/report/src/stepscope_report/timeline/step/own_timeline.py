@@ -11,7 +11,7 @@ import msgspec
 from stepscope.files.sidecar import ProcessInfo
 from stepscope_report.timeline.activity.content import TraceContent
 from stepscope_report.timeline.activity.content_reader import Complete, Event, Reading, Thread
-from stepscope_report.timeline.merge.merged import MergedRow
+from stepscope_report.timeline.merge.records import MergedRow
 from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
 
