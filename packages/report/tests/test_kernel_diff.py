@@ -15,7 +15,7 @@ from stepscope.testing.steps import StepFolder
 from stepscope_report.timeline import load_step, load_traces
 from stepscope_report.timeline.activity.content_reader import read_trace
 from stepscope_report.timeline.activity.nesting import KEPT, OTHERS
-from stepscope_report.timeline.activity.stages import by_stage
+from stepscope_report.timeline.activity.split import by_stage
 
 MS = 1_000_000
 

@@ -11,7 +11,7 @@ import pytest
 
 from packages.report.tests.commands import Command
 from packages.report.tests.test_plain_traces import BASE_NS, kernel, trace
-from stepscope_report.timeline.activity.launches import EARLY, LOST, OVERRUN, UNSYNCED
+from stepscope_report.timeline.activity.doubts import EARLY, LOST, OVERRUN, UNSYNCED
 
 
 def test_a_merged_timeline_is_read_back_by_process(tmp_path: Path, command: Command) -> None:

@@ -40,7 +40,7 @@ from stepscope_report.timeline.readers import (
     Slice,
     Track,
 )
-from stepscope_report.timeline.readers.installed import GROUP, Readers
+from stepscope_report.timeline.readers.contract import GROUP, Readers
 from stepscope_report.timeline.step.trace_files import find_traces
 
 MS = 1_000_000

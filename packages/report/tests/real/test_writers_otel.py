@@ -26,7 +26,7 @@ from stepscope_report import step_report, to_scalars
 from stepscope_report.timeline import Timeline, load_step
 from stepscope_report.timeline.record_files import read_spans
 from stepscope_report.writers.otel import send
-from stepscope_report.writers.protocol import ReportedStep
+from stepscope_report.writers.publish import ReportedStep
 
 PROPAGATOR = TraceContextTextMapPropagator()
 

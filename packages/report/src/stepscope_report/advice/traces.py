@@ -19,7 +19,7 @@ from stepscope_report.sections.operators import DeviceRow, TraceTables
 from stepscope_report.table import grouped
 from stepscope_report.timeline import TraceActivity
 from stepscope_report.timeline.activity.device_idle import GapKind
-from stepscope_report.timeline.activity.launches import DOUBTS
+from stepscope_report.timeline.activity.doubts import DOUBTS
 
 
 class TraceEvidence(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ from stepscope_report.plain_steps import plain_diff
 from stepscope_report.terminal.diff import diff_markdown, render_diff
 from stepscope_report.terminal.layout import markdown_table, table
 from stepscope_report.timeline import Timeline, Traces
-from stepscope_report.timeline.activity.stages import by_stage
+from stepscope_report.timeline.activity.split import by_stage
 
 COLUMNS = ("stage", ">A", ">B", ">change", ">interval", ">limit", ">steps", "verdict")
 NO_INTERVAL = (

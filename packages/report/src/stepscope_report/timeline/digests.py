@@ -21,7 +21,7 @@ from stepscope.files.layout import StepLayout
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.reading import MAX_BYTES, open_file, read_file
 from stepscope_report.timeline.activity.event_names import GROUP, named_collectives
-from stepscope_report.timeline.readers.installed import GROUP as READERS
+from stepscope_report.timeline.readers.contract import GROUP as READERS
 
 FORMAT = 3
 """Version of the digests' content. Raise it when something else is read from the same trace."""

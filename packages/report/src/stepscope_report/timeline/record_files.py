@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from math import isfinite
@@ -14,6 +15,9 @@ import msgspec
 from stepscope.files import counters as counter_lines
 from stepscope.files import spans as span_lines
 from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import StepLayout, safe
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.states import RECENT_NS, CounterNow
 from stepscope.files.storage.reading import LONGEST_LINE, lines_of, open_file
 from stepscope_report.timeline.clocks.wall import MARGIN_NS, NOT_NEAR, is_near
 
@@ -205,3 +209,30 @@ def read_counters(path: Path, on_read: Callable[[int], None] | None = None) -> C
         lost = file.end.samples - len(file.samples)
         file.note(f"samples lost: its end counts {file.end.samples}", lines=lost)
     return file
+
+
+def latest_counters(step: StepLayout, run: str) -> list[tuple[ProcessInfo, tuple[CounterNow, ...]]]:
+    """Return the means over the last seconds of the counter files, in the form of a live process' state.
+
+    Args:
+        run: The id, as in file names, of the run whose files count.
+    """
+    files = (read_counters(path) for path in sorted(step.counters.glob("[!.]*.jsonl")))
+    return [
+        (file.header.process, tuple(_means(file)))
+        for file in files
+        if file.header is not None and safe(file.header.run_id) == run
+    ]
+
+
+def _means(file: CounterFile) -> Iterator[CounterNow]:
+    values: dict[int, list[float]] = defaultdict(list)
+    since_ns = file.samples[-1].at_ns - RECENT_NS if file.samples else 0
+    for sample in file.samples:
+        if sample.at_ns > since_ns:
+            for number, value in sample.values.items():
+                values[number].append(value)
+    for number, own in values.items():
+        series = file.series.get(number)
+        if series is not None and series.how != "total":
+            yield CounterNow(name=series.name, of=series.of, value=round(sum(own) / len(own), 3))

@@ -11,7 +11,7 @@ import os
 from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient
 
-from stepscope_report.writers.protocol import ReportedStep
+from stepscope_report.writers.publish import ReportedStep
 
 TAG = "stepscope.run_id"
 MOST = 1000

@@ -8,18 +8,46 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
+
+import msgspec
 
 from stepscope.config import WRITERS, closest
 from stepscope.errors import ConfigError, StepscopeError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.scalars import StepScalars, write_scalars
-from stepscope_report import step_report, to_scalars
+from stepscope_report import StepReport, step_report, to_scalars
+from stepscope_report.html.step_page import render_step
 from stepscope_report.near import Neighbours
-from stepscope_report.timeline import load_step
-from stepscope_report.writers.protocol import ReportedStep, ReportWriter
+from stepscope_report.timeline import Timeline, load_step
 
 GROUP = "stepscope.writers"
+
+
+class ReportedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step, as a writer gets it."""
+
+    run: RunLayout
+    """The run's folder."""
+    report: StepReport
+    timeline: Timeline
+    scalars: dict[str, float]
+    """Numbers by name, as `stepscope_report.to_scalars` makes them."""
+
+    @property
+    def page(self) -> str:
+        """Return `report.html` of the step, without its traces."""
+        return render_step(self.timeline, self.report)
+
+
+class ReportWriter(Protocol):
+    """A writer gives a step to a store, in a process of its own beside the training. It is found through the
+    entry points `stepscope.writers`.
+
+    If it raises, the manifest records the error as the reason why the store does not have the step.
+    """
+
+    def __call__(self, step: ReportedStep, /) -> None: ...
 
 
 def main(save_path: str, step: str, run_id: str, writers: str) -> int:

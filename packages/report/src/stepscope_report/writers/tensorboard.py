@@ -6,7 +6,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from stepscope_report.writers.protocol import ReportedStep
+from stepscope_report.writers.publish import ReportedStep
 
 
 def on_report(step: ReportedStep) -> None:

@@ -10,7 +10,7 @@ import os
 
 import wandb
 
-from stepscope_report.writers.protocol import ReportedStep
+from stepscope_report.writers.publish import ReportedStep
 
 _SERVICE = "WANDB_SERVICE"
 """Variable by which W&B passes its service on to the children of a process."""

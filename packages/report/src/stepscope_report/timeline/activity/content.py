@@ -11,7 +11,6 @@ import msgspec
 from stepscope_report.timeline.activity.device_idle import DeviceGaps, GapKind
 from stepscope_report.timeline.activity.flops import Flops
 from stepscope_report.timeline.activity.intervals import Pair, unpacked
-from stepscope_report.timeline.activity.labels import LabelTime
 from stepscope_report.timeline.readers.chrome import Distributed
 
 Work: TypeAlias = Literal["compute", "communication", "memory"]
@@ -124,6 +123,25 @@ class ProfilerStep(msgspec.Struct):
     """Time of copies from the host to a device, or None if the trace has none."""
     idle: dict[GapKind, float] = {}
     """Time in which a device had nothing to run, by cause; devices are added up."""
+
+
+class LabelTime(msgspec.Struct):
+    """All ranges of one label within the same labels."""
+
+    path: tuple[str, ...]
+    """Names of the labels around it, and its own, the outermost first."""
+    count: int
+    cpu_us: float
+    busy_us: float | None
+    """Time in which a device ran kernels that were launched within the label, or None if the trace has
+    no launches."""
+    communication_us: float | None
+    kernels: int
+    """Number of kernels that were launched within the label."""
+    idle_us: float | None
+    """Time within the label in which no device was busy."""
+    idle: dict[GapKind, float]
+    """The gaps of devices that were caused within this label and no label below it, by cause."""
 
 
 class Collective(msgspec.Struct):

@@ -25,7 +25,6 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from stepscope_report.timeline.activity.async_calls import NEVER_ENDED, AsyncCalls, Begin, End
 from stepscope_report.timeline.activity.content import (
     Collective,
     Device,
@@ -40,11 +39,10 @@ from stepscope_report.timeline.activity.content import (
     Work,
 )
 from stepscope_report.timeline.activity.device_idle import Host, by_cause, in_steps
+from stepscope_report.timeline.activity.doubts import UNSYNCED, Launches
 from stepscope_report.timeline.activity.event_names import is_collective, is_range, iteration_of, work_of
 from stepscope_report.timeline.activity.flops import SHAPES, FlopCounter
 from stepscope_report.timeline.activity.intervals import Cover, Stretches, length, unpacked
-from stepscope_report.timeline.activity.labels import MODULE, Labels
-from stepscope_report.timeline.activity.launches import UNSYNCED, Launches
 from stepscope_report.timeline.activity.nesting import (
     NONE,
     Nesting,
@@ -54,7 +52,7 @@ from stepscope_report.timeline.activity.nesting import (
     new_operator,
     operator_key,
 )
-from stepscope_report.timeline.activity.profiler_steps import BACKWARD, ProfilerSteps
+from stepscope_report.timeline.activity.ranges import BACKWARD, MODULE, Labels, ProfilerSteps
 from stepscope_report.timeline.clocks.collectives import Call, calls_in
 from stepscope_report.timeline.clocks.wall import FEW, MARGIN_US, NOT_NEAR, Hours, middle, wall_base
 from stepscope_report.timeline.readers.blocks import Notes
@@ -71,6 +69,7 @@ DEVICE = frozenset(
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"})
 _TO_DEVICE = re.compile(r"HtoD|H2D|Host-to-Device|HOST_TO_DEVICE", re.IGNORECASE)
 """Names of copies from the host: Kineto's, ROCm's and those of nsys."""
+_NCCL_CALLS = frozenset({"COLL", "P2P"})
 _SYNCS = frozenset({"cuda_sync"})
 _FRAMES = frozenset({"python_function"})
 _ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "python_user_annotation"})
@@ -135,6 +134,21 @@ class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
     tid: int | str = 0
     ts: _Us = 0.0
     dur: _Us = 0.0
+
+
+class _Begin(msgspec.Struct, tag_field="ph", tag="b", gc=False):
+    name: str = ""
+    cat: str = ""
+    id: int | str = 0
+    pid: int | str = 0
+    ts: float = 0.0
+
+
+class _End(msgspec.Struct, tag_field="ph", tag="e", gc=False):
+    cat: str = ""
+    id: int | str = 0
+    pid: int | str = 0
+    ts: float = 0.0
 
 
 class _DeviceArgs(msgspec.Struct, gc=False):
@@ -213,12 +227,12 @@ def _nothing(phase: str) -> type[msgspec.Struct]:
     return msgspec.defstruct(f"_Skipped_{phase}", [], tag_field="ph", tag=phase, gc=False)
 
 
-Event: TypeAlias = Complete | _Plain | _Shaped | _Instant | Begin | End
+Event: TypeAlias = Complete | _Plain | _Shaped | _Instant | _Begin | _End
 _phases = [_nothing(phase) for phase in "stfMCBEbneNODSTpFPIRcvVa(),"]
 _unused = [phase for phase in _phases if phase.__struct_config__.tag not in ("b", "e")]
-_union: Any = reduce(or_, _unused, _Plain | _Instant | Begin | End)
+_union: Any = reduce(or_, _unused, _Plain | _Instant | _Begin | _End)
 """Type of an event, made at run time: events of other phases become structs without a field."""
-_union_with_shapes: Any = reduce(or_, _unused, _Shaped | _Instant | Begin | End)
+_union_with_shapes: Any = reduce(or_, _unused, _Shaped | _Instant | _Begin | _End)
 _decode = msgspec.json.Decoder(list[_union], strict=False).decode
 _decode_with_shapes = msgspec.json.Decoder(list[_union_with_shapes], strict=False).decode
 _decode_one = msgspec.json.Decoder(_union, strict=False).decode
@@ -266,7 +280,8 @@ class Reading:
         self.flops = FlopCounter()
         self._launches = Launches()
         self._host, self._labels = Host(), Labels()
-        self._async = AsyncCalls()
+        self._begun: dict[tuple[int | str, str, int | str], tuple[str, float]] = {}
+        """{process, category and id of an asynchronous event: (name, start)}, until it ends."""
         self._steps = ProfilerSteps(step_mark)
         self._runtime = False
         self.first, self.last = float("inf"), float("-inf")
@@ -342,10 +357,25 @@ class Reading:
                     self.notes.events(NOT_NEAR)
             elif type(event) is _Instant and event.name == "[memory]" and event.args is not None:
                 self._memory(event.ts, event.args)
-            elif isinstance(event, Begin | End):
-                for name, start, dur in self._async.ended(event):
-                    self._ran(name, "communication", start, dur)
-                    self.seen(start, start + dur)
+            elif isinstance(event, _Begin | _End):
+                self._asynchronous(event)
+
+    def _asynchronous(self, event: _Begin | _End) -> None:
+        """Add a collective as NCCL's example profiler writes it: a pair of asynchronous events, not a slice.
+
+        Format: `ext-profiler/example/print_event.cc` of NCCL. An id is unique among the events of one
+        category and process.
+        """
+        if event.cat not in _NCCL_CALLS:
+            return
+        key = event.pid, event.cat, event.id
+        if isinstance(event, _Begin):
+            self._begun[key] = event.name, event.ts
+        elif key in self._begun:
+            name, start = self._begun.pop(key)
+            if event.ts >= start:
+                self._ran(name, "communication", start, event.ts - start)
+                self.seen(start, event.ts)
 
     def _operator(self, event: Complete) -> None:
         key = event.name
@@ -492,8 +522,8 @@ class Reading:
             self.seen(device.first_us, device.last_us)
         calls = (unpacked(times) for name, times in self.collectives.items() if ":" in name)
         on_cpu = Stretches(sorted(chain.from_iterable(calls)))
-        if self._async.never_ended:
-            self.notes.events(NEVER_ENDED, self._async.never_ended)
+        if self._begun:
+            self.notes.events("collectives that never ended", len(self._begun))
         doubts = [*self._launches.doubts(), (UNSYNCED, self._host.unsynced())]
         for what, number in filter(itemgetter(1), doubts):
             self.notes.events(what, number)

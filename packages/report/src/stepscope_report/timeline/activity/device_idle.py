@@ -17,9 +17,8 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from stepscope_report.timeline.activity.intervals import Cover, Pair
-from stepscope_report.timeline.activity.launches import Starts
-from stepscope_report.timeline.activity.slices import Covered, Names, Slices
+from stepscope_report.timeline.activity.doubts import Starts
+from stepscope_report.timeline.activity.intervals import Cover, Covered, Names, Pair, Slices
 
 GapKind: TypeAlias = Literal[
     "synchronisation", "data loader", "garbage collection", "compilation", "memory allocation", "copies",

@@ -35,11 +35,18 @@ from stepscope_report.timeline.model import FileProblem, Timeline
 from stepscope_report.timeline.processes import Lost, files_elsewhere, results, size_of
 from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import Distributed, TraceFields
-from stepscope_report.timeline.readers.contract import FoundFile, Origin, Reader, Slice, Track
-from stepscope_report.timeline.readers.installed import Readers, failure_noted, undeclared
+from stepscope_report.timeline.readers.contract import (
+    FoundFile,
+    Origin,
+    Reader,
+    Readers,
+    Slice,
+    Track,
+    failure_noted,
+    undeclared,
+)
 from stepscope_report.timeline.readers.nccl_inspector import InspectorReader, read_calls
-from stepscope_report.timeline.step.recorded import Recorded
-from stepscope_report.timeline.step.rows import Row, Rows, axis_of, offset_at
+from stepscope_report.timeline.step.rows import Recorded, Row, Rows, axis_of, offset_at
 from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile, find_traces
 
 

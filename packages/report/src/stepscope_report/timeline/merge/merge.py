@@ -36,8 +36,7 @@ from stepscope_report.timeline.readers.blocks import keep_memory
 from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
 from stepscope_report.timeline.step.load import load_step, span_bytes
 from stepscope_report.timeline.step.plain import read_plain
-from stepscope_report.timeline.step.recorded import Recorded
-from stepscope_report.timeline.step.rows import Row, Rows, axis_of
+from stepscope_report.timeline.step.rows import Recorded, Row, Rows, axis_of
 from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile, find_traces, trace_bytes
 
 NOT_SELECTED = "of another role or rank"

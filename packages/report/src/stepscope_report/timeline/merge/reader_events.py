@@ -11,10 +11,16 @@ import msgspec
 from stepscope_report.timeline.clocks.wall import NOT_NEAR
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place, Tracks, microseconds
 from stepscope_report.timeline.merge.mapping import Event as Json
-from stepscope_report.timeline.readers.contract import Counter, Flow, Instant, Slice, Track
-from stepscope_report.timeline.readers.installed import failure_noted, undeclared
-from stepscope_report.timeline.step.recorded import Recorded
-from stepscope_report.timeline.step.rows import Axis, Row
+from stepscope_report.timeline.readers.contract import (
+    Counter,
+    Flow,
+    Instant,
+    Slice,
+    Track,
+    failure_noted,
+    undeclared,
+)
+from stepscope_report.timeline.step.rows import Axis, Recorded, Row
 
 NOT_WRITTEN = "events that JSON cannot hold"
 _BATCH = 2000

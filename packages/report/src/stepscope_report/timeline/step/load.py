@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from itertools import chain
@@ -13,11 +13,12 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import RecordError
+from stepscope.files import passes
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.parts import fold, of_the_last
-from stepscope.files.manifest.records import Manifest
+from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.scalars import read_metrics
-from stepscope.files.sidecar import Artifact
+from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.files.spans import CONSUME, STEP_TOKENS, WAIT, WAITING, Open
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.states import ProcessState
@@ -26,14 +27,13 @@ from stepscope.files.uncaptured import uncaptured_near
 from stepscope_report.timeline.clocks.align import Aligned, Placement, Reference, align, align_owner
 from stepscope_report.timeline.clocks.refine import refine, traces_by_source
 from stepscope_report.timeline.digests import Digests
-from stepscope_report.timeline.model import FileProblem, Process, Span, Timeline, Window
+from stepscope_report.timeline.model import Counter, EngineStall, FileProblem, Process, Span, Timeline, Window
 from stepscope_report.timeline.processes import files_elsewhere
+from stepscope_report.timeline.record_files import CounterFile
 from stepscope_report.timeline.sources import Source, read_sources
-from stepscope_report.timeline.step.counters import counters_of
 from stepscope_report.timeline.step.foreign import add_foreign
 from stepscope_report.timeline.step.passes import passes_of
-from stepscope_report.timeline.step.profilers import profiled_keys, replicas_of, stalls_of
-from stepscope_report.timeline.step.rows import names_of
+from stepscope_report.timeline.step.rows import clock_of, names_of, offset_at
 from stepscope_report.timeline.step.trace_files import GONE, find_traces, lost_files
 from stepscope_report.timeline.step.tree import parents_of, shared_numbers
 
@@ -204,7 +204,7 @@ def _assemble(
         window=window_of(processes),
         processes=processes,
         spans=spans,
-        counters=tuple(counters_of(sources, [placed.place for placed in aligned])),
+        counters=tuple(_counters_of(sources, [placed.place for placed in aligned])),
         consumed=consumed,
         taken=_taken(consumed, spans, processes, step),
         tokens=tuple(mark for mark in marks if mark.stage == STEP_TOKENS),
@@ -260,7 +260,7 @@ def _align(
 
 def align_without_owner(sources: Sequence[Source]) -> tuple[list[Aligned], Reference]:
     """Align each source with the host that most sources are on, and return that host's clock."""
-    ((host, _),) = Counter(source.info.host for source in sources).most_common(1)
+    ((host, _),) = collections.Counter(source.info.host for source in sources).most_common(1)
     reference = Reference(host, place=None, uncertainty_ns=0, offsets=())
     return [_align_one(source, reference) for source in sources], reference
 
@@ -321,6 +321,35 @@ def _spans(
         for process, (place, opened) in enumerate(zip(places, records, strict=True))
         for record in opened
     ]
+
+
+def _counters_of(sources: Sequence[Source], places: Sequence[Placement]) -> Iterator[Counter]:
+    """Yield the counters of each source, in order, on the clock of the capture's owner."""
+    for process, (source, place) in enumerate(zip(sources, places, strict=True)):
+        if source.counters is not None:
+            yield from _series_of(source.counters, process, place)
+
+
+def _series_of(file: CounterFile, process: int, place: Placement) -> Iterator[Counter]:
+    times: dict[int, list[int]] = {}
+    values: dict[int, list[float]] = {}
+    for sample in file.samples:
+        at_ns = place(sample.at_ns)
+        for number, value in sample.values.items():
+            times.setdefault(number, []).append(at_ns)
+            values.setdefault(number, []).append(value)
+    for number, series in file.series.items():
+        if number in times:
+            yield Counter(
+                process=process,
+                name=series.name,
+                of=series.of,
+                unit=series.unit,
+                kind=series.how,
+                scope=series.scope,
+                times_ns=tuple(times[number]),
+                values=tuple(values[number]),
+            )
 
 
 def _apart(spans: list[Span]) -> tuple[list[Span], list[Span]]:
@@ -403,3 +432,102 @@ def window_of(processes: Sequence[Process]) -> Window:
     closed = owner.closed_ns is not None
     end_ns = owner.closed_ns if owner.closed_ns is not None else last_ns
     return Window(start_ns=owner.opened_ns, end_ns=max(end_ns, owner.opened_ns), opened=True, closed=closed)
+
+
+def profiled_keys(parts: Sequence[ProcessPart]) -> frozenset[str]:
+    """Return `ProcessInfo.key` of each process in which a profiler ran, an engine's own included.
+
+    A part records this for its own process. The files of an engine show it for the process that wrote them.
+    If that is a worker of the engine without a part, they show it for the replica's process.
+    """
+    artifacts = [
+        artifact
+        for part in parts
+        for item in part.expected
+        for artifact in item.artifacts
+        if artifact.kind != passes.KIND  # notes of passes slow nothing
+    ]
+    wrote = {(artifact.host, artifact.pid) for artifact in artifacts if artifact.pid is not None}
+    replicas = {number for artifact in artifacts if (number := _replica(artifact, parts)) is not None}
+    return frozenset(
+        part.process.key
+        for part in parts
+        if part.profiled
+        or (part.process.host, part.process.pid) in wrote
+        or _number(part.process) in replicas
+    )
+
+
+def _replica(artifact: Artifact, parts: Iterable[ProcessPart]) -> int | None:
+    """Return the replica of an artifact, or None if the process that wrote it left a part of its own."""
+    known = any((artifact.host, artifact.pid) == (part.process.host, part.process.pid) for part in parts)
+    return None if known else artifact.replica
+
+
+def _number(process: ProcessInfo) -> int | None:
+    """Return the replica of a process: as recorded, else its position among the given workers; None if
+    neither is known.
+    """
+    if process.replica is not None or process.role != "rollout" or process.rank_source != "position":
+        return process.replica
+    return process.rank
+
+
+def stalls_of(parts: Iterable[ProcessPart], processes: Sequence[Process]) -> tuple[EngineStall, ...]:
+    """Return the stalls of each replica, disjoint and in order.
+
+    A replica stalls while all of its data-parallel engines do, because each of these serves its own requests.
+    Files of hosts whose clock was not measured are ignored.
+    """
+    engines: dict[int, dict[int, list[tuple[int, int]]]] = collections.defaultdict(
+        lambda: collections.defaultdict(list)
+    )
+    for part in parts:
+        for item in part.expected:
+            for artifact in item.artifacts:
+                if artifact.replica is not None:
+                    dp = (artifact.topology or {}).get("dp", 0)
+                    engines[artifact.replica][dp] += _placed(artifact, processes)
+    return tuple(
+        EngineStall(replica=replica, start_ns=start_ns, end_ns=end_ns)
+        for replica, intervals in sorted(engines.items())
+        for start_ns, end_ns in _common(intervals)
+    )
+
+
+def replicas_of(parts: Iterable[ProcessPart]) -> int:
+    """Return the number of replicas that the capture was given, recorded or not."""
+    return len({item.name for part in parts for item in part.expected if item.kind == "engine"})
+
+
+def _placed(artifact: Artifact, processes: Sequence[Process]) -> list[tuple[int, int]]:
+    process = clock_of(artifact.host, processes)
+    if process is None:
+        return []
+    placed = (
+        (stall.start_ns - offset_at(process, stall.start_ns), stall.end_ns - offset_at(process, stall.end_ns))
+        for stall in artifact.stalls
+    )
+    return [(start_ns, end_ns) for start_ns, end_ns in placed if start_ns < end_ns]
+
+
+def _common(engines: Mapping[int, Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """Return the stretches in which every engine has at least one interval."""
+    events = sorted(
+        event
+        for engine, intervals in engines.items()
+        for start_ns, end_ns in intervals
+        for event in ((start_ns, 1, engine), (end_ns, -1, engine))
+    )
+    depth, began_ns = dict.fromkeys(engines, 0), None
+    common = []
+    for at_ns, change, engine in events:
+        depth[engine] += change
+        stalled = all(depth.values())
+        if stalled and began_ns is None:
+            began_ns = at_ns
+        elif not stalled and began_ns is not None:
+            if began_ns < at_ns:
+                common.append((began_ns, at_ns))
+            began_ns = None
+    return common

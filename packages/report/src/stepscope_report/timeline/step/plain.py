@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
 from pathlib import Path
@@ -22,18 +23,18 @@ from stepscope.files.layout import SIDECAR_SUFFIX, RunLayout, StepLayout
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.storage.reading import files_below
 from stepscope_report.timeline.activity.content import TraceContent
+from stepscope_report.timeline.activity.content_reader import Complete, Event, Reading, Thread
 from stepscope_report.timeline.activity.traces import ProcessContent, read_all
 from stepscope_report.timeline.clocks.align import Aligned, Placement
 from stepscope_report.timeline.clocks.refine import refine
+from stepscope_report.timeline.merge.records import MergedRow
 from stepscope_report.timeline.model import FileProblem, ProcessClock, Timeline, Window
 from stepscope_report.timeline.readers.blocks import Notes
-from stepscope_report.timeline.readers.chrome import ChromeTrace
-from stepscope_report.timeline.readers.contract import FoundFile, Origin
-from stepscope_report.timeline.readers.installed import Readers
+from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
+from stepscope_report.timeline.readers.contract import FoundFile, Origin, Readers
 from stepscope_report.timeline.readers.nccl_inspector import InspectorReader
 from stepscope_report.timeline.sources import Source
 from stepscope_report.timeline.step.load import align_without_owner, process_of, window_of
-from stepscope_report.timeline.step.own_timeline import read_timeline, rows_of
 from stepscope_report.timeline.step.rows import names_of
 from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile
 from stepscope_report.timeline.step.trace_names import dimensions, named
@@ -46,6 +47,8 @@ _HANDLER = re.compile(r"(.+)_(\d+)\.\d+\.pt\.trace\.json")
 """`host_pid.time.pt.trace.json`, of torch's `tensorboard_trace_handler`."""
 _FIELD = re.compile(rb'"(?:traceEvents|schemaVersion|ph)"\s*:')
 _HEAD = 1 << 18
+_MARK = b'"displayTimeUnit":"ms","baseTimeNanoseconds":'
+"""Beginning of a timeline that `stepscope merge` wrote."""
 _MERGED = "merged-"
 """Prefix of the file in which SGLang repeats the traces of its ranks."""
 _APART_NS = 60_000_000_000
@@ -123,9 +126,9 @@ def read_plain(
     read = read_all(below.traces, on_read, executor, step_mark=step_mark)
     for trace, held in zip(below.traces, read, strict=True):
         problems = [(what, events) for one in held for what, events in one.content.problems.items()]
-        rows = None if trace.reader is not None else rows_of(trace.path, trace.found_file.head())
+        rows = None if trace.reader is not None else _rows_of(trace.path, trace.found_file.head())
         if rows is not None:
-            for info, content in read_timeline(trace.path, rows):
+            for info, content in _read_timeline(trace.path, rows):
                 described = _described(trace, info, "torch", None)
                 files.traces.append(described)
                 traces.append(_Trace(described, info, content))
@@ -414,3 +417,69 @@ def _window(traces: Sequence[_Trace]) -> Window:
     times = [_extent(trace.content) for trace in traces]
     start_ns, end_ns = min(first for first, _ in times), max(last for _, last in times)
     return Window(start_ns=start_ns, end_ns=end_ns, opened=False, closed=False)
+
+
+class _Merged(msgspec.Struct, frozen=True):
+    rows: tuple[MergedRow, ...]
+
+
+def _rows_of(path: Path, head: bytes) -> tuple[MergedRow, ...] | None:
+    """Return the rows of a timeline of stepscope, or None for any other file.
+
+    Args:
+        head: The first bytes of the file.
+    """
+    if _MARK not in head:
+        return None
+    field = ChromeTrace(path).field("stepscope")
+    try:
+        return None if field is None else msgspec.json.decode(field, type=_Merged).rows
+    except msgspec.DecodeError:
+        return None
+
+
+def _read_timeline(path: Path, rows: Sequence[MergedRow]) -> list[tuple[ProcessInfo, TraceContent]]:
+    """Return what the timeline holds of each process. Process groups are not told apart."""
+    notes, readings, fields = _read_rows(path, {})
+    sort = {pid: frozenset(reading.unordered) for pid, reading in readings.items()}
+    if any(sort.values()):
+        notes, readings, fields = _read_rows(path, sort)
+    held = []
+    for row in rows:
+        if row.pid in readings:
+            base_ns = None if row.alignment == "unaligned" else fields.base_ns
+            of_row = msgspec.structs.replace(fields, base_ns=base_ns, distributed=None, host=row.host)
+            held.append((_process_of_row(row), readings[row.pid].finish(of_row)))
+    if held:
+        held[0][1].problems.update(notes.counts)
+    return held
+
+
+def _read_rows(
+    path: Path, sort: Mapping[int, frozenset[Thread]]
+) -> tuple[Notes, dict[int, Reading], TraceFields]:
+    notes, readings = Notes(), dict[int, Reading]()
+
+    def take(events: list[Event]) -> None:
+        of_row: dict[int, list[Event]] = defaultdict(list)
+        for event in events:
+            if isinstance(event, Complete) and isinstance(event.pid, int):
+                of_row[event.pid].append(event)
+        for pid, own in of_row.items():
+            if pid not in readings:
+                readings[pid] = Reading(Notes(), sort.get(pid, frozenset()))
+            readings[pid].take(own)
+
+    trace = ChromeTrace(path, notes)
+    return notes, readings, trace.read(Reading(notes, frozenset()).parse, take)
+
+
+def _process_of_row(row: MergedRow) -> ProcessInfo:
+    return ProcessInfo(
+        role=row.role,
+        rank=row.rank,
+        world_size=None,
+        host=row.host,
+        pid=row.native_pid or row.pid,
+        replica=row.replica,
+    )

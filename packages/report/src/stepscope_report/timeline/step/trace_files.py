@@ -15,8 +15,7 @@ from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.storage.reading import files_below, read_record, size_below
 from stepscope_report.timeline.model import FileProblem
 from stepscope_report.timeline.readers.chrome import TraceFields
-from stepscope_report.timeline.readers.contract import FoundFile, Reader
-from stepscope_report.timeline.readers.installed import Readers
+from stepscope_report.timeline.readers.contract import FoundFile, Reader, Readers
 
 _SUFFIXES = (".json", ".json.gz")
 _NO_SIDECAR = "no sidecar: nothing says which process wrote it"

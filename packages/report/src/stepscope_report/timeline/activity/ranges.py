@@ -1,49 +1,48 @@
-"""Time by label: ranges of `record_function` and NVTX, of torch's own steps, and of modules, as a tree.
+"""Ranges that a program names in its trace: its steps, and labels as a tree, each with what ran in it.
 
-A kernel belongs to the label in which it was launched. A launch on a thread without labels, as that of
-torch's backward, belongs to the label that was open on the thread with most of them.
+Steps are the ranges that the user named; else `ProfilerStep#N`, which torch's profiler writes; else the times
+between the ends of the optimizer's steps. Labels are the ranges of `record_function` and NVTX, torch's own
+steps, and modules. A kernel belongs to the label in which it was launched. A launch on a thread without
+labels, as that of torch's backward, belongs to the label that was open on the thread with most of them.
 """
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from heapq import merge
-from itertools import chain
+from itertools import chain, pairwise
 
-import msgspec
-
+from stepscope_report.timeline.activity.content import LabelTime, ProfilerStep, Work
 from stepscope_report.timeline.activity.device_idle import DeviceGap, GapKind, Host
-from stepscope_report.timeline.activity.intervals import Cover, Stretches
-from stepscope_report.timeline.activity.slices import Covered, Names, Slices
+from stepscope_report.timeline.activity.intervals import (
+    Cover,
+    Covered,
+    Names,
+    Pair,
+    Slices,
+    Stretches,
+    length,
+)
 
-KEPT = 256
+_KEPT = 256
 """Number of labels of a trace that are kept, those with the most time."""
-_MOST = 4096
+_MOST_LABELS = 4096
 """Number of labels by path that are told apart; a deeper one counts to the label around it."""
 MODULE = "nn.Module: "
 """Beginning of the names that torch gives modules where it records stacks."""
 _ROOT = 0
-
-
-class LabelTime(msgspec.Struct):
-    """All ranges of one label within the same labels."""
-
-    path: tuple[str, ...]
-    """Names of the labels around it, and its own, the outermost first."""
-    count: int
-    cpu_us: float
-    busy_us: float | None
-    """Time in which a device ran kernels that were launched within the label, or None if the trace has
-    no launches."""
-    communication_us: float | None
-    kernels: int
-    """Number of kernels that were launched within the label."""
-    idle_us: float | None
-    """Time within the label in which no device was busy."""
-    idle: dict[GapKind, float]
-    """The gaps of devices that were caused within this label and no label below it, by cause."""
+_STEP = re.compile(r"ProfilerStep#(\d{1,9})")
+_FORWARD = re.compile(r"(?!.*backward).*forward", re.IGNORECASE)
+_BACKWARD = re.compile(r"(?!.*forward).*backward", re.IGNORECASE)
+BACKWARD = "autograd::engine::evaluate_function"
+"""Beginning of the names of operators that torch's backward runs."""
+_LOADING, _OPTIMIZER = "enumerate(DataLoader)#", "Optimizer.step#"
+_MOST_RANGES = 1 << 16
+"""Largest number of ranges of each kind that are kept of a trace."""
 
 
 class _Node:
@@ -105,7 +104,7 @@ class Labels:
                     still.pop()
                 above = still[-1][1] if still else _ROOT
                 node = numbers.get((above, name))
-                if node is None and len(nodes) < _MOST:
+                if node is None and len(nodes) < _MOST_LABELS:
                     node = numbers[above, name] = len(nodes)
                     nodes.append(_Node(above, self._names[name]))
                 if node is None:
@@ -153,7 +152,7 @@ def _rows(nodes: list[_Node], *, has_device: bool, launched: bool) -> list[Label
         node = nodes[number]
         children[node.parent].append(number)
         nodes[node.parent].kernels += node.kernels
-    kept = {_ROOT, *sorted(range(1, len(nodes)), key=lambda at: -nodes[at].cpu_us)[:KEPT]}
+    kept = {_ROOT, *sorted(range(1, len(nodes)), key=lambda at: -nodes[at].cpu_us)[:_KEPT]}
     rows: list[LabelTime] = []
     todo: list[tuple[int, tuple[str, ...]]] = [(_ROOT, ())]
     while todo:
@@ -189,3 +188,84 @@ def _with_below(nodes: list[_Node], which: str) -> array[float]:
             lengths[number] = stretches.length
             below[nodes[number].parent].append(stretches)
     return lengths
+
+
+class ProfilerSteps:
+    """The steps of one trace, and the ranges of torch in them."""
+
+    def __init__(self, mark: str | None = None) -> None:
+        """Args: mark: Name of the ranges that are steps, with `*` and `?` for any characters, or None."""
+        self._mark = mark
+        self._ends: dict[str, list[Pair]] = defaultdict(list)
+        """Steps of each optimizer."""
+        self._forward, self._backward, self._h2d = Cover(), Cover(), Cover()
+        self._steps: list[tuple[int, Pair]] = []
+        self._loading: list[Pair] = []
+        self._optimizer: list[Pair] = []
+
+    def add(self, name: str, start_us: float, dur_us: float) -> None:
+        """Add a range of the user, whatever its name is."""
+        step, pair = _STEP.fullmatch(name), (start_us, start_us + dur_us)
+        if self._mark is not None and fnmatchcase(name, self._mark) and len(self._steps) < _MOST_RANGES:
+            self._steps.append((-1, pair))
+        elif step is not None and self._mark is None and len(self._steps) < _MOST_RANGES:
+            self._steps.append((int(step[1]), pair))
+        elif name.startswith(_LOADING) and len(self._loading) < _MOST_RANGES:
+            self._loading.append(pair)
+        elif name.startswith(_OPTIMIZER) and len(self._optimizer) < _MOST_RANGES:
+            self._optimizer.append(pair)
+            self._ends[name].append(pair)
+        elif _FORWARD.match(name):
+            self._forward.add(*pair)
+        elif _BACKWARD.match(name):
+            self._backward.add(*pair)
+
+    def add_backward(self, start_us: float, dur_us: float) -> None:
+        """Add an operator of torch's backward."""
+        self._backward.add(start_us, start_us + dur_us)
+
+    def add_copy(self, start_us: float, dur_us: float) -> None:
+        """Add a copy from the host to a device."""
+        self._h2d.add(start_us, start_us + dur_us)
+
+    def _numbered(self) -> list[tuple[int, Pair]]:
+        """Return the steps with their numbers; those without a number count from 0."""
+        if self._steps:
+            ordered = sorted(self._steps, key=lambda step: step[1])
+            return [(at if number < 0 else number, pair) for at, (number, pair) in enumerate(ordered)]
+        if self._mark is not None or not self._ends:
+            return []
+        calls: list[Pair] = max(self._ends.values(), key=len)
+        return list(enumerate(pairwise(end for _, end in sorted(calls)), 1))
+
+    def finish(self, devices: Iterable[Mapping[Work, Stretches]]) -> list[ProfilerStep]:
+        """Return the steps in their order. `devices` has what each device did."""
+        steps = self._numbered()
+        if not steps:
+            return []
+        known = list(devices)
+        busy = Stretches(sorted(chain.from_iterable(chain.from_iterable(of.values()) for of in known)))
+        computed = Stretches(sorted(chain.from_iterable(of.get("compute", ()) for of in known)))
+        talked = Stretches(sorted(chain.from_iterable(of.get("communication", ()) for of in known)))
+        exposed = Stretches(computed.leave(talked))
+        forward, backward, h2d = (some.stretches() for some in (self._forward, self._backward, self._h2d))
+        loading, optimizer = Stretches(sorted(self._loading)), Stretches(sorted(self._optimizer))
+        return [
+            ProfilerStep(
+                number=number,
+                start_us=pair[0],
+                dur_us=pair[1] - pair[0],
+                busy_us=_within(busy, pair) if known else None,
+                exposed_us=_within(exposed, pair) if known else None,
+                loading_us=_within(loading, pair),
+                optimizer_us=_within(optimizer, pair),
+                forward_us=_within(forward, pair) if forward else None,
+                backward_us=_within(backward, pair) if backward else None,
+                h2d_us=_within(h2d, pair) if h2d else None,
+            )
+            for number, pair in steps
+        ]
+
+
+def _within(stretches: Stretches, pair: Pair) -> float:
+    return pair[1] - pair[0] - length(stretches.leave([pair]))
