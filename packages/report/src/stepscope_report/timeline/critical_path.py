@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Literal, NamedTuple, TypeAlias
 
 from stepscope_report.accounting import Label
-from stepscope_report.timeline.step_graph import NOBODY, Cluster, StepGraph, is_close
+from stepscope_report.timeline.step_graph import NOBODY, Cluster, StepGraph, depths, is_close
 
 PieceKind: TypeAlias = Literal["work", "wait", "not known"]
 
@@ -159,7 +159,7 @@ class Replay:
             for node in cluster.members
             if not cluster.joined or (owner >= len(graph.spans) and not _is_alike(graph, node, cluster.last))
         }
-        depth = _depths(graph.caller)
+        depth = depths(graph.caller)
         nodes = [n for n, caller in enumerate(graph.caller) if caller != NOBODY and n not in loose]
         nodes.sort(key=depth.__getitem__)
         self._nodes, self._members = nodes, frozenset(nodes)
@@ -310,19 +310,3 @@ class Replay:
 def _is_alike(graph: StepGraph, node: int, other: int) -> bool:
     one, two = graph.spans[node], graph.spans[other]
     return (one.role, one.stage) == (two.role, two.stage)
-
-
-def _depths(callers: Sequence[int]) -> list[int]:
-    """Return how many nodes stand above each node."""
-    depths = [-1] * len(callers)
-    for node in range(len(callers)):
-        path = []
-        at = node
-        while at != NOBODY and depths[at] < 0:
-            path.append(at)
-            at = callers[at]
-        depth = -1 if at == NOBODY else depths[at]
-        for below in reversed(path):
-            depth += 1
-            depths[below] = depth
-    return depths

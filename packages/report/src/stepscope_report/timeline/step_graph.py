@@ -153,7 +153,8 @@ class _Builder:
         cut_cycles(parents)
         above: list[int | None] = list(parents)
         """The nearest node above each span that takes part."""
-        for node in _parents_first(parents):
+        depth = depths([NOBODY if parent is None else parent for parent in parents])
+        for node in sorted(range(len(parents)), key=depth.__getitem__):
             span, parent = self._spans[node], parents[node]
             if parent is not None and not self._counts(parent):
                 above[node] = parent = above[parent]
@@ -474,19 +475,17 @@ def _overlaps(busy: Sequence[Pair], start_ns: int, end_ns: int) -> bool:
     return before > start_ns or (place < len(busy) and busy[place][0] < end_ns)
 
 
-def _parents_first(parents: Sequence[int | None]) -> list[int]:
-    """Return all indices, each after its parent. The parents have no cycles."""
-    depth = [-1] * len(parents)
-    for start in range(len(parents)):
-        path, at = [], start
-        while depth[at] < 0:
+def depths(callers: Sequence[int]) -> list[int]:
+    """Return how many nodes stand above each node: 0 if its caller is `NOBODY`. There are no cycles."""
+    known = [-1] * len(callers)
+    for node in range(len(callers)):
+        path = []
+        at = node
+        while at != NOBODY and known[at] < 0:
             path.append(at)
-            parent = parents[at]
-            if parent is None:
-                depth[at] = 0
-                break
-            at = parent
-        for node in reversed(path):
-            parent = parents[node]
-            depth[node] = 0 if parent is None else depth[parent] + 1
-    return sorted(range(len(parents)), key=depth.__getitem__)
+            at = callers[at]
+        depth = -1 if at == NOBODY else known[at]
+        for below in reversed(path):
+            depth += 1
+            known[below] = depth
+    return known

@@ -80,6 +80,11 @@ _BESIDE = 0.002
 """Overlap in us that two neighbouring operators may show, because `ts` and `dur` are both rounded."""
 ANOTHER_SHAPE = "events that are not as Kineto writes them"
 OF_NO_TIME = "events of impossible duration"
+_FARTHEST_US = 4e15
+"""Largest plausible time or duration: the year 2096, for traces that count from 1970."""
+_Us: TypeAlias = Annotated[float, msgspec.Meta(ge=-_FARTHEST_US, le=_FARTHEST_US)]
+_raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
+Thread: TypeAlias = tuple[int | str, int | str]
 
 
 def read_trace(
@@ -118,11 +123,6 @@ def nothing_read(why: str) -> TraceContent:
     notes = Notes()
     notes.file(why)
     return Reading(notes, frozenset()).finish(TraceFields())
-
-
-_FARTHEST_US = 4e15
-"""Largest plausible time or duration: the year 2096, for traces that count from 1970."""
-_Us: TypeAlias = Annotated[float, msgspec.Meta(ge=-_FARTHEST_US, le=_FARTHEST_US)]
 
 
 class Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
@@ -236,9 +236,6 @@ _union_with_shapes: Any = reduce(or_, _unused, _Shaped | _Instant | _Begin | _En
 _decode = msgspec.json.Decoder(list[_union], strict=False).decode
 _decode_with_shapes = msgspec.json.Decoder(list[_union_with_shapes], strict=False).decode
 _decode_one = msgspec.json.Decoder(_union, strict=False).decode
-_raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
-
-Thread: TypeAlias = tuple[int | str, int | str]
 
 
 class Reading:

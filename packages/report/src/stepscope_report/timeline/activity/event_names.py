@@ -36,6 +36,10 @@ _SGLANG = re.compile(r"step\[(\w+) bs=(\d+)(?: toks=(\d+))?")
 _DECODES = frozenset({"DECODE", "TARGET_VERIFY", "VERIFY"})
 _PREFILLS = frozenset({"EXTEND", "SPLIT_PREFILL", "DLLM_EXTEND"})
 """Forward modes of SGLang. Passes of a draft model (`DRAFT`) generate nothing by themselves."""
+_OF_TORCH = re.compile(
+    r"\w*Backward\d*|Python(DispatchMode|Subclass)|AccumulateGrad|CopySlices|detach|record_param_comms"
+)
+"""Operators of torch itself whose names have no namespace."""
 
 
 def work_of(cat: str, name: str) -> Work:
@@ -133,12 +137,6 @@ def _of_sglang(name: str) -> Requests | None:
     if mode in _PREFILLS:
         return Requests(size, 0, None if tokens is None else int(tokens))
     return Requests(size, 0, None, mixed=True) if mode == "MIXED" else None
-
-
-_OF_TORCH = re.compile(
-    r"\w*Backward\d*|Python(DispatchMode|Subclass)|AccumulateGrad|CopySlices|detach|record_param_comms"
-)
-"""Operators of torch itself whose names have no namespace."""
 
 
 def is_range(name: str) -> bool:

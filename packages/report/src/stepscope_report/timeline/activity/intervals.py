@@ -13,6 +13,8 @@ from typing import TypeAlias
 Pair: TypeAlias = tuple[float, float]
 """(start, end)."""
 CHUNK = 1 << 13
+Slice: TypeAlias = tuple[float, float, int]
+"""(start, end, number of the name)."""
 
 
 class Stretches:
@@ -129,10 +131,6 @@ def unpacked(flat: Iterable[float]) -> Iterator[Pair]:
     """Yield the intervals in a flat sequence of alternating starts and ends."""
     values = iter(flat)
     return zip(values, values, strict=True)
-
-
-Slice: TypeAlias = tuple[float, float, int]
-"""(start, end, number of the name)."""
 
 
 class Names:

@@ -21,7 +21,7 @@ from stepscope_report.timeline.activity.content import Iteration, TraceContent
 from stepscope_report.timeline.activity.content_reader import Complete, Event, Reading, Thread
 from stepscope_report.timeline.activity.traces import TraceActivity
 from stepscope_report.timeline.model import Timeline
-from stepscope_report.timeline.readers.chrome import ChromeTrace
+from stepscope_report.timeline.readers.chrome import SUFFIXES, ChromeTrace
 
 Label: TypeAlias = tuple[str, str]
 """Role and stage."""
@@ -73,7 +73,7 @@ def by_stage(folder: Path, timeline: Timeline, activities: Iterable[TraceActivit
 
 
 def _can_be_split(activity: TraceActivity) -> bool:
-    json = activity.file.endswith((".json", ".json.gz"))
+    json = activity.file.endswith(SUFFIXES)
     return json and activity.stage is None and activity.unaligned is None
 
 

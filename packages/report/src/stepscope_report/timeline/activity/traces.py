@@ -49,6 +49,11 @@ from stepscope_report.timeline.readers.nccl_inspector import InspectorReader, re
 from stepscope_report.timeline.step.rows import Recorded, Row, Rows, axis_of, offset_at
 from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile, find_traces
 
+_BATCH = 2000
+"""Number of events of a recording that are counted together."""
+_LARGEST_SUMMARY = 64 << 20
+"""Largest number of bytes of a summary of CUDA's memory that are read. It usually has a few hundred kB."""
+
 
 class TracePart(msgspec.Struct, frozen=True, kw_only=True):
     """A file of the step, with what another process needs to read it."""
@@ -151,9 +156,6 @@ def _read_inspected(path: Path, on_read: Callable[[int], None] | None) -> TraceC
 
 def _alone(content: TraceContent) -> list[ProcessContent]:
     return [ProcessContent(pid=None, content=content)]
-
-
-_BATCH = 2000
 
 
 class ProcessContent(msgspec.Struct, kw_only=True):
@@ -268,10 +270,6 @@ class _Contents:
         ]
         contents[0].content.problems.update(self._notes.counts)
         return contents
-
-
-_LARGEST = 64 << 20
-"""Largest number of bytes of a summary that are read. A summary usually has a few hundred kB."""
 
 
 class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
@@ -476,7 +474,7 @@ def _read_memory(file: TraceFile, timeline: Timeline) -> MemoryRecord | FileProb
         return FileProblem(file=file.name, what="it is of no process of this step")
     try:
         with gzip.open(file.path) as packed:
-            summary = msgspec.json.decode(packed.read(_LARGEST), type=MemorySummary)
+            summary = msgspec.json.decode(packed.read(_LARGEST_SUMMARY), type=MemorySummary)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError, msgspec.DecodeError) as error:
         return FileProblem(file=file.name, what=f"no summary of CUDA memory: {type(error).__name__}: {error}")
     index = keys.index(sidecar.process)

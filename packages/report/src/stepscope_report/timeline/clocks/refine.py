@@ -47,10 +47,17 @@ from stepscope_report.timeline.clocks.collectives import (
 )
 from stepscope_report.timeline.digests import Digests
 from stepscope_report.timeline.processes import Lost, files_elsewhere, results
+from stepscope_report.timeline.readers.chrome import SUFFIXES
 from stepscope_report.timeline.sources import Source
 
 Known = Mapping[int, Mapping[Kind, Series | Refused]]
 """Collectives of each source, by its index."""
+MOST_DRIFT_PPM = 500
+"""Largest drift at which collectives are matched; kernels slew clocks at most as fast."""
+_SHIFTS = (1, -1, 2, -2, 3, -3)
+"""Positions by which the windows of two ranks may differ although they hold equal numbers of collectives."""
+Pairs = Mapping[int, tuple[Times, Times]]
+"""Times of each collective on the first clock and on the other, by its number."""
 
 
 def collectives_of(
@@ -96,10 +103,6 @@ def collectives_elsewhere(
             index: {} if isinstance(collectives, Lost) else dict(collectives)
             for index, collectives in zip(far, read, strict=True)
         }
-
-
-MOST_DRIFT_PPM = 500
-"""Largest drift at which collectives are matched; kernels slew clocks at most as fast."""
 
 
 class Clock(msgspec.Struct, eq=False):
@@ -180,13 +183,6 @@ def extent(source: Source, aligned: Aligned, reference: Reference) -> tuple[int,
     return opened.wall_ns, max(last_ns, opened.wall_ns + latest_ns - opened.mono_ns)
 
 
-_SUFFIXES = (".json", ".json.gz")
-_SHIFTS = (1, -1, 2, -2, 3, -3)
-"""Positions by which the windows of two ranks may differ although they hold equal numbers of collectives."""
-
-Pairs = Mapping[int, tuple[Times, Times]]
-
-
 class Lead(NamedTuple):
     """Lead of one clock over another, by collectives."""
 
@@ -252,7 +248,7 @@ def traces_by_source(
         if (
             index is not None
             and sidecar.run_id == sources[0].run_id
-            and sidecar.artifact.path.endswith(_SUFFIXES)
+            and sidecar.artifact.path.endswith(SUFFIXES)
         ):
             traces.setdefault(index, []).append(path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)))
     return traces

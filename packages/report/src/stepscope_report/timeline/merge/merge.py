@@ -40,6 +40,11 @@ from stepscope_report.timeline.step.rows import Recorded, Row, Rows, axis_of
 from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile, find_traces, trace_bytes
 
 NOT_SELECTED = "of another role or rank"
+EVERYTHING = Selection()
+_BATCH = 1000
+"""Number of spans that are held as events at once."""
+_RESERVE = 1 << 16
+"""Number of bytes of the size limit that are reserved for the metadata at the end."""
 
 
 class Sources(NamedTuple):
@@ -172,13 +177,6 @@ def _selected_recordings(
 
 def _is_wanted(role: str, row: Row, selection: Selection) -> bool:
     return selection.role(role, row.info.role) and selection.rank(row.info.rank)
-
-
-EVERYTHING = Selection()
-_BATCH = 1000
-"""Number of spans that are held as events at once."""
-_RESERVE = 1 << 16
-"""Number of bytes of the size limit that are reserved for the metadata at the end."""
 
 
 def bytes_to_read(path: str | os.PathLike[str]) -> int:

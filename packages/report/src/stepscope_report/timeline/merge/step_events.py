@@ -25,6 +25,17 @@ from stepscope_report.timeline.step.rows import Axis, Row, Rows
 from stepscope_report.timeline.step.tree import requests
 from stepscope_report.timeline.step_graph import step_graph
 
+_TOP = -1_000_000
+"""Sort index of a row's first track of spans: above threads, whose index is their tid."""
+_TRAJECTORIES = "trajectories"
+_SLOWEST = 10
+"""Number of trajectories whose turns have arrows to their passes, unless all are selected."""
+STALL = "profiler: engine writes its trace"
+_FLOW = re.compile(rb'\{[^{}]*"ac2g"[^{}]*\}')
+_ANNOTATION = re.compile(rb'\{[^{}]*"user_annotation"(?:[^{}]|\{[^{}]*\})*\}')
+_Thread: TypeAlias = tuple[int, int]
+"""(pid, tid)."""
+
 
 class Interval(NamedTuple):
     start_ns: int
@@ -65,17 +76,6 @@ def _fits(index: int, intervals: Sequence[Interval], stack: list[int]) -> bool:
     while stack and intervals[stack[-1]].end_ns <= start_ns:
         stack.pop()
     return bool(stack) and stack[-1] == parent and end_ns <= intervals[parent].end_ns
-
-
-_TOP = -1_000_000
-"""Sort index of a row's first track of spans: above threads, whose index is their tid."""
-_TRAJECTORIES = "trajectories"
-_SLOWEST = 10
-"""Number of trajectories whose turns have arrows to their passes, unless all are selected."""
-STALL = "profiler: engine writes its trace"
-_FLOW = re.compile(rb'\{[^{}]*"ac2g"[^{}]*\}')
-_ANNOTATION = re.compile(rb'\{[^{}]*"user_annotation"(?:[^{}]|\{[^{}]*\})*\}')
-_Thread: TypeAlias = "tuple[int, int]"
 
 
 class Drawn:

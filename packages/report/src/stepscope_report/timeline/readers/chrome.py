@@ -28,6 +28,8 @@ from stepscope_report.timeline.readers.json_array import (
     raw_elements,
 )
 
+SUFFIXES = (".json", ".json.gz")
+"""Ends of the names of Chrome traces."""
 _ARRAY = re.compile(rb"\s*:\s*\[")
 _START = re.compile(rb"(?:\xef\xbb\xbf)?\s*")
 _FARTHEST_NS = 1 << 62

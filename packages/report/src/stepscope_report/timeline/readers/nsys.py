@@ -44,6 +44,24 @@ WARNING, ERROR = 2, 3
 """DIAGNOSTIC_EVENT.severity."""
 MARK, THREAD_NAME, DOMAIN, PUSH_POP, START_END = 34, 39, 75, (59, 70), (60, 71)
 """NVTX_EVENTS.eventType; 70 and 71 are ranges that were imported as text."""
+_WHERE = {"device": "deviceId", "context": "contextId", "stream": "streamId", "correlation": "correlationId"}
+_JSON = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+_JSON_HEAD = 1 << 12
+_JSON_LINE = re.compile(rb'\s*\{\s*"(?:Type"\s*:\s*\d+\s*,\s*"\w+Event"|data"\s*:\s*\[|type"\s*:\s*"String")')
+"""The first line of a file of `nsys export --type json` or `jsonlines`."""
+_MAGIC = b"SQLite format 3\0"
+_STRINGS = 1 << 16
+"""Number of texts of `StringIds` that are cached."""
+_WARNINGS = 20
+"""Number of nsys' own warnings that are shown."""
+NO_TIME = "events without a time"
+BACKWARDS = "events that end before they begin"
+NO_RANGES = (
+    "nsys recorded none of the NVTX ranges that stepscope made, as happens on a busy machine. Fix: capture "
+    "another step"
+)
+NEVER_ENDED = "NVTX ranges that never ended, shown as marks"
+_Key: TypeAlias = tuple[object, ...]
 
 
 class Device(NamedTuple):
@@ -57,7 +75,6 @@ class Device(NamedTuple):
     """Column of each argument. The arguments have Kineto's names if it has them."""
 
 
-_WHERE = {"device": "deviceId", "context": "contextId", "stream": "streamId", "correlation": "correlationId"}
 DEVICES = (
     Device(
         "CUPTI_ACTIVITY_KIND_KERNEL", "kernel", ("demangledName", "shortName", "mangledName"),
@@ -103,27 +120,6 @@ def grouped(args: dict[str, Any]) -> dict[str, Any]:
         if all(f"{word}{axis}" in args for axis in "XYZ"):
             args[word] = [args.pop(f"{word}{axis}") for axis in "XYZ"]
     return args
-
-
-_JSON = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
-_JSON_HEAD = 1 << 12
-_JSON_LINE = re.compile(rb'\s*\{\s*"(?:Type"\s*:\s*\d+\s*,\s*"\w+Event"|data"\s*:\s*\[|type"\s*:\s*"String")')
-"""The first line of a file of `nsys export --type json` or `jsonlines`."""
-_MAGIC = b"SQLite format 3\0"
-_STRINGS = 1 << 16
-"""Number of texts of `StringIds` that are cached."""
-_WARNINGS = 20
-"""Number of nsys' own warnings that are shown."""
-NO_TIME = "events without a time"
-BACKWARDS = "events that end before they begin"
-NO_RANGES = (
-    "nsys recorded none of the NVTX ranges that stepscope made, as happens on a busy machine. Fix: capture "
-    "another step"
-)
-NEVER_ENDED = "NVTX ranges that never ended, shown as marks"
-
-
-_Key: TypeAlias = tuple[object, ...]
 
 
 class NsysReader:

@@ -19,6 +19,7 @@ from stepscope.files.storage.reading import MAX_BYTES, open_file
 from stepscope.files.values import MAX_TEXT, AttrValue, bounded
 from stepscope_report.timeline.record_files import RecordFile
 
+SUFFIXES = (".json", ".jsonl")
 MOST_SPANS = 200_000
 """Largest number of spans that are taken from one file."""
 _MOST_ATTRIBUTES = 64

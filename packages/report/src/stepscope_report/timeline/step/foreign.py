@@ -21,7 +21,7 @@ from stepscope.files.trace_context import SpanIds, TraceContext, parse_tracepare
 from stepscope.files.values import AttrValue, bounded
 from stepscope_report.timeline.clocks.wall import NOT_NEAR, is_near
 from stepscope_report.timeline.model import FileProblem, Process, ProcessClock, Span, Timeline
-from stepscope_report.timeline.readers.otlp import OtlpSpan, Resource, read_otlp
+from stepscope_report.timeline.readers.otlp import SUFFIXES, OtlpSpan, Resource, read_otlp
 from stepscope_report.timeline.step.rows import clock_of, names_of, offset_at
 from stepscope_report.timeline.step.tree import cut_cycles
 
@@ -77,6 +77,8 @@ _KINDS = {
 """{attribute: {value: kind of work}}."""
 _ROLES = {_GENERATE: "rollout", _TOOL: "env", _AGENT: "agent_loop"}
 _TOOL_NAMES = ("gen_ai.tool.name", "tool.name")
+_UNKNOWN_HOST = "host not named"
+_UNNAMED = "otel"
 
 
 def is_request(span: OtlpSpan) -> bool:
@@ -204,11 +206,6 @@ def _kind(attrs: Mapping[str, AttrValue]) -> str | None:
 def _tool(attrs: Mapping[str, AttrValue]) -> str | None:
     names = (attrs.get(name) for name in _TOOL_NAMES)
     return next((bounded(name) for name in names if isinstance(name, str) and name), None)
-
-
-SUFFIXES = (".json", ".jsonl")
-_UNKNOWN_HOST = "host not named"
-_UNNAMED = "otel"
 
 
 def add_foreign(layout: StepLayout, timeline: Timeline) -> Timeline:

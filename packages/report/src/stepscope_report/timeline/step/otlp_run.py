@@ -18,8 +18,8 @@ from stepscope.files.trace_context import TraceContext
 from stepscope_report.timeline.clocks.wall import NOT_NEAR, Hours, is_wall
 from stepscope_report.timeline.model import FileProblem, ProcessClock, Span, Timeline, Window
 from stepscope_report.timeline.readers.contract import FoundFile
-from stepscope_report.timeline.readers.otlp import OtlpSpan, read_otlp
-from stepscope_report.timeline.step.foreign import SUFFIXES, Merge, by_process, is_request, without_copies
+from stepscope_report.timeline.readers.otlp import SUFFIXES, OtlpSpan, read_otlp
+from stepscope_report.timeline.step.foreign import Merge, by_process, is_request, without_copies
 
 _HEAD = 1 << 16
 _FIELD = b'"resourceSpans"'

@@ -30,7 +30,7 @@ from stepscope_report.timeline.clocks.refine import refine
 from stepscope_report.timeline.merge.records import MergedRow
 from stepscope_report.timeline.model import FileProblem, ProcessClock, Timeline, Window
 from stepscope_report.timeline.readers.blocks import Notes
-from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
+from stepscope_report.timeline.readers.chrome import SUFFIXES, ChromeTrace, TraceFields
 from stepscope_report.timeline.readers.contract import FoundFile, Origin, Readers
 from stepscope_report.timeline.readers.nccl_inspector import InspectorReader
 from stepscope_report.timeline.sources import Source
@@ -39,7 +39,6 @@ from stepscope_report.timeline.step.rows import names_of
 from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile
 from stepscope_report.timeline.step.trace_names import dimensions, named
 
-_SUFFIXES = (".json", ".json.gz")
 _OTHERS = (".sqlite", ".ncu-rep", ".pickle")
 """Suffixes of profilers' files that are listed as unread unless a reader claims them."""
 _ASCEND = "_ascend_pt"
@@ -168,7 +167,7 @@ def _found(paths: Sequence[Path], root: Path) -> StepFiles:
         elif _is_trace(file):
             files.traces.append(TraceFile(path, file.name, None))
             continue
-        elif path.name.endswith(_SUFFIXES):
+        elif path.name.endswith(SUFFIXES):
             why = "no trace"
         else:
             why = f"nothing here reads {path.suffix}" if path.suffix in _OTHERS else None
@@ -180,7 +179,7 @@ def _found(paths: Sequence[Path], root: Path) -> StepFiles:
 
 def _is_trace(file: FoundFile) -> bool:
     """Return whether a file is a trace, damaged or not, rather than other JSON. Reads only its beginning."""
-    if not file.path.name.endswith(_SUFFIXES):
+    if not file.path.name.endswith(SUFFIXES):
         return False
     return ".trace.json" in file.path.name or _FIELD.search(file.head(_HEAD)) is not None
 

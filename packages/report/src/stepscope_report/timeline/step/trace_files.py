@@ -14,16 +14,13 @@ from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout, sidecar_of
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.storage.reading import files_below, read_record, size_below
 from stepscope_report.timeline.model import FileProblem
-from stepscope_report.timeline.readers.chrome import TraceFields
+from stepscope_report.timeline.readers.chrome import SUFFIXES, TraceFields
 from stepscope_report.timeline.readers.contract import FoundFile, Reader, Readers
 
-_SUFFIXES = (".json", ".json.gz")
 _NO_SIDECAR = "no sidecar: nothing says which process wrote it"
 GONE = "it is in the manifest, and not here"
 MERGED = "merged_trace"
 """The kind of a file in which an engine repeats the traces of its ranks."""
-
-
 _SNAPSHOTS = ("cuda_memory_snapshot", "cuda_memory_oom_snapshot")
 
 
@@ -164,7 +161,7 @@ def _speaks_for(
             break
         if about in sidecars:
             return sidecars[about]
-    if path.name.endswith(_SUFFIXES):
+    if path.name.endswith(SUFFIXES):
         return None
     beside = (sidecar for other, sidecar in sidecars.items() if other.with_suffix("") == path.with_suffix(""))
     return next(beside, None)
@@ -195,7 +192,7 @@ def _take(
     if claim is not None and not claim.read:
         if claim.why is not None:
             files.unread.append(f"{name}: {claim.why}")
-    elif reader is not None or path.name.endswith(_SUFFIXES):
+    elif reader is not None or path.name.endswith(SUFFIXES):
         if described is None:
             files.problems.append(FileProblem(file=name, what=_NO_SIDECAR))
         files.traces.append(TraceFile(path, name, sidecar, reader))

@@ -10,6 +10,8 @@ from stepscope_report.timeline.model import Span, Timeline
 
 REQUEST = "request_id"
 """Attribute of spans with the engine's name for the request, set by both sides."""
+CALLERS = frozenset({"trainer", "driver", "agent_loop", "env", "reward"})
+"""Roles that call the replicas of the rollout, and have none."""
 
 
 def parents_of(records: Sequence[Sequence[Open]], keys: Sequence[str], step: int) -> list[int | None]:
@@ -107,10 +109,6 @@ def _has_cause(spans: Sequence[Span], index: int, members: Sequence[int]) -> boo
             return True
         above = spans[above].parent
     return False
-
-
-CALLERS = frozenset({"trainer", "driver", "agent_loop", "env", "reward"})
-"""Roles that call the replicas of the rollout, and have none."""
 
 
 def shared_numbers(timeline: Timeline) -> frozenset[tuple[str, int]]:
