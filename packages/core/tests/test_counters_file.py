@@ -28,7 +28,7 @@ from stepscope.files.manifest.parts import read_parts
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import ProcessInfo
 from stepscope_report.timeline import load_step
-from stepscope_report.timeline.record_files import CounterFile, read_counters
+from stepscope_report.timeline.sources import CounterFile, read_counters
 
 
 def config(folder: Path, **settings: object) -> ProfileConfig:

@@ -33,7 +33,7 @@ from stepscope.files.spans import End, Header, Line, Open, Span
 from stepscope.files.trace_context import SpanIds
 from stepscope.files.values import MAX_TEXT
 from stepscope.testing.recorded_run import START_NS, FakeClock
-from stepscope_report.timeline.record_files import read_spans
+from stepscope_report.timeline.sources import read_spans
 
 ACTOR = ProcessInfo(role="actor", rank=0, world_size=2, host="h", pid=7)
 

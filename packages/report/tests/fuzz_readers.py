@@ -39,7 +39,7 @@ def _targets(atheris: Any, folder: Path) -> dict[str, Callable[[bytes], object]]
         from stepscope_report.timeline.readers.chrome import ChromeTrace
         from stepscope_report.timeline.readers.contract import FoundFile
         from stepscope_report.timeline.readers.nsys import NsysReader
-        from stepscope_report.timeline.record_files import read_spans
+        from stepscope_report.timeline.sources import read_spans
 
     def spans(data: bytes) -> None:
         read_spans(_put(folder / "a.jsonl", data))

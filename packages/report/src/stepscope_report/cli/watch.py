@@ -28,7 +28,7 @@ from stepscope_report.formatting import count, duration, turn
 from stepscope_report.live import Live, live
 from stepscope_report.sections.counters import quantity
 from stepscope_report.terminal.layout import listing, table
-from stepscope_report.timeline.record_files import latest_counters
+from stepscope_report.timeline.sources import latest_counters
 
 BARS = " ▁▂▃▄▅▆▇█"
 _WRITTEN = 5

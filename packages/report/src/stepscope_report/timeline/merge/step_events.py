@@ -1,6 +1,8 @@
 """Spans, counters and forward passes of a step as events of its merged timeline, with arrows between them.
 
 Spans are on tracks above the profilers'. Each counter is a track in its process' row.
+
+One file above 500 lines: an arrow needs the tracks on which the spans and the passes at its ends were drawn.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import msgspec
 
 from stepscope.files.storage.reading import MAX_BYTES, open_file
 from stepscope.files.values import MAX_TEXT, AttrValue, bounded
-from stepscope_report.timeline.record_files import RecordFile
+from stepscope_report.timeline.sources import RecordFile
 
 SUFFIXES = (".json", ".jsonl")
 MOST_SPANS = 200_000

@@ -1,4 +1,7 @@
-"""Reading of a step's folder into its timeline."""
+"""Reading of a step's folder into its timeline.
+
+One file above 500 lines: each field of `Timeline` is made here, or by the function that is called here.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,7 @@ from stepscope_report.timeline.clocks.refine import refine, traces_by_source
 from stepscope_report.timeline.digests import Digests
 from stepscope_report.timeline.model import Counter, EngineStall, FileProblem, Process, Span, Timeline, Window
 from stepscope_report.timeline.processes import files_elsewhere
-from stepscope_report.timeline.record_files import CounterFile
-from stepscope_report.timeline.sources import Source, read_sources
+from stepscope_report.timeline.sources import CounterFile, Source, read_sources
 from stepscope_report.timeline.step.foreign import add_foreign
 from stepscope_report.timeline.step.passes import passes_of
 from stepscope_report.timeline.step.rows import clock_of, names_of, offset_at
