@@ -210,6 +210,29 @@ def test_a_request_has_the_weights_of_each_of_its_tokens_and_the_step_that_train
     assert (c.version_begun, c.version_ended, c.trained_by, c.lags) == (7, 7, None, ())
 
 
+def test_weights_without_a_version_have_the_number_of_their_update(tmp_path: Path) -> None:
+    folder = a_step(tmp_path, [])
+    log = PassLog(10)
+    for count, (served, stated) in enumerate(
+        (("ab", None), ("ac", "9"), ("cd", "9"), ("de", "9"), ("e", "10")), 3
+    ):
+        log.note(
+            10 * count, 10 * count + 5, "decode", dict.fromkeys(served, 1), [1] * len(served), running=2,
+            waiting=0, updates=count, weights=stated,
+        )  # fmt: skip
+        log.update(10 * count + 7)
+    note(folder, folder.processes[1], 0, log)
+    rows = step_requests(load_step(folder.layout.root))
+    told = {row.id: (row.version_begun, row.version_ended) for row in rows}
+    assert told == {
+        "a": ("update 3", 9),
+        "b": ("update 3", "update 3"),
+        "c": (9, "update 5"),
+        "d": ("update 5", "update 6"),
+        "e": ("update 6", 10),
+    }
+
+
 def test_passes_beyond_the_limit_are_counted() -> None:
     log = PassLog(2)
     for at in range(5):
@@ -224,12 +247,15 @@ def test_passes_beyond_the_limit_are_counted() -> None:
         {"served": {"request": [0], "tokens": [1], "output": [1]}},
         {"preempted": {"number": [0], "request": [9]}},
         {
-            "requests": {
-                "id": ["a"],
-                "caller_id": [],
-                "arrived_ns": [],
-                "version_begun": [],
-                "version_ended": [],
+            "passes": {
+                "number": [1],
+                "begin_ns": [],
+                "end_ns": [],
+                "kind": [],
+                "requests": [],
+                "running": [],
+                "waiting": [],
+                "kv_use": [],
             }
         },
     ],

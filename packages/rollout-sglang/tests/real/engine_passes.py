@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+import torch
+from sglang.srt.entrypoints.engine import MultiprocessingSerializer
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput, UpdateWeightVersionReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from tiny_sglang import on_its_loop
 
@@ -35,15 +39,61 @@ async def play(engine: Any, number: int, answers: dict[str, Any]) -> None:
         record_request(this_turn, answers[name])
 
 
-def test_every_request_is_joined_to_its_turn_and_has_the_tokens_of_its_answer(
-    engine: Any, tmp_path: Path
-) -> None:
-    config = ProfileConfig(
-        save_path=tmp_path,
-        steps="7",
+def config_of(folder: Path) -> ProfileConfig:
+    return ProfileConfig(
+        save_path=folder,
+        steps="1:9",
         roles={"rollout": {"ranks": "all", "engine": {"iterations": {"count": 3}}}},
         torch={"activities": ["cpu"]},
     )
+
+
+async def update_weights(manager: Any, **version: str) -> None:
+    """Give the engine two tensors, each in a bucket of its own, as a trainer does."""
+    has_sessions = hasattr(io_struct, "BeginWeightUpdateReqInput")
+    if has_sessions:
+        await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
+    for name in ("ln_f.weight", "ln_f.bias"):
+        bucket = [(f"transformer.{name}", torch.ones(64, dtype=torch.bfloat16))]
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(bucket)],
+            flush_cache=False,  # 0.5.12 would die if the last request has only just been answered
+            **version,
+        )
+        done, message = await manager.update_weights_from_tensor(request)
+        assert done, message
+    if has_sessions:
+        await manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+
+
+def test_weights_without_a_version_have_the_number_of_their_update(engine: Any, tmp_path: Path) -> None:
+    """Each step updates the weights between two pairs of requests, the third one with a version."""
+    config = config_of(tmp_path)
+
+    async def step(number: int, version: dict[str, str]) -> tuple[object, object]:
+        async with capture(number, engines=engine, config=config):
+            await asyncio.gather(play(engine, 0, {}), play(engine, 1, {}))
+            await update_weights(engine.tokenizer_manager, **version)
+            await asyncio.gather(play(engine, 2, {}), play(engine, 3, {}))
+        rows = step_requests(load_step(tmp_path / f"step_{number:06d}"))
+        told = {row.trajectory: {row.version_begun, row.version_ended} for row in rows}
+        assert told["task-0"] == told["task-1"]
+        assert told["task-2"] == told["task-3"]
+        (before,), (after,) = told["task-0"], told["task-2"]
+        return before, after
+
+    versions: list[dict[str, str]] = [{}, {}, {"weight_version": "40"}, {}]
+    told = [on_its_loop(engine, step(number, version)) for number, version in enumerate(versions, 1)]
+    first = int(str(told[0][0]).removeprefix("update "))
+    counts: list[object] = [f"update {number}" for number in range(first, first + 5)]
+    counts[3] = 40 if IS_VERSIONED else counts[3]
+    assert told == list(pairwise(counts))
+
+
+def test_every_request_is_joined_to_its_turn_and_has_the_tokens_of_its_answer(
+    engine: Any, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path)
     answers: dict[str, Any] = {}
 
     async def step() -> None:
@@ -79,8 +129,10 @@ def test_every_request_is_joined_to_its_turn_and_has_the_tokens_of_its_answer(
     assert max(noted.passes.waiting) > 0
     assert {"prefill", "decode"} <= set(noted.passes.kind)
     begun = {request.trajectory: request.version_begun for request in step_requests(timeline)}
-    later = 7 if IS_VERSIONED else None
-    assert begun == {f"task-{n}": None if n < REQUESTS // 2 else later for n in range(REQUESTS)}
+    counted = begun["task-0"]
+    assert str(counted).startswith("update ")
+    later = 7 if IS_VERSIONED else counted
+    assert begun == {f"task-{n}": counted if n < REQUESTS // 2 else later for n in range(REQUESTS)}
     (batches,) = step_batches(timeline)
     assert batches.linked == REQUESTS
     assert batches.passes > 3  # notes go on when the profile has its count of passes

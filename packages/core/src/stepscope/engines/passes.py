@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
 
 import msgspec
 from msgspec.structs import asdict
@@ -31,6 +31,7 @@ from stepscope.files.passes import PassFile, PassKind, Version
 from stepscope.files.sidecar import Artifact
 from stepscope.files.storage.atomic import free_path, write_atomic
 
+T = TypeVar("T")
 TOOL = "stepscope"
 """`Artifact.tool` of such a file: no profiler of the engine writes it."""
 log = logging.getLogger("stepscope")
@@ -66,11 +67,15 @@ class PassLog:
         self._arrived: dict[str, int] = {}
         self._versions: list[tuple[int, Version]] = []
         """(number of passes before it, version of the weights), in order."""
+        self._updates: list[tuple[int, int | None]] = []
+        """(number of passes before it, count of the updates of the weights), in order."""
         self._begins, self._ends = array("q"), array("q")
         self._kinds, self._kv_use = array("b"), array("f")
         self._counts, self._running, self._waiting = array("l"), array("l"), array("l")
         self._requests, self._tokens, self._outputs = array("l"), array("l"), array("l")
         self._preempted: list[tuple[int, str]] = []
+        self._stale: Version = None
+        """Version of the weights before the last update, until another one is stated; or None."""
         self._weights: list[tuple[int, Version]] = []
         """(time, version of the weights from then on), in order."""
 
@@ -93,12 +98,14 @@ class PassLog:
             self._callers[request] = caller_id
 
     def update(self, at_ns: int | None = None) -> None:
-        """Note that the engine has new weights.
+        """Note that the engine has new weights. The version that was stated before is not theirs.
 
         Args:
             at_ns: Time by CLOCK_MONOTONIC; None for now.
         """
         self._weights.append((time.monotonic_ns() if at_ns is None else at_ns, None))
+        last = self._versions[-1][1] if self._versions else None
+        self._stale = self._stale if last is None else last
 
     @property
     def requests(self) -> list[str]:
@@ -117,6 +124,7 @@ class PassLog:
         waiting: int,
         kv_use: float | None = None,
         weights: Version = None,
+        updates: int | None = None,
         preempted: Iterable[str] = (),
     ) -> None:
         """Note one forward pass.
@@ -126,7 +134,8 @@ class PassLog:
             tokens: {id of a request: number of its tokens that the pass computed}.
             output: The tokens that the pass added to each request's output, in the order of `tokens`.
             kv_use: Used part of the KV cache, from 0 to 1.
-            weights: Version of the weights.
+            weights: Version of the weights, if whoever updated them stated one.
+            updates: Number of updates of the weights since the engine started, if it is counted.
             preempted: The requests that lost their place in the KV cache since the pass before.
         """
         with self._lock:
@@ -145,9 +154,13 @@ class PassLog:
             self._tokens.extend(tokens.values())
             self._outputs.extend(output)
             self._preempted += [(number, request) for request in preempted]
+            weights = None if weights == self._stale else weights
             if weights != (self._versions[-1][1] if self._versions else None):
                 self._versions.append((number, weights))
-                self._weights.append((begin_ns, weights))
+                if weights is not None:  # else `update` has the time of the change
+                    self._weights.append((begin_ns, weights))
+            if updates != (self._updates[-1][1] if self._updates else None):
+                self._updates.append((number, updates))
 
     def file(self, dp: int = 0) -> PassFile:
         """Return all passes so far, as the content of a file. `publish_passes` adds whose they are."""
@@ -157,7 +170,8 @@ class PassLog:
                 number=list(number), request=[self._positions[one] for one in request]
             )
             ids = list(self._positions)
-            begun, ended = self._versions_of(len(ids))
+            begun, ended = self._at_ends(self._versions, None)
+            updates_begun, updates_ended = self._at_ends(self._updates, None)
             return PassFile(
                 step=0,
                 run_id="",
@@ -173,6 +187,8 @@ class PassLog:
                     arrived_ns=list(map(self._arrived.get, ids)),
                     version_begun=begun,
                     version_ended=ended,
+                    updates_begun=updates_begun,
+                    updates_ended=updates_ended,
                 ),
                 passes=records.Passes(
                     number=list(range(len(self._begins))),
@@ -196,17 +212,22 @@ class PassLog:
                 ),
             )
 
-    def _versions_of(self, requests: int) -> tuple[list[Version], list[Version]]:
-        """Return the versions of the weights at the first and at the last pass of each request."""
-        begun: list[Version] = [None] * requests
-        ended: list[Version] = [None] * requests
+    def _at_ends(self, changes: Sequence[tuple[int, T]], before: T) -> tuple[list[T], list[T]]:
+        """Return the values at the first and at the last pass of each request.
+
+        Args:
+            changes: (number of passes before it, new value), in order.
+            before: The value before the first change.
+        """
+        begun: dict[int, T] = {}
+        ended = [before] * len(self._positions)
         rows = list(accumulate(self._counts, initial=0))
-        bounds = [(rows[first], version) for first, version in self._versions]
-        for (first, version), (last, _) in pairwise([*bounds, (rows[-1], None)]):
+        bounds = [(0, before), *((rows[first], value) for first, value in changes), (rows[-1], before)]
+        for (first, value), (last, _) in pairwise(bounds):
             for request in set(self._requests[first:last]):
-                begun[request] = version if begun[request] is None else begun[request]
-                ended[request] = version
-        return begun, ended
+                begun.setdefault(request, value)
+                ended[request] = value
+        return [begun.get(request, before) for request in range(len(ended))], ended
 
 
 def encoded(file: PassFile) -> bytes:

@@ -47,6 +47,11 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the weights at the request's first pass, or None if the engine does not know it."""
     version_ended: list[Version]
     """Version of the weights at its last pass."""
+    updates_begun: list[Number | None]
+    """Number of updates of the weights from the engine's start to the request's first pass, or None if they
+    are not counted."""
+    updates_ended: list[Number | None]
+    """Number of updates up to its last pass."""
 
 
 class Passes(msgspec.Struct, frozen=True, kw_only=True):

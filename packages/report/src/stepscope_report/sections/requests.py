@@ -61,7 +61,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the passes wrote."""
     preemptions: int
     version_begun: int | str | None
-    """Version of the weights at its first pass, or None if nothing tells it."""
+    """Version of the weights at its first pass. If nothing states one, `update 3`: the weights after the
+    third update since the engine's start, by our own count. None if updates are not counted either."""
     version_ended: int | str | None
     """Version of the weights at its last pass."""
     trained_by: int | None
@@ -110,7 +111,7 @@ class _Reading(NamedTuple):
         begin_ns = engine.begins_ns[passes[0]] if passes else None
         arrived_ns = noted.requests.arrived_ns[self.number]
         trajectory = None if span is None else span.trajectory
-        versions = self._versions(weights)
+        versions, requests = self._versions(weights), noted.requests
         trained = None if trajectory is None else under.get(trajectory)
         return Request(
             replica=engine.replica,
@@ -127,8 +128,8 @@ class _Reading(NamedTuple):
             computed=sum(noted.served.tokens[row] for row in self.rows),
             tokens=sum(noted.served.output[row] for row in self.rows),
             preemptions=lost,
-            version_begun=versions[0] if versions else None,
-            version_ended=versions[-1] if versions else None,
+            version_begun=_told(versions[:1], requests.updates_begun[self.number]),
+            version_ended=_told(versions[-1:], requests.updates_ended[self.number]),
             trained_by=self._trained_by(),
             lags=tuple(self._lags(versions, trained)),
         )
@@ -171,6 +172,11 @@ class _Reading(NamedTuple):
         for lag, number in sorted(tokens.items()):
             if number:
                 yield TokenLag(versions=lag, tokens=number)
+
+
+def _told(versions: Sequence[int | str | None], updates: int | None) -> int | str | None:
+    told = next(iter(versions), None)
+    return f"update {updates}" if told is None and updates is not None else told
 
 
 def _weights_of(timeline: Timeline, engine: EnginePasses) -> _Weights:

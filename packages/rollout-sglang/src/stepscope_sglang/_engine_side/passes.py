@@ -28,6 +28,42 @@ _notes: Notes | None = None
 """The notes of this process' scheduler, or None. Writers: `begin` and `end`."""
 
 
+class _Weights:
+    """The updates of the weights of this process' scheduler since it was made."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+        self._at_pass: int | None = None
+        self._stale: str | None = None
+        """Version that SGLang still states, and that was that of weights before the last update; or None."""
+
+    def update(self, at_pass: int, stated: str | None) -> None:
+        """Count an update. Updates without a forward pass between them, such as those of buckets, count once.
+
+        Args:
+            at_pass: Number of passes that the scheduler has begun.
+            stated: Version of the weights that the request for the update states, or None.
+        """
+        self.updates += at_pass != self._at_pass
+        self._at_pass = at_pass
+        self._stale = _stated() if stated is None else None
+
+    def version(self) -> str | None:
+        """Return the version as set in SGLang, or None if it was never set, or not since the last update."""
+        version = _stated()
+        return None if version == self._stale else version
+
+
+_weights = _Weights()
+
+
+def update(scheduler: Any, request: Any) -> None:
+    """Count an update of the weights, which SGLang has done for a request."""
+    _weights.update(scheduler.forward_ct, getattr(request, "weight_version", None))
+    if _notes is not None:
+        _notes.log.update()
+
+
 def begin(scheduler: Any, folder: Path) -> None:
     """Note the passes of a scheduler for the capture of a folder, if the capture asks for it. Earlier notes
     are dropped.
@@ -81,6 +117,8 @@ class _Launched(NamedTuple):
     running: int
     waiting: int
     kv_use: float | None
+    version: str | None
+    updates: int
 
 
 class Notes:
@@ -127,6 +165,8 @@ class Notes:
             max(len(self.scheduler.running_batch.reqs), len(requests)),
             len(self.scheduler.waiting_queue),
             _kv_use(self.scheduler),
+            _weights.version(),
+            _weights.updates,
         )
 
     def process(self, batch: Any, *args: Any, **kw: Any) -> Any:
@@ -155,13 +195,14 @@ class Notes:
             running=launched.running,
             waiting=launched.waiting,
             kv_use=launched.kv_use,
-            weights=_version(),
+            weights=launched.version,
+            updates=launched.updates,
             preempted=retracted,
         )
         self._ended_ns = ended_ns
 
 
-def _version() -> str | None:
+def _stated() -> str | None:
     """Return the version of the weights as set in SGLang (from 0.5.23), or None if it was never set."""
     with suppress(Exception):  # earlier versions keep it in another process
         version = sys.modules[_SCHEDULER].get_serving().weight_version

@@ -51,6 +51,12 @@ _PROFILERS = (
     ("sglang.srt.managers.scheduler_profiler_mixin", "SchedulerProfilerMixin"),  # up to 0.5.12
 )
 """The classes that start and stop the profiler of a scheduler."""
+_UPDATERS = (
+    ("sglang.srt.managers.scheduler_components.weight_updater", "SchedulerWeightUpdaterManager"),
+    ("sglang.srt.managers.scheduler_update_weights_mixin", "SchedulerUpdateWeightsMixin"),  # up to 0.5.12
+)
+"""The classes that update the weights of a scheduler."""
+_UPDATES = tuple(f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc"))
 _METHODS: Mapping[str, Doing] = {
     "_start_profile": "starting",
     "start_profile": "starting",
@@ -87,7 +93,7 @@ def load() -> None:
 
 
 def begin(scheduler: object, *_: object, **__: object) -> None:
-    """Hide sends, time profilers and let passes be noted, before a scheduler is made.
+    """Hide sends, time profilers, count updates and let passes be noted, before a scheduler is made.
 
     The process that makes the engine makes no scheduler, so that its trainer's sends remain in its
     recordings.
@@ -98,6 +104,8 @@ def begin(scheduler: object, *_: object, **__: object) -> None:
         _hide_sends()
     with suppress(Exception):  # another SGLang may have them elsewhere
         _time_profilers()
+    with suppress(Exception):
+        _count_updates()
 
 
 def _hide_sends() -> None:
@@ -125,6 +133,29 @@ def _time_profilers() -> None:
             original = vars(profiler).get(method) if profiler is not None else None
             if original is not None and not hasattr(original, "_stepscope_notes"):
                 setattr(profiler, method, _with_notes(original))
+
+
+def _count_updates() -> None:
+    for module, name in _UPDATERS:
+        updater = getattr(sys.modules.get(module), name, None)
+        for method in _UPDATES:
+            original = vars(updater).get(method) if updater is not None else None
+            if original is not None and not hasattr(original, "_stepscope_counts"):
+                setattr(updater, method, _counted(original))
+
+
+def _counted(original: Callable[..., T]) -> Callable[..., T]:
+    """Return a method that updates weights, and counts. A failed update counts: it may have changed some."""
+
+    @wraps(original)
+    def counted(updater: Any, request: Any, *args: Any, **kwargs: Any) -> T:
+        result = original(updater, request, *args, **kwargs)
+        with suppress(Exception):  # another version may keep it elsewhere
+            passes.update(_scheduler, request)
+        return result
+
+    counted._stepscope_counts = True  # type: ignore[attr-defined]  # so that it is wrapped once
+    return counted
 
 
 def _with_notes(original: Callable[..., T]) -> Callable[..., T]:
