@@ -51,12 +51,13 @@ class SglangProfiler(ReplicaProfiler):
 
     def counters(self) -> Sequence[CounterSource]:
         """Return the engine's counters. They are empty unless it was built with `enable_metrics=True`."""
-        manager = weakref.ref(self._target.manager)
+        manager, facts = weakref.ref(self._target.manager), self.facts
 
         def read() -> dict[str, float]:
             requests = getattr(manager(), "rid_to_state", None)
             unfinished = {} if requests is None else {UNFINISHED: float(len(requests))}
-            return {**counters_here(), **unfinished}
+            # without metrics of its own, those here are of another engine of this process
+            return {**(counters_here() if facts.metrics else {}), **unfinished}
 
         return EngineMetrics(read, f"replica {self.replica or 0}", blocks=True).sources()
 

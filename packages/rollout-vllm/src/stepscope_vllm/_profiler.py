@@ -79,7 +79,7 @@ class VllmProfiler(ReplicaProfiler):
 
         def read() -> dict[str, float]:
             living = engine()
-            return {} if living is None else target.counters_here() | target.unfinished(living)
+            return {} if living is None else target.counters_here(living) | target.unfinished(living)
 
         return EngineMetrics(read, f"replica {self.replica or 0}", blocks=False).sources()
 

@@ -156,6 +156,35 @@ def test_a_paused_engine_that_holds_a_request_is_not_idle(
     assert (idle.iterations, idle.is_idle, idle.held_ns) == (0, True, 0)
 
 
+def test_an_engine_without_statistics_has_no_counters_of_another_one(
+    home: Home, model: str, sizes: dict[str, Any], config: ProfileConfig, run_folder: Path
+) -> None:
+    """Nobody calls `do_log_stats` of either."""
+    quiet = Home()
+
+    async def build() -> None:
+        settings = {**sizes, "disable_log_stats": True, **stepscope_vllm.engine_args(config)}
+        quiet.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **settings))
+        await generate(quiet.engine)
+
+    try:
+        quiet.run(build())
+        with capture(8, engines=[home.engine, quiet.engine], config=config) as cap:
+            home.run(generate(home.engine, 4))
+            quiet.run(generate(quiet.engine, 6))
+    finally:
+        quiet.close()
+    counters = step_report(load_step(run_folder / "step_000008")).counters
+    assert counters is not None
+    rows = {(row.of, row.name): row.increase for row in counters.rows}
+    assert rows["replica 0", "generation tokens"] == 4
+    assert {name for of, name in rows if of == "replica 1"} == {"unfinished requests"}
+    cap.result.raise_for_missing()
+    for replica, has in ((0, True), (1, False)):
+        (sidecar,) = (run_folder / "step_000008").glob(f"traces/rollout/replica{replica}/*trace*.meta.json")
+        assert ("requests_running_at_stop" in sidecar.read_text()) is has
+
+
 def artifacts_of(result: CaptureResult) -> tuple[Artifact, ...]:
     result.raise_for_missing()
     manifest = result.manifest()

@@ -159,7 +159,7 @@ class InProcessTarget:
         return isinstance(kind, type) and issubclass(kind, extension.WorkerExtension)
 
     def facts(self) -> dict[str, Option]:
-        return {**target.of_config(self.config, self.layout.size), **target.scheduler_here()}
+        return {**target.of_config(self.config, self.layout.size), **target.scheduler_here(self.engine)}
 
     # Its profiler.
 

@@ -80,18 +80,27 @@ def settings_of(config: Any) -> dict[Knob, Named]:
     return settings
 
 
-def scheduler_here() -> dict[str, Fact]:
-    """Read the scheduler's metrics of this process; empty if its engines keep no statistics."""
-    client = sys.modules.get("prometheus_client")
+def scheduler_here(engine: object) -> dict[str, Fact]:
+    """Read the scheduler's metrics of an engine of this process; empty if it keeps no statistics."""
+    client = _statistics_of(engine)
     return {} if client is None else scheduler(client.generate_latest().decode())
 
 
-def counters_here() -> dict[str, float]:
-    """Read the counters of this process' engines; empty if they keep no statistics.
+def _statistics_of(engine: object) -> Any:
+    """Return the module `prometheus_client`, or None if the engine keeps no statistics (`disable_log_stats`).
+
+    Metrics that the module then has are the last ones of another engine of this process.
+    """
+    keeps = getattr(getattr(engine, "llm_engine", engine), "log_stats", True)
+    return sys.modules.get("prometheus_client") if keeps else None
+
+
+def counters_here(engine: object) -> dict[str, float]:
+    """Read the counters of an engine of this process; empty if it keeps no statistics.
 
     Only the needed metrics are collected, because collecting all, with their histograms, takes 10 ms.
     """
-    client = sys.modules.get("prometheus_client")
+    client = _statistics_of(engine)
     if client is None:
         return {}
     wanted = client.REGISTRY.restricted_registry(list(_COUNTERS))
