@@ -74,6 +74,16 @@ def grpo(folder: str) -> Any:
     return make_trainer(f"{folder}/model", f"{folder}/out")
 
 
+def shared_grpo(folder: str) -> Any:
+    """A trainer whose generations are of three batches, where a step of the optimizer takes two."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    args = GRPOConfig(
+        f"{folder}/out", num_generations=4, max_completion_length=4, beta=0.1, steps_per_generation=3, **SMALL
+    )
+    return GRPOTrainer(model=f"{folder}/model", reward_funcs=count_ones, args=args, train_dataset=prompts())
+
+
 def timed_grpo(folder: str) -> Any:
     trainer = grpo(folder)
     trainer.reward_funcs[0] = timed_rewards.rewards
@@ -178,7 +188,20 @@ def cpo(folder: str) -> Any:
 
 CASES = {
     case.__name__: case
-    for case in (grpo, timed_grpo, rloo, sft, evaluated_sft, dpo, kto, reward, online_dpo, gkd, cpo)
+    for case in (
+        grpo,
+        shared_grpo,
+        timed_grpo,
+        rloo,
+        sft,
+        evaluated_sft,
+        dpo,
+        kto,
+        reward,
+        online_dpo,
+        gkd,
+        cpo,
+    )
 }
 
 

@@ -52,6 +52,7 @@ ONLINE: Calls = {
 }
 CASES: Mapping[str, tuple[Calls, Calls, Calls]] = {
     "grpo": ({**UPDATE, **BATCH}, UPDATE, {**UPDATE, **BATCH}),  # num_iterations=2
+    "shared_grpo": ({**UPDATE, **BATCH}, {**UPDATE, **BATCH}, UPDATE),  # steps_per_generation=3
     "rloo": ({**UPDATE, **BATCH},) * 3,
     "sft": (UPDATE,) * 3,
     "dpo": (UPDATE,) * 3,
@@ -131,6 +132,8 @@ def test_every_step_of_the_optimizer_is_a_capture_that_shows_what_trl_did(case: 
     assert run.complaints == []
     calls = [{(stage.role, stage.stage): stage.calls for stage in report.stages} for report in run.steps]
     assert calls == list(CASES[case])
+    # Steps that train on an earlier generation, and supervised ones, lack no rollout.
+    assert "no-rollout" not in {advice.rule for report in run.steps for advice in report.advice}
 
 
 def test_every_step_keeps_the_settings_of_the_trainer(case: str, run: Run) -> None:
@@ -141,7 +144,7 @@ def test_every_step_keeps_the_settings_of_the_trainer(case: str, run: Run) -> No
         assert (trls.framework, trls.version) == ("trl", version("trl"))
         present = {setting.name: setting.value for setting in trls.settings}
         assert present["per_device_train_batch_size"] == 4
-        assert ("max_completion_length" in present) == (case in ("grpo", "rloo"))
+        assert ("max_completion_length" in present) == (case in ("grpo", "shared_grpo", "rloo"))
 
 
 def test_an_evaluation_and_a_checkpoint_are_stages_of_the_step_before_them(tmp_path: Path) -> None:
