@@ -23,8 +23,8 @@ from _measure import arguments, header, interleaved, ratio_interval, table, verd
 
 from stepscope import capture, configure, prepare, span
 from stepscope._recording.capture.capture import Capture
-from stepscope_report.demo.run import start_ray
 from stepscope_report.demo.task import VOCABULARY, Batch
+from stepscope_report.demo.trainer import start_ray
 from stepscope_report.demo.worker import ActorWorker, ReferenceWorker
 
 OPERATORS = 5000

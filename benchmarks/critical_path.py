@@ -33,8 +33,8 @@ from stepscope_report.demo import task
 from stepscope_report.demo.calculator import Calculator
 from stepscope_report.demo.model import token_log_probs
 from stepscope_report.demo.rollout import play
-from stepscope_report.demo.run import WARM_UP, start_ray
 from stepscope_report.demo.task import Batch, Trajectory
+from stepscope_report.demo.trainer import WARM_UP, start_ray
 from stepscope_report.demo.worker import ActorWorker, ReferenceWorker
 from stepscope_report.spans import label_of
 from stepscope_report.timeline import Timeline, load_step

@@ -27,7 +27,7 @@ from _scale import Ranks, ScaledStep, build, record
 from merge import peak_kb
 
 from stepscope.files.layout import StepLayout
-from stepscope_report.cli.pages import Pages
+from stepscope_report.cli.report import Pages
 from stepscope_report.report import step_report
 from stepscope_report.timeline import load_step, load_traces
 from stepscope_report.timeline.processes import workers

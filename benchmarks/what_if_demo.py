@@ -34,9 +34,8 @@ from stepscope.files.layout import RunLayout
 from stepscope_report.demo import task
 from stepscope_report.demo.calculator import Calculator
 from stepscope_report.demo.rollout import RolloutReplica, play
-from stepscope_report.demo.run import WARM_UP, start_ray
 from stepscope_report.demo.task import Trajectory, group_advantages
-from stepscope_report.demo.trainer import ACTORS, GROUP, Trainer
+from stepscope_report.demo.trainer import ACTORS, GROUP, WARM_UP, Trainer, start_ray
 from stepscope_report.timeline import Timeline, load_step
 from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.prediction import Predicting, Prediction

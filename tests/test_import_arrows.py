@@ -34,7 +34,6 @@ TABLES = {
     *(
         "accounting",
         "division",
-        "gaps",
         "event_loops",
         "replicas",
         "served",
@@ -44,7 +43,7 @@ TABLES = {
         "spans",
         "table",
     ),
-    *("model", "section", "sections", "added", "report", "advice", "throughput", "whatif", "diff", "gate"),
+    *("model", "section", "sections", "report", "advice", "throughput", "whatif", "diff", "gate"),
     *(
         "fleet",
         "groups",
@@ -56,7 +55,6 @@ TABLES = {
         "plain_steps",
         "opened",
         "scalars",
-        "components",
         "waiting",
         "open_calls",
         "why",

@@ -9,7 +9,7 @@ import pytest
 
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope_report import step_report
-from stepscope_report.demo.run import DemoResult, run_demo
+from stepscope_report.demo.trainer import DemoResult, run_demo
 from stepscope_report.timeline import Timeline, load_step, load_traces, merge_step
 from tools.engine_environments import newest
 

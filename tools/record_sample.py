@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepscope_report.demo.run import run_demo
 from stepscope_report.demo.sample import ARCHIVE
+from stepscope_report.demo.trainer import run_demo
 
 ITERATIONS = 25
 """Forward passes of each replica: two hundred would be three quarters of a package."""

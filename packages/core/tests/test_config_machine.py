@@ -201,7 +201,7 @@ def test_validate_refuses_what_is_not_installed_here(
     monkeypatch.setattr(importlib.util, "find_spec", spec_of)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(
-        "stepscope_report.cli.validate.check_tool", lambda config: None
+        "stepscope_report.cli.run_program.check_tool", lambda config: None
     )  # stepscope-npu is there
     path = tmp_path / "stepscope.yaml"
     path.write_text(f"steps: [1]\n{setting}\n")

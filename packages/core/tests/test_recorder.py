@@ -49,7 +49,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope_report import StepReport, step_report
 from stepscope_report.cli import run
 from stepscope_report.html.step_page import render_step
-from stepscope_report.terminal.text import render
+from stepscope_report.terminal import render
 from stepscope_report.timeline import load_step
 
 pytestmark = [pytest.mark.usefixtures("one_recorder"), pytest.mark.slow]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from stepscope_report.gate.gate import Gate, Limit, check_gate
-from stepscope_report.gate.steps import STEP, GateSteps
+from stepscope_report.gate import STEP, Gate, GateSteps, Limit, check_gate
 
 SECONDS = {
     "rollout/generate": 6.0,

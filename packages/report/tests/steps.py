@@ -10,7 +10,7 @@ from rich.console import Console
 
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import StepReport
-from stepscope_report.terminal.text import render
+from stepscope_report.terminal import render
 
 MS = 1_000_000
 Row = tuple[str, int, int] | tuple[str, int, int, str]

@@ -23,7 +23,7 @@ from stepscope.testing.steps import StepFolder
 from stepscope_report import CriticalPath, StepReport, step_report
 from stepscope_report.demo.sample import ARCHIVE
 from stepscope_report.html.step_page import render_step
-from stepscope_report.terminal.text import render
+from stepscope_report.terminal import render
 from stepscope_report.timeline import Process, Span, Timeline, Window, load_step, merge_step
 from stepscope_report.timeline.critical_path import Piece, Replay, critical_path
 from stepscope_report.timeline.model import Alignment, ProcessClock

@@ -17,8 +17,7 @@ import ray
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.passes import SUFFIX
-from stepscope_report.demo.run import DemoResult, run_demo
-from stepscope_report.demo.trainer import ACTORS, GROUP, REPLICAS, Choice, choices
+from stepscope_report.demo.trainer import ACTORS, GROUP, REPLICAS, Choice, DemoResult, choices, run_demo
 from stepscope_report.sections.long_tail import step_long_tail
 from stepscope_report.timeline import Span, Timeline, load_step
 from stepscope_report.timeline.step.passes import RequestKey, linked_requests
@@ -27,10 +26,10 @@ LONG_RUN = """
 import sys
 from functools import partial
 from pathlib import Path
-from stepscope_report.demo import run
+from stepscope_report.demo import trainer
 
-run.WARM_UP = 1
-run.run_demo(Path(sys.argv[1]), steps=1000, captured=range(1000), on_progress=partial(print, flush=True))
+trainer.WARM_UP = 1
+trainer.run_demo(Path(sys.argv[1]), steps=1000, captured=range(1000), on_progress=partial(print, flush=True))
 """
 
 RAY_GIVES_UP_SOON = {"RAY_gcs_rpc_server_reconnect_timeout_s": "2"}

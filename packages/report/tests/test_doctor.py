@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from packages.report.tests.commands import Command
 from stepscope.config import ProfileConfig
-from stepscope_report.doctor import Row, examine, libraries, machine, torch_probe
+from stepscope_report.doctor import Row, examine, libraries, machine
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -193,7 +193,7 @@ def test_what_torch_answers_is_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(libraries, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch_probe, "ask", lambda: GPU | answer)
+    monkeypatch.setattr(libraries, "ask_torch", lambda: GPU | answer)
     row = {row.subject: row for row in libraries.torch(environ)}[subject]
     assert row.state == state
     assert helps in f"{row.found} {row.fix}"
@@ -202,19 +202,19 @@ def test_what_torch_answers_is_judged(
 def test_a_torch_without_an_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("print('{}')\nraise SystemExit(0)\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    with pytest.raises(torch_probe.ProbeError, match="printed no answer"):
-        torch_probe.ask()
+    with pytest.raises(libraries.ProbeError, match="printed no answer"):
+        libraries.ask_torch()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", None)
-        with pytest.raises(torch_probe.ProbeError, match="cannot be started"):
-            torch_probe.ask()
+        with pytest.raises(libraries.ProbeError, match="cannot be started"):
+            libraries.ask_torch()
 
     def hang(command: list[str], *, timeout: float, **_: object) -> None:
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(subprocess, "run", hang)
-    with pytest.raises(torch_probe.ProbeError, match="within 120 s"):
-        torch_probe.ask()
+    with pytest.raises(libraries.ProbeError, match="within 120 s"):
+        libraries.ask_torch()
 
 
 @pytest.mark.parametrize(("level", "user", "states"), [("2", 1000, []), ("4", 1000, ["amber"]), ("4", 0, [])])

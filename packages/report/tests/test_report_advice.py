@@ -15,7 +15,7 @@ from stepscope.files.sidecar import Artifact, Stall
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope_report import Advice, Table, step_health, step_report
 from stepscope_report.advice.evidence import Evidence
-from stepscope_report.advice.rules import step_advice
+from stepscope_report.sections.advice import step_advice
 from stepscope_report.sections.health import say_other
 from stepscope_report.sections.long_tail import Late
 from stepscope_report.timeline import load_step, load_traces

@@ -13,7 +13,7 @@ from stepscope.testing.steps import StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.diff import Diff, diff
 from stepscope_report.formatting import signed
-from stepscope_report.terminal.diff import render_diff
+from stepscope_report.terminal import render_diff
 from stepscope_report.timeline import load_step
 
 MS = 1_000_000

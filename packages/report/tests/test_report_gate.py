@@ -19,9 +19,16 @@ from stepscope.files.recorder import StepLine
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope_report.cli import run
-from stepscope_report.gate.gate import Check, Limit, check_gate, parse_limits
-from stepscope_report.gate.interval import Sample, change_interval
-from stepscope_report.gate.steps import STEP, GateSteps
+from stepscope_report.gate import (
+    STEP,
+    Check,
+    GateSteps,
+    Limit,
+    Sample,
+    change_interval,
+    check_gate,
+    parse_limits,
+)
 
 MS = 1_000_000
 

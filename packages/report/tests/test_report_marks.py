@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 from packages.report.tests.pictures import MS, rl_step
 from stepscope.testing.steps import StepFolder
 from stepscope_report import stage_times
-from stepscope_report.charts.gantt import FULL_ROWS, Gantt, draw_gantt, pack_trajectories
-from stepscope_report.charts.marks import Mark, blend_short, join_near, pick
+from stepscope_report.charts import (
+    FULL_ROWS,
+    Gantt,
+    Mark,
+    blend_short,
+    draw_gantt,
+    join_near,
+    pack_trajectories,
+    pick,
+)
 from stepscope_report.timeline import load_step
 from stepscope_report.timeline.merge.step_events import Interval, pack
 

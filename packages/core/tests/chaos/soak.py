@@ -26,8 +26,7 @@ import ray
 
 from stepscope import ProfileConfig, aprepare, capture
 from stepscope_report.demo.calculator import Calculator
-from stepscope_report.demo.run import WARM_UP, start_ray
-from stepscope_report.demo.trainer import Trainer
+from stepscope_report.demo.trainer import WARM_UP, Trainer, start_ray
 
 EVERY = 3
 LEAST = 8

@@ -15,13 +15,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stepscope_report.advice.evidence import Advice, Evidence
-    from stepscope_report.advice.rules import step_advice
-    from stepscope_report.advice.settings import SettingChange
+    from stepscope_report.advice.evidence import Advice, Evidence, SettingChange
     from stepscope_report.model import StepReport
     from stepscope_report.opened import OpenRun, OpenStep, OpenTraces, open  # noqa: A004  # read as `stepscope_report.open`
     from stepscope_report.report import step_report
     from stepscope_report.scalars import to_scalars
+    from stepscope_report.sections.advice import step_advice
     from stepscope_report.sections.baseline import Baseline, step_baseline
     from stepscope_report.sections.breakdown import Breakdown, Line, Overlap, step_breakdown
     from stepscope_report.sections.counters import CounterRow, Counters, IdleDevice, step_counters
@@ -140,14 +139,13 @@ __all__ = [
 ]
 
 _WHERE = {
-    "advice.evidence": "Advice Evidence",
-    "advice.rules": "step_advice",
-    "advice.settings": "SettingChange",
+    "advice.evidence": "Advice Evidence SettingChange",
     "model": "StepReport",
     "opened": "OpenRun OpenStep OpenTraces open",
     "scalars": "to_scalars",
     "report": "step_report",
     "table": "Rows Table",
+    "sections.advice": "step_advice",
     "sections.baseline": "Baseline step_baseline",
     "sections.breakdown": "Breakdown Line Overlap step_breakdown",
     "sections.counters": "CounterRow Counters IdleDevice step_counters",

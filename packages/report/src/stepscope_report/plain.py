@@ -15,9 +15,7 @@ from stepscope_report.advice.traces import TraceEvidence, trace_advice
 from stepscope_report.block import Block, Listing, TextTable
 from stepscope_report.brief import Part, engine_lines
 from stepscope_report.formatting import count, duration, few, moment
-from stepscope_report.html.colours import Colours
-from stepscope_report.html.markup import tag
-from stepscope_report.html.page import draw_section, page
+from stepscope_report.html.page import Colours, draw_section, page, tag
 from stepscope_report.model import StepReport
 from stepscope_report.report import step_report
 from stepscope_report.section import Page, Section

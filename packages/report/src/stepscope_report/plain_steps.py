@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from stepscope_report.diff import Change, Diff, Figures, Side
-from stepscope_report.gate.steps import STEP, GateSteps
+from stepscope_report.gate import STEP, GateSteps
 from stepscope_report.sections.profiler_steps import ProfilerStepRow
 
 COMPUTES = "computation and copies"

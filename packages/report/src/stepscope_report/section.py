@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 import msgspec
 
 from stepscope_report.block import Block
-from stepscope_report.html.markup import Html
-from stepscope_report.html.page import draw_section
+from stepscope_report.html.page import Colours, Html, draw_section
 from stepscope_report.spans import few_names
 from stepscope_report.suspects import StepPath, step_path
 from stepscope_report.timeline import Timeline, TraceActivity, Traces
 
 if TYPE_CHECKING:
-    from stepscope_report.html.colours import Colours
     from stepscope_report.model import StepReport
     from stepscope_report.near import NearStep
 

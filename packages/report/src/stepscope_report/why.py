@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import chain, islice
 
 import msgspec
 
 from stepscope.files.states import Frame, OpenSpan, ProcessState, Thread
-from stepscope_report.components import components
 from stepscope_report.formatting import count
 from stepscope_report.open_calls import Process, RayCalls
 from stepscope_report.waiting import (
@@ -369,7 +369,7 @@ class _Answer:
         """
         self.edges += [set() for _ in self.calls[len(self.edges) :]]
         groups = [
-            group for group in components(self.edges) if all(self.edges[at] <= set(group) for at in group)
+            group for group in _components(self.edges) if all(self.edges[at] <= set(group) for at in group)
         ]
         awaited = self._awaited_by_the_step()
         self._waited_by = set().union(*self.edges)
@@ -454,3 +454,40 @@ def _main(state: ProcessState) -> str:
     main = _main_thread(state)
     where = "" if main is None else say_where(main.frames)
     return f"in no call{f': {where}' if where else ''}"
+
+
+def _components(edges: Sequence[AbstractSet[int]]) -> list[list[int]]:
+    """Return the groups of nodes that reach each other, by Tarjan's algorithm. A node alone is a group.
+
+    Args:
+        edges: The nodes that each node leads to.
+    """
+    found: list[list[int]] = []
+    order: dict[int, int] = {}
+    lowest: dict[int, int] = {}
+    path: list[int] = []
+    on_path = set[int]()
+    for start in range(len(edges)):
+        rest: list[tuple[int, Iterator[int]]] = [] if start in order else [(start, iter(edges[start]))]
+        while rest:
+            node, targets = rest[-1]
+            if node not in order:
+                order[node] = lowest[node] = len(order)
+                path.append(node)
+                on_path.add(node)
+            for target in targets:
+                if target not in order:
+                    rest.append((target, iter(edges[target])))
+                    break
+                if target in on_path:
+                    lowest[node] = min(lowest[node], order[target])
+            else:
+                rest.pop()
+                if rest:
+                    lowest[rest[-1][0]] = min(lowest[rest[-1][0]], lowest[node])
+                if lowest[node] == order[node]:
+                    at = path.index(node)
+                    found.append(path[at:])
+                    on_path.difference_update(path[at:])
+                    del path[at:]
+    return found

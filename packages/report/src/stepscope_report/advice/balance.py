@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stepscope_report.advice.evidence import Advice, Evidence
+from stepscope_report.advice.evidence import Advice, Evidence, SettingChange
 from stepscope_report.advice.remedies import changes
-from stepscope_report.advice.settings import SettingChange
 from stepscope_report.formatting import count, duration
 from stepscope_report.sections.stages import Share, Stage
 from stepscope_report.spans import GENERATES, ROLLOUT

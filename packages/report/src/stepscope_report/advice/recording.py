@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stepscope_report.advice.evidence import Advice, Evidence, is_unedited, share_of_step
 from stepscope_report.formatting import count, duration, few, percent_of
-from stepscope_report.gaps import name_gap
+from stepscope_report.sections.breakdown import name_gap
 from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import GENERATES, MOVES_WEIGHTS, ROLLOUT
 

@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 from stepscope.files.counters import KV_CACHE
 from stepscope.files.manifest.records import Knob, Setting, Value
-from stepscope_report.advice.demand import FULL
-from stepscope_report.advice.evidence import Evidence
-from stepscope_report.advice.settings import Direction, SettingChange
+from stepscope_report.advice.evidence import FULL, Direction, Evidence, SettingChange
 from stepscope_report.whatif.changes import Options
 from stepscope_report.whatif.prediction import Saving
 

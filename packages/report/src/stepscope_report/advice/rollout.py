@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from stepscope.files.counters import KV_CACHE, RUNNING_REQUESTS, WAITING_REQUESTS
-from stepscope_report.advice.demand import FULL
-from stepscope_report.advice.evidence import Advice, Evidence, percentage_of, share_of_step
+from stepscope_report.advice.evidence import FULL, Advice, Evidence, percentage_of, share_of_step
 from stepscope_report.advice.profilers import is_stalled
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import count, duration, few

@@ -9,7 +9,7 @@ import typer
 
 from stepscope.errors import StepscopeError
 from stepscope_report.cli import screen
-from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import STEPS_HELP, find_steps
 from stepscope_report.timeline import analysers
 

@@ -16,19 +16,18 @@ from stepscope.config import unknown_variables
 from stepscope.errors import ConfigError, StepscopeError
 from stepscope_report.cli import screen
 from stepscope_report.cli.analyse import analyse
-from stepscope_report.cli.command import CONTEXT, Command
+from stepscope_report.cli.command import CONTEXT, Command, CommandError, Exit
 from stepscope_report.cli.demo import demo
 from stepscope_report.cli.diff import diff
 from stepscope_report.cli.doctor import doctor
-from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.cli.export import export, publish
 from stepscope_report.cli.ls import ls
 from stepscope_report.cli.mcp import mcp
 from stepscope_report.cli.merge import merge
 from stepscope_report.cli.report import report
 from stepscope_report.cli.run_program import run as run_command
+from stepscope_report.cli.run_program import validate
 from stepscope_report.cli.trigger import trigger
-from stepscope_report.cli.validate import validate
 from stepscope_report.cli.watch import watch
 from stepscope_report.cli.what_if import what_if
 from stepscope_report.cli.why import why

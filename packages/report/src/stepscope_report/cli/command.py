@@ -1,10 +1,11 @@
-"""Commands and groups of commands, with the options that every one of them has: `-h`, `-q` and `-v`."""
+"""Commands and groups of commands: the options that all have (`-h`, `-q`, `-v`), exit codes, and errors."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from dataclasses import fields
+from enum import IntEnum
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -14,7 +15,31 @@ from typer.core import TyperCommand, TyperGroup
 
 from stepscope.config import closest
 from stepscope_report.cli import screen
-from stepscope_report.cli.exits import CommandError
+
+
+class Exit(IntEnum):
+    """Exit codes, the same for every command."""
+
+    OK = 0
+    ERROR = 1
+    """Something went wrong while the command ran."""
+    USAGE = 2
+    """The command line or the configuration is wrong."""
+    INCOMPLETE = 3
+    """The command worked, but a part of the data is missing, broken or was left out."""
+    UNCAPTURED = 4
+    """`run --require-capture`: the program succeeded, and no step of it was captured."""
+    UNDECIDED = 5
+    """`diff --require-verdict`: nothing failed, and the steps are too few or too uneven to tell."""
+
+
+class CommandError(Exception):
+    """Ends the command with a message on stderr. No traceback: the message says all."""
+
+    def __init__(self, message: str, code: Exit = Exit.USAGE) -> None:
+        super().__init__(message)
+        self.code = code
+
 
 T = TypeVar("T")
 

@@ -11,10 +11,9 @@ import typer
 from stepscope.files import switch
 from stepscope.files.layout import RunLayout
 from stepscope_report.cli import screen
-from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import find_steps
-from stepscope_report.cli.pages import Pages
-from stepscope_report.cli.report import read_reports, say_pages, show_reports
+from stepscope_report.cli.report import Pages, read_reports, say_pages, show_reports
 from stepscope_report.timeline import merge_step
 
 
@@ -43,7 +42,7 @@ def demo(
         )
     if switch.DISABLED:
         raise CommandError(f"{switch.VARIABLE} is set, so nothing would be recorded. Fix: unset it")
-    from stepscope_report.demo.run import run_demo
+    from stepscope_report.demo.trainer import run_demo
 
     result = run_demo(path, steps=steps, seed=seed, engine=engine, on_progress=screen.say)
     captured = [layout for step in result.captured for layout in find_steps(result.save_path, step)]

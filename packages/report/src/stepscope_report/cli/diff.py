@@ -17,19 +17,26 @@ from stepscope.files.layout import StepLayout, safe
 from stepscope.files.recorder import recorded_runs
 from stepscope.files.run import RunSteps
 from stepscope_report.cli import screen
-from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import find_run, is_step, of_one_run
 from stepscope_report.cli.plain import expect_plain, is_plain, read_plain_steps
 from stepscope_report.cli.report import Reports, read_reports
 from stepscope_report.diff import Diff, KernelTimes, kernel_diff, kernel_times
 from stepscope_report.diff import diff as compare
 from stepscope_report.formatting import duration, plain
-from stepscope_report.gate.gate import Check, Gate, Limit, check_gate, parse_limits
-from stepscope_report.gate.interval import ENOUGH, NOISE
-from stepscope_report.gate.steps import GateSteps, read_gate_steps
+from stepscope_report.gate import (
+    ENOUGH,
+    NOISE,
+    Check,
+    Gate,
+    GateSteps,
+    Limit,
+    check_gate,
+    parse_limits,
+    read_gate_steps,
+)
 from stepscope_report.plain_steps import plain_diff
-from stepscope_report.terminal.diff import diff_markdown, render_diff
-from stepscope_report.terminal.layout import markdown_table, table
+from stepscope_report.terminal import diff_markdown, markdown_table, render_diff, table
 from stepscope_report.timeline import Timeline, Traces
 from stepscope_report.timeline.activity.split import by_stage
 

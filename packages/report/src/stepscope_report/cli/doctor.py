@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepscope_report.cli import screen
-from stepscope_report.cli.exits import Exit
+from stepscope_report.cli.command import Exit
 from stepscope_report.doctor import Row
 from stepscope_report.doctor.examine import examine
 

@@ -23,7 +23,7 @@ from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.storage.atomic import temporary
 from stepscope_report.cli import screen
-from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import STEPS_HELP, find_of_run, is_step
 from stepscope_report.formatting import count, size
 from stepscope_report.opened import ROWS, OpenStep

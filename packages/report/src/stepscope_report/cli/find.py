@@ -12,7 +12,7 @@ from stepscope.files.manifest.parts import read_parts
 from stepscope.files.run import RunRecord, RunSteps, steps_of_run
 from stepscope.files.storage.reading import read_record
 from stepscope_report.cli import screen
-from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.formatting import numbers
 from stepscope_report.sections.health import say_others
 from stepscope_report.timeline.sources import read_sources

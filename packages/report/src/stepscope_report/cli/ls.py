@@ -17,14 +17,14 @@ from stepscope.files.manifest.records import Recorded, State
 from stepscope.files.storage.reading import size_below
 from stepscope.files.uncaptured import comparable
 from stepscope_report.cli import screen
-from stepscope_report.cli.exits import Exit
+from stepscope_report.cli.command import Exit
 from stepscope_report.cli.find import find_numbered
 from stepscope_report.formatting import duration, middle, moment, size
 from stepscope_report.near import Neighbours, is_longer
 from stepscope_report.sections.baseline import between_near
 from stepscope_report.sections.cause import Cause, cause_of
 from stepscope_report.sections.health import step_health
-from stepscope_report.terminal.layout import listing, table
+from stepscope_report.terminal import listing, table
 from stepscope_report.timeline import Timeline, load_step
 
 

@@ -17,13 +17,13 @@ from stepscope.errors import CaptureError, RecordError, StepscopeError
 from stepscope.files import switch
 from stepscope.files.layout import RunLayout
 from stepscope_report import OpenRun, OpenStep, OpenTraces
+from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.diff import compare_sides, read_side
-from stepscope_report.cli.exits import CommandError, Exit
 from stepscope_report.cli.ls import rows_of
 from stepscope_report.cli.screen import exact
 from stepscope_report.cli.what_if import longest_step
 from stepscope_report.formatting import duration
-from stepscope_report.gate.gate import parse_limits
+from stepscope_report.gate import parse_limits
 from stepscope_report.near import Neighbours
 from stepscope_report.opened import open as open_path
 from stepscope_report.sections.long_tail import tail_sentences

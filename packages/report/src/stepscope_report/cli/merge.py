@@ -16,7 +16,7 @@ import typer
 from stepscope.config import parse_ranges
 from stepscope.files.layout import StepLayout
 from stepscope_report.cli import screen
-from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import find_run, find_steps, is_step, of_one_run
 from stepscope_report.cli.plain import expect_traces, is_plain
 from stepscope_report.cli.readers import RayAddress, absolute, cluster
@@ -24,7 +24,7 @@ from stepscope_report.formatting import count, size
 from stepscope_report.report import step_report
 from stepscope_report.sections.health import NOT_COMPLETE
 from stepscope_report.sections.stages import Share, Stage
-from stepscope_report.terminal.layout import listing
+from stepscope_report.terminal import listing
 from stepscope_report.timeline import Merged, Selection, bytes_to_read, load_step, merge_step
 from stepscope_report.timeline.merge.archive import Archived, archive_plain, archive_step
 from stepscope_report.timeline.merge.merge import merge_plain

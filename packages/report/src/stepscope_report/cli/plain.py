@@ -14,14 +14,13 @@ from stepscope.errors import ConfigError
 from stepscope.files.storage.atomic import write_atomic
 from stepscope_report.brief import brief_markdown, brief_text, step_brief
 from stepscope_report.cli import screen
-from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.formatting import plain
 from stepscope_report.html.step_page import render_step
 from stepscope_report.plain import Plain
 from stepscope_report.plain_steps import PlainSteps, plain_steps
 from stepscope_report.report import step_report
-from stepscope_report.terminal.layout import draw
-from stepscope_report.terminal.text import render
+from stepscope_report.terminal import draw, render
 from stepscope_report.timeline.processes import workers
 from stepscope_report.timeline.step.otlp_run import is_otlp, load_otlp
 from stepscope_report.timeline.step.plain import has_traces, is_ours, plain_bytes, read_plain

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from stepscope.files.layout import StepLayout
-from stepscope_report.cli.exits import CommandError
+from stepscope_report.cli.command import CommandError
 from stepscope_report.timeline.processes import workers
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""`stepscope report`: where each captured step went."""
+"""`stepscope report`: where each captured step went, in the terminal, as JSON, and as pages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,26 +13,39 @@ import typer
 
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.sidecar import Artifact
+from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.reading import size_below
 from stepscope_report import StepReport, step_report
 from stepscope_report.brief import brief_markdown, brief_text, run_brief
 from stepscope_report.cli import screen
-from stepscope_report.cli.command import takes
-from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.command import CommandError, Exit, takes
 from stepscope_report.cli.find import STEPS_HELP, find_of_run, find_run, is_step
-from stepscope_report.cli.pages import Pages
 from stepscope_report.cli.plain import is_plain, report_plain
 from stepscope_report.cli.readers import RayAddress, absolute, readers
 from stepscope_report.demo.sample import unpack_sample
 from stepscope_report.formatting import plain
 from stepscope_report.groups import ALWAYS, Grouping, attributes_of, group_spans, group_table
+from stepscope_report.html.run_page import RunStep, render_run
+from stepscope_report.html.step_page import render_step
 from stepscope_report.near import Neighbours
-from stepscope_report.terminal.diff import render_changes
-from stepscope_report.terminal.layout import draw, markdown_table
-from stepscope_report.terminal.text import render, render_overview, render_short
+from stepscope_report.section import StepFile
+from stepscope_report.terminal import (
+    draw,
+    markdown_table,
+    render,
+    render_changes,
+    render_overview,
+    render_short,
+)
 from stepscope_report.timeline import Timeline, Traces, bytes_to_read, load_step, load_traces, span_bytes
 
 SAMPLE = Path("outputs/sample")
 """Folder of the sample run, unless one is named."""
+
+
+_LINKED = 200
+"""Largest number of artifacts that a page links to. Beyond it, the page links to their folder."""
 
 
 OnTraces: TypeAlias = Callable[[StepLayout, Timeline, Traces], None]
@@ -379,3 +392,81 @@ def _show_groups(grouped: Sequence[GroupedStep], *, markdown: bool) -> None:
         return
     parts = (f"### {plain(table.title)}\n\n{markdown_table(table.columns, table.rows)}" for table in tables)
     screen.show_unwrapped("\n\n".join(parts))
+
+
+class Pages:
+    """The pages of one command. A folder that cannot be written to costs its page, and nothing else."""
+
+    def __init__(self) -> None:
+        self.written: list[Path] = []
+        self.failed: list[str] = []
+        """Pages that could not be written, each with the reason."""
+
+    def add_step(self, layout: StepLayout, timeline: Timeline, report: StepReport) -> None:
+        self._write(layout.report, render_step(timeline, report, _files_of(layout, timeline)))
+
+    def add_run(
+        self,
+        layout: RunLayout,
+        reports: Sequence[StepReport],
+        unreadable: Mapping[str, str],
+        others: Mapping[str, Sequence[int]] = {},
+    ) -> None:
+        """Write the page of a run, after those of its steps.
+
+        Args:
+            others: {id of another run in the folder: its steps that are left out}.
+        """
+        steps = [RunStep(report=report, href=self._href(layout, report.step)) for report in reports]
+        lines = [f"{step}: {why}" for step, why in unreadable.items()]
+        self._write(layout.report, render_run(steps, lines, others))
+
+    def _href(self, layout: RunLayout, step: int) -> str | None:
+        page = layout.step(step).report
+        return page.relative_to(layout.root).as_posix() if page in self.written else None
+
+    def _write(self, path: Path, page: str) -> None:
+        try:
+            write_atomic(path, page.encode())
+        except OSError as error:
+            self.failed.append(f"{path} was not written: {error}")
+        else:
+            self.written.append(path)
+
+
+def _files_of(layout: StepLayout, timeline: Timeline) -> list[StepFile]:
+    """Return the contents of a step's folder: timeline, manifest, folders, and artifacts."""
+    whole = ((layout.timeline, "merged timeline, opens in ui.perfetto.dev"), (layout.manifest, "manifest"))
+    folders = (
+        (layout.spans, "spans, a file for each process"),
+        (layout.processes, "parts of the manifest, one for each process"),
+        (layout.traces, "traces"),
+    )
+    files = [_file(layout, path, what) for path, what in whole if path.is_file()]
+    files += [_folder(layout, path, what) for path, what in folders if path.is_dir()]
+    return [*files, *list(_artifacts(layout, timeline))[:_LINKED]]
+
+
+def _artifacts(layout: StepLayout, timeline: Timeline) -> Iterator[StepFile]:
+    parts = () if timeline.manifest is None else timeline.manifest.processes
+    for part in parts:
+        for item in part.expected:
+            for artifact in item.artifacts:
+                path = layout.root / artifact.path
+                if path.is_file() and path.resolve().is_relative_to(layout.root.resolve()):
+                    yield _file(layout, path, _what(artifact))
+
+
+def _what(artifact: Artifact) -> str:
+    rank = "" if artifact.rank is None else f" {artifact.rank}"
+    stage = "" if artifact.stage is None else f", {artifact.stage}"
+    return f"{artifact.kind.replace('_', ' ')} of {artifact.role}{rank}{stage}"
+
+
+def _file(layout: StepLayout, path: Path, what: str) -> StepFile:
+    return StepFile(path=path.relative_to(layout.root).as_posix(), what=what, bytes=path.stat().st_size)
+
+
+def _folder(layout: StepLayout, path: Path, what: str) -> StepFile:
+    size_bytes = size_below(path)
+    return StepFile(path=path.relative_to(layout.root).as_posix() + "/", what=what, bytes=size_bytes)

@@ -27,11 +27,10 @@ from stepscope.files.requests import (
     read_requests,
 )
 from stepscope_report.cli import screen
-from stepscope_report.cli.command import Command, GroupWithDefault
-from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.command import Command, CommandError, Exit, GroupWithDefault
 from stepscope_report.cli.find import no_run
 from stepscope_report.formatting import moment
-from stepscope_report.terminal.layout import listing, table
+from stepscope_report.terminal import listing, table
 
 POLL_S = 0.2
 trigger = typer.Typer(

@@ -24,12 +24,12 @@ from stepscope.files.states import ProcessState
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.storage.reading import read_records
 from stepscope_report.cli import screen
-from stepscope_report.cli.exits import CommandError, Exit
+from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import no_run, read_run
 from stepscope_report.formatting import duration, middle
 from stepscope_report.live import COMPARED, usual_ns
 from stepscope_report.sections.health import say_span, step_health
-from stepscope_report.terminal.layout import listing
+from stepscope_report.terminal import listing
 from stepscope_report.timeline import load_step
 from stepscope_report.waiting import say_call
 from stepscope_report.why import Why, say_first

@@ -1,7 +1,12 @@
-"""torch and the profilers below it, nsys, nvtx and Ray."""
+"""torch and the profilers below it, nsys, nvtx and Ray.
+
+Run as a program, this module prints what torch answers as JSON: a process of its own, because importing
+torch takes seconds and may crash.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,12 +14,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from stepscope.engines.supported import numbers
-from stepscope_report.doctor import torch_probe
 from stepscope_report.doctor.machine import DAMAGED, Row, absent, amber, damaged, green, installed, red
 
 INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
@@ -26,6 +31,67 @@ NSYS_S = 30.0
 PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")
 SAMPLED_UP_TO = 2
 """The level above which nsys samples no CPU, by its installation guide."""
+_TORCH_S = 120.0
+_MARK = "stepscope: "
+"""Prefix of torch's answer, because an imported library may print too."""
+
+
+class ProbeError(Exception):
+    """Failure of the process to answer, with its last line of output."""
+
+
+def ask_torch() -> dict[str, Any]:
+    """Return facts of torch on this machine: version, CUDA, devices, and the events of one window.
+
+    Raises:
+        ProbeError: torch cannot be imported, or the process ended or hung.
+    """
+    command = [sys.executable, "-m", "stepscope_report.doctor.libraries"]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=_TORCH_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ProbeError(f"no answer within {_TORCH_S:g} s") from None
+    except (OSError, ValueError, TypeError) as error:  # no such Python any more, or none that is named
+        raise ProbeError(f"{sys.executable!r} cannot be started: {error}") from None
+    if done.returncode:
+        words = done.stderr.strip().splitlines()
+        raise ProbeError(words[-1] if words else f"it ended with {done.returncode}")
+    answers = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]  # others print there too
+    if not answers:
+        raise ProbeError("it exited with 0 and printed no answer (is sys.stdout replaced here?)")
+    answer: dict[str, Any] = json.loads(answers[-1].removeprefix(_MARK))
+    return answer
+
+
+def _torch_answers() -> dict[str, Any]:
+    """Record one operator with torch.profiler and return the facts. Runs in the process of the probe."""
+    torch: Any = import_module("torch")
+    kinds = torch.profiler.ProfilerActivity
+    possible = torch.profiler.supported_activities()
+    has_cuda = torch.cuda.is_available()
+    wanted = [
+        kind for kind in (kinds.CPU, kinds.CUDA) if kind in possible and (has_cuda or kind is kinds.CPU)
+    ]
+    with torch.profiler.profile(activities=wanted) as profiler:
+        torch.ones(8, device="cuda" if has_cuda else "cpu").sum().item()
+    events = profiler.events() or ()
+    device = [event for event in events if "CUDA" in str(event.device_type)]
+    return {
+        "version": torch.__version__,
+        "built_for": torch.version.cuda or torch.version.hip,
+        "cuda": has_cuda,
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "activities": sorted(str(activity).rpartition(".")[2] for activity in possible),
+        "cpu_events": len(events) - len(device),
+        "device_events": len(device),
+    }
 
 
 def torch(environ: Mapping[str, str]) -> Iterator[Row]:
@@ -40,8 +106,8 @@ def torch(environ: Mapping[str, str]) -> Iterator[Row]:
         yield absent("torch", finding)
         return
     try:
-        seen = torch_probe.ask()
-    except torch_probe.ProbeError as error:
+        seen = ask_torch()
+    except ProbeError as error:
         yield _broken_torch(str(error))
         return
     built = f"built for {seen['built_for']}" if seen["built_for"] else "a CPU build"
@@ -202,3 +268,7 @@ def recorded_from_outside(environ: Mapping[str, str]) -> Iterator[Row]:
         else:
             fix = "one at a time: torch.profiler sees no kernels while nsys records"
             yield amber(name, f"{value}: nsys records processes of this shell", fix)
+
+
+if __name__ == "__main__":
+    print(f"\n{_MARK}{json.dumps(_torch_answers())}")  # noqa: T201  # the answer, to the process that asked

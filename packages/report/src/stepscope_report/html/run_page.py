@@ -12,9 +12,19 @@ import msgspec
 from stepscope_report.accounting import Label
 from stepscope_report.diff import Change, diff
 from stepscope_report.formatting import both, count, duration, middle, percentage, signed
-from stepscope_report.html.colours import Colours
-from stepscope_report.html.markup import Html, join, tag
-from stepscope_report.html.page import legend, listing, page, section, stacked, swatched, table
+from stepscope_report.html.page import (
+    Colours,
+    Html,
+    join,
+    legend,
+    listing,
+    page,
+    section,
+    stacked,
+    swatched,
+    table,
+    tag,
+)
 from stepscope_report.model import StepReport
 from stepscope_report.sections.breakdown import BESIDE, LINES, OVERVIEW_NOTES, overview_cells
 from stepscope_report.sections.health import say_others

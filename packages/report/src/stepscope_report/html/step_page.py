@@ -6,14 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from stepscope_report.accounting import Label
-from stepscope_report.added import pages_of
 from stepscope_report.formatting import count, duration, moment, percentage, percents
 from stepscope_report.groups import choices_of, draw_groups
-from stepscope_report.html.colours import Colours
-from stepscope_report.html.markup import Html, tag
-from stepscope_report.html.page import first_section, page, section
+from stepscope_report.html.page import Colours, Html, first_section, page, section, tag
 from stepscope_report.model import StepReport
-from stepscope_report.report import SECTIONS
+from stepscope_report.report import SECTIONS, pages_of
 from stepscope_report.section import GROUPS, OVERVIEW, RECORD, Page, StepFile
 from stepscope_report.sections.baseline import say_beside, say_usual
 from stepscope_report.sections.breakdown import draw_when

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from stepscope_report.charts.gantt import Flight, Gantt, Group, Lanes, Row
-from stepscope_report.charts.marks import Mark
+from stepscope_report.charts import Flight, Gantt, Group, Lanes, Mark, Row
 from stepscope_report.formatting import count, duration
-from stepscope_report.html.colours import Colours
-from stepscope_report.html.markup import Html, tag, text
-from stepscope_report.html.page import percent, section
+from stepscope_report.html.page import Colours, Html, percent, section, tag, text
 
 LANE = 13
 """Pixels of a lane in which a name can be read."""

@@ -1,18 +1,47 @@
-"""*What to do*: alarms, then what could save most."""
+"""*What to do*: alarms, then what could save most.
+
+A rule gives advice only if the report's figures support it. It is a pure function of the figures, and its
+advice names the numbers and an upper bound of the saving.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
-from stepscope_report.advice.demand import step_demand
-from stepscope_report.advice.evidence import Advice, Evidence
-from stepscope_report.advice.rules import step_advice
-from stepscope_report.advice.settings import SettingChange, step_settings
+from stepscope_report.advice.balance import straggler, uneven_profiling
+from stepscope_report.advice.devices import (
+    collectives,
+    full_kv_cache,
+    garbage_collection,
+    idle_device,
+    idle_device_of_tools,
+    late_event_loop,
+    memory_nearly_full,
+)
+from stepscope_report.advice.evidence import Advice, Evidence, SettingChange, step_demand, step_settings
+from stepscope_report.advice.long_tail import long_tail, thin_batches
+from stepscope_report.advice.profilers import not_typical, profiler_cost
+from stepscope_report.advice.recording import (
+    between_steps,
+    blind_spot,
+    dropped,
+    ids_in_names,
+    never_ended,
+    no_rollout,
+    shared_number,
+    unaligned,
+)
+from stepscope_report.advice.rollout import (
+    prefill_alone,
+    queueing,
+    slow_tools,
+    vain_wait,
+    weight_sync,
+)
 from stepscope_report.block import Block, Remark, Remarks
 from stepscope_report.formatting import duration, percent_of
-from stepscope_report.html.markup import EMPTY, Html, tag
-from stepscope_report.html.page import section
+from stepscope_report.html.page import EMPTY, Html, section, tag
 from stepscope_report.profiling import step_profilers
 from stepscope_report.section import OVERVIEW, Section
 from stepscope_report.sections.baseline import BASELINE
@@ -28,11 +57,57 @@ from stepscope_report.sections.long_tail import LONG_TAIL
 from stepscope_report.sections.operators import TRACES
 from stepscope_report.sections.stages import STAGES
 from stepscope_report.sections.vain_waits import VAIN_WAITS
+from stepscope_report.table import Table
 from stepscope_report.whatif.prediction import savings_of
 
 if TYPE_CHECKING:
     from stepscope_report.model import StepReport
     from stepscope_report.section import Page, Sources
+
+
+Rule: TypeAlias = Callable[[Evidence], Advice | None]
+
+RULES: Sequence[Rule] = (
+    never_ended,
+    unaligned,
+    dropped,
+    not_typical,
+    profiler_cost,
+    memory_nearly_full,
+    slow_tools,
+    long_tail,
+    thin_batches,
+    straggler,
+    uneven_profiling,
+    collectives,
+    idle_device,
+    queueing,
+    prefill_alone,
+    weight_sync,
+    vain_wait,
+    late_event_loop,
+    garbage_collection,
+    idle_device_of_tools,
+    full_kv_cache,
+    between_steps,
+    no_rollout,
+    ids_in_names,
+    shared_number,
+    blind_spot,
+)
+
+
+def step_advice(evidence: Evidence) -> Table[Advice]:
+    """Return the advice: alarms first, then by possible savings, and last the capture's own cost. Of equal
+    ones, the first rule's.
+    """
+    given = [advice for rule in RULES if (advice := rule(evidence)) is not None]
+
+    def place(advice: Advice) -> tuple[bool, bool, int]:
+        own = advice.rule == "profiler-cost"  # no other step pays it
+        return own, advice.kind != "alarm", -(advice.saves_ns or 0)
+
+    return Table(sorted(given, key=place))
 
 
 def advice_blocks(advice: Sequence[Advice], report: StepReport) -> Iterator[Block]:

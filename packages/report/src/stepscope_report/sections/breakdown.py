@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from stepscope.files.spans import SERVED
-from stepscope_report.accounting import Label, Shares
+from stepscope_report.accounting import Interval, Label, Shares
 from stepscope_report.block import Block, TextTable
-from stepscope_report.charts.gantt import draw_gantt
-from stepscope_report.charts.marks import blend_short
+from stepscope_report.charts import blend_short, draw_gantt
 from stepscope_report.division import (
     STALLED,
     WINDOWS,
@@ -22,9 +22,7 @@ from stepscope_report.division import (
     work_of,
 )
 from stepscope_report.formatting import LISTED, count, duration, percent_of, percents
-from stepscope_report.gaps import GAPS, LEAST, Gap, Stretch, find_stretches, name_gap, sum_up
-from stepscope_report.html.markup import Html, tag
-from stepscope_report.html.page import mark, section, swatched, table
+from stepscope_report.html.page import Colours, Html, mark, section, swatched, table, tag
 from stepscope_report.html.timecharts import gantt
 from stepscope_report.section import OVERVIEW, Section
 from stepscope_report.sections.critical_path import path_marks
@@ -32,9 +30,76 @@ from stepscope_report.spans import TRANSFER, is_transfer, label_of
 from stepscope_report.timeline import Timeline
 
 if TYPE_CHECKING:
-    from stepscope_report.html.colours import Colours
     from stepscope_report.model import StepReport
     from stepscope_report.section import Page
+
+_SHOWN_GAPS = 3
+"""Number of gaps that are shown, the largest first."""
+_LEAST = 100
+"""Unaccounted time is split by gaps if it is at least one part in this many of the step."""
+
+
+class Gap(msgspec.Struct, frozen=True, kw_only=True):
+    """The sum of all stretches without a span between the same two stages."""
+
+    before: Label | None
+    """(role, stage) of the span that ended when the gap began; None if the step began then."""
+    after: Label | None
+    """The label of the span that began when the gap ended; None if the step ended then."""
+    wall_ns: int
+    count: int
+
+
+class Stretch(NamedTuple):
+    """A part of the window in which no interval runs."""
+
+    start_ns: int
+    end_ns: int
+    before: int | None
+    """Index of the interval that ended when the gap began; None if the window began then."""
+    after: int | None
+
+    @property
+    def wall_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+def find_stretches(intervals: Sequence[Interval], start_ns: int, end_ns: int) -> Iterator[Stretch]:
+    """Yield each stretch of the window in which no interval runs, in order."""
+    at_ns, before = start_ns, None
+    for index in sorted(range(len(intervals)), key=lambda index: intervals[index].start_ns):
+        opens_ns, closes_ns = max(intervals[index].start_ns, start_ns), min(intervals[index].end_ns, end_ns)
+        if opens_ns >= closes_ns:
+            continue
+        if opens_ns > at_ns:
+            yield Stretch(at_ns, opens_ns, before, index)
+        if closes_ns > at_ns:
+            at_ns, before = closes_ns, index
+    if end_ns > at_ns:
+        yield Stretch(at_ns, end_ns, before, None)
+
+
+def _sum_up(gaps: Iterable[tuple[Label | None, Label | None, int]]) -> tuple[Gap, ...]:
+    """Sum (before, after, ns) by the two stages around each gap, the longest sum first."""
+    wall_ns, numbers = Counter[tuple[Label | None, Label | None]](), Counter[object]()
+    for before, after, ns in gaps:
+        wall_ns[before, after] += ns
+        numbers[before, after] += 1
+    return tuple(
+        Gap(before=before, after=after, wall_ns=ns, count=numbers[before, after])
+        for (before, after), ns in wall_ns.most_common()
+    )
+
+
+def name_gap(gap: Gap) -> str:
+    """Say where the gap lies: `between actor update_actor and rollout load_weights`."""
+    before, after = (None if label is None else " ".join(label) for label in (gap.before, gap.after))
+    if before is None and after is None:
+        return "from the step's begin to its end"
+    if before is None:
+        return f"before the first span, {after}"
+    return f"after the last span, {before}" if after is None else f"between {before} and {after}"
+
 
 LineKind: TypeAlias = Literal["stage", "profiler", "unaccounted"]
 
@@ -153,7 +218,7 @@ def _name_transfers(stretches: Iterable[Stretch], work: Work, shares: Shares) ->
                 counter[after[0], TRANSFER] += stretch.wall_ns
         else:
             unnamed.append((before, after, stretch.wall_ns))
-    return sum_up(unnamed)
+    return _sum_up(unnamed)
 
 
 def _stage(label: Label, shares: Shares, waits: bool, outside_engine: bool) -> Line:
@@ -239,9 +304,9 @@ def _account_row(line: Line, share: str) -> tuple[str, ...]:
 def gap_table(breakdown: Breakdown) -> TextTable | None:
     """Return the largest gaps and the sum of the others. None if unaccounted time is next to nothing."""
     unaccounted_ns = sum(gap.wall_ns for gap in breakdown.gaps)
-    if unaccounted_ns * LEAST < max(breakdown.window_ns, 1):
+    if unaccounted_ns * _LEAST < max(breakdown.window_ns, 1):
         return None
-    largest, rest = breakdown.gaps[:GAPS], breakdown.gaps[GAPS:]
+    largest, rest = breakdown.gaps[:_SHOWN_GAPS], breakdown.gaps[_SHOWN_GAPS:]
     parts = [(name_gap(gap), gap.wall_ns, gap.count) for gap in largest]
     if rest:
         parts.append(("elsewhere", sum(gap.wall_ns for gap in rest), sum(gap.count for gap in rest)))

@@ -20,11 +20,10 @@ from stepscope.files.counters import (
 )
 from stepscope_report.accounting import Pair, common_ns, joined
 from stepscope_report.block import Block, TextTable
-from stepscope_report.charts.marks import pick_of_each
+from stepscope_report.charts import pick_of_each
 from stepscope_report.event_loops import LateLoop, late_loops
 from stepscope_report.formatting import LISTED, count, duration, size
-from stepscope_report.html.markup import Html, tag
-from stepscope_report.html.page import percent, section, table
+from stepscope_report.html.page import Html, percent, section, table, tag
 from stepscope_report.section import DEVICES, Section
 from stepscope_report.spans import is_tool, placed
 from stepscope_report.table import Table, grouped

@@ -10,11 +10,10 @@ import msgspec
 
 from stepscope_report.accounting import Label
 from stepscope_report.block import Block, TextTable
-from stepscope_report.charts.marks import Mark
+from stepscope_report.charts import Mark
 from stepscope_report.division import NOT_KNOWN
 from stepscope_report.formatting import duration, percents, turn
-from stepscope_report.html.markup import Html
-from stepscope_report.html.page import section, stacked, table
+from stepscope_report.html.page import Html, section, stacked, table
 from stepscope_report.section import OVERVIEW, Section
 from stepscope_report.spans import MOVES_WEIGHTS, is_tool, label_of
 from stepscope_report.suspects import StepPath, step_path

@@ -14,10 +14,20 @@ import msgspec
 
 from stepscope.files.spans import SERVED, WAITING
 from stepscope_report.block import Block, Listing, TextTable
-from stepscope_report.charts.marks import pick
+from stepscope_report.charts import pick
 from stepscope_report.formatting import LISTED, PROFILED, duration, few, percent_of, percents, starred
-from stepscope_report.html.markup import EMPTY, Html, join, tag
-from stepscope_report.html.page import legend, percent, section, stacked, table
+from stepscope_report.html.page import (
+    EMPTY,
+    Colours,
+    Html,
+    join,
+    legend,
+    percent,
+    section,
+    stacked,
+    table,
+    tag,
+)
 from stepscope_report.html.timecharts import axis, zoomed
 from stepscope_report.replicas import Replica, find_replicas, mark_of
 from stepscope_report.section import ROLLOUT, Section
@@ -25,7 +35,6 @@ from stepscope_report.table import Table
 from stepscope_report.timeline import Span, Timeline, TraceActivity
 
 if TYPE_CHECKING:
-    from stepscope_report.html.colours import Colours
     from stepscope_report.model import StepReport
     from stepscope_report.section import Page, Sources
 

@@ -22,8 +22,7 @@ from stepscope_report.formatting import (
     starred,
     turn,
 )
-from stepscope_report.html.markup import Html, tag
-from stepscope_report.html.page import ROWS, draw, section, table
+from stepscope_report.html.page import ROWS, Html, draw, section, table, tag
 from stepscope_report.section import Section, StepFile
 from stepscope_report.table import grouped
 from stepscope_report.timeline import FileProblem, ProcessClock, Span, Timeline

@@ -17,14 +17,13 @@ import msgspec
 from stepscope.files.spans import SERVED
 from stepscope_report.accounting import Interval, Label, Pair, bits_of, common_ns, union_ns, walk
 from stepscope_report.block import Block, TextTable
-from stepscope_report.charts.marks import pick_of_each
+from stepscope_report.charts import pick_of_each
 from stepscope_report.division import intervals_of
 from stepscope_report.formatting import LISTED, count, duration, percent_of, say_profiled, starred
-from stepscope_report.gaps import find_stretches
-from stepscope_report.html.markup import Html
-from stepscope_report.html.page import legend, section, stacked, table
+from stepscope_report.html.page import Html, legend, section, stacked, table
 from stepscope_report.replicas import find_replicas
 from stepscope_report.section import OVERVIEW, Section
+from stepscope_report.sections.breakdown import find_stretches
 from stepscope_report.skipped import unseen_collectives
 from stepscope_report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is_transfer, label_of, placed
 from stepscope_report.stragglers import matched_calls

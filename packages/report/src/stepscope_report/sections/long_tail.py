@@ -13,11 +13,10 @@ import msgspec
 
 from stepscope_report.accounting import Label, clipped, rank_of, union_ns
 from stepscope_report.block import Block, TextTable
-from stepscope_report.charts.gantt import pack_trajectories
+from stepscope_report.charts import pack_trajectories
 from stepscope_report.division import STALLED, divide_spans
 from stepscope_report.formatting import LISTED, count, duration, few, percent_of, starred, turn
-from stepscope_report.html.markup import EMPTY, Html, tag
-from stepscope_report.html.page import percent, section, stacked, table
+from stepscope_report.html.page import EMPTY, Colours, Html, percent, section, stacked, table, tag
 from stepscope_report.html.timecharts import lanes
 from stepscope_report.section import ROLLOUT, Section
 from stepscope_report.served import FEW, TurnTime, turn_times
@@ -26,7 +25,6 @@ from stepscope_report.table import grouped
 from stepscope_report.timeline import Span, Timeline
 
 if TYPE_CHECKING:
-    from stepscope_report.html.colours import Colours
     from stepscope_report.model import StepReport
     from stepscope_report.section import Page
 

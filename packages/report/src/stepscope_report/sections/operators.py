@@ -13,10 +13,9 @@ import msgspec
 
 from stepscope_report.accounting import rank_of
 from stepscope_report.block import Block, Listing, TextTable
-from stepscope_report.charts.marks import pick
+from stepscope_report.charts import pick
 from stepscope_report.formatting import LISTED, count, doubt, duration, percent_of, say_doubted, size
-from stepscope_report.html.markup import Html, tag
-from stepscope_report.html.page import ROWS, draw, percent, section, stacked, table
+from stepscope_report.html.page import ROWS, Html, draw, percent, section, stacked, table, tag
 from stepscope_report.section import DEVICES, Section
 from stepscope_report.sections.profiler_steps import ProfilerStepRow, profiler_steps, step_tables
 from stepscope_report.stragglers import StragglerRow, stragglers

@@ -1,29 +1,204 @@
 """The step over time: stages of each role and process, and trajectories packed into lanes.
 
-Both charts have at most as many marks as a page can show.
+Both charts have at most as many marks as a page can show: blocks of time that a screen could not show apart
+are united. They are one file because they share these marks.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from stepscope_report.accounting import Label
-from stepscope_report.charts.marks import Mark, blend_short, blocks, fit, join_near, pick, runs
-from stepscope_report.sections.stages import Stage
+from stepscope_report.accounting import Label, Mask, bits_of, walk
+from stepscope_report.division import work_of
 from stepscope_report.table import grouped
 from stepscope_report.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from stepscope_report.sections.stages import Stage
+
+_Row = TypeVar("_Row")
+_Drawn = TypeVar("_Drawn")
+
+
+class Mark(msgspec.Struct, frozen=True, gc=False):
+    """One block. Times are ns after the capture opened."""
+
+    label: Label
+    """The stage with most of the time, if there are several."""
+    start_ns: int
+    end_ns: int
+    spans: int = 1
+    """Number of calls that the mark stands for (in `_runs`, of stretches)."""
+    at_once: int = 1
+    """Largest number of these calls that ran at once."""
+    open: bool = False
+    """True if one of the calls never ended. The mark then extends to the process' last sign of life."""
+    failed: int = 0
+    """Number of the calls that ended with an exception."""
+    gaps_ns: int = 0
+    """Time inside the mark in which none of its calls ran."""
+
+
+def _blocks(timeline: Timeline, spans: Iterable[Span]) -> list[Mark]:
+    """Return the calls of one stage in one process as blocks: calls that overlap or touch share a block."""
+    zero_ns = timeline.window.start_ns
+    marks: list[Mark] = []
+    running: list[int] = []
+    for span in sorted(spans, key=lambda span: span.start_ns):
+        mark = Mark(
+            (span.role, span.stage),
+            span.start_ns - zero_ns,
+            timeline.until_ns(span) - zero_ns,
+            open=span.end_ns is None,
+            failed=int(span.error is not None),
+        )
+        while running and running[0] <= mark.start_ns:
+            heapq.heappop(running)
+        heapq.heappush(running, mark.end_ns)
+        if marks and mark.start_ns <= marks[-1].end_ns:
+            marks[-1] = _unite((marks[-1], mark), at_once=len(running))
+        else:
+            marks.append(mark)
+    return marks
+
+
+def join_near(marks: Iterable[Mark], gap_ns: int) -> list[Mark]:
+    """Unite neighbours of one stage that are less than `gap_ns` apart, if at least one of the two is shorter
+    than that.
+    """
+    joined: list[Mark] = []
+    for mark in marks:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and mark.start_ns - last.end_ns < gap_ns
+            and min(_wall_ns(mark), _wall_ns(last)) < gap_ns
+        ):
+            joined[-1] = _unite((last, mark))
+        else:
+            joined.append(mark)
+    return joined
+
+
+def _runs(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int) -> list[Mark]:
+    """Return the stage that ran at each instant from `start_ns` to `end_ns` (unix ns), as marks.
+
+    Of the running leaves, work comes before waiting, then the first stage by name. If nothing ran, there is a
+    gap.
+    """
+    zero_ns = timeline.window.start_ns
+    work = work_of(timeline, indices)
+    chosen: dict[Mask, Label] = {}
+    marks: list[Mark] = []
+    for from_ns, until_ns, mask in walk(work.intervals, start_ns, end_ns):
+        if not mask:
+            continue
+        if mask not in chosen:
+            chosen[mask] = min((work.tiers[bit], work.labels[bit]) for bit in bits_of(mask))[1]
+        label = chosen[mask]
+        if marks and marks[-1].label == label and marks[-1].end_ns == from_ns - zero_ns:
+            marks[-1] = Mark(label, marks[-1].start_ns, until_ns - zero_ns)
+        else:
+            marks.append(Mark(label, from_ns - zero_ns, until_ns - zero_ns))
+    return marks
+
+
+def blend_short(marks: Iterable[Mark], shortest_ns: int) -> list[Mark]:
+    """Unite neighbours shorter than `shortest_ns` to one mark, of the stage with most of their time.
+
+    At most two marks remain in any stretch of `shortest_ns`.
+    """
+    blended: list[Mark] = []
+    short: list[Mark] = []
+    for mark in marks:
+        long = _wall_ns(mark) >= shortest_ns
+        if short and (
+            long
+            or mark.start_ns - short[0].start_ns >= shortest_ns
+            or mark.start_ns - short[-1].end_ns >= shortest_ns
+        ):
+            blended.append(_unite(short))
+            short = []
+        if long:
+            blended.append(mark)
+        else:
+            short.append(mark)
+    return [*blended, _unite(short)] if short else blended
+
+
+def _unite(marks: Sequence[Mark], at_once: int = 1) -> Mark:
+    if len(marks) == 1:
+        return marks[0]
+    time_ns: Counter[Label] = Counter()
+    for mark in marks:
+        time_ns[mark.label] += _wall_ns(mark)
+    start_ns, end_ns = min(mark.start_ns for mark in marks), max(mark.end_ns for mark in marks)
+    return Mark(
+        time_ns.most_common(1)[0][0],
+        start_ns,
+        end_ns,
+        sum(mark.spans for mark in marks),
+        max(at_once, *(mark.at_once for mark in marks)),
+        any(mark.open for mark in marks),
+        sum(mark.failed for mark in marks),
+        # Either they overlap or touch, and there is no gap; or they are apart, and their times add up.
+        max(0, end_ns - start_ns - sum(_wall_ns(mark) - mark.gaps_ns for mark in marks)),
+    )
+
+
+def _fit(
+    drawn: _Drawn,
+    window_ns: int,
+    budget: int,
+    thin: Callable[[_Drawn, int], _Drawn],
+    count: Callable[[_Drawn], int],
+) -> tuple[_Drawn, int]:
+    """Return a chart with as many marks as fit, and the ns below which neighbours are drawn as one.
+
+    A mark may be as short as half a pixel of a laptop's screen, up to a tenth of it.
+    """
+    shortest_ns = 0
+    for parts in (2048 >> halvings for halvings in range(9)):
+        shortest_ns = window_ns // parts
+        drawn = thin(drawn, shortest_ns)
+        if count(drawn) <= budget:
+            break
+    return drawn, shortest_ns
+
+
+def _wall_ns(mark: Mark) -> int:
+    return mark.end_ns - mark.start_ns
+
+
+def pick(count: int, limit: int, wanted: Iterable[int] = ()) -> list[int]:
+    """Pick every k-th of `count` rows, so that at most `limit` are drawn, plus the wanted ones."""
+    every = max(1, -(-count // limit))
+    return sorted({*range(0, count, every), *(index for index in wanted if index < count)})
+
+
+def pick_of_each(
+    rows: Sequence[_Row], group: Callable[[_Row], str], size: Callable[[_Row], float], limit: int
+) -> Iterator[int]:
+    """Yield the indices of the rows to draw: up to `limit` in each group, and always the group's largest
+    row.
+    """
+    for places in grouped(range(len(rows)), lambda at: group(rows[at])).values():
+        largest = max(range(len(places)), key=lambda at: size(rows[places[at]]))
+        yield from (places[at] for at in pick(len(places), limit, [largest]))
+
 
 MARKS = 12_000
 """Largest number of marks. A page with three times as many takes seconds to open."""
 FULL_ROWS = 32
 """Up to this many processes of a role get a row with a lane for each stage; in a larger role each is a thin
 strip."""
-STRIPS = 512
+_STRIPS = 512
 """Largest number of strips of a role. Of more processes every k-th is drawn, plus the slowest ones of each
 stage."""
 
@@ -63,7 +238,7 @@ def draw_gantt(timeline: Timeline, stages: Sequence[Stage], budget: int = MARKS)
     Positions of marks are exact, except for united ones.
     """
     slowest = {stage.slowest for stage in stages if stage.slowest is not None}
-    drawn, shortest_ns = fit(_groups(timeline, slowest), timeline.window.wall_ns, budget, _thin, _count)
+    drawn, shortest_ns = _fit(_groups(timeline, slowest), timeline.window.wall_ns, budget, _thin, _count)
     return Gantt(
         window_ns=timeline.window.wall_ns,
         groups=drawn,
@@ -109,7 +284,7 @@ def _group(
 ) -> Group:
     strips = len(members) > FULL_ROWS
     wanted = [place for place, index in enumerate(members) if timeline.processes[index].name in slowest]
-    drawn = pick(len(members), STRIPS, wanted)
+    drawn = pick(len(members), _STRIPS, wanted)
     rows = tuple(_row(timeline, members[place], spans.get(members[place], []), strips) for place in drawn)
     return Group(role=role, strips=strips, processes=len(members), rows=rows)
 
@@ -118,7 +293,7 @@ def _row(timeline: Timeline, index: int, spans: list[int], strip: bool) -> Row:
     process, window = timeline.processes[index], timeline.window
     lanes: tuple[tuple[Mark, ...], ...] = ()
     if process.aligned and strip:
-        lanes = (tuple(runs(timeline, spans, window.start_ns, window.end_ns)),)
+        lanes = (tuple(_runs(timeline, spans, window.start_ns, window.end_ns)),)
     elif process.aligned:
         lanes = _lanes(timeline, spans)
     return Row(name=process.name, host=process.info.host, aligned=process.aligned, lanes=lanes)
@@ -132,7 +307,7 @@ def _lanes(timeline: Timeline, indices: Sequence[int]) -> tuple[tuple[Mark, ...]
     lanes: list[list[Mark]] = []
     place: dict[Label, int] = {}
     for label in _callers_first(calls, callers):
-        marks = blocks(timeline, calls[label])
+        marks = _blocks(timeline, calls[label])
         below = max((place[caller] + 1 for caller in callers[label] if caller in place), default=0)
         free = (at for at in range(below, len(lanes)) if not _collide(lanes[at], marks))
         place[label] = next(free, max(below, len(lanes)))
@@ -181,11 +356,11 @@ def _collide(one: Sequence[Mark], other: Sequence[Mark]) -> bool:
     return any(mark.start_ns < before.end_ns for before, mark in pairwise(both))
 
 
-LANE_MARKS = 8_000
-LANES = 256
+_LANE_MARKS = 8_000
+_LANES = 256
 """Largest number of lanes drawn. Of more lanes every k-th is drawn, plus those of the slowest
 trajectories."""
-SAMPLES = 240
+_SAMPLES = 240
 """Points of the curve of trajectories in flight."""
 
 
@@ -208,14 +383,14 @@ class Lanes(msgspec.Struct, frozen=True, kw_only=True):
     lanes: tuple[tuple[Flight, ...], ...]
     """The drawn lanes; fewer than `needed` if some are left out."""
     in_flight: tuple[float, ...]
-    """Number of requests that ran, on average, in each of `SAMPLES` equal parts of the window."""
+    """Number of requests that ran, on average, in each of `_SAMPLES` equal parts of the window."""
     marks: int
     shortest_ns: int
     """Neighbours shorter than this are drawn as one."""
 
 
 def pack_trajectories(
-    timeline: Timeline, slowest: Iterable[str] = (), budget: int = LANE_MARKS
+    timeline: Timeline, slowest: Iterable[str] = (), budget: int = _LANE_MARKS
 ) -> Lanes | None:
     """Return the lanes of one step, always with those of the `slowest`. None if the step has no
     trajectories.
@@ -230,12 +405,12 @@ def pack_trajectories(
     needed = max(slots) + 1
     names = set(slowest)
     wanted = [slot for slot, flight in zip(slots, flights, strict=True) if flight.trajectory in names]
-    drawn = {slot: place for place, slot in enumerate(pick(needed, LANES, wanted))}
+    drawn = {slot: place for place, slot in enumerate(pick(needed, _LANES, wanted))}
     lanes: list[list[Flight]] = [[] for _ in drawn]
     for slot, flight in zip(slots, flights, strict=True):
         if slot in drawn:
             lanes[drawn[slot]].append(_marked(timeline, flight, members[flight.trajectory]))
-    thin, shortest_ns = fit([*map(tuple, lanes)], timeline.window.wall_ns, budget, _thin_lanes, _flights)
+    thin, shortest_ns = _fit([*map(tuple, lanes)], timeline.window.wall_ns, budget, _thin_lanes, _flights)
     return Lanes(
         trajectories=len(flights),
         needed=needed,
@@ -288,7 +463,7 @@ def _flight(timeline: Timeline, name: str, indices: list[int]) -> Flight:
 
 def _marked(timeline: Timeline, flight: Flight, indices: Sequence[int]) -> Flight:
     zero_ns = timeline.window.start_ns
-    marks = runs(timeline, indices, flight.start_ns + zero_ns, flight.end_ns + zero_ns)
+    marks = _runs(timeline, indices, flight.start_ns + zero_ns, flight.end_ns + zero_ns)
     return msgspec.structs.replace(flight, marks=tuple(marks))
 
 
@@ -307,13 +482,13 @@ def _flights(lanes: Iterable[Iterable[Flight]]) -> int:
 
 
 def _in_flight(window_ns: int, flights: Sequence[tuple[int, int]]) -> list[float]:
-    part_ns = max(1, -(-window_ns // SAMPLES))
-    change = [0.0] * (SAMPLES + 2)
+    part_ns = max(1, -(-window_ns // _SAMPLES))
+    change = [0.0] * (_SAMPLES + 2)
     for start_ns, end_ns in flights:
         _add(change, start_ns / part_ns, 1)
         _add(change, end_ns / part_ns, -1)
     running, curve = 0.0, []
-    for place in range(SAMPLES):
+    for place in range(_SAMPLES):
         running += change[place]
         curve.append(max(0.0, round(running, 3)))
     return curve
@@ -321,7 +496,7 @@ def _in_flight(window_ns: int, flights: Sequence[tuple[int, int]]) -> list[float
 
 def _add(change: list[float], at: float, by: int) -> None:
     """Change the curve by `by` from the position `at` on; the part that holds `at` gets only its share."""
-    at = min(max(at, 0.0), float(SAMPLES))
+    at = min(max(at, 0.0), float(_SAMPLES))
     place = int(at)
     change[place] += by * (1 - (at - place))
     change[place + 1] += by * (at - place)

@@ -1,1 +1,0 @@
-"""Pictures of a step as data: marks, lanes, the Gantt chart."""
