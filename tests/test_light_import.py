@@ -141,5 +141,5 @@ print(publish.main(sys.argv[1], "2", "run1", ""))
 def test_only_the_command_and_what_it_prints_import_what_it_prints_with() -> None:
     extra = {"typer", "rich"}
     importers = {entry.module for entry in imports(REPORT) if entry.target.partition(".")[0] in extra}
-    allowed = ("stepscope_report.cli.", "stepscope_report.terminal.")
+    allowed = ("stepscope_report.cli.", "stepscope_report.terminal")
     assert not [module for module in importers if not module.startswith(allowed)]

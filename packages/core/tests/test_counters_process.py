@@ -27,7 +27,7 @@ from stepscope._recording.counters.load import (
     garbage,
 )
 from stepscope.files.counters import EVENT_LOOP, IN
-from stepscope_report.event_loops import late_loops
+from stepscope_report.sections.counters import late_loops
 from stepscope_report.timeline import Counter, load_step
 
 MB = 1 << 20

@@ -21,8 +21,7 @@ from stepscope.testing.engine_conformance import a_capture
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import step_report
 from stepscope_report.sections.batches import step_batches
-from stepscope_report.sections.requests import step_requests
-from stepscope_report.served import turn_times
+from stepscope_report.sections.requests import step_requests, turn_times
 from stepscope_report.timeline import Timeline, load_step, merge_step
 from stepscope_report.timeline.merge.merge import EVERYTHING
 from stepscope_report.timeline.step.passes import linked_requests

@@ -16,7 +16,7 @@ from stepscope.files.values import AttrValue
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope_report import StepReport, step_report
 from stepscope_report.html.step_page import render_step
-from stepscope_report.scalars import to_scalars
+from stepscope_report.model import to_scalars
 from stepscope_report.sections.throughput import Rate, Throughput
 from stepscope_report.timeline import load_step, load_traces
 

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stepscope_report.advice.evidence import Advice, Evidence, SettingChange
-    from stepscope_report.model import StepReport
+    from stepscope_report.model import StepReport, to_scalars
     from stepscope_report.opened import OpenRun, OpenStep, OpenTraces, open  # noqa: A004  # read as `stepscope_report.open`
     from stepscope_report.report import step_report
-    from stepscope_report.scalars import to_scalars
     from stepscope_report.sections.advice import step_advice
     from stepscope_report.sections.baseline import Baseline, step_baseline
     from stepscope_report.sections.breakdown import Breakdown, Line, Overlap, step_breakdown
@@ -140,9 +139,8 @@ __all__ = [
 
 _WHERE = {
     "advice.evidence": "Advice Evidence SettingChange",
-    "model": "StepReport",
+    "model": "StepReport to_scalars",
     "opened": "OpenRun OpenStep OpenTraces open",
-    "scalars": "to_scalars",
     "report": "step_report",
     "table": "Rows Table",
     "sections.advice": "step_advice",

@@ -11,11 +11,12 @@ import msgspec
 
 from stepscope.files.states import Frame, OpenSpan, ProcessState, Thread
 from stepscope_report.formatting import count
-from stepscope_report.open_calls import Process, RayCalls
 from stepscope_report.waiting import (
     Call,
     Entered,
     Launched,
+    Process,
+    RayCalls,
     asks_engine,
     collective_of,
     engine_call,

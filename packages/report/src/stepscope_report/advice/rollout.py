@@ -1,29 +1,167 @@
-"""Advice on the rollout: queues, tools, engines, and the transfer of weights to the engines."""
+"""Advice on the rollout: slowest trajectories, queues, tools, engines, and weights sent to the engines."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Literal, TypeAlias
 
 from stepscope.files.counters import KV_CACHE, RUNNING_REQUESTS, WAITING_REQUESTS
 from stepscope_report.advice.evidence import FULL, Advice, Evidence, percentage_of, share_of_step
-from stepscope_report.advice.profilers import is_stalled
+from stepscope_report.advice.recording import is_stalled
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import count, duration, few
-from stepscope_report.sections.batches import Batches
+from stepscope_report.sections.batches import Batches, thin_end
+from stepscope_report.sections.cause import OtherCause
 from stepscope_report.sections.critical_path import PathPart
 from stepscope_report.sections.engines import Engine
+from stepscope_report.sections.long_tail import LongTail
 from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import GENERATES, MOVES_WEIGHTS, TRANSFER, is_tool
 from stepscope_report.whatif.changes import Options
 
-NAMED = 3
+_NAMED = 3
 """Number of stages that a sentence names."""
 _QUEUE = "requests wait for a place in the engine"
 _SHORTEN_QUEUE = (
     "more replicas, or more requests at once in each (vLLM: max_num_seqs, SGLang: max_running_requests)"
 )
+_ENOUGH_TRAJECTORIES = 3
+"""Least number of trajectories with which the last one can be told from the others."""
+
+_TailKind: TypeAlias = Literal["tool", "queue", "generation", "reward", "later", "other"]
+
+_TAIL_REMEDIES: dict[_TailKind, str] = {
+    "tool": "give its tools a deadline, run calls of a turn at once, or enlarge the pool that serves them",
+    "queue": (
+        "more requests at once in each replica (vLLM: max_num_seqs, SGLang: max_running_requests), more "
+        "replicas, or long prompts first"
+    ),
+    "generation": (
+        "limit turns and tokens, start long prompts first, or train on what there is and keep the rest"
+    ),
+    "reward": "give its judge a deadline, or more workers, or score while other trajectories generate",
+    "later": "begin more trajectories at once, or those with long prompts first",
+    "other": "open a span around what it awaits there: what that is, nothing says",
+}
+
+
+def long_tail(evidence: Evidence) -> Advice | None:
+    """Advise if the last tenth of three or more trajectories took 15 % of the rollout or more, and 2 % of the
+    step.
+    """
+    tail = evidence.long_tail
+    if tail is not None and not tail.trajectories:
+        return _begun_before(tail, evidence)
+    if (
+        tail is None
+        or tail.held_ns is None
+        or not tail.rollout_ns
+        or tail.trajectories < _ENOUGH_TRAJECTORIES
+    ):
+        return None
+    held_ns = tail.held_ns - tail.stalled_ns
+    if held_ns * 100 < 15 * tail.rollout_ns or held_ns * 50 < evidence.breakdown.window_ns:
+        return None
+    if tail.last_profiled == tail.last:
+        return None  # a profiler made these the last ones, as far as anybody can tell
+    cause = next((cause for cause in evidence.causes if cause.trajectory is not None), None)
+    if cause is None:
+        return None
+    kind = _tail_kind(cause)
+    facts = _tail_facts(tail, tail.held_ns, tail.rollout_ns)
+    said = [line for line in cause.evidence if not facts[0].startswith(line)]
+    return Advice(
+        rule="long-tail",
+        what="the step waits for its slowest trajectories",
+        because=(*facts, *_thin_facts(evidence), cause.sentence, *said),
+        do=_TAIL_REMEDIES[kind],
+        saves_ns=cause.ns,
+        settings=changes(f"long-tail: {kind}", evidence),
+    )
+
+
+def thin_batches(evidence: Evidence) -> Advice | None:
+    """Advise if the last tenth of the rollout or more, and 2 % of the step, ran with few requests in every
+    replica, and `long_tail` says nothing.
+    """
+    thin = thin_end(evidence.batches)
+    if thin is None or long_tail(evidence) is not None:
+        return None
+    thin_ns, sentence = thin
+    if thin_ns * 10 < evidence.batches[0].rollout_ns or thin_ns * 50 < evidence.breakdown.window_ns:
+        return None
+    saving = evidence.what_if(Options(cut_tail="p90"))
+    return Advice(
+        rule="thin-batches",
+        what="the engines run nearly empty at the end of the rollout",
+        because=(sentence,),
+        do="train once nine tenths of the trajectories ended, and drop the others or go on with them in the "
+        "next step; or let the next rollout begin meanwhile",
+        saves_ns=thin_ns if saving is None else max(0, min(thin_ns, saving.saving_ns)),
+        settings=changes("long-tail: generation", evidence),
+    )
+
+
+def _thin_facts(evidence: Evidence) -> list[str]:
+    thin = thin_end(evidence.batches)
+    return [] if thin is None else [thin[1]]
+
+
+def _tail_facts(tail: LongTail, held_ns: int, rollout_ns: int) -> list[str]:
+    because = [
+        (
+            f"the last {tail.last} of {tail.trajectories} trajectories ended {duration(held_ns)} after "
+            f"the others: {percentage_of(held_ns, rollout_ns)} of the rollout"
+        )
+    ]
+    if tail.stalled_ns:
+        because.append(f"for {duration(tail.stalled_ns)} of that an engine's profiler wrote")
+    if tail.bubble is not None and tail.bubble.replicas:
+        because.append(
+            f"{tail.bubble.in_flight:g} at once in that time, {tail.bubble.in_flight_before:g} "
+            f"before; replicas idle for {duration(tail.bubble.idle_ns)} of it in sum"
+        )
+    if tail.last_profiled:
+        because.append(f"a profiler slowed {tail.last_profiled} of them and not all others")
+    return because
+
+
+def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
+    """Advise if, of three or more trajectories that the step consumes, the last tenth had begun before and
+    went on for 2 % of it.
+    """
+    late = tail.late
+    if late is None or tail.consumed < _ENOUGH_TRAJECTORIES or late.trajectories > -(-tail.consumed // 10):
+        return None
+    if late.until_ns * 50 < evidence.breakdown.window_ns:
+        return None
+    return Advice(
+        rule="long-tail",
+        what="the step waits for its slowest trajectories, begun before it",
+        because=(
+            f"of the {tail.consumed} that it consumes, {late.trajectories} went on when it began",
+            f"the last, {late.last}, for {share_of_step(late.until_ns, evidence)}",
+        ),
+        do=_TAIL_REMEDIES["generation"],
+        saves_ns=late.until_ns,
+        settings=changes("long-tail: generation", evidence),
+    )
+
+
+def _tail_kind(cause: OtherCause) -> _TailKind:
+    """Return what the last trajectory did for longer than the others."""
+    if cause.stage is None or cause.role is None:
+        return "later"
+    if cause.role == "reward" or (cause.kind == "queue" and "reward" in cause.stage):
+        return "reward"
+    if cause.kind == "queue":
+        return "queue"
+    if cause.kind == "slow-tool":
+        return "tool"
+    unnamed = cause.stage in ("trajectory", "turn")
+    return "generation" if cause.role in GENERATES and not unnamed else "other"
 
 
 def queueing(evidence: Evidence) -> Advice | None:
@@ -178,7 +316,7 @@ def _in_trajectories(
         return None
     if saves_ns is not None and saves_ns * 50 < evidence.breakdown.window_ns:
         return None
-    names = few([f"{stage.role} {stage.title}" for stage in parts], NAMED)
+    names = few([f"{stage.role} {stage.title}" for stage in parts], _NAMED)
     share = (
         f"spans {names}: {duration(part_ns)} of the {duration(whole_ns)} that all "
         f"trajectories took in sum, {percentage_of(part_ns, whole_ns)}"
@@ -293,7 +431,7 @@ def weight_sync(evidence: Evidence) -> Advice | None:
 
 def _shares(parts: Sequence[PathPart], between_ns: int) -> Iterator[str]:
     """Yield `trainer sync_weights 2.00 s, rollout load_weights 40.0 ms`."""
-    named = [f"{part.role} {part.stage} {duration(part.wall_ns)}" for part in parts[:NAMED]]
+    named = [f"{part.role} {part.stage} {duration(part.wall_ns)}" for part in parts[:_NAMED]]
     if between_ns:
         named.append(f"{TRANSFER} {duration(between_ns)}")
     yield ", ".join(named)

@@ -35,7 +35,7 @@ from stepscope_report.gate import (
     parse_limits,
     read_gate_steps,
 )
-from stepscope_report.plain_steps import plain_diff
+from stepscope_report.plain import plain_diff
 from stepscope_report.terminal import diff_markdown, markdown_table, render_diff, table
 from stepscope_report.timeline import Timeline, Traces
 from stepscope_report.timeline.activity.split import by_stage

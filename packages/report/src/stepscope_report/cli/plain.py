@@ -17,8 +17,7 @@ from stepscope_report.cli import screen
 from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.formatting import plain
 from stepscope_report.html.step_page import render_step
-from stepscope_report.plain import Plain
-from stepscope_report.plain_steps import PlainSteps, plain_steps
+from stepscope_report.plain import Plain, PlainSteps, plain_steps
 from stepscope_report.report import step_report
 from stepscope_report.terminal import draw, render
 from stepscope_report.timeline.processes import workers

@@ -23,9 +23,8 @@ from stepscope_report.cli.command import CommandError, Exit
 from stepscope_report.cli.find import no_run
 from stepscope_report.cli.ls import rows_of
 from stepscope_report.cli.why import ask, say_median, step_lines
-from stepscope_report.fleet import COLUMNS, Fleet, Sampled
 from stepscope_report.formatting import count, duration, turn
-from stepscope_report.live import Live, live
+from stepscope_report.live import COLUMNS, Fleet, Live, Sampled, live
 from stepscope_report.sections.counters import quantity
 from stepscope_report.terminal import listing, table
 from stepscope_report.timeline.sources import latest_counters

@@ -19,9 +19,14 @@ from stepscope_report.advice.devices import (
     late_event_loop,
     memory_nearly_full,
 )
-from stepscope_report.advice.evidence import Advice, Evidence, SettingChange, step_demand, step_settings
-from stepscope_report.advice.long_tail import long_tail, thin_batches
-from stepscope_report.advice.profilers import not_typical, profiler_cost
+from stepscope_report.advice.evidence import (
+    Advice,
+    Evidence,
+    SettingChange,
+    step_demand,
+    step_profilers,
+    step_settings,
+)
 from stepscope_report.advice.recording import (
     between_steps,
     blind_spot,
@@ -29,20 +34,23 @@ from stepscope_report.advice.recording import (
     ids_in_names,
     never_ended,
     no_rollout,
+    not_typical,
+    profiler_cost,
     shared_number,
     unaligned,
 )
 from stepscope_report.advice.rollout import (
+    long_tail,
     prefill_alone,
     queueing,
     slow_tools,
+    thin_batches,
     vain_wait,
     weight_sync,
 )
 from stepscope_report.block import Block, Remark, Remarks
 from stepscope_report.formatting import duration, percent_of
 from stepscope_report.html.page import EMPTY, Html, section, tag
-from stepscope_report.profiling import step_profilers
 from stepscope_report.section import OVERVIEW, Section
 from stepscope_report.sections.baseline import BASELINE
 from stepscope_report.sections.batches import BATCHES

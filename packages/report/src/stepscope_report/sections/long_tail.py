@@ -19,7 +19,7 @@ from stepscope_report.formatting import LISTED, count, duration, few, percent_of
 from stepscope_report.html.page import EMPTY, Colours, Html, percent, section, stacked, table, tag
 from stepscope_report.html.timecharts import lanes
 from stepscope_report.section import ROLLOUT, Section
-from stepscope_report.served import FEW, TurnTime, turn_times
+from stepscope_report.sections.requests import FEW, TurnTime, turn_times
 from stepscope_report.spans import ToolNames, is_tool, label_of, placed, title
 from stepscope_report.table import grouped
 from stepscope_report.timeline import Span, Timeline

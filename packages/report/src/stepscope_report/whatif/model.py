@@ -1,14 +1,20 @@
-"""The parts of a step that a replay needs: trajectories of calls, and the stages of its driver.
+"""The parts of a step that a replay needs: trajectories of calls, the stages of its driver, and its limits.
 
-Times are in ns. Those of a trajectory count from the begin of the rollout.
+Times are in ns. Those of a trajectory count from the begin of the rollout. The limits of a step are those of
+the tools that run at once, of the requests of a replica, and of the trajectories.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
+
+from stepscope_report.table import grouped
+from stepscope_report.timeline.model import EnginePasses
 
 CallKind: TypeAlias = Literal["generate", "tool", "reward"]
 StageKind: TypeAlias = Literal["train", "reward", "weights", "other"]
@@ -127,3 +133,151 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     before: Sequence[DriverStage]
     rollout: Rollout
     after: Sequence[DriverStage]
+
+
+_QUEUED = 0.02
+"""Tools, or requests, are taken to queue if their waits are at least this part of their work."""
+_FULL = 0.9
+"""A replica has a limit if it serves the same number of requests for this part of the time with a queue."""
+_HANDED_ON = 0.9
+"""The driver has a limit if this part of the later trajectories start as others end."""
+_HAND_OVER_NS = 2_000_000
+"""A place that is free for less than this counts as handed on to the next call or trajectory."""
+
+_Pair = tuple[int, int]
+"""(start, end)."""
+
+
+def peak(pairs: Iterable[_Pair]) -> int:
+    """Return the largest number of intervals that run at once."""
+    most = running = 0
+    for _, change in _changes(pairs):
+        running += change
+        most = max(most, running)
+    return most
+
+
+def _changes(pairs: Iterable[_Pair]) -> list[_Pair]:
+    return sorted(change for start, end in pairs for change in ((start, 1), (end, -1)))
+
+
+def tool_pool(trajectories: Sequence[Trajectory]) -> tuple[int | None, tuple[Trajectory, ...]]:
+    """Return the size of the pool of tools, and the trajectories without their waits in front of a tool.
+
+    A tool waits inside of its span, if a span below shows that, or before it: the part of a gap in which all
+    places were taken up to the gap's end counts as a wait. Without waits there is no pool.
+    """
+    tools = [call for trajectory in trajectories for call in trajectory.calls() if call.kind == "tool"]
+    worked = [(call.start_ns + call.wait_ns, call.end_ns) for call in tools]
+    size, work_ns = peak(worked), sum(call.busy_ns for call in tools)
+    full = _full(worked, size)
+    shortened = tuple(
+        msgspec.structs.replace(trajectory, phases=_shortened(trajectory, full))
+        for trajectory in trajectories
+    )
+    waited_ns = sum(call.wait_ns for call in tools) + _gaps_ns(trajectories) - _gaps_ns(shortened)
+    if not tools or waited_ns < _QUEUED * work_ns:
+        return None, tuple(trajectories)
+    return size, shortened
+
+
+def _full(worked: Sequence[_Pair], size: int) -> list[_Pair]:
+    """Return the stretches in which `size` tools ran."""
+    stretches: list[_Pair] = []
+    running, since = 0, 0
+    for time, change in _changes(worked):
+        if change > 0 and running == size - 1:
+            since = time
+        elif change < 0 and running == size:
+            if stretches and since - stretches[-1][1] < _HAND_OVER_NS:
+                since = stretches.pop()[0]
+            stretches.append((since, time))
+        running += change
+    return stretches
+
+
+def _shortened(trajectory: Trajectory, full: Sequence[_Pair]) -> tuple[Phase, ...]:
+    return tuple(
+        msgspec.structs.replace(phase, gap_ns=phase.gap_ns - _waited(phase, full))
+        if phase.calls[0].kind == "tool"
+        else phase
+        for phase in trajectory.phases
+    )
+
+
+def _waited(phase: Phase, full: Sequence[_Pair]) -> int:
+    """Return the part of a phase's preceding gap, up to the gap's end, in which all places were taken."""
+    start_ns = phase.calls[0].start_ns
+    place = bisect_right(full, (start_ns, 0)) - 1
+    if place < 0 or full[place][1] < start_ns - _HAND_OVER_NS:
+        return 0
+    return min(phase.gap_ns, start_ns - full[place][0])
+
+
+def _gaps_ns(trajectories: Iterable[Trajectory]) -> int:
+    return sum(phase.gap_ns for trajectory in trajectories for phase in trajectory.phases)
+
+
+def slots_of_replicas(generations: Sequence[Call]) -> int | None:
+    """Return the number of requests that a replica serves at once, or None if nothing shows a limit.
+
+    A limit shows if requests wait in front of replicas that serve the same number of requests for nearly all
+    of that time.
+    """
+    if sum(call.wait_ns for call in generations) < _QUEUED * sum(call.busy_ns for call in generations):
+        return None
+    served_ns = Counter[int]()
+    for calls in grouped(generations, lambda call: call.replica).values():
+        served_ns.update(_served_with_a_queue(calls))
+    most, ns = served_ns.most_common(1)[0]
+    return most if most and ns >= _FULL * served_ns.total() else None
+
+
+def slots_of_passes(engines: Iterable[EnginePasses]) -> int | None:
+    """Return the number of requests that an engine serves at once, as `slots_of_replicas` does, by noted
+    forward passes.
+    """
+    admitted_ns, busy_ns = Counter[int](), 0
+    for engine in engines:
+        facts = engine.noted.passes
+        for at, (begin_ns, end_ns) in enumerate(zip(engine.begins_ns, engine.ends_ns, strict=True)):
+            busy_ns += end_ns - begin_ns
+            if facts.waiting[at]:
+                admitted_ns[facts.running[at]] += end_ns - begin_ns
+    if admitted_ns.total() <= _QUEUED * busy_ns:
+        return None
+    most, ns = admitted_ns.most_common(1)[0]
+    return most if most and ns >= _FULL * admitted_ns.total() else None
+
+
+def _served_with_a_queue(calls: Iterable[Call]) -> Counter[int]:
+    """Return the time in which requests wait in front of a replica, by the number that it serves then."""
+    changes = sorted(
+        change
+        for call in calls
+        for change in (
+            (call.start_ns, 1, 0),
+            (call.start_ns + call.wait_ns, -1, 1),
+            (call.end_ns, 0, -1),
+        )
+    )
+    times_ns = Counter[int]()
+    waiting = serves = at_ns = 0
+    for time_ns, waits, served in changes:
+        if waiting:
+            times_ns[serves] += time_ns - at_ns
+        waiting, serves, at_ns = waiting + waits, serves + served, time_ns
+    return times_ns
+
+
+def trajectories_at_once(trajectories: Sequence[Trajectory]) -> int | None:
+    """Return the number of trajectories that the driver runs at once, or None if nothing shows a limit.
+
+    A limit shows if nearly every later start brings the number back to its peak.
+    """
+    starts = sorted(trajectory.start_ns for trajectory in trajectories)
+    ends = sorted(trajectory.end_ns for trajectory in trajectories)
+    most = peak(zip((t.start_ns for t in trajectories), (t.end_ns for t in trajectories), strict=True))
+    later = starts[most:]
+    full = sum(bisect_right(starts, start) - bisect_right(ends, start) >= most for start in later)
+    return most if later and full >= _HANDED_ON * len(later) else None

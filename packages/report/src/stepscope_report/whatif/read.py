@@ -21,7 +21,6 @@ from stepscope_report.timeline.step.passes import (
     passes_of_requests,
 )
 from stepscope_report.whatif.curve import measured
-from stepscope_report.whatif.limits import slots_of_passes, slots_of_replicas, tool_pool, trajectories_at_once
 from stepscope_report.whatif.model import (
     Call,
     CallKind,
@@ -31,6 +30,10 @@ from stepscope_report.whatif.model import (
     StageKind,
     Step,
     Trajectory,
+    slots_of_passes,
+    slots_of_replicas,
+    tool_pool,
+    trajectories_at_once,
 )
 
 _BESIDE = 0.03
