@@ -46,7 +46,6 @@ TABLES = {
         "live",
         "near",
         "holds",
-        "skipped",
         "plain",
         "opened",
         "waiting",

@@ -27,7 +27,7 @@ from stepscope.files.values import AttrValue
 from stepscope.testing.recorded_run import finished_spans
 from stepscope_report import step_report
 from stepscope_report.html.step_page import render_step
-from stepscope_report.skipped import unseen_collectives
+from stepscope_report.stragglers import unseen_collectives
 from stepscope_report.timeline import load_step
 
 pytestmark = pytest.mark.usefixtures("one_recorder")

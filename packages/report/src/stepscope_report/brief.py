@@ -84,7 +84,7 @@ def step_brief(
     Args:
         folder: The step's folder, or None to name no command.
         others: Further steps of the run, that are only counted.
-        left_out: As of `run_brief`.
+        left_out: {id of another run in the folder: its steps that are left out}.
     """
     took = duration(report.breakdown.window_ns) if report.cause is None else report.cause.sentence
     title = f"{report.name}, {moment(report.opened_ns)}: {took}"

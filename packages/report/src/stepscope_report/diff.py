@@ -128,7 +128,7 @@ def diff(a: Sequence[StepReport], b: Sequence[StepReport], *, kernels: KernelDif
     """Compare the reports of one step, or of several per side by the mean of its steps.
 
     Args:
-        kernels: Of the same steps, as of `kernel_diff`.
+        kernels: The comparison of the same steps' traces, from `kernel_diff`.
 
     Raises:
         ValueError: a side has no step.

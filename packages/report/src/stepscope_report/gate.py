@@ -284,9 +284,9 @@ def read_gate_steps(
     """Return the steps of a side.
 
     Args:
-        folder: The run's.
+        folder: The run's folder.
         run: The id of the run whose steps count.
-        reports: Of the captured steps.
+        reports: The reports of the captured steps.
         wanted: Whether a step that was not captured counts, by its number.
         whole: Whether the side is a run.
     """

@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from stepscope.files.spans import PROFILING
 from stepscope_report.accounting import Label, Pair, clipped, joined, union_ns
 from stepscope_report.formatting import count, duration, middle
-from stepscope_report.skipped import skipped_collectives
 from stepscope_report.spans import ToolNames, is_tool, replica_of, whole
+from stepscope_report.stragglers import skipped_collectives
 from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.critical_path import Piece, Replay, critical_path
 from stepscope_report.timeline.step_graph import StepGraph, step_graph

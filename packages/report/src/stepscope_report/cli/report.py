@@ -242,7 +242,7 @@ def read_reports(
     Args:
         traces: Whether to read the profilers' traces, which are large.
         jobs: Number of processes that read these, or None to let `workers` choose.
-        digests: As of `load_traces`.
+        digests: Whether to use what an earlier report kept of the traces.
         ray: Address of the Ray cluster that reads them, or None to read them on this machine.
         on_traces: Called with the traces of each step.
 

@@ -25,7 +25,7 @@ from stepscope_report.doctor.machine import DAMAGED, Row, absent, amber, damaged
 INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 """Variables that the tools which record a process from outside set in its environment."""
 DRIVER = "/proc/driver/nvidia/version"
-"""There where NVIDIA's driver is loaded."""
+"""A file that exists where NVIDIA's driver is loaded."""
 OLDEST_RAY = (2, 47)
 NSYS_S = 30.0
 PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")

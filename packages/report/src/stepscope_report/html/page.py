@@ -217,7 +217,11 @@ class Colours:
     """The class of each stage on a page, by its name alone: a stage of two roles has one colour."""
 
     def __init__(self, labels: Iterable[Label], waiting: Iterable[Label] = ()) -> None:
-        """Args: waiting: The labels of waiting stages, which share a grey."""
+        """
+        Args:
+            labels: The stages of the page, in the order of its legends.
+            waiting: The labels of waiting stages, which share a grey.
+        """
         self.labels: Sequence[Label] = tuple(dict.fromkeys(labels))
         self._waiting = frozenset(waiting)
 

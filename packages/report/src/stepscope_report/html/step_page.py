@@ -26,8 +26,6 @@ from stepscope_report.sections.stages import Stage
 from stepscope_report.spans import few_names
 from stepscope_report.timeline import Timeline
 
-__all__ = ["StepFile", "render_step"]
-
 DOCS = "https://github.com/stepscope/stepscope/blob/main/docs/"
 
 
@@ -63,7 +61,7 @@ def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile
     """Return the page of one step. `files` are the files that it links to; none is read.
 
     Args:
-        report: Of the same timeline.
+        report: The report of the same timeline.
     """
     timeline, _ = few_names(timeline)
     groups = dict(_groups(_page(timeline, report, files)))

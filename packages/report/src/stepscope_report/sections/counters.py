@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from stepscope_report.model import StepReport
     from stepscope_report.section import Page
 
-
 _CLOSE_NS = 10_000_000
 """Two times at most this far apart count as one. A sample's clock is read before its sources are."""
 
@@ -277,9 +276,8 @@ def late_loops(timeline: Timeline) -> Iterator[LateLoop]:
             if blocker is not None and not _is_beside_others(blocker, calls, start_ns, end_ns, timeline):
                 continue
             call = None if blocker is None else timeline.spans[blocker]
-            if (
-                call is not None and call.start_ns < start_ns
-            ):  # since the sample before, at which the loop ran
+            if call is not None and call.start_ns < start_ns:
+                # The block began with the call, if that is after the last sample at which the loop ran.
                 ran_ns = max((time for time in counter.times_ns if time < start_ns), default=start_ns)
                 start_ns = call.start_ns if call.start_ns >= ran_ns else start_ns
             yield LateLoop(

@@ -24,9 +24,8 @@ from stepscope_report.html.page import Html, legend, section, stacked, table
 from stepscope_report.replicas import find_replicas
 from stepscope_report.section import OVERVIEW, Section
 from stepscope_report.sections.breakdown import find_stretches
-from stepscope_report.skipped import unseen_collectives
 from stepscope_report.spans import MOVES_WEIGHTS, ROLLOUT, TRANSFER, is_tool, is_transfer, label_of, placed
-from stepscope_report.stragglers import matched_calls
+from stepscope_report.stragglers import matched_calls, unseen_collectives
 from stepscope_report.suspects import StepPath, step_path
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import EngineStall, Span, Timeline, TraceActivity

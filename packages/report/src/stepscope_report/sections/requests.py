@@ -241,7 +241,7 @@ class EngineTime(msgspec.Struct, kw_only=True):
     held_ns: int = 0
     """Time in which the engine served others instead."""
     preempted_ns: int = 0
-    """The same, after the request had lost its place in the KV cache."""
+    """Time in which the engine served others after the request had lost its place in the KV cache."""
 
     @property
     def total_ns(self) -> int:
