@@ -101,7 +101,7 @@ class _Cause(NamedTuple):
     call: str
 
 
-class Device:
+class DeviceKernels:
     """Kernels of one device, in 33 bytes each."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Host:
 
     def __init__(self) -> None:
         self.names = Names()
-        self.devices: dict[int | str, Device] = defaultdict(Device)
+        self.devices: dict[int | str, DeviceKernels] = defaultdict(DeviceKernels)
         self.frames: dict[int, Slices] = defaultdict(Slices)
         """Functions of Python by thread, where the trace has stacks."""
         self._operators: dict[int, Slices] = defaultdict(Slices)
@@ -224,7 +224,7 @@ class Host:
         causes.sort(key=lambda cause: (-1 if cause.thread is None else cause.thread, cause.at))
         return list(self._placed(causes))
 
-    def _gaps_of(self, device: Device, first: float, last: float) -> Iterator[Gap]:
+    def _gaps_of(self, device: DeviceKernels, first: float, last: float) -> Iterator[Gap]:
         starts, ends = device.starts, device.ends
         until, edge = first, True
         for at in sorted(range(len(starts)), key=starts.__getitem__):

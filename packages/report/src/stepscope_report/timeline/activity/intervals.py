@@ -13,7 +13,7 @@ from typing import TypeAlias
 Pair: TypeAlias = tuple[float, float]
 """(start, end)."""
 CHUNK = 1 << 13
-Slice: TypeAlias = tuple[float, float, int]
+_Slice: TypeAlias = tuple[float, float, int]
 """(start, end, number of the name)."""
 
 
@@ -171,7 +171,7 @@ class Slices:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __iter__(self) -> Iterator[Slice]:
+    def __iter__(self) -> Iterator[_Slice]:
         """Yield the slices by start. Of two with the same start, the longer one comes first."""
         starts, ends, names = self._starts, self._ends, self._names
         if not self._sorted:

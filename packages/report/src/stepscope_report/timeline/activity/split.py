@@ -13,21 +13,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import msgspec
 
+from stepscope_report.accounting import Label
 from stepscope_report.timeline.activity.content import Iteration, TraceContent
 from stepscope_report.timeline.activity.content_reader import Complete, Event, Reading, Thread
 from stepscope_report.timeline.activity.traces import TraceActivity
 from stepscope_report.timeline.model import Timeline
 from stepscope_report.timeline.readers.chrome import SUFFIXES, ChromeTrace
 
-Label: TypeAlias = tuple[str, str]
-"""Role and stage."""
 
-
-class Stretch(NamedTuple):
+class _Stretch(NamedTuple):
     """A stretch of one stage, in us of the trace."""
 
     start_us: float
@@ -82,7 +80,7 @@ def _calls(content: TraceContent) -> int:
     return sum(row.count for row in operators) + sum(row.count for row in kernels)
 
 
-def _stretches(activity: TraceActivity, spans: Iterable[tuple[int, int, Label]]) -> Iterator[Stretch]:
+def _stretches(activity: TraceActivity, spans: Iterable[tuple[int, int, Label]]) -> Iterator[_Stretch]:
     shift_ns, role = activity.shift_ns, activity.info.role
     stages = [
         _Stage((start - shift_ns) / 1000, (end - shift_ns) / 1000, (role, stage), by_iteration=False)
@@ -101,7 +99,7 @@ def _phase(iteration: Iteration) -> str:
     return "prefill" if iteration.prefills else "decode"
 
 
-def _innermost(stages: Sequence[_Stage]) -> Iterator[Stretch]:
+def _innermost(stages: Sequence[_Stage]) -> Iterator[_Stretch]:
     """Yield disjoint stretches in order; an instant belongs to the iteration, else to the stage that began
     last.
 
@@ -121,17 +119,17 @@ def _innermost(stages: Sequence[_Stage]) -> Iterator[Stretch]:
         while still and still[0][2] <= start_us:
             heappop(still)
         if still:
-            yield Stretch(start_us, end_us, still[0][3])
+            yield _Stretch(start_us, end_us, still[0][3])
 
 
-def _read(path: Path, stretches: Sequence[Stretch]) -> dict[Label | None, TraceContent]:
+def _read(path: Path, stretches: Sequence[_Stretch]) -> dict[Label | None, TraceContent]:
     contents, unordered = _split(path, stretches, frozenset())
     # As `read_trace`: threads whose operators are not in order are sorted.
     return _split(path, stretches, unordered)[0] if unordered else contents
 
 
 def _split(
-    path: Path, stretches: Sequence[Stretch], sort: frozenset[Thread]
+    path: Path, stretches: Sequence[_Stretch], sort: frozenset[Thread]
 ) -> tuple[dict[Label | None, TraceContent], frozenset[Thread]]:
     """Return the content of each stage, and the threads whose operators are not in order of their starts."""
     trace, starts = ChromeTrace(path), [stretch.start_us for stretch in stretches]

@@ -140,7 +140,7 @@ def _read_here(
         return _alone(read_trace(trace.path, on_read, step_mark))
     if isinstance(trace.reader, InspectorReader):
         return _alone(_read_inspected(trace.path, on_read))
-    contents = read_recording(trace.reader, trace.found_file, step_mark)
+    contents = _read_recording(trace.reader, trace.found_file, step_mark)
     if on_read is not None:
         on_read(size_of(trace.path))
     return contents
@@ -167,7 +167,7 @@ class ProcessContent(msgspec.Struct, kw_only=True):
     """`base_ns` is the time of the file at which its times begin, or None if its clock is unknown."""
 
 
-def read_recording(reader: Reader, file: FoundFile, step_mark: str | None = None) -> list[ProcessContent]:
+def _read_recording(reader: Reader, file: FoundFile, step_mark: str | None = None) -> list[ProcessContent]:
     """Read a recording. One that cannot be read raises no exception; see `TraceContent.problems`."""
     contents = _Contents(reader, file, {}, None, step_mark)
     near = None if contents.is_short() else contents.hours.near()

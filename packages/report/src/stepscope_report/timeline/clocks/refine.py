@@ -52,7 +52,7 @@ from stepscope_report.timeline.sources import Source
 
 Known = Mapping[int, Mapping[Kind, Series | Refused]]
 """Collectives of each source, by its index."""
-MOST_DRIFT_PPM = 500
+_MOST_DRIFT_PPM = 500
 """Largest drift at which collectives are matched; kernels slew clocks at most as fast."""
 _SHIFTS = (1, -1, 2, -2, 3, -3)
 """Positions by which the windows of two ranks may differ although they hold equal numbers of collectives."""
@@ -60,7 +60,7 @@ Pairs = Mapping[int, tuple[Times, Times]]
 """Times of each collective on the first clock and on the other, by its number."""
 
 
-def collectives_of(
+def _collectives_of(
     source: Source, traces: Sequence[Path], digests: Digests | None
 ) -> dict[Kind, Series | Refused]:
     """Return the collectives of one process, from the digests if they are kept."""
@@ -87,7 +87,7 @@ def read_world(part: tuple[str, list[Path]]) -> Collectives:
     return list(read_collectives(*part).items())
 
 
-def collectives_elsewhere(
+def _collectives_elsewhere(
     sources: Sequence[Source], traces: Mapping[int, list[Path]], executor: Executor | None
 ) -> Known:
     """Return the collectives of processes whose traces are only on other machines. Lost machines give
@@ -105,8 +105,8 @@ def collectives_elsewhere(
         }
 
 
-class Clock(msgspec.Struct, eq=False):
-    """One wall clock: a host's."""
+class _HostClock(msgspec.Struct, eq=False):
+    """The wall clock of one host."""
 
     host: str
     owner: bool
@@ -125,7 +125,9 @@ class Clock(msgspec.Struct, eq=False):
         return None if best is None else Sample(wall_ns, best[1].offset_ns, best[0])
 
 
-def clocks_of(sources: Sequence[Source], aligned: Sequence[Aligned], reference: Reference) -> Iterator[Clock]:
+def _clocks_of(
+    sources: Sequence[Source], aligned: Sequence[Aligned], reference: Reference
+) -> Iterator[_HostClock]:
     """Yield the clock of the reference's host, then the others by host.
 
     A host is left out if the samples of its processes contradict each other, or if its clock was set.
@@ -143,8 +145,8 @@ def clocks_of(sources: Sequence[Source], aligned: Sequence[Aligned], reference: 
             for owner_ns, offset_ns, within_ns in samples_of(sources[index].info.key, reference)
             if host != reference.host
         ]
-        extents = [extent(sources[index], aligned[index], reference) for index in indices]
-        clock = Clock(
+        extents = [_extent(sources[index], aligned[index], reference) for index in indices]
+        clock = _HostClock(
             host,
             host == reference.host,
             indices,
@@ -158,18 +160,18 @@ def clocks_of(sources: Sequence[Source], aligned: Sequence[Aligned], reference: 
 
 def _with_time(uncertainty_ns: int) -> int:
     """Add the drift during the uncertain time of a measurement to its uncertainty."""
-    return uncertainty_ns + uncertainty_ns * MOST_DRIFT_PPM // 1_000_000 + 2
+    return uncertainty_ns + uncertainty_ns * _MOST_DRIFT_PPM // 1_000_000 + 2
 
 
 def _one_clock(samples: Sequence[Sample]) -> bool:
     return all(
         abs(a.offset_ns - b.offset_ns)
-        <= a.within_ns + b.within_ns + abs(a.wall_ns - b.wall_ns) * MOST_DRIFT_PPM // 1_000_000
+        <= a.within_ns + b.within_ns + abs(a.wall_ns - b.wall_ns) * _MOST_DRIFT_PPM // 1_000_000
         for a, b in pairwise(samples)
     )
 
 
-def extent(source: Source, aligned: Aligned, reference: Reference) -> tuple[int, int]:
+def _extent(source: Source, aligned: Aligned, reference: Reference) -> tuple[int, int]:
     """Return the first and last time of a process on its own wall clock; an upper bound if it was never
     closed.
     """
@@ -209,12 +211,12 @@ def refine(
         digests: Holds the results for traces that were searched before, or None to search all.
         executor: Its workers search the traces that only they have.
     """
-    clocks = list(clocks_of(sources, aligned, reference))
+    clocks = list(_clocks_of(sources, aligned, reference))
     if len(clocks) < 2 or aligned[0].clock.jumped:
         return list(aligned)
     notes: dict[str, list[str]] = {clock.host: [] for clock in clocks}
     traces = traces_of()
-    far = collectives_elsewhere(sources, traces, executor)
+    far = _collectives_elsewhere(sources, traces, executor)
     leads = _against_each_other(clocks, sources, traces, far, notes, digests)
     refined = list(aligned)
     for clock, known in _against_owner(clocks, leads, notes):
@@ -255,26 +257,26 @@ def traces_by_source(
 
 
 def _against_each_other(
-    clocks: Sequence[Clock],
+    clocks: Sequence[_HostClock],
     sources: Sequence[Source],
     traces: Mapping[int, list[Path]],
     far: Known,
     notes: Mapping[str, list[str]],
     digests: Digests | None,
-) -> list[tuple[Clock, Clock, Lead]]:
+) -> list[tuple[_HostClock, _HostClock, Lead]]:
     """Return triples of two clocks and the lead of the second over the first.
 
     Memory holds the collectives of one host at a time and, for each kind, those of the first host with it.
     """
-    firsts: dict[Kind, tuple[Clock, Series | Refused]] = {}
+    firsts: dict[Kind, tuple[_HostClock, Series | Refused]] = {}
     leads = []
     for clock in clocks:
         ranks = [
-            far[index] if index in far else collectives_of(sources[index], traces[index], digests)
+            far[index] if index in far else _collectives_of(sources[index], traces[index], digests)
             for index in clock.processes
             if index in traces
         ]
-        pairs: dict[str, list[tuple[Clock, Kind, Series | Refused, Series | Refused]]] = {}
+        pairs: dict[str, list[tuple[_HostClock, Kind, Series | Refused, Series | Refused]]] = {}
         for kind in dict.fromkeys(chain.from_iterable(ranks)):
             series = join(kind, ranks)
             first, theirs = firsts.setdefault(kind, (clock, series))
@@ -291,7 +293,7 @@ def _against_each_other(
 class _Search:
     """Search for the lead of one clock over another."""
 
-    def __init__(self, first: Clock, clock: Clock) -> None:
+    def __init__(self, first: _HostClock, clock: _HostClock) -> None:
         self._clock = clock
         self._lasted_ns = max(clock.last_ns - clock.first_ns, 1)
         self._samples = list(_differences(first, clock))
@@ -338,7 +340,7 @@ class _Search:
             self._near_ns = (ours.entered_ns + ours.left_ns - theirs.entered_ns - theirs.left_ns) // 2
         bands = []
         for slack_ns in self._slacks:
-            band = Band(REACH_NS, self._lasted_ns * MOST_DRIFT_PPM // 1_000_000)
+            band = Band(REACH_NS, self._lasted_ns * _MOST_DRIFT_PPM // 1_000_000)
             for at_ns, offset_ns, within_ns in self._samples:
                 self._bound(band, at_ns, offset_ns - within_ns - slack_ns, offset_ns + within_ns + slack_ns)
             bands.append(band)
@@ -385,7 +387,7 @@ def _say(kind: Kind, why: str) -> str:
     return f"{kind.op.removeprefix('gloo:')} of {kind.world}: {why}"
 
 
-def _differences(first: Clock, clock: Clock) -> Iterator[Sample]:
+def _differences(first: _HostClock, clock: _HostClock) -> Iterator[Sample]:
     """Yield samples of `clock` against `first`. The owner's host has none: it is the owner's clock."""
     for sample in clock.samples:
         owner_ns = sample.wall_ns - sample.offset_ns
@@ -399,8 +401,10 @@ def _differences(first: Clock, clock: Clock) -> Iterator[Sample]:
 
 
 def _against_owner(
-    clocks: Sequence[Clock], leads: Sequence[tuple[Clock, Clock, Lead]], notes: Mapping[str, list[str]]
-) -> Iterator[tuple[Clock, Lead]]:
+    clocks: Sequence[_HostClock],
+    leads: Sequence[tuple[_HostClock, _HostClock, Lead]],
+    notes: Mapping[str, list[str]],
+) -> Iterator[tuple[_HostClock, Lead]]:
     """Yield each clock's lead over the owner's. Hosts with common collectives are placed as one group.
 
     If the owner's host is not in the group, all samples of the group together place it.
@@ -422,9 +426,9 @@ def _against_owner(
                 yield clock, Lead(own.line.then(base.line), within_ns, matched)
 
 
-def _around(root: Clock, leads: Sequence[tuple[Clock, Clock, Lead]]) -> dict[Clock, Lead]:
+def _around(root: _HostClock, leads: Sequence[tuple[_HostClock, _HostClock, Lead]]) -> dict[_HostClock, Lead]:
     """Return the lead over the root of each clock linked to it, along the surest path (Dijkstra)."""
-    known: dict[Clock, Lead] = {}
+    known: dict[_HostClock, Lead] = {}
     open_ = {root: Lead(Line(root.first_ns, root.last_ns, 0, 0), 0, 0)}
     while open_:
         near = min(open_, key=lambda clock: open_[clock].within_ns)
@@ -442,7 +446,7 @@ def _around(root: Clock, leads: Sequence[tuple[Clock, Clock, Lead]]) -> dict[Clo
     return known
 
 
-def _anchored(root: Clock, known: Mapping[Clock, Lead]) -> Lead | str:
+def _anchored(root: _HostClock, known: Mapping[_HostClock, Lead]) -> Lead | str:
     """Return the root's lead over the owner's clock by all samples, or why it is unknown."""
     samples = [
         Sample(wall_ns - line.at(wall_ns), offset_ns - line.at(wall_ns), own_ns + within_ns)
@@ -451,7 +455,7 @@ def _anchored(root: Clock, known: Mapping[Clock, Lead]) -> Lead | str:
     ]
     if not samples:
         return "collectives align it to other hosts, but nothing to the owner's"
-    change_ns = max(root.last_ns - root.first_ns, 1) * MOST_DRIFT_PPM // 1_000_000
+    change_ns = max(root.last_ns - root.first_ns, 1) * _MOST_DRIFT_PPM // 1_000_000
     fit = fitted(samples, root.first_ns, root.last_ns, change_ns)
     if fit is not None:
         return Lead(*fit, matched=0)
@@ -461,7 +465,7 @@ def _anchored(root: Clock, known: Mapping[Clock, Lead]) -> Lead | str:
 def _better(source: Source, before: Aligned, lead: Lead, reference: Reference) -> Aligned:
     """Return the placement by collectives, unless that by samples is more exact and agrees with it."""
     line, within_ns, matched = lead
-    offsets = [line.at(wall_ns) for wall_ns in extent(source, before, reference)]
+    offsets = [line.at(wall_ns) for wall_ns in _extent(source, before, reference)]
     known_ns = anchored(source.opened, source.closed) + reference.uncertainty_ns + within_ns
     was = before.clock
     if source.closed is None:

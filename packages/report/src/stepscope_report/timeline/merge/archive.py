@@ -21,11 +21,11 @@ from stepscope_report.timeline.completeness import gaps
 from stepscope_report.timeline.merge.mapping import Place
 from stepscope_report.timeline.merge.merge import (
     EVERYTHING,
+    Inputs,
     Plan,
-    Sources,
+    inputs_of,
     plan_merge,
-    read_sources,
-    sources_of,
+    read_inputs,
     write_plan,
 )
 from stepscope_report.timeline.merge.records import Selection
@@ -76,9 +76,7 @@ def archive_step(
     """Write the archive of one captured step. See `merge_step` for the arguments and errors."""
     keep_memory()
     timeline = load_step(path, run_id=run_id)
-    return _archive(
-        timeline, read_sources(StepLayout(path), timeline), selection, to, on_read, gaps(timeline)
-    )
+    return _archive(timeline, read_inputs(StepLayout(path), timeline), selection, to, on_read, gaps(timeline))
 
 
 def archive_plain(
@@ -91,18 +89,18 @@ def archive_plain(
     """Write the archive of traces that stepscope did not write. See `merge_plain` for the errors."""
     keep_memory()
     step = read_plain(paths)
-    return _archive(step.timeline, sources_of(step.files), selection, to, on_read)
+    return _archive(step.timeline, inputs_of(step.files), selection, to, on_read)
 
 
 def _archive(
     timeline: Timeline,
-    sources: Sources,
+    inputs: Inputs,
     selection: Selection,
     to: Path,
     on_read: Callable[[int], None] | None,
     incomplete: tuple[str, ...] = (),
 ) -> Archived:
-    plan = plan_merge(timeline, sources, selection)
+    plan = plan_merge(timeline, inputs, selection)
     files = [_described(row, trace, plan) for row, trace in _traces(plan)]
     name = temporary(to)
     try:

@@ -19,7 +19,8 @@ import msgspec
 
 from stepscope_report.timeline.step.rows import Axis, Row, offset_at, steady
 
-Event: TypeAlias = dict[str, object]
+JsonEvent: TypeAlias = dict[str, object]
+"""An event whose JSON is not written yet."""
 _NUMBER = re.compile(r'"?(-?\d{1,30}(?:\.\d{1,30})?(?:[eE][-+]?\d{1,2})?)"?')
 _EXACT = Context(prec=200)
 _FIRST_TID = 10_000_000
@@ -169,7 +170,7 @@ class Tracks:
         self._beside: dict[tuple[int, int], tuple[str, str, int]] = {}
         """{(pid, tid) of a further line of a thread: pid and tid in the file, number of the line}."""
         self._unnamed: dict[tuple[int, int], str] = {}
-        self.metadata: list[Event] = []
+        self.metadata: list[JsonEvent] = []
         """Metadata that has been added since the last call of `take`."""
 
     def own(self, row: Row, name: str, sort: int, owner: str = _OWN) -> int:
@@ -242,12 +243,12 @@ class Tracks:
             known[pid] = self._further(row, pid) if known else row.pid
         return known[pid]
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[JsonEvent]:
         """Remove and return the metadata that is not written yet."""
         taken, self.metadata = self.metadata, []
         return taken
 
-    def take_unnamed(self) -> list[Event]:
+    def take_unnamed(self) -> list[JsonEvent]:
         """Remove and return names for the tracks that no file has named."""
         names = [_meta("thread_name", pid, tid, name=name) for (pid, tid), name in self._unnamed.items()]
         for (row, known), (pid, tid, line) in self._beside.items():
@@ -281,7 +282,7 @@ class Tracks:
         return free
 
 
-def row_metadata(row: Row) -> Iterator[Event]:
+def row_metadata(row: Row) -> Iterator[JsonEvent]:
     """Yield the name, place and labels of a row."""
     yield from _named("process", row.pid, 0, row.name, row.place * 10)
     info = row.info
@@ -293,13 +294,13 @@ def row_metadata(row: Row) -> Iterator[Event]:
     yield _meta("process_labels", row.pid, 0, labels=", ".join(labels))
 
 
-def _named(what: str, pid: int, tid: int, name: str, sort: int) -> Iterator[Event]:
+def _named(what: str, pid: int, tid: int, name: str, sort: int) -> Iterator[JsonEvent]:
     """Yield the name and the place of a `process` or a `thread`."""
     yield _meta(f"{what}_name", pid, tid, name=name)
     yield _meta(f"{what}_sort_index", pid, tid, sort_index=sort)
 
 
-def _meta(event: str, pid: int, tid: int, **args: object) -> Event:
+def _meta(event: str, pid: int, tid: int, **args: object) -> JsonEvent:
     return {"ph": "M", "name": event, "pid": pid, "tid": tid, "args": args}
 
 

@@ -14,7 +14,7 @@ import msgspec
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import StepLayout
 from stepscope_report.timeline.completeness import gaps
-from stepscope_report.timeline.merge.mapping import Cut, Event, FlowIds, Tracks
+from stepscope_report.timeline.merge.mapping import Cut, FlowIds, JsonEvent, Tracks
 from stepscope_report.timeline.merge.reader_events import Drawing
 from stepscope_report.timeline.merge.records import Merged, MergedFile, Selection, duplicate_ranks, merged_row
 from stepscope_report.timeline.merge.step_events import Drawn
@@ -47,7 +47,7 @@ _RESERVE = 1 << 16
 """Number of bytes of the size limit that are reserved for the metadata at the end."""
 
 
-class Sources(NamedTuple):
+class Inputs(NamedTuple):
     """Traces of a step's folder, with the facts that a merge needs before it places any."""
 
     chrome: list[tuple[TraceFile, TraceFields]]
@@ -57,8 +57,8 @@ class Sources(NamedTuple):
     problems: list[FileProblem]
 
 
-class Recording(NamedTuple):
-    """A file that a reader turns into events, and the rows in which they are wanted."""
+class RecordingRows(NamedTuple):
+    """A recording of a reader, and the rows in which its events are wanted."""
 
     recorded: Recorded
     rows: dict[int | None, Row]
@@ -78,19 +78,19 @@ class Plan(NamedTuple):
     """All rows, from top to bottom."""
     drawn: Drawn
     traces: list[RowTraces]
-    recordings: list[Recording]
+    recordings: list[RecordingRows]
     common: Common
     left_out: list[str]
     problems: list[FileProblem]
 
 
-def read_sources(layout: StepLayout, timeline: Timeline) -> Sources:
+def read_inputs(layout: StepLayout, timeline: Timeline) -> Inputs:
     """Find the traces of a step and read the beginning of each."""
     files = find_traces(layout, timeline.run_id, timeline.earlier_files)
-    return sources_of(files._replace(problems=[]))  # the timeline has those
+    return inputs_of(files._replace(problems=[]))  # the timeline has those
 
 
-def sources_of(files: StepFiles) -> Sources:
+def inputs_of(files: StepFiles) -> Inputs:
     """Read the beginning of each trace."""
     chrome = [(trace, ChromeTrace(trace.path).fields()) for trace in files.traces if trace.reader is None]
     recordings = [
@@ -98,38 +98,38 @@ def sources_of(files: StepFiles) -> Sources:
         for trace in files.traces
         if trace.reader is not None
     ]
-    return Sources(chrome, recordings, list(files.unread), list(files.problems))
+    return Inputs(chrome, recordings, list(files.unread), list(files.problems))
 
 
-def plan_merge(timeline: Timeline, sources: Sources, selection: Selection) -> Plan:
+def plan_merge(timeline: Timeline, inputs: Inputs, selection: Selection) -> Plan:
     """Return the plan of a step's timeline. Reads and writes no file.
 
     Raises:
         ConfigError: the step has none of the selected roles.
     """
-    axis = axis_of(timeline, [fields.base_ns or 0 for _, fields in sources.chrome])
+    axis = axis_of(timeline, [fields.base_ns or 0 for _, fields in inputs.chrome])
     rows = Rows(timeline, axis)
-    traces = [(trace, fields, rows.of_chrome(trace, fields)) for trace, fields in sources.chrome]
-    for recorded in sources.recordings:
+    traces = [(trace, fields, rows.of_chrome(trace, fields)) for trace, fields in inputs.chrome]
+    for recorded in inputs.recordings:
         recorded.place(rows)
     order = rows.number()
     _check_roles(timeline, order, selection)
     limits = selection.limits_ns(timeline.window.start_ns)
     start, end = (None if ns is None else ns - axis.base_ns for ns in limits)
-    highest = len(order) + len(sources.chrome) + len(sources.recordings)
+    highest = len(order) + len(inputs.chrome) + len(inputs.recordings)
     common = Common(axis, Cut(start, end), highest, Tracks(row.pid for row in order))
     numbers = count(len(order) + 1)
-    left_out = list(sources.unread)
+    left_out = list(inputs.unread)
     return Plan(
         timeline=timeline,
         selection=selection,
         rows=order,
         drawn=Drawn(timeline, rows, axis, selection, common.cut),
         traces=_selected_traces(traces, order, selection, numbers, left_out),
-        recordings=_selected_recordings(sources, selection, numbers, left_out),
+        recordings=_selected_recordings(inputs, selection, numbers, left_out),
         common=common,
         left_out=left_out,
-        problems=[*timeline.problems, *sources.problems],
+        problems=[*timeline.problems, *inputs.problems],
     )
 
 
@@ -163,13 +163,13 @@ def _selected_traces(
 
 
 def _selected_recordings(
-    sources: Sources, selection: Selection, numbers: Iterator[int], left_out: list[str]
-) -> list[Recording]:
+    inputs: Inputs, selection: Selection, numbers: Iterator[int], left_out: list[str]
+) -> list[RecordingRows]:
     recordings = []
-    for recorded in sources.recordings:
+    for recorded in inputs.recordings:
         rows = {pid: row for pid, row in recorded.rows.items() if _is_wanted(recorded.role, row, selection)}
         number = next(numbers) if rows else 0
-        recordings.append(Recording(recorded, rows, number))
+        recordings.append(RecordingRows(recorded, rows, number))
         if len(rows) < len(recorded.rows):
             left_out.append(f"{recorded.file.name}: {'' if not rows else 'what is '}{NOT_SELECTED}")
     return recordings
@@ -211,9 +211,9 @@ def merge_step(
     keep_memory()
     layout = StepLayout(path)
     timeline = load_step(path, run_id=run_id, on_read=on_read)
-    sources = read_sources(layout, timeline)
+    inputs = read_inputs(layout, timeline)
     target = layout.timeline if to is None else Path(to)
-    return _merge(timeline, sources, selection, target, on_read, gaps(timeline))
+    return _merge(timeline, inputs, selection, target, on_read, gaps(timeline))
 
 
 def merge_plain(
@@ -236,18 +236,18 @@ def merge_plain(
     again = next((path for path in files if files.count(path) > 1), None)
     if again is not None:
         raise RecordError(f"{again} is merged already: give the traces that it was made from")
-    return _merge(step.timeline, sources_of(step.files), selection, to, on_read)
+    return _merge(step.timeline, inputs_of(step.files), selection, to, on_read)
 
 
 def _merge(
     timeline: Timeline,
-    sources: Sources,
+    inputs: Inputs,
     selection: Selection,
     target: Path,
     on_read: Callable[[int], None] | None,
     incomplete: tuple[str, ...] = (),
 ) -> Merged:
-    plan = plan_merge(timeline, sources, selection)
+    plan = plan_merge(timeline, inputs, selection)
     with timeline_file(target, plan.common.axis.base_ns) as out:
         written = write_plan(plan, out, on_read)
         written = msgspec.structs.replace(written, incomplete=incomplete)
@@ -263,8 +263,8 @@ def write_plan(
     """Write the events of a plan and return what was written."""
     outcome = RowOutcome()
     ids = FlowIds(0, plan.common.files)
-    spans = write_spans(plan, out.objects, outcome, ids)
-    counters = write_counters(plan, out.objects)
+    spans = _write_spans(plan, out.objects, outcome, ids)
+    counters = _write_counters(plan, out.objects)
     shares = iter(range(sum(len(row.traces) for row in plan.traces) + len(plan.recordings), 0, -1))
     limit_of = partial(_limit, plan.selection.max_mb, shares)
     for traces in plan.traces:
@@ -280,7 +280,7 @@ def write_plan(
     return merged(plan, spans, counters, outcome)
 
 
-def write_spans(plan: Plan, write: Write, outcome: RowOutcome, ids: FlowIds) -> int:
+def _write_spans(plan: Plan, write: Write, outcome: RowOutcome, ids: FlowIds) -> int:
     """Write the spans of a plan's rows, and the arrows between them. Return their number."""
     tracks, drawn, written = plan.common.tracks, plan.drawn, 0
     for row in plan.rows:
@@ -299,13 +299,13 @@ def write_spans(plan: Plan, write: Write, outcome: RowOutcome, ids: FlowIds) -> 
     return written
 
 
-def write_counters(plan: Plan, write: Write) -> int:
+def _write_counters(plan: Plan, write: Write) -> int:
     """Write the counters of a plan's rows, and return the number of values."""
     tracks = plan.common.tracks
     return sum(_write_own(plan.drawn.counters(row), row, tracks, write) for row in plan.rows)
 
 
-def _write_own(events: Iterable[Event], row: Row, tracks: Tracks, write: Write) -> int:
+def _write_own(events: Iterable[JsonEvent], row: Row, tracks: Tracks, write: Write) -> int:
     written = 0
     for batch in _batches(events):
         show(row, tracks, write)
@@ -314,7 +314,9 @@ def _write_own(events: Iterable[Event], row: Row, tracks: Tracks, write: Write) 
     return written
 
 
-def _write_recording(recording: Recording, plan: Plan, out: TimelineFile, limit: int | None) -> RowOutcome:
+def _write_recording(
+    recording: RecordingRows, plan: Plan, out: TimelineFile, limit: int | None
+) -> RowOutcome:
     outcome, common, name = RowOutcome(), plan.common, recording.recorded.file.name
     if recording.rows:
         ids = FlowIds(recording.number, common.files)
@@ -361,7 +363,7 @@ def merged(plan: Plan, spans: int, counters: int, outcome: RowOutcome) -> Merged
     )
 
 
-def _batches(events: Iterable[Event]) -> Iterator[list[Event]]:
+def _batches(events: Iterable[JsonEvent]) -> Iterator[list[JsonEvent]]:
     """Yield short lists of events, so that their memory does not matter."""
     remaining = iter(events)
     while batch := list(islice(remaining, _BATCH)):

@@ -9,8 +9,7 @@ from typing import Literal
 import msgspec
 
 from stepscope_report.timeline.clocks.wall import NOT_NEAR
-from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place, Tracks, microseconds
-from stepscope_report.timeline.merge.mapping import Event as Json
+from stepscope_report.timeline.merge.mapping import Cut, FlowIds, JsonEvent, Place, Tracks, microseconds
 from stepscope_report.timeline.readers.contract import (
     Counter,
     Flow,
@@ -125,8 +124,10 @@ class Drawing:
         else:
             self.events[line.row.pid] = self.events.get(line.row.pid, 0) + 1
 
-    def _json(self, event: Slice | Instant | Counter | Flow, line: _Line, position: int, dur_ns: int) -> Json:
-        made: Json = {"name": event.name, "pid": line.row.pid, "ts": microseconds(position)}
+    def _json(
+        self, event: Slice | Instant | Counter | Flow, line: _Line, position: int, dur_ns: int
+    ) -> JsonEvent:
+        made: JsonEvent = {"name": event.name, "pid": line.row.pid, "ts": microseconds(position)}
         if isinstance(event, Counter):
             pid = self._tracks.counters(line.row, self._recorded.reader.name)
             return {"ph": "C", **made, "pid": pid, "args": dict(event.values)}
@@ -134,7 +135,7 @@ class Drawing:
             made["cat"] = event.category
         if isinstance(event, Flow):
             made["id"] = self._ids.number(_encode(event.id))
-            end: Json = {} if event.point == "start" else {"bp": "e"}
+            end: JsonEvent = {} if event.point == "start" else {"bp": "e"}
             return {
                 "ph": _PHASES[event.point],
                 "cat": "flow",

@@ -18,7 +18,7 @@ import msgspec
 
 from stepscope_report.timeline.activity.event_names import iteration_of
 from stepscope_report.timeline.critical_path import critical_path
-from stepscope_report.timeline.merge.mapping import Cut, Event, FlowIds, Tracks, microseconds
+from stepscope_report.timeline.merge.mapping import Cut, FlowIds, JsonEvent, Tracks, microseconds
 from stepscope_report.timeline.merge.records import Selection
 from stepscope_report.timeline.merge.rewrite import Text
 from stepscope_report.timeline.model import Counter, EnginePasses, Span, Timeline
@@ -96,7 +96,7 @@ class Drawn:
         self._counters_of = defaultdict[int | None, list[Counter]](list)
         for counter in timeline.counters:
             self._counters_of[counter.process].append(counter)
-        self._passes_at: dict[int, Event] = {}
+        self._passes_at: dict[int, JsonEvent] = {}
         """{index of an engine in `Timeline.passes`: the pid and tid of its drawn passes}."""
         self._launches: dict[int, EngineLaunches] = {}
         """{index of an engine: the launches in its traces}."""
@@ -107,7 +107,7 @@ class Drawn:
         self.outside = 0
         """Spans left out because they are not between `from` and `to`."""
 
-    def of(self, row: Row, tracks: Tracks) -> Iterator[Event]:
+    def of(self, row: Row, tracks: Tracks) -> Iterator[JsonEvent]:
         """Yield a row's spans. Draw the rows from top to bottom."""
         chosen = [index for index in self._spans_of[row.process] if self._chosen(index, row)]
         for group, members in self._groups(chosen).items():
@@ -117,7 +117,7 @@ class Drawn:
                 self._tids[index] = tids[lane]
                 yield self._slice(index, row)
 
-    def path(self, row: Row, tracks: Tracks) -> Iterator[Event]:
+    def path(self, row: Row, tracks: Tracks) -> Iterator[JsonEvent]:
         """Yield the critical path, as far as it is known, in the row of the capture's owner."""
         if row.process != 0 or not self._is_wanted(row):
             return
@@ -128,7 +128,7 @@ class Drawn:
             if span is None or piece.kind == "not known" or not self._cut.holds(start, end):
                 continue
             if self._is_wanted(self._row(piece.node), span.role):
-                args: Event = {"process": self._timeline.processes[span.process].name, "kind": piece.kind}
+                args: JsonEvent = {"process": self._timeline.processes[span.process].name, "kind": piece.kind}
                 if span.trajectory is not None:
                     args |= {"trajectory": span.trajectory, "turn": span.turn}
                 yield {
@@ -137,7 +137,7 @@ class Drawn:
                     "dur": microseconds(end - start), "args": args,
                 }  # fmt: skip
 
-    def consumed(self, row: Row, tracks: Tracks) -> Iterator[Event]:
+    def consumed(self, row: Row, tracks: Tracks) -> Iterator[JsonEvent]:
         """Yield a mark for each trajectory that the row's process trains on, on a track of their own."""
         marks = [span for span in self._timeline.consumed if span.process == row.process]
         if not marks or not self._selection.rank(row.info.rank):
@@ -152,7 +152,7 @@ class Drawn:
                 "tid": tid, "ts": microseconds(at), "args": _args(span, self._timeline.step),
             }  # fmt: skip
 
-    def stalls(self, row: Row, tracks: Tracks) -> Iterator[Event]:
+    def stalls(self, row: Row, tracks: Tracks) -> Iterator[JsonEvent]:
         """Yield a span for each time in which the row's engine served nothing because of its own profiler."""
         replica = row.info.replica
         if replica is None or replica in self._stalled or row.unaligned is not None:
@@ -169,7 +169,7 @@ class Drawn:
                     "dur": microseconds(end - start), "args": {"role": row.info.role, "replica": replica},
                 }  # fmt: skip
 
-    def passes(self, row: Row, tracks: Tracks) -> Iterator[Event]:
+    def passes(self, row: Row, tracks: Tracks) -> Iterator[JsonEvent]:
         """Yield the forward passes of the row's engines, each engine on a track of its own."""
         if row.unaligned is not None or not self._is_wanted(row):
             return
@@ -183,7 +183,7 @@ class Drawn:
             self._passes_at[at] = {"pid": row.pid, "tid": tid}
             yield from self._slices(engine, self._passes_at[at])
 
-    def _slices(self, engine: EnginePasses, track: Event) -> Iterator[Event]:
+    def _slices(self, engine: EnginePasses, track: JsonEvent) -> Iterator[JsonEvent]:
         noted, rows = engine.noted, engine.rows
         facts = noted.passes
         for at, (begin_ns, end_ns) in enumerate(zip(engine.begins_ns, engine.ends_ns, strict=True)):
@@ -201,7 +201,7 @@ class Drawn:
                     },
                 }  # fmt: skip
 
-    def _served(self, ids: FlowIds) -> Iterator[Event]:
+    def _served(self, ids: FlowIds) -> Iterator[JsonEvent]:
         """Yield arrows from turns to the first and the last pass of their requests."""
         links = linked_requests(self._timeline) if self._passes_at else {}
         slowest = None if self._selection.requests == "all" else self._slowest()
@@ -218,7 +218,7 @@ class Drawn:
                 self._pointed[at].add(edge)
                 begin = self._timeline.passes[at].begins_ns[edge] - self._axis.base_ns
                 number = ids.number(b"%d-%d-%d" % (at, request, edge), "pass")
-                common: Event = {"cat": "stepscope", "name": "pass", "id": number}
+                common: JsonEvent = {"cat": "stepscope", "name": "pass", "id": number}
                 yield {"ph": "s", **common, **self._at(index)}
                 yield {"ph": "f", "bp": "e", **common, **self._passes_at[at], "ts": microseconds(begin)}
 
@@ -231,7 +231,7 @@ class Drawn:
             return None
         return self._launches.setdefault(engines[0], EngineLaunches())
 
-    def kernels(self, ids: FlowIds) -> Iterator[Event]:
+    def kernels(self, ids: FlowIds) -> Iterator[JsonEvent]:
         """Yield arrows from passes to their first work on a device. Call this after all traces are
         written.
         """
@@ -248,7 +248,7 @@ class Drawn:
         roots.sort(key=lambda span: span.start_ns - self._timeline.until_ns(span))
         return frozenset(span.trajectory for span in roots[:_SLOWEST])
 
-    def counters(self, row: Row) -> Iterator[Event]:
+    def counters(self, row: Row) -> Iterator[JsonEvent]:
         """Yield the values of a row's counters. A value that stays the same is one event."""
         for counter in self._counters_of[row.process] if self._is_wanted(row) else ():
             name, last = _name(counter), None
@@ -262,7 +262,7 @@ class Drawn:
                         "ts": microseconds(position), "args": {"value": value},
                     }  # fmt: skip
 
-    def arrows(self, ids: FlowIds) -> Iterator[Event]:
+    def arrows(self, ids: FlowIds) -> Iterator[JsonEvent]:
         """Yield arrows from spans to the spans that they caused in other processes. Call this after all rows
         are drawn.
         """
@@ -329,11 +329,11 @@ class Drawn:
     def _row(self, index: int) -> Row:
         return self._rows.of_process[self._timeline.spans[index].process]
 
-    def _at(self, index: int) -> Event:
+    def _at(self, index: int) -> JsonEvent:
         start, _ = self._positions(index)
         return {"pid": self._row(index).pid, "tid": self._tids[index], "ts": microseconds(start)}
 
-    def _slice(self, index: int, row: Row) -> Event:
+    def _slice(self, index: int, row: Row) -> JsonEvent:
         span = self._timeline.spans[index]
         start, end = self._positions(index)
         return {
@@ -355,8 +355,8 @@ def _tracks(row: Row, group: str, lanes: Sequence[int], tracks: Tracks) -> list[
     return [tracks.own(row, name, top + lane) for lane, name in enumerate(names)]
 
 
-def _args(span: Span, step: int) -> Event:
-    args: Event = {"role": span.role}
+def _args(span: Span, step: int) -> JsonEvent:
+    args: JsonEvent = {"role": span.role}
     for name in ("trajectory", "turn", "policy_version", "begun_step", "error"):
         if (value := getattr(span, name)) is not None:
             args[name] = value
@@ -447,8 +447,8 @@ class EngineLaunches:
                 self._annotations.append((event.ts, end, number, named.prefills, thread))
 
     def arrows(
-        self, engine: EnginePasses, wanted: Set[int], track: Event, base_ns: int, ids: FlowIds
-    ) -> Iterator[Event]:
+        self, engine: EnginePasses, wanted: Set[int], track: JsonEvent, base_ns: int, ids: FlowIds
+    ) -> Iterator[JsonEvent]:
         """Yield arrows from passes to their first work on a device.
 
         Args:
@@ -458,7 +458,7 @@ class EngineLaunches:
         for at, work in self._first_work(engine, base_ns).items():
             if at in wanted:
                 number = ids.number(b"%d-%d-%d" % (engine.replica, engine.noted.dp, at), "kernel")
-                common: Event = {"cat": "stepscope", "name": "first kernel", "id": number}
+                common: JsonEvent = {"cat": "stepscope", "name": "first kernel", "id": number}
                 start = float(microseconds(engine.begins_ns[at] - base_ns))
                 yield {"ph": "s", **common, **track, "ts": min(start, work.ts)}
                 yield {"ph": "f", "bp": "e", **common, "pid": work.pid, "tid": work.tid, "ts": work.ts}

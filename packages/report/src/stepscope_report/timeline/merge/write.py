@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope.files.storage.atomic import temporary
-from stepscope_report.timeline.merge.mapping import Cut, Event, FlowIds, Place, Tracks, row_metadata
+from stepscope_report.timeline.merge.mapping import Cut, FlowIds, JsonEvent, Place, Tracks, row_metadata
 from stepscope_report.timeline.merge.reader_events import Drawing
 from stepscope_report.timeline.merge.records import MergedFile
 from stepscope_report.timeline.merge.rewrite import Rewriter, Text
@@ -21,8 +21,7 @@ from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import ChromeTrace
 from stepscope_report.timeline.step.rows import Axis, Row
 
-Write: TypeAlias = Callable[[list[Event]], None]
-"""Writes events that are not JSON yet."""
+Write: TypeAlias = Callable[[list[JsonEvent]], None]
 _GZIP = 31
 """The window of zlib's functions that makes a gzip file: 16 more than its 15 bits."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -53,7 +52,7 @@ class TimelineFile:
             self._put(text)
             self._between = b",\n"
 
-    def objects(self, events: list[Event]) -> None:
+    def objects(self, events: list[JsonEvent]) -> None:
         self.events(b",\n".join(map(msgspec.json.encode, events)))
 
     def flush(self) -> int:

@@ -64,8 +64,8 @@ NEVER_ENDED = "NVTX ranges that never ended, shown as marks"
 _Key: TypeAlias = tuple[object, ...]
 
 
-class Device(NamedTuple):
-    """Table of activity on devices."""
+class DeviceTable(NamedTuple):
+    """A table of the export with what devices did."""
 
     table: str
     category: str
@@ -76,7 +76,7 @@ class Device(NamedTuple):
 
 
 DEVICES = (
-    Device(
+    DeviceTable(
         "CUPTI_ACTIVITY_KIND_KERNEL", "kernel", ("demangledName", "shortName", "mangledName"),
         {
             **_WHERE, **{size + axis: size + axis for size in ("grid", "block") for axis in "XYZ"},
@@ -84,28 +84,28 @@ DEVICES = (
             "graph node": "graphNodeId",
         },
     ),
-    Device(
+    DeviceTable(
         "CUPTI_ACTIVITY_KIND_MEMCPY", "gpu_memcpy", (),
         {**_WHERE, "bytes": "bytes", "kind": "copyKind", "graph node": "graphNodeId"},
     ),
-    Device(
+    DeviceTable(
         "CUPTI_ACTIVITY_KIND_MEMSET", "gpu_memset", (),
         {**_WHERE, "bytes": "bytes", "value": "value", "graph node": "graphNodeId"},
     ),
     # With --cuda-graph-trace=graph, the default, these rows stand for all kernels and copies of a graph.
-    Device(
+    DeviceTable(
         "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", "kernel", (),
         {**_WHERE, "graph": "graphId", "graph exec": "graphExecId"},
     ),
 )  # fmt: skip
 
 
-def pid_of(process: int) -> int:
+def _pid_of(process: int) -> int:
     """Return the OS pid in a serialized id."""
     return process >> 24 & 0xFFFFFF
 
 
-def unnamed(device: Device, args: Mapping[str, object]) -> str:
+def _unnamed(device: DeviceTable, args: Mapping[str, object]) -> str:
     """Return the name of an event whose table has no names."""
     if device.category == "gpu_memcpy":
         return f"Memcpy {args['kind']}" if "kind" in args else "Memcpy"
@@ -114,7 +114,7 @@ def unnamed(device: Device, args: Mapping[str, object]) -> str:
     return "Memset" if device.category == "gpu_memset" else "(no name)"
 
 
-def grouped(args: dict[str, Any]) -> dict[str, Any]:
+def _grouped(args: dict[str, Any]) -> dict[str, Any]:
     """Convert grid and block into lists, as in Kineto."""
     for word in ("grid", "block"):
         if all(f"{word}{axis}" in args for axis in "XYZ"):
@@ -195,7 +195,7 @@ class _Export:
     def _origin(self) -> Origin:
         began = self._first(START, "utcEpochNs")
         self._since_ns = began if isinstance(began, int) and is_wall(began) else 0
-        pids = sorted({pid_of(process) for process in self._processes()})
+        pids = sorted({_pid_of(process) for process in self._processes()})
         missing = f"the export does not say when its session began ({START}.utcEpochNs)"
         return Origin(
             clock="realtime" if self._since_ns else "unknown",
@@ -312,7 +312,7 @@ class _Export:
             if first:
                 yield self._flow("start", key, start, process, correlation)
 
-    def _device(self, device: Device) -> Iterator[Event]:
+    def _device(self, device: DeviceTable) -> Iterator[Event]:
         kinds = self._copy_kinds() if device.category == "gpu_memcpy" else {}
         wanted = ("globalPid", *device.names, *device.args.values())
         named = len(device.names)
@@ -332,8 +332,8 @@ class _Export:
             if "kind" in args:
                 args["kind"] = kinds.get(args["kind"], args["kind"])
             names = (self._string(number) for number in values[:named])
-            name = next(filter(None, names), None) or unnamed(device, args)
-            yield self._slice(self._tracks[key], name, start, end, device.category, grouped(args))
+            name = next(filter(None, names), None) or _unnamed(device, args)
+            yield self._slice(self._tracks[key], name, start, end, device.category, _grouped(args))
             if first:
                 yield self._flow("end", key, start, process, args["correlation"])
 
@@ -394,7 +394,7 @@ class _Export:
     ) -> Iterator[Track]:
         if key not in self._tracks:
             track = self._tracks[key] = len(self._tracks)
-            pid = None if process is None else pid_of(process)
+            pid = None if process is None else _pid_of(process)
             # What overlaps: kernels of one stream (launched early, or in graphs), domains of one thread.
             yield Track(
                 track=track, name=name, pid=pid, device=device, thread=thread, sort=sort, overlapping=True

@@ -86,7 +86,7 @@ def is_request(span: OtlpSpan) -> bool:
     return any(name.startswith(_LATENCY) for name in span.attrs)
 
 
-def is_of_engine(span: OtlpSpan) -> bool:
+def _is_of_engine(span: OtlpSpan) -> bool:
     return span.scope == _SGLANG or is_request(span)
 
 
@@ -137,7 +137,7 @@ def _with_our_names(attrs: Mapping[str, AttrValue]) -> dict[str, AttrValue]:
     return named
 
 
-def phases(request: Span) -> Iterator[Span]:
+def _phases(request: Span) -> Iterator[Span]:
     """Yield the phases of an engine's request, if the engine states the length of all of them.
 
     The engine states no start times. The phases are placed without gaps so that the last one ends with the
@@ -173,7 +173,7 @@ def _until_ns(attrs: Mapping[str, AttrValue], dur_ns: int) -> int:
     return min(round(seconds * 1e9), dur_ns) if isinstance(seconds, float) and 0 < seconds < 1e6 else dur_ns
 
 
-class Naming(NamedTuple):
+class _Naming(NamedTuple):
     """The role, the stage and the attributes of a span in a step's timeline."""
 
     role: str | None
@@ -182,7 +182,7 @@ class Naming(NamedTuple):
     attrs: dict[str, AttrValue]
 
 
-def naming(span: OtlpSpan, *, alone: bool) -> Naming:
+def _naming(span: OtlpSpan, *, alone: bool) -> _Naming:
     """Return the names that stepscope gives a span.
 
     Args:
@@ -190,12 +190,12 @@ def naming(span: OtlpSpan, *, alone: bool) -> Naming:
     """
     stage = _engine_stage(span)
     if stage is not None:
-        return Naming(None, stage, _with_our_names(span.attrs))
+        return _Naming(None, stage, _with_our_names(span.attrs))
     kind = _kind(span.attrs)
     if kind == _GENERATE:
-        return Naming(_ROLES[kind], kind, _with_our_names(span.attrs) if alone else span.attrs)
+        return _Naming(_ROLES[kind], kind, _with_our_names(span.attrs) if alone else span.attrs)
     stage = _tool(span.attrs) if kind == _TOOL else None
-    return Naming(_ROLES.get(kind or ""), stage or span.name, span.attrs)
+    return _Naming(_ROLES.get(kind or ""), stage or span.name, span.attrs)
 
 
 def _kind(attrs: Mapping[str, AttrValue]) -> str | None:
@@ -215,7 +215,7 @@ def add_foreign(layout: StepLayout, timeline: Timeline) -> Timeline:
         return timeline
     contexts = _contexts(timeline)
     taken, problems = _read(layout, files, timeline, contexts)
-    merged = Merge(timeline, contexts, engines=any(map(is_request, taken)))
+    merged = GrowingTimeline(timeline, contexts, engines=any(map(is_request, taken)))
     for info, spans in by_process(without_copies(taken), timeline):
         merged.add(info, spans)
     merged.link()
@@ -290,7 +290,7 @@ def by_process(spans: Sequence[OtlpSpan], timeline: Timeline) -> Iterator[tuple[
         of_resource.setdefault(span.resource, []).append(span)
     groups: dict[tuple[ProcessInfo, str | None], list[OtlpSpan]] = {}
     for resource, own in of_resource.items():
-        serves = any(map(is_of_engine, own))
+        serves = any(map(_is_of_engine, own))
         groups.setdefault((_info(resource, serves, timeline), resource.service), []).extend(own)
     for (info, _), own in groups.items():
         yield info, sorted(own, key=lambda span: (span.start_ns, -span.end_ns))
@@ -334,7 +334,7 @@ class _Placed(NamedTuple):
     """The span of the request that this one is a phase of."""
 
 
-class Merge:
+class GrowingTimeline:
     """A timeline that grows by processes of other tracers."""
 
     def __init__(self, timeline: Timeline, contexts: dict[TraceContext, int], *, engines: bool) -> None:
@@ -394,7 +394,7 @@ class Merge:
             wall_ns if beside is None else wall_ns - offset_at(beside, wall_ns)
             for wall_ns in (span.start_ns, span.end_ns)
         )
-        named = naming(span, alone=self._alone)
+        named = _naming(span, alone=self._alone)
         made = Span(
             process=process,
             parent=None,
@@ -411,7 +411,7 @@ class Merge:
         above = None if span.parent_id is None else TraceContext(span.trace_id, span.parent_id)
         yield _Placed(made, TraceContext(span.trace_id, span.span_id), above)
         if named.attrs.get("request_id") not in self._recorded:
-            for phase in phases(made):
+            for phase in _phases(made):
                 yield _Placed(phase, around=made)
 
     def link(self) -> None:

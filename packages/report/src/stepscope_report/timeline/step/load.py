@@ -212,8 +212,8 @@ def _assemble(
         tokens=tuple(mark for mark in marks if mark.stage == STEP_TOKENS),
         manifest=fold(parts) if parts else None,
         problems=tuple(problems),
-        stalls=stalls_of(parts, processes),
-        replicas=replicas_of(parts),
+        stalls=_stalls_of(parts, processes),
+        replicas=_replicas_of(parts),
         metrics=metrics,
         uncaptured=around.uncaptured,
         previous_end_ns=around.ended_ns,
@@ -475,7 +475,7 @@ def _number(process: ProcessInfo) -> int | None:
     return process.rank
 
 
-def stalls_of(parts: Iterable[ProcessPart], processes: Sequence[Process]) -> tuple[EngineStall, ...]:
+def _stalls_of(parts: Iterable[ProcessPart], processes: Sequence[Process]) -> tuple[EngineStall, ...]:
     """Return the stalls of each replica, disjoint and in order.
 
     A replica stalls while all of its data-parallel engines do, because each of these serves its own requests.
@@ -497,7 +497,7 @@ def stalls_of(parts: Iterable[ProcessPart], processes: Sequence[Process]) -> tup
     )
 
 
-def replicas_of(parts: Iterable[ProcessPart]) -> int:
+def _replicas_of(parts: Iterable[ProcessPart]) -> int:
     """Return the number of replicas that the capture was given, recorded or not."""
     return len({item.name for part in parts for item in part.expected if item.kind == "engine"})
 

@@ -19,7 +19,7 @@ from stepscope_report.timeline.clocks.wall import NOT_NEAR, Hours, is_wall
 from stepscope_report.timeline.model import FileProblem, ProcessClock, Span, Timeline, Window
 from stepscope_report.timeline.readers.contract import FoundFile
 from stepscope_report.timeline.readers.otlp import SUFFIXES, OtlpSpan, read_otlp
-from stepscope_report.timeline.step.foreign import Merge, by_process, is_request, without_copies
+from stepscope_report.timeline.step.foreign import GrowingTimeline, by_process, is_request, without_copies
 
 _HEAD = 1 << 16
 _FIELD = b'"resourceSpans"'
@@ -62,7 +62,7 @@ def load_otlp(paths: Sequence[Path]) -> Timeline:
     known = {span.span_id for span in spans}
     groups.sort(key=lambda group: -max(_root_ns(span, known) for span in group[1]))
     contexts: dict[TraceContext, int] = {}
-    merged = Merge(empty, contexts, engines=any(map(is_request, spans)))
+    merged = GrowingTimeline(empty, contexts, engines=any(map(is_request, spans)))
     for info, own in groups:
         merged.add(info, own)
         if len(merged.processes) == 1:
