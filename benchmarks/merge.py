@@ -55,7 +55,8 @@ from _traces import (
 from stepscope_report.timeline import merge_step
 from stepscope_report.timeline.merge import rewrite
 from stepscope_report.timeline.merge.crossing import Lines, Moved
-from stepscope_report.timeline.readers.blocks import Notes, read_blocks
+from stepscope_report.timeline.readers.blocks import read_blocks
+from stepscope_report.timeline.readers.contract import Notes
 
 RANKS = 3
 STEPS = {

@@ -35,9 +35,8 @@ def _targets(atheris: Any, folder: Path) -> dict[str, Callable[[bytes], object]]
         from stepscope.files.storage.reading import read_record
         from stepscope.files.uncaptured import read_uncaptured
         from stepscope_report.timeline import load_step, merge_step
-        from stepscope_report.timeline.readers.blocks import Notes
         from stepscope_report.timeline.readers.chrome import ChromeTrace
-        from stepscope_report.timeline.readers.contract import FoundFile
+        from stepscope_report.timeline.readers.contract import FoundFile, Notes
         from stepscope_report.timeline.readers.nsys import NsysReader
         from stepscope_report.timeline.sources import read_spans
 

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope_report.timeline.readers import json_array
-from stepscope_report.timeline.readers.blocks import BLOCK, Notes
+from stepscope_report.timeline.readers.blocks import BLOCK
 from stepscope_report.timeline.readers.chrome import ChromeTrace
+from stepscope_report.timeline.readers.contract import Notes
 from stepscope_report.timeline.readers.json_array import NO_JSON, REPAIRED, Elements, raw_elements
 
 CUT = "cut off: its list of events does not end"

@@ -22,7 +22,7 @@ from stepscope_report.timeline.merge import template
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, Place, Tracks
 from stepscope_report.timeline.merge.rewrite import Rewriter
 from stepscope_report.timeline.model import Process, ProcessClock
-from stepscope_report.timeline.readers.blocks import Notes
+from stepscope_report.timeline.readers.contract import Notes
 from stepscope_report.timeline.readers.json_array import raw_elements
 from stepscope_report.timeline.step.rows import Axis, Row
 

@@ -55,8 +55,8 @@ from stepscope_report.timeline.activity.nesting import (
 from stepscope_report.timeline.activity.ranges import BACKWARD, MODULE, Labels, ProfilerSteps
 from stepscope_report.timeline.clocks.collectives import Call, calls_in
 from stepscope_report.timeline.clocks.wall import FEW, MARGIN_US, NOT_NEAR, Hours, middle, wall_base
-from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import ChromeTrace, TraceFields
+from stepscope_report.timeline.readers.contract import Notes
 
 _OPERATORS = frozenset({"cpu_op", "Operator", "operator"})
 DEVICE = frozenset(
@@ -250,7 +250,7 @@ class Reading:
     ) -> None:
         """Args:
         near: The first and the last believed time in us, or None for all.
-        step_mark: As of `read_trace`.
+        step_mark: The same as in `read_trace`.
         """
         self.notes = notes
         self.times: list[float] = []

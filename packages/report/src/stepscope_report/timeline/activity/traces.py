@@ -33,10 +33,10 @@ from stepscope_report.timeline.clocks.wall import NOT_NEAR, Hours, is_near, midd
 from stepscope_report.timeline.digests import Digests
 from stepscope_report.timeline.model import FileProblem, Timeline
 from stepscope_report.timeline.processes import Lost, files_elsewhere, results, size_of
-from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import Distributed, TraceFields
 from stepscope_report.timeline.readers.contract import (
     FoundFile,
+    Notes,
     Origin,
     Reader,
     Readers,
@@ -83,7 +83,7 @@ def read_all(
 
     Args:
         digests: Holds the content of traces that were read before; the content of the others is added.
-        step_mark: As of `read_trace`.
+        step_mark: The same as in `read_trace`.
     """
     contents = {} if digests is None else _kept(traces, digests, on_read)
     missing = [trace for trace in traces if trace.path not in contents]

@@ -17,8 +17,9 @@ from zlib import crc32
 
 import msgspec
 
-from stepscope_report.timeline.readers.blocks import Notes, read_blocks
+from stepscope_report.timeline.readers.blocks import read_blocks
 from stepscope_report.timeline.readers.chrome import ChromeTrace, Distributed
+from stepscope_report.timeline.readers.contract import Notes
 from stepscope_report.timeline.readers.json_array import TOKEN
 
 MOST = 1 << 18

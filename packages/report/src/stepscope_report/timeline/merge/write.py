@@ -17,8 +17,8 @@ from stepscope_report.timeline.merge.reader_events import Drawing
 from stepscope_report.timeline.merge.records import MergedFile
 from stepscope_report.timeline.merge.rewrite import Rewriter, Text
 from stepscope_report.timeline.model import FileProblem
-from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import ChromeTrace
+from stepscope_report.timeline.readers.contract import Notes
 from stepscope_report.timeline.step.rows import Axis, Row
 
 Write: TypeAlias = Callable[[list[JsonEvent]], None]

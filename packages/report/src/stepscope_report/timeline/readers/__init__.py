@@ -3,7 +3,6 @@
 `chrome` splits the JSON of Chrome traces; `timeline.activity.content_reader` makes numbers of their events.
 """
 
-from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import chrome_events
 from stepscope_report.timeline.readers.contract import (
     Claim,
@@ -13,6 +12,7 @@ from stepscope_report.timeline.readers.contract import (
     Flow,
     FoundFile,
     Instant,
+    Notes,
     Origin,
     Reader,
     Recording,

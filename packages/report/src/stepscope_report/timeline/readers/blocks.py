@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from stepscope.files.storage.reading import open_file
+from stepscope_report.timeline.readers.contract import Notes
 
 BLOCK = 1 << 17
 """Number of bytes of a block. The block, its changed copy and its events as objects fit into a core's cache
@@ -33,20 +34,6 @@ def keep_memory() -> None:
     Otherwise the kernel clears new memory for every block of a file, which takes a fifth of a merge's time.
     """
     bytes(_KEPT)
-
-
-class Notes:
-    """Unusable parts of one file: each kind of problem, with the number of affected events."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int | None] = {}
-
-    def file(self, what: str) -> None:
-        """Record a problem of the whole file."""
-        self.counts[what] = None
-
-    def events(self, what: str, count: int = 1) -> None:
-        self.counts[what] = (self.counts.get(what) or 0) + count
 
 
 def read_blocks(

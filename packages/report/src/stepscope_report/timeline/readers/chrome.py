@@ -17,7 +17,8 @@ from typing import TypeVar
 import msgspec
 
 from stepscope_report.timeline.clocks.wall import FEW, middle, wall_base
-from stepscope_report.timeline.readers.blocks import BLOCK, Notes, read_blocks
+from stepscope_report.timeline.readers.blocks import BLOCK, read_blocks
+from stepscope_report.timeline.readers.contract import Notes
 from stepscope_report.timeline.readers.json_array import (
     BARREN,
     BOUNDARY,

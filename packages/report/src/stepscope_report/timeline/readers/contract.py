@@ -1,10 +1,9 @@
 """Readers of other files than Chrome traces: their contract, and the installed ones.
 
-Other packages bring readers by the entry points `stepscope.readers`.
-
-An entry point names a class (or function) that is called without arguments and gives a `Reader`. Merges
-and reports ask every reader about every file below a step's `traces`; the first that claims one reads it. If
-a reader raises, its file is left out and the error is listed, and the others are read.
+Other packages bring readers by the entry points `stepscope.readers`. An entry point names a class (or
+function) that is called without arguments and gives a `Reader`. Merges and reports ask every reader about
+every file below a step's `traces`; the first that claims a file reads it. If a reader raises, its file is
+left out and the error is listed, and the other files are read.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from stepscope.files.sidecar import Sidecar
 from stepscope.files.storage.reading import open_file
 from stepscope_report.timeline.clocks.wall import is_wall, middle
 from stepscope_report.timeline.model import FileProblem
-from stepscope_report.timeline.readers.blocks import Notes
 
 GROUP = "stepscope.readers"
 _METHODS = ("claims", "open")
@@ -170,6 +168,20 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 Event: TypeAlias = Track | Slice | Instant | Counter | Flow
+
+
+class Notes:
+    """Unusable parts of one file: each kind of problem, with the number of affected events."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int | None] = {}
+
+    def file(self, what: str) -> None:
+        """Record a problem of the whole file."""
+        self.counts[what] = None
+
+    def events(self, what: str, count: int = 1) -> None:
+        self.counts[what] = (self.counts.get(what) or 0) + count
 
 
 class Recording(Protocol):

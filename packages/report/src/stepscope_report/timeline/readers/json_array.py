@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from stepscope_report.timeline.readers.blocks import Notes
+from stepscope_report.timeline.readers.contract import Notes
 
 LONGEST = 8 << 20
 """Largest plausible size in bytes of an element, or of the text around the array."""
@@ -148,7 +148,7 @@ class Elements(Generic[T]):
     def _walk(
         self, text: bytes, at: int, bound: int, limit: int, last: bool, sound: list[bytes]
     ) -> tuple[int, int]:
-        """Add the sound elements of a part to `found`, by its strings and brackets.
+        """Add the sound elements of a part to `sound`, by its strings and brackets.
 
         Args:
             bound: The end of the part. Events follow, unless this is the end of the text.

@@ -19,8 +19,8 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope_report.timeline.activity.content import SizedCalls
 from stepscope_report.timeline.clocks.wall import is_wall
-from stepscope_report.timeline.readers.blocks import Notes, read_blocks
-from stepscope_report.timeline.readers.contract import Claim, Event, FoundFile, Origin, Recording
+from stepscope_report.timeline.readers.blocks import read_blocks
+from stepscope_report.timeline.readers.contract import Claim, Event, FoundFile, Notes, Origin, Recording
 
 NO_RECORD = "lines that are no record of NCCL's Inspector"
 TIMED_ON_CPU = "collectives that NCCL's Inspector timed on the CPU, not on the device"

@@ -56,7 +56,7 @@ def load_step(
         run_id: The run to load, if several wrote into the folder, or None for the one that opened it last.
             If a process captured the step several times, the last capture counts (`Timeline.captures`).
         on_read: Called with the number of bytes of each read of the span files.
-        digests: As of `load_traces`, for traces of several hosts: their collectives align the clocks.
+        digests: The same as in `load_traces`, for traces of several hosts, whose collectives align clocks.
         executor: Reads those traces that only its workers have.
         spans: Whether the spans of files with an end are read. Without them, the timeline serves to say
             whether the step is complete, and measured clocks are not made more exact by traces.

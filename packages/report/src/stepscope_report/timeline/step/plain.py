@@ -29,9 +29,8 @@ from stepscope_report.timeline.clocks.align import Aligned, Placement
 from stepscope_report.timeline.clocks.refine import refine
 from stepscope_report.timeline.merge.records import MergedRow
 from stepscope_report.timeline.model import FileProblem, ProcessClock, Timeline, Window
-from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import SUFFIXES, ChromeTrace, TraceFields
-from stepscope_report.timeline.readers.contract import FoundFile, Origin, Readers
+from stepscope_report.timeline.readers.contract import FoundFile, Notes, Origin, Readers
 from stepscope_report.timeline.readers.nccl_inspector import InspectorReader
 from stepscope_report.timeline.sources import Source
 from stepscope_report.timeline.step.load import align_without_owner, process_of, window_of
@@ -52,6 +51,7 @@ _MERGED = "merged-"
 """Prefix of the file in which SGLang repeats the traces of its ranks."""
 _APART_NS = 60_000_000_000
 """Time between the traces of two runs, in ns. The clocks of two hosts of a run differ by less."""
+_UNALIGNED = Aligned(Placement([(0, 0)]), ProcessClock(alignment="unaligned"))
 _TIMELESS = Aligned(Placement([(0, 0)]), ProcessClock(alignment="assumed"))
 _NO_HOST = "host unknown"
 _ASSUMED = "its traces name no host: its wall clock is taken to be that of the others"
@@ -307,8 +307,8 @@ def _timeline(root: Path, traces: Sequence[_Trace]) -> Timeline:
     timeless = sum(1 for group in groups if _order(group)[:2] == (False, True))
     aligned = [
         *_align(sources[:known], groups[:known]),
-        *(_TIMELESS for _ in range(timeless)),
-        *map(_unaligned, sources[known + timeless :]),
+        *[_TIMELESS] * timeless,
+        *[_UNALIGNED] * (len(sources) - known - timeless),
     ]
     names = names_of([source.info for source in sources])
     processes = tuple(
@@ -401,10 +401,6 @@ def _runs(sources: Sequence[Source]) -> Iterator[list[int]]:
         until_ns = closed_ns if len(run) == 1 else max(until_ns, closed_ns)
     if run:
         yield run
-
-
-def _unaligned(source: Source) -> Aligned:
-    return Aligned(Placement([(0, 0)]), ProcessClock(alignment="unaligned"))
 
 
 def _assumed(placed: Aligned) -> Aligned:

@@ -16,9 +16,8 @@ from stepscope.files.sidecar import ProcessInfo, Sidecar
 from stepscope_report.timeline.clocks.align import align_owner
 from stepscope_report.timeline.clocks.wall import MARGIN_NS, OWN_CLOCK
 from stepscope_report.timeline.model import Process, Timeline
-from stepscope_report.timeline.readers.blocks import Notes
 from stepscope_report.timeline.readers.chrome import TraceFields
-from stepscope_report.timeline.readers.contract import FoundFile, Origin, Reader, reason
+from stepscope_report.timeline.readers.contract import FoundFile, Notes, Origin, Reader, reason
 from stepscope_report.timeline.step.trace_files import TraceFile
 
 ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")

@@ -19,8 +19,9 @@ def parents_of(records: Sequence[Sequence[Open]], keys: Sequence[str], step: int
     parent.
 
     Args:
-        records: Of each process. A record's `parent` is in the same process; its `link` is anywhere.
-        keys: Of each process, `ProcessInfo.key`.
+        records: The records of each process. A record's `parent` is in the same process; its `link` may lead
+            to any process.
+        keys: `ProcessInfo.key` of each process.
         step: Links to spans of another captured step lead out of this timeline.
     """
     first, indices = 0, []
