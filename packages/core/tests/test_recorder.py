@@ -39,6 +39,8 @@ from stepscope._recording.recorder import standing, steps, write
 from stepscope._recording.recorder.steps import FIRST, RecordedStep
 from stepscope._recording.recorder.write import SPAN_BYTES, Ring
 from stepscope._recording.spans import lines, slot
+from stepscope.engines import passes
+from stepscope.engines.torch_inprocess import TorchRolloutProfiler
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
@@ -324,6 +326,35 @@ def test_somebody_asks_for_the_last_steps(tmp_path: Path) -> None:
     assert listening._answers[request].steps == [5, 6, 7]
     with capture(8, config=config):
         assert slot.session() is None  # such a request captures no step to come
+
+
+def test_the_passes_of_an_engine_are_in_the_step_that_nobody_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "_kept", None)  # afterwards, the process keeps passes no more
+    config, noted = config_in(tmp_path), {}
+    engine = TorchRolloutProfiler(replica=0)
+    for step in range(3):
+        with capture(step, engines=[engine], config=config):
+            assert until(lambda: passes.current() is not None)
+            log = passes.current()
+            assert log is not None
+            for number in range(4 + step):
+                began_ns = time.monotonic_ns()
+                log.note(began_ns, began_ns + 1, "decode", {f"{step} {number}": 1}, [1], running=1, waiting=0)
+            noted[step] = [f"{step} {number}" for number in range(4 + step)]
+    recorder = standing.standing()
+    assert recorder is not None
+    assert recorder.write_last(3) == [0, 1, 2]
+    layout = drained(tmp_path)
+    found = {step: load_step(layout.step(step).root).passes for step in noted}
+    assert {step: engines[0].noted.requests.id for step, engines in found.items()} == noted
+    parts = {step: read_parts(layout.step(step))[0] for step in noted}
+    outcomes = {
+        step: next(item for part in own for item in part.expected if item.name == "replica 0")
+        for step, own in parts.items()
+    }
+    assert [(outcomes[step].state, outcomes[step].reason) for step in (1, 2)] == [("ok", None)] * 2
 
 
 def test_a_step_that_runs_is_not_written_as_one_that_ended(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from packages.report.tests.steps import MS, close
 from packages.report.tests.traces import add_trace, event, kernel
 from stepscope.engines import passes
-from stepscope.engines.passes import PassLog
+from stepscope.engines.passes import PassLog, PassRing
 from stepscope.errors import RecordError
 from stepscope.files.passes import SUFFIX, PassFile, check_passes
 from stepscope.files.spans import CONSUME
@@ -25,6 +26,8 @@ from stepscope_report.sections.requests import step_requests, turn_times
 from stepscope_report.timeline import Timeline, load_step, merge_step
 from stepscope_report.timeline.merge.merge import EVERYTHING
 from stepscope_report.timeline.step.passes import linked_requests
+
+TABLES = ("requests", "passes", "served", "preempted")
 
 
 def a_step(root: Path, turns: list[tuple[str, int, int, dict[str, Any]]]) -> StepFolder:
@@ -238,6 +241,33 @@ def test_passes_beyond_the_limit_are_counted() -> None:
         log.note(at, at + 1, "decode", {"a": 1}, [1], running=1, waiting=0)
     file = log.file()
     assert (len(file.passes.number), len(file.served.request), file.dropped) == (2, 2, 3)
+
+
+def test_a_ring_keeps_the_latest_passes_within_its_memory_and_a_part_of_it_fits_its_requests() -> None:
+    ring, every, zero_ns = PassRing(1), PassLog(100_000), time.monotonic_ns() + 10**9
+    for at in range(40_000):
+        began_ns, tokens = zero_ns + 100 * at, {f"r{at // 10}": 1, f"r{at // 10 + 1}": 2}
+        for log in (ring, every):
+            log.arrive(f"r{at // 10}", caller_id=f"turn {at // 10}", at_ns=began_ns)
+            log.note(
+                began_ns + 10, began_ns + 90, "decode", tokens, [1, 1], running=2, waiting=0,
+                weights=at // 1000, preempted=[f"r{at // 10}"] if at % 10 == 9 else [],
+            )  # fmt: skip
+    kept = ring.file()
+    assert 3_000 < len(kept.passes.number) < 15_000
+    assert kept.anchor.mono_ns == kept.passes.begin_ns[0]
+    parts = []
+    for file in (kept, every.file()):
+        ahead_ns = file.closed.wall_ns - file.closed.mono_ns + zero_ns
+        parts.append(passes.between(file, ahead_ns + 3_700_000, ahead_ns + 3_800_000))
+        check_passes(parts[-1])
+    one, other = (msgspec.to_builtins(part) for part in parts)
+    for own in (one, other):
+        for table in ("passes", "preempted"):
+            del own[table]["number"]  # counted from the oldest kept pass
+    assert [one[table] for table in TABLES] == [other[table] for table in TABLES]
+    assert one["passes"]["begin_ns"] == [zero_ns + 3_700_010 + 100 * at for at in range(1000)]
+    assert len(one["preempted"]["request"]) == 100
 
 
 @pytest.mark.parametrize(

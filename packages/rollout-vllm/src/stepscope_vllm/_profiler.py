@@ -11,6 +11,7 @@ from stepscope.engines import EngineCapture, EngineFactory, EngineProfiler, name
 from stepscope.engines.metrics import EngineMetrics
 from stepscope.engines.own_thread import own_thread, users_loop
 from stepscope.errors import EngineError
+from stepscope.files.passes import PassFile
 from stepscope_vllm import _versions
 from stepscope_vllm._arming import unedited
 from stepscope_vllm._capture import options
@@ -82,6 +83,12 @@ class VllmProfiler(ReplicaProfiler):
             return {} if living is None else target.counters_here(living) | target.unfinished(living)
 
         return EngineMetrics(read, f"replica {self.replica or 0}", blocks=False).sources()
+
+    def keep_passes(self, memory_mb: int) -> bool:
+        return self._target.keep_passes(memory_mb)
+
+    def kept_passes(self, start_ns: int) -> list[PassFile]:
+        return self._target.kept_passes(start_ns)
 
     def check_capture(self, capture: EngineCapture) -> Mapping[str, str]:
         return self._unable(capture, ascend_profiler.installed())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from stepscope import ProfileConfig, capture, trajectory, turn
+from stepscope._recording.recorder import standing
+from stepscope._recording.recorder.engine_queues import EngineQueues
 from stepscope.files.layout import RunLayout
 from stepscope_report.sections.batches import step_batches
 from stepscope_report.sections.long_tail import step_long_tail
@@ -42,9 +45,19 @@ async def play(llm: Any, number: int, answers: dict[tuple[str, int], Any]) -> No
                 record_request(this_turn, answers[name, index])
 
 
+def until_kept(engines: EngineQueues) -> None:
+    """Wait until the recorder has asked the engine to keep its passes, which it tries each two seconds."""
+    until = time.monotonic() + 60
+    while not next(iter(engines.passes(0)))[1]:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
-def ran(model: str, sizes: dict[str, Any], config: ProfileConfig) -> Ran:
-    answers: dict[tuple[str, int], Any] = {}
+def runs(model: str, sizes: dict[str, Any], run_folder: Path) -> dict[int, Ran]:
+    """Return a step that is captured, and one that the flight recorder writes when it has ended."""
+    config = ProfileConfig(save_path=run_folder, steps=[3], roles={"rollout": {"ranks": "all"}})
+    answers: dict[int, dict[tuple[str, int], Any]] = {2: {}, 3: {}, 4: {}}
 
     async def run() -> None:
         # Prompts are read in pieces, and there is room for few requests, so that some are preempted.
@@ -59,9 +72,19 @@ def ran(model: str, sizes: dict[str, Any], config: ProfileConfig) -> Ran:
         )
         llm = AsyncLLM.from_engine_args(arguments)
         try:
-            async with capture(3, engines=[llm], config=config):
-                await asyncio.gather(*(play(llm, number, answers) for number in range(TRAJECTORIES)))
-                assert len(await llm.collective_rpc("check_health")) == 1
+            async with capture(2, engines=[llm], config=config):
+                await play(llm, 0, answers[2])
+                recorder = standing.standing()
+                assert recorder is not None
+                assert recorder.engines is not None
+                await asyncio.to_thread(until_kept, recorder.engines)
+            for step in (3, 4):
+                async with capture(step, engines=[llm], config=config):
+                    own = (play(llm, number, answers[step]) for number in range(TRAJECTORIES))
+                    await asyncio.gather(*own)
+                    assert len(await llm.collective_rpc("check_health")) == 1
+            recorder.write_last(1)
+            assert await asyncio.to_thread(recorder.drain, 60)
         finally:
             llm.shutdown()
             del llm
@@ -70,7 +93,13 @@ def ran(model: str, sizes: dict[str, Any], config: ProfileConfig) -> Ran:
 
     asyncio.run(run())
     gc.collect()  # the engine's sockets warn when they go: here, not at the exit of pytest
-    return Ran(load_step(RunLayout(Path(config.save_path)).step(3).root), answers)
+    layout = RunLayout(run_folder)
+    return {step: Ran(load_step(layout.step(step).root), answers[step]) for step in (3, 4)}
+
+
+@pytest.fixture(params=[3, 4], ids=["captured", "kept"])
+def ran(runs: dict[int, Ran], request: pytest.FixtureRequest) -> Ran:
+    return runs[request.param]
 
 
 def test_every_request_is_joined_to_its_turn_and_has_the_tokens_of_its_answer(ran: Ran) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ import vllm
 
 import stepscope_vllm
 from stepscope import ProfileConfig, capture
+from stepscope._recording.recorder import standing
 from stepscope.engines import EngineCapture
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest.parts import read_parts
 from stepscope.testing.engine_conformance import a_capture
 from stepscope_report import step_report
 from stepscope_report.timeline import load_step, merge_step
@@ -105,6 +109,35 @@ def test_a_loop_captures_two_steps_of_an_actors_engine(
         rollout = [row for row in merged.rows if row.role == "rollout"]  # the actor, and the engine's worker
         assert len({row.native_pid for row in rollout}) == 2
         assert {(row.replica, row.rank) for row in rollout} == {(0, 0)}
+
+
+def test_the_passes_of_a_step_that_nobody_captured_come_from_the_actor(actor: Any, run_folder: Path) -> None:
+    config = ProfileConfig(save_path=run_folder, steps=[1], roles={"rollout": {"ranks": "all"}})
+    states, found = list[str](), RunLayout(run_folder).step(10)
+    for step in range(10, 40):  # the actor's recorder asks its engine each two seconds
+        with capture(step, engines=[RayRollout(actor, "vllm")], config=config):
+            assert ray.get([actor.generate.remote(f"{step}-{number}") for number in range(3)]) == [4, 4, 4]
+            time.sleep(0.5)
+        recorder = standing.standing()
+        assert recorder is not None
+        assert recorder.write_last(1) == [step]
+        assert recorder.drain(60)
+        recorder._is_hurried = False
+        found = RunLayout(run_folder).step(step)
+        until = time.monotonic() + 20
+        while not (states := kept_states(found)) and time.monotonic() < until and step > 14:
+            time.sleep(0.2)
+        if states == ["ok"]:
+            break
+    assert states == ["ok"]
+    (passes,) = load_step(found.root).passes
+    assert sorted(map(str, passes.noted.requests.caller_id)) == [f"{step}-{number}" for number in range(3)]
+    assert sum(passes.noted.served.output) == 12
+
+
+def kept_states(layout: StepLayout) -> list[str]:
+    parts = read_parts(layout)[0]
+    return [item.state for part in parts for item in part.expected if item.name == "replica 0"]
 
 
 async def test_an_error_of_vllms_own_type_reaches_the_caller_as_text(actor: Any, tmp_path: Path) -> None:

@@ -205,7 +205,8 @@ class RecorderConfig(Section, frozen=True, kw_only=True):
     keep_steps: AtLeastOne = 20
     """Steps whose spans stay in memory."""
     memory_mb: AtLeastOne = 64
-    """MB of spans in each process, attributes not counted; the oldest are dropped beyond it."""
+    """MB of spans in each process, attributes not counted, and of passes in each engine. Beyond it, the
+    oldest are dropped."""
     triggers: tuple[Trigger, ...] = ("slow", "exception", "hang", "signal")
     """Events that write steps. `signal` is SIGTERM. A request (`stepscope trigger --last`) always does."""
     slow_factor: Annotated[float, msgspec.Meta(gt=1)] = 1.5

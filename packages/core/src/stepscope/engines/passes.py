@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -39,7 +40,13 @@ _KINDS: Sequence[PassKind] = get_args(PassKind)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _UNKNOWN = -1.0
 _current: PassLog | None = None
-"""The log that the engine of this process writes to, or None. One writer: `begin` and `end`."""
+"""The log of the running capture that the engine of this process writes to, or None. One writer: `begin` and
+`end`."""
+_kept: PassRing | None = None
+"""The passes that the flight recorder keeps of this process' engine between captures, or None. One writer:
+`keep`."""
+_PASS_BYTES, _SERVED_BYTES, _REQUEST_BYTES = 45, 24, 400
+"""Memory of a pass, of a request in a pass, and of a request."""
 
 
 class _Positions(dict[str, int]):
@@ -94,8 +101,7 @@ class PassLog:
 
     def name(self, request: str, caller_id: str) -> None:
         """Note the id under which the caller knows a request."""
-        if caller_id != request:
-            self._callers[request] = caller_id
+        self._callers[request] = caller_id
 
     def update(self, at_ns: int | None = None) -> None:
         """Note that the engine has new weights. The version that was stated before is not theirs.
@@ -108,9 +114,9 @@ class PassLog:
         self._stale = self._stale if last is None else last
 
     @property
-    def requests(self) -> list[str]:
-        """Return the ids of the requests that arrived or were served so far."""
-        return list(self._positions)
+    def unnamed(self) -> list[str]:
+        """Return the ids of the requests whose caller's id was not noted."""
+        return [request for request in self._positions if request not in self._callers]
 
     def note(
         self,
@@ -139,10 +145,10 @@ class PassLog:
             preempted: The requests that lost their place in the KV cache since the pass before.
         """
         with self._lock:
-            number = len(self._begins)
-            if number >= self._most:
+            if self._is_full():
                 self.dropped += 1
                 return
+            number = len(self._begins)
             self._begins.append(begin_ns)
             self._ends.append(end_ns)
             self._kinds.append(_CODES[kind])
@@ -161,6 +167,9 @@ class PassLog:
                     self._weights.append((begin_ns, weights))
             if updates != (self._updates[-1][1] if self._updates else None):
                 self._updates.append((number, updates))
+
+    def _is_full(self) -> bool:
+        return len(self._begins) >= self._most
 
     def file(self, dp: int = 0) -> PassFile:
         """Return all passes so far, as the content of a file. `publish_passes` adds whose they are."""
@@ -183,7 +192,10 @@ class PassLog:
                 dropped=self.dropped,
                 requests=records.Requests(
                     id=ids,
-                    caller_id=list(map(self._callers.get, ids)),
+                    caller_id=[
+                        None if caller == own else caller
+                        for own, caller in zip(ids, map(self._callers.get, ids), strict=True)
+                    ],
                     arrived_ns=list(map(self._arrived.get, ids)),
                     version_begun=begun,
                     version_ended=ended,
@@ -228,6 +240,85 @@ class PassLog:
                 begun.setdefault(request, value)
                 ended[request] = value
         return [begun.get(request, before) for request in range(len(ended))], ended
+
+
+class PassRing(PassLog):
+    """The latest passes of one engine. The older half is dropped when they take more than `memory_mb`."""
+
+    def __init__(self, memory_mb: int) -> None:
+        super().__init__(0)
+        self._bytes = memory_mb << 20
+
+    def _is_full(self) -> bool:
+        size = len(self._begins) * _PASS_BYTES + len(self._requests) * _SERVED_BYTES
+        if size + len(self._positions) * _REQUEST_BYTES > self._bytes:
+            self._drop(len(self._begins) // 2)
+        return False
+
+    def _drop(self, first: int) -> None:
+        """Drop the passes before `first`, and the requests that came before it and are served no more."""
+        rows = sum(self._counts[:first])
+        for column in (self._begins, self._ends, self._kinds, self._kv_use):
+            del column[:first]
+        for column in (self._counts, self._running, self._waiting):
+            del column[:first]
+        self._preempted = [
+            (number - first, request) for number, request in self._preempted if number >= first
+        ]
+        later = [(number - first, version) for number, version in self._versions if number > first]
+        before = [version for number, version in self._versions if number <= first]
+        self._versions = [*((0, version) for version in before[-1:]), *later]
+        since_ns = self._begins[0] if self._begins else time.monotonic_ns()
+        self._weights = [one for one in self._weights if one[0] >= since_ns]
+        ids = list(self._positions)
+        served = [ids[position] for position in self._requests[rows:]]
+        self._arrived = {one: at_ns for one, at_ns in self._arrived.items() if at_ns >= since_ns}
+        lost = [request for _, request in self._preempted]
+        self._positions = _Positions()
+        self._requests = array("l", map(self._positions.__getitem__, served))
+        for request in (*self._arrived, *lost):
+            self._positions[request]
+        self._callers = {one: name for one, name in self._callers.items() if one in self._positions}
+        del self._tokens[:rows], self._outputs[:rows]
+        opened = read_anchor()  # the clocks as they are now, at the time from which all passes are there
+        self._opened = msgspec.structs.replace(
+            opened, wall_ns=opened.wall_ns - opened.mono_ns + since_ns, mono_ns=since_ns
+        )
+
+
+def between(file: PassFile, start_ns: int, end_ns: int) -> PassFile:
+    """Return the passes that ran between two times, and the requests that they served or that came meanwhile.
+
+    Args:
+        start_ns: Time in unix ns of the engine's host. `end_ns` likewise.
+    """
+    ahead_ns = file.closed.wall_ns - file.closed.mono_ns
+    since_ns, until_ns = max(start_ns - ahead_ns, file.anchor.mono_ns), end_ns - ahead_ns
+    begins, ends = file.passes.begin_ns, file.passes.end_ns
+    first, last = bisect_right(ends, since_ns), bisect_left(begins, until_ns)
+    if first >= last:
+        first = last = 0
+    part = _rows(file, first, last)
+    told, lost = part.requests, part.preempted
+    came = [
+        at for at, at_ns in enumerate(told.arrived_ns) if at_ns is not None and since_ns <= at_ns < until_ns
+    ]
+    new = {at: row for row, at in enumerate(sorted({*part.served.request, *lost.request, *came}))}
+    weights = [one for one in zip(file.weights.at_ns, file.weights.version, strict=True) if one[0] < until_ns]
+    closed = msgspec.structs.replace(file.closed, wall_ns=until_ns + ahead_ns, mono_ns=until_ns)
+    return msgspec.structs.replace(
+        part,
+        anchor=msgspec.structs.replace(file.closed, wall_ns=since_ns + ahead_ns, mono_ns=since_ns),
+        closed=min(closed, file.closed, key=lambda anchor: anchor.mono_ns),
+        requests=records.Requests(
+            **{name: [column[at] for at in new] for name, column in asdict(told).items()}
+        ),
+        served=msgspec.structs.replace(part.served, request=[new[at] for at in part.served.request]),
+        preempted=msgspec.structs.replace(lost, request=[new[at] for at in lost.request]),
+        weights=records.Weights(
+            at_ns=[at_ns for at_ns, _ in weights], version=[version for _, version in weights]
+        ),
+    )
 
 
 def encoded(file: PassFile) -> bytes:
@@ -284,21 +375,50 @@ def publish_passes(file: PassFile, capture: EngineCapture) -> list[Artifact]:
 
 def _first(file: PassFile, most: int) -> PassFile:
     """Return the first passes of a file, and count the others."""
-    passes, served, lost = file.passes, file.served, len(file.passes.number) - most
+    lost = len(file.passes.number) - most
     if lost <= 0:
         return file
-    rows = sum(passes.requests[:most])
+    return msgspec.structs.replace(_rows(file, 0, most), dropped=file.dropped + lost)
+
+
+def _rows(file: PassFile, first: int, last: int) -> PassFile:
+    """Return the passes of a file from `first` up to `last`, with all requests."""
+    passes, lost = file.passes, file.preempted
+    from_row, to_row = sum(passes.requests[:first]), sum(passes.requests[:last])
+    numbers = passes.number[first:last]
+    kept = [at for at, number in enumerate(lost.number) if number in range(*_span(numbers))]
     return msgspec.structs.replace(
         file,
-        dropped=file.dropped + lost,
-        passes=records.Passes(**{name: column[:most] for name, column in asdict(passes).items()}),
-        served=records.Served(**{name: column[:rows] for name, column in asdict(served).items()}),
+        passes=records.Passes(**{name: column[first:last] for name, column in asdict(passes).items()}),
+        served=records.Served(
+            **{name: column[from_row:to_row] for name, column in asdict(file.served).items()}
+        ),
+        preempted=records.Preempted(
+            number=[lost.number[at] for at in kept], request=[lost.request[at] for at in kept]
+        ),
     )
 
 
+def _span(numbers: Sequence[int]) -> tuple[int, int]:
+    return (numbers[0], numbers[-1] + 1) if numbers else (0, 0)
+
+
 def current() -> PassLog | None:
-    """Return the log of this process' engine while a capture notes its passes, else None."""
-    return _current
+    """Return the log of this process' engine: that of the running capture, else that of the flight recorder;
+    None if neither notes passes.
+    """
+    return _kept if _current is None else _current
+
+
+def keep(memory_mb: int) -> None:
+    """Keep the latest passes of this process' engine from now on, between captures. Idempotent."""
+    global _kept
+    _kept = _kept or PassRing(memory_mb)
+
+
+def kept() -> list[PassFile]:
+    """Return the passes that `keep` keeps; empty before it."""
+    return [] if _kept is None else [_kept.file()]
 
 
 def begin(capture: EngineCapture) -> None:

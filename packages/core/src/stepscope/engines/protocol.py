@@ -15,6 +15,7 @@ import msgspec
 from stepscope.backends.counters import CounterSource
 from stepscope.config import ProfileConfig
 from stepscope.errors import EngineError, ours
+from stepscope.files.passes import PassFile
 from stepscope.files.sidecar import Artifact
 
 if TYPE_CHECKING:
@@ -172,6 +173,21 @@ class EngineProfilerBase(EngineProfiler):
 
     def sample_apart(self) -> None:
         """Make the engine's own process sample its counters between captures, if that is another process."""
+
+    def keep_passes(self, memory_mb: int) -> bool:
+        """Make the engine of this process keep its latest forward passes, for the flight recorder.
+
+        Args:
+            memory_mb: Memory that the passes may take.
+
+        Returns:
+            False if the engine cannot be asked yet. Called from a thread of stepscope, until it returns True.
+        """
+        return True
+
+    def kept_passes(self, start_ns: int) -> list[PassFile]:
+        """Return the kept passes since `start_ns` (unix ns); empty if none are kept. May block."""
+        return []
 
     @property
     def ignored(self) -> Mapping[str, str]:

@@ -32,6 +32,7 @@ from stepscope.engines.protocol import (
 from stepscope.errors import BackendError, EngineError, ours
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import safe
+from stepscope.files.passes import PassFile
 from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.files.storage.atomic import compress, free_path, temporary
 
@@ -334,6 +335,13 @@ class TorchRolloutProfiler(EngineProfilerBase):
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._thread.submit(work))
+
+    def keep_passes(self, memory_mb: int) -> bool:
+        passes.keep(memory_mb)
+        return True
+
+    def kept_passes(self, start_ns: int) -> list[PassFile]:
+        return passes.kept()
 
     # On the profiler's thread.
 

@@ -12,6 +12,8 @@ from stepscope.errors import EngineError
 
 _LIFE_S = 0.5
 """Interval at which an engine that does not answer is checked for life."""
+_NOW_S = 5.0
+"""Longest wait for the answer of an engine that generates."""
 TAKEN = (
     "Somebody else started its profiler, or a process that ended did. Fix: stop_profile() on the engine "
     "once, then capture"
@@ -83,6 +85,29 @@ class EngineCalls:
         """
         core = getattr(self.engine if self.asynchronous else self.engine.llm_engine, "engine_core", None)
         return list(await self._result(method, partial(_cores(core), method, *args)))
+
+    def ask_cores_now(self, method: str, *args: object) -> list[Any] | None:
+        """Call a method of the engine's cores from another thread than the engine's, while it generates.
+
+        Returns:
+            The answers; None if the engine cannot be called now: it has not begun, or its event loop does not
+            run. An LLM whose core is another process can never be called: its sockets belong to the thread
+            that generates.
+
+        Raises:
+            Exception: the call failed, or took longer than `_NOW_S`.
+        """
+        client = getattr(self.engine if self.asynchronous else self.engine.llm_engine, "engine_core", None)
+        if not self.asynchronous:
+            return list(_cores(client)(method, *args)) if hasattr(client, "engine_core") else None
+        loop = self.loop()
+        if loop is None or not loop.is_running() or self.dead() is not None:
+            return None
+        asked = asyncio.run_coroutine_threadsafe(_cores(client)(method, *args), loop)
+        try:
+            return list(asked.result(_NOW_S))
+        finally:
+            asked.cancel()
 
     async def _result(self, method: str, function: Callable[[], Any]) -> Any:
         why = self.dead()

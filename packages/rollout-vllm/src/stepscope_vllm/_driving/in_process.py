@@ -216,6 +216,19 @@ class InProcessTarget:
         taken, self._passes = self._passes, ()
         return taken
 
+    def keep_passes(self, memory_mb: int) -> bool:
+        """See `EngineProfilerBase`."""
+        if not plugin.is_chosen():
+            return True
+        if self.in_this_process:
+            plugin.load()
+        return self.calls.ask_cores_now(passes.KEEP, memory_mb) is not None
+
+    def kept_passes(self, start_ns: int) -> list[PassFile]:
+        """See `EngineProfilerBase`."""
+        contents = self.calls.ask_cores_now(passes.KEPT, start_ns)
+        return [unpacked(content) for content in contents or () if content is not None]
+
     async def _begin_passes(self, most: int) -> None:
         self._passes, self._noting = (), False
         if not most:

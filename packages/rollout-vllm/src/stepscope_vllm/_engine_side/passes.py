@@ -1,7 +1,8 @@
 """Notes of forward passes in vLLM's engine core, the process that schedules them.
 
-`install` gives the class `EngineCore` two methods that a client can call by name, and lets a profile that a
-server starts note its passes too. Between captures, nothing of the scheduler is changed.
+`install` gives the class `EngineCore` methods that a client can call by name, and lets a profile that a
+server starts note its passes too. Between captures, nothing of the scheduler is changed, unless a flight
+recorder has asked to keep the latest passes.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.engines import passes
-from stepscope.engines.passes import PassLog
-from stepscope.files.passes import PassKind
+from stepscope.engines.passes import PassLog, PassRing
+from stepscope.files.passes import PassFile, PassKind
 from stepscope_vllm._engine_side.extension import dp_of
 
 BEGIN, END = "stepscope_begin_passes", "stepscope_end_passes"
+KEEP, KEPT = "stepscope_keep_passes", "stepscope_kept_passes"
 """Names of the methods of `EngineCore`."""
 _NOTES = "_stepscope_passes"
 """Attribute of an engine core: its notes while a capture runs."""
@@ -44,26 +46,56 @@ def install(module: Any) -> None:
         return
     setattr(core, BEGIN, begin)
     setattr(core, END, end)
+    setattr(core, KEEP, keep)
+    setattr(core, KEPT, kept)
     core.profile = _with_notes(core.profile)
 
 
 def begin(core: Any, most: int) -> None:
     """Note the passes of an engine core from now on. Earlier notes are dropped."""
     end(core)
-    setattr(core, _NOTES, _Notes(core, most))
+    log = PassLog(most)
+    if getattr(core, _NOTES, None) is None:
+        setattr(core, _NOTES, _Notes(core, log))
+    else:
+        getattr(core, _NOTES).log = log
 
 
 def end(core: Any) -> bytes | None:
-    """Return the notes as a file's content of `stepscope.files.passes`, or None without notes."""
+    """Return a capture's notes as a file's content of `stepscope.files.passes`, or None without notes."""
+    notes = getattr(core, _NOTES, None)
+    if notes is None or notes.log is notes.ring:
+        return None
+    log, notes.log, notes.prefix = notes.log, notes.ring, None
+    if notes.ring is None:
+        setattr(core, _NOTES, None)
+        notes.undo()
+    return passes.encoded(_file(core, log))
+
+
+def keep(core: Any, memory_mb: int) -> None:
+    """Keep the latest passes of an engine core from now on, between captures. Idempotent."""
     notes = getattr(core, _NOTES, None)
     if notes is None:
+        ring = PassRing(memory_mb)
+        setattr(core, _NOTES, _Notes(core, ring))
+        getattr(core, _NOTES).ring = ring
+    elif notes.ring is None:
+        notes.ring = PassRing(memory_mb)
+
+
+def kept(core: Any, start_ns: int) -> bytes | None:
+    """Return the kept passes since `start_ns` (unix ns) as a file's content, or None if none are kept."""
+    notes = getattr(core, _NOTES, None)
+    if notes is None or notes.ring is None:
         return None
-    setattr(core, _NOTES, None)
-    notes.undo()
-    for request in notes.log.requests:
-        if request not in notes.named:
-            notes.log.name(request, _of_caller(_RANDOM.sub("", request)))
-    return passes.encoded(notes.log.file(dp=dp_of(core.vllm_config)))
+    return passes.encoded(passes.between(_file(core, notes.ring), start_ns, time.time_ns()))
+
+
+def _file(core: Any, log: PassLog) -> PassFile:
+    for request in log.unnamed:
+        log.name(request, _of_caller(_RANDOM.sub("", request)))
+    return log.file(dp=dp_of(core.vllm_config))
 
 
 def _with_notes(profile: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +105,9 @@ def _with_notes(profile: Callable[..., Any]) -> Callable[..., Any]:
     def noted(
         self: Any, is_start: bool = True, profile_prefix: str | None = None, *args: Any, **kw: Any
     ) -> Any:
-        ours = is_start and _CAPTURE.match(profile_prefix or "") and getattr(self, _NOTES, None) is None
+        notes = getattr(self, _NOTES, None)
+        is_free = notes is None or notes.log is notes.ring
+        ours = is_start and _CAPTURE.match(profile_prefix or "") and is_free
         if not is_start:
             with suppress(Exception):  # the profile matters more
                 _write(self)
@@ -110,14 +144,15 @@ class _Scheduled:
 
 
 class _Notes:
-    """Notes of one capture. The methods run on the engine core's thread, `admitted` on that of its input."""
+    """Notes of the passes. The methods run on the engine core's thread, `admit` on that of its input."""
 
-    def __init__(self, core: Any, most: int) -> None:
+    def __init__(self, core: Any, log: PassLog) -> None:
         self.prefix: str | None = None
         """Name of the profile that a server started, or None."""
-        self.log = PassLog(most)
-        self.named: set[str] = set()
-        """Requests that came during the capture, whose callers' names are known."""
+        self.log = log
+        """The log of the running capture, else `ring`."""
+        self.ring: PassRing | None = None
+        """The passes that are kept for the flight recorder, or None if it has not asked."""
         self._core, self._scheduler = core, core.scheduler
         self._pending: dict[int, _Scheduled] = {}
         self._ended_ns = 0
@@ -142,7 +177,6 @@ class _Notes:
         admitted = self._admit(request)
         known = getattr(request, "external_req_id", None) or request.request_id
         self.log.name(request.request_id, _of_caller(known))
-        self.named.add(request.request_id)
         return admitted
 
     def _noting_updates(self, rpc: Callable[..., Any]) -> Callable[..., Any]:

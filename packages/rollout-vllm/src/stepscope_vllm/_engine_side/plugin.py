@@ -9,6 +9,7 @@ there, in a recording that may be freed by then. So these sends are left out of 
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -31,6 +32,12 @@ OF_A_SERVER = (
     f"{_ENDS}. Fix: install stepscope-rollout-vllm in the server's environment (with `stepscope` in "
     "VLLM_PLUGINS, if that is set), or send a request between two captures"
 )
+
+
+def is_chosen() -> bool:
+    """Return whether vLLM loads this plugin in its processes: VLLM_PLUGINS can leave it out."""
+    chosen = os.environ.get("VLLM_PLUGINS")
+    return not switch.DISABLED and (chosen is None or "stepscope" in chosen.split(","))
 
 
 def load() -> None:

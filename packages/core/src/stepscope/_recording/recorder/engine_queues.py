@@ -7,6 +7,7 @@ from functools import partial
 
 from stepscope._recording.counters.sampler import Sampler, Tick
 from stepscope._recording.process import failures
+from stepscope._recording.process.failures import describe
 from stepscope.backends.counters import CounterSource
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler, EngineProfilerBase, load_engine, local_engines
@@ -14,6 +15,7 @@ from stepscope.engines.local_engines import registered
 from stepscope.engines.metrics import FINISHED, GENERATION_TOKENS, PROMPT_TOKENS, RUNNING, UNFINISHED, WAITING
 from stepscope.errors import ours
 from stepscope.files.counters import KV_CACHE
+from stepscope.files.passes import PassFile
 from stepscope.files.states import EngineState
 
 SAMPLE_S = 2.0
@@ -30,6 +32,9 @@ class EngineQueues:
         self._sampler = sampler
         self._config = config
         self._known: set[str] = set()
+        self._profilers: list[EngineProfilerBase] = []
+        self._unasked: list[EngineProfilerBase] = []
+        """The profilers whose engines have not been asked to keep their passes."""
 
     def add(self, profiler: EngineProfiler) -> None:
         """Sample an engine from now on, in its own process if that is another one. Has no effect for a
@@ -41,12 +46,37 @@ class EngineQueues:
             self._sampler.add(name, partial(_sources, profiler))
             if isinstance(profiler, EngineProfilerBase):
                 profiler.sample_apart()
+                self._profilers.append(profiler)
+                self._unasked.append(profiler)
 
     def watch(self) -> None:
         """Also sample engines that `instrument` entries find from now on, and those driven by another
         process.
         """
         self._sampler.add("engines", lambda: [_Finder(self, self._config)])
+
+    def keep_passes(self) -> None:
+        """Ask each engine to keep its latest passes, as far as it can be asked. May block."""
+        match = self._config.role("rollout")
+        if match is None or not match[1].engine.passes or not match[1].engine.profiler:
+            return
+        for profiler in tuple(self._unasked):
+            try:
+                if not profiler.keep_passes(self._config.recorder.memory_mb):
+                    continue
+            except ours() as error:
+                failures.note("keeping an engine's passes for the flight recorder", error)
+            self._unasked.remove(profiler)
+
+    def passes(self, start_ns: int) -> Iterator[tuple[int, list[PassFile] | str]]:
+        """Yield the number of each replica, and its passes since `start_ns` (unix ns) or the reason why they
+        are lost. May block.
+        """
+        for profiler in self._profilers:
+            try:
+                yield profiler.replica or 0, profiler.kept_passes(start_ns)
+            except ours() as error:
+                yield profiler.replica or 0, describe(error)
 
 
 def _sources(profiler: EngineProfiler) -> Iterable[CounterSource]:
@@ -90,6 +120,7 @@ class _Finder(CounterSource):
                 self._add(adapter, engine, replica or 0)
         for profiler in local_engines.seated():
             self._queues.add(profiler)
+        self._queues.keep_passes()
         return {}
 
     def _add(self, adapter: str, engine: object, replica: int) -> None:

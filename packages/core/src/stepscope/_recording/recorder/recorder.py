@@ -445,7 +445,7 @@ class Recorder:
         self._writer(order).write(windows, owner=True, began=self.workers)
 
     def _writer(self, order: Order) -> StepWriter:
-        return StepWriter(self.log, self.sampler, self.config, order, self.state)
+        return StepWriter(self.log, self.sampler, self.config, order, self.state, self.engines)
 
     def _fold(self, written: Sequence[Written], hurried_s: float) -> None:
         """Write the manifests, and write them again when the workers' parts have arrived.

@@ -19,19 +19,28 @@ from stepscope._recording.process import failures
 from stepscope._recording.process.failures import describe
 from stepscope._recording.process.identity import read_hardware
 from stepscope._recording.recorder import nccl_ras
+from stepscope._recording.recorder.engine_queues import EngineQueues
 from stepscope._recording.recorder.state import communicators_in_time
 from stepscope._recording.recorder.steps import RecordedStep
 from stepscope._recording.spans import lines
 from stepscope._recording.spans.maker import SpanMaker, not_kept
 from stepscope._recording.spans.span import Span
 from stepscope.config import ProfileConfig
-from stepscope.engines import settings
+from stepscope.engines import EngineCapture, passes, settings
 from stepscope.errors import ours
 from stepscope.files import counters
 from stepscope.files import spans as records
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.records import Ending, Expectation, ProcessPart, Recorded, awaited
+from stepscope.files.manifest.records import (
+    Ending,
+    Expectation,
+    ProcessPart,
+    Recorded,
+    awaited,
+    of_engine,
+)
+from stepscope.files.passes import PassFile
 from stepscope.files.recorder import Order
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import ProcessState
@@ -137,6 +146,8 @@ COUNTERS_HZ = 1.0
 WHY = "the flight recorder keeps spans, and starts no profiler"
 STANDS_STILL = ("hang", "signal")
 """Triggers upon which the written step also gets the state of each process."""
+_KEPT = "the passes that the engine kept"
+_OLDER = "earlier passes were not kept: the engine did not keep any yet, or recorder.memory_mb was too small"
 _BATCH = 500
 """Number of spans that are encoded without a pause, in about 2 ms; then other threads get the GIL for as
 long."""
@@ -200,10 +211,13 @@ class StepWriter:
         config: ProfileConfig,
         order: Order,
         state: Callable[[], ProcessState],
+        engines: EngineQueues | None,
     ) -> None:
         """Args:
         state: Returns the present state of this process.
+        engines: The engines whose passes are kept, or None.
         """
+        self._engines = engines
         self._ring = ring
         self._state = state
         self._sampler = sampler
@@ -230,7 +244,7 @@ class StepWriter:
             self._write_state(windows[-1])
         copied, lost = self._copy()
         spans = _by_window(copied.spans, windows)
-        return [
+        written = [
             self._write(
                 window,
                 inside,
@@ -241,6 +255,46 @@ class StepWriter:
             )
             for window, inside in zip(windows, spans, strict=True)
         ]
+        if windows and self._engines is not None and self._order.trigger != "signal":
+            self._write_passes(self._engines, windows, written)
+        return written
+
+    def _write_passes(
+        self, engines: EngineQueues, windows: Sequence[Window], written: Sequence[Written]
+    ) -> None:
+        """Write the passes of this process' engines. A process that a signal ends has no time for it."""
+        for replica, files in engines.passes(windows[0].opened.wall_ns):
+            for window, step in zip(windows, written, strict=True):
+                outcome = self._outcome_of_passes(replica, files, window, step.layout)
+                if outcome is not None:
+                    step.part.expect(outcome)
+                    step.part.write()
+
+    def _outcome_of_passes(
+        self, replica: int, files: Sequence[PassFile] | str, window: Window, layout: StepLayout
+    ) -> Expectation | None:
+        """Write the passes of a replica in a step, and return the outcome; None if there were none."""
+        name = f"replica {replica}"
+        if isinstance(files, str):
+            return Expectation(name=name, kind="engine", state="failed", reason=f"{_KEPT}: {files}")
+        start_ns, end_ns = window.opened.wall_ns, window.closed.wall_ns
+        parts = [passes.between(file, start_ns, end_ns) for file in files]
+        capture = EngineCapture(
+            step=window.step,
+            run_id=self._order.run_id,
+            out_dir=str(layout.engine_dir(replica).absolute()),
+            step_dir=str(layout.root.absolute()),
+            name=f"step_{window.step:06d}_{self._order.run_id}",
+            replica=replica,
+            passes=sum(len(part.passes.number) for part in parts),
+        )
+        try:
+            artifacts = tuple(one for part in parts for one in passes.publish_passes(part, capture))
+        except ours() as error:
+            reason = f"{_KEPT}: {describe(error)}"
+            return Expectation(name=name, kind="engine", state="failed", reason=reason)
+        is_cut = any(file.anchor.wall_ns > start_ns for file in files)
+        return of_engine(name, artifacts, {}, _OLDER if is_cut else None) if artifacts else None
 
     def _write_state(self, window: Window) -> None:
         """Write the present state of this process into the last step, which a hang or a signal ends."""
