@@ -330,6 +330,18 @@ def empty_queue() -> None:
     queue.Queue[None]().get_nowait()
 
 
+class Entries(tuple[int, ...]):
+    """As the entry points of Python 3.10, which warn when they are iterated over."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[int]:
+        raise DeprecationWarning("entries are no tuple")
+
+    def first(self) -> int:
+        return self[0]
+
+
 USERS: dict[str, Callable[[], object]] = {
     "a function": raised(on_alarm),
     "an object": raised(Handler()),
@@ -345,6 +357,7 @@ OURS: dict[str, Callable[[], object]] = {
     "raised": lambda: Handler().fail(Timeout()),
     "a queue": empty_queue,
     "an iterator": lambda: next(iter(())),
+    "a kind of tuple": lambda: Entries().first(),
 }
 
 

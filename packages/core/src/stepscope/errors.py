@@ -135,8 +135,7 @@ def _is_called_with_its_caller(frame: FrameType) -> bool:
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + has_varargs]
     given = [frame.f_locals.get(name) for name in names]
     return caller is not None and any(
-        value is caller or (isinstance(value, tuple) and any(item is caller for item in value))
-        for value in given
+        value is caller or (type(value) is tuple and any(item is caller for item in value)) for value in given
     )
 
 
