@@ -184,7 +184,7 @@ def engine_call(state: ProcessState, engine: EngineState) -> Call:
     )
 
 
-def is_loaded(state: ProcessState, engine: EngineState, asked: bool) -> bool:
+def is_loaded(engine: EngineState, asked: bool) -> bool:
     """Return whether an engine has requests, or calls and no answer for longer than usual."""
     return bool(engine.requests) or (asked and engine.sampled_ns > _STUCK_NS)
 

@@ -205,7 +205,7 @@ class _Answer:
             engines = process.state.engines
             if engines:
                 asked = any(self._asks(process, span) for span in process.calls())
-                loaded = [engine for engine in engines if is_loaded(process.state, engine, asked)]
+                loaded = [engine for engine in engines if is_loaded(engine, asked)]
                 yield process.key, [self._add(engine_call(process.state, engine)) for engine in loaded]
 
     def _asks(self, process: Process, span: OpenSpan) -> bool:

@@ -11,7 +11,7 @@ from stepscope_report.advice.evidence import FULL, Advice, Evidence, percentage_
 from stepscope_report.advice.remedies import changes
 from stepscope_report.formatting import count, duration, size
 from stepscope_report.sections.counters import CounterRow
-from stepscope_report.sections.idle import Idle, awaited_rank
+from stepscope_report.sections.idle import awaited_rank
 from stepscope_report.spans import GENERATES, ROLLOUT
 
 _TRAINS = ("actor", "trainer")
@@ -56,7 +56,10 @@ def collectives(evidence: Evidence) -> Advice | None:
     """Advise if a process spent a tenth of its busy time, and 2 % of the step, in collectives without
     computation at the same time. Collectives that moved weights belong to the advice on weight syncs.
     """
-    spent = ((max(0, (row.collective_ns or 0) - _syncing_ns(row, evidence)), row) for row in evidence.idle)
+    spent = (
+        (max(0, (row.collective_ns or 0) - evidence.syncing_ns.get(row.process, 0)), row)
+        for row in evidence.idle
+    )
     collective_ns, worst = max(spent, key=lambda pair: pair[0], default=(0, None))
     if worst is None or collective_ns * 10 < worst.busy_ns:
         return None
@@ -94,10 +97,6 @@ def collectives(evidence: Evidence) -> Advice | None:
             f"collectives: {'late' if late else _side(worst.process, evidence)}", evidence, worst.process
         ),
     )
-
-
-def _syncing_ns(row: Idle, evidence: Evidence) -> int:
-    return evidence.syncing_ns.get(row.process, 0)
 
 
 def _side(process: str, evidence: Evidence) -> str:

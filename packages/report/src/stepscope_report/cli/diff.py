@@ -243,7 +243,7 @@ def compare_sides(one: Side, other: Side, limits: Sequence[Limit]) -> tuple[Diff
     """Return the change, None where a side has no captured step, and the verdict, None without limits.
 
     Raises:
-        ConfigError: as `check_gate`.
+        ConfigError: as for `check_gate`.
     """
     change = None
     if one.reports is not None and other.reports is not None:
@@ -262,8 +262,8 @@ def _limits(
     given = [("--stage", one) for one in stages[:1]]
     given += [("--junit", str(junit))] if junit is not None else []
     given += [("--require-verdict", "given")] if require_verdict else []
-    for option, value in given:
-        raise ConfigError(option, value, "only with a limit", "add --fail-above 5%")
+    if given:
+        raise ConfigError(*given[0], "only with a limit", "add --fail-above 5%")
     return []
 
 

@@ -104,7 +104,7 @@ def write_tables(arrow: Any, folder: Path, steps: Iterable[OpenStep], *, numbere
 
     Raises:
         RecordError: no step can be read. Earlier files are kept.
-        OSError: the folder cannot be written. Files of before stay.
+        OSError: the folder cannot be written. Earlier files are kept.
     """
     schemas = {name: _schema(arrow, row, numbered=numbered) for name, row in ROWS.items()}
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def write_tables(arrow: Any, folder: Path, steps: Iterable[OpenStep], *, numbere
         for name in written.rows:
             os.replace(_file(unfinished, name), _file(folder, name))
         for name in written.left_out:
-            _file(folder, name).unlink(missing_ok=True)  # of before: it would pass for this export's
+            _file(folder, name).unlink(missing_ok=True)  # would pass for this export's
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return written

@@ -102,18 +102,12 @@ def merge(
     _check_limits(selection)
     if archive and not (from_ms is to_ms is max_mb is None):
         raise CommandError("--archive holds whole traces: leave out --from, --to and --max-mb")
-    if ray is not None and is_plain(paths):
-        raise CommandError("--ray is for steps of stepscope: name the folder of one")
     if is_plain(paths):
+        if ray is not None:
+            raise CommandError("--ray is for steps of stepscope: name the folder of one")
         if step is not None or run is not None:
             raise CommandError(f"--step and --run are for runs of stepscope, and {paths[0]} is none")
-        expect_traces(paths)
-        if is_otlp(paths):
-            command = f"stepscope report {shlex.join(map(str, paths))}"
-            raise CommandError(f"spans of OpenTelemetry alone have a report, and no timeline: {command}")
-        if output is None:  # folders of others are left as they are
-            raise CommandError("stepscope did not write these traces: say where to write with --output")
-        target, step_path = output, None
+        target, step_path = _target_of_plain(paths, output), None
         of_plain = archive_plain if archive else merge_plain
         total, write = plain_bytes(paths), partial(of_plain, paths, target)
     else:
@@ -137,6 +131,21 @@ def merge(
         if step_path is not None and merged.events > EVENTS:
             screen.say(proposal(step_path, merged.run_id))
     raise typer.Exit(_exit(merged))
+
+
+def _target_of_plain(paths: list[Path], output: Path | None) -> Path:
+    """Return the file for a timeline of traces that stepscope did not write.
+
+    Raises:
+        CommandError: a path does not exist, the paths hold spans of OpenTelemetry alone, or no file is named.
+    """
+    expect_traces(paths)
+    if is_otlp(paths):
+        command = f"stepscope report {shlex.join(map(str, paths))}"
+        raise CommandError(f"spans of OpenTelemetry alone have a report, and no timeline: {command}")
+    if output is None:  # folders of others are left as they are
+        raise CommandError("stepscope did not write these traces: say where to write with --output")
+    return output
 
 
 def _fetch(ray: str, step: StepLayout) -> None:

@@ -1,4 +1,4 @@
-"""`stepscope report` and `merge` of traces that stepscope did not write."""
+"""Traces that stepscope did not write, as `report`, `merge` and `diff` take them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def report_otlp(
     timeline = load_otlp(paths)
     report = step_report(timeline)
     if json:
-        screen.show_json({"format": 1, "steps": [report], "unreadable": {}})  # as of a run
+        screen.show_json({"format": 1, "steps": [report], "unreadable": {}})  # the same keys as for a run
     elif brief:
         screen.show_unwrapped((brief_markdown if markdown else brief_text)(step_brief(report)))
     else:

@@ -28,10 +28,9 @@ _BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
 _EXACT = (1 << 53) - 1
 """Largest whole number that JavaScript, whose numbers are all floats, reads without loss."""
 log = logging.getLogger("stepscope")
-
-
 _quiet = False
-"""True if the command that runs prints only its answer, errors, and what is missing. Writers: those below."""
+"""True if the command that runs prints only its answer, errors, and what is missing. `be_quiet`, `be_verbose`
+and `one_command` write this flag."""
 
 
 class _Handler(logging.Handler):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from stepscope.files.uncaptured import comparable
@@ -14,9 +12,6 @@ from stepscope_report.sections.breakdown import BREAKDOWN, Breakdown
 from stepscope_report.sections.health import is_truncated
 from stepscope_report.timeline import Timeline
 from stepscope_report.timeline.completeness import is_running
-
-if TYPE_CHECKING:
-    pass
 
 ENOUGH = 5
 """Least number of uncaptured steps for a comparison."""

@@ -11,6 +11,7 @@ import msgspec
 from stepscope_report.block import Block, TextTable
 from stepscope_report.formatting import doubt, duration, percent_of, say_doubted
 from stepscope_report.section import DEVICES, Section
+from stepscope_report.sections.operators import doubted_processes
 from stepscope_report.table import Table, grouped
 from stepscope_report.timeline import TraceActivity
 from stepscope_report.timeline.activity.device_idle import GapKind
@@ -57,7 +58,7 @@ class GapRow(msgspec.Struct, frozen=True, kw_only=True):
 
 def gap_rows(activities: Sequence[TraceActivity]) -> Table[GapRow]:
     """Return the gaps of each process, the longest total first."""
-    doubted = {activity.name for activity in activities if activity.content.problems}
+    doubted = doubted_processes(activities)
     sums: dict[tuple[str, str, GapKind, str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for activity in activities:
         for gaps in activity.content.gaps:

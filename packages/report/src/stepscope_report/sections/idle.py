@@ -165,8 +165,9 @@ class _Shift:
     """Walks over the step once: at each instant, idle processes wait for what is on the critical path."""
 
     def __init__(self, path: StepPath, engines: Mapping[int, Sequence[Pair]]) -> None:
-        """Args:
-        engines: The stretches in which the engine of a process ran, by process.
+        """
+        Args:
+            engines: The stretches in which the engine of a process ran, by process.
         """
         timeline = path.graph.timeline
         self._path = path
@@ -305,7 +306,7 @@ class _Shift:
         span = graph.span_of(piece.node)
         queues = piece.kind == "wait" and span is not None and span.stage == "queue"
         if span is None or not (piece.kind == "work" or queues):
-            return None  # no process waits for one that waits, but in an engine
+            return None  # others wait only for work, and for requests in an engine's queue
         process = self._timeline.processes[span.process]
         alone = process.owner and len(self._owners) == 1
         return "" if alone else process.info.role, label_of(span)

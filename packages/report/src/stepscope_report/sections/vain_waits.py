@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,9 +13,6 @@ from stepscope_report.section import Section
 from stepscope_report.spans import ROLLOUT, label_of
 from stepscope_report.table import Table
 from stepscope_report.timeline import Timeline
-
-if TYPE_CHECKING:
-    pass
 
 
 class VainWait(msgspec.Struct, frozen=True, kw_only=True):
