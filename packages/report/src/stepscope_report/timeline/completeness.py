@@ -14,12 +14,12 @@ def doubts(timeline: Timeline, traces: Iterable[FileProblem] = ()) -> tuple[str,
     Args:
         traces: Problems inside its traces, if these were read.
     """
-    return (*gaps(timeline), *map(_say_problem, (*timeline.problems, *traces)))
+    return (*why_incomplete(timeline), *map(_say_problem, (*timeline.problems, *traces)))
 
 
-def gaps(timeline: Timeline) -> tuple[str, ...]:
-    """Return the reasons other than problems of files, which are in `Timeline.problems`."""
-    lines = tuple(_gaps(timeline))
+def why_incomplete(timeline: Timeline) -> tuple[str, ...]:
+    """Return the reasons why a step is not complete, without the problems of files in `Timeline.problems`."""
+    lines = tuple(_reasons(timeline))
     if lines or timeline.problems or timeline.window.opened or timeline.tracer:
         return lines
     return ("the process that opened the capture left nothing",)
@@ -31,7 +31,7 @@ def is_running(manifest: Manifest | None) -> bool:
     return any(part.recorder is not None and part.recorder.running for part in parts)
 
 
-def _gaps(timeline: Timeline) -> Iterator[str]:
+def _reasons(timeline: Timeline) -> Iterator[str]:
     manifest = timeline.manifest
     if manifest is None and not timeline.tracer:
         yield "no process left its part of the manifest"

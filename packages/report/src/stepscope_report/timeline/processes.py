@@ -1,4 +1,4 @@
-"""Processes that read the traces of a step: children of this one, or workers where the files lie."""
+"""The pool of processes that read a step's traces: children of this one, or workers where the files lie."""
 
 from __future__ import annotations
 

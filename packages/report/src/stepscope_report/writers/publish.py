@@ -1,4 +1,4 @@
-"""Publication of one step's figures. Also the program that runs after a capture."""
+"""Writers of a step's figures: their contract, and the program that gives them the step after a capture."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import msgspec
 
 from stepscope.files.layout import StepLayout
 from stepscope.files.storage.atomic import temporary
-from stepscope_report.timeline.completeness import gaps
+from stepscope_report.timeline.completeness import why_incomplete
 from stepscope_report.timeline.merge.mapping import Place
 from stepscope_report.timeline.merge.merge import (
     EVERYTHING,
@@ -76,7 +76,9 @@ def archive_step(
     """Write the archive of one captured step. See `merge_step` for the arguments and errors."""
     keep_memory()
     timeline = load_step(path, run_id=run_id)
-    return _archive(timeline, read_inputs(StepLayout(path), timeline), selection, to, on_read, gaps(timeline))
+    return _archive(
+        timeline, read_inputs(StepLayout(path), timeline), selection, to, on_read, why_incomplete(timeline)
+    )
 
 
 def archive_plain(

@@ -13,7 +13,7 @@ import msgspec
 
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import StepLayout
-from stepscope_report.timeline.completeness import gaps
+from stepscope_report.timeline.completeness import why_incomplete
 from stepscope_report.timeline.merge.mapping import Cut, FlowIds, JsonEvent, Tracks
 from stepscope_report.timeline.merge.reader_events import Drawing
 from stepscope_report.timeline.merge.records import Merged, MergedFile, Selection, duplicate_ranks, merged_row
@@ -213,7 +213,7 @@ def merge_step(
     timeline = load_step(path, run_id=run_id, on_read=on_read)
     inputs = read_inputs(layout, timeline)
     target = layout.timeline if to is None else Path(to)
-    return _merge(timeline, inputs, selection, target, on_read, gaps(timeline))
+    return _merge(timeline, inputs, selection, target, on_read, why_incomplete(timeline))
 
 
 def merge_plain(
