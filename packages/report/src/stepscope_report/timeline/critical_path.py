@@ -144,10 +144,10 @@ class _Walk:
 class Replay:
     """The step once more, in the same order, with some of its own times shortened.
 
-    A call begins after the calls of its caller that ended before it, and after the one for which its thread
-    let it wait; it ends after the calls below it. The own times between stay as they were, unless they are
-    shortened. Calls whose end nothing is known to have waited for take no part: outside of all calls,
-    these are the calls of other stages than the last one to end.
+    A call begins after the calls of its caller that ended before it, and after the call that its thread ran
+    before it (`StepGraph.before`); it ends after the calls below it. The own times between stay as they were,
+    unless they are shortened. Calls whose end nothing is known to have waited for take no part: outside of
+    all calls, these are the calls of other stages than the last one to end.
     """
 
     def __init__(self, graph: StepGraph) -> None:

@@ -453,7 +453,7 @@ class _Running:
 
 
 def _end_ns(process: Process, window_ns: int) -> int:
-    """Return the end of a process' root: of an owner that ends after the first one, its own closing."""
+    """Return the end of a process' root: the end of the step, or an owner's own closing if that is later."""
     closed_ns = process.closed_ns if process.owner and process.aligned else None
     return max(closed_ns or 0, window_ns)
 

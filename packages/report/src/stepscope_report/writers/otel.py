@@ -57,7 +57,7 @@ def send(step: ReportedStep, exporter: SpanExporter) -> None:
     """Send the spans to the collector.
 
     Raises:
-        OSError: the collector did not take all of it.
+        OSError: the collector did not take all of them.
     """
     spans = list(_spans_of(step))
     try:

@@ -93,7 +93,7 @@ def read_trace(
     """Read the trace in `path`. A missing or damaged file raises no exception; see `problems`.
 
     Args:
-        step_mark: Name of the ranges that are the program's steps, as of `ProfilerSteps`.
+        step_mark: Name of the ranges that are the program's steps: the `mark` of `ProfilerSteps`.
     """
     content, unordered = _read(path, frozenset(), None, on_read, step_mark)
     near = None if is_short(content.first_us, content.last_us) else _near(path)

@@ -15,14 +15,14 @@ LOST = "launches without a kernel: the profiler lost device work, so that busy t
 EARLY = "kernels that begin before their launch: the device's clock is wrong"
 OVERRUN = "kernels that last on while their stream runs the next ones: durations are wrong"
 UNSYNCED = "kernels that run on while a wait for their stream begins: the device's clock is wrong"
-"""A rule of `torch.profiler._trace_validator`, whose other one on times is `EARLY`."""
+"""`torch.profiler._trace_validator` has this rule too, and that of `EARLY`."""
 DOUBTS = frozenset({LOST, EARLY, OVERRUN, UNSYNCED})
 _LAUNCH = re.compile(r"(cu|hip)\w*Launch(?!Host)")
 _PAGE = 1 << 12
 _FEW = 10
-"""Number of events up to which the edges of a recording explain what lacks."""
+"""Number of events up to which the edges of a recording explain missing ones."""
 _SHARE = 20
-"""A twentieth of the launches is a doubt. Of the last ones, kernels may run on after a recording ended."""
+"""A twentieth of the launches is a doubt; fewer may be those whose kernels ran after the recording ended."""
 _EARLY_US = 10.0
 _OVERLAP = 10
 """A tenth of a stream's time in which two kernels run is a doubt: a kernel may begin early, at the end of the

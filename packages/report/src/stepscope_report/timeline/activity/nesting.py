@@ -55,9 +55,11 @@ def _operator_of(name: str) -> str | None:
 
 
 def mark_key(name: str, known: Container[str], number: int) -> str:
-    """Return the key of a range of the user, which may have an operator's name. `known` is as above.
+    """Return the key of a range of the user, which may have an operator's name. A range of `emit_nvtx` is an
+    operator.
 
-    A range of `emit_nvtx` is an operator.
+    Args:
+        known: The keys so far, of which there are `number`.
     """
     named = mark_name(name)
     if named is None:

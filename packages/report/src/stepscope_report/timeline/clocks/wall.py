@@ -15,7 +15,7 @@ MARGIN_NS = 3_600_000_000_000
 """Largest plausible distance of a time from its step: an hour."""
 MARGIN_US = MARGIN_NS / 1000
 _WALL_NS = range(946_684_800 * 10**9, 4_102_444_800 * 10**9)
-"""2000 to 2099, in unix ns."""
+"""The years 2000 to 2099, in unix ns."""
 FEW = 50
 """Number of times that tell the clock of a file, if it has as many."""
 NOT_NEAR = "events more than an hour from the step, or from all others"

@@ -49,7 +49,7 @@ class _Run:
             self.starts.append(start)
             self.ends.append(end)
         self.late_starts, self.late_ends = list[float](), list[float]()
-        """The latest slices, until `settle`: a list takes one in a third of the time."""
+        """The latest slices, until `settle`: a list takes a slice in a third of the time of an array."""
         self.joins = joins
         self._outer = array("i")
         """Number of the slice that each slice is in, or -1. It grows when it is needed."""

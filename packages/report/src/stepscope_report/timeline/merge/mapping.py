@@ -24,13 +24,14 @@ JsonEvent: TypeAlias = dict[str, object]
 _NUMBER = re.compile(r'"?(-?\d{1,30}(?:\.\d{1,30})?(?:[eE][-+]?\d{1,2})?)"?')
 _EXACT = Context(prec=200)
 _FIRST_TID = 10_000_000
-"""Above all pids of Linux (2^22): Perfetto takes a thread whose tid is its pid for the main thread."""
+"""The first tid that a merge gives, above all pids of Linux (2^22): Perfetto takes a thread whose tid is its
+pid for the main thread."""
 _DIGITS = 15
 """Number of digits of the largest ids, which are those of `FlowIds._others`."""
 _OWN = "\0stepscope"
 """The key of stepscope's own tracks, in the place of a file's pid; no file has such a pid."""
 _BESIDE = "\0beside"
-"""The key of further lines of threads, likewise."""
+"""The key of further lines of threads; no file has such a pid either."""
 _FURTHER = 1 << 30
 """Number of further pids, which begin above all pids of Linux and are shared equally by the rows. All are
 below 2^31, as Perfetto's own format requires."""
@@ -119,7 +120,7 @@ class FlowIds:
         self._others: dict[tuple[bytes, object], int] = {}
 
     def number(self, written: bytes, scope: object = None) -> int:
-        """Return the new id for one as written in JSON. Different ids stay different."""
+        """Return the new id for an id as JSON has it. Different ids stay different."""
         if scope is None and written.isdigit() and int(written) < self.below:
             return int(b"%b%d" % (self.prefix, int(written)))
         # Strings, and numbers that are too large: behind the prefix one digit more than all others have.

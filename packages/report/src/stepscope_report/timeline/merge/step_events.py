@@ -223,8 +223,8 @@ class Drawn:
                 yield {"ph": "f", "bp": "e", **common, **self._passes_at[at], "ts": microseconds(begin)}
 
     def launches(self, row: Row) -> EngineLaunches | None:
-        """Return what is to see the events of a row's traces, or None if the row is of no engine whose passes
-        are drawn, or of several.
+        """Return the launches to which the events of a row's traces are shown, or None unless the row is of
+        exactly one engine whose passes are drawn.
         """
         engines = [at for at in self._passes_at if self._timeline.passes[at].replica == row.info.replica]
         if len(engines) != 1 or row.unaligned is not None:

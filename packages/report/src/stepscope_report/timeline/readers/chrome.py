@@ -244,7 +244,7 @@ def _object(text: bytes) -> dict[str, msgspec.Raw]:
 
 
 def _typed(fields: dict[str, msgspec.Raw], first: list[msgspec.Raw]) -> TraceFields:
-    """Decode field by field, so that one of a wrong type does not affect the others."""
+    """Decode field by field, so that a field of a wrong type does not affect the others."""
     base_ns = _value(fields, "baseTimeNanoseconds", int)
     return TraceFields(
         base_ns=base_ns if base_ns is not None and 0 <= base_ns < _FARTHEST_NS else None,

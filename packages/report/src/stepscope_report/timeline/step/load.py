@@ -467,8 +467,8 @@ def _replica(artifact: Artifact, parts: Iterable[ProcessPart]) -> int | None:
 
 
 def _number(process: ProcessInfo) -> int | None:
-    """Return the replica of a process: as recorded, else its position among the given workers; None if
-    neither is known.
+    """Return the replica number that a process recorded, else its position among the given workers, or None
+    if neither is known.
     """
     if process.replica is not None or process.role != "rollout" or process.rank_source != "position":
         return process.replica

@@ -114,7 +114,7 @@ def read_plain(
     """Return the traces in files and folders as one step. Writes nothing.
 
     Args:
-        step_mark: Name of the ranges that are the program's steps, as of `ProfilerSteps`.
+        step_mark: Name of the ranges that are the program's steps: the `mark` of `ProfilerSteps`.
 
     Raises:
         RecordError: no file holds an event of a trace.
@@ -388,7 +388,7 @@ def _align(sources: Sequence[Source], groups: Sequence[Sequence[_Trace]]) -> lis
 
 
 def _runs(sources: Sequence[Source]) -> Iterator[list[int]]:
-    """Yield the indices of the sources of each run: they record at the same time, but for their clocks."""
+    """Yield the indices of the sources of each run: they record at one time, by clocks that may differ."""
     run: list[int] = []
     until_ns = 0
     for index in sorted(range(len(sources)), key=lambda index: sources[index].opened.wall_ns):
