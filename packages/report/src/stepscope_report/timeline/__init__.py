@@ -1,7 +1,7 @@
 """One captured step read back from disk: `load_step` gives its `Timeline`, `merge_step` writes one file.
 
-Imports neither torch nor Ray. Each part is imported when it is first used, because a worker of a merge needs
-few.
+Imports neither torch nor Ray. Each part is imported when it is first used, because a process that reads one
+trace needs few.
 
 `step` reads spans, counters and the manifest into the `Timeline`; `activity` reads the content of traces, and
 places it in the step. `merge` writes both into one file.

@@ -247,7 +247,7 @@ class Readers:
                 self.problems.append(FileProblem(file=f"{GROUP}: {point.name}", what=what))
             else:
                 self._readers.append(reader)
-        # At their first use: both import this module, and nsys sqlite3, which only a merge needs.
+        # Imported here because both import this module.
         from stepscope_report.timeline.readers.nccl_inspector import InspectorReader
         from stepscope_report.timeline.readers.nsys import NsysReader
 
