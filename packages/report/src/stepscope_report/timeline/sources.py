@@ -25,14 +25,12 @@ from stepscope.files.manifest.records import Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import RECENT_NS, CounterNow
 from stepscope.files.storage.reading import LONGEST_LINE, lines_of, open_file
-from stepscope_report.timeline.clocks.wall import MARGIN_NS, NOT_NEAR, is_near
+from stepscope_report.timeline.clocks.wall import FARTHEST_NS, MARGIN_NS, NOT_NEAR, is_near
 from stepscope_report.timeline.model import FileProblem
 
 _R = TypeVar("_R")
 _span_line = msgspec.json.Decoder(span_lines.Line).decode
 _counter_line = msgspec.json.Decoder(counter_lines.Line).decode
-_FARTHEST_NS = 1 << 62
-"""Times beyond 146 years (of uptime, or since 1970) are taken for garbage."""
 _LAST_BYTES = 4096
 """Number of bytes within which the last record of a span file lies."""
 
@@ -153,7 +151,7 @@ def _written_ns(file: SpanFile, opened: ClockAnchor) -> int:
     try:
         return opened.mono_ns + max(0, file.path.stat().st_mtime_ns - opened.wall_ns)
     except OSError:
-        return _FARTHEST_NS
+        return FARTHEST_NS
 
 
 def _take(file: SpanFile, record: span_lines.Line) -> None:
@@ -184,7 +182,7 @@ def _take_span(file: SpanFile, record: span_lines.Open) -> None:
 
 
 def _possible(time_ns: int) -> bool:
-    return 0 <= time_ns < _FARTHEST_NS
+    return 0 <= time_ns < FARTHEST_NS
 
 
 def _seen(file: SpanFile, mono_ns: int) -> None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from stepscope_report.timeline.clocks.wall import FEW, middle, wall_base
+from stepscope_report.timeline.clocks.wall import FARTHEST_NS, FEW, middle, wall_base
 from stepscope_report.timeline.readers.blocks import BLOCK, read_blocks
 from stepscope_report.timeline.readers.contract import Notes
 from stepscope_report.timeline.readers.json_array import (
@@ -33,7 +33,6 @@ SUFFIXES = (".json", ".json.gz")
 """Ends of the names of Chrome traces."""
 _ARRAY = re.compile(rb"\s*:\s*\[")
 _START = re.compile(rb"(?:\xef\xbb\xbf)?\s*")
-_FARTHEST_NS = 1 << 62
 _NOTHING = b" \t\r\n,}\0"
 _FIRST_BLOCK = 1 << 14
 """Number of bytes of the first block: more than most files have before their events. It is read twice."""
@@ -247,7 +246,7 @@ def _typed(fields: dict[str, msgspec.Raw], first: list[msgspec.Raw]) -> TraceFie
     """Decode field by field, so that a field of a wrong type does not affect the others."""
     base_ns = _value(fields, "baseTimeNanoseconds", int)
     return TraceFields(
-        base_ns=base_ns if base_ns is not None and 0 <= base_ns < _FARTHEST_NS else None,
+        base_ns=base_ns if base_ns is not None and 0 <= base_ns < FARTHEST_NS else None,
         distributed=_value(fields, "distributedInfo", Distributed),
         host=_value(fields, "host_name", str),
         devices=_value(fields, "deviceProperties", tuple[DeviceProperties, ...]) or (),

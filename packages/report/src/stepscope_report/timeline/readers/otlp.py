@@ -17,13 +17,13 @@ import msgspec
 
 from stepscope.files.storage.reading import MAX_BYTES, open_file
 from stepscope.files.values import MAX_TEXT, AttrValue, bounded
+from stepscope_report.timeline.clocks.wall import FARTHEST_NS
 from stepscope_report.timeline.sources import RecordFile
 
 SUFFIXES = (".json", ".jsonl")
 MOST_SPANS = 200_000
 """Largest number of spans that are taken from one file."""
 _MOST_ATTRIBUTES = 64
-_FARTHEST_NS = 1 << 62
 _OWN_SCOPE = "stepscope"
 """Tracer name of `writers.otel`: spans that it sent to the same collector are already in the span files."""
 _TEXTS = frozenset(
@@ -285,7 +285,7 @@ _VALUES: Mapping[str, Callable[[str, object], str | int | float | bool | None]] 
 def _time(span: Json, name: str) -> int:
     value = span.get(name)
     time_ns = int(value) if isinstance(value, str) and re.fullmatch(r"\d{1,19}", value) else value
-    if type(time_ns) is not int or not 0 < time_ns < _FARTHEST_NS:
+    if type(time_ns) is not int or not 0 < time_ns < FARTHEST_NS:
         raise FieldError(f"{name} is {_shown(value)}, no unix time in ns")
     return time_ns
 

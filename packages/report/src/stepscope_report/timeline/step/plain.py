@@ -35,7 +35,7 @@ from stepscope_report.timeline.readers.nccl_inspector import InspectorReader
 from stepscope_report.timeline.sources import Source
 from stepscope_report.timeline.step.load import align_without_owner, process_of, window_of
 from stepscope_report.timeline.step.rows import names_of
-from stepscope_report.timeline.step.trace_files import StepFiles, TraceFile
+from stepscope_report.timeline.step.trace_files import NO_HOST, StepFiles, TraceFile
 from stepscope_report.timeline.step.trace_names import dimensions, named
 
 _OTHERS = (".sqlite", ".ncu-rep", ".pickle")
@@ -53,7 +53,6 @@ _APART_NS = 60_000_000_000
 """Time between the traces of two runs, in ns. The clocks of two hosts of a run differ by less."""
 _UNALIGNED = Aligned(Placement([(0, 0)]), ProcessClock(alignment="unaligned"))
 _TIMELESS = Aligned(Placement([(0, 0)]), ProcessClock(alignment="assumed"))
-_NO_HOST = "host unknown"
 _ASSUMED = "its traces name no host: its wall clock is taken to be that of the others"
 
 
@@ -231,7 +230,7 @@ def _info(trace: TraceFile, content: TraceContent) -> tuple[ProcessInfo, dict[st
     distributed, pid = content.distributed, fields.pid or 0
     topology, said = dimensions(name), named(trace.name)
     handler = _HANDLER.match(name)
-    host = content.host or (handler[1] if handler is not None and int(handler[2]) == pid else _NO_HOST)
+    host = content.host or (handler[1] if handler is not None and int(handler[2]) == pid else NO_HOST)
     rank = None if distributed is None else distributed.rank
     if rank is None:
         rank = said.rank
@@ -257,7 +256,7 @@ def _info_of(trace: TraceFile, origin: Origin) -> ProcessInfo:
         role=said.role or _role(rank),
         rank=rank,
         world_size=origin.world_size,
-        host=origin.host or _NO_HOST,
+        host=origin.host or NO_HOST,
         pid=origin.pid or said.pid or 0,
         replica=said.replica,
     )
@@ -382,7 +381,7 @@ def _align(sources: Sequence[Source], groups: Sequence[Sequence[_Trace]]) -> lis
         }
         placed |= zip(run, refine(of_run, so_far, reference, paths.copy), strict=True)
     return [
-        _assumed(placed[index]) if source.info.host == _NO_HOST else placed[index]
+        _assumed(placed[index]) if source.info.host == NO_HOST else placed[index]
         for index, source in enumerate(sources)
     ]
 

@@ -18,7 +18,7 @@ from stepscope_report.timeline.clocks.wall import MARGIN_NS, OWN_CLOCK
 from stepscope_report.timeline.model import Process, Timeline
 from stepscope_report.timeline.readers.chrome import TraceFields
 from stepscope_report.timeline.readers.contract import FoundFile, Notes, Origin, Reader, reason
-from stepscope_report.timeline.step.trace_files import TraceFile
+from stepscope_report.timeline.step.trace_files import NO_HOST, TraceFile
 
 ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")
 """Roles in the order of their rows, from the top. Other roles follow by name."""
@@ -295,7 +295,7 @@ def _process_of(origin: Origin, sidecar: Sidecar | None, role: str) -> ProcessIn
         role=role,
         rank=origin.rank if artifact is None or artifact.rank is None else artifact.rank,
         world_size=(None if artifact is None else artifact.world_size) or origin.world_size,
-        host=artifact.host if artifact is not None else origin.host or "host unknown",
+        host=artifact.host if artifact is not None else origin.host or NO_HOST,
         pid=(None if artifact is None else artifact.pid) or origin.pid or 0,
         replica=None if artifact is None else artifact.replica,
     )

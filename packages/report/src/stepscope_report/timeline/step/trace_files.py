@@ -18,6 +18,8 @@ from stepscope_report.timeline.readers.chrome import SUFFIXES, TraceFields
 from stepscope_report.timeline.readers.contract import FoundFile, Reader, Readers
 
 _NO_SIDECAR = "no sidecar: nothing says which process wrote it"
+NO_HOST = "host unknown"
+"""The host of a process whose trace names none."""
 GONE = "it is in the manifest, and not here"
 MERGED = "merged_trace"
 """The kind of a file in which an engine repeats the traces of its ranks."""
@@ -48,7 +50,7 @@ class TraceFile(NamedTuple):
             rank, world_size = (
                 (None, None) if distributed is None else (distributed.rank, distributed.world_size)
             )
-            host = fields.host or "host unknown"
+            host = fields.host or NO_HOST
             return ProcessInfo(role=self.role, rank=rank, world_size=world_size, host=host, pid=0)
         artifact = self.sidecar.artifact
         return ProcessInfo(
